@@ -32,10 +32,8 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dtft.train import config
-from dtft.train.experiment import Experiment
-from dtft.train.loop import run
-from dtft.train.single import LocalRuntime
+from dtft.config import Experiment, load_experiment
+from dtft.train import LocalRuntime, run
 
 CASES = {
     "digits_cnn, 1 device": ("digits_cnn", "--cluster.hosts", "1"),
@@ -64,7 +62,7 @@ def experiment_of(case: str, steps: int, directory: str, interval: int) -> Exper
         "--log.every": LOG_EVERY,
     }
     words = [str(word) for pair in given.items() for word in pair]
-    return config.load(name, [*options, *words], "loop_overhead")
+    return load_experiment(name, [*options, *words], "loop_overhead")
 
 
 class Timed(LocalRuntime):

@@ -26,10 +26,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from dtft.parallel.planning import target_of, verified
 from dtft.planner.cluster import Cluster
 from dtft.planner.search import decide
 from dtft.planner.workload import of_loss
-from dtft.train.plan_verify import target_of, verified
 
 Params = dict[str, Any]
 

@@ -11,11 +11,16 @@ Expect a test loss of about 2.1 after 200 steps. The text differs between Python
 patch releases, so the last digits do too; its hash is in the resolved config.
 """
 
+from dtft.config import (
+    ClusterConfig,
+    Experiment,
+    MaxAdaBeliefConfig,
+    MeshConfig,
+    ScheduleConfig,
+    StopConfig,
+)
+from dtft.data import CharsConfig
 from dtft.models.base import TransformerConfig
-from dtft.train.datasets import CharsConfig
-from dtft.train.experiment import ClusterConfig, Experiment, MeshConfig, StopConfig
-from dtft.train.optimizers import MaxAdaBeliefConfig
-from dtft.train.schedule_config import ScheduleConfig
 
 
 def config() -> Experiment:

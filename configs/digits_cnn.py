@@ -6,10 +6,9 @@
 Expect a test accuracy of about 0.98 after 300 steps, in a few seconds on a CPU.
 """
 
+from dtft.config import ClusterConfig, Experiment, MaxAdaBeliefConfig, StopConfig
+from dtft.data import DigitsConfig
 from dtft.models.base import CNNConfig
-from dtft.train.datasets import DigitsConfig
-from dtft.train.experiment import ClusterConfig, Experiment, StopConfig
-from dtft.train.optimizers import MaxAdaBeliefConfig
 
 
 def config() -> Experiment:

@@ -8,10 +8,9 @@ The statistics are those of each host's own gradient and travel packed: choose a
 way with `--optim.wire`.
 """
 
+from dtft.config import ClusterConfig, Experiment, ShampooConfig, StopConfig
+from dtft.data import DigitsConfig
 from dtft.models.base import CNNConfig
-from dtft.train.datasets import DigitsConfig
-from dtft.train.experiment import ClusterConfig, Experiment, StopConfig
-from dtft.train.shampoo import ShampooConfig
 
 
 def config() -> Experiment:

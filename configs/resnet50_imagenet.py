@@ -11,21 +11,21 @@ images in such folders do: `--model.num_classes` is at least the number of folde
 
 90 epochs are 450,000 steps of 256 rows. The learning rate is 1e-3 per 256 rows with a
 decoupled weight decay of 1e-2; for another `--data.global_batch` scale it with the root
-of the batch (with the batch itself for SGD: `dtft.train.optimizers.SGDConfig`, 0.1 per
+of the batch (with the batch itself for SGD: `dtft.config.optimizers.SGDConfig`, 0.1 per
 256 rows). The state is 0.5 GB, so a snapshot is taken every 10 steps: a fault costs at
 most that many. `--model.compute_dtype float32` for devices without bfloat16.
 """
 
-from dtft.models.base import ResNetConfig
-from dtft.train.experiment import (
+from dtft.config import (
     CheckpointConfig,
     ClusterConfig,
     Experiment,
+    MaxAdaBeliefConfig,
+    ScheduleConfig,
     StopConfig,
 )
-from dtft.train.images import ImageFolderConfig
-from dtft.train.optimizers import MaxAdaBeliefConfig
-from dtft.train.schedule_config import ScheduleConfig
+from dtft.data import ImageFolderConfig
+from dtft.models.base import ResNetConfig
 
 
 def config() -> Experiment:

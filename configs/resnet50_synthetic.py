@@ -6,14 +6,9 @@ Model, batch and optimizer are those of resnet50_imagenet, on one host, for 100 
 The labels are noise: the loss says nothing.
 """
 
+from dtft.config import CheckpointConfig, Experiment, MaxAdaBeliefConfig, StopConfig
+from dtft.data import SyntheticImagesConfig
 from dtft.models.base import ResNetConfig
-from dtft.train.experiment import (
-    CheckpointConfig,
-    Experiment,
-    StopConfig,
-)
-from dtft.train.images import SyntheticImagesConfig
-from dtft.train.optimizers import MaxAdaBeliefConfig
 
 
 def config() -> Experiment:

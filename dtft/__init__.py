@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     from dtft import optim as optim
     from dtft import planner as planner
     from dtft import train as train
+    from dtft.config import Experiment as Experiment
     from dtft.optim.max_adabelief import max_adabelief as max_adabelief
-    from dtft.train.experiment import Experiment as Experiment
-    from dtft.train.plan_entry import plan as plan
-    from dtft.train.planning import RunnablePlan as Plan
+    from dtft.parallel.planning import RunnablePlan as Plan
+    from dtft.parallel.planning import plan as plan
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "Experiment": "dtft.train.experiment:Experiment",
-    "Plan": "dtft.train.planning:RunnablePlan",
+    "Experiment": "dtft.config.experiment:Experiment",
+    "Plan": "dtft.parallel.planning.api:RunnablePlan",
     "max_adabelief": "dtft.optim.max_adabelief:max_adabelief",
-    "plan": "dtft.train.plan_entry:plan",
+    "plan": "dtft.parallel.planning.api:plan",
 }
 _PACKAGES = ("checkpoint", "collectives", "optim", "planner", "train")
 """Those with public names, so that `import dtft` is enough for `dtft.train.make_step`.

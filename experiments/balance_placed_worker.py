@@ -15,7 +15,7 @@ from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
 
-from dtft.train.placed_calls import Key
+from dtft.parallel.mpmd import Key
 
 HIDDEN = (512, 1280, 256, 768, 1024, 256, 896, 640)
 """Inner width of each layer: no two neighbours take equally long."""
@@ -83,7 +83,7 @@ def nodes_of_layers(counts: Sequence[int]) -> tuple[int, ...]:
     """The node of each operator with so many layers on each node."""
     import numpy as np
 
-    from dtft.train.placed_placement import nodes_of_scopes
+    from dtft.parallel.mpmd import nodes_of_scopes
 
     of_layer = np.repeat(np.arange(len(counts)), counts)
     table = {f"layer{index}": int(node) for index, node in enumerate(of_layer)}
@@ -92,8 +92,8 @@ def nodes_of_layers(counts: Sequence[int]) -> tuple[int, ...]:
 
 def make_step(form: Form, devices: Sequence[Any]) -> Any:
     """The placed step of a division."""
+    from dtft.parallel.mpmd import make_placed_step
     from dtft.placement import Placement
-    from dtft.train.placed import make_placed_step
 
     is_placement = isinstance(form, str)
     return make_placed_step(

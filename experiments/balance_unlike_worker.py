@@ -21,20 +21,20 @@ import jax.monitoring
 import numpy as np
 
 from dtft.balance import Microbatches, Policy, Speeds, allocate
+from dtft.calibration import agreed
+from dtft.config import BalanceConfig, Experiment, MaxAdaBeliefConfig, MeshConfig
+from dtft.data import CharsConfig, make_datasets
 from dtft.models.base import TransformerConfig
-from dtft.train.balance_config import BalanceConfig
-from dtft.train.balance_log import BalanceLog
-from dtft.train.balance_record import begin
-from dtft.train.balancing import Balancer
-from dtft.train.data import make_datasets
-from dtft.train.datasets import CharsConfig
-from dtft.train.experiment import Experiment, MeshConfig
-from dtft.train.measuring import agreed
-from dtft.train.optimizers import MaxAdaBeliefConfig
-from dtft.train.probing import Probe
-from dtft.train.shared_feed import SharedFeed
-from dtft.train.step import make_mesh
-from dtft.train.uneven import load_balanced_step, shared_by
+from dtft.parallel import make_mesh
+from dtft.parallel.load_balancing import (
+    BalanceLog,
+    Balancer,
+    Probe,
+    SharedFeed,
+    begin_balance,
+    load_balanced_step,
+    shared_by,
+)
 from experiments import worlds
 from experiments.quotas import Quota
 
@@ -114,7 +114,7 @@ class Host:
             self.program,
             self.source,
             self.config,
-            begin(self.config.rules(policy), self.work, self.names, {}),
+            begin_balance(self.config.rules(policy), self.work, self.names, {}),
             self.names,
             BalanceLog(folder, {}, self.names, leading=self.rank == 0, say=_say),
             step=0,

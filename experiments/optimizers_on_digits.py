@@ -15,9 +15,9 @@ import matplotlib
 import numpy as np
 import optax
 
+from dtft.data import DigitsConfig
 from dtft.models.losses import classification
 from dtft.optim import max_adabelief
-from dtft.train.datasets import DigitsConfig
 from experiments import report
 
 NAME = "optimizers_on_digits"

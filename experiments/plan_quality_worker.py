@@ -23,14 +23,14 @@ if int(sys.argv[2]) == 1:
 import jax  # noqa: E402
 import worlds  # noqa: E402
 
+from dtft.calibration import measure_devices  # noqa: E402
+from dtft.parallel.planning import Runner, in_turns  # noqa: E402
 from dtft.planner.cluster import Cluster  # noqa: E402
 from dtft.planner.cost import Calibration, apply_calibration  # noqa: E402
 from dtft.planner.plan import Plan  # noqa: E402
 from dtft.planner.search import Decision, decide, next_best  # noqa: E402
 from dtft.planner.workload import of_loss  # noqa: E402
-from dtft.train.calibrate import measure  # noqa: E402
-from dtft.train.heap import keep_freed  # noqa: E402
-from dtft.train.trial import Runner, in_turns  # noqa: E402
+from dtft.train import keep_freed  # noqa: E402
 from tests.planner.zoo import MODELS  # noqa: E402
 
 SIZES: Mapping[str, Mapping[str, Any]] = {
@@ -56,7 +56,7 @@ def main() -> None:
     else:
         jax.config.update("jax_platforms", "cpu")
     begin = time.monotonic()
-    calibration = measure(jax.devices())
+    calibration = measure_devices(jax.devices())
     calibrated_s = time.monotonic() - begin
     models = [of_model(name, calibration) for name in names.split(",")]
     made = {

@@ -15,6 +15,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the models are the tests' own
 
+from dtft.parallel.planning import (  # noqa: E402
+    candidate_of as plan_verify_candidate_of,
+)
 from dtft.planner import workload  # noqa: E402
 from dtft.planner.aot import Candidate  # noqa: E402
 from dtft.planner.cluster import Cluster, Pool  # noqa: E402
@@ -29,7 +32,6 @@ from dtft.planner.search import (  # noqa: E402
 )
 from dtft.planner.spmd import Division  # noqa: E402
 from dtft.planner.workload import Question  # noqa: E402
-from dtft.train import plan_verify  # noqa: E402
 from tests.planner.zoo import MODELS  # noqa: E402
 from tests.planner.zoo_parts import Model  # noqa: E402
 
@@ -134,4 +136,4 @@ def candidate_of(one: Model, plan: Plan, target: str, name: str) -> Candidate:
         else {"step": one.own_step, "state": one.own_state}
     )
     given = {**given, "batch": one.batch}
-    return plan_verify.candidate_of(plan, given, target=target, name=name)
+    return plan_verify_candidate_of(plan, given, target=target, name=name)

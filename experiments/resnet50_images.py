@@ -23,8 +23,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from dtft.train.data import make_datasets
-from dtft.train.images import ImageFolderConfig
+from dtft.data import ImageFolderConfig, make_datasets
 from experiments import report
 
 NAME = "resnet50_images"

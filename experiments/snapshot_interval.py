@@ -16,8 +16,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from dtft.checkpoint.replication import Automatic, Costs, inflation
-from dtft.train.bench import measure, tier_off
-from dtft.train.config import parse
+from dtft.config import parse_experiment
+from dtft.drills import measure_tier, tier_off
 from experiments import report
 
 if TYPE_CHECKING:
@@ -212,9 +212,9 @@ def main() -> int:
     found: dict[str, list[dict[str, Any]]] = {}
     for size in SIZES:
         steps = options.steps or size.steps
-        experiment = parse(CONFIG, [*HOSTS, *size.overrides])
+        experiment = parse_experiment(CONFIG, [*HOSTS, *size.overrides])
         rounds = 1 if options.steps else size.rounds
-        found[size.name] = figures(measure(experiment, runs(size, steps), rounds))
+        found[size.name] = figures(measure_tier(experiment, runs(size, steps), rounds))
         print(json.dumps({size.name: found[size.name]}), flush=True)
     if options.json:
         made = {"cores": os.cpu_count(), "budget": Automatic.budget, "sizes": found}

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dtft._jax_internals import cpu_buffer
 from dtft.checkpoint.state import Layout
-from dtft.train.state_layout import layout_of
+from dtft.train import layout_of
 from experiments.tier_task import (
     COLUMNS,
     KINDS,

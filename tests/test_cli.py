@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from dtft import __version__
-from dtft.cli import main, read
-from dtft.train.commands import COMMANDS
+from dtft.cli.commands import COMMANDS
+from dtft.cli.dispatch import main, read
 
 
 def code_of(words: list[str]) -> int:
@@ -170,7 +170,7 @@ def test_every_flag_is_read_and_the_rest_is_left(
 
 def test_help_is_printed_without_jax_or_configs() -> None:
     code = (
-        "import sys; from dtft.cli import main\n"
+        "import sys; from dtft.cli.dispatch import main\n"
         "for line in sys.argv[1:]:\n"
         "    try: main([*line.split(), '--help'])\n"
         "    except SystemExit as ended: assert ended.code == 0, line\n"
@@ -181,7 +181,7 @@ def test_help_is_printed_without_jax_or_configs() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert all(f"usage: dtft {line}".rstrip() in done.stdout for line in lines)
-    assert not set(done.stderr.split()) & {"jax", "flax", "dtft.train.experiment"}
+    assert not set(done.stderr.split()) & {"jax", "flax", "dtft.config.experiment"}
 
 
 def test_the_list_of_commands_has_all_of_them(

@@ -7,8 +7,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from dtft.cli import main, read
-from dtft.train.commands import COMMANDS
+from dtft.cli.commands import COMMANDS
+from dtft.cli.dispatch import main, read
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", *(f"docs/{it.name}" for it in sorted((ROOT / "docs").glob("*"))))

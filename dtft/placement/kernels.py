@@ -1,7 +1,7 @@
 """Which devices have a kernel for which operators, where a user wants them, and which
 names are misspelt.
 
-For platforms that JAX knows, lowering says it (`dtft.train.lowering` asks, and hands in
+For platforms that JAX knows, lowering says it (`dtft.parallel.mpmd` asks, and hands in
 the answer); for everything else the registry is the only source.
 """
 
@@ -19,8 +19,8 @@ from dtft.planner.ir import COUNTED, Operator, OperatorKind
 
 # Which devices have a kernel for which operators, and where a user wants them.
 #
-# For platforms that JAX knows lowering says it (`dtft.train.lowering` asks, and hands
-# in the answer); for everything else a registry is the only source, and what is not in
+# For platforms that JAX knows lowering says it (`dtft.parallel.mpmd` asks, and hands in
+# the answer); for everything else a registry is the only source, and what is not in
 # it is not there.
 
 
@@ -188,14 +188,14 @@ def _check_lacking(lacking: Mapping[str, Set[int]], num_operators: int) -> None:
             raise ValueError(
                 f"kernels: lacking has {platform!r}, for which JAX does not lower"
                 f"{_near(platform, platforms)}. Allowed: {', '.join(platforms)}, as in "
-                "dtft.train.lowering.lacking(loss, params, batch, platforms=cluster)."
+                "dtft.parallel.mpmd.lacking(loss, params, batch, platforms=cluster)."
             )
         for number in operators:
             if type(number) is not int or not 0 <= number < num_operators:
                 raise ValueError(
                     f"kernels: lacking[{platform!r}] has {number!r}. Allowed: numbers "
                     f"of operators of the program, 0 to {num_operators - 1}. Ask for "
-                    "them with dtft.train.lowering.lacking, of the same program."
+                    "them with dtft.parallel.mpmd.lacking, of the same program."
                 )
 
 

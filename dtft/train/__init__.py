@@ -1,7 +1,15 @@
-"""Experiments, data, the step and the loop. Decides no membership and no recovery.
+"""Training: the loop, and the process that it runs in.
 
-`make_step` and `jit_plan` run a plan, `make_placed_step` a placement, or layers that
-`nodes_of_scopes` gives to nodes; they load on first use.
+* `loop`: from a state to the state at the last step; `stop`: when that is; `run_log`:
+  what people are told; `run_directory`.
+* `runtime`: what the loop asks of its process. `single_process` answers for `dtft
+  train`, `worker` for a slot of a launched job (`python -m dtft.train.worker`);
+  `state_layout`, `drill_failure`: parts of the latter. `devices`: those of this
+  process.
+
+A step and its mesh are in `dtft.parallel`, configs in `dtft.config`. `make_step`,
+`jit_plan`, `make_placed_step` and `nodes_of_scopes` of `dtft.parallel` can be had here
+too.
 """
 
 from typing import TYPE_CHECKING
@@ -9,18 +17,53 @@ from typing import TYPE_CHECKING
 from dtft._lazy import attributes
 
 if TYPE_CHECKING:
-    from dtft.train.placed import make_placed_step as make_placed_step
-    from dtft.train.placed_placement import nodes_of_scopes as nodes_of_scopes
-    from dtft.train.planned_step import jit_plan as jit_plan
-    from dtft.train.planned_step import make_step as make_step
+    from dtft.parallel.mpmd import make_placed_step, nodes_of_scopes
+    from dtft.parallel.planning import jit_plan, make_step
+    from dtft.train.devices import (
+        devices_of,
+        keep_cpu_memory,
+        keep_freed,
+        make_cpu_devices,
+    )
+    from dtft.train.loop import run
+    from dtft.train.run_directory import make_run_directory, only_run_in, with_run_dir
+    from dtft.train.single_process import LocalRuntime, train
+    from dtft.train.state_layout import layout_of
 
 _PUBLIC = {
-    "jit_plan": "planned_step",
-    "make_placed_step": "placed",
-    "make_step": "planned_step",
-    "nodes_of_scopes": "placed_placement",
+    "LocalRuntime": "single_process",
+    "devices_of": "devices",
+    "jit_plan": "dtft.parallel.planning",
+    "keep_cpu_memory": "devices",
+    "keep_freed": "devices",
+    "layout_of": "state_layout",
+    "make_cpu_devices": "devices",
+    "make_placed_step": "dtft.parallel.mpmd",
+    "make_run_directory": "run_directory",
+    "make_step": "dtft.parallel.planning",
+    "nodes_of_scopes": "dtft.parallel.mpmd",
+    "only_run_in": "run_directory",
+    "run": "loop",
+    "train": "single_process",
+    "with_run_dir": "run_directory",
 }
 
-__all__ = ["jit_plan", "make_placed_step", "make_step", "nodes_of_scopes"]
+__all__ = [
+    "LocalRuntime",
+    "devices_of",
+    "jit_plan",
+    "keep_cpu_memory",
+    "keep_freed",
+    "layout_of",
+    "make_cpu_devices",
+    "make_placed_step",
+    "make_run_directory",
+    "make_step",
+    "nodes_of_scopes",
+    "only_run_in",
+    "run",
+    "train",
+    "with_run_dir",
+]
 
 __getattr__, __dir__ = attributes(__name__, _PUBLIC)

@@ -14,21 +14,30 @@ import jax
 import numpy as np
 
 from dtft.checkpoint.managers import Phase
-from dtft.train import balance_record
-from dtft.train.balance_log import BalanceLog
-from dtft.train.balancing import Balancer
-from dtft.train.config import ConfigError
-from dtft.train.data import Source, make_datasets
-from dtft.train.experiment import Experiment
-from dtft.train.feed import Feed, evaluate
-from dtft.train.functional_model import Metrics, State
-from dtft.train.logs import Record, RunLog
-from dtft.train.pipelined import AXIS, pipelined_step
-from dtft.train.planned_program import planned_train_step
+from dtft.config import ConfigError, Experiment
+from dtft.data import Source, make_datasets
+from dtft.parallel import (
+    STAGE_AXIS,
+    Feed,
+    Metrics,
+    State,
+    TrainStep,
+    evaluate,
+    pipelined_step,
+    sharded_step,
+)
+from dtft.parallel.load_balancing import (
+    BalanceLog,
+    Balancer,
+    begin_balance,
+    load_balanced_step,
+    node_names,
+    shared_by,
+)
+from dtft.parallel.planning import planned_train_step
+from dtft.train.run_log import Record, RunLog
 from dtft.train.runtime import Items, Runtime
-from dtft.train.step import TrainStep, sharded_step
 from dtft.train.stop import Plateau, observe
-from dtft.train.uneven import load_balanced_step, shared_by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +134,7 @@ def train_step_of(experiment: Experiment, runtime: Runtime) -> TrainStep:
         return planned_train_step(experiment, mesh, runtime.choice.plan)
     if experiment.balance.policy != "off":
         return load_balanced_step(experiment, mesh)
-    if mesh.shape[AXIS] > 1:
+    if mesh.shape[STAGE_AXIS] > 1:
         return pipelined_step(experiment, mesh)
     return sharded_step(experiment, mesh)
 
@@ -149,7 +158,7 @@ def balancer_of(
     config = experiment.balance
     if config.policy == "off":
         return None
-    names = balance_record.node_names(
+    names = node_names(
         [
             [runtime.hosts[device.process_index] for device in devices.flat]
             for devices in train_step.mesh.devices
@@ -160,7 +169,7 @@ def balancer_of(
         train_step,
         source,
         config,
-        balance_record.begin(
+        begin_balance(
             config.rules(config.policy),
             shared_by(train_step).sharing.work,
             names,

@@ -11,8 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dtft.checkpoint.storage import StorageBusy, alone_in
-from dtft.train.config import ConfigError
-from dtft.train.experiment import Experiment
+from dtft.config import ConfigError, Experiment
 
 
 def with_run_dir(experiment: Experiment) -> Experiment:

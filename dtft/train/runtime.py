@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import jax
 
 from dtft.checkpoint.managers import Phase
-from dtft.train.experiment import Experiment
-from dtft.train.functional_model import State
-from dtft.train.plan_choice import Choice
+from dtft.config import Experiment
+from dtft.parallel import State
+from dtft.parallel.planning import PlanChoice
 
 Items = dict[str, Any]
 """What a checkpoint holds beside arrays, as JSON: `step`, `position` (the number of
@@ -60,7 +60,7 @@ class Runtime(Protocol):
         ...
 
     @property
-    def choice(self) -> Choice | None:
+    def choice(self) -> PlanChoice | None:
         """The plan, once `mesh` was called; None where the config's mesh decides."""
         ...
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax
 
 from dtft.checkpoint.state import Layout, Leaf, MeshLayout, to_paths, with_plain_keys
-from dtft.train.functional_model import State
+from dtft.parallel import State
 
 
 def layout_of(

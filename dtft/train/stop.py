@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from dtft.train.experiment import StopConfig
+from dtft.config import StopConfig
 
 
 class NonFinite(FloatingPointError):

@@ -14,9 +14,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 from dtft.checkpoint.storage.step_directories import storage_steps
+from dtft.cli.commands import HostFlags
+from dtft.drills.options import own_certificate
 from dtft.elastic.leader.events import read_events
-from dtft.train.commands import HostFlags
-from dtft.train.host_flags import own_certificate
 from tests.drills.harness import dtft
 from tests.drills.serving import ServedJob
 

@@ -22,11 +22,11 @@ import pytest
 from dtft.checkpoint.managers.progress import ProgressBoard
 from dtft.checkpoint.storage.directory import compare_steps
 from dtft.checkpoint.storage.step_directories import storage_steps
+from dtft.drills import leftovers
+from dtft.drills.compare import samples_exactly_once
 from dtft.elastic.faults.injector import rate
 from dtft.elastic.faults.interruptions import session
 from dtft.elastic.leader.events import read_events
-from dtft.train import leftovers
-from dtft.train.verdict import samples_exactly_once
 from tests.drills.harness import REPOSITORY, dtft, memory
 from tests.elastic.etcd_cluster import Member, TlsEtcdCluster, until
 

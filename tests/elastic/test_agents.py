@@ -11,13 +11,13 @@ import pytest
 
 from dtft.checkpoint.transport.protocol import Credentials, Tls
 from dtft.checkpoint.transport.server import connect
+from dtft.cli.checkpoint import job_record
 from dtft.elastic.admission import JobMismatch
 from dtft.elastic.host.agent import Agent
 from dtft.elastic.inspect_job import Observer
 from dtft.elastic.job import AgentConfig
 from dtft.elastic.leader.events import read_events
 from dtft.elastic.store.memory import MemoryStore
-from dtft.train.checkpoint_text import job_record
 from tests.checkpoint.hosts import wait_until
 from tests.checkpoint.test_stream import certificate
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dtft.cli import main
+from dtft.cli.dispatch import main
 from dtft.elastic.processes import free_port
 from dtft.elastic.store import etcd as etcd_module
 from dtft.elastic.store.api import Compare, Put, StoreRefused, StoreUnavailable

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dtft.drills.compare import samples_exactly_once, surviving_segments
 from dtft.elastic.faults.schedule import (
     KINDS,
     PHASES,
@@ -16,7 +17,6 @@ from dtft.elastic.faults.schedule import (
     check_together,
     parse_fault,
 )
-from dtft.train.verdict import samples_exactly_once, surviving_segments
 
 SECONDS = st.integers(1, 10**6).map(float) | st.sampled_from([0.5, 2.25])
 

@@ -15,6 +15,7 @@ from dtft.checkpoint.replication.copy_placement import place_copies
 from dtft.checkpoint.state.digests import digest_root
 from dtft.checkpoint.transport.protocol import Credentials
 from dtft.checkpoint.transport.server import TransportServer
+from dtft.cli.checkpoint import job_lines, job_record, verify_lines
 from dtft.elastic.admission import JobMismatch, proof_of
 from dtft.elastic.assignment import HostRecord
 from dtft.elastic.host.inspection import serve_inspection
@@ -24,7 +25,6 @@ from dtft.elastic.leader.export_requests import Answer, Demands, serve_export
 from dtft.elastic.store.memory import MemoryStore
 from dtft.elastic.store.view import job_key
 from dtft.elastic.transfer.replica_server import Inbox
-from dtft.train.checkpoint_text import job_lines, job_record, verify_lines
 from tests.checkpoint.hosts import stage
 from tests.elastic.test_recovery import layout
 

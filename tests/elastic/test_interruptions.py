@@ -12,11 +12,11 @@ from typing import Any, cast
 
 import pytest
 
+from dtft.drills import compare
 from dtft.elastic.faults.injector import Strike
 from dtft.elastic.faults.interruptions import Interruption, begin, session
 from dtft.elastic.faults.schedule import parse_fault
 from dtft.elastic.local_cluster import LocalCluster
-from dtft.train import interruption_check
 
 HOST = (
     "import subprocess, sys, time\n"
@@ -93,10 +93,12 @@ def record(**fields: Any) -> dict[str, Any]:
 def test_what_lasted_is_reported_with_its_host():
     fault = parse_fault("stop-agent:1@20:10", 3)
     strike = Strike(fault=fault, hosts=("host-1",), at=100.0, until=110.0)
-    entry = interruption_check.fault_fields(strike)
+    entry = compare.fault_fields(strike)
     assert entry == {"until": 110.0, "stopped_s": 10.0}
     entry |= {"fault": str(fault), "hosts": ["host-1"]}
-    lines = interruption_check.lines(record(faults=[entry], left_behind=["process 7"]))
+    lines = compare.interruption_lines(
+        record(faults=[entry], left_behind=["process 7"])
+    )
     assert lines == [
         "dtft: stop-agent:1@20:10: host-1 for 10.0 s",
         "dtft: LEFT BEHIND: process 7",
@@ -112,7 +114,7 @@ def test_a_call_during_which_its_agent_was_stopped_is_not_long(tmp_path):
             '{"what": "tick", "seconds": 10.25, "at": 99.875},'
             '{"what": "view", "seconds": 0.5, "at": 50.0}]}'
         )
-    assert interruption_check.agents(tmp_path, [strike]) == {
+    assert compare.agents(tmp_path, [strike]) == {
         "host-0": {"longest_call_s": 10.25, "what": "tick"},
         "host-1": {"longest_call_s": 0.5, "what": "view"},
     }

@@ -28,7 +28,7 @@ from dtft.elastic.assignment import SlotAssignment
 from dtft.elastic.job import AgentConfig
 from dtft.elastic.leader.commit_coordinator import Ledger
 from dtft.elastic.leader.storage import StorageHealth
-from dtft.train.window import WindowClock
+from dtft.train.worker import WindowClock
 from tests.elastic.test_recovery import layout
 
 CHUNK = 256

@@ -3,13 +3,13 @@
 import socket
 from pathlib import Path
 
+from dtft.cli.checkpoint import job_record
 from dtft.elastic.assignment import HostRecord, SlotAssignment
 from dtft.elastic.inspect_job import Observer
 from dtft.elastic.leader.rendezvous_plan import Round, export_addresses
 from dtft.elastic.messages.orders import fault_of_order
 from dtft.elastic.processes import free_port
 from dtft.elastic.store.memory import MemoryStore
-from dtft.train.checkpoint_text import job_record
 from tests.checkpoint.hosts import wait_until
 from tests.elastic.test_agents import SECRET, agents, config, joined
 

@@ -9,10 +9,10 @@ import pytest
 
 from dtft.checkpoint.replication.commit import Commit
 from dtft.checkpoint.replication.copy_placement import place_copies
+from dtft.cli.jobs import line
 from dtft.elastic.assignment import HostRecord, SizeLimits, SlotAssignment, resized
 from dtft.elastic.inspect_job import NotThere, Observer
 from dtft.elastic.scale_job import ScaleRefused, scale
-from dtft.train.scale_command import line
 from tests.elastic.desks import LeaderDesk, record_of
 from tests.elastic.test_recovery import layout, root_of, value
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
+from dtft.config.optimizers import ShampooConfig
 from dtft.optim import average_gradients, exchange_symmetric, shampoo
 from dtft.optim.kronecker import gram, inverse_root
-from dtft.train.shampoo import ShampooConfig
 
 
 def _own(num: int, shape: tuple[int, ...]) -> Any:

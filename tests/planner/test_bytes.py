@@ -15,6 +15,7 @@ import pytest
 from jax import lax
 
 from dtft._jax_internals import compile_module
+from dtft.parallel.planning.verify import candidate_of
 from dtft.planner.aot.check import agreements
 from dtft.planner.aot.compile import Candidate
 from dtft.planner.aot.hlo import collectives
@@ -26,7 +27,6 @@ from dtft.planner.search.enumerate import enumerate_space
 from dtft.planner.search.search import Search
 from dtft.planner.search.space import Choices
 from dtft.planner.workload import Question, of_loss, of_step
-from dtft.train.plan_verify import candidate_of
 from tests.planner.zoo_parts import ADAM, array, ints
 
 CLUSTER = Cluster.parse("8xH100")

@@ -5,6 +5,7 @@ import numpy as np
 import optax
 import pytest
 
+from dtft.parallel.planning.planned_step import make_step
 from dtft.planner.aot.hlo import collectives
 from dtft.planner.cluster.topology import Cluster
 from dtft.planner.cost.collectives import collective_s
@@ -14,7 +15,6 @@ from dtft.planner.search.decision import decide
 from dtft.planner.search.price_table import Columns, Rates, Total
 from dtft.planner.spmd.collective_combiner import Bundle
 from dtft.planner.workload import of_loss
-from dtft.train.planned_step import make_step
 from tests.planner.chain import BATCH, LAYERS, PARAMS, WIDTH, loss
 
 OPTIMIZER = optax.sgd(1e-3)

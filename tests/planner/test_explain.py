@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dtft.parallel.planning.api import RunnablePlan
 from dtft.planner.cluster.topology import Cluster
 from dtft.planner.plan import Knobs, Plan
 from dtft.planner.report import compare, text
@@ -26,7 +27,6 @@ from dtft.planner.report.text import (
 from dtft.planner.search.decision import decide
 from dtft.planner.search.ranking import MEMORY, TERMS
 from dtft.planner.types import Remat
-from dtft.train.planning import RunnablePlan
 from tests.planner import reading
 from tests.planner.deciding_zoo import decision, mlp
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dtft.cli import main
+from dtft.cli.dispatch import main
 from dtft.planner.transformer.predict import (
     FITS,
     MEMORY,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+from dtft.parallel.planning.planned_step import make_step
 from dtft.planner.cluster.topology import Cluster
 from dtft.planner.cost.operator import computing_s
 from dtft.planner.ir.graph import Graph, Operator
@@ -20,7 +21,6 @@ from dtft.planner.search.decision import decide
 from dtft.planner.spmd.op_signature import instance
 from dtft.planner.spmd.partitioner import MICRO, Division, work_of
 from dtft.planner.workload import Question, of_loss
-from dtft.train.planned_step import make_step
 from tests.planner.zoo import MODELS
 
 X = jax.ShapeDtypeStruct((4, 8), "float32")

@@ -11,19 +11,19 @@ import jax.monitoring
 import numpy as np
 
 from dtft.checkpoint.managers.progress import Phase
-from dtft.models.base import CNNConfig
-from dtft.train.datasets import DigitsConfig
-from dtft.train.experiment import (
+from dtft.config.experiment import (
     CheckpointConfig,
     Experiment,
     LogConfig,
     MeshConfig,
     StopConfig,
 )
-from dtft.train.optimizers import MaxAdaBeliefConfig
-from dtft.train.plan_choice import Choice
-from dtft.train.planned_program import planned_mesh
-from dtft.train.step import make_mesh
+from dtft.config.optimizers import MaxAdaBeliefConfig
+from dtft.data.datasets import DigitsConfig
+from dtft.models.base import CNNConfig
+from dtft.parallel.planning.choice import PlanChoice
+from dtft.parallel.planning.planned_experiment import planned_mesh
+from dtft.parallel.step import make_mesh
 
 
 def tiny(tmp_path: Path, *, steps: int = 6, **changes: Any) -> Experiment:
@@ -67,7 +67,7 @@ class MemoryRuntime:
     attempt: int = 0
     is_leading: bool = True
     resume_command: str = "dtft train tiny"
-    choice: Choice | None = None
+    choice: PlanChoice | None = None
 
     def mesh(self, experiment: Experiment) -> jax.sharding.Mesh:
         """A mesh over the first devices."""

@@ -12,17 +12,27 @@ import pytest
 
 from dtft.balance.balance import Balance, Rules
 from dtft.balance.work import Microbatches
-from dtft.train.balance_config import BalanceConfig
-from dtft.train.balance_log import BalanceLog, Cost, round_line
-from dtft.train.balance_record import Begin, begin, node_names, to_items
-from dtft.train.balancing import Balancer
-from dtft.train.data import make_datasets
-from dtft.train.experiment import Experiment, MeshConfig, StopConfig
+from dtft.config.experiment import BalanceConfig, Experiment, MeshConfig, StopConfig
+from dtft.data.rows import make_datasets
+from dtft.parallel.load_balancing.balance_log import (
+    BalanceLog,
+    Begin,
+    Cost,
+    begin_balance,
+    node_names,
+    round_line,
+    to_items,
+)
+from dtft.parallel.load_balancing.balancer import Balancer
+from dtft.parallel.load_balancing.step import (
+    Probe,
+    TimedStep,
+    load_balanced_step,
+    shared_by,
+)
+from dtft.parallel.row_assignment import COUNTS
+from dtft.parallel.step import TrainStep, make_mesh
 from dtft.train.loop import run, train_step_of
-from dtft.train.probing import Probe, Timed
-from dtft.train.sharing import COUNTS
-from dtft.train.step import TrainStep, make_mesh
-from dtft.train.uneven import load_balanced_step, shared_by
 from tests.train.helpers import MemoryRuntime, as_bytes, compilations, tiny
 
 BALANCE = BalanceConfig(policy="exact", microbatches=16, every=3, probes=2)
@@ -49,12 +59,12 @@ class Unlike:
 
     def step(
         self, state: Any, batch: Mapping[str, jax.Array]
-    ) -> tuple[Any, Any, Timed]:
+    ) -> tuple[Any, Any, TimedStep]:
         busy = np.asarray(batch[COUNTS]) / self._speeds
         busy = busy * (1 + 0.01 * self._random.standard_normal(4))
         state, metrics = self._program.step(state, batch)
         times = tuple(busy.tolist())
-        return state, metrics, Timed(began=0.0, ended=max(times), busy_s=times)
+        return state, metrics, TimedStep(began=0.0, ended=max(times), busy_s=times)
 
 
 class Job:
@@ -70,7 +80,7 @@ class Job:
     def balancer(
         self, items: dict[str, Any], names: Sequence[str] = NAMES, **options: Any
     ) -> Balancer:
-        made: Begin = begin(EXACT, self.work, names, items)
+        made: Begin = begin_balance(EXACT, self.work, names, items)
         log = BalanceLog(self.folder, {}, names, leading=True)
         return Balancer(
             *(self.program, self.source, options.get("config", BALANCE)),
@@ -138,7 +148,7 @@ def test_shares_of_an_older_commit_are_replayed_without_what_was_learned(
     first = job.balancer({})
     job.run(first, job.program.init(), range(1, 8))
     older = {name: it for name, it in first.items["balance"].items() if name != "tried"}
-    made = begin(EXACT, job.work, NAMES, {"balance": older})
+    made = begin_balance(EXACT, job.work, NAMES, {"balance": older})
     assert made.is_recorded and made.unknown == NAMES
     assert made.balance.division.tolist() == older["shares"]
 
@@ -173,7 +183,7 @@ def _known(policy: Any = "exact") -> Balance[Any]:
 def test_a_record_is_json_and_says_all() -> None:
     balance = _known()
     items = json.loads(json.dumps(to_items(balance, NAMES)))
-    made = begin(EXACT, WORK, NAMES, items)
+    made = begin_balance(EXACT, WORK, NAMES, items)
     assert made.is_recorded and not made.unknown
     assert to_items(made.balance, NAMES) == to_items(balance, NAMES)
     assert made.balance.settled
@@ -183,7 +193,7 @@ def test_a_record_is_json_and_says_all() -> None:
 def test_another_number_of_nodes_begins_with_what_is_known(policy: Any) -> None:
     items = to_items(_known(policy), NAMES)
     five = Microbatches(num_nodes=5, total=16, cap=(12,) * 5)
-    made = begin(Rules(policy=policy), five, (*NAMES, "new"), items)
+    made = begin_balance(Rules(policy=policy), five, (*NAMES, "new"), items)
     assert not made.is_recorded and made.unknown == ("new",)
     assert made.balance.division.sum() == 16 and not made.balance.settled
     speeds = made.balance.tried.speeds()
@@ -194,16 +204,21 @@ def test_another_number_of_nodes_begins_with_what_is_known(policy: Any) -> None:
 def test_other_microbatches_or_none_begin_anew() -> None:
     items = to_items(_known(), NAMES)
     other = Microbatches(num_nodes=4, total=32, cap=(12,) * 4)
-    for made in (begin(EXACT, other, NAMES, items), begin(EXACT, other, NAMES, {})):
+    for made in (
+        begin_balance(EXACT, other, NAMES, items),
+        begin_balance(EXACT, other, NAMES, {}),
+    ):
         assert not made.is_recorded and made.unknown == NAMES
         assert made.balance.division.tolist() == [8] * 4
     smaller = replace(WORK, cap=(6,) * 4)
-    made = begin(EXACT, smaller, NAMES, items)
+    made = begin_balance(EXACT, smaller, NAMES, items)
     assert not made.is_recorded and made.balance.division.max() == 6
 
 
 def test_another_policy_goes_on_with_the_shares_but_is_open() -> None:
-    made = begin(Rules(policy="proportional"), WORK, NAMES, to_items(_known(), NAMES))
+    made = begin_balance(
+        Rules(policy="proportional"), WORK, NAMES, to_items(_known(), NAMES)
+    )
     assert made.is_recorded and made.balance.division.tolist() == BEST
     assert not made.balance.settled and made.balance.rules.policy == "proportional"
 

@@ -14,7 +14,17 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import dtft
-from dtft.cli import main
+from dtft.calibration.calibrate import ACCELERATOR, CPU, BenchmarkSizes, measure_devices
+from dtft.calibration.microbenchmarks import (
+    BenchmarkPace,
+    ahead_s,
+    behind_s,
+    collective,
+    make_mesh,
+    matmul_s,
+)
+from dtft.cli.calibrate import table
+from dtft.cli.dispatch import main
 from dtft.planner.cluster.hardware import CollectiveKind
 from dtft.planner.cluster.topology import Cluster
 from dtft.planner.cost.calibration import (
@@ -23,13 +33,8 @@ from dtft.planner.cost.calibration import (
     apply_calibration,
     link_key,
 )
-from dtft.train.calibrate import measure
-from dtft.train.calibrate_command import table
-from dtft.train.calibrate_sizes import ACCELERATOR, CPU, Sizes
-from dtft.train.measuring import Pace, make_mesh, matmul_s
-from dtft.train.measuring_links import ahead_s, behind_s, collective
 
-TINY = Sizes(
+TINY = BenchmarkSizes(
     dtypes=("float32", "bfloat16"),
     rows=(8,),
     dims=((16, 32),),
@@ -43,13 +48,13 @@ TINY = Sizes(
     meeting=(2**10,),
     ahead=(2**10, 2**12),
     overlap=(16, (2**10,)),
-    pace=Pace(budget_s=1e-4, repeats=1),
+    pace=BenchmarkPace(budget_s=1e-4, repeats=1),
 )
 
 
 @pytest.fixture(scope="module")
 def found() -> Calibration:
-    return measure(jax.devices()[:2], TINY)
+    return measure_devices(jax.devices()[:2], TINY)
 
 
 def test_everything_is_measured(found: Calibration) -> None:
@@ -119,7 +124,7 @@ def test_members_of_a_group_are_as_far_apart_as_the_level() -> None:
 
 def test_a_time_is_above_zero_and_starting_the_program_is_not_in_it() -> None:
     mesh = make_mesh(jax.devices()[:1], 1, 1)
-    timed = matmul_s(mesh, 8, 8, 8, "float32", Pace(budget_s=2e-3, repeats=3))
+    timed = matmul_s(mesh, 8, 8, 8, "float32", BenchmarkPace(budget_s=2e-3, repeats=3))
     assert timed.seconds > 0 and timed.dispatch_s >= 0
 
 
@@ -191,7 +196,7 @@ def test_past_runs_make_it_level_2(
 
 
 @pytest.mark.parametrize("sizes", [CPU, ACCELERATOR])
-def test_sizes_are_those_of_the_reference(sizes: Sizes) -> None:
+def test_sizes_are_those_of_the_reference(sizes: BenchmarkSizes) -> None:
     assert len(sizes.rows) * len(sizes.dims) == 20
     assert len(sizes.collectives) == 8
     assert all(size % (4 * 64) == 0 for size in sizes.collectives)

@@ -13,7 +13,7 @@ import pytest
 from dtft.checkpoint import ReplicatedCheckpointManager
 from dtft.checkpoint.storage.directory import StorageTier
 from dtft.checkpoint.storage.inspect import missing_from
-from dtft.cli import main
+from dtft.cli.dispatch import main
 from tests.checkpoint.states import same_bits, state
 
 Run = Callable[..., tuple[int, str, str]]

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from jax import lax
 
+from dtft.parallel.sharding import constrained, mesh_of
 from dtft.planner.ir.jaxprs import CALLS, bodies, operators
 from dtft.planner.types import Spec
-from dtft.train.constrained import constrained
-from dtft.train.plan_shardings import mesh_of
 
 MESH = mesh_of({"replica": 2, "fsdp": 2, "tensor": 2})
 ONE = mesh_of({"replica": 1}, jax.devices()[:1])

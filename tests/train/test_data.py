@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtft.train.data import Source, make_datasets, rows
-from dtft.train.datasets import DIGITS_SHA256, CharsConfig, DigitsConfig
+from dtft.data.datasets import DIGITS_SHA256, CharsConfig, DigitsConfig
+from dtft.data.rows import Source, make_datasets, rows_of
 
 
 @given(st.integers(0, 50), st.integers(1, 8), st.integers(1, 8))
 def test_rows_cover_every_step_exactly(step: int, slots: int, width: int) -> None:
     batch = slots * width
-    parts = [rows(step, slot, slots, batch) for slot in range(slots)]
+    parts = [rows_of(step, slot, slots, batch) for slot in range(slots)]
     assert [row for part in parts for row in part] == list(
         range(step * batch, (step + 1) * batch)
     )
@@ -20,9 +20,9 @@ def test_rows_cover_every_step_exactly(step: int, slots: int, width: int) -> Non
 
 def test_rows_refuses_what_does_not_divide() -> None:
     with pytest.raises(ValueError, match="global_batch=7 is not divisible"):
-        rows(0, 0, 2, 7)
+        rows_of(0, 0, 2, 7)
     with pytest.raises(ValueError, match="data_slot=2 is out of range"):
-        rows(0, 2, 2, 8)
+        rows_of(0, 2, 2, 8)
 
 
 def test_an_epoch_has_every_sample_once_and_the_next_another_order() -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from dtft.config.log_disk import Disk
 from dtft.elastic.leader.events import Journal, read_events
-from dtft.train.disk import Disk
 
 
 @pytest.fixture

@@ -14,13 +14,13 @@ import optax
 import pytest
 from jax.sharding import Mesh
 
+from dtft.config.experiment import Experiment, MeshConfig
+from dtft.config.loading import load_experiment
+from dtft.config.optimizers import AdamWConfig, OptimConfig
+from dtft.data.rows import make_datasets
 from dtft.optim import max_adabelief
+from dtft.parallel.step import TrainStep, make_mesh, sharded_step
 from dtft.planner.aot.hlo import parse
-from dtft.train.config import load
-from dtft.train.data import make_datasets
-from dtft.train.experiment import Experiment, MeshConfig
-from dtft.train.optimizers import AdamWConfig, OptimConfig
-from dtft.train.step import TrainStep, make_mesh, sharded_step
 from tests.aot import gpu, hlo
 
 
@@ -89,7 +89,9 @@ def test_a_step_copies_no_leaf_that_adam_does_not(
     config: str, sizes: MeshConfig
 ) -> None:
     devices = jax.devices()[: sizes.replica * sizes.fsdp]
-    _assert_nothing_is_copied(load(config, []), make_mesh(sizes, devices), AdamWConfig)
+    _assert_nothing_is_copied(
+        load_experiment(config, []), make_mesh(sizes, devices), AdamWConfig
+    )
 
 
 @pytest.mark.slow
@@ -99,7 +101,7 @@ def test_a_step_for_a_gpu_copies_no_leaf_that_amsgrad_does_not(config: str) -> N
     # Not adam: XLA stores the kernels of convolutions in another order where they are
     # used, which copies every leaf of their state once, and adam has one leaf less.
     mesh = make_mesh(MeshConfig(), gpu.devices(1))
-    _assert_nothing_is_copied(load(config, []), mesh, _Amsgrad)
+    _assert_nothing_is_copied(load_experiment(config, []), mesh, _Amsgrad)
 
 
 def _crossed(in_order: bool, place: Any) -> tuple[str, Any]:

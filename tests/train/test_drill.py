@@ -4,18 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from dtft.train import config as configs
-from dtft.train import drill
+from dtft.config.loading import load_experiment, to_json
+from dtft.drills import drill
 
 
 @pytest.mark.parametrize(("every", "usable"), [("1", True), ("10", False)])
 def test_a_control_without_the_losses_that_are_compared_is_run_again(
     tmp_path: Path, every: str, usable: bool
 ) -> None:
-    experiment = configs.load("digits_cnn", ["--log.every", every])
-    (tmp_path / "config.json").write_text(configs.to_json(experiment))
+    experiment = load_experiment("digits_cnn", ["--log.every", every])
+    (tmp_path / "config.json").write_text(to_json(experiment))
     (tmp_path / "summary.json").write_text("{}")
     assert drill._usable(tmp_path, experiment, every_loss=True) is usable
     assert drill._usable(tmp_path, experiment, every_loss=False)
-    other = configs.load("digits_cnn", ["--optim.learning_rate", "0.5"])
+    other = load_experiment("digits_cnn", ["--optim.learning_rate", "0.5"])
     assert not drill._usable(tmp_path, other, every_loss=False)

@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dtft.parallel.planning.planned_step import make_step
+from dtft.parallel.planning.verify import candidate_of
 from dtft.planner.aot.check import Compiled, compare
 from dtft.planner.aot.compile import compile_all
 from dtft.planner.cluster.topology import Cluster
 from dtft.planner.report.replan import why_not
 from dtft.planner.search.decision import Decision, decide
 from dtft.planner.workload import of_loss
-from dtft.train.plan_verify import candidate_of
-from dtft.train.planned_step import make_step
 from tests.planner.zoo import MODELS
 from tests.planner.zoo_parts import Model
 

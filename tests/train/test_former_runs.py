@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from dtft.checkpoint.storage.directory import load_numpy
-from dtft.train.config import ConfigError, parse
+from dtft.config.loading import ConfigError, parse_experiment
 from dtft.train.loop import run
-from dtft.train.single import LocalRuntime
+from dtft.train.single_process import LocalRuntime
 
 ARCHIVE = Path(__file__).parent / "data" / "runs_of_12caba6.tar.xz"
 OPTIONS = (
@@ -54,7 +54,7 @@ def test_every_bit_of_a_former_checkpoint_is_read(name: str, runs: Path) -> None
 @pytest.mark.parametrize("name", OF)
 def test_a_former_run_resumes_with_its_losses(name: str, runs: Path) -> None:
     where = ("--log.run_dir", str(runs / name), "--stop.steps", "30")
-    experiment = parse("digits_cnn", [*OPTIONS, *OF[name], *where])
+    experiment = parse_experiment("digits_cnn", [*OPTIONS, *OF[name], *where])
     run(experiment, LocalRuntime(experiment))
     lines = map(json.loads, (runs / name / "metrics.jsonl").read_text().splitlines())
     losses = {str(it["step"]): it["loss"] for it in lines if it["step"] > 20}
@@ -63,7 +63,7 @@ def test_a_former_run_resumes_with_its_losses(name: str, runs: Path) -> None:
 
 def test_another_class_is_refused_by_its_name_of_today(runs: Path) -> None:
     where = ("--log.run_dir", str(runs / "trained"))
-    experiment = parse("digits_shampoo", [*where, "--seed", "0"])
+    experiment = parse_experiment("digits_shampoo", [*where, "--seed", "0"])
     experiment = replace(experiment, plan="")
     with pytest.raises(ConfigError, match=r"optim\.class: max_adabelief -> shampoo"):
         LocalRuntime(experiment)

@@ -7,7 +7,7 @@ import pytest
 
 PROGRAM = """
 import resource, sys, threading
-from dtft.train.heap import keep_freed
+from dtft.train.devices import keep_freed
 word = sys.argv[1]
 kept = word != "leave" and keep_freed(large=word == "large")
 def faults():

@@ -8,9 +8,9 @@ import pytest
 
 from dtft.checkpoint.transport.connection import check_tls
 from dtft.checkpoint.transport.protocol import Tls
-from dtft.train.commands import HostFlags, PlaceFlags
-from dtft.train.host_flags import handed_on, own_certificate
-from dtft.train.host_flags import settings as settings_of
+from dtft.cli.commands import HostFlags, PlaceFlags
+from dtft.drills.options import handed_on, own_certificate
+from dtft.drills.options import settings as settings_of
 
 
 def settings(flags: HostFlags, host: str, domain: str = "") -> dict[str, Any]:

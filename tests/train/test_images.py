@@ -9,11 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from dtft.config.loading import ConfigError, parse_experiment, shape_relevant, to_json
+from dtft.data.images import (
+    AREA,
+    ImageFolderConfig,
+    SyntheticImagesConfig,
+    centre_box,
+    random_box,
+)
+from dtft.data.rows import Source, make_datasets, rows_of
 from dtft.models.base import ResNetConfig
-from dtft.train.config import ConfigError, parse, shape_relevant, to_json
-from dtft.train.data import Source, make_datasets, rows
-from dtft.train.images import ImageFolderConfig, SyntheticImagesConfig
-from dtft.train.pixels import AREA, centre_box, random_box
 from tests.train.pictures import COLOURS, make_folder
 
 
@@ -33,12 +38,12 @@ def _train(folder: Path, seed: int = 0, threads: int = 3) -> Source:
 
 
 def test_a_row_has_the_same_bytes_whoever_reads_it(folder: Path) -> None:
-    whole = _train(folder).batch(rows(2, 0, 1, 12))
+    whole = _train(folder).batch(rows_of(2, 0, 1, 12))
     assert whole["image"].shape == (12, 16, 16, 3)
     assert whole["image"].dtype == np.uint8 and whole["label"].dtype == np.int32
     for slots in (2, 3, 4):
         sources = [_train(folder, threads=slots) for _ in range(slots)]
-        parts = [s.batch(rows(2, i, slots, 12)) for i, s in enumerate(sources)]
+        parts = [s.batch(rows_of(2, i, slots, 12)) for i, s in enumerate(sources)]
         for name, column in whole.items():
             joined = np.concatenate([part[name] for part in parts])
             assert joined.tobytes() == column.tobytes()
@@ -46,7 +51,7 @@ def test_a_row_has_the_same_bytes_whoever_reads_it(folder: Path) -> None:
 
 def test_what_is_read_ahead_is_what_is_read_when_it_is_due(folder: Path) -> None:
     def second_half(step: int) -> range:
-        return rows(step, 1, 2, 12)
+        return rows_of(step, 1, 2, 12)
 
     source = _train(folder)
     assert source.reads_ahead
@@ -129,17 +134,17 @@ def test_a_moved_folder_can_be_resumed(tmp_path: Path) -> None:
     for name in "ab":
         folder = make_folder(tmp_path / name, train=1, val=1)
         arguments = ["--data.path", str(folder), "--data.threads", str(len(texts) + 1)]
-        texts.append(to_json(parse("resnet50_imagenet", arguments)))
+        texts.append(to_json(parse_experiment("resnet50_imagenet", arguments)))
     assert texts[0] != texts[1]
     assert shape_relevant(texts[0]) == shape_relevant(texts[1])
 
 
 def test_no_path_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data.path is not set.*--data.path PATH"):
-        parse("resnet50_imagenet", [])
+        parse_experiment("resnet50_imagenet", [])
     missing = ["--data.path", str(tmp_path / "none")]
     with pytest.raises(ConfigError, match="none/train cannot be listed"):
-        parse("resnet50_imagenet", missing)
+        parse_experiment("resnet50_imagenet", missing)
 
 
 def _empty(folder: Path) -> None:

@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import dtft
+from dtft.parallel.planning.planned_step import jit_plan, make_step
 from dtft.planner.aot.hlo import (
     Groups,
     Operation,
@@ -24,7 +25,6 @@ from dtft.planner.aot.hlo import (
 from dtft.planner.plan import Knobs
 from dtft.planner.search.pins import PINS
 from dtft.planner.search.space import CAPABILITIES, Capabilities
-from dtft.train.planned_step import jit_plan, make_step
 from tests.aot.hlo import aliases
 from tests.planner.zoo import MODELS
 from tests.train.plans import (

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from dtft.drills import leftovers
+from dtft.drills.compare import expected_status
 from dtft.elastic.faults.injector import Strike
 from dtft.elastic.faults.schedule import parse_fault
-from dtft.train import leftovers
-from dtft.train.verdict import expected_status
 from tests.drills.harness import dtft
 
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dtft.config.experiment import CheckpointConfig, MeshConfig, StopConfig
+from dtft.config.loading import ConfigError
 from dtft.models.base import CNNConfig
-from dtft.train.config import ConfigError
-from dtft.train.experiment import CheckpointConfig, MeshConfig, StopConfig
 from dtft.train.loop import run
 from dtft.train.stop import NonFinite, Plateau, observe
 from tests.train.helpers import MemoryRuntime, as_bytes, tiny

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from dtft.parallel.mpmd.lowering import lacking
 from dtft.placement.api import place
 from dtft.placement.kernels import Kernels
 from dtft.planner.cluster.topology import Cluster
 from dtft.planner.ir.tracing import trace
-from dtft.train.lowering import lacking
 
 
 def triangle(x: jax.Array) -> jax.Array:

@@ -12,11 +12,11 @@ import pytest
 
 from dtft.checkpoint.state import tree
 from dtft.optim.max_adabelief import max_adabelief
+from dtft.parallel.planning.planned_step import PlannedStep, make_step
 from dtft.planner.cluster.topology import Cluster
 from dtft.planner.plan import Knobs
 from dtft.planner.search.decision import decide
 from dtft.planner.workload import of_loss
-from dtft.train.planned_step import PlannedStep, make_step
 from tests.train.plans import (
     layers_batch,
     layers_loss,

@@ -8,12 +8,12 @@ import optax
 import pytest
 
 from dtft.checkpoint.state import tree
+from dtft.parallel.planning.planned_step import make_step
+from dtft.parallel.planning.verify import candidate_of
 from dtft.planner.aot import gpu_targets
 from dtft.planner.aot.check import Compiled, gate
 from dtft.planner.aot.compile import compile_all
 from dtft.planner.plan import Knobs, Plan
-from dtft.train.plan_verify import candidate_of
-from dtft.train.planned_step import make_step
 from tests.train.plans import layers_batch, layers_loss, layers_params, plan_of
 
 OPTIMIZER = optax.adam(0.1)

@@ -8,17 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtft.train.config import ConfigError, parse, refuse_other, to_json
-from dtft.train.experiment import MeshConfig
-from dtft.train.fitting import check, row_parts
-from dtft.train.pipeline_config import PipelineConfig
+from dtft.config.experiment import MeshConfig, PipelineConfig
+from dtft.config.loading import ConfigError, parse_experiment, refuse_other, to_json
+from dtft.parallel.validation import check_experiment, row_parts
 
 STAGES = ["--mesh.fsdp", "1", "--mesh.replica", "2", "--mesh.stage", "2"]
 CIRCULAR = ["--pipeline.schedule", "circular", "--pipeline.virtual_stages", "2"]
 
 
 def _given(*words: str, config: str = "chars_transformer") -> Any:
-    return parse(config, [*STAGES, *words])
+    return parse_experiment(config, [*STAGES, *words])
 
 
 @given(st.integers(1, 5), st.integers(1, 3), st.integers(0, 20))
@@ -31,11 +30,14 @@ def test_layers_are_shared_out_evenly(stages: int, chunks: int, more: int) -> No
 
 
 def test_a_config_with_stages_fits() -> None:
-    check(_given())
-    check(_given("--model.num_layers", "5", "--pipeline.layers", "2", "3"))
+    check_experiment(_given())
+    check_experiment(_given("--model.num_layers", "5", "--pipeline.layers", "2", "3"))
     experiment = _given("--model.num_layers", "4", *CIRCULAR)
-    check(experiment)
-    assert row_parts(experiment) == 4 and row_parts(parse("digits_cnn", [])) == 1
+    check_experiment(experiment)
+    assert (
+        row_parts(experiment) == 4
+        and row_parts(parse_experiment("digits_cnn", [])) == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,7 +61,7 @@ def test_a_config_with_stages_fits() -> None:
 )
 def test_what_does_not_fit_is_said(words: list[str], text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
-        check(_given(*words))
+        check_experiment(_given(*words))
 
 
 @pytest.mark.parametrize(
@@ -71,20 +73,23 @@ def test_what_does_not_fit_is_said(words: list[str], text: str) -> None:
 )
 def test_models_without_equal_layers_are_named(config: str, text: str) -> None:
     with pytest.raises(ValueError, match=f"{text}.*such as TransformerConfig"):
-        check(_given("--data.global_batch", "64", config=config), hosts=4)
+        check_experiment(_given("--data.global_batch", "64", config=config), hosts=4)
     for devices in (3, -1):  # said before sizes that do not fit them
         with pytest.raises(ValueError, match=text):
-            check(parse(config, ["--mesh.stage", "2"]), devices_per_host=devices)
+            check_experiment(
+                parse_experiment(config, ["--mesh.stage", "2"]),
+                devices_per_host=devices,
+            )
 
 
 def test_optimizers_that_look_at_matrices_are_named() -> None:
     sync = ["--optim.sync.moments", "operands"]
     with pytest.raises(ValueError, match="the optimizer MaxAdaBeliefConfig, because"):
-        check(_given(*sync))
+        check_experiment(_given(*sync))
 
 
 def test_contradictions_are_refused() -> None:
-    experiment = parse("chars_transformer", [])
+    experiment = parse_experiment("chars_transformer", [])
     with pytest.raises(ValueError, match=r"^pipeline\.microbatches=8: no effect"):
         replace(experiment, pipeline=PipelineConfig(microbatches=8))
     with pytest.raises(ValueError, match=r"layers=\(2, 0\) has a chunk without"):

@@ -14,25 +14,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from dtft.config.experiment import Experiment, MeshConfig, PipelineConfig
+from dtft.config.optimizers import SGDConfig
+from dtft.data.datasets import CharsConfig
+from dtft.data.rows import make_datasets
 from dtft.models.base import Batch, EqualLayers, ModelConfig, TransformerConfig
 from dtft.models.losses import classification
 from dtft.models.transformer import Transformer
-from dtft.planner.aot.hlo import collectives
-from dtft.train.data import make_datasets
-from dtft.train.datasets import CharsConfig
-from dtft.train.experiment import Experiment, MeshConfig
-from dtft.train.feed import Feed
-from dtft.train.loop import train_step_of
-from dtft.train.optimizers import SGDConfig
-from dtft.train.pipeline_config import PipelineConfig
-from dtft.train.pipelined import (
-    AXIS,
+from dtft.parallel.feed import Feed
+from dtft.parallel.pipeline import (
+    STAGE_AXIS,
     Pipeline,
     own_part,
     shared_out,
     stack,
     through_layers,
 )
+from dtft.planner.aot.hlo import collectives
+from dtft.train.loop import train_step_of
 from dtft.train.state_layout import layout_of
 from tests.train.helpers import MemoryRuntime, tiny
 
@@ -87,7 +86,7 @@ def test_gradients_are_those_of_the_layers_in_a_row(
 ) -> None:
     pipeline = Pipeline(stages=stages, microbatches=microbatches, layers=layers)
     devices = np.array(jax.devices()[:stages])
-    mesh = Mesh(devices, (AXIS,), axis_types=(AxisType.Auto,))
+    mesh = Mesh(devices, (STAGE_AXIS,), axis_types=(AxisType.Auto,))
     generator = np.random.default_rng(0)
     kernels_NDD = 0.5 * generator.normal(size=(sum(layers), 3, 3)).astype(np.float32)
     rows = stages * microbatches
@@ -97,15 +96,15 @@ def test_gradients_are_those_of_the_layers_in_a_row(
         return x + jnp.tanh(x @ kernel)
 
     def in_stages(kernels_SCLDD: jax.Array, rows_BD: jax.Array) -> jax.Array:
-        rows_BD = jax.lax.pcast(rows_BD, (AXIS,), to="varying")
+        rows_BD = jax.lax.pcast(rows_BD, (STAGE_AXIS,), to="varying")
         last_BD = through_layers(pipeline, layer, kernels_SCLDD[0], rows_BD)
         return shared_out(pipeline, last_BD) * own_part(pipeline, rows_BD)
 
     staged = jax.shard_map(
         in_stages,
         mesh=mesh,
-        in_specs=(PartitionSpec(AXIS), PartitionSpec()),
-        out_specs=PartitionSpec(AXIS),
+        in_specs=(PartitionSpec(STAGE_AXIS), PartitionSpec()),
+        out_specs=PartitionSpec(STAGE_AXIS),
     )
 
     def stage_loss(kernels: Any, rows: Any) -> jax.Array:

@@ -10,16 +10,14 @@ import numpy as np
 import optax
 import pytest
 
+from dtft.parallel.mpmd.api import PlacedStep, make_placed_step
+from dtft.parallel.mpmd.executor import Hub, Node, Span
+from dtft.parallel.mpmd.partition import cut, devices_of, nodes_of_scopes
+from dtft.parallel.mpmd.schedule import Key
+from dtft.parallel.planning.inputs import check_like
 from dtft.placement.api import place
 from dtft.planner.ir.jaxprs import operators, traced
 from dtft.planner.ir.tracing import trace
-from dtft.train.placed import PlacedStep, make_placed_step
-from dtft.train.placed_calls import Key
-from dtft.train.placed_cut import cut
-from dtft.train.placed_hub import Hub
-from dtft.train.placed_node import Node, Span
-from dtft.train.placed_placement import devices_of, nodes_of_scopes
-from dtft.train.plan_arguments import check_like
 
 ROWS, WIDTH, NODES = 8, 4, 3
 

@@ -11,13 +11,13 @@ import pytest
 from flax import nnx
 
 from dtft.models.base import ResNetConfig
+from dtft.parallel.mpmd.api import PlacedStep, make_placed_step
 from dtft.placement.api import place
 from dtft.placement.result import Placement
 from dtft.planner.cluster.topology import Cluster
 from dtft.planner.ir.graph import Graph
 from dtft.planner.ir.jaxprs import traced, uncut
 from dtft.planner.ir.tracing import trace
-from dtft.train.placed import PlacedStep, make_placed_step
 
 GPU, FPGA, ASIC = "h100", "fpga-u280", "asic-activation"
 Sent = Counter[tuple[int, int, str]]

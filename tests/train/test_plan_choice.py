@@ -12,20 +12,20 @@ import numpy as np
 import pytest
 
 from dtft.checkpoint.state import tree
+from dtft.config.experiment import Experiment, MeshConfig
+from dtft.config.loading import ConfigError
+from dtft.parallel.planning.auto import asked_of
+from dtft.parallel.planning.calibration_log import past_run
+from dtft.parallel.planning.choice import PlanChoice, choose
+from dtft.parallel.planning.planned_experiment import planned_mesh
+from dtft.parallel.sharding import mesh_of
 from dtft.planner.cluster.topology import Cluster
 from dtft.planner.cost.calibration import read_log
 from dtft.planner.plan import Knobs, Plan
 from dtft.planner.search.decision import decide
 from dtft.planner.workload import Question, of_loss
-from dtft.train.config import ConfigError
-from dtft.train.experiment import Experiment, MeshConfig
 from dtft.train.loop import run, train_step_of
-from dtft.train.plan_choice import Choice, choose
-from dtft.train.plan_question import asked_of
-from dtft.train.plan_shardings import mesh_of
-from dtft.train.plan_times import past_run
-from dtft.train.planned_program import planned_mesh
-from dtft.train.single import LocalRuntime
+from dtft.train.single_process import LocalRuntime
 from tests.train.helpers import MemoryRuntime, tiny
 from tests.train.plans import plan_of
 
@@ -84,7 +84,7 @@ def test_a_plan_file_is_replayed_though_it_has_gone(tmp_path: Path, plan: Plan) 
 
 
 def test_another_wish_is_decided_anew(tmp_path: Path, plan: Plan) -> None:
-    items = Choice(asked="old.json", plan=plan).items
+    items = PlanChoice(asked="old.json", plan=plan).items
     other = replace(plan, mesh={"replica": 4})
     devices = jax.devices()[:4]
     found = choose(tiny(tmp_path, plan="auto"), devices, items, lambda *_: other)
@@ -119,7 +119,7 @@ def test_a_plan_and_a_mesh_contradict_each_other(tmp_path: Path) -> None:
 def test_auto_is_decided_again_for_another_number_of_devices(
     tmp_path: Path, plan: Plan
 ) -> None:
-    items = Choice(asked="auto", plan=plan).items
+    items = PlanChoice(asked="auto", plan=plan).items
     other = on(plan, {"fsdp": 3})
     asked = []
 
@@ -145,7 +145,9 @@ def test_a_files_plan_gets_more_replicas_or_is_refused(
     tmp_path: Path, plan: Plan
 ) -> None:
     experiment = tiny(tmp_path, plan="x.json")
-    items = Choice(asked="x.json", plan=replace(plan, mesh={"replica": 2, "tensor": 2}))
+    items = PlanChoice(
+        asked="x.json", plan=replace(plan, mesh={"replica": 2, "tensor": 2})
+    )
     found = choose(experiment, jax.devices(), items.items, never)
     assert found is not None
     assert found.plan.mesh == {"replica": 4, "tensor": 2}
@@ -155,7 +157,7 @@ def test_a_files_plan_gets_more_replicas_or_is_refused(
     }  # fmt: skip
     with pytest.raises(ConfigError, match="does not fit 3 devices. Allowed: multiples"):
         choose(experiment, jax.devices()[:3], items.items, never)
-    alone = Choice(asked="x.json", plan=on(plan, {"fsdp": 2})).items
+    alone = PlanChoice(asked="x.json", plan=on(plan, {"fsdp": 2})).items
     with pytest.raises(ConfigError, match=r"fsdp=2 does not fit 8 devices.*Allowed: 2"):
         choose(experiment, jax.devices(), alone, never)
 
@@ -243,7 +245,9 @@ def test_a_planned_run_computes_what_the_config_alone_does(
         runtime = MemoryRuntime(tmp_path / name)
         if name == "planned":
             runtime.num_devices = 4
-            runtime.choice = Choice(asked="x", plan=planned(experiment, mesh, knobs))
+            runtime.choice = PlanChoice(
+                asked="x", plan=planned(experiment, mesh, knobs)
+            )
         ends.append(run(experiment, runtime))
         last = runtime.saved[2][1]
         assert ("plan" in last) == (name == "planned")

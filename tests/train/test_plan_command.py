@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from dtft.cli import main
+from dtft.cli.dispatch import main
+from dtft.cli.plan import pins_of
 from dtft.planner.plan import Plan
-from dtft.train.plan_command import pins_of
 from tests.planner import reading
 
 
@@ -59,10 +59,10 @@ def test_without_a_cluster_a_configs_calibration_counts(
     config, file = tmp_path / "mine.py", tmp_path / "c.json"
     config.write_text(
         "from dataclasses import replace\n"
-        "from dtft.train.config import parse\n"
+        "from dtft.config.loading import parse_experiment\n"
         "def config():\n"
         f"    kept = dict(plan='auto', calibration={str(file)!r})\n"
-        "    return replace(parse('digits_cnn', []), **kept)\n"
+        "    return replace(parse_experiment('digits_cnn', []), **kept)\n"
     )
     assert main(["plan", str(config)]) == 2
     assert f"calibration {file} cannot be read" in capsys.readouterr().err

@@ -15,10 +15,10 @@ from jax.experimental import io_callback
 
 import dtft
 from dtft.elastic.processes import free_port
+from dtft.parallel.planning.api import RunnablePlan
+from dtft.parallel.planning.inputs import check_result
 from dtft.planner.cluster.topology import Cluster
 from dtft.planner.plan import Plan
-from dtft.train.plan_arguments import check_result
-from dtft.train.planning import RunnablePlan
 from experiments.worlds import run_world
 from tests.planner import reading
 

@@ -11,19 +11,19 @@ import optax
 import pytest
 
 import dtft
+from dtft.parallel.planning.verify import (
+    Verified,
+    first_fitting,
+    leaner,
+    verified,
+    verify_sections,
+)
 from dtft.planner import wording
 from dtft.planner.aot.check import Compiled, Failure, Memory, gate
 from dtft.planner.cluster.topology import Cluster
 from dtft.planner.plan import Collective
 from dtft.planner.search.decision import Decision, decide, next_best
 from dtft.planner.workload import of_loss
-from dtft.train.plan_verify import (
-    Verified,
-    first_fitting,
-    leaner,
-    sections,
-    verified,
-)
 from tests.planner import reading
 from tests.planner.deciding_zoo import question, with_memory
 
@@ -87,7 +87,7 @@ def test_what_was_not_compiled_is_not_taken(decision: Decision) -> None:
     late = Verified(decision=decision, compiled=failure, verdict=verdict)
     with pytest.raises(ValueError, match="could be verified.*too late"):
         first_fitting((late,))
-    assert "too late" in wording.text(sections((late,)))
+    assert "too late" in wording.text(verify_sections((late,)))
 
 
 def test_predicted_and_compiled_bytes_stand_side_by_side(decision: Decision) -> None:
@@ -95,7 +95,7 @@ def test_predicted_and_compiled_bytes_stand_side_by_side(decision: Decision) -> 
         kind="all_reduce", axes=("replica",), num_bytes=4096, trips=2, where=""
     )
     planned = replace(decision, plan=replace(decision.plan, collectives=(sent,)))
-    memory, collectives = sections((_made(planned, 1000),))
+    memory, collectives = verify_sections((_made(planned, 1000),))
     assert reading.value(memory.rows[0][4]) == pytest.approx(1100, rel=1e-3)
     kind, _, predicted, found, difference, _ = collectives.rows[0]
     assert (kind, difference) == ("all_reduce", "not there")
@@ -134,7 +134,7 @@ def test_another_plan_that_is_taken_and_none_are_said_in_words() -> None:
     other = leaner(tight, [one], 1)[0]
     needs = other.plan.memory_bytes - other.plan.memory["reserve"]
     small = replace(_made(other, needs - 100), held_back=0.5)
-    (memory, _) = sections((one, small))
+    (memory, _) = verify_sections((one, small))
     assert "1 faster plan did not fit as compiled" in memory.notes[0]
     assert "needed up to 50 % more than predicted" in memory.notes[1]
     with pytest.raises(ValueError, match=r"does not fit on 8xH100") as caught:

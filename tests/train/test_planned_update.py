@@ -8,7 +8,7 @@ import pytest
 
 from dtft.checkpoint.state import tree
 from dtft.optim import max_adabelief, shampoo, skip_outlier_gradients
-from dtft.train.planned_update import update_specs
+from dtft.parallel.planning.planned_step import update_specs
 
 DIVIDED, WHOLE = (("replica",), ()), ((), ())
 

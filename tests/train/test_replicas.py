@@ -13,18 +13,17 @@ from flax import nnx
 
 from dtft.checkpoint.replication.copy_placement import place_copies
 from dtft.checkpoint.state import tree
+from dtft.config.experiment import ClusterConfig, MeshConfig
+from dtft.config.loading import shape_relevant, to_json
+from dtft.config.optimizers import AdamWConfig, MaxAdaBeliefConfig, SyncConfig
+from dtft.data.rows import make_datasets
 from dtft.optim import max_belief_phases
-from dtft.train.config import shape_relevant, to_json
-from dtft.train.data import make_datasets
-from dtft.train.experiment import ClusterConfig, MeshConfig
-from dtft.train.feed import Feed, evaluate
-from dtft.train.fitting import check
+from dtft.parallel.feed import Feed, evaluate
+from dtft.parallel.step import TrainStep, make_mesh, sharded_step
+from dtft.parallel.validation import check_experiment
 from dtft.train.loop import run
-from dtft.train.optimizers import AdamWConfig, MaxAdaBeliefConfig
-from dtft.train.single import LocalRuntime, UnreadableCheckpoint
+from dtft.train.single_process import LocalRuntime, UnreadableCheckpoint
 from dtft.train.state_layout import layout_of
-from dtft.train.step import TrainStep, make_mesh, sharded_step
-from dtft.train.sync_config import SyncConfig
 from tests.train.helpers import as_bytes, tiny
 
 OPERANDS = SyncConfig(moments="operands")
@@ -235,7 +234,7 @@ def test_what_cannot_communicate_is_refused(tmp_path: Path) -> None:
     mesh = MeshConfig(replica=2, tensor=2)
     experiment = _experiment(tmp_path, OPERANDS, mesh=mesh)
     with pytest.raises(ValueError, match=r"mesh\.tensor=2"):
-        check(experiment, hosts=4, devices_per_host=1)
+        check_experiment(experiment, hosts=4, devices_per_host=1)
     with pytest.raises(ValueError, match=r"mesh\.tensor=2"):
         sharded_step(experiment, make_mesh(mesh, jax.devices()[:4]))
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dtft.train.resize_check import compare_losses, resize_lines, resizes
+from dtft.drills.compare import compare_losses, resize_lines, resizes
 
 
 def write(directory: Path, name: str, entries: list[dict]) -> None:

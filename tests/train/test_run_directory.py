@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dtft.train.config import ConfigError
+from dtft.config.loading import ConfigError
 from dtft.train.run_directory import make_run_directory, only_run_in
 
 

@@ -8,13 +8,12 @@ import jax
 import pytest
 
 from dtft.checkpoint.state.slices import Layout
-from dtft.cli import main
+from dtft.cli.dispatch import main
+from dtft.config.experiment import BalanceConfig, ClusterConfig, Experiment, MeshConfig
 from dtft.elastic.assignment import SizeLimits, resized, size_for
-from dtft.train.balance_config import BalanceConfig
-from dtft.train.experiment import ClusterConfig, Experiment, MeshConfig
-from dtft.train.fitting import check, scaled_mesh
+from dtft.parallel.step import make_mesh, sharded_step
+from dtft.parallel.validation import check_experiment, scaled_mesh
 from dtft.train.state_layout import layout_of
-from dtft.train.step import make_mesh, sharded_step
 from tests.train.helpers import tiny
 
 LIMITS = SizeLimits(global_batch=24, batch_axes=("replica", "fsdp"))
@@ -68,12 +67,12 @@ def test_state_that_belongs_to_one_replica_is_refused_by_name(tmp_path):
 def test_the_least_number_of_replicas_must_be_possible(tmp_path):
     made = job(tmp_path, 6, MeshConfig(fsdp=2))
     for least in (0, 1, 2, 3):
-        check(
+        check_experiment(
             replace(made, cluster=replace(made.cluster, min_replicas=least)),
             memory_tier=False,
         )
     with pytest.raises(ValueError, match="Allowed: 1, 2, 3, or 0"):
-        check(replace(made, cluster=replace(made.cluster, min_replicas=4)))
+        check_experiment(replace(made, cluster=replace(made.cluster, min_replicas=4)))
     with pytest.raises(ValueError, match="--min-replicas 1 or more"):
         ClusterConfig(min_replicas=-1)
 
@@ -81,9 +80,9 @@ def test_the_least_number_of_replicas_must_be_possible(tmp_path):
 def test_the_least_number_of_replicas_must_have_room_for_all_microbatches(tmp_path):
     balance = BalanceConfig(policy="exact", microbatches=24, most=8)
     made = replace(job(tmp_path, 4, MeshConfig()), balance=balance)
-    check(replace(made, cluster=replace(made.cluster, min_replicas=3)))
+    check_experiment(replace(made, cluster=replace(made.cluster, min_replicas=3)))
     with pytest.raises(ValueError, match="--balance.most 12 or more"):
-        check(replace(made, cluster=replace(made.cluster, min_replicas=2)))
+        check_experiment(replace(made, cluster=replace(made.cluster, min_replicas=2)))
 
 
 def test_the_command_says_what_is_wrong(tmp_path, capsys, free_port):

@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import pytest
 
+from dtft.config.experiment import Experiment, MeshConfig
+from dtft.config.optimizers import ShampooConfig
 from dtft.models.base import CNNConfig
-from dtft.train.experiment import Experiment, MeshConfig
-from dtft.train.shampoo import ShampooConfig
-from dtft.train.step import make_mesh, sharded_step
+from dtft.parallel.step import make_mesh, sharded_step
 from tests.train import helpers
 
 SMALL = CNNConfig(channels=(4,), hidden=8)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from dtft.train.balance_log import FILE
-from dtft.train.shares_check import attempts, lines
+from dtft.drills.compare import attempts, shares_lines
+from dtft.parallel.load_balancing.balance_log import BALANCE_FILE
 
 
 def _begin(step: int, *shares: int, unknown: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -38,13 +38,13 @@ def test_shares_go_on_as_they_were_at_the_restored_step(
     tmp_path: Path, records: list[dict[str, Any]], replayed: list[bool], found: Any
 ) -> None:
     text = "".join(json.dumps(record) + "\n" for record in records)
-    (tmp_path / FILE).write_text(text + '{"event": "rou')  # torn by a kill
+    (tmp_path / BALANCE_FILE).write_text(text + '{"event": "rou')  # torn by a kill
     shares = attempts(tmp_path)
     assert [it["replayed"] for it in shares] == replayed
     assert shares[-1]["found"] == found
-    said = lines({"shares": shares})
+    said = shares_lines({"shares": shares})
     assert [("NOT" in line) for line in said] == [not it for it in replayed[1:]]
 
 
 def test_equal_shares_need_no_judgement(tmp_path: Path) -> None:
-    assert attempts(tmp_path) == [] and lines({"shares": []}) == []
+    assert attempts(tmp_path) == [] and shares_lines({"shares": []}) == []

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtft.balance.balance import Rules
-from dtft.train.balance_config import BalanceConfig
-from dtft.train.sharing import Sharing, sharing_of
+from dtft.config.experiment import BalanceConfig
+from dtft.parallel.row_assignment import Sharing, sharing_of
 
 
 @st.composite

@@ -7,7 +7,7 @@ from grain.experimental import index_shuffle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtft.train.shuffling import CHUNK, Order, permuted
+from dtft.data.rows import CHUNK, RowOrder, permuted
 
 
 @settings(max_examples=60, deadline=None)
@@ -36,12 +36,12 @@ def test_rows_are_the_samples_of_a_shuffled_grain_dataset(size, seed):
     dataset = grain.MapDataset.range(size).seed(seed).shuffle().repeat()
     rows = np.asarray([0, 1, size - 1, size, 2 * size + 3, 5 * size - 1, 12 * size])
     theirs = [dataset[int(row)] for row in rows]
-    assert Order(num_samples=size, seed=seed).samples(rows).tolist() == theirs
+    assert RowOrder(num_samples=size, seed=seed).samples(rows).tolist() == theirs
 
 
 def test_every_epoch_has_every_sample_once_also_over_chunks():
     size = CHUNK + 500
-    order = Order(num_samples=size, seed=1)
+    order = RowOrder(num_samples=size, seed=1)
     for epoch in (0, 1):
         rows = np.arange(epoch * size, (epoch + 1) * size)
         assert np.array_equal(np.sort(order.samples(rows)), np.arange(size))

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from dtft.config.experiment import Experiment
+from dtft.config.loading import ConfigError
 from dtft.models.base import CNNConfig
-from dtft.train.config import ConfigError
-from dtft.train.experiment import Experiment
 from dtft.train.loop import Result, run
-from dtft.train.single import (
+from dtft.train.single_process import (
     LocalRuntime,
     UnreadableCheckpoint,
     resume_command,

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from dtft.config.experiment import CheckpointConfig, Experiment, MeshConfig
+from dtft.config.optimizers import MaxAdaBeliefConfig, SGDConfig
+from dtft.data.images import ImageFolderConfig
+from dtft.data.rows import make_datasets
 from dtft.models.base import ModelConfig, ResNetConfig
-from dtft.train.data import make_datasets
-from dtft.train.experiment import CheckpointConfig, Experiment, MeshConfig
-from dtft.train.feed import Feed, evaluate
-from dtft.train.images import ImageFolderConfig
+from dtft.parallel.feed import Feed, evaluate
+from dtft.parallel.step import make_mesh, sharded_step
 from dtft.train.loop import run
-from dtft.train.optimizers import MaxAdaBeliefConfig, SGDConfig
-from dtft.train.single import LocalRuntime
+from dtft.train.single_process import LocalRuntime
 from dtft.train.state_layout import layout_of
-from dtft.train.step import make_mesh, sharded_step
 from tests.train.helpers import as_bytes, tiny
 from tests.train.pictures import make_folder
 

@@ -9,20 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtft.models.base import TransformerConfig
-from dtft.train.data import make_datasets
-from dtft.train.datasets import CharsConfig
-from dtft.train.experiment import MeshConfig
-from dtft.train.feed import Feed
-from dtft.train.optimizers import (
+from dtft.config.experiment import MeshConfig
+from dtft.config.optimizers import (
     AdamWConfig,
     MaxAdaBeliefConfig,
     OptimConfig,
+    ScheduleConfig,
     SGDConfig,
 )
-from dtft.train.schedule_config import ScheduleConfig
+from dtft.data.datasets import CharsConfig
+from dtft.data.rows import make_datasets
+from dtft.models.base import TransformerConfig
+from dtft.parallel.feed import Feed
+from dtft.parallel.step import TrainStep, make_mesh, sharded_step, spec_of
 from dtft.train.state_layout import layout_of
-from dtft.train.step import TrainStep, make_mesh, sharded_step, spec_of
 from tests.train.helpers import as_bytes, tiny
 
 _COSINE = ScheduleConfig(kind="warmup_cosine", warmup_steps=2, decay_steps=9)

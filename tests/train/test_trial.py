@@ -8,8 +8,8 @@ import optax
 import pytest
 
 import dtft
-from dtft.cli import main
-from dtft.train.trial import Runner, in_turns, section, trial
+from dtft.cli.dispatch import main
+from dtft.parallel.planning.trial import Runner, in_turns, trial_section, try_plans
 
 WIDTH = 16
 PARAMS = {"w": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)}
@@ -32,10 +32,10 @@ STEP = {"step": _step, "state": PARAMS, "batch": BATCH}
 def test_the_fastest_measured_is_the_first() -> None:
     plan = dtft.plan(**LOSS, microbatches=1)
     assert plan.decision is not None
-    tried = trial(plan.decision, LOSS, 2)
+    tried = try_plans(plan.decision, LOSS, 2)
     assert len(tried) == 2 and tried[0].step_s <= tried[1].step_s
     assert {one.plan.to_json() for one in tried} >= {plan.to_json()}
-    shown = section(tried)
+    shown = trial_section(tried)
     assert len(shown.rows) == 2 and shown.rows[0][0].startswith(
         next(iter(tried[0].plan.mesh))
     )

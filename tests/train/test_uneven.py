@@ -13,19 +13,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dtft.config.experiment import BalanceConfig, Experiment, MeshConfig
+from dtft.config.loading import parse_experiment
+from dtft.config.optimizers import MaxAdaBeliefConfig, SGDConfig, SyncConfig
+from dtft.data.datasets import CharsConfig
+from dtft.data.rows import make_datasets
 from dtft.models.base import ResNetConfig, TransformerConfig
-from dtft.train.balance_config import BalanceConfig
-from dtft.train.config import parse
-from dtft.train.data import make_datasets
-from dtft.train.datasets import CharsConfig
-from dtft.train.experiment import Experiment, MeshConfig
-from dtft.train.feed import Feed
-from dtft.train.optimizers import MaxAdaBeliefConfig, SGDConfig
-from dtft.train.probing import Probe, gathered, own_replicas
-from dtft.train.shared_feed import SharedFeed
-from dtft.train.step import Arrays, make_mesh, sharded_step
-from dtft.train.sync_config import SyncConfig
-from dtft.train.uneven import load_balanced_step
+from dtft.parallel.feed import Feed
+from dtft.parallel.load_balancing.step import (
+    Probe,
+    SharedFeed,
+    gathered,
+    load_balanced_step,
+    own_replicas,
+)
+from dtft.parallel.step import Arrays, make_mesh, sharded_step
 from tests.train.helpers import as_bytes, compilations, tiny
 
 BALANCE = BalanceConfig(policy="exact", microbatches=8, most=6)
@@ -169,6 +171,6 @@ def test_what_cannot_be_shared_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"optim\.sync"):
         replace(experiment, optim=optim)
     with pytest.raises(ValueError, match=r"optim\.wire"):
-        replace(parse("digits_shampoo", []), balance=experiment.balance)
+        replace(parse_experiment("digits_shampoo", []), balance=experiment.balance)
     with pytest.raises(ValueError, match="--balance off"):
         replace(experiment, plan="auto")

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from dtft.train.verdict import say
+from dtft.drills.compare import say
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ import optax
 import pytest
 
 from dtft._jax_internals import compile_module
+from dtft.parallel.planning.planned_step import jit_plan, make_step
+from dtft.parallel.planning.verify import candidate_of
 from dtft.planner.aot.compile import Candidate
 from dtft.planner.aot.hlo import collectives
 from dtft.planner.plan import Knobs, Plan, Prediction
 from dtft.planner.types import Spec
-from dtft.train.plan_verify import candidate_of
-from dtft.train.planned_step import jit_plan, make_step
 
 MESH = {"fsdp": 4, "tensor": 2}
 UP: Spec = (("fsdp",), ("tensor",))

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtft.checkpoint.replication.snapshot_interval import Experience, Window
-from dtft.train.window import WindowClock
+from dtft.train.worker import WindowClock
 
 
 def simulated(

@@ -22,7 +22,7 @@ from dtft.planner.ir import CHEAP, Graph, Loop, Operator, region
 ALIASES = ("reshape", "squeeze", "transpose", "copy", "optimization_barrier")
 """Operators whose result is their operand by another name, or folded into readers."""
 _NEVER_SAVED = (*ALIASES, "convert_element_type", "broadcast_in_dim")
-"""What the policy of `dtft.train.gathered` does not keep: the operand is."""
+"""What the policy of `dtft.parallel.fsdp` does not keep: the operand is."""
 _IN_MATMULS = ("max", "min", "neg", "convert_element_type")
 """What XLA computes of an operand while a matmul reads it: a rectifier, a cast."""
 _READS_FUSED = (*CHEAP, "reduction")

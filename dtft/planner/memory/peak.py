@@ -51,7 +51,7 @@ class Timeline:
 
     graph: Graph
     gathers: bool = False
-    """Whether at ZeRO level 3 the step is one of `dtft.train.gathered`, which keeps all
+    """Whether at ZeRO level 3 the step is one of `dtft.parallel.fsdp`, which keeps all
     of the forward pass but gathered parameters."""
     below: "Timeline | None" = None
     """If this is the timeline of that: the one of the levels below."""

@@ -68,7 +68,7 @@ CAPABILITIES: Mapping[tuple[Entry, Backend], Capabilities] = {
     ("loss", "tpu"): _LOSS,
 }
 """The list. No backend has `stage`: entry points take any step or loss, and nobody has
-said what its layers are. A config's own mesh can have it (`train/pipelined.py`)."""
+said what its layers are. A config's own mesh can have it (`parallel/pipeline.py`)."""
 
 PLATFORMS: Mapping[str, Backend] = {
     "cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu",

@@ -173,7 +173,7 @@ def times_gathered(passes: int, changes: bool, zero: int, num_slices: int) -> Ga
     """How often a divided parameter is brought together, and if for each microbatch.
 
     At level 3 for every pass that reads it: the backward pass gathers again (see
-    `dtft.train.gathered`), in a loop over layers each layer's part. Below it once,
+    `dtft.parallel.fsdp`), in a loop over layers each layer's part. Below it once,
     after the update; what a step leaves as it was is still whole everywhere.
 
     Args:

@@ -1,0 +1,422 @@
+"""Measures the devices at hand in under a minute, and what that says of them.
+
+How it is measured is in `microbenchmarks`, what it means in `dtft.planner.cost`.
+"""
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import jax
+
+from dtft.calibration import microbenchmarks
+from dtft.calibration.microbenchmarks import BenchmarkPace
+from dtft.planner.cluster import Cluster, CollectiveKind, DeviceType, Level, Link
+from dtft.planner.cost import (
+    AheadTime,
+    BehindTime,
+    Calibration,
+    CollectiveTime,
+    ConvolutionTime,
+    ElementTime,
+    Fit,
+    MatmulTime,
+    MemoryTime,
+    OverlapTime,
+    fit_ahead,
+    fit_convolutions,
+    fit_elements,
+    fit_link,
+    fit_matmuls,
+    fit_meeting,
+    fit_memory,
+    fit_overlap,
+    fit_peak,
+    link_key,
+)
+
+_LONG = BenchmarkPace(budget_s=0.08, repeats=3)
+"""Of memory that processes on the same cores use: many time slices of each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkSizes:
+    """What is measured on a platform."""
+
+    dtypes: tuple[str, ...]
+    """Of matmuls; the first decides the efficiency."""
+    rows: tuple[int, ...]
+    dims: tuple[tuple[int, int], ...]
+    """(n, k) of matmuls."""
+    streams: tuple[int, ...]
+    """Bytes read and written."""
+    convolutions: tuple[tuple[int, int, int], ...]
+    """Rows, side and channels of convolutions."""
+    images: tuple[int, int, int] | None
+    """Rows and side of images of three colours, and channels that the first convolution
+    makes of them; windows are of as many channels. None: neither is slow there."""
+    elements: int
+    """Side of a square array, small enough to stay at hand."""
+    strided: int | None
+    """Side of a square array as large as a weight; None: the compiler lays arrays out
+    in the order in which they are read."""
+    kinds: tuple[CollectiveKind, ...]
+    """Of collectives; the others are priced by the curve of all."""
+    collectives: tuple[int, ...]
+    """Bytes."""
+    meeting: tuple[int, ...]
+    """Bytes of all-reduces behind computing, in jobs of several processes."""
+    ahead: tuple[int, ...]
+    """Bytes of parameters gathered ahead of the layers that need them, there."""
+    overlap: tuple[int, tuple[int, ...]] | None
+    """Side of a matmul, and bytes of the all-reduces beside it; None: nothing overlaps,
+    a device computes and communicates in one thread."""
+    pace: BenchmarkPace = BenchmarkPace()
+    shared: BenchmarkPace = BenchmarkPace()
+    """Of memory, which devices share."""
+    behind: int = 0
+    """Collectives behind each other and behind computing, as which those that most
+    steps have are timed in jobs of processes that share cores; 0: alone."""
+
+    def among(self, num_processes: int) -> "BenchmarkSizes":
+        """What a job of several processes measures.
+
+        Where they share cores compiling a collective takes longer than many of them, so
+        fewer are measured (every third size); and it takes a millisecond while all go
+        together, as just behind a start, but several when they do not, as in a step:
+        most are measured behind computing (`behind`).
+
+        >>> [len(sizes.among(4).collectives) for sizes in (CPU, ACCELERATOR)]
+        [3, 8]
+        """
+        pace, shared = (one.among(num_processes) for one in (self.pace, self.shared))
+        if num_processes == 1 or not self.behind:
+            return replace(self, pace=pace, shared=shared)
+        some = self.collectives[::3]
+        return replace(self, collectives=some, pace=pace, shared=_LONG)
+
+
+def _powers(first: int, last: int, num: int) -> tuple[int, ...]:
+    """Sizes evenly spaced as logarithms, multiples of 1024."""
+    ratio = (last / first) ** (1 / (num - 1))
+    return tuple(round(first * ratio**n / 1024) * 1024 for n in range(num))
+
+
+CPU = BenchmarkSizes(
+    dtypes=("float32",),
+    rows=(8, 32, 128, 512),
+    dims=((64, 64), (256, 256), (128, 512), (512, 512), (1024, 256)),
+    streams=_powers(2**18, 2**27, 7),
+    convolutions=((8, 16, 8), (8, 8, 32), (4, 8, 128)),
+    images=(8, 16, 32),
+    elements=128,
+    strided=512,
+    kinds=("all_reduce", "all_gather", "all_to_all", "permute"),  # XLA:CPU has no more
+    collectives=_powers(2**12, 2**23, 8),
+    meeting=(2**16,),
+    ahead=(2**16, 2**21),
+    overlap=None,
+    behind=4,
+)
+ACCELERATOR = BenchmarkSizes(
+    dtypes=("bfloat16", "float32"),
+    rows=(128, 512, 2048, 8192),
+    dims=((512, 512), (1024, 4096), (2048, 2048), (4096, 4096), (8192, 4096)),
+    streams=_powers(2**22, 2**30, 5),
+    convolutions=((64, 32, 32), (64, 32, 128), (64, 16, 512)),
+    images=None,
+    elements=2048,
+    strided=None,
+    kinds=get_args(CollectiveKind),
+    collectives=_powers(2**14, 2**28, 8),
+    meeting=(),
+    ahead=(),
+    overlap=(4096, (2**20, 2**24, 2**26)),
+)
+
+
+_OFTEN: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
+"""Kinds of which nearly every step has some, many behind each other."""
+_OF_SIZES = 3
+"""Times that each size of them is timed in jobs of several processes."""
+_ROUNDS = 5
+"""Times that collectives are timed behind and beside computing."""
+
+
+def measure_devices(
+    devices: Sequence[Any], sizes: BenchmarkSizes | None = None
+) -> Calibration:
+    """Measures devices, all at once, and fits the planner's scalars.
+
+    In a job of several processes all of them call it, with `jax.devices()`.
+
+    Args:
+        devices: of one type; see `Cluster.from_devices`.
+        sizes: default: by the platform.
+    """
+    pool = Cluster.from_devices(devices).uniform
+    sizes = sizes or (CPU if pool.device.platform == "cpu" else ACCELERATOR)
+    sizes = sizes.among(jax.process_count())
+    device, fits = _compute(devices, pool.device, sizes)
+    links: dict[str, Link] = {}
+    inner = 1
+    for level in pool.levels:
+        key = link_key(level.link)
+        _say(f"collectives on {key} ...")
+        times = _collectives(devices, inner, level, sizes)
+        link, found = fit_link(level.link, times)
+        link = fit_meeting(link, _behind(devices, inner, level, sizes))
+        links[key] = fit_ahead(link, _ahead(devices, inner, level, sizes))
+        fits |= {f"collectives on {key}, {name}": f for name, f in found.items()}
+        inner *= level.size
+    residuals = {name: found.residual for name, found in fits.items()}
+    if pool.levels and sizes.overlap is not None:
+        device, residuals["overlap"] = _overlap(devices, device, sizes)
+    elif sizes.overlap is None:
+        alone = replace(device.efficiency, overlap_kappa=1.0, overlap_fraction=0.0)
+        device = replace(device, efficiency=alone)
+    return Calibration(
+        device=device.name,
+        fabric=tuple(link_key(level.link) for level in pool.levels),
+        num_devices=len(devices),
+        software=f"jax {jax.__version__}",
+        peak_flops=dict(device.peak_flops),
+        memory_bandwidth=device.memory_bandwidth,
+        efficiency=device.efficiency,
+        links=links,
+        errors={
+            f"{name}: {scalar}": error
+            for name, found in fits.items()
+            for scalar, error in found.errors.items()
+        },
+        residuals=residuals,
+    )
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _compute(
+    devices: Sequence[Any], device: DeviceType, sizes: BenchmarkSizes
+) -> tuple[DeviceType, dict[str, Fit]]:
+    """Memory first: it bounds what matmuls of few rows can reach."""
+    mesh = microbenchmarks.make_mesh(devices, 1, len(devices))
+    _say("memory ...")
+    streams = [
+        MemoryTime(
+            num_bytes=size,
+            seconds=microbenchmarks.stream_s(mesh, size, sizes.shared).seconds,
+        )
+        for size in sizes.streams
+    ]
+    fits: dict[str, Fit] = {}
+    device, fits["memory"] = fit_memory(device, streams)
+    _say("element-wise operators ...")
+    device, fits["elements"] = fit_elements(device, _elements(mesh, sizes))
+    if sizes.strided is not None:
+        _say("transposed arrays ...")
+        across = microbenchmarks.strided_s(mesh, sizes.strided, sizes.pace)
+        made = replace(device.efficiency, strided_s=across)
+        device = replace(device, efficiency=made)
+    for number, dtype in enumerate(sizes.dtypes):
+        _say(f"matmuls of {dtype} ...")
+        times, dispatch = _matmuls(mesh, dtype, sizes)
+        if number:
+            device = fit_peak(device, dtype, times)
+            continue
+        device, fits["matmul"] = fit_matmuls(device, dtype, times)
+        made = replace(device.efficiency, dispatch_s=dispatch)
+        device = replace(device, efficiency=made)
+    _say("convolutions ...")
+    device, fits["convolutions"] = fit_convolutions(
+        device, "float32", _convolutions(mesh, sizes)
+    )
+    if sizes.images is not None:
+        _say("windows ...")
+        forward, back = microbenchmarks.windows_s(mesh, *sizes.images, sizes.pace)
+        made = replace(device.efficiency, window_s=forward, window_back_s=back)
+        device = replace(device, efficiency=made)
+    return device, fits
+
+
+def _elements(mesh: Any, sizes: BenchmarkSizes) -> list[ElementTime]:
+    """Every function of `measuring.ELEMENT_WISE`."""
+    num = sizes.elements**2
+    return [
+        ElementTime(
+            simple=num * simple,
+            special=num * special,
+            seconds=microbenchmarks.element_wise_s(
+                mesh, name, sizes.elements, sizes.pace
+            ).seconds,
+        )
+        for name, (_, simple, special) in microbenchmarks.ELEMENT_WISE.items()
+    ]
+
+
+def _convolutions(mesh: Any, sizes: BenchmarkSizes) -> list[ConvolutionTime]:
+    """Both passes of some, and those of three channels forward."""
+    times = [
+        ConvolutionTime(
+            flops=2.0 * rows * side**2 * 9 * channels**2,
+            channels=channels,
+            strided=rows * side**2 * channels * microbenchmarks.GRADIENTS,
+            seconds=microbenchmarks.convolution_s(
+                mesh, rows, side, channels, sizes.pace
+            ),
+        )
+        for rows, side, channels in sizes.convolutions
+    ]
+    if sizes.images is not None:
+        rows, side, channels = sizes.images
+        colours = microbenchmarks.COLOURS
+        seconds = microbenchmarks.first_s(mesh, rows, side, channels, sizes.pace)
+        first = ConvolutionTime(
+            flops=2.0 * rows * side**2 * 9 * colours * channels,
+            channels=channels,
+            odd=True,
+            seconds=seconds,
+        )
+        times.append(first)
+    return times
+
+
+def _matmuls(
+    mesh: Any, dtype: str, sizes: BenchmarkSizes
+) -> tuple[list[MatmulTime], float]:
+    """Times, and the seconds to start a small program."""
+    times, dispatch = [], []
+    for m in sizes.rows:
+        for n, k in sizes.dims:
+            found = microbenchmarks.matmul_s(mesh, m, n, k, dtype, sizes.pace)
+            times.append(MatmulTime(m=m, n=n, k=k, seconds=found.seconds))
+            dispatch.append(found.dispatch_s)
+    return times, min(dispatch)
+
+
+def _collectives(
+    devices: Sequence[Any], inner: int, level: Level, sizes: BenchmarkSizes
+) -> list[CollectiveTime]:
+    """Every kind and size, among each number of devices of `_group_sizes`.
+
+    Size by size: seconds in which the machine is slow meet all kinds alike. In jobs of
+    several processes those that most steps have are timed as steps have them.
+    """
+    groups = _group_sizes(level.size)
+    meshes = [microbenchmarks.make_mesh(devices, inner, members) for members in groups]
+    in_step = jax.process_count() > 1 and sizes.behind > 0
+    often: list[CollectiveKind] = [k for k in sizes.kinds if in_step and k in _OFTEN]
+    times = [
+        CollectiveTime(
+            kind=kind,
+            num_bytes=size,
+            num_devices=members,
+            seconds=microbenchmarks.collective_s(mesh, kind, size, sizes.pace).seconds,
+        )
+        for size in sizes.collectives
+        for members, mesh in zip(groups, meshes, strict=True)
+        for kind in sizes.kinds
+        if kind not in often
+    ]
+    for members, mesh in zip(groups, meshes, strict=True):
+        for kind in often:
+            times += _in_step(mesh, kind, members, sizes)
+    return times
+
+
+def _in_step(
+    mesh: Any, kind: CollectiveKind, members: int, sizes: BenchmarkSizes
+) -> list[CollectiveTime]:
+    """Every size of a kind behind computing; alone where noise hides what it takes."""
+    found = microbenchmarks.behind_s(
+        mesh, sizes.collectives, _OF_SIZES, kind, sizes.behind
+    )
+    return [
+        CollectiveTime(
+            kind=kind,
+            num_bytes=size,
+            num_devices=members,
+            seconds=seconds
+            if seconds > 0
+            else microbenchmarks.collective_s(mesh, kind, size, sizes.pace).seconds,
+        )
+        for size, seconds in zip(sizes.collectives, found, strict=True)
+    ]
+
+
+def _behind(
+    devices: Sequence[Any], inner: int, level: Level, sizes: BenchmarkSizes
+) -> list[BehindTime]:
+    """All-reduces behind computing, in jobs of several processes only: what the threads
+    of one lose so is not priced yet."""
+    if jax.process_count() == 1 or not sizes.meeting:
+        return []
+    times: list[BehindTime] = []
+    for members in _group_sizes(level.size):
+        mesh = microbenchmarks.make_mesh(devices, inner, members)
+        found = microbenchmarks.behind_s(mesh, sizes.meeting, _ROUNDS)
+        times += [
+            BehindTime(num_bytes=size, num_devices=members, seconds=seconds)
+            for size, seconds in zip(sizes.meeting, found, strict=True)
+        ]
+    return times
+
+
+def _ahead(
+    devices: Sequence[Any], inner: int, level: Level, sizes: BenchmarkSizes
+) -> list[AheadTime]:
+    """Gathers beside computing, in jobs of several processes, as `_behind`."""
+    if jax.process_count() == 1 or not sizes.ahead:
+        return []
+    times: list[AheadTime] = []
+    for members in _group_sizes(level.size):
+        mesh = microbenchmarks.make_mesh(devices, inner, members)
+        computing, gathers, both = microbenchmarks.ahead_s(mesh, sizes.ahead, _ROUNDS)
+        times.append(
+            AheadTime(
+                num_devices=members,
+                computing_s=computing,
+                gathers_s=gathers,
+                together_s=both,
+            )
+        )
+    return times
+
+
+def _group_sizes(size: int) -> list[int]:
+    """Two, all, and about their geometric mean, of those that divide a level.
+
+    >>> _group_sizes(8), _group_sizes(2), _group_sizes(6), _group_sizes(256)
+    ([2, 4, 8], [2], [2, 3, 6], [2, 32, 256])
+    """
+    divisors = [n for n in range(2, size + 1) if size % n == 0]
+    least, middle = divisors[0], (divisors[0] * size) ** 0.5
+    near = min(divisors, key=lambda n: (abs(math.log(n / middle)), n))
+    return sorted({least, near, size})
+
+
+def _overlap(
+    devices: Sequence[Any], device: DeviceType, sizes: BenchmarkSizes
+) -> tuple[DeviceType, float]:
+    """A matmul beside all-reduces of several sizes."""
+    _say("overlap ...")
+    mesh = microbenchmarks.make_mesh(devices, 1, len(devices))
+    assert sizes.overlap is not None
+    side, all_bytes = sizes.overlap
+    dtype, pace = sizes.dtypes[0], sizes.pace
+    compute = microbenchmarks.matmul_s(mesh, side, side, side, dtype, pace).seconds
+    times = [
+        OverlapTime(
+            compute_s=compute,
+            collective_s=microbenchmarks.collective_s(
+                mesh, "all_reduce", size, pace
+            ).seconds,
+            together_s=microbenchmarks.overlap_s(mesh, side, size, dtype, pace).seconds,
+        )
+        for size in all_bytes
+    ]
+    efficiency, off = fit_overlap(device.efficiency, times)
+    return replace(device, efficiency=efficiency), off

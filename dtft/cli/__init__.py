@@ -1,0 +1,38 @@
+"""The command `dtft`: arguments in, calls out.
+
+* `dispatch`: finds the command that is named, reads its flags and runs it. `commands`:
+  the flags of each command, and what it calls; imports nothing heavy, so that help is
+  fast.
+* `jobs` (launch, agent, scale), `checkpoint`, `plan`, `predict`, `calibrate`: from
+  flags to calls and printed lines. `out_files`: files that flags name.
+
+Drills and benches are in `dtft.drills`; `python -m dtft.cli` is the command `dtft`.
+"""
+
+from typing import TYPE_CHECKING
+
+from dtft._lazy import attributes
+
+if TYPE_CHECKING:
+    from dtft.cli.commands import Bench, Drill, HostFlags, JobFlags, PlaceFlags
+    from dtft.cli.dispatch import main
+
+_PUBLIC = {
+    "Bench": "commands",
+    "Drill": "commands",
+    "HostFlags": "commands",
+    "JobFlags": "commands",
+    "PlaceFlags": "commands",
+    "main": "dispatch",
+}
+
+__all__ = [
+    "Bench",
+    "Drill",
+    "HostFlags",
+    "JobFlags",
+    "PlaceFlags",
+    "main",
+]
+
+__getattr__, __dir__ = attributes(__name__, _PUBLIC)

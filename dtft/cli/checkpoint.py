@@ -1,0 +1,418 @@
+"""`dtft checkpoint ls|show|verify|export`, on a storage directory or on a live job.
+
+What is found is a plain value first (`--json`), and then lines for people.
+"""
+
+import contextlib
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtft.checkpoint.replication import CommitHealth
+from dtft.checkpoint.storage import (
+    checkpoints_in,
+    copy_step,
+    describe_step,
+    list_steps,
+    pick_step,
+    verify_step,
+)
+from dtft.checkpoint.tables import size_text, table
+
+if TYPE_CHECKING:
+    from dtft.cli.commands import CheckpointFlags, JobFlags
+    from dtft.elastic.inspect_job import JobState, Observer
+
+
+# What `dtft checkpoint` found, as plain values and as lines for people.
+#
+# Decides wording only.
+
+
+Record = dict[str, Any]
+
+
+def storage_lines(record: Record) -> list[str]:
+    """The steps of a storage directory, for people."""
+    rows = [
+        (it["step"], size_text(it["num_bytes"]), _when(it["written"]))
+        for it in record["steps"]
+        if not it["problem"]
+    ]
+    many = "1 checkpoint" if len(rows) == 1 else f"{len(rows)} checkpoints"
+    lines = [f"storage {record['directory']}: {many}"]
+    if rows:
+        lines += table(("step", "size", "written"), rows)
+    else:
+        lines.append(
+            "a storage directory has a directory for each step; a run directory has it "
+            "in `checkpoints`"
+        )
+    lines += [
+        f"step {it['step']}, not offered here: {it['problem']}"
+        for it in record["steps"]
+        if it["problem"]
+    ]
+    lines += [f"unfinished, not offered: {name}" for name in record["unfinished"]]
+    return lines
+
+
+def job_record(state: "JobState") -> Record:
+    """A job as plain values."""
+    assignment = state.view.assignment
+    return {
+        "job": state.job,
+        "store": state.store,
+        "leader": state.view.leader,
+        "result": state.view.result,
+        "generation": assignment.generation if assignment else 0,
+        "attempt": assignment.attempt if assignment else 0,
+        "slots": list(assignment.slots) if assignment else [],
+        "storage_directory": state.storage_directory,
+        "copies_asked": state.copies[0],
+        "effective_copies": state.copies[1],
+        "copies_problem": state.copies[2],
+        "commits": [_commit_record(it, state) for it in state.commits],
+        "hosts": [
+            {
+                "host": host.record.host,
+                "domain": host.record.domain,
+                "address": host.record.address,
+                "pid": host.record.pid,
+                "slot": host.slot,
+                "arena_bytes": host.arena_bytes,
+                "steps": sorted(host.held),
+                "corrupt": list(host.corrupt),
+                "unread": list(host.unread),
+                "error": host.error,
+            }
+            for host in state.hosts
+        ],
+    }
+
+
+def _commit_record(commit: CommitHealth, state: "JobState") -> Record:
+    names = [host.record.host for host in state.hosts]
+    return {
+        "step": commit.step,
+        "generation": commit.generation,
+        "interval": commit.interval,
+        "health": commit.state,
+        "problem": commit.problem,
+        "copies_wanted": commit.wanted,
+        "copies": list(commit.copies),
+        "slices": len(commit.slices),
+        "num_bytes": commit.num_bytes,
+        "slices_on": {name: commit.slices_on(name) for name in names},
+    }
+
+
+def job_lines(record: Record) -> list[str]:
+    """A job for people: commits, hosts, storage."""
+    lines = [
+        f"job {record['job']}: generation {record['generation']}, attempt "
+        f"{record['attempt']}, leader {record['leader'] or 'none'}"
+    ]
+    if not record["hosts"]:
+        lines.append("no host of it is alive, so nothing is in memory")
+    if record["result"]:
+        lines.append(f"it has ended: {record['result']}")
+    lines += [record["copies_problem"]] if record["copies_problem"] else []
+    lines += _commit_lines(record["commits"]) + _host_lines(record)
+    if record.get("storage"):
+        lines += storage_lines(record["storage"])
+    elif record["storage_directory"]:
+        lines.append(f"storage {record['storage_directory']} is not seen from here")
+    return lines
+
+
+def _commit_lines(commits: list[Record]) -> list[str]:
+    """The commits in memory, newest first."""
+    if not commits:
+        return ["nothing is committed yet"]
+    rows = [
+        (
+            it["step"],
+            size_text(it["num_bytes"]),
+            it["slices"],
+            "{}-{} of {}".format(*it["copies"], it["copies_wanted"]),
+            it["health"],
+        )
+        for it in commits
+    ]
+    lines = table(("step", "size", "slices", "copies", "health"), rows)
+    lines.append(f"snapshot interval in force: {commits[0]['interval']}")
+    return lines + [
+        f"step {it['step']}: {it['problem']}" for it in commits if it["problem"]
+    ]
+
+
+def _host_lines(record: Record) -> list[str]:
+    """The hosts, with what each holds of the newest commit."""
+    newest = record["commits"][0]["slices_on"] if record["commits"] else {}
+    rows = [
+        (
+            host["host"],
+            host["slot"] if host["slot"] >= 0 else "-",
+            newest.get(host["host"], 0),
+            ", ".join(map(str, host["steps"])) or "-",
+            size_text(host["arena_bytes"]),
+            host["error"] or ("CORRUPT" if host["corrupt"] else "answers"),
+        )
+        for host in record["hosts"]
+    ]
+    columns = ("host", "slot", "slices", "steps", "arena", "state")
+    return list(table(columns, rows)) if rows else []
+
+
+def verify_lines(record: Record) -> tuple[list[str], bool]:
+    """What a job's copies came to when they were read, and whether all is well."""
+    hosts, commits = record["hosts"], record["commits"]
+    unread = {step for host in hosts for step in host["unread"]}
+    lines = [
+        f"corrupt copy: {host['host']} {text}"
+        for host in hosts
+        for text in host["corrupt"]
+    ]
+    lines += [f"no answer: {host['host']}" for host in hosts if host["error"]]
+    well = not lines
+    for it in commits:
+        copies = f"{it['slices']} slices, {it['copies'][0]} good copies or more of each"
+        late = " (dropped before all was read)" if it["step"] in unread else ""
+        lines.append(
+            f"step {it['step']}: {it['health']}, {it['problem'] or copies}{late}"
+        )
+    read = [it for it in commits if it["step"] not in unread]
+    well = well and bool(read)  # nothing that was read is nothing verified
+    well = well and all(it["health"] == "healthy" for it in read)
+    return lines or ["nothing is committed yet"], well
+
+
+def _when(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+Printed = tuple[Record, list[str], int]
+"""The record, the lines for people, the exit code."""
+
+
+def ls(source: "CheckpointFlags") -> int:
+    """`dtft checkpoint ls`: what there is.
+
+    Raises:
+        ValueError: wrong input, no such job, or another secret.
+        FileNotFoundError: no such directory.
+    """
+    return _answer(source, _ls_directory, _ls_job)
+
+
+def show(source: "CheckpointFlags", step: int | None) -> int:
+    """`dtft checkpoint show`: what a step consists of; as `ls`."""
+    on_job = partial(_show_job, step=step)
+    return _answer(source, partial(_show_directory, step=step), on_job)
+
+
+def verify(source: "CheckpointFlags", step: int | None) -> int:
+    """`dtft checkpoint verify`: whether everything can be read; as `ls`."""
+    return _answer(source, partial(_verify_directory, step=step), _verify_job)
+
+
+def export(source: "CheckpointFlags", step: int | None, to: str) -> int:
+    """`dtft checkpoint export`: writes a step elsewhere; as `ls`."""
+    on_directory = partial(_export_directory, step=step, to=to)
+    return _answer(source, on_directory, partial(_export_job, step=step, to=to))
+
+
+def _answer(
+    source: "CheckpointFlags",
+    on_directory: Callable[[Path], Printed],
+    on_job: "Callable[[Observer], Printed]",
+) -> int:
+    """Prints what is found in a directory or in a live job; the exit code."""
+    job = source.job
+    is_live = bool(job.store or job.name)
+    if is_live == bool(source.directory) or (is_live and not (job.name and job.store)):
+        raise ValueError(
+            "give either DIR (a storage or run directory), or both --store HOST:PORT "
+            "and --job NAME (with --secret-file FILE) for a live job."
+        )
+    if is_live:
+        with _observer(job) as observer:
+            record, lines, code = on_job(observer)
+    else:
+        try:
+            found = on_directory(checkpoints_in(source.directory))
+        except RuntimeError as error:  # the step is damaged; its text says which
+            raise ValueError(str(error)) from error
+        record, lines, code = found
+    print(json.dumps(record, indent=1) if source.json else "\n".join(lines))
+    return code
+
+
+# ------------------------------------------------------------- a storage directory
+
+
+def _ls_directory(directory: Path) -> Printed:
+    steps, unfinished = list_steps(directory)
+    record = {
+        "directory": str(directory),
+        "steps": [vars(found) for found in steps],
+        "unfinished": unfinished,
+    }
+    return record, storage_lines(record), 0
+
+
+def _show_directory(directory: Path, *, step: int | None) -> Printed:
+    _use_cpu()
+    step = pick_step(directory, step)
+    leaves, items = describe_step(directory, step)
+    record = {
+        "directory": str(directory),
+        "step": step,
+        "leaves": [vars(leaf) for leaf in leaves],
+        "items": items,
+    }
+    total = sum(leaf.num_bytes for leaf in leaves)
+    rows = [
+        (leaf.path, leaf.dtype, list(leaf.shape), size_text(leaf.num_bytes))
+        for leaf in leaves
+    ]
+    lines = [f"step {step}: {len(leaves)} leaves, {size_text(total)}"]
+    lines += table(("leaf", "dtype", "shape", "size"), rows)
+    shown = {name: value for name, value in items.items() if name != "config"}
+    lines += [f"item {name}: {json.dumps(value)}" for name, value in shown.items()]
+    return record, lines, 0
+
+
+def _verify_directory(directory: Path, *, step: int | None) -> Printed:
+    _use_cpu()
+    steps = [found.step for found in list_steps(directory)[0]]
+    if step in steps:
+        steps = [step]  # also a torn one, which is then said
+    elif step is not None or not steps:
+        steps = [pick_step(directory, step)]
+    found = verify_step(directory, steps)
+    record = {"directory": str(directory), "problems": found}
+    lines = [
+        f"step {number}: {text or 'every leaf is right'}"
+        for number, text in found.items()
+    ]
+    return record, lines, int(any(found.values()))
+
+
+def _export_directory(directory: Path, *, step: int | None, to: str) -> Printed:
+    if not to:
+        raise ValueError("--to DIR is missing: where shall the step be copied to?")
+    _use_cpu()
+    step = pick_step(directory, step)
+    written = copy_step(directory, step, Path(to))
+    record = {"step": step, "directory": to, "num_bytes": written}
+    return record, [f"step {step} copied to {to} ({size_text(written)})"], 0
+
+
+# --------------------------------------------------------------------- a live job
+
+
+def _ls_job(observer: "Observer") -> Printed:
+    state = observer.look()
+    record = job_record(state)
+    directory = Path(state.storage_directory or "/nonexistent")
+    record["storage"] = None
+    if directory.is_dir():
+        record["storage"] = _ls_directory(directory)[0]
+    return record, job_lines(record), 0
+
+
+def _show_job(observer: "Observer", *, step: int | None) -> Printed:
+    commit = _chosen(observer.look(), step)
+    record = {
+        "step": commit.step,
+        "health": commit.state,
+        "problem": commit.problem,
+        "slices": [vars(piece) for piece in commit.slices],
+    }
+    rows = [
+        (
+            piece.key,
+            size_text(piece.num_bytes),
+            piece.copies,
+            ", ".join(piece.hosts),
+        )
+        for piece in commit.slices
+    ]
+    lines = [f"step {commit.step}: {commit.state} {commit.problem}".rstrip()]
+    return record, lines + table(("slice", "size", "copies", "hosts"), rows), 0
+
+
+def _chosen(state: "JobState", step: int | None) -> CommitHealth:
+    found = {commit.step: commit for commit in state.commits}
+    if not found:
+        raise ValueError(f"job {state.job!r} has committed nothing yet.")
+    if step is not None and step not in found:
+        known = ", ".join(map(str, found))
+        raise ValueError(
+            f"--step {step} is not in the memory of job {state.job!r}. It has: {known}."
+        )
+    return state.commits[0] if step is None else found[step]
+
+
+def _verify_job(observer: "Observer") -> Printed:
+    record = job_record(observer.look(verify=True))
+    lines, well = verify_lines(record)
+    return record, lines, int(not well)
+
+
+def _export_job(observer: "Observer", *, step: int | None, to: str) -> Printed:
+    if to or step is not None:
+        raise ValueError(
+            "--to and --step are for DIR: a live job writes its newest commit to its "
+            "own storage directory. Copy it from there with `dtft checkpoint export "
+            "DIR --to DIR`."
+        )
+    step = observer.export()
+    directory = observer.look().storage_directory
+    record = {"step": step, "directory": directory}
+    return record, [f"step {step} was written to {directory or 'storage'}"], 0
+
+
+@contextlib.contextmanager
+def _observer(job: "JobFlags") -> "Iterator[Observer]":
+    from dtft.drills import read_secret, store_address
+    from dtft.elastic.inspect_job import Observer
+    from dtft.elastic.store import EtcdStore, StoreUnavailable
+
+    address, secret = store_address(job), read_secret(job)
+    store = EtcdStore(address)
+    try:
+        yield Observer(store, job.store, job.name, secret)
+    except StoreUnavailable as error:
+        raise ValueError(f"--store {job.store}: {error}") from error
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+    finally:
+        store.close()
+
+
+def _use_cpu() -> None:
+    """Reads on the CPU whatever devices there are, and 64-bit values as they are."""
+    import jax
+
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells what is no news
+    sys.unraisablehook = partial(_without_echoes, sys.unraisablehook)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_x64", True)
+
+
+def _without_echoes(shown: Callable[[Any], Any], unraisable: Any) -> None:
+    """Shows what is raised, but not the end of reads that nobody waits for any more.
+
+    When Orbax fails to read one array it gives up the others; TensorStore then has a
+    traceback printed for each that ends later, which hides the one error that counts.
+    """
+    if str(unraisable.exc_value) != "Event loop is closed":
+        shown(unraisable)

@@ -1,0 +1,178 @@
+"""The command `dtft`: finds the command that is named, reads its flags, and runs it.
+
+`dtft/cli/commands.py` says which commands there are and which flags each has. Wrong
+input ends with one clear error and exit code 2.
+"""
+
+import difflib
+import functools
+import inspect
+import operator
+import os
+import select
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, NoReturn, TextIO
+
+import tyro
+
+from dtft import __version__
+from dtft.cli.commands import BARE, COMMANDS, WITH_KEYS
+
+_HELP = ("-h", "--help")
+_MARKERS = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code.
+
+    Raises:
+        SystemExit: help was printed (0), or a flag is wrong (2).
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        try:
+            return _run(given)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _nobody_reads(sys.stdout):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (ValueError, FileExistsError, FileNotFoundError, PermissionError) as error:
+        print(f"dtft: error: {error}", file=sys.stderr, flush=True)
+        return 2
+    except KeyboardInterrupt:
+        print("dtft: interrupted", file=sys.stderr, flush=True)
+        return 128 + signal.SIGINT
+
+
+def _run(given: list[str]) -> int:
+    if given[:1] == ["--version"]:
+        print(f"dtft {__version__}")
+        return 0
+    command, rest = read(given)
+    return command.run(rest) if type(command) in WITH_KEYS.values() else command.run()
+
+
+def read(given: list[str]) -> tuple[Any, list[str]]:
+    """The command of a command line, and the words that it does not know itself.
+
+    Raises:
+        ValueError: it names no command.
+        SystemExit: help was printed (0), or a flag is wrong (2).
+    """
+    name, words = _named(given)
+    if not name:
+        _without_command(given)
+    words = list(_in_full(words, BARE.get(name, {})))
+    try:
+        return _parsed(name, words)
+    except SystemExit as ended:
+        if ended.code == 0 and name in WITH_KEYS:
+            _tell_keys(name, words)
+        raise
+
+
+def _named(given: list[str]) -> tuple[str, list[str]]:
+    """The command that is named and the words beside its name; "" if there is none.
+
+    A flag that belongs to the name may stand anywhere.
+
+    >>> _named(["plan", "predict", "rows.csv"]), _named(["plan", "digits_cnn"])
+    (('plan predict', ['rows.csv']), ('plan', ['digits_cnn']))
+    >>> _named(["agent", "--job", "j", "--serve-only"])
+    ('agent --serve-only', ['--job', 'j'])
+    """
+    first, words = given[:1], given[1:]
+    for name in sorted(COMMANDS, key=lambda name: -len(name.split())):
+        begin, *second = name.split()
+        if [begin] != first:
+            continue
+        if not second or words[:1] == second:
+            return name, words[len(second) :]
+        if second[0].startswith("--") and second[0] in words:
+            return name, [word for word in words if word != second[0]]
+    return "", given
+
+
+def _parsed(
+    name: str, words: Sequence[str], *, quiet: bool = False
+) -> tuple[Any, list[str]]:
+    found = tyro.cli(
+        COMMANDS[name],
+        args=words,
+        prog=f"dtft {name}",
+        description=_text(COMMANDS[name]).replace("\n", "\n "),  # keeps its lines
+        config=_MARKERS,
+        return_unknown_args=name in WITH_KEYS,
+        console_outputs=not quiet,
+    )
+    return found if name in WITH_KEYS else (found, [])
+
+
+def _tell_keys(name: str, words: Sequence[str]) -> None:
+    """After a command's own help: that of the config, if the words name one."""
+    without = [word for word in words if word not in _HELP]
+    try:
+        command, _ = _parsed(name, without, quiet=True)
+    except SystemExit:
+        return
+    command.run(["--help"])
+
+
+def _in_full(words: Sequence[str], bare: dict[str, str]) -> Iterator[str]:
+    """Words with a value for each flag that stands without its number.
+
+    tyro has no flag whose value may be left out.
+
+    >>> list(_in_full(["--verify", "x", "--verify", "2"], {"--verify": "4"}))
+    ['--verify=4', 'x', '--verify', '2']
+    """
+    for at, word in enumerate(words):
+        follows = words[at + 1] if at + 1 < len(words) else ""
+        alone = word in bare and not follows.isdigit()
+        yield f"{word}={bare[word]}" if alone else word
+
+
+def _without_command(given: list[str]) -> NoReturn:
+    """Lists the commands if that is asked for; refuses words that name none."""
+    group = [name for name in COMMANDS if name.split()[:1] == given[:1]]
+    prefix, words = ("dtft", given) if not group else (f"dtft {given[0]}", given[1:])
+    known = [name.split()[-1] for name in group] or [*COMMANDS]
+    if words and words[0] in _HELP:
+        shown = zip(known, group or known, strict=True)
+        told = [_listed(last, COMMANDS[name]) for last, name in shown]
+        about = "Distributed training that outlives its hosts. Also: dtft --version."
+        kinds = functools.reduce(operator.or_, told)
+        about_kinds = tyro.conf.arg(
+            help="One of:"
+        )  # faster than to look for a docstring
+        listed: Any = Annotated[kinds, about_kinds]
+        tyro.cli(listed, args=["--help"], prog=prefix, description=about)
+    names = list(dict.fromkeys(name.split()[0] for name in known))
+    close = difflib.get_close_matches(words[0], names, 1) if words else []
+    hint = f" Did you mean {close[0]}?" if close else ""
+    raise ValueError(
+        f"{' '.join([prefix, *words[:1]])} is no command.{hint} Allowed after "
+        f"`{prefix}`: {', '.join(names)}. `{prefix} --help` says what they do."
+    )
+
+
+def _listed(name: str, kind: type) -> Any:
+    """A command in a list of commands, with the first sentences of its docstring."""
+    about = _text(kind).partition("\n\n")[0]
+    return Annotated[kind, tyro.conf.subcommand(name, description=about)]
+
+
+def _text(kind: type) -> str:
+    return inspect.getdoc(kind) or ""
+
+
+def _nobody_reads(stream: TextIO) -> bool:
+    """Whether a stream is a pipe whose reader has gone, as `| head` does."""
+    poll = select.poll()
+    poll.register(stream.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))

@@ -1,0 +1,398 @@
+"""The commands of jobs: `dtft launch`, `agent` (also `--serve-only`) and `scale`.
+
+Each turns its flags into values of `dtft.elastic`, which does the work. Config and
+flags are checked before anything is started or written.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tyro
+
+from dtft.checkpoint.managers import ProgressBoard
+from dtft.checkpoint.tables import size_text
+from dtft.config import CheckpointConfig, Experiment, load_experiment, to_json
+from dtft.drills import (
+    cluster_options,
+    handed_on,
+    host_name,
+    own_certificate,
+    prepare_run,
+    read_secret,
+    settings,
+    store_address,
+)
+from dtft.elastic.assignment import SizeLimits
+from dtft.elastic.host import (
+    Agent,
+    ServeConfig,
+    ServingHost,
+    base_config,
+    check_arena_directory,
+)
+from dtft.elastic.job import AgentConfig
+from dtft.elastic.leader import newest_stored
+from dtft.elastic.local_cluster import LAUNCHED, LocalCluster, supervise, tell
+from dtft.elastic.stop_signals import end_line, heard_signals, left_line
+from dtft.elastic.store import (
+    EtcdStore,
+    Store,
+    StoreAddress,
+    StoreUnavailable,
+    version_warning,
+)
+from dtft.parallel import check_experiment, row_parts
+from dtft.train import only_run_in
+
+if TYPE_CHECKING:
+    from dtft.cli.commands import Agent as AgentOptions
+    from dtft.cli.commands import Launch, Scale, Serve
+
+
+# `dtft agent CONFIG`: from its flags to the agent of one host, and its exit code.
+#
+# Also what it shares with `dtft agent --serve-only` (`serve_command.py`): the log, the
+# connection to etcd, the signals. Must not know what an agent does: `dtft.elastic`
+# does.
+
+
+CACHE = "DTFT_COMPILATION_CACHE"
+"""Environment variable: the directory of XLA's compilation cache."""
+
+
+def run_agent(options: "AgentOptions", words: list[str]) -> int:
+    """Runs the agent of one host, and its trainers, until the job ends.
+
+    Args:
+        options: CONFIG, job and host.
+        words: keys of the config, as they were typed.
+
+    Raises:
+        ValueError: wrong input, or etcd cannot be reached.
+    """
+    log_to_stderr()
+    config = _agent_config(options, words)
+    committed: list[int] = []
+
+    def leaving() -> None:
+        with contextlib.suppress(OSError, ValueError):
+            board = ProgressBoard(config.memory_directory / "board")
+            committed.append(board.get("committed"))
+
+    outcome = run_at(store_address(options.job), partial(Agent, config), leaving)
+    stored = newest_stored(config.storage_directory)
+    if not outcome:
+        newest = max(committed, default=0)
+        _tell(left_line(config.host, config.job, newest, stored))
+        return 0
+    return _exit_code(json.loads(outcome), config, stored)
+
+
+def log_to_stderr() -> None:
+    """Sets up what an agent's process logs."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s"
+    )
+
+
+def run_at(
+    address: StoreAddress,
+    make: Callable[[Store], Agent | ServingHost],
+    leaving: Callable[[], None] = lambda: None,
+) -> str:
+    """Runs a host's part in the job of an etcd; a signal makes it leave.
+
+    Args:
+        address: of etcd.
+        make: the host's part, given the store.
+        leaving: called when a signal has come, before the host leaves.
+
+    Returns:
+        What its `run` returns.
+
+    Raises:
+        ValueError: etcd cannot be reached.
+    """
+    store = EtcdStore(address)
+    try:
+        for warning in (address.warning(), version_warning(store.status())):
+            if warning:
+                logging.getLogger(__name__).warning("%s", warning)
+        host = make(store)
+        for number in heard_signals():
+            signal.signal(number, lambda *_: (leaving(), host.leave()))
+        return host.run()
+    except StoreUnavailable as error:
+        raise ValueError(f"--store {address}: {error}") from error
+    finally:
+        store.close()
+
+
+def _exit_code(result: dict[str, Any], config: AgentConfig, stored: int) -> int:
+    """The exit code of a job that has ended, and a line that says how."""
+    if result["status"] == "error":
+        _complain(f"{result['message']} ({config.host})")
+        return int(result["code"])
+    if LAUNCHED not in os.environ:
+        where = str(config.storage_directory)
+        _tell(end_line(result["status"], result["step"], stored, where))
+    return 0
+
+
+def _tell(line: str) -> None:
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        print(f"dtft: {line}", flush=True)
+
+
+def _complain(line: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"dtft: error: {line}", file=sys.stderr, flush=True)
+
+
+def _agent_config(options: "AgentOptions", words: list[str]) -> AgentConfig:
+    overrides = [*words, *options.run_flags.keys()]
+    experiment = load_experiment(options.config, overrides, "dtft agent")
+    check_experiment(experiment)
+    check_arena_directory(Path(experiment.checkpoint.arena_directory))
+    address = store_address(options.job)
+    secret = read_secret(options.job)
+    host = host_name(options.place)
+    flags = settings(options.host, options.place, host)
+    directory, extra = prepare_run(experiment)
+    arguments = [options.config, *overrides, *extra]
+    return AgentConfig(
+        job=options.job.name,
+        host=host,
+        store=str(address),
+        secret=secret,
+        num_slots=experiment.cluster.hosts,
+        failure_budget=experiment.cluster.failure_budget,
+        sizes=_size_limits(experiment),
+        trainer_command=(sys.executable, "-m", "dtft.train.worker", *arguments),
+        trainer_environment={
+            CACHE: os.environ.get(CACHE, str(directory / "xla-cache"))
+        },
+        run_directory=directory,
+        config_digest=_digest(experiment),
+        bind=options.place.bind,
+        timeouts=experiment.timeouts,
+        **_checkpoint_settings(experiment.checkpoint),
+        last_step=experiment.stop.steps,
+        **flags,
+    )
+
+
+def _size_limits(experiment: Experiment) -> SizeLimits:
+    return SizeLimits(
+        min_replicas=experiment.cluster.min_replicas,
+        global_batch=experiment.data.global_batch,
+        batch_axes=("replica", "fsdp"),
+        row_parts=row_parts(experiment),
+    )
+
+
+def _checkpoint_settings(checkpoint: CheckpointConfig) -> dict[str, Any]:
+    return {
+        "arena_directory": Path(checkpoint.arena_directory),
+        "copies": checkpoint.copies,
+        "share": checkpoint.share,
+        "cadence": checkpoint.cadence,
+        "automatic": checkpoint.automatic,
+        "storage_interval": checkpoint.storage_interval,
+        "storage_keep": checkpoint.storage_keep,
+        "chunk_bytes": checkpoint.chunk_bytes,
+    }
+
+
+def _digest(experiment: Experiment) -> str:
+    """Digest of everything that hosts must agree on: all but where files lie."""
+    resolved = json.loads(to_json(experiment))
+    text = json.dumps({**resolved, "log": None}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# `dtft agent --serve-only`: from its flags to an agent that serves.
+#
+# Decides which flags fit together. Must not know what such an agent does:
+# `elastic.serve` does.
+
+
+_PROG = "dtft agent --serve-only"
+_ONLY = f"`{_PROG}` trains nothing"
+
+
+def serve(options: "Serve", words: list[str]) -> int:
+    """Runs the agent of one host until it is told to end.
+
+    Args:
+        options: job and host.
+        words: fields of `ServeConfig`, as they were typed.
+
+    Raises:
+        ValueError: a flag does not fit, or the host may not take part.
+    """
+    log_to_stderr()
+    config = _serving_config(options, words)
+    check_arena_directory(config.arena_directory)
+    (config.run_directory / "logs").mkdir(parents=True, exist_ok=True)
+    address = store_address(options.job)
+    run_at(address, lambda store: ServingHost(config, store, options.hosts))
+    return 0
+
+
+def _serving_config(options: "Serve", words: list[str]) -> AgentConfig:
+    address = store_address(options.job)
+    secret = read_secret(options.job)
+    if options.hosts is not None and options.hosts < 2:
+        raise ValueError(
+            f"--hosts {options.hosts}: a job of several hosts has 2 or more. A process "
+            "of its own needs no agent. Leave --hosts out to take any number."
+        )
+    serving = _serve_config(words)
+    directory = options.run_dir or Path("runs") / options.job.name
+    host = host_name(options.place)
+    return dataclasses.replace(
+        base_config(
+            serving,
+            job=options.job.name,
+            host=host,
+            store=str(address),
+            secret=secret,
+        ),
+        bind=options.place.bind,
+        run_directory=Path(directory).resolve(),
+        **settings(options.host, options.place, host),
+    )
+
+
+def _serve_config(words: list[str]) -> ServeConfig:
+    config, unknown = tyro.cli(
+        ServeConfig, args=words, prog=_PROG, return_unknown_args=True
+    )
+    for word in unknown:
+        name = word.removeprefix("--").replace("-", "_").partition("=")[0]
+        if not word.startswith("--"):
+            raise ValueError(
+                f"CONFIG {word}: {_ONLY}, so it has no CONFIG. Leave it out, or leave "
+                "--serve-only out."
+            )
+        if name in ("share", "checkpoint.share"):
+            raise ValueError(
+                f"{word}: a process that is restarted takes its state from its own "
+                "agent, which therefore keeps all of its slices. Leave it out."
+            )
+        raise ValueError(
+            f"{word}: {_ONLY}. Allowed beside the flags in its --help: --copies, "
+            "--arena_directory, --timeouts.NAME. Leave it out."
+        )
+    return config
+
+
+# `dtft scale`: more or fewer replicas for a live job; one line says what happened.
+#
+# Exit codes: 0 the job trains so, 1 it could not be done (or not in time), 2 the job
+# may not have this size, or there is no such job. Must not know how a job is scaled:
+# `elastic.scale_job` does.
+
+
+def run(options: "Scale") -> int:
+    """Runs the command.
+
+    Raises:
+        ValueError: wrong input, no such job, another secret, or a size that the job
+            may not have.
+    """
+    from dtft.drills import read_secret, store_address
+    from dtft.elastic.inspect_job import Observer
+    from dtft.elastic.scale_job import scale
+    from dtft.elastic.store import EtcdStore, StoreUnavailable
+
+    if options.replicas < 1 or options.timeout <= 0:
+        raise ValueError(
+            f"--replicas {options.replicas}, --timeout {options.timeout:g}: both are "
+            "above 0. Give the number of replicas that shall train, and seconds."
+        )
+    job = options.job
+    address, secret = store_address(job), read_secret(job)
+    store = EtcdStore(address)
+    try:
+        observer = Observer(store, job.store, job.name, secret)
+        found = scale(observer, options.replicas, options.timeout)
+    except StoreUnavailable as error:
+        raise ValueError(f"--store {job.store}: {error}") from error
+    except RuntimeError as error:
+        print(f"dtft: error: {error}", file=sys.stderr, flush=True)
+        return 1
+    finally:
+        store.close()
+    print(json.dumps(found) if options.json else line(job.name, found))
+    return 0
+
+
+def line(job: str, found: dict[str, Any]) -> str:
+    """What happened, for people.
+
+    >>> line("j", {"replicas": 3, "before": 3, "hosts": 3})
+    'job j trains with 3 replicas (3 hosts) already; nothing was changed'
+    """
+    size = f"{found['replicas']} replicas ({found['hosts']} hosts)"
+    if "step" not in found and found.get("asked_again"):
+        return f"job {job} trains with {size}; its leader changed meanwhile"
+    if "step" not in found:
+        return f"job {job} trains with {size} already; nothing was changed"
+    return (
+        f"job {job} trains with {size} instead of {found['before']}: went on from step "
+        f"{found['step']}, {size_text(found['bytes_from_peers'])} from peers' memory "
+        f"and {size_text(found['bytes_from_storage'])} from storage, "
+        f"{found['seconds']:.2f} s after it was asked for"
+    )
+
+
+# `dtft launch`: from its flags to a local cluster, and the command that continues it.
+#
+# Checks config and flags before anything is started or written.
+
+
+def launch(command: "Launch", words: list[str]) -> int:
+    """Runs a local cluster until its job ends, and says how to continue.
+
+    Args:
+        command: CONFIG, and what the cluster is told.
+        words: keys of the config, as they were typed.
+
+    Raises:
+        ValueError: wrong input.
+    """
+    overrides = [*words, *command.run_flags.keys()]
+    experiment = load_experiment(command.config, overrides, "dtft launch")
+    check_experiment(experiment)
+    flags = handed_on(command.host)
+    directory, extra = prepare_run(experiment)
+    least = experiment.cluster.min_replicas
+    resume = shlex.join(
+        ["dtft", "launch", command.config, *words, "--spares", str(command.spares)]
+        + ["--hosts", str(experiment.cluster.hosts), "--run-dir", str(directory)]
+        + (["--min-replicas", str(least)] if least else [])
+        + [*flags, *["--tls"] * command.tls]
+    )
+    with only_run_in(directory):
+        if command.tls:
+            flags += own_certificate(command.host, directory)
+        arguments = [command.config, *overrides, *extra, *flags]
+        settings = cluster_options(experiment, arguments, command.spares, directory)
+        settings.environment["DTFT_RESUME_COMMAND"] = resume
+        code = supervise(LocalCluster(settings), experiment.timeouts.stop)
+    if code:
+        tell(f"resume with: {resume}")
+    return code

@@ -1,0 +1,212 @@
+"""`dtft plan CONFIG`: the plan of a config for a cluster, in words, as JSON and HTML.
+
+Asks and writes; decides nothing of the plan. Without --cluster it is that of `dtft
+train CONFIG --plan auto` on this machine. Runs no step but for a trial: a plan for a
+cluster that is elsewhere needs none of its devices.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from dtft.cli.out_files import check_apart, check_writable
+from dtft.config import Experiment
+from dtft.parallel.planning import (
+    PlannerInputs,
+    RunnablePlan,
+    asked_of,
+    first_fitting,
+    plan,
+    trial_section,
+    try_plans,
+    verified,
+    verify_sections,
+)
+from dtft.planner import wording
+from dtft.planner.cluster import Cluster
+from dtft.planner.report import report_html, report_text
+from dtft.planner.search import COUNTS, PINS, did_you_mean
+from dtft.planner.wording import Section
+from dtft.train import devices_of
+
+if TYPE_CHECKING:
+    from dtft.cli.commands import Plan
+
+
+def run(options: "Plan", experiment: Experiment) -> int:
+    """Runs the command.
+
+    Raises:
+        ValueError: a config that cannot be planned, pins that cannot be met, an unknown
+            cluster; or nothing fits, predicted or compiled.
+    """
+    calibration = options.calibration or None
+    if options.cluster is None:
+        calibration = calibration or experiment.calibration or None
+    _check_flags(options, calibration)
+    cluster = _here(experiment) if options.cluster is None else options.cluster
+    asked = asked_of(experiment)
+    found = planned(
+        asked,
+        cluster,
+        options.pin,
+        calibration=calibration,
+        what_if=options.what_if,
+    )
+    found, checked = _checked(found, asked, options)
+    show(found, checked)
+    if options.json:
+        _write(options.json, found.to_json())
+    if options.html:
+        _write(options.html, report_html(found, found.decision, checked))
+    return 0
+
+
+def _check_flags(options: "Plan", calibration: str | None) -> None:
+    if options.trial and options.verify:
+        raise ValueError(
+            f"--trial {options.trial} and --verify {options.verify}: what is run here "
+            "needs no proof that it fits. Give one of them."
+        )
+    for name, path in (("--json", options.json), ("--html", options.html)):
+        check_writable(name, path)
+    check_apart(
+        {
+            "--cluster": options.cluster,
+            "--calibration": calibration,
+            "--json": options.json,
+            "--html": options.html,
+        }
+    )
+
+
+def _checked(
+    found: RunnablePlan, asked: PlannerInputs, options: "Plan"
+) -> tuple[RunnablePlan, tuple[Section, ...]]:
+    """The plan that a trial or the compiler prefers, and what is said of that."""
+    decision = found.decision
+    if decision is None:
+        return found, ()
+    if options.trial:
+        tried = try_plans(decision, vars(asked), options.trial)
+        best = RunnablePlan.of(tried[0].plan, tried[0].decision)
+        return best, (trial_section(tried),)
+    if options.verify:
+        results = verified(decision, vars(asked), num=options.verify)
+        taken = first_fitting(results).decision
+        return RunnablePlan.of(taken.plan, taken), verify_sections(results)
+    return found, ()
+
+
+def _here(experiment: Experiment) -> Cluster:
+    """The devices that `dtft train` has here; says which, and for what they are not.
+
+    Raises:
+        ValueError: the planner does not know them.
+    """
+    found = Cluster.from_devices(devices_of(experiment))
+    hosts, pool = experiment.cluster.hosts, found.uniform
+    line = f"for the devices of `dtft train` here: {pool.fabric_words}"
+    if pool.device.platform == "cpu" and hosts > 1:
+        each = f"{hosts}x{max(experiment.cluster.devices_per_host, 1)}xcpu"
+        line += f" (of `dtft launch`, a process for each host: --cluster {each})"
+    print(line)
+    return found
+
+
+def _write(path: str, text: str) -> None:
+    Path(path).write_text(text)
+    print(f"written: {path}")
+
+
+def planned(
+    asked: PlannerInputs,
+    cluster: Cluster | str,
+    given: Sequence[str],
+    *,
+    calibration: str | None = None,
+    what_if: bool = False,
+) -> RunnablePlan:
+    """The plan of a config.
+
+    Args:
+        asked: its loss, optimizer, parameters and batch.
+        cluster: one, in words, or a file.
+        given: pins, as NAME=VALUE.
+        calibration: a file that `dtft calibrate` wrote.
+        what_if: looks also at knobs that cannot be run here.
+
+    Raises:
+        ValueError: as `run`.
+    """
+    return plan(
+        loss=asked.loss,
+        optimizer=asked.optimizer,
+        params=asked.params,
+        batch=asked.batch,
+        cluster=cluster,
+        calibration=calibration,
+        what_if=what_if,
+        **pins_of(given),
+    )
+
+
+def pins_of(given: Sequence[str]) -> dict[str, Any]:
+    """Pins of a command line.
+
+    Raises:
+        ValueError: one of them is not NAME=VALUE, no knob, or its value is no number.
+
+    >>> pins_of(["tensor=8", "remat=dots", "order=replica,tensor"])
+    {'tensor': 8, 'remat': 'dots', 'order': ('replica', 'tensor')}
+    """
+    found: dict[str, Any] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if (
+            not name
+            or not equals
+            or not value
+            or (name in COUNTS and not value.isdigit())
+        ):
+            raise ValueError(
+                f"--pin {text}: a pin is NAME=VALUE, such as tensor=8, microbatches=4, "
+                "zero=3, remat=dots or order=replica,tensor."
+            )
+        if name not in PINS:
+            raise ValueError(
+                f"--pin {text}: {name} is not a knob.{did_you_mean(name)} Allowed: "
+                f"{', '.join(PINS)}."
+            )
+        if name in found:
+            raise ValueError(f"--pin {text}: {name} is pinned twice. Give it once.")
+        if name == "order":
+            found[name] = tuple(value.split(","))
+        elif name == "offload":
+            found[name] = _is_true(text, value)
+        else:
+            found[name] = int(value) if value.isdigit() else value
+    return found
+
+
+def _is_true(text: str, value: str) -> bool:
+    if value.lower() not in ("true", "false"):
+        raise ValueError(f"--pin {text}: Allowed: offload=true, offload=false.")
+    return value.lower() == "true"
+
+
+def show(found: RunnablePlan, checked: Sequence[Section]) -> None:
+    """Tables on a terminal, aligned text elsewhere.
+
+    Args:
+        found: what is shown.
+        checked: what the compiler made of it, shown last.
+    """
+    parts = (*found.sections(), *checked)
+    if sys.stdout.isatty():
+        report_text(parts, Console())
+    else:
+        print(wording.text(parts))

@@ -1,0 +1,51 @@
+"""`dtft plan predict`: a table of training runs in, the same with predictions out.
+
+Reads and writes the files and prints a summary. Must not know how a row is predicted:
+`planner.row_prediction` decides.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dtft.cli.out_files import check_apart, check_writable, read_text
+
+if TYPE_CHECKING:
+    from dtft.cli.commands import Predict
+    from dtft.planner.transformer import RowPrediction, Table
+
+
+def run(options: "Predict") -> int:
+    """Runs the command.
+
+    Raises:
+        ValueError: a table or row that cannot be, an unknown or too small cluster, no
+            such table, no folder for the result, or a result that would take the place
+            of what is read.
+    """
+    from dtft.planner.transformer import predict_table
+
+    check_writable("--out", options.out)
+    files = {"ROWS.csv": options.rows, "--cluster": options.cluster}
+    check_apart({**files, "--out": options.out})
+    allowed = "a table (CSV) with the columns of experiments/data/megatron_a100.csv"
+    text = read_text("ROWS.csv", options.rows, allowed)
+    table, found = predict_table(text, options.cluster)
+    Path(options.out).write_text(table.text())
+    print("\n".join(lines(table, found)))
+    print(f"{len(found)} rows written to {options.out}")
+    return 0
+
+
+def lines(table: "Table", found: Sequence["RowPrediction"]) -> list[str]:
+    """The predictions in words, one line each; what does not fit says so."""
+    made = []
+    for number, (cells, row) in enumerate(zip(table.cells, found, strict=True), 1):
+        name = cells.get("model") or f"row {number}"
+        over = row.memory_bytes - row.capacity_bytes
+        fits = f"  {over / 1e9:.1f} GB too large" if over > 0 else ""
+        made.append(
+            f"{name}: {row.step_s:.4g} s per step, {row.tflops_per_gpu:.4g} TFLOP/s "
+            f"per device, {row.memory_bytes / 1e9:.1f} GB{fits}"
+        )
+    return made

@@ -1,0 +1,515 @@
+"""What an experiment is: one value that names model, data, optimizer, mesh and limits.
+
+Decides which values are allowed and whether they fit together. Imports no JAX.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from tyro.conf import arg
+
+from dtft.balance import Policy, Rules
+from dtft.checkpoint.replication import Automatic, Cadence
+from dtft.checkpoint.timeouts import Timeouts
+from dtft.config.optimizers import OptimConfig
+from dtft.data import DataConfig
+from dtft.models.base import ModelConfig
+
+# How a run divides its batch between replicas that are not equally fast.
+#
+# Decides which settings are allowed and which steps are measured. Pure; must stay free
+# of jax imports at module level. What follows from a measurement is decided in
+# `dtft.balance`.
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalanceConfig:
+    """Uneven shares of the batch, learned while training."""
+
+    policy: Annotated[
+        Literal["off", "proportional", "exact"], arg(aliases=("--balance",))
+    ] = "off"
+    """`off`: equal rows for all. `exact`: the shares that end first, changed only for
+    a gain above the noise. `proportional`: weights follow waits; it need not settle."""
+    microbatches: int = 0
+    """Parts of a step's batch, over all replicas: a share is a number of them. They
+    divide data.global_batch; 0 for the most that do, up to 64."""
+    most: int = 0
+    """Microbatches that a replica has room for; 0 for four times an equal share. Input
+    buffers are so large on every device."""
+    every: int = 20
+    """Steps of a round, at whose end shares may change."""
+    probes: int = 5
+    """Steps at the end of a round that are measured: each waits for the host."""
+    patience: int = Rules.patience
+    """Unchanged rounds after which shares are settled."""
+    least_gain: float = Rules.least_gain
+    """`exact` does not change shares for less, as a part of the step."""
+    noise_factor: float = Rules.noise_factor
+    """`exact` changes them for a gain above this many standard errors."""
+
+    def __post_init__(self) -> None:
+        for name in ("microbatches", "most"):
+            if getattr(self, name) < 0:
+                raise ValueError(
+                    f"balance.{name}={getattr(self, name)} is negative. Set "
+                    f"--balance.{name} 1 or more, or 0 for the default."
+                )
+        if self.every < 1:
+            raise ValueError(
+                f"balance.every={self.every} is not positive. Set --balance.every 1 or "
+                "more."
+            )
+        if not 1 <= self.probes <= self.every:
+            raise ValueError(
+                f"balance.probes={self.probes} does not fit a round of balance.every="
+                f"{self.every} steps. Allowed: 1 to {self.every}. Set --balance.probes "
+                "or --balance.every."
+            )
+        try:
+            self.rules("exact")
+        except ValueError as error:
+            raise ValueError(f"balance.{error}") from None
+
+    def rules(self, policy: Policy) -> Rules:
+        """When shares change under a policy, and when they are settled."""
+        return Rules(
+            policy=policy,
+            least_gain=self.least_gain,
+            noise_factor=self.noise_factor,
+            patience=self.patience,
+        )
+
+    def is_probe(self, step: int) -> bool:
+        """Whether the step that leads to state number `step` is measured.
+
+        >>> config = BalanceConfig(every=5, probes=2)
+        >>> [step for step in range(1, 11) if config.is_probe(step)]
+        [4, 5, 9, 10]
+        """
+        return (step - 1) % self.every >= self.every - self.probes
+
+    def ends_round(self, step: int) -> bool:
+        """Whether a round ends with state number `step`."""
+        return step % self.every == 0
+
+
+# How a pipeline over `mesh.stage` works, as options of an experiment.
+#
+# Decides which options fit together and how the layers of a model are shared out. Must
+# stay free of jax imports.
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """How rows pass through the stages of a mesh that has some.
+
+    Idle of each stage: `(stages - 1) / (microbatches x virtual_stages + stages - 1)`.
+    """
+
+    microbatches: int = 4
+    """Parts in which the rows of a replica follow each other."""
+    schedule: Literal["gpipe", "circular"] = "gpipe"
+    """`gpipe`: rows pass each stage once; `circular`: `virtual_stages` times."""
+    virtual_stages: int = 1
+    """Chunks of neighbouring layers that each stage has, one per round (`circular`)."""
+    layers: tuple[int, ...] = ()
+    """Layers of each chunk, in the order in which rows pass them: stage 0 has the
+    first, stage 1 the second ...; empty for equally many, the rest in front."""
+
+    def __post_init__(self) -> None:
+        for name in ("microbatches", "virtual_stages"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"pipeline.{name}={getattr(self, name)} is not positive. "
+                    f"Set --pipeline.{name} to 1 or more."
+                )
+        if (self.schedule == "circular") != (self.virtual_stages > 1):
+            raise ValueError(
+                f"pipeline.schedule={self.schedule!r} does not go together with "
+                f"pipeline.virtual_stages={self.virtual_stages}. Allowed: gpipe with "
+                "1, circular with 2 or more. Set --pipeline.virtual_stages."
+            )
+        if any(number < 1 for number in self.layers):
+            raise ValueError(
+                f"pipeline.layers={self.layers} has a chunk without layers. Set "
+                "--pipeline.layers to numbers of 1 or more."
+            )
+
+    def chunks(self, stages: int, num_layers: int) -> tuple[int, ...]:
+        """Layers of each chunk, in the model's order; chunk c is on stage c % stages.
+
+        Args:
+            stages: of the mesh.
+            num_layers: of the model.
+
+        Raises:
+            ValueError: the layers cannot be shared out so.
+
+        >>> PipelineConfig().chunks(stages=3, num_layers=8)
+        (3, 3, 2)
+        """
+        count = stages * self.virtual_stages
+        if num_layers < count:
+            raise ValueError(
+                f"mesh.stage={stages} x pipeline.virtual_stages={self.virtual_stages} "
+                f"is more than the model's {num_layers} layers. Set --mesh.stage or "
+                "--pipeline.virtual_stages lower, or use a model with more layers."
+            )
+        if not self.layers:
+            each, more = divmod(num_layers, count)
+            return (each + 1,) * more + (each,) * (count - more)
+        if len(self.layers) != count or sum(self.layers) != num_layers:
+            raise ValueError(
+                f"pipeline.layers={self.layers} does not share out the model's "
+                f"{num_layers} layers. Allowed: {count} numbers (mesh.stage x pipeline."
+                f"virtual_stages) with the sum {num_layers}. Set --pipeline.layers."
+            )
+        return self.layers
+
+    def row_parts(self, stages: int) -> int:
+        """What the rows of a replica must be a multiple of.
+
+        >>> PipelineConfig(microbatches=4).row_parts(stages=6)
+        12
+        """
+        return math.lcm(self.microbatches, stages)
+
+    def check_rows(self, stages: int, rows: int) -> None:
+        """Refuses a batch that the schedule cannot pass on in equal parts.
+
+        Args:
+            stages: of the mesh.
+            rows: of one replica's batch (of one part of it, with fsdp).
+
+        Raises:
+            ValueError: says what divides what.
+        """
+        if self.schedule == "circular" and self.microbatches % stages:
+            raise ValueError(
+                f"pipeline.microbatches={self.microbatches} is not a multiple of "
+                f"mesh.stage={stages}, but circular rounds are of so many. Set "
+                f"--pipeline.microbatches {-(-self.microbatches // stages) * stages}, "
+                "or --pipeline.schedule gpipe."
+            )
+        parts = {"pipeline.microbatches": self.microbatches, "mesh.stage": stages}
+        for name, number in parts.items():
+            if rows % number:
+                raise ValueError(
+                    f"{name}={number} does not divide the {rows} rows that each "
+                    "replica has (data.global_batch / (mesh.replica x mesh.fsdp)). Set "
+                    f"--{name} to a divisor of them, or change --data.global_batch."
+                )
+
+
+PlanFlag = Annotated[str, arg(aliases=("--mesh",))]
+"""The text of `plan`: `--mesh auto` and `--mesh FILE` say it, too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Sizes of the mesh axes, slowest-varying first. At most one may be -1."""
+
+    replica: int = -1
+    """Copies of the model, each on its part of the batch; -1 for what is left."""
+    stage: int = 1
+    """Parts the model's layers are divided into, one after the other (`pipeline`)."""
+    fsdp: int = 1
+    """Parts the state and the batch are divided into."""
+    tensor: int = 1
+    """Parts the last dim of every matrix is divided into."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1 and value != -1:
+                raise ValueError(
+                    f"mesh.{name}={value} is not a size. Allowed: 1 or more, or -1 "
+                    f"for what is left of the devices. Set --mesh.{name}."
+                )
+        if list(vars(self).values()).count(-1) > 1:
+            raise ValueError(
+                f"mesh={vars(self)} leaves more than one size open. "
+                "Set all but one to 1 or more."
+            )
+        if self.stage == -1:
+            raise ValueError(
+                "mesh.stage=-1: what a stage has decides the state's shape, so it does "
+                "not follow from the devices. Set --mesh.stage to 1 or more."
+            )
+
+    @property
+    def num_data_slots(self) -> int:
+        """Parts the batch is divided into. Only of a resolved mesh."""
+        return self.replica * self.fsdp
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """How many hosts take part, spares not counted."""
+
+    hosts: int = 1
+    """Slots: hosts that train at the same time."""
+    devices_per_host: int = 1
+    """Devices of each host; -1 for all it has (accelerators)."""
+    min_replicas: int = 0
+    """Lost hosts without spares: the job goes on with so many replicas; 0: it waits."""
+    failure_budget: int = 2
+    """An exception that comes so often at one step ends the job."""
+
+    def __post_init__(self) -> None:
+        if self.failure_budget < 1:
+            raise ValueError(
+                f"cluster.failure_budget={self.failure_budget} is below 1. Allowed: 1 "
+                "or more; 1 ends the job at the first exception. Set "
+                "--cluster.failure_budget."
+            )
+        if self.min_replicas < 0:
+            raise ValueError(
+                f"cluster.min_replicas={self.min_replicas} is negative. Set "
+                "--min-replicas 1 or more, or 0 to wait for a host."
+            )
+        if self.hosts < 1:
+            raise ValueError(
+                f"cluster.hosts={self.hosts} is not positive. Set --cluster.hosts 1 "
+                "or more."
+            )
+        if self.devices_per_host < 1 and self.devices_per_host != -1:
+            raise ValueError(
+                f"cluster.devices_per_host={self.devices_per_host} is not a number of "
+                "devices. Allowed: 1 or more, or -1 for all of the host's."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopConfig:
+    """When training ends: at a step, or earlier when a metric has stopped improving."""
+
+    steps: int = 1000
+    """Step to stop at."""
+    metric: str = ""
+    """Training metric whose plateau ends the run, such as `loss`; empty for none."""
+    mode: Literal["min", "max"] = "min"
+    """Whether a smaller or a larger value of the metric is better."""
+    patience: int = 100
+    """Steps without improvement that count as a plateau."""
+    min_delta: float = 0.0
+    """Improvements up to this size do not count."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "patience"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"stop.{name}={getattr(self, name)} is not positive. "
+                    f"Set --stop.{name} to 1 or more."
+                )
+        if self.min_delta < 0:
+            raise ValueError(
+                f"stop.min_delta={self.min_delta} is negative. Set --stop.min_delta "
+                "to 0 or more."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Both tiers: host memory across the cluster, and storage."""
+
+    copies: int = 2
+    """Hosts that hold each slice; 2 means the state survives any one host."""
+    share: Literal["full", "divided"] = "full"
+    """What a host copies at a commit: all its slices; or, of slices that d replicas
+    have, copies/d of them in turn, so that a restart fetches the rest from peers."""
+    interval: int | Literal["auto"] = 1
+    """Steps from one snapshot in memory to the next; `auto`: as few as the stall budget
+    allows, measured while the job runs."""
+    stall_budget: float = Automatic.budget
+    """With interval=auto: part of the wall time that snapshots may cost."""
+    max_interval: int = Automatic.maximum
+    """With interval=auto: most steps between snapshots. Its multiples always have one,
+    and only there a plateau of stop.metric ends the run."""
+    storage_interval: int = 50
+    """Steps from one checkpoint in storage to the next; 0 for only the last."""
+    storage_keep: int = 3
+    """Checkpoints that storage keeps."""
+    arena_directory: str = "/dev/shm"
+    """Where the copies live; a directory in memory."""
+    chunk_bytes: int = 4 * 2**20
+    """Bytes that share one digest."""
+
+    def __post_init__(self) -> None:
+        for name in ("copies", "interval", "storage_keep", "chunk_bytes"):
+            if getattr(self, name) != "auto" and getattr(self, name) < 1:
+                raise ValueError(
+                    f"checkpoint.{name}={getattr(self, name)} is not positive. "
+                    f"Set --checkpoint.{name} to 1 or more."
+                )
+        interval = 1 if self.interval == "auto" else self.interval
+        if self.storage_interval < 0 or self.storage_interval % interval:
+            raise ValueError(
+                f"checkpoint.storage_interval={self.storage_interval} is not a "
+                f"multiple of checkpoint.interval={self.interval}: storage gets "
+                "snapshots. Set --checkpoint.storage_interval to a multiple, or 0."
+            )
+        self._check_automatic()
+
+    def _check_automatic(self) -> None:
+        try:
+            allowed = Automatic(budget=self.stall_budget, maximum=self.max_interval)
+        except ValueError as error:
+            raise ValueError(
+                f"checkpoint.stall_budget={self.stall_budget}, checkpoint.max_interval="
+                f"{self.max_interval}: {error}"
+            ) from None
+        if self.interval != "auto" and allowed != Automatic():
+            raise ValueError(
+                f"checkpoint.interval={self.interval} is fixed, so checkpoint."
+                "stall_budget and checkpoint.max_interval have no effect. Set "
+                "--checkpoint.interval auto, or leave them out."
+            )
+
+    @property
+    def automatic(self) -> Automatic | None:
+        """The bounds of an automatic interval; None for a fixed one."""
+        if self.interval != "auto":
+            return None
+        return Automatic(budget=self.stall_budget, maximum=self.max_interval)
+
+    @property
+    def cadence(self) -> Cadence:
+        """After which steps snapshots are taken at first."""
+        if self.interval == "auto":
+            return Cadence(interval=1, period=self.max_interval)
+        return Cadence.every(self.interval)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """What is written where."""
+
+    every: int = 10
+    """Steps from one log line to the next."""
+    tensorboard: bool = True
+    """Whether to write a TensorBoard directory."""
+    sample_ids: bool = False
+    """Whether each slot records which samples it used at each step."""
+    run_dir: str = ""
+    """Run directory; empty for runs/<name>-<start time>."""
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(
+                f"log.every={self.every} is not positive. Set --log.every 1 or more."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """Everything that decides a run. Equal experiments give equal results."""
+
+    name: str
+    """Name of the run; part of the run directory's name."""
+    seed: int = 0
+    """Decides the initial parameters and the order of the data."""
+    model: ModelConfig
+    """The model; any subclass of ModelConfig."""
+    data: DataConfig
+    """The data; any subclass of DataConfig."""
+    optim: OptimConfig
+    """The optimizer; any subclass of OptimConfig."""
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    """Sizes of the mesh axes. In a config file also `"auto"` or a `.json` path: what
+    `--mesh` with such a text means, and `plan`."""
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    """How rows pass through the stages of a mesh with `stage`."""
+    plan: PlanFlag = ""
+    """Instead of `mesh`: `auto` for the best plan that the planner finds, or the path
+    of a plan file (`dtft plan --json`). Decided once, and recorded in checkpoints;
+    for another number of devices `auto` is decided again. A running job grows only onto
+    the same axes with other replicas: where `auto` finds others it stays as it is."""
+    calibration: str = ""
+    """What `dtft calibrate --out` wrote on such devices: the figures of `plan=auto`."""
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    """How many hosts take part."""
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
+    """Uneven shares for replicas that are not equally fast."""
+    stop: StopConfig = field(default_factory=StopConfig)
+    """When training ends."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Where copies of the state go, and how often."""
+    log: LogConfig = field(default_factory=LogConfig)
+    """What is written where."""
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    """Deadlines in seconds."""
+
+    def __post_init__(self) -> None:
+        self._read_mesh(self.mesh)
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            raise ValueError(
+                f"name={self.name!r} cannot name a directory. Allowed: a non-empty "
+                "text without '/' that does not start with '.'. Set --name."
+            )
+        if not 0 <= self.seed < 2**31:
+            raise ValueError(
+                f"seed={self.seed} is out of range. Allowed: 0 <= seed < 2**31. "
+                "Set --seed."
+            )
+        self._check_pipeline()
+        self._check_plan()
+        self._check_balance()
+
+    def _read_mesh(self, mesh: object) -> None:
+        """Takes a text in the place of a mesh for the plan that it names."""
+        if isinstance(mesh, MeshConfig):
+            return
+        if not (isinstance(mesh, str) and (mesh == "auto" or mesh.endswith(".json"))):
+            raise ValueError(
+                f"mesh={mesh!r} is no mesh. Allowed: MeshConfig(...), 'auto' for the "
+                "planner's, or the path of a plan file, which ends in .json (others: "
+                "plan='FILE')."
+            )
+        if self.plan not in ("", mesh):
+            raise ValueError(
+                f"mesh={mesh!r} and plan={self.plan!r} name two plans. Leave one out."
+            )
+        object.__setattr__(self, "plan", mesh)  # the dataclass is frozen
+        object.__setattr__(self, "mesh", MeshConfig())
+
+    def _check_pipeline(self) -> None:
+        if self.mesh.stage == 1 and self.pipeline != PipelineConfig():
+            usual = vars(PipelineConfig())
+            given = [it for it in vars(self.pipeline).items() if it[1] != usual[it[0]]]
+            text = " and ".join(f"pipeline.{name}={value!r}" for name, value in given)
+            raise ValueError(
+                f"{text}: no effect with mesh.stage=1. Set --mesh.stage 2 or "
+                "more, or leave --pipeline.* out."
+            )
+
+    def _check_plan(self) -> None:
+        if self.plan and self.mesh != MeshConfig():
+            raise ValueError(
+                f"plan={self.plan!r} decides the mesh, but mesh={vars(self.mesh)} is "
+                "set, too. Leave --mesh.* out, or set --plan ''."
+            )
+        if self.plan and self.optim.reduces_itself:
+            raise ValueError(
+                f"plan={self.plan!r}: replicas that exchange moments themselves "
+                "(optim.sync) are not planned. Set --plan '' or leave optim.sync out."
+            )
+        if self.plan and self.balance.policy != "off":
+            raise ValueError(
+                f"plan={self.plan!r} divides the batch equally, but balance.policy="
+                f"{self.balance.policy!r} does not. Set --plan '', or --balance off."
+            )
+        if self.calibration and self.plan != "auto":
+            raise ValueError(
+                f"calibration={self.calibration!r} is for plan='auto', but plan="
+                f"{self.plan!r}. Set --plan auto, or leave --calibration out."
+            )
+
+    def _check_balance(self) -> None:
+        if self.balance.policy != "off" and self.optim.reduces_itself:
+            raise ValueError(
+                f"balance.policy={self.balance.policy!r}: replicas whose optimizer "
+                "communicates by itself (optim.sync.moments, optim.wire) take equal "
+                "shares. Set --balance off, or these options to none."
+            )

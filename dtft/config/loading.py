@@ -1,0 +1,386 @@
+"""From a config file and overrides to an Experiment, and to comparable JSON.
+
+Decides which config a name means, and which differences between two configs make a
+checkpoint unusable. Imports no JAX.
+"""
+
+import dataclasses
+import difflib
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import tyro
+
+from dtft.config.experiment import (
+    BalanceConfig,
+    Experiment,
+    MeshConfig,
+    PipelineConfig,
+    PlanFlag,
+)
+
+# Which keys a config has, and what is said of words that are none of them.
+#
+# Pure; must stay free of jax imports.
+
+
+def keys(config: Any, prefix: str = "") -> Iterator[str]:
+    """The dotted names of all fields that can be set.
+
+    >>> from dtft.config.experiment import MeshConfig
+    >>> list(keys(MeshConfig()))
+    ['replica', 'stage', 'fsdp', 'tensor']
+    """
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if is_dataclass(value):
+            yield from keys(value, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name
+
+
+def unknown(config: Any, words: Sequence[str]) -> str:
+    """What is wrong with words of a command line that nobody knows.
+
+    Args:
+        config: what they were to change, a dataclass.
+        words: one or more; the first flag of them is what is told.
+
+    >>> from dtft.config.experiment import MeshConfig
+    >>> unknown(MeshConfig(), ["--fsd", "2"])[:49]
+    'unknown config key --fsd. Did you mean --fsdp? No'
+    """
+    flag = next((word for word in words if word.startswith("--")), "")
+    if not flag:
+        return f"unknown word {words[0]!r}. Nothing was started. Keys begin with --."
+    key = flag[2:].partition("=")[0].replace("-", "_")
+    return (
+        f"unknown config key --{key}.{_suggestion(key, list(keys(config)))} Nothing "
+        "was started. `--help` after the config lists all keys."
+    )
+
+
+def _suggestion(key: str, known: list[str]) -> str:
+    inside = [name for name in known if name.startswith(f"{key}.")]
+    if inside:
+        return f" It is a section with the keys --{', --'.join(inside)}."
+    section, _, leaf = key.rpartition(".")
+    here = [name for name in known if name.rpartition(".")[0] == section]
+    groups = [
+        [name for name in known if _leaf(name) == leaf],
+        [name for name in here if _initials(_leaf(name)) == leaf],
+        _alike(leaf, here),
+        _alike(leaf, known),
+    ]
+    close = list(dict.fromkeys(name for group in groups for name in group))[:3]
+    if close:
+        return f" Did you mean --{' or --'.join(close)}?"
+    beside = [name for name in known if section and name.startswith(f"{section}.")]
+    return f" Keys of {section}: --{', --'.join(beside)}." if beside else ""
+
+
+def _leaf(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _initials(name: str) -> str:
+    return "".join(word[:1] for word in name.split("_"))
+
+
+def _alike(leaf: str, names: list[str]) -> list[str]:
+    leaves = {_leaf(name) for name in names}
+    close = difflib.get_close_matches(leaf, leaves, 3, cutoff=0.7)
+    return [name for match in close for name in names if _leaf(name) == match]
+
+
+SCHEMA = 1
+"""Number of the JSON form; raised when old readers would misread it."""
+_SHAPE_RELEVANT = (
+    *("schema", "data_identity", "seed", "model.", "data."),
+    *("optim.class", "optim.sync."),
+)
+_STAGES = ("pipeline.virtual_stages", "pipeline.layers")
+"""Which stage has which layers: it decides the state's shape where there are stages."""
+_ELSEWHERE = ("data.path", "data.threads")
+"""Where data lies and how fast it is read; what it is, data_identity says."""
+_FORMER_NAMES = {
+    "dtft.models.base.CNNConfig": "cnn",
+    "dtft.models.base.ResNetConfig": "resnet",
+    "dtft.models.base.TransformerConfig": "transformer",
+    "dtft.train.datasets.CharsConfig": "chars",
+    "dtft.train.datasets.DigitsConfig": "digits",
+    "dtft.train.images.ImageFolderConfig": "image_folder",
+    "dtft.train.images.SyntheticImagesConfig": "synthetic_images",
+    "dtft.train.optimizers.AdamWConfig": "adamw",
+    "dtft.train.optimizers.MaxAdaBeliefConfig": "max_adabelief",
+    "dtft.train.optimizers.SGDConfig": "sgd",
+    "dtft.train.shampoo.ShampooConfig": "shampoo",
+}
+"""What `config.json` of a run before 24 November 2026 calls a class: the place where it
+was then. Runs and checkpoints of that time resume."""
+
+
+class ConfigError(ValueError):
+    """The user's input is wrong; the text says what to change. Exit code 2."""
+
+
+def load_experiment(
+    config: str, overrides: Sequence[str], prog: str = "dtft train"
+) -> Experiment:
+    """Reads an experiment for a command; prints and exits when the input is wrong.
+
+    Args:
+        config: path of a config module, or its name: one in `./configs`, or one of
+            those that come with dtft.
+        overrides: command line, such as ``["--optim.learning_rate", "0.01"]``.
+        prog: the command, for the help text.
+
+    Raises:
+        SystemExit: with code 2 for wrong input, 0 for `--help`.
+    """
+    try:
+        return parse_experiment(config, overrides, f"{prog} {config}")
+    except ConfigError as error:
+        refuse(error)
+
+
+def refuse(error: Exception) -> NoReturn:
+    """Prints one clear error and exits with code 2.
+
+    Raises:
+        SystemExit: always.
+    """
+    print(f"error: {error}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def parse_experiment(
+    config: str, overrides: Sequence[str], prog: str = "dtft"
+) -> Experiment:
+    """As `load`, but raises what does not concern a single value.
+
+    Raises:
+        ConfigError: no such config, no such key, values that do not go together, or no
+            data where it should be.
+        SystemExit: a value that is not allowed; what is, was printed.
+    """
+    default = _default(find_config(config))
+    try:
+        experiment, rest = tyro.cli(
+            Experiment,
+            default=_for_plan(default, overrides, prog),
+            args=overrides,
+            prog=prog,
+            config=(tyro.conf.FlagConversionOff,),
+            return_unknown_args=True,
+        )
+        if rest:
+            raise ValueError(unknown(default, rest))
+        _refuse_idle(default.balance, experiment.balance)
+        experiment.data.check()
+        return experiment
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _refuse_idle(before: BalanceConfig, balance: BalanceConfig) -> None:
+    """Refuses to change a balance that is off: whoever changes it wants it on."""
+    idle = [
+        f"--balance.{name} {value}"
+        for name, value in vars(balance).items()
+        if name != "policy" and value != getattr(before, name)
+    ]
+    if idle and balance.policy == "off":
+        raise ValueError(
+            f"{idle[0]} says nothing with balance.policy=off. Nothing was started. Add "
+            "--balance exact, or leave it out."
+        )
+
+
+def find_config(config: str) -> Path:
+    """The file of a config given as path or name.
+
+    A file goes before a name in `./configs`, and that before one that comes with dtft.
+
+    Raises:
+        ConfigError: there is none; names those there are, and where they are.
+    """
+    path, folders = Path(config), [Path("configs"), named_configs()]
+    for candidate in [path, *(folder / f"{config}.py" for folder in folders)]:
+        if candidate.is_file():
+            return candidate
+    names = {
+        folder.absolute(): sorted(file.stem for file in folder.glob("*.py"))
+        for folder in folders
+    }
+    known = [name for there in names.values() for name in there]
+    close = difflib.get_close_matches(path.stem, known, 1)
+    hint = f" Did you mean {close[0]}?" if close else ""
+    raise ConfigError(
+        f"config {config!r} is neither a file nor a name of one.{hint}"
+        + "".join(
+            f"\n  names in {folder}: {', '.join(there) or 'none'}"
+            for folder, there in names.items()
+        )
+    )
+
+
+def named_configs() -> Path:
+    """The folder of the configs that come with dtft.
+
+    A wheel has them in the package; a checkout, also one that is installed as editable,
+    has them beside it.
+    """
+    package = Path(__file__).resolve().parents[1]
+    inside = package / "config" / "named"
+    return inside if inside.is_dir() else package.parent / "configs"
+
+
+def to_json(experiment: Experiment) -> str:
+    """The resolved config as canonical JSON: equal experiments give equal texts."""
+    plain = {
+        "schema": SCHEMA,
+        "data_identity": experiment.data.identity(),
+        **_plain(experiment),
+    }
+    return json.dumps(plain, indent=1, sort_keys=True)
+
+
+def diff_configs(old: str, new: str) -> list[str]:
+    """What changed from one resolved config to another.
+
+    >>> diff_configs('{"optim": {"b1": 0.9}}', '{"optim": {"b1": 0.8}}')
+    ['optim.b1: 0.9 -> 0.8']
+    """
+    before, after = _read(old), _read(new)
+    return [
+        f"{key}: {_text(before, key)} -> {_text(after, key)}"
+        for key in sorted({*before, *after})
+        if _text(before, key) != _text(after, key)
+    ]
+
+
+def shape_relevant(resolved: str) -> str:
+    """The part of a resolved config that must be the same when a run is resumed.
+
+    These are the model, the data with its identity and batch, the kind of optimizer,
+    what its replicas exchange, the seed, and which stage has which layers. The rest of
+    the mesh is not: a state can be restored onto another one, as long as no part of it
+    belongs to one replica.
+    """
+    flat = _read(resolved)
+    kept = {
+        key: flat[key]
+        for key in flat
+        if key.startswith(_SHAPE_RELEVANT) and key not in _ELSEWHERE
+    }
+    if flat.get("optim.sync.moments", "none") == "none":
+        kept = {key: kept[key] for key in kept if not key.startswith("optim.sync.")}
+    kept["mesh.stage"] = flat.get("mesh.stage", 1)
+    if kept["mesh.stage"] > 1:
+        kept |= {key: flat[key] for key in _STAGES}
+    return json.dumps(kept, indent=1, sort_keys=True)
+
+
+def refuse_other(saved: str, now: str, where: str | Path) -> None:
+    """Checks that a checkpoint of config `saved` can be resumed with `now`.
+
+    Raises:
+        ConfigError: with the differences that matter.
+    """
+    lines = diff_configs(shape_relevant(saved), shape_relevant(now))
+    if lines:
+        raise ConfigError(
+            f"the checkpoint in {where} was made by another config (saved -> now):\n  "
+            + "\n  ".join(lines)
+            + "\nNothing was changed. Undo these differences, or set --log.run_dir "
+            "to a new directory."
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """What decides which mesh a config begins with."""
+
+    plan: PlanFlag = ""
+
+
+def _for_plan(default: Experiment, overrides: Sequence[str], prog: str) -> Experiment:
+    """The config without its own mesh, where a plan is asked for in the place of it.
+
+    A mesh that is asked for beside it stays, and is refused with the plan.
+    """
+    asked, rest = tyro.cli(
+        _Asked, args=overrides, prog=prog, add_help=False, return_unknown_args=True
+    )
+    own = any(word.startswith(("--mesh.", "--pipeline.")) for word in rest)
+    if own or not asked.plan:
+        return default
+    return dataclasses.replace(default, mesh=MeshConfig(), pipeline=PipelineConfig())
+
+
+def _default(path: Path) -> Experiment:
+    spec = importlib.util.spec_from_file_location(f"dtft_config_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"config {path} is not a Python file. Its name ends in .py.")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        experiment = module.config()
+    except ValueError as error:
+        raise ConfigError(f"config {path}: {error}") from error
+    except AttributeError as error:
+        raise ConfigError(
+            f"config {path}: {error}. It must define `def config() -> Experiment`."
+        ) from error
+    if not isinstance(experiment, Experiment):
+        raise ConfigError(
+            f"config {path}: config() returned {type(experiment).__name__}, but it "
+            "must return an Experiment."
+        )
+    return experiment
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        kind = type(value)
+        tag = {} if kind.__bases__ == (object,) else {"class": _name(kind)}
+        names = [field.name for field in dataclasses.fields(value)]
+        return {**tag, **{name: _plain(getattr(value, name)) for name in names}}
+    if isinstance(value, (tuple, list)):
+        return [_plain(part) for part in value]
+    return value
+
+
+def _name(kind: type) -> str:
+    """The class's own short name, else where it is: a user's class has none."""
+    own = vars(kind).get("short_name")
+    return own or f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _read(resolved: str) -> dict[str, Any]:
+    """A resolved config by dotted key, with the classes' names of today."""
+    flat = _flat(json.loads(resolved))
+    for key, value in flat.items():
+        if key.endswith(".class"):
+            flat[key] = _FORMER_NAMES.get(value, value)
+    return flat
+
+
+def _flat(raw: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in raw.items():
+        inner = isinstance(value, Mapping)
+        flat.update(
+            _flat(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
+        )
+    return flat
+
+
+def _text(flat: Mapping[str, Any], key: str) -> str:
+    return str(flat[key]) if key in flat else "(absent)"

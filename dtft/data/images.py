@@ -1,0 +1,374 @@
+"""Image data: a folder in ImageNet's format read file by file, and synthetic images.
+
+Decides which file is which sample and which part of it a row shows. A training row's
+part depends on the experiment's seed and the row's global index alone, so whichever
+host reads a row gets the same bytes (with the same Pillow: see constraints.txt). Images
+stay bytes; the model normalizes them. JAX, grain, numpy and Pillow are not imported at
+module level.
+
+Legend: H height, W width, C channels.
+"""
+
+import functools
+import hashlib
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from dtft.data.datasets import Columns, DataConfig
+
+if TYPE_CHECKING:
+    import numpy as np
+    from PIL import Image
+
+
+# From an image file to pixels, and which part of an image a row shows.
+#
+# Parts are pure functions of sizes and of a random generator. Must stay free of numpy
+# and Pillow imports at module level, and.
+
+
+AREA = (0.08, 1.0)
+"""Share of the image that a training row shows, smallest and largest."""
+ASPECT = (3 / 4, 4 / 3)
+"""Width by height of that part before it is resized."""
+
+Box = tuple[float, float, float, float]
+"""Left, upper, right and lower edge in pixels."""
+
+
+def random_box(width: int, height: int, random: "np.random.Generator") -> Box:
+    """A part of an image with a random area (AREA) and aspect ratio (ASPECT).
+
+    Ten tries; then the largest part in the centre with an allowed aspect ratio.
+    """
+    low, high = math.log(ASPECT[0]), math.log(ASPECT[1])
+    for _ in range(10):
+        area = width * height * random.uniform(*AREA)
+        aspect = math.exp(random.uniform(low, high))
+        wide, tall = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < wide <= width and 0 < tall <= height:
+            left = int(random.integers(width - wide + 1))
+            upper = int(random.integers(height - tall + 1))
+            return (left, upper, left + wide, upper + tall)
+    wide = min(width, height * ASPECT[1])
+    return _centred(width, height, wide, min(height, wide / ASPECT[0]))
+
+
+def centre_box(width: int, height: int, share: float) -> Box:
+    """The square in the centre that takes `share` of the shorter side.
+
+    >>> centre_box(400, 256, 0.875)
+    (88.0, 16.0, 312.0, 240.0)
+    """
+    side = min(width, height) * share
+    return _centred(width, height, side, side)
+
+
+def open_image(path: Path) -> "Image.Image":
+    """The pixels of a file, as red, green and blue.
+
+    Raises:
+        ValueError: it cannot be read as an image; names it.
+    """
+    reader = pillow()
+    try:
+        with reader.open(path) as image:
+            return image.convert("RGB")
+    except (OSError, SyntaxError, ValueError, reader.DecompressionBombError) as error:
+        raise ValueError(
+            f"{path} cannot be read as an image: {error}. Replace the file, or remove "
+            "it and start a new run: the run's identity holds the list of files."
+        ) from error
+
+
+def pillow() -> Any:
+    """Pillow's Image module.
+
+    Raises:
+        ValueError: Pillow is not installed.
+    """
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ValueError(
+            "image files need Pillow, which is not installed. "
+            "Install it with: pip install 'dtft[images]'"
+        ) from error
+    return Image
+
+
+def _centred(width: int, height: int, wide: float, tall: float) -> Box:
+    left, upper = (width - wide) / 2, (height - tall) / 2
+    return (left, upper, left + wide, upper + tall)
+
+
+SUFFIXES = (".jpeg", ".jpg", ".png")
+"""Files with these endings, in either case, are samples; others are not read."""
+VIEW_VERSION = 1
+"""Raised when the same file, seed and row no longer give the same bytes."""
+_LAYOUT = "Expected PATH/train/CLASS/*.JPEG and PATH/val/CLASS/*.JPEG"
+_SHIFTS = 2**16
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageFolderConfig(DataConfig):
+    """A folder in ImageNet's format: PATH/train/CLASS/*.JPEG, PATH/val/CLASS/*.JPEG.
+
+    Classes are numbered in the order of their names. Training rows show a random part,
+    resized and flipped at random (Szegedy et al., "Going deeper with convolutions",
+    2015, section 6); test rows show the centre. Labels come from the folder alone.
+    """
+
+    short_name: ClassVar[str] = "image_folder"
+
+    path: str = ""
+    """The folder that holds `train` and `val`; required."""
+    image_size: int = 224
+    """Height and width of the images that the model gets."""
+    test_share: float = 0.875
+    """Share of a test image's shorter side that its centre crop takes (224 of 256)."""
+    threads: int = 8
+    """Threads that read and decode the rows of one batch."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _positive(image_size=self.image_size, threads=self.threads)
+        if not 0 < self.test_share <= 1:
+            raise ValueError(
+                f"data.test_share={self.test_share} is not a share. Allowed: above 0 "
+                "and at most 1. Set --data.test_share."
+            )
+
+    def count_classes(self) -> int:
+        """Number of class folders."""
+        return len(_classes(Path(self.path) / "train"))
+
+    def check(self) -> None:
+        """Checks that the folder has the layout, without reading the whole of it.
+
+        Raises:
+            ValueError: no folder is named, or it is laid out otherwise.
+        """
+        if not self.path:
+            raise ValueError(
+                "data.path is not set: this experiment reads images from a folder. "
+                f"{_LAYOUT}. Set --data.path PATH."
+            )
+        for split in ("train", "val"):
+            _classes(Path(self.path) / split)
+
+    def identity(self) -> str:
+        """The hash of every file's name and size, and how files become rows.
+
+        The contents of a million files are not read: a file changed without a change
+        of its size goes unnoticed. The folder is listed once per process.
+        """
+        self.check()
+        digest = _listing(self.path).digest
+        return (
+            f"images:files_sha256={digest}:size={self.image_size}"
+            f":test_share={self.test_share}:view={VIEW_VERSION}"
+        )
+
+    def load(self) -> "tuple[ImageFiles, ImageFiles]":
+        """Lists the files; images ([H, W, 3] uint8) and labels are read by row.
+
+        Raises:
+            ValueError: the folder is missing, empty or laid out otherwise, or Pillow
+                is not installed.
+        """
+        self.check()
+        pillow()
+        listing = _listing(self.path)
+        train, test = (
+            ImageFiles(self, Path(self.path) / split, names, training=split == "train")
+            for split, names in listing.names.items()
+        )
+        return train, test
+
+
+class ImageFiles:
+    """The images of one folder of classes, decoded when they are asked for."""
+
+    def __init__(
+        self,
+        config: ImageFolderConfig,
+        folder: Path,
+        names: Sequence[str],
+        *,
+        training: bool,
+    ) -> None:
+        """Takes the files `names` ("class/file") of `folder`; reads none of them."""
+        self._config, self._folder, self._names = config, folder, names
+        self._training = training
+        classes = sorted({os.path.dirname(name) for name in names})
+        self._labels = {name: label for label, name in enumerate(classes)}
+        self.num_threads = config.threads
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def read(self, sample: int, entropy: tuple[int, int]) -> Columns:
+        """The image and the label; `entropy` decides which part a training row shows.
+
+        Raises:
+            ValueError: the file cannot be read as an image; names it.
+        """
+        import numpy as np
+
+        name, size = self._names[sample], self._config.image_size
+        image = open_image(self._folder / name)
+        if self._training:
+            random = np.random.Generator(np.random.PCG64(entropy))
+            box = random_box(*image.size, random)
+            flip = bool(random.integers(2))
+        else:
+            box, flip = centre_box(*image.size, self._config.test_share), False
+        pixels_HWC = np.asarray(
+            image.resize((size, size), pillow().Resampling.BILINEAR, box=box)
+        )
+        return {
+            "image": pixels_HWC[:, ::-1] if flip else pixels_HWC,
+            "label": np.int32(self._labels[os.path.dirname(name)]),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyntheticImagesConfig(DataConfig):
+    """Noise with labels, made from the sample's number: for measurements of speed."""
+
+    short_name: ClassVar[str] = "synthetic_images"
+
+    image_size: int = 224
+    """Height and width of the images."""
+    num_samples: int = 8192
+    """Different training samples; as many test samples as one batch has rows."""
+    num_classes: int = 1000
+    """Number of different labels."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _positive(
+            image_size=self.image_size,
+            num_samples=self.num_samples,
+            num_classes=self.num_classes,
+        )
+        if self.num_samples > _SHIFTS:
+            raise ValueError(
+                f"data.num_samples={self.num_samples} is too many. Allowed: 1 to "
+                f"{_SHIFTS}. Set --data.num_samples."
+            )
+
+    def count_classes(self) -> int:
+        """Number of different labels."""
+        return self.num_classes
+
+    def identity(self) -> str:
+        """How the samples are made."""
+        return (
+            f"synthetic:samples={self.num_samples}:size={self.image_size}"
+            f":classes={self.num_classes}:version=1"
+        )
+
+    def load(self) -> "tuple[SyntheticImages, SyntheticImages]":
+        """Training and test samples; no file is read."""
+        return (
+            SyntheticImages(self, self.num_samples),
+            SyntheticImages(self, min(self.global_batch, self.num_samples)),
+        )
+
+
+class SyntheticImages:
+    """Windows on one block of noise, so that a sample costs no more than its copy."""
+
+    num_threads = 1
+
+    def __init__(self, config: SyntheticImagesConfig, number: int) -> None:
+        """Makes the noise."""
+        import numpy as np
+
+        self._config, self._number = config, number
+        random = np.random.Generator(np.random.PCG64(0))
+        length = config.image_size**2 * 3 + _SHIFTS
+        self._noise = random.integers(0, 256, length, np.uint8)
+
+    def __len__(self) -> int:
+        return self._number
+
+    def read(self, sample: int, entropy: tuple[int, int]) -> Columns:
+        """A window and a label; nothing in them is random."""
+        import numpy as np
+
+        del entropy
+        size = self._config.image_size
+        start = sample * 40503 % _SHIFTS  # odd, so no two samples share a window
+        window_HWC = self._noise[start : start + size * size * 3].reshape(size, size, 3)
+        label = np.int32(sample % self._config.num_classes)
+        return {"image": window_HWC, "label": label}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Listing:
+    names: dict[str, tuple[str, ...]]
+    digest: str
+
+
+@functools.cache
+def _listing(path: str) -> _Listing:
+    names: dict[str, tuple[str, ...]] = {}
+    digest = hashlib.sha256()
+    classes = {split: _classes(Path(path) / split) for split in ("train", "val")}
+    for name in sorted({*classes["train"]} ^ {*classes["val"]}):
+        split, other = (
+            ("train", "val") if name in classes["train"] else ("val", "train")
+        )
+        raise ValueError(
+            f"data.path={path!r}: class {name!r} is in {split}/ but not in {other}/. "
+            "Both need the same class folders, or labels would not mean the same."
+        )
+    for split, folders in classes.items():
+        files = [file for name in folders for file in _files(Path(path) / split, name)]
+        digest.update("".join(f"{split}/{n}\0{size}\n" for n, size in files).encode())
+        names[split] = tuple(name for name, _ in files)
+    return _Listing(names=names, digest=digest.hexdigest())
+
+
+def _classes(folder: Path) -> list[str]:
+    try:
+        with os.scandir(folder) as entries:
+            found = sorted(entry.name for entry in entries if entry.is_dir())
+    except OSError as error:
+        raise ValueError(
+            f"data.path: {folder} cannot be listed ({error.strerror}). {_LAYOUT}. "
+            "Set --data.path to the folder that holds train and val."
+        ) from error
+    if not found:
+        raise ValueError(f"data.path: {folder} holds no class folders. {_LAYOUT}.")
+    return found
+
+
+def _files(folder: Path, name: str) -> list[tuple[str, int]]:
+    with os.scandir(folder / name) as entries:
+        found = sorted(
+            (f"{name}/{entry.name}", entry.stat().st_size)
+            for entry in entries
+            if entry.name.lower().endswith(SUFFIXES)
+        )
+    if not found:
+        raise ValueError(
+            f"data.path: {folder / name} holds no image. Allowed endings: "
+            f"{', '.join(SUFFIXES)}, in either case. {_LAYOUT}."
+        )
+    return found
+
+
+def _positive(**values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise ValueError(
+                f"data.{name}={value} is not positive. Set --data.{name} to 1 or more."
+            )

@@ -1,0 +1,59 @@
+"""Drills: a run that is disturbed on purpose, beside the same run undisturbed.
+
+* `drill`: the two runs of `dtft drill`, and the faults at their steps. `compare`: what
+  is judged of them. `leftovers`: what an ended job left on this machine.
+* `bench`: `dtft bench`, what the memory tier costs a step.
+* `options`: what drills and commands of jobs read from their flags.
+
+Processes are killed and networks are cut by `dtft.elastic`.
+"""
+
+from typing import TYPE_CHECKING
+
+from dtft._lazy import attributes
+
+if TYPE_CHECKING:
+    from dtft.drills.bench import measure_tier, run_bench, tier_off
+    from dtft.drills.drill import run_drill
+    from dtft.drills.options import (
+        cluster_options,
+        handed_on,
+        host_name,
+        own_certificate,
+        prepare_run,
+        read_secret,
+        settings,
+        store_address,
+    )
+
+_PUBLIC = {
+    "cluster_options": "options",
+    "handed_on": "options",
+    "host_name": "options",
+    "measure_tier": "bench",
+    "own_certificate": "options",
+    "prepare_run": "options",
+    "read_secret": "options",
+    "run_bench": "bench",
+    "run_drill": "drill",
+    "settings": "options",
+    "store_address": "options",
+    "tier_off": "bench",
+}
+
+__all__ = [
+    "cluster_options",
+    "handed_on",
+    "host_name",
+    "measure_tier",
+    "own_certificate",
+    "prepare_run",
+    "read_secret",
+    "run_bench",
+    "run_drill",
+    "settings",
+    "store_address",
+    "tier_off",
+]
+
+__getattr__, __dir__ = attributes(__name__, _PUBLIC)

@@ -1,0 +1,123 @@
+"""`dtft bench`: what the memory tier costs, as wall time per step with it off and on.
+
+Runs the same job on a local cluster again and again, off and on in turn, so that a
+noisy machine disturbs both alike; prints medians and their ratio. `on` is as the config
+says: `--checkpoint.interval auto` shows what that costs. Sets no target.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from dtft.checkpoint.replication import Automatic
+from dtft.config import Experiment
+from dtft.drills.options import cluster_options, for_clusters
+from dtft.elastic.local_cluster import LocalCluster
+
+if TYPE_CHECKING:
+    from dtft.cli import Bench
+
+
+DEADLINE_S = 600.0
+
+
+def run_bench(options: "Bench", words: list[str]) -> int:
+    """Prints the figures; 1 if a run failed.
+
+    Args:
+        options: CONFIG and rounds.
+        words: keys of the config, as they were typed.
+
+    Raises:
+        ValueError: wrong input.
+    """
+    experiment, overrides = for_clusters(options, words, "dtft bench")
+    steps = experiment.stop.steps
+    runs = {
+        "off": [options.config, *overrides, *tier_off(steps)],
+        "on": [options.config, *overrides, "--checkpoint.storage_interval", "0"],
+    }
+    seen = measure_tier(experiment, runs, options.rounds)
+    figures = summarize(seen) | {"config": experiment.name, "steps": steps}
+    figures |= {"hosts": experiment.cluster.hosts, "cores": os.cpu_count()}
+    print(json.dumps(figures, indent=1))
+    if options.json:
+        Path(options.json).write_text(json.dumps(figures, indent=1) + "\n")
+    return 0
+
+
+def tier_off(steps: int) -> list[str]:
+    """Overrides with which only the last step is kept: the memory tier off.
+
+    They come last, so that they count whatever else the overrides say of the interval.
+    """
+    allowed = ["--checkpoint.stall_budget", str(Automatic.budget)]
+    allowed += ["--checkpoint.max_interval", str(Automatic.maximum)]
+    interval = ["--checkpoint.interval", str(steps)]
+    return [*interval, *allowed, "--checkpoint.storage_interval", "0"]
+
+
+def measure_tier(
+    experiment: Experiment, runs: Mapping[str, Sequence[str]], rounds: int
+) -> dict[str, list[dict[str, Any]]]:
+    """Runs of one experiment in turns.
+
+    Args:
+        experiment: its cluster and name.
+        runs: name to CONFIG and overrides, in the order of the turns.
+        rounds: so often each has its turn.
+
+    Returns:
+        Name to the summary.json of each run.
+    """
+    seen: dict[str, list[dict[str, Any]]] = {name: [] for name in runs}
+    for number in range(rounds):
+        for name, arguments in runs.items():
+            seen[name].append(_one(experiment, list(arguments)))
+            step_ms = seen[name][-1]["step_s"] * 1e3
+            print(
+                f"round {number + 1}: memory tier {name}: {step_ms:.2f} ms per step",
+                flush=True,
+            )
+    return seen
+
+
+def summarize(seen: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Medians over rounds, and the ratio on / off of each round.
+
+    >>> figures = summarize({"off": [{"step_s": 1.0}], "on": [
+    ...     {"step_s": 1.5, "stall_s": 0.25, "snapshots": 9, "interval": 1}]})
+    >>> figures["ratio"], figures["stall_s"]
+    (1.5, 0.25)
+    """
+    off = [run["step_s"] for run in seen["off"]]
+    on = [run["step_s"] for run in seen["on"]]
+    return {
+        "step_s_off": median(off),
+        "step_s_on": median(on),
+        "ratio": median(b / a for a, b in zip(off, on, strict=True)),
+        "ratios": [b / a for a, b in zip(off, on, strict=True)],
+        "stall_s": median(run["stall_s"] for run in seen["on"]),
+        "snapshots": seen["on"][0]["snapshots"],
+        "interval": seen["on"][-1]["interval"],
+    }
+
+
+def _one(experiment: Experiment, arguments: list[str]) -> dict[str, Any]:
+    directory = Path(tempfile.mkdtemp(prefix="dtft-bench-"))
+    arguments = [*arguments, "--log.run_dir", str(directory)]
+    arguments += ["--log.tensorboard", "False"]
+    cluster = LocalCluster(cluster_options(experiment, arguments, 0, directory))
+    try:
+        cluster.start()
+        if not cluster.wait(DEADLINE_S):
+            raise SystemExit(f"dtft: error: a run did not end in {DEADLINE_S:.0f} s")
+        return json.loads((directory / "summary.json").read_text())
+    finally:
+        cluster.close()
+        shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,577 @@
+"""What a drill found: the faulted run beside the undisturbed one, as record and text.
+
+The final states must be equal as bytes, and every sample used exactly once. A run whose
+mesh or shares changed cannot end so: there the restored states must be the committed
+ones, and losses must stay within rounding. Reads what the runs wrote; runs nothing.
+"""
+
+import contextlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dtft.checkpoint.storage import storage_steps
+from dtft.config import Experiment
+from dtft.elastic.faults import INTERRUPTIONS, STORE_AWAY_S, Strike, Striker
+from dtft.elastic.leader import read_events
+from dtft.parallel.load_balancing import BALANCE_FILE
+
+# How a drill reports what lasted: stopped hosts, a paused store, busy event loops.
+#
+# Reads what strikes saw and what agents wrote at their end; runs and changes nothing.
+
+
+Span = tuple[float, float]
+"""Wall-clock times: begin and end."""
+
+
+def fault_fields(strike: Strike) -> dict[str, Any]:
+    """What the record says of a fault that lasts; nothing of one that does not.
+
+    `stopped_s`: null where it was never ended. `killed_after_s`: when somebody had
+    killed what was stopped.
+    """
+    if strike.fault.kind not in INTERRUPTIONS:
+        return {}
+    entry: dict[str, Any] = {
+        "until": strike.until,
+        "stopped_s": None if strike.until is None else strike.until - strike.at,
+    }
+    if strike.gone_s is not None:
+        entry["killed_after_s"] = round(strike.gone_s, 3)
+    if strike.fault.kind == "pause-store":
+        entry["steps_per_s"] = strike.steps_per_s
+        entry["steps_per_s_during"] = strike.steps_per_s_during
+    return entry
+
+
+def agents(faulted: Path, strikes: Sequence[Strike]) -> dict[str, dict[str, Any]]:
+    """The longest call of each host's event loop, the time it was stopped left out.
+
+    Agents write `loop-HOST.json` when they end: `host`, and in `calls` their longest
+    calls, each with `what`, `seconds`, and `at`, the wall-clock time it began.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for path in sorted(faulted.glob("loop-*.json")):
+        with contextlib.suppress(OSError, json.JSONDecodeError, KeyError):
+            said = json.loads(path.read_text())
+            stops = _stops(said["host"], strikes)
+            found[said["host"]] = longest_call(said["calls"], stops)
+    return found
+
+
+def _stops(host: str, strikes: Sequence[Strike]) -> list[Span]:
+    """When a host's agent was stopped."""
+    return [
+        (strike.at, strike.until or float("inf"))
+        for strike in strikes
+        if host in strike.hosts and strike.fault.kind in ("stop-agent", "stop-host")
+    ]
+
+
+def longest_call(
+    calls: Sequence[dict[str, Any]], stops: Sequence[Span]
+) -> dict[str, Any]:
+    """The longest of an event loop's calls, without the time its process was stopped.
+
+    >>> calls = [{"what": "tick", "seconds": 10.5, "at": 100.25},
+    ...          {"what": "view", "seconds": 0.75, "at": 90.0}]
+    >>> longest_call(calls, [(100.5, 110.5)])
+    {'longest_call_s': 0.75, 'what': 'view'}
+    """
+    found = {"longest_call_s": 0.0, "what": ""}
+    for call in calls:
+        seconds = float(call["seconds"])
+        begun, ended = call["at"], call["at"] + seconds
+        for first, last in stops:
+            seconds -= max(0.0, min(last, ended) - max(first, begun))
+        if seconds > found["longest_call_s"]:
+            found = {"longest_call_s": round(seconds, 4), "what": call["what"]}
+    return found
+
+
+def interruption_lines(record: dict[str, Any]) -> list[str]:
+    """What a drill's record says of this, for people."""
+    said = []
+    for entry in record["faults"]:
+        if "stopped_s" not in entry:
+            continue
+        whom = ", ".join(entry["hosts"]) or "the store"
+        took = entry["stopped_s"]
+        lasted = "for ever" if took is None else f"for {took:.1f} s"
+        line = f"dtft: {entry['fault']}: {whom} {lasted}"
+        if "killed_after_s" in entry:
+            line += f", killed by its agent after {entry['killed_after_s']:.1f} s"
+        if entry.get("steps_per_s") and entry.get("steps_per_s_during") is not None:
+            line += (
+                f"; {entry['steps_per_s']:.1f} steps per second before, "
+                f"{entry['steps_per_s_during']:.1f} meanwhile"
+            )
+        said.append(line)
+    if record.get("agents"):
+        host, worst = max(
+            record["agents"].items(), key=lambda item: item[1]["longest_call_s"]
+        )
+        said.append(
+            f"dtft: longest call of an agent's event loop: "
+            f"{1e3 * worst['longest_call_s']:.0f} ms ({worst['what']} on {host})"
+        )
+    return said + [
+        f"dtft: LEFT BEHIND: {name}" for name in record.get("left_behind", ())
+    ]
+
+
+# How a drill judges uneven shares: a recovery goes on with those of its commit.
+#
+# Shares follow measured times, so two runs have other ones and end alike up to rounding
+# only: their losses are compared (`resize_check.compare_losses`). Here what each
+# attempt began with is compared with what the one before had in force at the restored
+# step. Reads what the runs wrote; must not change or run anything.
+
+
+Record = dict[str, Any]
+
+
+def attempts(directory: Path) -> list[Record]:
+    """Every start of trainers in a balanced run; none where shares are equal.
+
+    `replayed`: it began with the shares in force at the step that it restored.
+    `found`: the shares in force at its end.
+    """
+    path = directory / BALANCE_FILE
+    lines = path.read_text().splitlines() if path.exists() else []
+    return judged([json.loads(line) for line in lines if line.endswith("}")])
+
+
+def judged(records: Sequence[Record]) -> list[Record]:
+    """The attempts of a run, from the records of its `balance.jsonl`.
+
+    >>> begin = {"event": "begin", "step": 0, "shares": [2, 2], "unknown": []}
+    >>> moved = {"event": "round", "step": 4, "next": [3, 1]}
+    >>> again = begin | {"step": 5, "shares": [3, 1]}
+    >>> [it["replayed"] for it in judged([begin, moved, again])]
+    [True, True]
+    """
+    found: list[Record] = []
+    in_force: list[tuple[int, list[int]]] = []
+    for record in records:
+        if record["event"] == "round":
+            in_force.append((record["step"], record["next"]))
+            found[-1]["found"] = record["next"]
+            continue
+        step, shares = record["step"], record["shares"]
+        # What a lost attempt found after the restored step counts no more.
+        in_force = [(at, it) for at, it in in_force if at <= step]
+        before = in_force[-1][1] if in_force else shares
+        # Another number of replicas has other shares; no commit could have them.
+        replayed = before == shares or len(before) != len(shares)
+        entry = {"step": step, "shares": shares, "replayed": replayed}
+        found.append(entry | {"unknown": record["unknown"], "found": shares})
+        in_force.append((step, shares))
+    return found
+
+
+def shares_lines(record: Record) -> list[str]:
+    """What a drill's record says of shares, for people."""
+    said = []
+    for it in record.get("shares", [])[1:]:
+        how = "replayed" if it["replayed"] else "NOT those of the commit"
+        new = f" ({', '.join(it['unknown'])} new)" if it["unknown"] else ""
+        said.append(
+            f"dtft: step {it['step']}: shares {_row(it['shares'])} {how}{new}, then "
+            f"{_row(it['found'])}"
+        )
+    return said
+
+
+def _row(shares: Sequence[int]) -> str:
+    return " ".join(map(str, shares))
+
+
+# How a drill judges a run whose mesh changed on the way.
+#
+# Such a run cannot end bit for bit like an undisturbed one: another number of replicas
+# adds the same numbers in another order. So two things are judged instead: that the
+# state restored onto each new mesh was the committed one, bit for bit, and that the
+# losses stay within rounding of the undisturbed run's. Reads what the runs wrote; must
+# not change or run anything.
+
+
+LOSS_TOLERANCE = 1e-4
+"""Largest difference of a step's loss, as part of the undisturbed run's first loss.
+
+float32 sums in another order differ by about 1e-7; training amplifies that a little at
+every step. A row used twice or left out, or one wrong leaf, shows at 1e-3 and more."""
+
+Events = Sequence[dict[str, Any]]
+Epoch = tuple[int, int]
+Segments = Sequence[tuple[Epoch, int, int]]
+"""(epoch, after step, up to step) of what survived."""
+
+
+def resizes(control: Path, events: Events) -> list[dict[str, Any]]:
+    """Every restore onto another mesh: what was committed, what was restored.
+
+    `control_root` is the digest over the undisturbed run's state at that step, where
+    the disturbed one was on the same mesh until then; null otherwise.
+    """
+    roots = {
+        event["step"]: event.get("root")
+        for event in read_events(control)
+        if event["event"] == "commit"
+    }
+    found: list[dict[str, Any]] = []
+    slots: list[int] = []
+    for event in events:
+        if event["event"] == "assignment":
+            slots.append(len(event["slots"]))
+        elif event["event"] == "resized":
+            entry = {k: v for k, v in event.items() if k not in ("time", "event", "by")}
+            entry["hosts"] = slots[-2:]
+            same_mesh = set(slots[:-1]) == {slots[0]}
+            entry["control_root"] = roots.get(event["step"]) if same_mesh else None
+            known = {entry["committed_root"], entry["restored_root"]}
+            known |= {entry["control_root"]} - {None}
+            entry["bit_exact"] = len(known) == 1 and not event["differing"]
+            found.append(entry)
+    return found
+
+
+def compare_losses(control: Path, faulted: Path, segments: Segments) -> dict[str, Any]:
+    """The losses of the surviving steps beside those of the undisturbed run."""
+    expected = {step: loss for (_, step), loss in _losses(control).items()}
+    found = _losses(faulted)
+    scale = abs(expected[min(expected)]) if expected else 1.0
+    differences: dict[int, float] = {}
+    missing: list[int] = []
+    for epoch, begin, end in segments:
+        for step in range(begin + 1, end + 1):
+            if (epoch, step) in found and step in expected:
+                differences[step] = abs(found[epoch, step] - expected[step]) / scale
+            else:
+                missing.append(step)
+    worst = max(differences, key=lambda step: differences[step], default=0)
+    largest = differences.get(worst, float("inf"))
+    return {
+        "steps": len(differences),
+        "missing": missing,
+        "largest_difference": largest,
+        "at_step": worst,
+        "tolerance": LOSS_TOLERANCE,
+        "within_tolerance": not missing and largest <= LOSS_TOLERANCE,
+    }
+
+
+def _losses(directory: Path) -> dict[tuple[Epoch, int], float]:
+    """(epoch, step) -> loss."""
+    losses = {}
+    path = directory / "metrics.jsonl"
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # torn by a kill; its step did not survive
+        epoch = entry["generation"], entry["attempt"]
+        losses[epoch, entry["step"]] = float(entry["loss"])
+    return losses
+
+
+def resize_lines(record: dict[str, Any]) -> list[str]:
+    """What a drill's record says of other sizes, for people."""
+    lines = []
+    for it in record["resized"]:
+        how = "equal bit for bit to" if it["bit_exact"] else "DIFFERENT from"
+        lines.append(
+            f"dtft: from {it['hosts'][0]} to {it['hosts'][-1]} hosts at step "
+            f"{it['step']}: {it['leaves']} leaves on the new mesh are {how} the commit"
+        )
+    if curve := record.get("loss_curve"):
+        right = "within" if curve["within_tolerance"] else "NOT within"
+        lines.append(
+            f"dtft: losses of {curve['steps']} steps differ by at most "
+            f"{curve['largest_difference']:.1e} of the first, {right} "
+            f"{curve['tolerance']:.0e}"
+        )
+    return lines
+
+
+def judge(
+    control: Path,
+    faulted: Path,
+    striker: Striker,
+    experiment: Experiment,
+    *,
+    ended_in_time: bool = True,
+    left_behind: Sequence[str] = (),
+) -> dict[str, Any]:
+    """The drill's record: every promise checked, every cost listed.
+
+    Args:
+        control: directory of the undisturbed run.
+        faulted: directory of the run that was struck.
+        striker: who struck it; has ended.
+        experiment: what both ran.
+        ended_in_time: whether the struck run ended before the drill's deadline.
+        left_behind: what it left on the machine.
+    """
+    events = read_events(faulted)
+    ended = [event for event in events if event["event"] == "end"]
+    step = max(storage_steps(faulted / "checkpoints"), default=0)
+    differing = _differing(control, faulted, step)
+    recoveries = _recoveries(events, striker.strikes)
+    record: dict[str, Any] = {
+        "config": experiment.name,
+        "final_step": step,
+        "bit_identical": differing == [],
+        "differing_leaves": differing,
+        "samples_exactly_once": samples_exactly_once(
+            faulted, control, step, experiment.data.global_batch, events
+        ),
+        "steps_lost": max((entry["steps_lost"] for entry in recoveries), default=0),
+        "bytes_from_storage": sum(r["bytes_from_storage"] for r in recoveries),
+        "recoveries": recoveries,
+        "faults": [_strike(strike, events) for strike in striker.strikes],
+        "fault_error": striker.error,
+        "faults_not_over": striker.not_over,
+        "storage_interval": experiment.checkpoint.storage_interval,
+        "status": ended[-1]["status"] if ended else "none",
+        "message": ended[-1].get("message", "") if ended else "",
+        "expected_status": expected_status(striker.strikes),
+        "ended_in_time": ended_in_time,
+        "left_behind": list(left_behind),
+        "agents": agents(faulted, striker.strikes),
+        "resized": resizes(control, events),
+        "shares": attempts(faulted),
+        **{k: v for k, v in _summary(faulted).items() if k.startswith("test_")},
+    }
+    if record["resized"] or record["shares"]:
+        segments = surviving_segments(events, step)
+        record["loss_curve"] = compare_losses(control, faulted, segments)
+    record["ok"] = bool(striker.done) and _is_good(record)
+    return record
+
+
+def _is_good(record: dict[str, Any]) -> bool:
+    """Whether a run in which every fault was played kept all promises."""
+    same_state = record["bit_identical"]
+    if record["resized"] or record["shares"]:
+        exact = all(it["bit_exact"] for it in record["resized"])
+        exact &= all(it["replayed"] for it in record["shares"])
+        same_state = exact and record["loss_curve"]["within_tolerance"]
+    return bool(
+        same_state
+        and record["samples_exactly_once"]
+        and not record["fault_error"]
+        and record["status"] == record["expected_status"]
+        and record["ended_in_time"]
+        and not record["left_behind"]
+    )
+
+
+def expected_status(strikes: Sequence[Strike]) -> str:
+    """How the job must end: a step that fails every time ends it with an error."""
+    return "error" if any(strike.fault.always for strike in strikes) else "done"
+
+
+def _differing(control: Path, faulted: Path, step: int) -> list[str]:
+
+    from dtft.checkpoint.storage import compare_steps
+
+    if step and step not in storage_steps(control / "checkpoints"):
+        return _differing_roots(control, faulted, step)
+    if not step:
+        return [f"no final step in common (faulted run ended at {step})"]
+    return compare_steps(control / "checkpoints", step, faulted / "checkpoints", step)
+
+
+def _differing_roots(control: Path, faulted: Path, step: int) -> list[str]:
+    """As `_differing`, by digests: the undisturbed run only committed this step."""
+    roots = [
+        {it["step"]: it["root"] for it in read_events(run) if it["event"] == "commit"}
+        for run in (control, faulted)
+    ]
+    if step not in roots[0] or step not in roots[1]:
+        return [f"no final step in common (faulted run ended at {step})"]
+    same = roots[0][step] == roots[1][step]
+    return [] if same else [f"digest over all leaves of step {step}"]
+
+
+def _summary(directory: Path) -> dict[str, Any]:
+    path = directory / "summary.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _recoveries(events: Events, strikes: Sequence[Strike]) -> list[dict[str, Any]]:
+    """Every recovery, its times counted from the blow, which only the drill knows."""
+    found, previous = [], 0.0
+    for event in events:
+        if event["event"] != "recovery":
+            continue
+        entry = {k: v for k, v in event.items() if k not in ("time", "event", "by")}
+        entry["cause"] = entry["fault"]
+        blows = [blow for blow in strikes if previous < blow.at <= event["ended"]]
+        if blows:
+            entry["fault"] = ", ".join(str(blow.fault) for blow in blows)
+            entry["detect_s"] = round(event["detected"] - blows[0].at, 4)
+            entry["total_s"] = round(event["ended"] - blows[0].at, 4)
+            finished = max(event["last_finished_step"], blows[0].finished)
+            entry["last_finished_step"] = finished
+            entry["steps_lost"] = max(0, finished - event["restored_step"])
+        entry |= _replicated(entry, events)
+        previous = event["ended"]
+        found.append(entry)
+    return found
+
+
+def _replicated(recovery: dict[str, Any], events: Events) -> dict[str, Any]:
+    """When every slice had its copies again after a recovery, and what was pushed."""
+    epoch = recovery["generation"], recovery["attempt"]
+    for event in events:
+        if event["event"] == "replicated":
+            if (event["generation"], event["attempt"]) == epoch:
+                return {
+                    "replicated_s": round(event["seconds"], 4),
+                    "bytes_re_replicated": event["num_bytes"],
+                    "healthy": event["healthy"],
+                }
+    return {"replicated_s": None, "bytes_re_replicated": 0, "healthy": None}
+
+
+def _strike(strike: Strike, events: Events) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "fault": str(strike.fault),
+        "hosts": list(strike.hosts),
+        "at": strike.at,
+        "finished": strike.finished,
+        "committed": strike.committed,
+    }
+    if strike.reply:
+        entry["reply"] = strike.reply
+    if strike.corrupted_bytes:
+        entry["corrupted_bytes"] = strike.corrupted_bytes
+    entry |= fault_fields(strike)
+    if strike.fault.kind == "kill-store":
+        entry |= _outage(strike, events)
+    return entry
+
+
+def _outage(strike: Strike, events: Events) -> dict[str, int]:
+    """What went on while the store was away, and that commits did after it."""
+    back = strike.at + STORE_AWAY_S
+    commits = [event["time"] for event in events if event["event"] == "commit"]
+    return {
+        "steps_during_outage": strike.steps_seen[1] - strike.steps_seen[0],
+        "commits_during_outage": sum(strike.at + 0.1 < at < back for at in commits),
+        "commits_after_outage": sum(at >= back for at in commits),
+    }
+
+
+def surviving_segments(
+    events: Events, last: int
+) -> list[tuple[tuple[int, int], int, int]]:
+    """Which steps of which attempt survive: (epoch, after step, up to step).
+
+    >>> one = {"event": "assignment", "generation": 1, "attempt": 1, "step": 0}
+    >>> two = {"event": "assignment", "generation": 2, "attempt": 1, "step": 7}
+    >>> surviving_segments([one, two], last=9)
+    [((1, 1), 0, 7), ((2, 1), 7, 9)]
+    """
+    starts: list[tuple[tuple[int, int], int]] = []
+    for event in events:
+        if event["event"] != "assignment":
+            continue
+        starts = [start for start in starts if start[1] < event["step"]]
+        starts.append(((event["generation"], event["attempt"]), event["step"]))
+    ends = [step for _, step in starts[1:]] + [last]
+    return [
+        (epoch, begin, end) for (epoch, begin), end in zip(starts, ends, strict=True)
+    ]
+
+
+def samples_exactly_once(
+    faulted: Path, control: Path, last: int, batch: int, events: Events
+) -> bool:
+    """Whether the surviving history used each global row once, and the right sample."""
+    used = _samples(faulted)
+    expected_ids = {
+        row: sample for rows in _samples(control).values() for row, sample in rows
+    }
+    history: list[tuple[int, int]] = []
+    for epoch, begin, end in surviving_segments(events, last):
+        for step in range(begin + 1, end + 1):
+            history += used.get((*epoch, step), [])
+    rows = sorted(row for row, _ in history)
+    return rows == list(range(last * batch)) and all(
+        expected_ids.get(row) == sample for row, sample in history
+    )
+
+
+def _samples(directory: Path) -> dict[tuple[int, int, int], list[tuple[int, int]]]:
+    """(generation, attempt, step) -> (global row, sample id) over all slots."""
+    found: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+    for path in sorted((directory / "samples").glob("*.jsonl")):
+        for line in path.read_text().splitlines():
+            try:
+                entry = json.loads(line)
+            except json.JSONDecodeError:
+                continue  # torn by the kill; its step did not survive
+            key = (entry["generation"], entry["attempt"], entry["step"])
+            found.setdefault(key, []).extend(
+                zip(entry["rows"], entry["ids"], strict=True)
+            )
+    return found
+
+
+def say(record: dict[str, Any]) -> None:
+    """Prints a record for people."""
+    for entry in record["faults"]:
+        if "steps_during_outage" in entry:
+            print(
+                f"dtft: store away for {STORE_AWAY_S:.0f} s: "
+                f"{entry['steps_during_outage']} steps meanwhile, "
+                f"{entry['commits_after_outage']} commits after it"
+            )
+    for entry in record["recoveries"]:
+        print(_recovery_line(entry))
+    if record.get("message"):
+        print(f"dtft: error: {record['message']}")
+    lasting = interruption_lines(record)
+    for line in [*lasting, *resize_lines(record), *shares_lines(record)]:
+        print(line)
+    tests = [f"{k} {v:.4f}" for k, v in record.items() if k.startswith("test_")]
+    once = "every sample once" if record["samples_exactly_once"] else "SAMPLES WRONG"
+    print(
+        f"dtft: final parameters and optimizer state at step {record['final_step']} "
+        f"{_likeness(record)}; {once}; {', '.join(tests)}"
+    )
+    if not record["ok"]:
+        reason = record["fault_error"] or record["differing_leaves"]
+        if early := record.get("faults_not_over"):
+            reason = reason or f"the job ended before {', '.join(early)}"
+        late = "" if record.get("ended_in_time", True) else "not ended in time, "
+        print(f"dtft: the drill FAILED: {late}{record['status']} {reason}")
+
+
+def _likeness(record: dict[str, Any]) -> str:
+    """How the final state compares with the undisturbed run's."""
+    if record["bit_identical"]:
+        return "are equal bit for bit to the undisturbed run's"
+    if record.get("loss_curve", {}).get("within_tolerance"):
+        why = "another number of hosts adds" if record["resized"] else "shares add"
+        return (
+            "are those of the undisturbed run up to rounding, by their losses: "
+            f"{why} in another order"
+        )
+    return "are DIFFERENT from the undisturbed run's"
+
+
+def _recovery_line(entry: dict[str, Any]) -> str:
+    return (
+        f"dtft: recovery: rung {entry['rung']}, step {entry['restored_step']} "
+        f"restored, {entry['steps_lost']} steps lost, detected in "
+        f"{entry['detect_s']:.2f} s, training again after "
+        f"{entry['total_s']:.2f} s, "
+        f"{entry['bytes_from_peers']} bytes from peers' memory, "
+        f"{entry['bytes_from_storage']} from storage"
+    )

@@ -1,0 +1,287 @@
+"""`dtft drill`: an undisturbed run and a faulted run with one seed, compared.
+
+Runs both on local clusters, lets `elastic.strikes` play the faults, and has
+`verdict.py` judge what they wrote. Must not take part in the recovery itself.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import shlex
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtft.config import Experiment, to_json
+from dtft.drills import leftovers
+from dtft.drills.compare import judge, say
+from dtft.drills.options import cluster_options, for_clusters, handed_on
+from dtft.elastic.faults import (
+    Fault,
+    HostNamespaces,
+    Striker,
+    check_namespaces,
+    check_together,
+    existing_namespaces,
+    parse_fault,
+    sweep_namespaces,
+)
+from dtft.elastic.local_cluster import ClusterOptions, HostPlace, LocalCluster
+
+if TYPE_CHECKING:
+    from dtft.cli import Drill
+
+
+DEADLINE_S = 600.0
+FAIL_AT = "DTFT_FAIL_AT"
+"""Environment variable: SLOT:STEP:once|always:MARKER, where a trainer raises."""
+_LITTLE_MEMORY = 'mount -t tmpfs -o size="$1" dtft "$2" && shift 2 && exec "$@"'
+"""Shell: mounts memory of a size over a directory, then becomes a command."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """One run of a drill."""
+
+    striker: Striker
+    ended_in_time: bool
+    left_behind: list[str]
+
+
+def run_drill(options: "Drill", words: list[str]) -> int:
+    """Runs the drill; 0 if the faulted run is as good as the undisturbed one.
+
+    Args:
+        options: CONFIG, faults, and what the clusters are told.
+        words: keys of the config, as they were typed.
+
+    Raises:
+        ValueError: wrong input, such as a fault that cannot be read.
+    """
+    experiment, overrides = for_clusters(options, words, "dtft drill")
+    overrides += handed_on(options.host)
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    faults = _faults(experiment, options)
+    sweep_namespaces()
+    root = Path(experiment.log.run_dir or f"runs/drill-{time.strftime('%H%M%S')}")
+    root = root.resolve()
+    arguments = [options.config, *overrides, "--log.sample_ids", "True"]
+    arguments += ["--log.tensorboard", "False"]
+    resizes = bool(experiment.cluster.min_replicas)
+    resizes |= any(it.kind == "scale" for it in faults)
+    compares = resizes or experiment.balance.policy != "off"
+    if compares:
+        arguments += ["--log.every", "1"]  # the losses of all steps are compared
+    control = Path(options.control).resolve() if options.control else root / "control"
+    if not _usable(control, experiment, every_loss=compares):
+        print(f"dtft: undisturbed run in {control}", flush=True)
+        ran = _run(experiment, arguments, control, 0, [], options)
+        if not ran.ended_in_time:
+            raise SystemExit(
+                f"dtft: error: {control} did not end in {DEADLINE_S:.0f} s"
+            )
+    faulted = root / "faulted"
+    names = ", ".join(map(str, faults)) or "no fault"
+    print(f"dtft: faulted run in {faulted}: {names}", flush=True)
+    ran = _run(experiment, arguments, faulted, options.spares, faults, options)
+    record = judge(
+        *(control, faulted, ran.striker, experiment),
+        ended_in_time=ran.ended_in_time,
+        left_behind=ran.left_behind,
+    )
+    say(record)
+    if options.json:
+        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(options.json).write_text(json.dumps(record, indent=2) + "\n")
+    return 0 if record["ok"] else 1
+
+
+def _faults(experiment: Experiment, options: "Drill") -> list[Fault]:
+    hosts = experiment.cluster.hosts
+    if any(text.startswith("scale:") for text in options.fault):
+        hosts += options.spares  # the job may grow over them
+    faults = [parse_fault(text, hosts) for text in options.fault]
+    for fault in faults:
+        if fault.step >= experiment.stop.steps:
+            raise ValueError(
+                f"--fault {fault}: the run ends at step {experiment.stop.steps}. Give "
+                "an earlier step, or raise --stop.steps."
+            )
+    check_together(faults)
+    _memory_limits(options)
+    if any(fault.kind == "cut" for fault in faults):
+        check_namespaces()
+    return faults
+
+
+def _memory_limits(options: "Drill") -> dict[str, int]:
+    """MiB of memory of the hosts that --host-memory names.
+
+    Raises:
+        ValueError: it cannot be read, or this machine does not let memory be limited.
+    """
+    found = {}
+    for text in options.host_memory:
+        host, _, size = text.partition("=")
+        if not host or not size.isdigit() or int(size) < 1:
+            raise ValueError(
+                f"--host-memory {text!r} is not HOST=MIB, for example host-3=4"
+            )
+        found[host] = int(size)
+    if found and (os.geteuid() != 0 or shutil.which("unshare") is None):
+        raise ValueError(
+            "--host-memory needs a mount namespace, and that needs root and `unshare` "
+            "(util-linux): run this as root, or leave it out."
+        )
+    return found
+
+
+def _usable(control: Path, experiment: Experiment, *, every_loss: bool) -> bool:
+    """Whether a finished control run has the same result by construction.
+
+    Where losses are compared it must have those of all steps.
+    """
+    saved = control / "config.json"
+    if not (control / "summary.json").exists() or not saved.exists():
+        return False
+    if every_loss and json.loads(saved.read_text())["log"]["every"] != 1:
+        return False
+    return _decisive(saved.read_text()) == _decisive(to_json(experiment))
+
+
+def _decisive(resolved: str) -> dict[str, Any]:
+    """The part of a config that decides the final state."""
+    free = ("log", "timeouts", "checkpoint")
+    return {k: v for k, v in json.loads(resolved).items() if k not in free}
+
+
+def _fresh(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+
+
+def _settings(
+    experiment: Experiment, arguments: list[str], spares: int, directory: Path
+) -> ClusterOptions:
+    settings = cluster_options(experiment, arguments, spares, directory)
+    cache = os.environ.get(
+        "DTFT_COMPILATION_CACHE", str(directory.parent / "xla-cache")
+    )
+    settings.environment["DTFT_COMPILATION_CACHE"] = cache
+    command = ["dtft", "launch", *settings.agent_arguments]
+    settings.environment["DTFT_RESUME_COMMAND"] = shlex.join(command)
+    return settings
+
+
+def _run(
+    experiment: Experiment,
+    arguments: Sequence[str],
+    directory: Path,
+    spares: int,
+    faults: Sequence[Fault],
+    options: "Drill",
+) -> Ran:
+    _fresh(directory)
+    arguments = [*arguments, "--log.run_dir", str(directory)]
+    settings = _settings(experiment, [*arguments], spares, directory)
+    settings.environment[leftovers.MARK] = settings.job
+    marker = directory / "fail.marker"
+    settings.environment.update(_failures(faults, marker))
+    with _network(settings, faults, options) as network:
+        limits = _memory_limits(options) if faults else {}
+        cluster = LocalCluster(_placed(settings, network, limits))
+        striker = Striker(
+            *(cluster, faults),
+            seed=options.seed,
+            rejoin_s=options.rejoin,
+            network=network,
+            fail_marker=marker,
+            last_step=experiment.stop.steps,
+        )
+        left: list[str] = []
+        try:
+            cluster.start()
+            striker.start()
+            deadline_s = options.deadline if faults else DEADLINE_S
+            ended = _wait(cluster, striker, deadline_s)
+            left += leftovers.of_ended_hosts(cluster)
+        finally:
+            striker.stop()
+            cluster.close()
+        striker.join(10.0)
+    left += leftovers.of_job(settings.job, settings.arena_directory, directory)
+    left += existing_namespaces(os.getpid()) if network else []
+    return Ran(striker=striker, ended_in_time=ended, left_behind=left)
+
+
+def _wait(cluster: LocalCluster, striker: Striker, deadline_s: float) -> bool:
+    """Waits until every agent has ended that can; False if the deadline passed."""
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        if cluster.wait(0.1):
+            return True
+        running = set(cluster.agents) - set(cluster.poll())
+        if running <= striker.held:
+            return True
+    return False
+
+
+def _failures(faults: Sequence[Fault], marker: Path) -> dict[str, str]:
+    """What tells a trainer to raise inside a step."""
+    for fault in faults:
+        if fault.kind == "fail":
+            often = "always" if fault.always else "once"
+            return {FAIL_AT: f"{fault.slots[0]}:{fault.step}:{often}:{marker}"}
+    return {}
+
+
+@contextlib.contextmanager
+def _network(
+    settings: ClusterOptions, faults: Sequence[Fault], options: "Drill"
+) -> Iterator[HostNamespaces | None]:
+    """The namespaces of all hosts, if one of them is to be cut off."""
+    if not any(fault.kind == "cut" for fault in faults):
+        yield None
+        return
+    hosts = settings.hosts + settings.spares
+    if options.rejoin is not None:  # new hosts come in place of those held for ever
+        hosts += sum(max(1, len(it.slots)) for it in faults if not it.heals)
+    network = HostNamespaces([f"host-{number}" for number in range(hosts)])
+    try:
+        yield network
+    finally:
+        network.close()
+
+
+def _placed(
+    settings: ClusterOptions, network: HostNamespaces | None, limits: dict[str, int]
+) -> ClusterOptions:
+    """The cluster with its hosts in their networks and with their memory."""
+    place = partial(
+        _place, network=network, limits=limits, memory=settings.arena_directory
+    )
+    store_host = network.store_host if network else settings.store_host
+    return replace(settings, place=place, store_host=store_host)
+
+
+def _place(
+    host: str,
+    *,
+    network: HostNamespaces | None,
+    limits: dict[str, int],
+    memory: Path,
+) -> HostPlace:
+    prefix: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+    if network is not None:
+        prefix += network.prefix(host)
+        arguments += ("--bind", f"{network.address(host)}:0")
+    if host in limits:
+        prefix += ("unshare", "--mount", "--propagation", "private", "sh", "-c")
+        prefix += (_LITTLE_MEMORY, "sh", f"{limits[host]}m", str(memory))
+    return HostPlace(prefix=prefix, arguments=arguments)

@@ -1,0 +1,271 @@
+"""What drills and commands of jobs read from their flags.
+
+Experiment, run directory and secret; where a host is, and how it talks. Flags become
+values, and what cannot be is refused in one line before anything is started.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtft.checkpoint.replication import parse_domain_file, parse_domain_label
+from dtft.checkpoint.storage import storage_steps
+from dtft.checkpoint.transport import Tls, check_tls
+from dtft.config import Experiment, load_experiment, refuse_other, to_json
+from dtft.elastic.host import check_arena_directory, check_name
+from dtft.elastic.stop_signals import heard_signals
+from dtft.elastic.store import StoreAddress
+from dtft.parallel import check_experiment
+from dtft.train import make_run_directory, with_run_dir
+
+if TYPE_CHECKING:
+    from dtft.cli import Bench, Drill, HostFlags, JobFlags, PlaceFlags
+    from dtft.elastic.local_cluster import ClusterOptions
+
+
+# The flags that say where a host is and how it talks: for one agent, or for a cluster.
+#
+# Reads and checks what they name, so that a mistake ends in one line before anything is
+# started. Must not start anything itself.
+
+
+def handed_on(flags: "HostFlags") -> list[str]:
+    """The flags of a cluster's agents, with paths that hold from anywhere.
+
+    Raises:
+        ValueError: a file cannot be read, or says what cannot be.
+    """
+    paths = {
+        "--domain-file": flags.domain_file,
+        "--tls-cert": flags.tls_cert,
+        "--tls-key": flags.tls_key,
+    }
+    if flags.domain_file:
+        _domains_in(flags.domain_file)
+    tls_of(flags)
+    words = [(flag, str(Path(path).resolve())) for flag, path in paths.items() if path]
+    return [word for pair in words for word in pair] + ["--nixl"] * flags.nixl
+
+
+def tls_of(flags: "HostFlags") -> Tls | None:
+    """The certificate of --tls-cert and --tls-key, read once to see that it is good.
+
+    Raises:
+        ValueError: one of them is missing, or they cannot be read or used together.
+    """
+    if not flags.tls_cert and not flags.tls_key:
+        return None
+    if flags.nixl:
+        raise ValueError(
+            "--nixl reads memory past TLS, unencrypted: give either --nixl or "
+            "--tls-cert and --tls-key."
+        )
+    if not flags.tls_cert or not flags.tls_key:
+        raise ValueError(
+            "--tls-cert FILE and --tls-key FILE belong together: give both, or neither."
+        )
+    tls = Tls(certificate=Path(flags.tls_cert), key=Path(flags.tls_key))
+    try:
+        check_tls(tls)
+    except ValueError as error:
+        raise ValueError(f"--tls-cert, --tls-key: {error}") from error
+    return tls
+
+
+def own_certificate(flags: "HostFlags", directory: Path) -> list[str]:
+    """For --tls: flags that name a certificate made for this run, which signs itself.
+
+    It keeps what travels between hosts from being read on the way. Who is at the other
+    end is proved by the job's secret, not by the certificate.
+
+    Raises:
+        ValueError: --tls-cert is given too, or `openssl` cannot make one.
+    """
+    if flags.tls_cert or flags.nixl:
+        raise ValueError("give only one of --nixl, --tls, --tls-cert with --tls-key.")
+    tls = Tls(certificate=directory / "tls.cert.pem", key=directory / "tls.key.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-nodes", "-days", "3650"]
+    command += ["-pkeyopt", "ec_paramgen_curve:prime256v1", "-subj", "/CN=dtft"]
+    command += ["-keyout", str(tls.key), "-out", str(tls.certificate)]
+    try:
+        subprocess.run(command, check=True, capture_output=True, timeout=30)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ValueError(
+            f"--tls: openssl could not make a certificate ({error}). Make a pair "
+            "elsewhere and give --tls-cert FILE --tls-key FILE."
+        ) from error
+    return ["--tls-cert", str(tls.certificate), "--tls-key", str(tls.key)]
+
+
+def settings(flags: "HostFlags", place: "PlaceFlags", host: str) -> dict[str, Any]:
+    """The fields of one host's `AgentConfig` that the flags decide.
+
+    Raises:
+        ValueError: a flag or a file says what cannot be.
+    """
+    return {
+        "domain": domain_of(flags, place, host),
+        "tls": tls_of(flags),
+        "nixl": flags.nixl,
+    }
+
+
+def domain_of(flags: "HostFlags", place: "PlaceFlags", host: str) -> str:
+    """The label of a host's failure domains, from --domain or --domain-file.
+
+    Raises:
+        ValueError: both are given, the label cannot be read, or the file lacks it.
+    """
+    if place.domain and flags.domain_file:
+        raise ValueError("give either --domain or --domain-file, not both.")
+    if flags.domain_file:
+        domains = _domains_in(flags.domain_file)
+        if domains.levels and host not in domains.names:
+            raise ValueError(
+                f"--domain-file {flags.domain_file}: it has no line for this host, "
+                f"{host}. Add one, or give --host-name one of its names."
+            )
+        found = dict(
+            zip(domains.levels, domains.names.get(host, "").split("/"), strict=False)
+        )
+    else:
+        try:
+            found = parse_domain_label(place.domain)
+        except ValueError as error:
+            raise ValueError(f"--domain: {error}") from error
+    return ",".join(f"{level}={name}" for level, name in found.items())
+
+
+def _domains_in(name: str):
+    try:
+        return parse_domain_file(Path(name).read_text())
+    except OSError as error:
+        raise ValueError(f"--domain-file {name}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"--domain-file {name}: {error}") from error
+
+
+def for_clusters(
+    command: "Drill | Bench", words: list[str], prog: str
+) -> tuple[Experiment, list[str]]:
+    """The experiment, and the overrides for clusters with run directories of their own.
+
+    SIGTERM and SIGHUP unwind like an error, so that clusters are closed and their
+    memory freed.
+
+    Args:
+        command: CONFIG and sizes.
+        words: keys of the config, as they were typed.
+        prog: the command, for the help text.
+
+    Raises:
+        ValueError: wrong input.
+    """
+    overrides = [*words, *command.run_flags.keys()]
+    experiment = load_experiment(command.config, overrides, prog)
+    check_experiment(experiment)
+    for number in heard_signals():
+        if number != signal.SIGINT:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+    cluster = experiment.cluster
+    sizes = ["--cluster.hosts", str(cluster.hosts)]
+    sizes += ["--cluster.min_replicas", str(cluster.min_replicas)]
+    return experiment, [*words, *sizes]
+
+
+def prepare_run(experiment: Experiment) -> tuple[Path, list[str]]:
+    """The run directory, checked against what it already holds, and its override.
+
+    Raises:
+        ValueError: it holds checkpoints of another config, and nothing is touched; or
+            it cannot be written to.
+    """
+    directory = Path(with_run_dir(experiment).log.run_dir).resolve()
+    saved = directory / "config.json"
+    if saved.exists() and storage_steps(directory / "checkpoints"):
+        resolved = saved.read_text()
+        refuse_other(resolved, to_json(experiment), directory)
+    make_run_directory(directory)
+    return directory, ["--log.run_dir", str(directory)]
+
+
+def store_address(job: "JobFlags") -> StoreAddress:
+    """The etcd of --store and of the flags that begin with --store-.
+
+    Raises:
+        ValueError: a flag has a value that is not allowed, or lacks its partner; or no
+            job can have this name.
+    """
+    check_name("--job", job.name)
+    return StoreAddress.parse(
+        job.store,
+        ca=job.store_ca,
+        certificate=job.store_cert,
+        key=job.store_key,
+        user=job.store_user,
+        password_file=job.store_password_file,
+        prefix=job.store_prefix,
+        private=job.store_private,
+    )
+
+
+def host_name(place: "PlaceFlags") -> str:
+    """--host-name, or a name that no other process has.
+
+    Raises:
+        ValueError: no host can have this name.
+    """
+    if place.host_name is None:
+        return f"{socket.gethostname()}-{os.getpid()}"
+    check_name("--host-name", place.host_name)
+    return place.host_name
+
+
+def read_secret(job: "JobFlags") -> bytes:
+    """The job's secret, from --secret-file or DTFT_SECRET_FILE.
+
+    Raises:
+        ValueError: neither is given, or the file cannot be read or is too short.
+    """
+    name = job.secret_file or os.environ.get("DTFT_SECRET_FILE", "")
+    if not name:
+        raise ValueError(
+            "no job secret: give --secret-file FILE or set DTFT_SECRET_FILE; any file "
+            "of 16 bytes or more will do, the same on every host."
+        )
+    try:
+        secret = Path(name).read_bytes().strip()
+    except OSError as error:
+        raise ValueError(f"--secret-file {name}: {error.strerror}") from error
+    if len(secret) < 16:
+        raise ValueError(
+            f"--secret-file {name} holds {len(secret)} bytes; at least 16 are needed."
+        )
+    return secret
+
+
+def cluster_options(
+    experiment: Experiment, arguments: list[str], spares: int, directory: Path
+) -> "ClusterOptions":
+    """The local cluster for an experiment.
+
+    Raises:
+        ValueError: the arena directory is not there.
+    """
+    from dtft.elastic.local_cluster import ClusterOptions, job_name
+
+    arena_directory = Path(experiment.checkpoint.arena_directory)
+    check_arena_directory(arena_directory)
+    return ClusterOptions(
+        agent_arguments=tuple(arguments),
+        job=job_name(experiment.name),
+        hosts=experiment.cluster.hosts,
+        spares=spares,
+        run_directory=directory,
+        arena_directory=arena_directory,
+        storage_keep=experiment.checkpoint.storage_keep,
+    )

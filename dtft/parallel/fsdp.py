@@ -1,0 +1,203 @@
+"""ZeRO level 3: parameters are divided over `fsdp` and gathered where they are used.
+
+The loss's program is rebuilt so that every parameter stays divided until an operator
+computes with it: inside of the scan over layers, of jitted and rematerialized parts,
+after casts and slices. Its gradient is divided again at once. Left to itself the
+partitioner gathers activations, or the parameters of all layers together (and jax
+0.10.2 on CPU computed wrong gradients, see `dtft.parallel.step`). Decides no sharding.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.sharding import Mesh, NamedSharding
+
+from dtft._jax_internals import scan_arguments
+from dtft.parallel.sharding import constraint, insertable, partition_spec
+from dtft.planner.ir import REMAT, is_var, item_bits, with_bodies
+from dtft.planner.types import Spec
+
+AXIS = "fsdp"
+_ENTERED = REMAT | {"jit", "pjit", "closed_call", "call"}
+"""Calls whose arguments are those of their one body."""
+_LAYOUT = frozenset(
+    {"convert_element_type", "reshape", "transpose", "squeeze", "broadcast_in_dim"}
+)
+"""What costs little to do again, where keeping it would keep a gathered parameter."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Gathering:
+    """Rebuilds one program; `policy` then says what its backward pass may keep."""
+
+    mesh: Mesh
+    _seen: set[tuple[Any, ...]] = field(default_factory=set)
+    _results: set[Var] = field(default_factory=set)
+
+    def apply(self, program: ClosedJaxpr, specs: Mapping[int, Spec]) -> ClosedJaxpr:
+        """The program with its divided arguments gathered where they are used.
+
+        Args:
+            program: a traced loss.
+            specs: index of an argument to its spec; those not divided over `fsdp` are
+                left as they are.
+        """
+        divided = {
+            program.jaxpr.invars[index]: spec
+            for index, spec in specs.items()
+            if _is_divided(spec)
+        }
+        return ClosedJaxpr(self.body(program.jaxpr, divided), program.consts)
+
+    def policy(self, primitive: Any, *avals: Any, **params: Any) -> bool:
+        """For `jax.checkpoint`: keeps everything but gathered parameters."""
+        if primitive.name == "sharding_constraint":
+            return (avals[0].shape, params["sharding"]) not in self._seen
+        return primitive.name not in _LAYOUT
+
+    def gathers(self, eqn: JaxprEqn) -> bool:
+        """Whether it is one of the equations that gather for the one after them."""
+        return any(var in self._results for var in eqn.outvars)
+
+    def body(self, jaxpr: Jaxpr, divided: Mapping[Var, Spec]) -> Jaxpr:
+        """One of its programs, given the variables that are still divided."""
+        level = _Level(gathering=self, divided=dict(divided))
+        for eqn in jaxpr.eqns:
+            level.add(eqn)
+        return jaxpr.replace(eqns=level.eqns)
+
+    def gather(self, var: Var, spec: Spec) -> tuple[Var, JaxprEqn]:
+        """The equation that gathers `var`, and the variable that it writes."""
+        divided = NamedSharding(self.mesh, partition_spec(spec))
+        whole = NamedSharding(self.mesh, partition_spec(gathered(spec)))
+        aval: Any = var.aval
+        self._seen.add((aval.shape, whole))
+
+        @jax.custom_vjp
+        def gather(value: jax.Array) -> jax.Array:
+            return jax.lax.with_sharding_constraint(value, whole)
+
+        def forward(value: jax.Array) -> tuple[jax.Array, None]:
+            return jax.lax.with_sharding_constraint(value, whole), None
+
+        def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
+            if cotangent.ndim <= 1:  # see `planned_update.sum_specs`
+                cotangent = jax.lax.with_sharding_constraint(cotangent, whole)
+            return (jax.lax.with_sharding_constraint(cotangent, divided),)
+
+        gather.defvjp(forward, backward)
+        result = Var(var.aval)
+        self._results.add(result)
+        read, eqn = insertable(gather, result)
+        return result, eqn.replace(
+            invars=[var if atom is read else atom for atom in eqn.invars]
+        )
+
+
+@dataclass(kw_only=True, eq=False)
+class _Level:
+    """The equations of one program, while they are rebuilt."""
+
+    gathering: Gathering
+    divided: dict[Var, Spec]
+    eqns: list[JaxprEqn] = field(default_factory=list)
+
+    def add(self, eqn: JaxprEqn) -> None:
+        """Appends an equation; what it computes with is gathered before."""
+        specs = [self.divided.get(a) if is_var(a) else None for a in eqn.invars]
+        if not any(specs):
+            self.eqns.append(eqn)
+        elif eqn.primitive.name in _ENTERED:
+            self.eqns.append(self._entered(eqn, specs))
+        elif eqn.primitive.name == "scan":
+            self._scan(eqn, specs)
+        elif (after := _still_divided(eqn, specs[0])) is not None:
+            self._followed(eqn, after)
+        else:
+            self.eqns.append(self._with_gathered(eqn))
+
+    def _followed(self, eqn: JaxprEqn, spec: Spec) -> None:
+        # The constraint keeps the partitioner from gathering before a cast to less.
+        (result,) = eqn.outvars
+        sharding = NamedSharding(self.gathering.mesh, partition_spec(spec))
+        fresh, pinned = constraint(result, sharding)
+        self.divided[result] = spec
+        self.eqns += [eqn.replace(outvars=[fresh]), pinned]
+
+    def _entered(self, eqn: JaxprEqn, specs: Sequence[Spec | None]) -> JaxprEqn:
+        def change(jaxpr: Jaxpr) -> Jaxpr:
+            inside = {
+                var: spec
+                for var, spec in zip(jaxpr.invars, specs, strict=True)
+                if spec is not None
+            }
+            return self.gathering.body(jaxpr, inside)
+
+        return with_bodies(eqn, change)
+
+    def _scan(self, eqn: JaxprEqn, specs: Sequence[Spec | None]) -> None:
+        first = sum(scan_arguments(eqn))
+        layers = [
+            spec[1:] if index >= first and spec and not spec[0] else None
+            for index, spec in enumerate(specs)
+        ]
+        kept = {place for place, spec in enumerate(layers) if spec is not None}
+        before = self._with_gathered(eqn, besides=kept)
+        self.eqns.append(self._entered(before, layers) if kept else before)
+
+    def _with_gathered(
+        self, eqn: JaxprEqn, besides: frozenset[int] | set[int] = frozenset()
+    ) -> JaxprEqn:
+        invars = [
+            atom if place in besides else self._gathered(atom)
+            for place, atom in enumerate(eqn.invars)
+        ]
+        return eqn.replace(invars=invars)
+
+    def _gathered(self, atom: Any) -> Any:
+        spec = self.divided.get(atom) if is_var(atom) else None
+        if spec is None:
+            return atom
+        # Anew for every reader: one that all share is kept until the last of them has
+        # been differentiated. In the forward pass the compiler makes them one.
+        whole, eqn = self.gathering.gather(atom, spec)
+        self.eqns.append(eqn)
+        return whole
+
+
+def _still_divided(eqn: JaxprEqn, spec: Spec | None) -> Spec | None:
+    """The spec of the result of an operator that can work on a device's part."""
+    if spec is None:
+        return None
+    before: Any = eqn.invars[0].aval
+    after: Any = eqn.outvars[0].aval
+    name = eqn.primitive.name
+    if name == "convert_element_type":
+        fewer = item_bits(str(after.dtype)) <= item_bits(str(before.dtype))
+        return spec if fewer else None
+    if name in ("slice", "dynamic_slice"):
+        same = all(
+            not axes or old == new
+            for axes, old, new in zip(spec, before.shape, after.shape, strict=True)
+        )
+        return spec if same else None
+    if name == "squeeze":
+        gone = {dim % len(spec) for dim in eqn.params["dimensions"]}
+        return tuple(axes for dim, axes in enumerate(spec) if dim not in gone)
+    return None
+
+
+def _is_divided(spec: Spec) -> bool:
+    return any(AXIS in axes for axes in spec)
+
+
+def gathered(spec: Spec) -> Spec:
+    """The spec of a parameter that is whole over `fsdp`.
+
+    >>> gathered(((), ("fsdp", "tensor")))
+    ((), ('tensor',))
+    """
+    return tuple(tuple(axis for axis in axes if axis != AXIS) for axes in spec)

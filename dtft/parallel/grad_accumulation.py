@@ -1,0 +1,146 @@
+"""Gradients of a batch in equal parts, one after another.
+
+Divides the batch so that every device keeps its own rows, and adds up value and
+gradients in a `lax.scan`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+
+from dtft.checkpoint.state import from_paths, to_paths
+from dtft.parallel.sharding import partition_spec
+from dtft.planner.types import Spec
+
+Loss = Callable[[Any, Any], tuple[jax.Array, Any]]
+"""`(params, batch) -> (loss, aux)`; both are means over the rows of the batch."""
+Weight = Callable[[Any], jax.Array]
+
+
+def accumulated(
+    loss: Loss,
+    num_parts: int,
+    weight: Weight | None,
+    pin: Callable[[Any], Any],
+    divide: Callable[[Any], Any],
+) -> Callable[[Any, Any], tuple[tuple[jax.Array, Any], Any]]:
+    """As `jax.value_and_grad(loss, has_aux=True)`, in parts.
+
+    Args:
+        loss: what is differentiated with respect to its first argument.
+        num_parts: parts of the batch.
+        weight: of a part, such as its number of tokens; by default all are equal.
+        pin: gives gradients their shardings.
+        divide: the batch with a leading dim of parts.
+    """
+    gradient = jax.value_and_grad(loss, has_aux=True)
+    if num_parts == 1:
+
+        def undivided(params: Any, batch: Any) -> tuple[tuple[jax.Array, Any], Any]:
+            values, gradients = gradient(params, batch)
+            return values, pin(gradients)
+
+        return undivided
+
+    def in_parts(params: Any, batch: Any) -> tuple[tuple[jax.Array, Any], Any]:
+        parts = divide(batch)
+
+        def add(sums: Any, part: Any) -> tuple[Any, None]:
+            values, gradients = gradient(params, part)
+            heavy = jnp.float32(1) if weight is None else weight(part)
+            found = (*values, pin(gradients))
+            scaled = jax.tree.map(lambda leaf: leaf * heavy.astype(leaf.dtype), found)
+            total, before = sums
+            return (total + heavy, jax.tree.map(jnp.add, before, scaled)), None
+
+        first = jax.tree.map(lambda leaf: leaf[0], parts)
+        like = jax.eval_shape(gradient, params, first)
+        _refuse_counts(like[0][1])
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
+        begin = (jnp.float32(0), (*zeros[0], pin(zeros[1])))
+        (total, (value, aux, gradients)), _ = lax.scan(add, begin, parts)
+
+        def mean(leaf: jax.Array) -> jax.Array:
+            return leaf / total.astype(leaf.dtype)
+
+        return jax.tree.map(mean, (value, aux)), jax.tree.map(mean, gradients)
+
+    return in_parts
+
+
+def parts_of(batch: Any, num_parts: int, specs: Mapping[str, Spec], mesh: Mesh) -> Any:
+    """The batch with a leading dim of parts; each device's rows are divided equally.
+
+    Arrays without dims belong to every part.
+
+    Args:
+        batch: arrays with rows in dim 0.
+        num_parts: parts; with the devices along dim 0 they divide the rows.
+        specs: path of each array to its spec.
+        mesh: the mesh of the specs.
+
+    Raises:
+        ValueError: names the array whose rows cannot be divided.
+    """
+    check_rows(batch, num_parts)
+
+    def divided(path: str, leaf: jax.Array) -> jax.Array:
+        if not leaf.shape:
+            return jnp.broadcast_to(leaf, (num_parts,))
+        spec = specs[path]
+        along = 1
+        for axis in spec[0]:
+            along *= mesh.shape[axis]
+        rows, rest = leaf.shape[0], leaf.shape[1:]
+        each = along * num_parts
+        if rows % each:
+            raise ValueError(
+                f"microbatches={num_parts}: batch {path!r} has {rows} rows, which is "
+                f"not divisible by {each} (microbatches x {along} parts of the mesh). "
+                f"Use a batch of a multiple of {each} rows, or make a plan for this "
+                "one."
+            )
+        split = leaf.reshape(along, num_parts, rows // each, *rest)
+        parts = jnp.swapaxes(split, 0, 1).reshape(num_parts, rows // num_parts, *rest)
+        sharding = NamedSharding(mesh, partition_spec(((), *spec)))
+        return lax.with_sharding_constraint(parts, sharding)
+
+    leaves = to_paths(batch)
+    return from_paths(batch, {p: divided(p, leaf) for p, leaf in leaves.items()})
+
+
+def check_rows(batch: Any, num_parts: int) -> None:
+    """Refuses to cut arrays into parts that have unlike rows: one of them has none.
+
+    Args:
+        batch: arrays, or shapes; those without dims belong to every part.
+        num_parts: parts; whatever is in one part alone stays whole.
+
+    Raises:
+        ValueError: names two arrays with other numbers of rows.
+    """
+    leaves = to_paths(batch)
+    rows = {path: jnp.shape(leaf)[0] for path, leaf in leaves.items() if jnp.ndim(leaf)}
+    if num_parts == 1 or len(set(rows.values())) < 2:
+        return
+    fewest, most = min(rows, key=rows.__getitem__), max(rows, key=rows.__getitem__)
+    raise ValueError(
+        f"microbatches={num_parts}: batch {fewest!r} has {rows[fewest]} rows and "
+        f"{most!r} has {rows[most]}, and each part of the batch has rows of all. Use "
+        "microbatches=1, or hand what belongs to every row to the loss in another way, "
+        "such as repeated for each."
+    )
+
+
+def _refuse_counts(aux: Any) -> None:
+    for path, leaf in to_paths(aux).items():
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ValueError(
+                f"microbatches: the loss returns {path!r} of dtype {leaf.dtype} beside "
+                "its value. Allowed: floating-point means over the batch, which can "
+                "be averaged over its parts. Return a mean, or nothing."
+            )

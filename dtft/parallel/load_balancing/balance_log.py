@@ -1,0 +1,319 @@
+"""The shares in force: what a commit records of them, and what people are told.
+
+A line per round, and `balance.jsonl`. Imports no JAX.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dtft.balance import Balance, Counts, Microbatches, Rules, Tried, UnitTimes, waits
+from dtft.config import Disk
+from dtft.parallel.row_assignment import Sharing
+
+# The shares in force as a commit records them, and how a run goes on with them.
+#
+# Nodes are known by the hosts that they are: a run goes on with the recorded shares,
+# and with what was learned of the hosts that are still there; where a host is new, the
+# search for shares is open again.
+
+
+ITEM = "balance"
+"""Its name among what a checkpoint holds beside arrays."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begin:
+    """What a run begins with."""
+
+    balance: Balance[Counts]
+    is_recorded: bool
+    """Whether the shares are those of the commit."""
+    unknown: tuple[str, ...]
+    """Nodes of which nothing is known."""
+
+
+def node_names(hosts_of: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """A name for every replica, by its hosts.
+
+    Args:
+        hosts_of: the hosts of each replica, one or several.
+
+    >>> node_names([["a"], ["b", "c"], ["d"], ["d"]])
+    ('a', 'b+c', 'd', 'd.1')
+    """
+    seen: Counter[str] = Counter()
+    names: list[str] = []
+    for hosts in hosts_of:
+        name = "+".join(dict.fromkeys(hosts))
+        names.append(f"{name}.{seen[name]}" if seen[name] else name)
+        seen[name] += 1
+    return tuple(names)
+
+
+def to_items(balance: Balance[Counts], names: Sequence[str]) -> dict[str, Any]:
+    """What a checkpoint records: JSON, from which `begin` goes on."""
+    recorded = {
+        "policy": balance.rules.policy,
+        "nodes": list(names),
+        "shares": balance.division.tolist(),
+        "weights": balance.weights.tolist(),
+        "tried": [
+            {"load": list(load), **_arrays(times)}
+            for load, times in balance.tried.times.items()
+        ],
+        "unchanged": balance.unchanged,
+        "rounds": balance.rounds,
+    }
+    return {ITEM: recorded}
+
+
+def begin_balance(
+    rules: Rules,
+    work: Microbatches,
+    names: Sequence[str],
+    items: Mapping[str, Any],
+) -> Begin:
+    """The shares and the knowledge that a run begins with.
+
+    Recorded shares are replayed where there are as many nodes, whoever they are.
+    Otherwise shares are the best for what is known of the nodes (`exact`), or equal.
+
+    Args:
+        rules: that now hold.
+        work: what is divided.
+        names: of the nodes, see `node_names`.
+        items: of the checkpoint that the run continues from; empty at the very start.
+    """
+    fresh = Balance.begin(work, rules)
+    recorded = items.get(ITEM)
+    if recorded is None or sum(recorded["shares"]) != work.total:
+        # Of other microbatches nothing that was measured holds.
+        return Begin(balance=fresh, is_recorded=False, unknown=tuple(names))
+    tried = _known(recorded, names)
+    known = dict(zip(names, tried.known, strict=True))
+    unknown = tuple(name for name in names if not known[name])
+    shares = np.asarray(recorded["shares"], np.int64)
+    weights, replayed = np.asarray(recorded["weights"], float), True
+    if not _fit(shares, work):
+        any_known = rules.policy == "exact" and len(unknown) < len(names)
+        speeds = tried.speeds()
+        best = work.best(speeds.unit_s, speeds.fixed_s)
+        shares = best if any_known else fresh.division
+        weights, replayed = fresh.weights, False
+    same = recorded["nodes"] == list(names) and recorded["policy"] == rules.policy
+    balance = Balance(
+        work=work,
+        rules=rules,
+        division=shares,
+        weights=weights,
+        tried=tried,
+        unchanged=recorded["unchanged"] if same and replayed else 0,
+        rounds=recorded["rounds"],
+    )
+    return Begin(balance=balance, is_recorded=replayed, unknown=unknown)
+
+
+def _arrays(times: UnitTimes) -> dict[str, list[float]]:
+    return {it.name: getattr(times, it.name).tolist() for it in fields(UnitTimes)}
+
+
+def _known(recorded: Mapping[str, Any], names: Sequence[str]) -> Tried:
+    """What is known of the nodes, found by their names."""
+    place = {name: index for index, name in enumerate(recorded["nodes"])}
+
+    def here(values: Sequence[float]) -> Any:
+        found = [values[place[name]] if name in place else 0 for name in names]
+        return np.asarray(found, float)
+
+    times: dict[tuple[float, ...], UnitTimes] = {}
+    for row in recorded.get("tried", ()):  # commits before it was recorded have shares
+        arrays = {it.name: here(row[it.name]) for it in fields(UnitTimes)}
+        arrays["num_steps"] = arrays["num_steps"].astype(np.int64)
+        times[tuple(here(row["load"]).tolist())] = UnitTimes(**arrays)
+    return Tried(num_nodes=len(names), times=times)
+
+
+def _fit(shares: Counts, work: Microbatches) -> bool:
+    if shares.size != work.num_nodes:
+        return False
+    most = work.total if work.cap is None else np.asarray(work.cap)
+    return bool((shares <= most).all())
+
+
+# What a run tells its user of shares: a line per round, and `balance.jsonl`.
+#
+# Decides wording and the file's format only. Must not decide anything about shares.
+
+
+BALANCE_FILE = "balance.jsonl"
+SHOWN = 8
+"""Nodes up to which a line names every one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Seconds of steps in a round, as one process saw them."""
+
+    step_s: float | None
+    """Of one that was not measured; None where there was none."""
+    probe_s: float
+    """Of one that was."""
+    probes: int
+    steps: int
+    """Of the round, the measured ones included."""
+
+    @property
+    def share(self) -> float | None:
+        """Part of the time that measuring cost."""
+        if self.step_s is None:
+            return None
+        lost = self.probes * (self.probe_s - self.step_s)
+        return max(0.0, lost / (self.steps * self.step_s))
+
+
+class BalanceLog:
+    """Prints lines and appends records, if this process is the one that does."""
+
+    def __init__(
+        self,
+        run_directory: Path,
+        epoch: dict[str, int],
+        names: Sequence[str],
+        *,
+        leading: bool,
+        say: Callable[[str], None] = lambda line: print(line, flush=True),
+    ) -> None:
+        """`epoch` is in every record, `names` are the nodes'. Opens nothing."""
+        self._path, self._epoch, self._names = (
+            run_directory / BALANCE_FILE,
+            epoch,
+            names,
+        )
+        self._leading, self._say = leading, say
+        self._disk = Disk(run_directory)
+
+    def began(self, step: int, begin: Begin, sharing: Sharing) -> None:
+        """The shares that the run begins with after `step`."""
+        shares = begin.balance.division
+        record = {
+            "event": "begin",
+            "step": step,
+            "nodes": list(self._names),
+            "shares": shares.tolist(),
+            "recorded": begin.is_recorded,
+            "unknown": list(begin.unknown),
+        }
+        self._write(record, begin_line(step, begin, sharing))
+
+    def round(
+        self,
+        step: int,
+        before: Balance[Counts],
+        after: Balance[Counts],
+        busy_s: np.ndarray,
+        cost: Cost,
+    ) -> None:
+        """A round that ended with `step`; `busy_s` is `[steps, nodes]`."""
+        judged = after.judgement
+        assert judged is not None
+        record = {
+            "event": "round",
+            "step": step,
+            "round": after.rounds,
+            "shares": before.division.tolist(),
+            "next": after.division.tolist(),
+            "busy_ms": _ms(busy_s.mean(0)),
+            "waits_ms": _ms(waits(busy_s).mean(0)),
+            "max_wait_ms": round(1e3 * judged.max_wait_s, 3),
+            "mean_wait_ms": round(1e3 * judged.mean_wait_s, 3),
+            "gain": round(judged.gain, 5),
+            "threshold": round(judged.threshold, 5),
+            "drifted": [self._names[node] for node in judged.drifted],
+            "settled": after.settled,
+            "probe_ms": round(1e3 * cost.probe_s, 3),
+            "step_ms": None if cost.step_s is None else round(1e3 * cost.step_s, 3),
+            "cost": None if cost.share is None else round(cost.share, 5),
+        }
+        line = round_line(step, before, after, busy_s, cost, self._names)
+        self._write(record, line)
+
+    def _write(self, record: dict[str, Any], line: str) -> None:
+        if not self._leading:
+            return
+        self._disk.attempt(lambda: self._say(line))
+        self._disk.attempt(lambda: self._append(record))
+
+    def _append(self, record: dict[str, Any]) -> None:
+        with open(self._path, "a") as file:
+            file.write(json.dumps({**self._epoch, **record}) + "\n")
+
+
+def begin_line(step: int, begin: Begin, sharing: Sharing) -> str:
+    """What the shares are at first, and why."""
+    why = f"recorded at step {step}" if begin.is_recorded else "to begin with"
+    new = ""
+    if step and begin.unknown:
+        new = f"; {', '.join(begin.unknown)} not measured yet"
+    policy, shares = begin.balance.rules.policy, begin.balance.division
+    return (
+        f"balance {policy}: {sharing.num_microbatches} microbatches of "
+        f"{sharing.rows_each} rows, room for {sharing.most} on a replica; shares "
+        f"{_row(shares)} {why}{new}"
+    )
+
+
+def round_line(
+    step: int,
+    before: Balance[Counts],
+    after: Balance[Counts],
+    busy_s: np.ndarray,
+    cost: Cost,
+    names: Sequence[str],
+) -> str:
+    """Shares and waits of a round, and what follows."""
+    judged = after.judgement
+    assert judged is not None
+    longest = float(busy_s.max(1).mean())
+    parts = [
+        f"balance round {after.rounds} at step {step}: shares {_row(before.division)}",
+        f"waits {_row(1e3 * waits(busy_s).mean(0))} ms (largest "
+        f"{judged.max_wait_s / longest:.0%}, mean {judged.mean_wait_s / longest:.0%} "
+        "of the longest work)",
+    ]
+    if judged.drifted:
+        parts.append(f"another speed: {', '.join(names[it] for it in judged.drifted)}")
+    if cost.share is not None:
+        parts.append(f"measuring costs {cost.share:.1%}")
+    return ", ".join(parts) + f": {_follows(after)}"
+
+
+def _follows(after: Balance[Counts]) -> str:
+    judged = after.judgement
+    assert judged is not None
+    if judged.changed:
+        return f"next {_row(after.division)}"
+    word = "settled" if after.settled else "unchanged"
+    if not judged.threshold:
+        return word
+    if judged.gain <= 0:
+        return f"{word}, these are the best for the times known"
+    why = "noise" if judged.threshold > after.rules.least_gain else "least gain"
+    return f"{word}, gain {judged.gain:.1%} below {judged.threshold:.1%} ({why})"
+
+
+def _row(values: np.ndarray) -> str:
+    texts = [f"{value:.0f}" for value in values]
+    if len(texts) <= SHOWN:
+        return " ".join(texts)
+    middle = f"{np.median(values):.0f}"
+    return f"{min(values):.0f}/{middle}/{max(values):.0f} (least/median/most)"
+
+
+def _ms(seconds: np.ndarray) -> list[float]:
+    return [round(1e3 * float(value), 3) for value in seconds]

@@ -1,0 +1,150 @@
+"""Rounds of uneven shares while training: run, time the last steps, judge, share anew.
+
+Which steps are timed follows from their numbers, so all processes time the same ones;
+the times of all are gathered, and the first process's judgement holds for all: other
+processors may round otherwise. What a judgement is, `dtft.balance` decides.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from dtft.balance import Balance, Counts
+from dtft.config import BalanceConfig
+from dtft.data import Source
+from dtft.parallel.functional_model import Metrics, State
+from dtft.parallel.load_balancing import balance_log
+from dtft.parallel.load_balancing.balance_log import BalanceLog, Begin, Cost
+from dtft.parallel.load_balancing.step import (
+    Probe,
+    SharedFeed,
+    TimedStep,
+    gathered,
+    own_replicas,
+    shared_by,
+)
+from dtft.parallel.step import Arrays, TrainStep
+
+
+class Timing(Protocol):
+    """What runs and times a step: `probing.Probe`."""
+
+    def prepare(self, batch: Arrays) -> None:
+        """Compiles what a timed step runs."""
+        ...
+
+    def idle_at(self, state: State) -> float:
+        """Waits until the state is there; the time then, as in `Timed`."""
+        ...
+
+    def step(self, state: State, batch: Arrays) -> tuple[State, Metrics, TimedStep]:
+        """One optimizer step, with the seconds of this process's replicas."""
+        ...
+
+
+class Balancer:
+    """Runs the steps of `uneven.load_balanced_step`, and shares their batches."""
+
+    def __init__(
+        self,
+        train_step: TrainStep,
+        source: Source,
+        config: BalanceConfig,
+        begin: Begin,
+        names: Sequence[str],
+        log: BalanceLog,
+        *,
+        step: int,
+        timing: Timing | None = None,
+    ) -> None:
+        """Continues from `step` with the shares of `begin`."""
+        self._train_step, self._config, self._names = train_step, config, names
+        self._balance, self._log, self._step = begin.balance, log, step
+        self._num_own = len(own_replicas(train_step.mesh))
+        self._timing, self._prepared = timing or Probe(train_step), False
+        self.feed = SharedFeed(source, train_step, begin.balance.division.tolist())
+        """The batches of the steps that it runs."""
+        self.items: dict[str, Any] = balance_log.to_items(begin.balance, names)
+        """What a checkpoint of the newest step records."""
+        self._timed: list[TimedStep] = []
+        self._free: tuple[int, float] | None = None
+        self._untimed_s: float | None = None
+        log.began(step, begin, shared_by(train_step).sharing)
+
+    @property
+    def balance(self) -> Balance[Counts]:
+        """The shares in force, and what is known of the nodes."""
+        return self._balance
+
+    def step(self, state: State, batch: Arrays) -> tuple[State, Metrics]:
+        """The next step. `state` is donated: it cannot be used afterwards."""
+        self._step += 1
+        if not self._prepared:
+            return self._first(state, batch)
+        return self._next(state, batch)
+
+    def _first(self, state: State, batch: Arrays) -> tuple[State, Metrics]:
+        """A step of this process that waits for compilation anyway.
+
+        All of it, so that no later step does, and no seconds of one contain it.
+        """
+        self._timing.prepare(batch)
+        for columns in (self._config.probes, len(self._names)):
+            self._told(np.zeros((self._num_own, columns)))
+        self._prepared = True
+        state, metrics = self._next(state, batch)
+        if self._free is None:
+            self._free = self._step, self._timing.idle_at(state)
+        return state, metrics
+
+    def _next(self, state: State, batch: Arrays) -> tuple[State, Metrics]:
+        if not self._config.is_probe(self._step):
+            return self._train_step.step(state, batch)
+        state, metrics, timed = self._timing.step(state, batch)
+        if self._free is not None and not self._timed:
+            after, at = self._free
+            steps = self._step - 1 - after
+            self._untimed_s = (timed.began - at) / steps if steps else None
+        self._timed.append(timed)
+        self._free = self._step, timed.ended
+        if self._config.ends_round(self._step):
+            self._end_round()
+        return state, metrics
+
+    def _end_round(self) -> None:
+        before, busy_s = self._balance, self._gathered()
+        after = before.after(busy_s)
+        told = np.tile(after.division, (self._num_own, 1))
+        agreed = self._told(told)[0, 0].astype(np.int64)
+        self._balance = replace(after, division=agreed)
+        self._log.round(self._step, before, self._balance, busy_s, self._cost())
+        self.items = balance_log.to_items(self._balance, self._names)
+        self.feed.share(agreed.tolist())
+        self._timed = []
+
+    def _gathered(self) -> np.ndarray:
+        """Seconds of local work, `[timed steps, replicas]`, the same in all processes.
+
+        After a restart the round that was interrupted has fewer timed steps.
+        """
+        own = np.full((self._num_own, self._config.probes), np.nan)
+        for column, timed in enumerate(self._timed):
+            own[:, column] = timed.busy_s
+        # A replica of several hosts is done when the last of them is.
+        busy_s = self._told(own).max(1).T.astype(float)
+        return busy_s[: len(self._timed)]
+
+    def _told(self, own: np.ndarray) -> np.ndarray:
+        """What all processes know, of a row for each of this one's replicas."""
+        return gathered(self._train_step.mesh, own)
+
+    def _cost(self) -> Cost:
+        first, last = self._timed[0], self._timed[-1]
+        return Cost(
+            step_s=self._untimed_s,
+            probe_s=(last.ended - first.began) / len(self._timed),
+            probes=self._config.probes,
+            steps=self._config.every,
+        )

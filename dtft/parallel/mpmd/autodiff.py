@@ -1,0 +1,601 @@
+"""The calls that compute a loss and its gradients from a program cut into segments.
+
+In order: which values have a gradient, a segment as a forward and a backward program,
+the calls that are made once, and those of each microbatch. Traces only.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
+
+from dtft.parallel.mpmd.partition import Cut, Segment
+from dtft.parallel.mpmd.schedule import EACH, Calls, Key, NodeCall, sends, usable
+from dtft.planner.ir import is_var
+
+# Which values of a loss have a gradient, and which losses have none.
+#
+# Decides what a placed step differentiates, and refuses what it cannot.
+
+
+def check(cut: Cut, params: Sequence[int], num_microbatches: int) -> None:
+    """Refuses losses and parameters that have no gradient, or results without a mean.
+
+    Args:
+        cut: of a program whose first result is the loss.
+        params: numbers of the parameters.
+        num_microbatches: parts of the batch.
+
+    Raises:
+        ValueError: names the result or parameter, and what is allowed.
+    """
+    maker = {number for segment in cut.segments for number in segment.writes}
+    loss = cut.results[0]
+    aval: Any = cut.variables[loss].aval if isinstance(loss, int) else None
+    made = isinstance(loss, int) and loss in maker
+    if aval is None or not made or aval.shape or not is_float(aval):
+        raise ValueError(
+            f"loss returns {aval}: a floating-point scalar that it computes is "
+            "needed. Return the mean over the batch."
+        )
+    for place, number in enumerate(params):
+        if not is_float(cut.variables[number].aval):
+            raise ValueError(
+                f"params: leaf {place} is {cut.variables[number].aval}, which "
+                "has no gradient. Use floating-point arrays only; what is no "
+                "parameter belongs into the batch, or into the loss."
+            )
+    for place, number in enumerate(cut.results):
+        if not isinstance(number, int) or number not in maker:
+            raise ValueError(
+                f"loss returns, as result {place}, an argument or a constant as "
+                "it is: only what it computes can be returned. Leave it out."
+            )
+        if num_microbatches > 1 and not is_float(cut.variables[number].aval):
+            raise ValueError(
+                f"loss returns, as result {place}, "
+                f"{cut.variables[number].aval}: with "
+                f"{num_microbatches} microbatches floating-point means over the batch "
+                "are allowed, which can be averaged. Return a mean, or nothing."
+            )
+
+
+def between(cut: Cut, params: Sequence[int]) -> frozenset[int]:
+    """Numbers of the values on a way from a parameter to the loss.
+
+    Raises:
+        ValueError: there are none.
+    """
+    units = [unit for s in cut.segments for unit in s.units]
+    variables = cut.variables
+    moved: set[Var] = {variables[n] for n in params if is_float(variables[n].aval)}
+    for unit in units:
+        if moved.intersection(a for a in unit.eqn.invars if is_var(a)):
+            moved.update(v for v in unit.eqn.outvars if is_float(v.aval))
+    loss = cut.results[0]
+    assert isinstance(loss, int)
+    ways = moved.intersection([variables[loss]])
+    for unit in reversed(units):
+        if ways.intersection(unit.eqn.outvars):
+            ways.update(moved.intersection(filter(is_var, unit.eqn.invars)))
+    found = frozenset(n for n, var in enumerate(variables) if var in ways)
+    if loss not in found:
+        raise ValueError(
+            "loss does not depend on any floating-point parameter: there is "
+            "nothing to differentiate. Use params in the loss."
+        )
+    return found
+
+
+def is_float(aval: Any) -> bool:
+    """Whether a value has a gradient."""
+    return jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+# A segment as two programs: forward with residuals, and backward.
+#
+# The backward program is the transposed derivative as `jax.vjp` has it, so rules of
+# derivatives hold. What it needs is kept, not computed again; what the segment reads or
+# writes anyway is not kept twice. Traces only.
+
+
+class Split:
+    """A segment's forward and backward programs."""
+
+    def __init__(
+        self,
+        program: ClosedJaxpr,
+        segment: Segment,
+        used: Sequence[int],
+        made: Sequence[int],
+    ) -> None:
+        """Traces it, differentiated: `used` of what it reads, `made` of its writes."""
+        self.used, self.made = used, made
+        self.like: dict[Key, jax.ShapeDtypeStruct] = {}
+        run = _transposable(program, segment, used, made)
+        likes = [struct(var) for var in program.jaxpr.invars]
+        self._traced, shapes = jax.make_jaxpr(run, return_shape=True)(*likes)
+        self._tree = jax.tree.structure(shapes[1])
+        written = dict(zip(segment.writes, program.jaxpr.outvars, strict=True))
+        self._dtypes = [struct(written[number]).dtype for number in made]
+
+    def residuals(
+        self, reads: Sequence[Key], writes: Sequence[Key], index: int
+    ) -> tuple[list[Key], list[Key]]:
+        """Keys of what the backward program needs, and of those that are new.
+
+        What is read or written anyway is not kept twice.
+        """
+        jaxpr = self._traced.jaxpr
+        known: dict[Any, Key] = dict(zip(jaxpr.invars, reads, strict=True))
+        for var, key in zip(jaxpr.outvars, writes, strict=False):
+            if is_var(var):
+                known.setdefault(var, key)
+        keys: list[Key] = []
+        kept: list[Key] = []
+        for position, atom in enumerate(jaxpr.outvars[len(writes) :]):
+            key = known.get(atom) if is_var(atom) else None
+            if key is None:
+                key = Key("residual", position, index, EACH)
+                kept.append(key)
+                if is_var(atom):
+                    known[atom] = key
+            self.like[key] = struct(atom)
+            keys.append(key)
+        return keys, kept
+
+    def forward(
+        self, num_writes: int, kept: Sequence[Key], residuals: Sequence[Key]
+    ) -> ClosedJaxpr:
+        """From what is read to what is written and the residuals that are new."""
+        jaxpr = self._traced.jaxpr
+        outvars = list(jaxpr.outvars)
+        new = [outvars[num_writes + residuals.index(key)] for key in kept]
+        pruned = jaxpr.replace(outvars=[*outvars[:num_writes], *new])
+        return ClosedJaxpr(pruned, self._traced.consts)
+
+    def backward(
+        self,
+        likes: Sequence[jax.ShapeDtypeStruct],
+        residuals: Sequence[int],
+        arriving: Sequence[Sequence[int]],
+        earlier: Sequence[int | None],
+    ) -> ClosedJaxpr:
+        """From residuals, cotangents and what is added to, all by position."""
+        dtypes = self._dtypes
+
+        def run(*read: jax.Array) -> list[jax.Array]:
+            transposed = jax.tree.unflatten(self._tree, [read[p] for p in residuals])
+            cotangents = tuple(
+                sum(
+                    (read[p].astype(dtype) for p in some[1:]),
+                    read[some[0]].astype(dtype),
+                )
+                for some, dtype in zip(arriving, dtypes, strict=True)
+            )
+            found = transposed(cotangents)
+            return [
+                value if place is None else read[place] + value
+                for value, place in zip(found, earlier, strict=True)
+            ]
+
+        return jax.make_jaxpr(run)(*likes)
+
+
+def _transposable(
+    program: ClosedJaxpr, segment: Segment, used: Sequence[int], made: Sequence[int]
+) -> Callable[..., Any]:
+    """From what a segment reads to what it writes, and its transposed derivative."""
+    run = jaxpr_as_fun(program)
+    places = [segment.reads.index(number) for number in used]
+
+    def forward(*read: jax.Array) -> tuple[list[jax.Array], Any]:
+        def of_used(*values: jax.Array) -> tuple[tuple[jax.Array, ...], Any]:
+            arguments = list(read)
+            for place, value in zip(places, values, strict=True):
+                arguments[place] = value
+            written = dict(zip(segment.writes, run(*arguments), strict=True))
+            return tuple(written[n] for n in made), written
+
+        _, transposed, written = jax.vjp(
+            of_used, *(read[place] for place in places), has_aux=True
+        )
+        return [written[n] for n in segment.writes], transposed
+
+    return forward
+
+
+def struct(atom: Any) -> jax.ShapeDtypeStruct:
+    """The shape of a variable, or of a constant, of a program."""
+    aval = atom.aval
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+# The calls of a placed step that are made once: before and after its microbatches.
+#
+# Before, parameters go to nodes that use them beside their home and sums begin at zero;
+# after, sums of gradients meet at the homes of their parameters, and results of the
+# loss become means. Traces only.
+
+
+_SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ends:
+    """What the calls made once depend on."""
+
+    like: Mapping[int, jax.ShapeDtypeStruct]
+    """Of parameters and results."""
+    homes: Mapping[int, int]
+    """Node of each parameter."""
+    summing: Mapping[int, Sequence[int]]
+    """Nodes where gradients of a parameter arise, its home among them."""
+    readers: Mapping[Key, Sequence[int]]
+    """Nodes that read a parameter."""
+    results: Sequence[tuple[int, int]]
+    """Number and node of each result."""
+    num_microbatches: int
+
+    @property
+    def _nodes(self) -> list[int]:
+        return sorted({node for nodes in self.summing.values() for node in nodes})
+
+    def first(self) -> tuple[NodeCall, ...]:
+        """The calls before the first microbatch."""
+        return tuple(map(self._begin, self._nodes))
+
+    def last(self) -> tuple[NodeCall, ...]:
+        """The calls after the last microbatch."""
+        return (*self._reduce(), *self._finish(), *self._results())
+
+    def _begin(self, node: int) -> NodeCall:
+        """Sends parameters to where they are used too, and begins sums at zero."""
+        mine = [n for n in self.homes if self.homes[n] == node]
+        summed = [n for n in self.homes if node in self.summing[n]]
+        likes = [self.like[n] for n in summed]
+
+        def zeros() -> list[jax.Array]:
+            return [jnp.zeros(like.shape, like.dtype) for like in likes]
+
+        return NodeCall(
+            node=node,
+            phase="begin",
+            writes=tuple(Key("sum", number, node) for number in summed),
+            sends=sends((Key("param", number) for number in mine), node, self.readers),
+            program=jax.make_jaxpr(zeros)(),
+        )
+
+    def _reduce(self) -> list[NodeCall]:
+        """Sums go to the homes of their parameters."""
+        calls: list[NodeCall] = []
+        for node in self._nodes:
+            away = [
+                (Key("sum", number, node), self.homes[number])
+                for number in self.homes
+                if node in self.summing[number] and node != self.homes[number]
+            ]
+            if away:
+                reads = tuple(key for key, _ in away)
+                calls.append(
+                    NodeCall(node=node, phase="reduce", reads=reads, sends=tuple(away))
+                )
+        return calls
+
+    def _finish(self) -> list[NodeCall]:
+        """Sums of all nodes over the total weight: the gradients."""
+        calls: list[NodeCall] = []
+        for node in self._nodes:
+            mine = [n for n in self.homes if self.homes[n] == node]
+            parts = [[Key("sum", n, s) for s in self.summing[n]] for n in mine]
+            reads = [key for keys in parts for key in keys]
+            if not mine:
+                continue
+            likes = [[self.like[k.number] for k in p] for p in parts]
+            program = jax.make_jaxpr(_over)(_SCALAR, likes)
+            calls.append(
+                NodeCall(
+                    node=node,
+                    phase="finish",
+                    reads=(Key("total"), *reads),
+                    writes=tuple(Key("gradient", number) for number in mine),
+                    program=program,
+                    donated=usable(program, range(1, 1 + len(reads))),
+                )
+            )
+        return calls
+
+    def _results(self) -> list[NodeCall]:
+        """Means of results over microbatches, weighted."""
+        places: dict[int, list[int]] = defaultdict(list)
+        for place, (_, node) in enumerate(self.results):
+            places[node].append(place)
+        return [self._means(node, some) for node, some in sorted(places.items())]
+
+    def _means(self, node: int, places: Sequence[int]) -> NodeCall:
+        parts = range(self.num_microbatches)
+        numbers = [self.results[place][0] for place in places]
+        values = [[Key("value", n, microbatch=j) for j in parts] for n in numbers]
+        distinct = list(dict.fromkeys(key for keys in values for key in keys))
+        at = {key: position for position, key in enumerate(distinct)}
+
+        def means(total: Any, weights: list[Any], found: list[Any]) -> list[Any]:
+            return [
+                _mean(total, weights, [found[at[key]] for key in keys])
+                for keys in values
+            ]
+
+        likes = [self.like[key.number] for key in distinct]
+        weights = [Key("weight", microbatch=j) for j in parts]
+        return NodeCall(
+            node=node,
+            phase="finish",
+            segment=1,
+            reads=(Key("total"), *weights, *distinct),
+            writes=tuple(Key("result", place) for place in places),
+            program=jax.make_jaxpr(means)(_SCALAR, [_SCALAR] * len(parts), likes),
+        )
+
+
+def _over(total: jax.Array, parts: list[list[jax.Array]]) -> list[jax.Array]:
+    return [sum(some[1:], some[0]) / total.astype(some[0].dtype) for some in parts]
+
+
+def _mean(total: jax.Array, weights: list[jax.Array], found: list[jax.Array]) -> Any:
+    if len(found) == 1:
+        return found[0]
+    scaled = [v * w.astype(v.dtype) for v, w in zip(found, weights, strict=True)]
+    return sum(scaled[1:], scaled[0]) / total.astype(scaled[0].dtype)
+
+
+# The calls that compute a loss and its gradients from a program cut into segments.
+#
+# Per segment a forward call, which keeps what the backward call needs (residuals) on
+# its node, and a backward call, which is its transposed derivative. A value that
+# segments of several nodes use gets a cotangent from each such node, added up where the
+# value was made; a parameter used on several nodes has one home, where its gradients
+# are added. Traces only.
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Gradients:
+    """The calls, and where what they need and make is."""
+
+    calls: Calls
+    active: frozenset[int]
+    """Numbers of the values that lie between a parameter and the loss."""
+    homes: tuple[int, ...]
+    """Node of each parameter."""
+    inputs: tuple[tuple[Key, int], ...]
+    """What the caller puts into the stores of nodes: batch, constants and weights."""
+    results: tuple[tuple[Key, int], ...]
+    """Where each result of the loss is in the end."""
+    gradients: tuple[tuple[Key, int], ...]
+    """Where the gradient of each parameter is in the end."""
+
+
+def differentiated(cut: Cut, num_params: int, num_microbatches: int) -> Gradients:
+    """Calls for the value and the gradients of a loss.
+
+    Args:
+        cut: of a program whose first result is the loss, a scalar.
+        num_params: how many of its first arguments are parameters.
+        num_microbatches: parts of the batch; each has a `weight`.
+
+    Raises:
+        ValueError: the loss is no floating-point scalar that depends on parameters, a
+            parameter is no floating-point array, or a result cannot be averaged over
+            microbatches.
+    """
+    return _Differentiation(cut, num_params, num_microbatches).calls()
+
+
+@dataclass(kw_only=True)
+class _Users:
+    """Who uses values."""
+
+    by_node: dict[int, dict[int, list[int]]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(list))
+    )
+    """Value, node: segments that a cotangent comes from, ascending."""
+    nodes: dict[Key, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """Nodes that read a key."""
+
+
+class _Differentiation:
+    def __init__(self, cut: Cut, num_params: int, num_microbatches: int) -> None:
+        self._cut, self._parts = cut, num_microbatches
+        self._params = cut.arguments[:num_params]
+        self._batch = set(cut.arguments[num_params:])
+        self._maker = {n: s for s in cut.segments for n in s.writes}
+        check(cut, self._params, num_microbatches)
+        self._active = between(cut, self._params)
+        self._users = _Users()
+        for index, segment in enumerate(cut.segments):
+            for number in segment.reads:
+                self._users.nodes[self._key(number)].append(segment.node)
+                if number in self._active and self._active.intersection(segment.writes):
+                    self._users.by_node[number][segment.node].append(index)
+        self._homes = {n: self._home(n) for n in self._params}
+
+    def calls(self) -> Gradients:
+        each: list[NodeCall] = []
+        for index, segment in enumerate(self._cut.segments):
+            each += self._segment(index, segment)
+        ends = self._ends()
+        first, last = ends.first(), ends.last()
+        sent = [key for call in (*first, *each, *last) for key, _ in call.sends]
+        return Gradients(
+            calls=Calls(
+                begin=first,
+                each=tuple(each),
+                end=last,
+                num_bytes={key: self._bytes(key) for key in sent},
+            ),
+            active=self._active,
+            homes=tuple(self._homes[n] for n in self._params),
+            inputs=self._inputs(each, last),
+            results=tuple(
+                (Key("result", place), self._node_of_result(place))
+                for place in range(len(self._cut.results))
+            ),
+            gradients=tuple(
+                (Key("gradient", number), self._homes[number])
+                for number in self._params
+            ),
+        )
+
+    # Where things are.
+
+    def _key(self, number: int) -> Key:
+        if number in self._params:
+            return Key("param", number)
+        if number in self._cut.constants:
+            return Key("constant", number)
+        return Key("value", number, microbatch=EACH)
+
+    def _home(self, param: int) -> int:
+        users = self._users.nodes[Key("param", param)]
+        return users[0] if users else self._cut.segments[0].node
+
+    def _node_of_result(self, place: int) -> int:
+        number = self._cut.results[place]
+        assert isinstance(number, int)
+        return self._maker[number].node
+
+    def _ends(self) -> Ends:
+        by_node, results = self._users.by_node, self._cut.results
+        numbers = [number for number in results if isinstance(number, int)]
+        return Ends(
+            like={
+                number: struct(self._cut.variables[number])
+                for number in (*self._params, *numbers)
+            },
+            homes=self._homes,
+            summing={
+                number: sorted({home, *by_node[number]})
+                for number, home in self._homes.items()
+            },
+            readers=self._users.nodes,
+            results=[(n, self._maker[n].node) for n in numbers],
+            num_microbatches=self._parts,
+        )
+
+    def _bytes(self, key: Key) -> int:
+        aval: Any = self._cut.variables[key.number].aval
+        return aval.size * aval.dtype.itemsize
+
+    def _inputs(
+        self, each: Sequence[NodeCall], end: Sequence[NodeCall]
+    ) -> tuple[tuple[Key, int], ...]:
+        outside = ("constant", "weight", "total")
+        found = {
+            (key, call.node)
+            for call in (*each, *end)
+            for key in call.reads
+            if key.kind in outside
+            or (key.kind == "value" and key.number in self._batch)
+        }
+        return tuple(sorted(found, key=str))
+
+    # Calls of each microbatch.
+
+    def _segment(self, index: int, segment: Segment) -> list[NodeCall]:
+        program = self._cut.program(segment)
+        reads = tuple(map(self._key, segment.reads))
+        writes = tuple(map(self._key, segment.writes))
+        outgoing = sends(writes, segment.node, self._users.nodes)
+        forward = NodeCall(
+            node=segment.node,
+            phase="forward",
+            segment=index,
+            reads=reads,
+            writes=writes,
+            sends=outgoing,
+            program=program,
+        )
+        made = [n for n in segment.writes if n in self._active]
+        if not made:
+            return [forward]
+        used = [n for n in segment.reads if n in self._active]
+        split = Split(program, segment, used, made)
+        residuals, kept = split.residuals(reads, writes, index)
+        both = NodeCall(
+            node=segment.node,
+            phase="forward",
+            segment=index,
+            reads=reads,
+            writes=(*writes, *kept),
+            sends=outgoing,
+            program=split.forward(len(writes), kept, residuals),
+        )
+        return [both, self._backward(index, segment, split, residuals)]
+
+    def _backward(
+        self, index: int, segment: Segment, split: "Split", residuals: list[Key]
+    ) -> NodeCall:
+        arriving = [self._cotangents(number) for number in split.made]
+        earlier = [self._earlier(index, n, segment.node) for n in split.used]
+        results = [self._later(index, n, segment.node) for n in split.used]
+        flat = [key for keys in arriving for key in keys]
+        added = [key for key in earlier if key]
+        reads = list(dict.fromkeys((*residuals, *flat, *added)))
+        place = {key: position for position, key in enumerate(reads)}
+        return NodeCall(
+            node=segment.node,
+            phase="backward",
+            segment=index,
+            reads=tuple(reads),
+            writes=tuple(results),
+            sends=self._returned(results, segment.node),
+            program=split.backward(
+                [self._like(key, split) for key in reads],
+                [place[key] for key in residuals],
+                [[place[key] for key in keys] for keys in arriving],
+                [place[key] if key else None for key in earlier],
+            ),
+            donated=tuple(place[key] for key in added),
+        )
+
+    def _cotangents(self, number: int) -> list[Key]:
+        """What adds up to the cotangent of a value that a segment makes."""
+        if number == self._cut.results[0]:
+            return [Key("weight", microbatch=EACH)]
+        return [
+            Key("cotangent", number, node, EACH)
+            for node in sorted(self._users.by_node[number])
+        ]
+
+    def _earlier(self, index: int, number: int, node: int) -> Key | None:
+        """What a call adds its cotangent to."""
+        if number in self._params:
+            return Key("sum", number, node)
+        later = [s for s in self._users.by_node[number][node] if s > index]
+        return Key("partial", number, later[0], EACH) if later else None
+
+    def _later(self, index: int, number: int, node: int) -> Key:
+        """What a call's cotangent, so added, is."""
+        if number in self._params:
+            return Key("sum", number, node)
+        if self._users.by_node[number][node][0] == index:
+            return Key("cotangent", number, node, EACH)
+        return Key("partial", number, index, EACH)
+
+    def _returned(self, results: Sequence[Key], node: int) -> tuple[Any, ...]:
+        makers = {
+            key: [self._maker[key.number].node]
+            for key in results
+            if key.kind == "cotangent"
+        }
+        return sends(results, node, makers)
+
+    def _like(self, key: Key, split: "Split") -> jax.ShapeDtypeStruct:
+        if key.kind == "residual":
+            return split.like[key]
+        if key.kind == "weight":
+            return jax.ShapeDtypeStruct((), jnp.float32)
+        return struct(self._cut.variables[key.number])

@@ -1,0 +1,244 @@
+"""The calls that update parameters, each node its own.
+
+The optimizer's program is cut like the loss: an operator runs where the largest of its
+operands is, and only what must be known elsewhere is sent. So a transformation that is
+elementwise sends next to nothing, and one that needs a norm over all gradients sends a
+number per parameter or less; what it computes is the same. Traces only.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from dtft.parallel.mpmd.partition import INLINED, Cut, Segment, cut
+from dtft.parallel.mpmd.schedule import Calls, Key, NodeCall, sends, usable
+from dtft.planner.ir import CALLS, bodies, is_var, operators, traced
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Updating:
+    """The calls, and where state is before and after them."""
+
+    calls: Calls
+    state: tuple[tuple[Key, int], ...]
+    """Leaves of the optimizer's state before the update, and their nodes."""
+    after: tuple[tuple[Key | None, Any], ...]
+    """Parameters, then leaves of the state, after it; without a key: a constant."""
+    constants: tuple[tuple[Key, int, Any], ...]
+    """Arrays of the program, and nodes that read them."""
+
+
+def updating(
+    optimizer: optax.GradientTransformation,
+    params: Any,
+    keys: Sequence[Key],
+    homes: Sequence[int],
+) -> Updating:
+    """Calls for one update.
+
+    Args:
+        optimizer: any optax transformation that needs gradients, its state and
+            parameters only.
+        params: shapes.
+        keys: of the parameters' gradients.
+        homes: node of each parameter, where it stays.
+    """
+    with jax.numpy_dtype_promotion("standard"):  # stock optax needs it
+        state = jax.eval_shape(optimizer.init, params)
+
+        def update(gradients: Any, params: Any, state: Any) -> tuple[Any, Any]:
+            updates, state = optimizer.update(gradients, state, params)
+            return optax.apply_updates(params, updates), state
+
+        program, _ = traced(update, params, params, state)
+    where = _Where()
+    of_state = where.run(program.jaxpr, homes)
+    return _Making(cut(program, where.nodes), keys, homes, of_state).calls()
+
+
+class _Place:
+    """Where values are together; the node may be found out later."""
+
+    def __init__(self, node: int | None = None) -> None:
+        self.node = node
+        self._same: _Place | None = None
+
+    def root(self) -> "_Place":
+        return self if self._same is None else self._same.root()
+
+    def join(self, other: "_Place") -> None:
+        """Where `other` is, whose node may be known."""
+        mine, its = self.root(), other.root()
+        if mine is not its:
+            mine._same = its
+
+
+class _Where:
+    """Finds a node for each operator of an optimizer's program.
+
+    State has no node of its own: it is where it first meets a gradient or parameter.
+    """
+
+    def __init__(self) -> None:
+        self._operators: list[_Place] = []
+        self._default = 0
+
+    @property
+    def nodes(self) -> list[int]:
+        """Of each operator."""
+        return [self._node(place) for place in self._operators]
+
+    def run(self, jaxpr: Jaxpr, homes: Sequence[int]) -> list[int]:
+        """Follows the program; returns the nodes of the leaves of the state."""
+        self._default = homes[0]
+        state = [_Place() for _ in jaxpr.invars[2 * len(homes) :]]
+        self._body(jaxpr, [*map(_Place, homes), *map(_Place, homes), *state])
+        return [self._node(place) for place in state]
+
+    def _node(self, place: _Place) -> int:
+        node = place.root().node
+        return self._default if node is None else node
+
+    def _body(self, jaxpr: Jaxpr, operands: Sequence[_Place]) -> list[_Place]:
+        known: dict[Any, _Place] = {var: _Place() for var in jaxpr.constvars}
+        known.update(zip(jaxpr.invars, operands, strict=True))
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name in INLINED:
+                (body,) = bodies(eqn)
+                inside = [known[a] if is_var(a) else _Place() for a in eqn.invars]
+                known.update(zip(eqn.outvars, self._body(body, inside), strict=True))
+                continue
+            place = self._together(eqn, known)
+            known.update((var, place) for var in eqn.outvars)
+            within = [op for body in bodies(eqn) for op in operators(body)]
+            count = len(within) if eqn.primitive.name in CALLS else 1
+            self._operators += [place] * count
+        return [known[a] if is_var(a) else _Place() for a in jaxpr.outvars]
+
+    def _together(self, eqn: JaxprEqn, known: dict[Any, _Place]) -> _Place:
+        """The place of the largest operand that has one; all without it join it."""
+        found = [(_size(a), known[a]) for a in eqn.invars if is_var(a)]
+        settled = [(size, p) for size, p in found if p.root().node is not None]
+        place = max(settled, key=lambda one: one[0])[1] if settled else _Place()
+        for _, other in found:
+            if other.root().node is None:
+                other.join(place)
+        return place
+
+
+class _Making:
+    """Calls from segments of an optimizer's program."""
+
+    def __init__(
+        self, divided: Cut, keys: Sequence[Key], homes: Sequence[int], state: list[int]
+    ) -> None:
+        self._cut, self._homes, self._of_state = divided, homes, state
+        count = len(homes)
+        arguments = divided.arguments
+        self._state = [Key("state", place) for place in range(len(state))]
+        params = [Key("param", key.number) for key in keys]
+        self._keys = dict(zip(arguments, (*keys, *params, *self._state), strict=True))
+        self._keys |= {n: Key("constant", n, 1) for n in divided.constants}
+        self._at = dict(zip(arguments, (*homes, *homes, *state), strict=True))
+        self._at |= {n: s.node for s in divided.segments for n in s.writes}
+        self._results = list(zip(divided.results, (*homes, *state), strict=True))
+        assert len(self._results) == count + len(state)
+
+    def calls(self) -> Updating:
+        wanted: dict[Key, list[int]] = {}
+        for segment in self._cut.segments:
+            for number in segment.reads:
+                wanted.setdefault(self._key(number), []).append(segment.node)
+        for number, node in self._results:
+            if isinstance(number, int):
+                wanted.setdefault(self._key(number), []).append(node)
+        first = self._arguments(wanted)
+        made = [
+            self._call(index, segment, wanted)
+            for index, segment in enumerate(self._cut.segments)
+        ]
+        calls = (*first, *made)
+        return Updating(
+            calls=Calls(
+                end=calls,
+                num_bytes={
+                    key: self._bytes(key) for call in calls for key, _ in call.sends
+                },
+            ),
+            state=tuple(zip(self._state, self._of_state, strict=True)),
+            after=tuple(
+                (self._key(n) if isinstance(n, int) else None, self._end(n, node))
+                for n, node in self._results
+            ),
+            constants=tuple(
+                (self._keys[number], node, value)
+                for number, value in self._cut.constants.items()
+                for node in sorted(set(wanted.get(self._keys[number], ())))
+            ),
+        )
+
+    def _key(self, number: int) -> Key:
+        return self._keys.get(number, Key("update", number))
+
+    def _bytes(self, key: Key) -> int:
+        number = next((n for n, k in self._keys.items() if k == key), key.number)
+        aval: Any = self._cut.variables[number].aval
+        return aval.size * aval.dtype.itemsize
+
+    def _end(self, number: Any, node: int) -> Any:
+        """Node of a result, or what it is."""
+        return node if isinstance(number, int) else number.val
+
+    def _arguments(self, wanted: dict[Key, list[int]]) -> list[NodeCall]:
+        """Sends state and gradients that other nodes need."""
+        away: dict[int, list[tuple[Key, int]]] = {}
+        for number in self._cut.arguments:
+            key, node = self._keys[number], self._at[number]
+            away.setdefault(node, []).extend(sends([key], node, wanted))
+        return [
+            NodeCall(
+                node=node,
+                phase="reduce",
+                segment=1,
+                reads=tuple(dict.fromkeys(key for key, _ in some)),
+                sends=tuple(some),
+            )
+            for node, some in sorted(away.items())
+            if some
+        ]
+
+    def _call(
+        self, index: int, segment: Segment, wanted: dict[Key, list[int]]
+    ) -> NodeCall:
+        program = self._cut.program(segment)
+        writes = tuple(Key("update", number) for number in segment.writes)
+        return NodeCall(
+            node=segment.node,
+            phase="update",
+            segment=index,
+            reads=tuple(map(self._key, segment.reads)),
+            writes=writes,
+            sends=sends(writes, segment.node, wanted),
+            program=program,
+            donated=usable(program, self._free(index, segment)),
+        )
+
+    def _free(self, index: int, segment: Segment) -> list[int]:
+        """Reads, by position, that nothing on the node reads later or returns."""
+        later = {
+            number
+            for other in self._cut.segments[index + 1 :]
+            if other.node == segment.node
+            for number in other.reads
+        }
+        later |= {number for number in self._cut.results if isinstance(number, int)}
+        later |= set(self._cut.constants)
+        return [p for p, n in enumerate(segment.reads) if n not in later]
+
+
+def _size(atom: Any) -> int:
+    return atom.aval.size

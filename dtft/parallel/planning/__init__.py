@@ -1,0 +1,104 @@
+"""Plans that run: `dtft.plan`, the step of a plan, and which plan a run has.
+
+* `api`: `dtft.plan` and what it returns. `inputs`: what is handed to it, refused early.
+* `planned_step`: `make_step` and `jit_plan`; `planned_experiment`: the step of a
+  config.
+* `choice`: which plan a run has, recorded and replayed; `auto`: the planner's own
+  answer for a config. `calibration_log`: predicted and measured times.
+* `verify`: plans are compiled for devices that do not exist; `trial`: they are run.
+
+How a plan is searched for is in `dtft.planner`.
+"""
+
+from typing import TYPE_CHECKING
+
+from dtft._lazy import attributes
+
+if TYPE_CHECKING:
+    from dtft.parallel.planning.api import RunnablePlan, plan
+    from dtft.parallel.planning.auto import PlannerInputs, asked_of
+    from dtft.parallel.planning.calibration_log import (
+        PLAN_TIMES_FILE,
+        append_past_run,
+        past_run,
+    )
+    from dtft.parallel.planning.choice import PlanChoice, choose
+    from dtft.parallel.planning.inputs import (
+        check_arrays,
+        check_function,
+        check_like,
+        check_optimizer,
+    )
+    from dtft.parallel.planning.planned_experiment import (
+        planned_mesh,
+        planned_train_step,
+    )
+    from dtft.parallel.planning.planned_step import jit_plan, make_step
+    from dtft.parallel.planning.trial import Runner, in_turns, trial_section, try_plans
+    from dtft.parallel.planning.verify import (
+        candidate_of,
+        first_fitting,
+        target_of,
+        verified,
+        verify_sections,
+    )
+
+_PUBLIC = {
+    "PLAN_TIMES_FILE": "calibration_log",
+    "PlanChoice": "choice",
+    "PlannerInputs": "auto",
+    "RunnablePlan": "api",
+    "Runner": "trial",
+    "append_past_run": "calibration_log",
+    "asked_of": "auto",
+    "candidate_of": "verify",
+    "check_arrays": "inputs",
+    "check_function": "inputs",
+    "check_like": "inputs",
+    "check_optimizer": "inputs",
+    "choose": "choice",
+    "first_fitting": "verify",
+    "in_turns": "trial",
+    "jit_plan": "planned_step",
+    "make_step": "planned_step",
+    "past_run": "calibration_log",
+    "plan": "api",
+    "planned_mesh": "planned_experiment",
+    "planned_train_step": "planned_experiment",
+    "target_of": "verify",
+    "trial_section": "trial",
+    "try_plans": "trial",
+    "verified": "verify",
+    "verify_sections": "verify",
+}
+
+__all__ = [
+    "PLAN_TIMES_FILE",
+    "PlanChoice",
+    "PlannerInputs",
+    "RunnablePlan",
+    "Runner",
+    "append_past_run",
+    "asked_of",
+    "candidate_of",
+    "check_arrays",
+    "check_function",
+    "check_like",
+    "check_optimizer",
+    "choose",
+    "first_fitting",
+    "in_turns",
+    "jit_plan",
+    "make_step",
+    "past_run",
+    "plan",
+    "planned_mesh",
+    "planned_train_step",
+    "target_of",
+    "trial_section",
+    "try_plans",
+    "verified",
+    "verify_sections",
+]
+
+__getattr__, __dir__ = attributes(__name__, _PUBLIC)

@@ -1,0 +1,104 @@
+"""Answers `plan=auto`: the planner's best plan for a config on the devices there are.
+
+The config becomes a loss, an optimizer, parameters and a batch; shapes only are traced.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from dtft.config import Experiment
+from dtft.data import make_datasets
+from dtft.parallel.functional_model import functional
+from dtft.planner.cluster import Cluster
+from dtft.planner.cost import Calibration, apply_calibration
+from dtft.planner.plan import Plan
+from dtft.planner.search import decide
+from dtft.planner.workload import Question, of_loss
+
+# What a config asks of the planner: its loss, optimizer, parameters and batch.
+#
+# Traces shapes only, on whatever device there is.
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannerInputs:
+    """The arguments of the planner's entry `loss`."""
+
+    loss: Callable[[Any, Any], tuple[jax.Array, Any]]
+    """`(params, batch) -> (mean loss, (metrics, statistics))`; the program whose
+    operators a plan's constraints number."""
+    optimizer: optax.GradientTransformation
+    """The config's."""
+    params: Any
+    """ShapeDtypeStructs."""
+    batch: dict[str, jax.ShapeDtypeStruct]
+    """ShapeDtypeStructs of a step's global batch."""
+
+
+def asked_of(experiment: Experiment) -> PlannerInputs:
+    """The question that a config asks.
+
+    Raises:
+        ValueError: the config cannot be planned.
+    """
+    if experiment.optim.reduces_itself:
+        raise ValueError(
+            "optim.sync: replicas that exchange moments themselves have a mesh of "
+            "their own kind, which no plan describes. Leave --plan out."
+        )
+    model = functional(experiment.model, experiment.seed)
+    statistics = jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), model.abstract["statistics"]
+    )
+    return PlannerInputs(
+        loss=lambda params, batch: model.mean_loss(params, statistics, batch),
+        optimizer=experiment.optim.build(None),
+        params=model.abstract["params"],
+        batch=_abstract_batch(experiment),
+    )
+
+
+def _abstract_batch(experiment: Experiment) -> dict[str, jax.ShapeDtypeStruct]:
+    row = make_datasets(experiment.data, experiment.seed).train.batch([0])
+    rows = experiment.data.global_batch
+    return {
+        name: jax.ShapeDtypeStruct((rows, *column.shape[1:]), column.dtype)
+        for name, column in row.items()
+        if name != "id"
+    }
+
+
+def automatic(experiment: Experiment, devices: Sequence[Any]) -> Plan:
+    """The plan of a config; devices of several processes are all in its mesh.
+
+    Args:
+        experiment: model, optimizer and batch.
+        devices: in slot order.
+
+    Raises:
+        ValueError: it fits in no way, the planner does not know the devices, or the
+            calibration is of others.
+    """
+    cluster = Cluster.from_devices(devices)
+    if experiment.calibration:
+        cluster = apply_calibration(cluster, Calibration.read(experiment.calibration))
+    processes = {device.process_index for device in devices}
+    return decide(_question(experiment), cluster, whole=len(processes) > 1).plan
+
+
+def is_of(plan: Plan, experiment: Experiment) -> bool:
+    """Whether a plan was made for the model, optimizer and batch of a config."""
+    try:
+        return plan.model_hash == _question(experiment).fingerprint
+    except ValueError:  # none was: it cannot be planned
+        return False
+
+
+def _question(experiment: Experiment) -> Question:
+    asked = asked_of(experiment)
+    return of_loss(asked.loss, asked.optimizer, asked.params, asked.batch)

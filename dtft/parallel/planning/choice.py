@@ -1,0 +1,269 @@
+"""Which plan a run has: decided once, recorded in every commit, replayed afterwards.
+
+One process decides and all others are told, so that they agree whatever files each of
+them sees. Where the number of devices has changed since, `auto` is decided again, and a
+file's plan gets more or fewer replicas, or is refused.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from dtft._jax_internals import told_by_first
+from dtft.config import ConfigError, Experiment
+from dtft.planner.cluster import Cluster
+from dtft.planner.plan import Plan
+
+AUTO = "auto"
+"""What is asked for where the planner decides."""
+ITEM = "plan"
+"""Its name among what a checkpoint holds beside arrays."""
+
+Decide = Callable[[Experiment, Sequence[Any]], Plan]
+"""From a config and its devices, in slot order, to a plan."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanChoice:
+    """A plan, and what the config said."""
+
+    asked: str
+    """`auto`, or the path of a plan file."""
+    plan: Plan
+    """What is run."""
+    before: str = ""
+    """The recorded plan's mesh, if another number of devices has taken its place."""
+    num_devices: int = 0
+    """Devices there are, of which the plan may leave some idle; 0: those it uses."""
+    here: str = ""
+    """The devices that it runs on (`Pool.fabric_words`); empty: the planner does not
+    know them."""
+
+    @property
+    def is_predicted(self) -> bool:
+        """Whether the plan's prediction is of the devices that it runs on."""
+        return bool(self.here) and self.plan.predicted_for == self.here
+
+    @cached_property
+    def items(self) -> dict[str, Any]:
+        """What a checkpoint records; what was only reported is left out."""
+        kept = replace(self.plan, alternatives=(), collectives=())
+        known = {"asked": self.asked, "plan": json.loads(kept.to_json())}
+        if self.num_devices > used(self.plan):
+            known["devices"] = self.num_devices
+        return {ITEM: known}
+
+    @property
+    def text(self) -> str:
+        """The whole plan, as it is written into the run directory."""
+        return self.plan.to_json() + "\n"
+
+    @property
+    def words(self) -> str:
+        """One line for the banner."""
+        plan, knobs = self.plan, self.plan.knobs
+        changed = ""
+        if self.before:
+            how = "decided again" if self.asked == AUTO else "replicas changed"
+            num_devices = self.num_devices or used(plan)
+            changed = f" ({how} for {num_devices} devices; was {self.before})"
+        idle = ""
+        if self.num_devices > used(plan):
+            idle = f" ({used(plan)} of {self.num_devices} devices)"
+        return (
+            f"plan {self.asked}{changed}: {_sizes(plan)}{idle}, "
+            f"microbatches {knobs.microbatches}, remat {knobs.remat}, "
+            f"zero {knobs.zero}; {self._prediction}"
+        )
+
+    @property
+    def _prediction(self) -> str:
+        plan, expected = self.plan, self.plan.prediction
+        if self.is_predicted:
+            return (
+                f"predicted {1e3 * expected.step_s:.3g} ms a step "
+                f"({1e3 * expected.low_s:.3g} to {1e3 * expected.high_s:.3g}, "
+                f"{expected.source}), {plan.memory_bytes / 2**20:.1f} MiB per device"
+            )
+        made = f"made for {plan.predicted_for or plan.cluster or 'devices unknown'}"
+        if not plan.predicted_for:
+            made += ", replicas, batch or model changed since (or an older dtft)"
+        return (
+            f"{made}, run on {self.here or 'devices that the planner does not know'}: "
+            "no prediction, and calibrations learn nothing from this run"
+        )
+
+
+def choose(
+    experiment: Experiment,
+    devices: Sequence[Any],
+    items: Mapping[str, Any],
+    decide: Decide | None = None,
+) -> PlanChoice | None:
+    """The plan of a run; None where the config's own mesh decides.
+
+    All processes call it together. What a checkpoint recorded is replayed as long as
+    the config asks for the same and there are as many devices.
+
+    Args:
+        experiment: its field `plan` says what is asked for.
+        devices: in slot order.
+        items: of the checkpoint that the run continues from; empty at the very start.
+        decide: answers `auto`; by default the planner.
+
+    Raises:
+        ConfigError: there is no such plan file, it holds no plan, or its plan does not
+            fit so many devices, or the batch.
+    """
+    asked = experiment.plan
+    if not asked:
+        return None
+    recorded, known, num_known, text = items.get(ITEM, {}), None, 0, ""
+    if recorded.get("asked") == asked:
+        known = Plan.from_json(json.dumps(recorded["plan"]))
+        num_known = recorded.get("devices", used(known))
+    is_same = known is not None and num_known == len(devices)
+    if known is not None and (is_same or asked != AUTO):
+        text = known.to_json()
+    elif jax.process_index() == 0:
+        answer = (decide or _automatic) if asked == AUTO else _of_file
+        text = answer(experiment, devices).to_json()
+    agreed = told_by_first("dtft/plan", text, experiment.timeouts.start)
+    plan = Plan.from_json(agreed)
+    # A file's plan may leave some of the devices idle that it was made for.
+    is_made_for_these = known is None and _planned_for(plan) == len(devices)
+    if not (is_same or asked == AUTO or is_made_for_these):
+        plan = with_replicas(plan, len(devices))
+    _check_idle(plan, devices)
+    _check_batch(plan, experiment.data.global_batch)
+    return PlanChoice(
+        asked=asked,
+        plan=plan,
+        before="" if known is None or is_same else _sizes(known),
+        num_devices=len(devices),
+        here=_words(devices),
+    )
+
+
+def used(plan: Plan) -> int:
+    """Devices of a plan's mesh."""
+    return math.prod(plan.mesh.values())
+
+
+def _planned_for(plan: Plan) -> int:
+    """Devices of the cluster that a plan was made for, as far as its words say them."""
+    try:
+        return max(Cluster.parse(plan.cluster).num_devices, used(plan))
+    except ValueError:  # a file that is not here
+        return used(plan)
+
+
+def _check_idle(plan: Plan, devices: Sequence[Any]) -> None:
+    """Refuses a plan that leaves a process without any of its devices.
+
+    Raises:
+        ConfigError: says which number of devices it uses.
+    """
+    processes = {device.process_index for device in devices}
+    if used(plan) < len(devices) and len(processes) > 1:
+        raise ConfigError(
+            f"the plan's mesh {_sizes(plan)} uses {used(plan)} of {len(devices)} "
+            f"devices, and each of the {len(processes)} processes of this job needs "
+            f"its own in the mesh. Use {used(plan)} devices (fewer hosts), a plan for "
+            "a batch that all devices divide (`dtft plan` names the nearest), or "
+            "--plan auto, which leaves none out in such a job."
+        )
+
+
+def _check_batch(plan: Plan, batch: int) -> None:
+    """Refuses rows that the plan cannot divide equally.
+
+    Raises:
+        ConfigError: names the next number that it can.
+    """
+    specs = [spec[0] for spec in plan.batch.values() if spec]
+    axes = max(specs, key=len, default=())
+    parts = math.prod(plan.mesh.get(axis, 1) for axis in axes)
+    micro = plan.knobs.microbatches
+    if batch % (parts * micro):
+        words = " x ".join(axes) or "one part"
+        words += f", in {micro} microbatches" if micro > 1 else ""
+        larger = -(-batch // (parts * micro)) * parts * micro
+        raise ConfigError(
+            f"data.global_batch={batch} is not divisible by {parts * micro} (the "
+            f"plan's {words}): every part of the mesh takes equally many rows. Set "
+            f"--data.global_batch {larger}, or use a plan for this batch: another "
+            "--plan, or --plan auto."
+        )
+
+
+def _words(devices: Sequence[Any]) -> str:
+    """What the planner calls the devices; empty if it does not know them."""
+    try:
+        return Cluster.from_devices(devices).uniform.fabric_words
+    except ValueError:
+        return ""
+
+
+def with_replicas(plan: Plan, num_devices: int) -> Plan:
+    """The plan with as many replicas as there are devices for.
+
+    Raises:
+        ConfigError: no number of replicas fits the devices.
+    """
+    others = math.prod(size for axis, size in plan.mesh.items() if axis != "replica")
+    if num_devices == used(plan):
+        return plan
+    if num_devices % others or "replica" not in plan.mesh:
+        allowed = f"multiples of {others}" if "replica" in plan.mesh else str(others)
+        raise ConfigError(
+            f"the plan's mesh {_sizes(plan)} does not fit {num_devices} devices. "
+            f"Allowed: {allowed}. Use another number of devices, another --plan, or "
+            "--plan auto, which is decided again when the number changes."
+        )
+    # Where its axes lie, and what it takes, was said of the other number.
+    mesh = {**plan.mesh, "replica": num_devices // others}
+    return replace(plan, mesh=mesh, axes={}, predicted_for="")
+
+
+def _sizes(plan: Plan) -> str:
+    return " x ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
+
+
+def read(path: str) -> Plan:
+    """The plan of a file.
+
+    Raises:
+        ConfigError: it cannot be read, or holds no plan.
+    """
+    try:
+        return Plan.from_json(Path(path).read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"plan={path!r} cannot be read ({error}). Allowed: auto, the path of a "
+            "file that `dtft plan --json PATH` wrote, or nothing. Set --plan."
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"plan={path!r}: {error}") from None
+
+
+def _of_file(experiment: Experiment, devices: Sequence[Any]) -> Plan:
+    """A file's plan; without its prediction, if it is of another model or batch."""
+    # As below; what is recorded is not asked again.
+    from dtft.parallel.planning.auto import is_of
+
+    plan = read(experiment.plan)
+    return plan if is_of(plan, experiment) else replace(plan, predicted_for="")
+
+
+def _automatic(experiment: Experiment, devices: Sequence[Any]) -> Plan:
+    # What searches is loaded only where it is asked for: trainers start without it.
+    from dtft.parallel.planning.auto import automatic
+
+    return automatic(experiment, devices)

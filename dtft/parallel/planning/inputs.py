@@ -1,0 +1,345 @@
+"""What is handed to `dtft.plan`: refused early, by name and path, before it is traced.
+
+Decides which of the two entries is meant, and what a state, a batch or the result of a
+step may be. Logical names of dims are read from the parameters.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec
+
+from dtft.checkpoint.state import to_paths
+from dtft.planner.plan import Plan
+
+Step = Callable[[Any, Any], tuple[Any, Any]]
+"""`(state, batch) -> (state, anything)`."""
+
+ENTRIES: Mapping[str, tuple[str, ...]] = {
+    "step": ("step", "state", "batch"),
+    "loss": ("loss", "optimizer", "params", "batch"),
+}
+"""For each entry point the arguments that it needs."""
+
+_BOTH = "Allowed: step=, state=, batch=; or loss=, optimizer=, params=, batch=."
+
+
+def entry_of(given: Mapping[str, Any]) -> str:
+    """The entry point that arguments are of, each of them checked.
+
+    Args:
+        given: the arguments that are not None.
+
+    Raises:
+        ValueError: arguments of neither or both entries, something that is no array
+            among them, parameters without gradients, a batch without rows.
+    """
+    for entry, names in ENTRIES.items():
+        if given.keys() == set(names):
+            _check(given)
+            return entry
+    raise ValueError(
+        f"plan({', '.join(f'{name}=' for name in given)}) is neither of the two that "
+        f"can be asked{_lacks(given)}. {_BOTH}"
+    )
+
+
+def _lacks(given: Mapping[str, Any]) -> str:
+    """What is missing or too much, where it is clear which entry is meant."""
+    meant = [names for entry, names in ENTRIES.items() if entry in given]
+    if len(meant) != 1:
+        return ""
+    missing = [f"{name}=" for name in meant[0] if name not in given]
+    more = [f"{name}=" for name in given if name not in meant[0]]
+    text = f": {', '.join(missing)} missing" if missing else ""
+    return text + (f": {', '.join(more)} too much" if more else "")
+
+
+def _check(given: Mapping[str, Any]) -> None:
+    if "step" in given:
+        check_function("step", given["step"])
+    else:
+        check_function("loss", given["loss"])
+        check_optimizer(given["optimizer"])
+    for name in ("state", "params", "batch"):
+        if name in given:
+            check_arrays(name, given[name])
+    if "params" in given:
+        _check_gradients(given["params"])
+    _check_rows(given["batch"])
+
+
+def check_function(name: str, value: Any) -> None:
+    """Refuses a step or loss that cannot be called.
+
+    Raises:
+        ValueError: names it.
+    """
+    if not callable(value):
+        first = "params" if name == "loss" else "state"
+        raise ValueError(
+            f"{name}={value!r:.80} cannot be called. Allowed: a function "
+            f"{name}({first}, batch)."
+        )
+
+
+def check_optimizer(value: Any) -> None:
+    """Refuses what is no optax transformation.
+
+    Raises:
+        ValueError: it is another thing, such as a class or an optimizer of Flax.
+    """
+    if not isinstance(value, optax.GradientTransformation):
+        raise ValueError(
+            f"optimizer={value!r:.80} is no optax transformation. Allowed: such as "
+            "optax.adamw(1e-3), called, and not wrapped for Flax (its tx)."
+        )
+
+
+def check_plan(value: Any, name: str = "plan") -> None:
+    """Refuses what is no plan, such as the text or the path of one.
+
+    Raises:
+        ValueError: says how a plan is read.
+    """
+    if not isinstance(value, Plan):
+        raise ValueError(
+            f"{name}={value!r:.80} is no plan. Allowed: what dtft.plan(...) "
+            "returned, or dtft.Plan.from_json(text) of a file of `dtft plan --json`."
+        )
+
+
+def check_arrays(name: str, value: Any) -> None:
+    """Refuses a tree with a leaf that is no array.
+
+    Raises:
+        ValueError: names the first such leaf.
+    """
+    leaves = to_paths(value)
+    if not leaves:
+        raise ValueError(
+            f"{name}={value!r} has no arrays. Allowed: a tree of arrays or "
+            "jax.ShapeDtypeStruct."
+        )
+    for path, leaf in leaves.items():
+        if not _is_array(leaf):
+            raise ValueError(
+                f"{_named(name, path)} is {leaf!r:.80}, a {type(leaf).__name__}. "
+                "Allowed: arrays, numbers and jax.ShapeDtypeStruct, in dicts, lists, "
+                "tuples or registered dataclasses. Leave it out, or close over it."
+            )
+
+
+def check_like(name: str, value: Any, planned: Any) -> None:
+    """Refuses arrays that are not those that something was planned for.
+
+    Args:
+        name: of the argument.
+        value: arrays.
+        planned: arrays or shapes.
+
+    Raises:
+        ValueError: another tree, shape or dtype; names the path and both.
+    """
+    wanted, given = to_paths(planned), to_paths(value)
+    if found := _difference(wanted, given):
+        path, before, after = found
+        raise ValueError(
+            f"{_named(name, path)} is {after}, planned was {before}. Allowed: the "
+            "tree, shapes (rows too) and dtypes that were planned. Change it, or plan "
+            "it again."
+        )
+    if list(given) != list(wanted):
+        raise ValueError(
+            f"{name} has its arrays in the order {', '.join(given)}, planned was "
+            f"{', '.join(wanted)}. Allowed: the tree that was planned."
+        )
+
+
+def _difference(
+    before: Mapping[str, Any], after: Mapping[str, Any]
+) -> tuple[str, str, str] | None:
+    """The first path whose leaf is not what it was, with both forms."""
+    for path in {**before, **after}:
+        old, new = (
+            _form(part[path]) if path in part else "nothing" for part in (before, after)
+        )
+        if old != new:
+            return path, old, new
+    return None
+
+
+def _form(leaf: Any) -> str:
+    """Dtype as JAX takes it (of 64 bits 32, by default), and shape."""
+    if not _is_array(leaf):
+        return f"a {type(leaf).__name__}"
+    # Keys of random numbers have a dtype of their own.
+    dtype = jax.dtypes.canonicalize_dtype(_dtype(leaf), allow_extended_dtype=True)
+    return f"{dtype}{list(np.shape(leaf))}"
+
+
+def _is_array(leaf: Any) -> bool:
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        return True
+    return isinstance(leaf, bool | int | float | complex | np.generic)
+
+
+def _check_gradients(params: Any) -> None:
+    for path, leaf in to_paths(params).items():
+        if not _is_real(leaf):
+            raise ValueError(
+                f"{_named('params', path)} is {_dtype(leaf)}, which has no gradient. "
+                "Allowed: floating-point arrays. Keep it out of params: close over it, "
+                "put it into batch, or with NNX pass only nnx.state(model, nnx.Param); "
+                "or plan the whole step with step=, state=, batch=."
+            )
+
+
+def _check_rows(batch: Any) -> None:
+    for path, leaf in to_paths(batch).items():
+        if np.shape(leaf)[:1] == (0,):
+            raise ValueError(
+                f"{_named('batch', path)} has the shape {np.shape(leaf)}: no rows. "
+                "Allowed: 1 or more in dim 0, the examples of a step."
+            )
+
+
+def checked_loss(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """The same loss, which refuses to return anything that has no gradient."""
+
+    @functools.wraps(loss)
+    def checked(params: Any, batch: Any) -> Any:
+        result = loss(params, batch)
+        is_pair = isinstance(result, tuple) and len(result) == 2
+        value = result[0] if is_pair else result
+        if not (_is_array(value) and np.shape(value) == () and _is_real(value)):
+            raise ValueError(
+                f"loss returned {_words(result)}. Allowed: a floating-point scalar, or "
+                "a pair of one and auxiliary values. Take the mean over the batch."
+            )
+        return result
+
+    return checked
+
+
+def checked_step(step: Callable[[Any, Any], Any], state: Any) -> Step:
+    """The same step, which refuses to return anything but a state like the one before.
+
+    Args:
+        step: the user's.
+        state: arrays or shapes.
+    """
+
+    @functools.wraps(step)
+    def checked(given: Any, batch: Any) -> tuple[Any, Any]:
+        result = step(given, batch)
+        check_result(result, state)
+        return result
+
+    return checked
+
+
+def check_result(result: Any, state: Any) -> None:
+    """Refuses what a step returned, if its state is no state to go on with.
+
+    Raises:
+        ValueError: no pair, or another tree, shape or dtype than before.
+    """
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ValueError(
+            f"step returned {_words(result)}. Allowed: a pair, the state after "
+            "the step and anything else. Return (state, metrics)."
+        )
+    if found := _difference(to_paths(state), to_paths(result[0])):
+        path, before, after = found
+        raise ValueError(
+            f"step turned state {path!r} from {before} into {after}. Allowed: the same "
+            "tree, shapes and dtypes, so that the state can be donated. Return the "
+            "state first, in the form in which it was passed."
+        )
+
+
+def _words(result: Any) -> str:
+    """What a function returned, in few words."""
+    if isinstance(result, tuple):
+        return f"{len(result)} values"
+    return _form(result) if _is_array(result) else type(result).__name__
+
+
+def _dtype(leaf: Any) -> Any:
+    return leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.result_type(leaf)
+
+
+def _is_real(leaf: Any) -> bool:
+    """Whether it can have a gradient."""
+    return jnp.issubdtype(_dtype(leaf), jnp.inexact)
+
+
+def _named(name: str, path: str) -> str:
+    return f"{name} {path!r}" if path else name
+
+
+# Logical names of dims that a model's parameters carry, by path.
+#
+# Flax keeps them in metadata: NNX variables in `out_sharding`
+# (`nnx.with_partitioning`), Linen boxes in `names` (`nn.with_partitioning`). Reads them
+# and nothing else.
+
+
+Names = tuple[str | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Named:
+    """In place of an array: what its dims are called."""
+
+    names: Names
+
+
+def logical_names(params: Any, planned: Iterable[str]) -> dict[str, Names]:
+    """The names of each array that has them; others are left out.
+
+    Args:
+        params: a tree with NNX variables (`nnx.state(model)`) or Linen boxes.
+        planned: the plan's paths. It may have been made for the bare arrays of the same
+            tree, whose paths lack the box's `value`.
+
+    Raises:
+        ValueError: no array has names.
+    """
+    named = jax.tree.map(_in_place, params, is_leaf=_has_names)
+    known, found = frozenset(planned), {}
+    for path, leaf in to_paths(named).items():
+        bare = path.removesuffix("/value")
+        found[path if path in known else bare] = leaf.names
+    if not found:
+        raise ValueError(
+            "params has no array with logical names. Allowed: NNX variables or Linen "
+            "boxes made with with_partitioning(initializer, names)."
+        )
+    return found
+
+
+def _in_place(box: Any) -> Any:
+    """A box with names for its array; nothing for a bare array."""
+    if not _has_names(box):
+        return None
+    named = _Named(names=tuple(_names(box)))
+    return jax.tree.map(lambda _: named, box)
+
+
+def _names(leaf: Any) -> Any:
+    return getattr(leaf, "out_sharding", None) or getattr(leaf, "names", None)
+
+
+def _has_names(leaf: Any) -> bool:
+    names = _names(leaf)
+    if not isinstance(names, tuple | PartitionSpec) or not names:
+        return False
+    return all(name is None or isinstance(name, str) for name in names)

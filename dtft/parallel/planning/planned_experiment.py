@@ -1,0 +1,113 @@
+"""The step of an experiment that runs as a plan says.
+
+Where arrays are, and how gradients are computed and applied, is the plan's. Decides
+nothing that the plan decides.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dtft.config import Experiment
+from dtft.parallel.functional_model import FunctionalModel, Metrics, State, functional
+from dtft.parallel.planning.planned_step import Update
+from dtft.parallel.sharding import mesh_of, sharding_tree
+from dtft.parallel.step import AXES, Gradients, Means, Parallelism, TrainStep
+from dtft.planner.plan import Plan
+from dtft.planner.search import check_runnable
+from dtft.planner.types import Spec
+
+
+def planned_mesh(plan: Plan, devices: Sequence[Any]) -> Mesh:
+    """The plan's mesh, with axes of size 1 for those that every step names.
+
+    Args:
+        plan: of `plan_choice.choose`.
+        devices: in slot order; those that the plan leaves idle are the last.
+
+    Raises:
+        ValueError: the plan needs more devices.
+    """
+    sizes = {axis: 1 for axis in AXES if axis not in plan.mesh} | dict(plan.mesh)
+    return mesh_of(sizes, devices[: math.prod(sizes.values())])
+
+
+def planned_train_step(experiment: Experiment, mesh: Mesh, plan: Plan) -> TrainStep:
+    """The step of an experiment as planned.
+
+    Args:
+        experiment: model, optimizer and seed.
+        mesh: of `planned_mesh`.
+        plan: of `plan_question.asked_of(experiment)`.
+
+    Raises:
+        ValueError: the plan cannot be run here, or was made for another state.
+    """
+    check_runnable(plan, "loss", mesh.devices.flat[0].platform)
+    if experiment.optim.reduces_itself:
+        raise ValueError(
+            "optim.sync: replicas that exchange moments themselves have a mesh of "
+            "their own kind, which no plan describes. Leave --plan out."
+        )
+    experiment.optim.check_mesh(mesh.shape["tensor"])
+    rows, model = rows_of(plan), functional(experiment.model, experiment.seed)
+
+    def parallelize(abstract: State) -> Parallelism:
+        params, opt_state = abstract["params"], abstract["opt_state"]
+        update = Update.of(plan, mesh, params, opt_state)
+        everywhere = NamedSharding(mesh, PartitionSpec())
+
+        def whole(read: State) -> State:
+            return {**read, "params": update.gathered(read["params"])}
+
+        return Parallelism(
+            state={
+                **jax.tree.map(lambda _: everywhere, abstract),
+                "params": update.of_params,
+                "opt_state": update.of_optimizer(opt_state),
+            },
+            rows=rows,
+            gradients=_gradients_of(model, update),
+            apply=update.apply,
+            evaluated=model.reading(whole),
+        )
+
+    return TrainStep(experiment.optim, model, mesh, parallelize)
+
+
+def _gradients_of(model: FunctionalModel, update: Update) -> Gradients:
+    """A plan's gradients; parameters are gathered where they are used."""
+
+    def loss(
+        params: Any, batch: Any, statistics: Any
+    ) -> tuple[jax.Array, tuple[Metrics, Any]]:
+        return model.mean_loss(params, statistics, batch)
+
+    def means(state: State, batch: dict[str, jax.Array]) -> Means:
+        of_batch = sharding_tree("batch", batch, update.plan.batch, update.mesh)
+        batch = jax.lax.with_sharding_constraint(batch, of_batch)
+        found = update.gradients(loss, None, state["statistics"])
+        (_, (metrics, statistics)), gradients = found(state["params"], batch)
+        return {"gradients": gradients, "statistics": statistics, "metrics": metrics}
+
+    return means
+
+
+def rows_of(plan: Plan) -> tuple[str, ...]:
+    """The mesh axes that divide the rows of the batch.
+
+    Raises:
+        ValueError: not the same for every array.
+    """
+    found: set[Spec] = {spec[:1] for spec in plan.batch.values() if spec}
+    if len(found) != 1:
+        raise ValueError(
+            f"the plan divides the rows of the batch in several ways: "
+            f"{dict(plan.batch)}. Allowed: dim 0 of every array alike. Make the plan "
+            "again for this config."
+        )
+    (spec,) = found
+    return spec[0]

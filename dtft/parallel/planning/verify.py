@@ -1,0 +1,346 @@
+"""Verifies plans: compiles the best few for the cluster's devices, none of which exist.
+
+The programs are those that `make_step` and `jit_plan` would run, lowered for devices
+that this machine need not have. Where none of them fits as compiled, plans that need
+less are looked for. The fastest that fits is taken; tables say what was found.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jax.sharding import AbstractMesh, AxisType
+
+from dtft.parallel.planning.planned_step import step_of
+from dtft.planner import wording
+from dtft.planner.aot import (
+    GPU_TARGETS,
+    Candidate,
+    Compiled,
+    Failure,
+    Verdict,
+    candidate,
+    compare,
+    compile_all,
+    gate,
+    is_gpu_compiler_installed,
+    platform_of,
+)
+from dtft.planner.cluster import Cluster
+from dtft.planner.gc_pause import gc_paused
+from dtft.planner.plan import Plan
+from dtft.planner.report import knobs_text
+from dtft.planner.search import Decision, decide, next_best
+from dtft.planner.wording import Section, percent, size
+
+NUM = 4
+"""Plans that are compiled, if nothing else is asked for."""
+SECONDS_EACH = 30.0
+"""What compiling a plan may take on average."""
+RESERVE = 0.05
+"""Of a device's memory, left to allocator and libraries beside what is compiled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """A plan as it was compiled."""
+
+    decision: Decision
+    """Of this plan."""
+    compiled: Compiled | Failure
+    verdict: Verdict
+    held_back: float = 0.0
+    """How much more than predicted the plan was chosen to have room for, a share,
+    because those before needed it."""
+
+    @property
+    def needed_bytes(self) -> int | None:
+        """Bytes of a device as compiled; None if it was not. For CPU only what goes in
+        and out, because temporaries are not those of another backend."""
+        if isinstance(self.compiled, Failure):
+            return None
+        memory = self.compiled.memory
+        return memory.total if self.compiled.exact_memory else memory.floor
+
+    @property
+    def predicted_bytes(self) -> int:
+        """The same as predicted."""
+        plan = self.decision.plan
+        return plan.memory_bytes - plan.memory.get("reserve", 0)
+
+
+def verified(
+    decision: Decision,
+    asked: Mapping[str, Any],
+    *,
+    num: int = NUM,
+    deadline_s: float | None = None,
+) -> tuple[Verified, ...]:
+    """The best plans, fastest first, compiled; then leaner ones if none of them fits.
+
+    For a GPU that XLA can compile for here (extra `aot`), otherwise for as many fake
+    CPU devices: then collectives are those of XLA's CPU backend, and of memory only
+    what goes in and out is known.
+
+    Args:
+        decision: what is verified.
+        asked: what was planned: `step`, `state` and `batch`, or `loss`, `optimizer`,
+            `params` and `batch`.
+        num: how many are compiled at a time, at least 1.
+        deadline_s: seconds for all of them; by default `SECONDS_EACH` for each.
+
+    Raises:
+        ValueError: `num` is below 1.
+    """
+    if num < 1:
+        raise ValueError(f"num={num} plans cannot be compiled. Allowed: 1 or more.")
+    end = time.monotonic() + (deadline_s or num * SECONDS_EACH)
+    target = target_of(decision)
+    found = _compiled(next_best(decision, num), asked, target, end)
+    while not any(one.verdict.fits for one in found) and time.monotonic() < end:
+        more = leaner(decision, found, num)
+        if not more:
+            break
+        share = _excess(found) - 1
+        again = _compiled(more, asked, target, end)
+        found += tuple(replace(one, held_back=share) for one in again)
+    return found
+
+
+def _compiled(
+    decisions: Sequence[Decision], asked: Mapping[str, Any], target: str, end: float
+) -> tuple[Verified, ...]:
+    known = [one for one in decisions if one.plan.runnable]
+
+    def lowered() -> Iterator[Candidate]:
+        for number, one in enumerate(known):
+            yield candidate_of(one.plan, asked, target=target, name=str(number))
+
+    left = max(0.0, end - time.monotonic())
+    coming = [(target, math.prod(one.plan.mesh.values())) for one in known]
+    results = list(compile_all(lowered(), deadline_s=left, coming=coming))
+    late = Failure(name="", reason=f"not compiled within {left:g} s")
+    results += [late] * (len(known) - len(results))
+    return tuple(
+        Verified(
+            decision=one,
+            compiled=result,
+            verdict=gate(one.plan, result, one.plan.capacity_bytes, reserve=RESERVE),
+        )
+        for one, result in zip(known, results, strict=True)
+    )
+
+
+@gc_paused()
+def candidate_of(
+    plan: Plan, given: Mapping[str, Any], *, target: str = "cpu", name: str = ""
+) -> Candidate:
+    """The step that `make_step` or `jit_plan` would run, lowered.
+
+    Args:
+        plan: of what is given.
+        given: the arguments of `dtft.plan`: `step`, `state`, `batch`; or `loss`,
+            `optimizer`, `params`, `batch`. Arrays may be ShapeDtypeStructs.
+        target: `cpu`, or the GPU to compile for.
+        name: what the candidate is called in results.
+
+    Raises:
+        ValueError: the plan is not of what is given, or cannot be run on such devices.
+    """
+    platform, sizes = platform_of(target), tuple(plan.mesh.values())
+    # A mesh without devices: enough for shardings and for lowering.
+    mesh = AbstractMesh(
+        sizes, tuple(plan.mesh), axis_types=(AxisType.Auto,) * len(sizes)
+    )
+    step, start = step_of(plan, given, mesh, platform)
+    lowered = step.trace(start, given["batch"]).lower(lowering_platforms=(platform,))
+    return candidate(lowered, mesh=plan.mesh, target=target, name=name)
+
+
+def _excess(found: Sequence[Verified]) -> float:
+    """How many times what was predicted the compiled programs needed at most."""
+    ratios = [
+        one.needed_bytes / one.predicted_bytes for one in found if one.needed_bytes
+    ]
+    return max(ratios, default=0.0)
+
+
+def leaner(
+    decision: Decision, found: Sequence[Verified], num: int
+) -> tuple[Decision, ...]:
+    """The best plans that would fit if all programs exceeded predictions alike.
+
+    Asked of a cluster whose devices have so much less memory; what is held back counts
+    to the reserve of the plans.
+
+    Args:
+        decision: what was verified first.
+        found: what was compiled, and does not fit.
+        num: how many at most.
+
+    Returns:
+        Plans that were not compiled yet, fastest first; none if nothing could help.
+    """
+    pool, excess = decision.cluster.uniform, _excess(found)
+    if excess <= 1:  # they do not fit for another reason
+        return ()
+    has = pool.device.memory_bytes
+    less = math.floor(has * (1 - RESERVE) / excess)
+    device = replace(pool.device, memory_bytes=less)
+    small = Cluster(pools=(replace(pool, device=device),), name=decision.cluster.name)
+    try:
+        again = decide(
+            decision.question, small, decision.pins, what_if=decision.what_if
+        )
+    except ValueError:
+        return ()
+    tried = {_identity(one.decision.plan) for one in found}
+    whole = (_with_capacity(one, decision, has) for one in next_best(again, num))
+    return tuple(one for one in whole if _identity(one.plan) not in tried)
+
+
+def _identity(plan: Plan) -> Any:
+    return tuple(plan.mesh.items()), plan.knobs
+
+
+def _with_capacity(one: Decision, original: Decision, capacity: int) -> Decision:
+    """What was decided for devices with less memory, for those that there are."""
+    plan, held = one.plan, capacity - one.plan.capacity_bytes
+    memory = {**plan.memory, "reserve": plan.memory.get("reserve", 0) + held}
+    alternatives = tuple(
+        replace(other, memory_bytes=other.memory_bytes + held)
+        for other in plan.alternatives
+    )
+    plan = replace(
+        plan,
+        memory=memory,
+        capacity_bytes=capacity,
+        alternatives=alternatives,
+        cluster_hash=original.plan.cluster_hash,
+        cluster=original.plan.cluster,
+    )
+    return replace(one, plan=plan, cluster=original.cluster)
+
+
+def target_of(decision: Decision) -> str:
+    """What programs are compiled for: the cluster's GPU if that is possible here."""
+    name = decision.cluster.uniform.device.name
+    return name if name in GPU_TARGETS and is_gpu_compiler_installed() else "cpu"
+
+
+def first_fitting(found: Sequence[Verified]) -> Verified:
+    """The fastest plan that fits as compiled.
+
+    Raises:
+        ValueError: none does; says by how much, and what would make it fit.
+    """
+    for one in found:
+        if one.verdict.fits:
+            return one
+    compiled = [one for one in found if one.needed_bytes is not None]
+    if not compiled:
+        reasons = {one.verdict.reason for one in found}
+        raise ValueError(
+            f"none of the {len(found)} best plans could be verified: "
+            f"{'; '.join(sorted(reasons))}. Verify fewer, or none."
+        )
+    raise ValueError(_unfit(compiled))
+
+
+def _unfit(found: Sequence[Verified]) -> str:
+    """Says what the leanest of the compiled programs lacks, and what would help."""
+    leanest = min(found, key=lambda one: one.verdict.needed_bytes)
+    plan, verdict = leanest.decision.plan, leanest.verdict
+    has, over = plan.capacity_bytes, verdict.needed_bytes - verdict.capacity_bytes
+    there = math.prod(plan.mesh.values())
+    devices = math.ceil(there * (leanest.needed_bytes or 0) / (has * (1 - RESERVE)))
+    return (
+        f"the model does not fit on {plan.cluster}: of the {len(found)} plans that "
+        f"were compiled the leanest ({wording.mesh(plan.mesh)}, "
+        f"{knobs_text(plan.knobs)}) needs "
+        f"{size(verdict.needed_bytes)} on each device, {size(over)} more than "
+        f"the {size(has)} there are. What would help: about {max(devices, there + 1)} "
+        f"devices of this type instead of {there}, a smaller batch, or devices with "
+        f"{size(verdict.needed_bytes)}."
+    )
+
+
+def verify_sections(found: Sequence[Verified]) -> tuple[Section, ...]:
+    """What was compiled, and the collectives of the plan that is taken."""
+    columns = ("mesh", "knobs", "compiled for", "predicted", "compiled", "verdict")
+    chosen = next((one for one in found if one.verdict.fits), None)
+    memory = Section(
+        title="Verified: memory of a device",
+        columns=columns,
+        rows=tuple(_row(one) for one in found),
+        notes=tuple(_notes(found, chosen)),
+    )
+    return (memory,) if chosen is None else (memory, _collectives(chosen))
+
+
+def _notes(found: Sequence[Verified], chosen: Verified | None) -> Iterator[str]:
+    """What became of the plan that was predicted best, if another one is taken."""
+    compiled = [one for one in found if one.needed_bytes is not None]
+    if compiled and not any(
+        isinstance(one.compiled, Compiled) and one.compiled.exact_memory
+        for one in compiled
+    ):
+        yield (
+            "compiled for CPU: what goes in and out of a step; activations and buffers "
+            "are those predicted"
+        )
+    if chosen is None or chosen is found[0]:
+        return
+    before = list(found).index(chosen)
+    plan, first = chosen.decision.plan, found[0].decision.plan
+    more = plan.prediction.step_s - first.prediction.step_s
+    yield (
+        f"{before} faster {'plan' if before == 1 else 'plans'} did not fit as "
+        f"compiled; {wording.mesh(plan.mesh)} ({knobs_text(plan.knobs)}) is taken, "
+        "predicted "
+        f"{wording.signed(wording.seconds(more))} per step"
+    )
+    if chosen.held_back:
+        yield (
+            "those that were compiled first needed up to "
+            f"{percent(chosen.held_back)} more than predicted; so much is kept free"
+        )
+
+
+def _row(one: Verified) -> tuple[str, ...]:
+    plan, needs = one.decision.plan, one.needed_bytes
+    target = one.compiled.target if isinstance(one.compiled, Compiled) else "-"
+    verdict = "fits" if one.verdict.fits else one.verdict.reason
+    return (
+        wording.mesh(plan.mesh),
+        knobs_text(plan.knobs),
+        target,
+        size(one.predicted_bytes),
+        "-" if needs is None else size(needs),
+        verdict,
+    )
+
+
+def _collectives(one: Verified) -> Section:
+    """Bytes of a step predicted and found, by kind and axes."""
+    if not isinstance(one.compiled, Compiled):
+        return Section(title="Verified: collectives", notes=("nothing was compiled",))
+    rows = tuple(
+        (
+            each.kind,
+            wording.axes(each.axes),
+            size(each.predicted_bytes),
+            size(each.found_bytes),
+            percent(each.difference) if each.found_bytes else "not there",
+            ", ".join(each.exceptions),
+        )
+        for each in compare(one.decision.plan, one.compiled)
+    )
+    return Section(
+        title="Verified: collectives of the plan, bytes of a step",
+        columns=("kind", "axes", "predicted", "compiled", "difference", ""),
+        rows=rows,
+        notes=() if rows else ("none, as predicted",),
+    )

@@ -1,0 +1,303 @@
+"""The training step of an experiment: init, step and evaluation, compiled for a mesh.
+
+What differs between the ways to run a step is a value, `Parallelism`: where each part
+of the state is, which function computes gradients and which applies them. Here is the
+one of a config's mesh without stages; others are in `pipelined` (stages), `uneven`
+(load balancing) and `planned_program` (a plan).
+
+The state is a pure pytree `{"params", "statistics", "opt_state", "step"}`; `statistics`
+are the running means of normalization layers, empty (so without leaves) for models that
+have none.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from dtft.config import Experiment, MeshConfig, OptimConfig
+from dtft.parallel import local_updates
+from dtft.parallel.functional_model import (
+    READ,
+    FunctionalModel,
+    Metrics,
+    State,
+    functional,
+)
+from dtft.parallel.validation import resolve_mesh
+
+Arrays = Mapping[str, jax.Array | np.ndarray]
+"""Global arrays by name; numpy arrays are divided by the jitted call."""
+Means = dict[str, Any]
+"""`gradients`, `statistics` and `metrics` of a step's batch."""
+Gradients = Callable[[State, dict[str, jax.Array]], Means]
+"""From a state and a batch to the means over the batch."""
+Apply = Callable[[optax.GradientTransformation, Any, Any, Any], tuple[Any, Any]]
+"""`(optimizer, gradients, opt_state, params) -> (params, opt_state)`."""
+AXES = ("replica", "stage", "fsdp", "tensor")
+BATCH_AXES = ("replica", "fsdp")
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[Any]) -> Mesh:
+    """A mesh over `devices`, which are in slot order.
+
+    Raises:
+        ValueError: the sizes do not fit the devices.
+    """
+    sizes = resolve_mesh(config, 1, len(devices))
+    shape = tuple(getattr(sizes, name) for name in AXES)
+    grid = np.asarray(devices).reshape(shape)
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def spec_of(shape: tuple[int, ...], fsdp: int, tensor: int) -> PartitionSpec:
+    """Where one array of the state is divided.
+
+    The last dim of matrices goes to `tensor`, the largest other dim to `fsdp`, each
+    where it can be divided evenly; the rest is replicated.
+
+    >>> tuple(spec_of((6, 8), fsdp=2, tensor=4))
+    ('fsdp', 'tensor')
+    >>> tuple(spec_of((7,), fsdp=2, tensor=1))
+    ()
+    """
+    spec: list[str | None] = [None] * len(shape)
+    if tensor > 1 and len(shape) >= 2 and shape[-1] % tensor == 0:
+        spec[-1] = "tensor"
+    free = [dim for dim, axis in enumerate(spec) if axis is None]
+    fitting = [dim for dim in free if shape[dim] and shape[dim] % fsdp == 0]
+    if fsdp > 1 and fitting:
+        spec[max(fitting, key=lambda dim: (shape[dim], -dim))] = "fsdp"
+    while spec and spec[-1] is None:
+        spec.pop()
+    return PartitionSpec(*spec)
+
+
+def state_sharding(abstract: Any, mesh: Mesh) -> Any:
+    """A NamedSharding for every leaf of an abstract state."""
+
+    def of(shape: tuple[int, ...]) -> PartitionSpec:
+        return spec_of(shape, mesh.shape["fsdp"], mesh.shape["tensor"])
+
+    return local_updates.shardings(abstract, mesh, of)
+
+
+def apply_gradients(
+    optimizer: optax.GradientTransformation, gradients: Any, opt_state: Any, params: Any
+) -> tuple[Any, Any]:
+    """The parameters and optimizer state after an update."""
+    with jax.numpy_dtype_promotion("standard"):  # stock optax needs it
+        updates, opt_state = optimizer.update(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+
+def gradients_of(model: FunctionalModel) -> Gradients:
+    """The gradients of a whole batch, reduced where the partitioner finds best."""
+    gradient = jax.grad(model.mean_loss, has_aux=True)
+
+    def means(state: State, batch: dict[str, jax.Array]) -> Means:
+        gradients, (metrics, statistics) = gradient(
+            state["params"], state["statistics"], batch
+        )
+        return {"gradients": gradients, "statistics": statistics, "metrics": metrics}
+
+    return means
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Parallelism:
+    """How a step runs on a mesh."""
+
+    state: State
+    """A NamedSharding for every leaf of the state."""
+    rows: tuple[str, ...] = BATCH_AXES
+    """Mesh axes that divide the rows of a batch."""
+    gradients: Gradients
+    """The forward and backward pass, and the reduction over the batch."""
+    apply: Apply = apply_gradients
+    """The optimizer's update."""
+    evaluated: FunctionalModel
+    """The model as evaluation computes it."""
+
+
+class TrainStep:
+    """Init, step and evaluation of an experiment on a mesh, compiled on first use."""
+
+    def __init__(
+        self,
+        optim: OptimConfig,
+        model: FunctionalModel,
+        mesh: Mesh,
+        parallelize: Callable[[State], Parallelism],
+    ) -> None:
+        """Traces the state at step 0; allocates nothing.
+
+        Args:
+            optim: the optimizer and its learning rate.
+            model: its `init` gives the parameters as the state has them.
+            mesh: has the axes of `AXES`, and others if `parallelize` uses them.
+            parallelize: from the abstract state to how the step runs on the mesh.
+
+        Raises:
+            ValueError: the optimizer cannot run on this mesh.
+        """
+        self.mesh = mesh
+        self._optim, self._model = optim, model
+        own = local_updates.REPLICA_AXIS if optim.reduces_itself else None
+        self._optimizer = optim.build(own)
+        self._learning_rate = optim.learning_rate_at()
+        abstract = jax.eval_shape(self._first_state)
+        how = parallelize(abstract)
+        self.gradients: Gradients = how.gradients
+        """From a state and a batch to their means; to be traced."""
+        self._apply, self._evaluated = how.apply, how.evaluated
+        self.abstract_state: State = jax.tree.map(
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
+            abstract,
+            how.state,
+        )
+        """Shapes, dtypes and shardings of the state."""
+        self.batch_sharding = NamedSharding(mesh, PartitionSpec(how.rows))
+        """How every array of a batch is divided."""
+        step = self._next_state
+        if optim.reduces_itself:
+            step = local_updates.over(step, optim, mesh, abstract)
+        read = {name: how.state[name] for name in READ}
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        self._init = jax.jit(self._first_state, out_shardings=how.state)
+        self._step = jax.jit(
+            step,
+            donate_argnums=0,
+            in_shardings=(how.state, self.batch_sharding),
+            out_shardings=(how.state, everywhere),
+        )
+        self._sums = jax.jit(
+            self._sums_of_batch,
+            in_shardings=(read, *(self.batch_sharding,) * 2),
+            out_shardings=everywhere,
+        )
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of trained numbers."""
+        leaves = jax.tree.leaves(self._model.abstract["params"])
+        return sum(leaf.size for leaf in leaves) - self._model.num_padding
+
+    @property
+    def state_bytes_per_device(self) -> int:
+        """Bytes of the state on each device."""
+        leaves = jax.tree.leaves(self.abstract_state)
+        shapes = [leaf.sharding.shard_shape(leaf.shape) for leaf in leaves]
+        return sum(
+            math.prod(shape) * leaf.dtype.itemsize
+            for shape, leaf in zip(shapes, leaves, strict=True)
+        )
+
+    def init(self) -> State:
+        """The state at step 0; each device makes its own part."""
+        return self._init()
+
+    def step(self, state: State, batch: Arrays) -> tuple[State, Metrics]:
+        """One optimizer step. `state` is donated: it cannot be used afterwards."""
+        return self._step(state, dict(batch))
+
+    def sums(self, state: State, batch: Arrays, weight_B: jax.Array) -> Metrics:
+        """Weighted sums over the batch of the loss and of each metric.
+
+        The model runs in evaluation mode: with its running statistics.
+        """
+        read = {name: state[name] for name in READ}
+        return self._sums(read, dict(batch), weight_B)
+
+    def lower(self, batch: Any) -> jax.stages.Lowered:
+        """The step for such a batch, to be compiled without being run.
+
+        Args:
+            batch: arrays or ShapeDtypeStructs.
+        """
+        return self._step.lower(self.abstract_state, dict(batch))
+
+    def update(self, state: State, means: Means) -> tuple[State, Metrics]:
+        """The next state and all metrics, from what `gradients` gave; to be traced."""
+        gradients, metrics = means["gradients"], means["metrics"]
+        params, opt_state = self._apply(
+            self._optimizer, gradients, state["opt_state"], state["params"]
+        )
+        with jax.numpy_dtype_promotion("standard"):
+            metrics["grad_norm"] = optax.tree.norm(gradients)
+        rate = jnp.asarray(self._learning_rate(state["step"]), jnp.float32)
+        after = {
+            "params": params,
+            "statistics": means["statistics"],
+            "opt_state": opt_state,
+            "step": state["step"] + 1,
+        }
+        return after, {**metrics, "learning_rate": rate}
+
+    def _next_state(
+        self, state: State, batch: dict[str, jax.Array]
+    ) -> tuple[State, Metrics]:
+        return self.update(state, self.gradients(state, batch))
+
+    def _first_state(self) -> State:
+        read = self._model.init()
+        with jax.numpy_dtype_promotion("standard"):
+            opt_state = self._optimizer.init(read["params"])
+        state = {**read, "opt_state": opt_state, "step": jnp.zeros([], jnp.int32)}
+        return local_updates.lift(
+            state, self._optim, self.mesh.shape[local_updates.REPLICA_AXIS]
+        )
+
+    def _sums_of_batch(
+        self, read: State, batch: dict[str, jax.Array], weight_B: jax.Array
+    ) -> Metrics:
+        read = {**read, "params": local_updates.evaluated(read["params"])}
+        return self._evaluated.sums(read, batch, weight_B)
+
+
+def sharded_step(experiment: Experiment, mesh: Mesh) -> TrainStep:
+    """The step of an experiment on a mesh without stages.
+
+    Args:
+        experiment: what is to run.
+        mesh: of `make_mesh`.
+
+    Raises:
+        ValueError: the model or the optimizer cannot run on this mesh.
+    """
+    model = gathering(functional(experiment.model, experiment.seed), mesh)
+
+    def parallelize(abstract: State) -> Parallelism:
+        return Parallelism(
+            state=state_sharding(abstract, mesh),
+            gradients=gradients_of(model),
+            evaluated=model,
+        )
+
+    return TrainStep(experiment.optim, model, mesh, parallelize)
+
+
+def gathering(model: FunctionalModel, mesh: Mesh) -> FunctionalModel:
+    """A model whose arrays rest as `state_sharding` says, and are gathered for use.
+
+    FSDP: over `fsdp`, where they are used. Left to itself the partitioner of jax 0.10.2
+    on CPU returned wrong gradients on a mesh with replica, fsdp and tensor all 2
+    (test_step.py compares them).
+    """
+    whole = jax.tree.map(
+        lambda s: NamedSharding(mesh, _without(s.spec, "fsdp")),
+        state_sharding(model.abstract, mesh),
+    )
+    return model.reading(
+        lambda read: jax.lax.with_sharding_constraint(read, local_updates.here(whole))
+    )
+
+
+def _without(spec: PartitionSpec, axis: str) -> PartitionSpec:
+    return PartitionSpec(*(None if part == axis else part for part in spec))

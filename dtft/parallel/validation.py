@@ -1,0 +1,234 @@
+"""Whether an experiment fits a cluster, and the mesh that it has there.
+
+What one part of an experiment allows by itself is in `dtft.config.experiment`. Imports
+no JAX.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from dtft.config import ConfigError, Experiment, MeshConfig
+from dtft.models.base import EqualLayers
+from dtft.parallel.row_assignment import sharing_of
+
+
+def check_input(experiment: Experiment, **cluster: Any) -> None:
+    """`fitting.check`, with the error type of wrong input.
+
+    Raises:
+        ConfigError: the experiment does not fit the cluster.
+    """
+    try:
+        check_experiment(experiment, **cluster)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def resolve_mesh(mesh: MeshConfig, hosts: int, devices_per_host: int) -> MeshConfig:
+    """Fills in the open size of a mesh.
+
+    Args:
+        mesh: sizes, at most one of them -1.
+        hosts: number of slots.
+        devices_per_host: devices of each.
+
+    Returns:
+        A mesh without -1, whose sizes multiply to the number of devices.
+
+    Raises:
+        ValueError: the sizes do not fit the devices.
+
+    >>> resolve_mesh(MeshConfig(fsdp=2), hosts=3, devices_per_host=2)
+    MeshConfig(replica=3, stage=1, fsdp=2, tensor=1)
+    """
+    devices, known, unknown = hosts * devices_per_host, 1, ""
+    for name, value in vars(mesh).items():
+        known, unknown = (known, name) if value == -1 else (known * value, unknown)
+    sizes = " x ".join(f"{name}={value}" for name, value in vars(mesh).items())
+    if devices % known or (not unknown and devices != known):
+        raise ValueError(
+            f"mesh {sizes} does not fit {devices} devices ({hosts} hosts x "
+            f"{devices_per_host}). The sizes must multiply to {devices}. Change "
+            "--mesh.replica, .stage, .fsdp or .tensor, or the number of hosts."
+        )
+    return replace(mesh, **({unknown: devices // known} if unknown else {}))
+
+
+def scaled_mesh(
+    experiment: Experiment, slots: int, devices_per_host: int
+) -> MeshConfig:
+    """The mesh on so many slots: that of the config with more or fewer replicas.
+
+    Args:
+        experiment: the config, for `cluster.hosts` slots.
+        slots: slots there are now.
+        devices_per_host: devices of each.
+
+    Raises:
+        ValueError: the sizes do not fit the devices.
+    """
+    mesh = resolve_mesh(experiment.mesh, experiment.cluster.hosts, devices_per_host)
+    return resolve_mesh(replace(mesh, replica=-1), slots, devices_per_host)
+
+
+def row_parts(experiment: Experiment) -> int:
+    """Equal parts that the rows of one part of the mesh are divided into again."""
+    stages = experiment.mesh.stage
+    return experiment.pipeline.row_parts(stages) if stages > 1 else 1
+
+
+def check_experiment(
+    experiment: Experiment,
+    hosts: int | None = None,
+    devices_per_host: int | None = None,
+    *,
+    memory_tier: bool = True,
+) -> None:
+    """Checks that an experiment fits a cluster.
+
+    Args:
+        experiment: what is to run.
+        hosts: number of slots; by default the config's.
+        devices_per_host: devices of each; by default the config's. If that is -1, or
+            a plan decides the mesh, what depends on the mesh is not checked.
+        memory_tier: whether copies are kept in the hosts' memory.
+
+    Raises:
+        ValueError: says what does not fit and what to change.
+    """
+    hosts = hosts or experiment.cluster.hosts
+    devices_per_host = devices_per_host or experiment.cluster.devices_per_host
+    if memory_tier:
+        _check_copies(experiment.checkpoint.copies, hosts)
+    _check_model(experiment)
+    if experiment.mesh.stage > 1:
+        _check_stackable(experiment, experiment.mesh.stage)
+    if devices_per_host == -1 or experiment.plan:
+        return
+    mesh = resolve_mesh(experiment.mesh, hosts, devices_per_host)
+    experiment.optim.check_mesh(mesh.tensor)
+    if memory_tier and experiment.checkpoint.share == "divided":
+        _check_divided(experiment.checkpoint.copies, mesh, hosts)
+    _check_batch(experiment.data.global_batch, mesh)
+    if experiment.balance.policy != "off":
+        sharing_of(experiment.balance, experiment.data.global_batch, vars(mesh))
+    if mesh.stage > 1:
+        check_stages(experiment, mesh)
+    if experiment.cluster.min_replicas:
+        _check_min_replicas(experiment, mesh, hosts)
+
+
+def _check_copies(copies: int, hosts: int) -> None:
+    if copies > hosts:
+        raise ValueError(
+            f"checkpoint.copies={copies} is more than the number of hosts, {hosts}: "
+            f"each copy is on another host. Allowed: 1 to {hosts}. Set "
+            f"--checkpoint.copies {hosts} or use more hosts."
+        )
+
+
+def _check_model(experiment: Experiment) -> None:
+    """Refuses data that the model has no room for."""
+    context = getattr(experiment.model, "context", None)
+    length = experiment.data.tokens_per_example
+    if context is not None and length > context:
+        raise ValueError(
+            f"data.context={length} is more than model.context={context}. "
+            f"Set --data.context {context} or --model.context {length}."
+        )
+    outputs = getattr(experiment.model, "num_classes", None)
+    classes = 0 if outputs is None else experiment.data.count_classes()
+    if outputs is not None and classes > outputs:
+        raise ValueError(
+            f"model.num_classes={outputs} is less than the {classes} classes of the "
+            f"data. Set --model.num_classes {classes} or more."
+        )
+
+
+def _check_divided(copies: int, mesh: MeshConfig, hosts: int) -> None:
+    replicas = min(mesh.replica, hosts)
+    if replicas < max(copies, 2):
+        raise ValueError(
+            f"checkpoint.share=divided has nothing to divide: hosts with "
+            f"the same slices: {replicas} (mesh.replica={mesh.replica}), and "
+            f"checkpoint.copies={copies} of them shall copy each. Set "
+            "--checkpoint.share full, or use more replicas than copies."
+        )
+
+
+def _check_batch(batch: int, mesh: MeshConfig) -> None:
+    parts = mesh.num_data_slots
+    if batch % parts:
+        larger = -(-batch // parts) * parts
+        raise ValueError(
+            f"data.global_batch={batch} is not divisible by {parts} (mesh.replica x "
+            f"mesh.fsdp): every part of the mesh takes equally many rows. Set "
+            f"--data.global_batch {larger}, or change the number of hosts."
+        )
+
+
+def check_stages(experiment: Experiment, mesh: MeshConfig) -> None:
+    """Refuses what does not go together with stages.
+
+    Args:
+        experiment: what is to run.
+        mesh: its mesh, resolved.
+
+    Raises:
+        ValueError: says what, and what is allowed.
+    """
+    layers = _check_stackable(experiment, mesh.stage)
+    if mesh.tensor > 1:
+        raise ValueError(
+            f"mesh.stage={mesh.stage} does not go together with mesh.tensor="
+            f"{mesh.tensor}: a stage computes with whole matrices. Allowed: 1 "
+            "(mesh.replica and mesh.fsdp may be more). Set --mesh.tensor 1."
+        )
+    experiment.pipeline.chunks(mesh.stage, layers.count)
+    rows = experiment.data.global_batch // mesh.num_data_slots
+    experiment.pipeline.check_rows(mesh.stage, rows)
+
+
+def _check_stackable(experiment: Experiment, stages: int) -> EqualLayers:
+    """Refuses what no mesh with stages can run; the layers that stages share."""
+    layers, where = experiment.model.layers, f"mesh.stage={stages}"
+    if layers is None:
+        raise ValueError(
+            f"{where}: the model {type(experiment.model).__name__} is not a row of "
+            "equal layers that stages could share. Allowed: models whose config has "
+            "`layers`, such as TransformerConfig. Set --mesh.stage 1."
+        )
+    optim = type(experiment.optim).__name__
+    if experiment.optim.reduces_itself or not experiment.optim.is_elementwise:
+        raise ValueError(
+            f"{where} does not go together with the optimizer {optim}, because it "
+            "looks at whole matrices or communicates by itself, and layers are "
+            "stacked here. Allowed: optimizers that update each number by itself "
+            "(MaxAdaBeliefConfig without optim.sync, AdamWConfig, SGDConfig). Set "
+            "--mesh.stage 1."
+        )
+    return layers
+
+
+def _check_min_replicas(experiment: Experiment, mesh: MeshConfig, hosts: int) -> None:
+    """Refuses a least number of replicas that the job could never have.
+
+    Raises:
+        ValueError: says which are allowed.
+    """
+    least, batch = experiment.cluster.min_replicas, experiment.data.global_batch
+    parts = mesh.fsdp * row_parts(experiment)
+    fitting = [
+        replicas
+        for replicas in range(1, mesh.replica + 1)
+        if replicas * hosts % mesh.replica == 0 and batch % (replicas * parts) == 0
+    ]
+    if least not in fitting:
+        raise ValueError(
+            f"--min-replicas {least} (cluster.min_replicas) is not a size that this "
+            f"job can shrink to: whole hosts of the {hosts}, at most {mesh.replica} "
+            f"replicas, and equal parts of data.global_batch={batch} rows. Allowed: "
+            f"{', '.join(map(str, fitting))}, or 0 to wait for a host."
+        )
+    if experiment.balance.policy != "off":
+        sharing_of(experiment.balance, batch, vars(replace(mesh, replica=least)))

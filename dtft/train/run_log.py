@@ -1,0 +1,307 @@
+"""What a run tells its user: banner, log lines, metrics files, samples, summary.
+
+Decides wording and file formats only. Must not decide anything about training, and
+must never change what is computed. Only the leading process writes, except samples.
+"""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+import dtft
+from dtft.config import Disk, Experiment
+from dtft.parallel import TrainStep
+from dtft.parallel.planning import PLAN_TIMES_FILE, append_past_run, past_run
+from dtft.train.runtime import Runtime
+
+Record = tuple[int, dict[str, float]]
+"""A step and its metrics."""
+
+
+class RunLog:
+    """Everything one process writes during a run. A context manager."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        runtime: Runtime,
+        train_step: TrainStep,
+        *,
+        start: int,
+    ) -> None:
+        """Opens nothing yet; `start` is the step that the run continues from."""
+        self._experiment, self._runtime = experiment, runtime
+        self._train_step = train_step
+        self._start = self._timed_step = start
+        self._timed_at = self._began = time.monotonic()
+        self._leading = runtime.is_leading
+        self._metrics = self._samples = self._board = self._bar = None
+        self._ended, self._completed = "", False
+        self._step_s: list[float] = []
+        self._disk = Disk(runtime.run_directory)
+
+    def __enter__(self) -> Self:
+        """Prints the banner and opens the files."""
+        log, runtime = self._experiment.log, self._runtime
+        if self._leading:
+            self._metrics = self._disk.opened(runtime.run_directory / "metrics.jsonl")
+            if log.tensorboard and self._disk.has_room():
+                self._board = _tensorboard(
+                    runtime.run_directory / "tensorboard", self._start
+                )
+            if runtime.choice is not None:
+                path, text = runtime.run_directory / "plan.json", runtime.choice.text
+                self._disk.attempt(lambda: _replace(path, text))
+            for line in banner(
+                self._experiment, runtime, self._train_step, self._start
+            ):
+                print(line, flush=True)
+            if sys.stdout.isatty():
+                self._bar = _Bar(self._start, self._experiment.stop.steps)
+        if log.sample_ids:
+            folder = runtime.run_directory / "samples"
+            name = f"slot{runtime.slot}-g{runtime.generation}-a{runtime.attempt}.jsonl"
+            self._samples = self._disk.opened(folder / name)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Closes the files and prints how it ended; unfinished, how to resume."""
+        for resource in (self._bar, self._metrics, self._samples, self._board):
+            if resource is not None:
+                self._disk.attempt(resource.close)
+        if self._leading:
+            if self._ended:
+                print(self._ended, flush=True)
+            if not self._completed:
+                print(f"resume with: {self._runtime.resume_command}", flush=True)
+
+    def samples(self, step: int, rows: Sequence[int], ids: Sequence[int]) -> None:
+        """Records which rows and samples this slot used for a step."""
+        if self._samples is None:
+            return
+        record = {
+            "generation": self._runtime.generation,
+            "attempt": self._runtime.attempt,
+            "step": step,
+            "slot": self._runtime.slot,
+            "rows": list(rows),
+            "ids": list(ids),
+        }
+        self._append(json.dumps(record), self._samples)
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Writes those of `records` that are due."""
+        for step, values in records:
+            if step == self._start + 1:  # compilation is over: time from here
+                self._timed_step, self._timed_at = step, time.monotonic()
+            last = step == self._experiment.stop.steps
+            due = step % self._experiment.log.every == 0 or last
+            if self._leading and due:
+                self._write(step, values)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Writes summary.json and keeps its line for the end."""
+        if not self._leading:
+            return
+        seconds = round(time.monotonic() - self._began, 3)
+        path = self._runtime.run_directory / "summary.json"
+        text = dumps({**summary, "wall_s": seconds}, indent=1) + "\n"
+        self._disk.attempt(lambda: path.write_text(text))
+        self._completed = summary["completed"]
+        self._calibration()
+        stop, head = self._experiment.stop, "done"
+        if not self._runtime.stores_its_end:
+            head = "training ended"  # the job has not: its last step is not stored yet
+        elif not self._completed:
+            head = "stopped early"
+        if self._completed and summary["step"] < stop.steps:
+            head = f"converged ({stop.metric} gained nothing in {stop.patience} steps)"
+        values = [
+            f"{name} {value:.4f}"
+            for name, value in summary.items()
+            if isinstance(value, float)
+        ]
+        self._ended = "  ".join([f"{head} at step {summary['step']}", *values])
+
+    def _calibration(self) -> None:
+        """Logs how long a step of this plan takes, to fit the planner to.
+
+        Not of a plan whose prediction is of other devices: nothing is learnt from it.
+        """
+        choice, path = self._runtime.choice, self._runtime.run_directory
+        if choice is None or not choice.is_predicted or not self._step_s:
+            return
+        run = past_run(choice.plan, self._train_step.mesh, self._step_s)
+        if run is not None:
+            self._disk.attempt(lambda: append_past_run(path / PLAN_TIMES_FILE, run))
+
+    def _append(self, line: str, file: TextIO | None) -> None:
+        if file is not None:
+            self._disk.attempt(lambda: print(line, file=file, flush=True))
+
+    def _write(self, step: int, values: dict[str, float]) -> None:
+        now = time.monotonic()
+        steps = step - self._timed_step
+        seconds = (now - self._timed_at) / steps if steps > 0 else None
+        self._timed_step, self._timed_at = step, now
+        if seconds:
+            self._step_s.append(seconds)
+        unit, per_step = throughput_unit(self._experiment)
+        timing = (
+            {"step_ms": 1e3 * seconds, f"{unit}_per_s": per_step / seconds}
+            if seconds
+            else {}
+        )
+        record = {
+            "step": step,
+            "generation": self._runtime.generation,
+            "attempt": self._runtime.attempt,
+            **values,
+            **timing,
+        }
+        self._append(dumps(record), self._metrics)
+        # TensorBoard's writer would die of a full disk and then block whoever adds.
+        if self._board is not None and self._disk.has_room():
+            for name, value in {**values, **timing}.items():
+                self._board.add_scalar(name, value, step)
+        line = log_line(
+            step, self._experiment.stop.steps, values, seconds, unit, per_step
+        )
+        if self._bar is None:
+            self._append(line, sys.stdout)
+        else:
+            self._bar.show(step, line)
+
+
+def throughput_unit(experiment: Experiment) -> tuple[str, int]:
+    """What is counted per second, and how many of it one step has."""
+    tokens = experiment.data.tokens_per_example
+    batch = experiment.data.global_batch
+    return ("tokens", batch * tokens) if tokens else ("examples", batch)
+
+
+def log_line(
+    step: int,
+    last: int,
+    values: Mapping[str, float],
+    seconds: float | None,
+    unit: str,
+    per_step: int,
+) -> str:
+    """One log line.
+
+    >>> values = {"loss": 0.41234, "learning_rate": 1e-3, "grad_norm": 0.83}
+    >>> log_line(120, 1000, values, 0.0124, "examples", 96)
+    'step 120/1000  loss 0.4123  lr 1.0e-03  grad 0.83  12.4 ms  7.74k ex/s  eta 0:11'
+    """
+    parts = [
+        f"step {step}/{last}",
+        f"loss {values['loss']:.4f}",
+        f"lr {values['learning_rate']:.1e}",
+        f"grad {values['grad_norm']:.3g}",
+    ]
+    if seconds:
+        rate, short = per_step / seconds, {"examples": "ex"}.get(unit, unit)
+        minutes, rest = divmod(round((last - step) * seconds), 60)
+        parts.append(f"{1e3 * seconds:.1f} ms")
+        parts.append(
+            f"{rate / 1e3:.3g}k {short}/s" if rate >= 1e3 else f"{rate:.0f} {short}/s"
+        )
+        parts.append(f"eta {minutes}:{rest:02d}")
+    return "  ".join(parts)
+
+
+def banner(
+    experiment: Experiment, runtime: Runtime, train_step: TrainStep, start: int
+) -> list[str]:
+    """The lines printed before the first step."""
+    mesh = train_step.mesh
+    sizes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    kind = mesh.devices.flat[0].device_kind
+    packages = ", ".join(f"{name} {number}" for name, number in versions().items())
+    begin = f"continues at step {start}" if start else "no checkpoint: starts at step 0"
+    planned = [f"  {runtime.choice.words}"] if runtime.choice else []
+    return [
+        f"dtft run {experiment.name}  ({packages})",
+        f"  slots {runtime.num_slots}, devices {mesh.size} ({kind}), mesh {sizes}, "
+        f"global batch {experiment.data.global_batch}",
+        *planned,
+        f"  {train_step.num_parameters:,} parameters, "
+        f"{train_step.state_bytes_per_device / 2**20:.2f} MiB of state per device",
+        f"  run directory {runtime.run_directory}, {begin}",
+        f"  resume with: {runtime.resume_command}",
+    ]
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that decide results."""
+    from importlib.metadata import version
+
+    names = ("jax", "jaxlib", "flax", "optax")
+    return {"dtft": dtft.__version__, **{name: version(name) for name in names}}
+
+
+def write_config(run_directory: Path, resolved: str, command: Sequence[str]) -> None:
+    """Writes the resolved config, and beside it the command line and versions."""
+    record = {"command": list(command), "versions": versions()}
+    run_directory.mkdir(parents=True, exist_ok=True)
+    _replace(run_directory / "config.json", resolved + "\n")
+    _replace(run_directory / "command.json", json.dumps(record, indent=1) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file whole or not at all: a full disk must not leave an empty one."""
+    if not path.exists() or path.read_text() != text:
+        fresh = path.with_suffix(".new")
+        fresh.write_text(text)
+        fresh.replace(path)
+
+
+def dumps(record: Mapping[str, Any], indent: int | None = None) -> str:
+    """JSON in which NaN and infinities are strings.
+
+    >>> dumps({"loss": float("nan"), "step": 3})
+    '{"loss": "nan", "step": 3}'
+    """
+    safe = {
+        key: str(value)
+        if isinstance(value, float) and not math.isfinite(value)
+        else value
+        for key, value in record.items()
+    }
+    return json.dumps(safe, indent=indent)
+
+
+def _tensorboard(folder: Path, start: int) -> Any:
+    from tensorboardX import SummaryWriter
+
+    # What a lost attempt wrote after the restored step is hidden.
+    return SummaryWriter(str(folder), purge_step=start + 1 if start else None)
+
+
+class _Bar:
+    """A progress bar on a terminal; log lines scroll above it."""
+
+    def __init__(self, start: int, total: int) -> None:
+        from rich.progress import Progress
+
+        self._progress = Progress(transient=True)
+        self._task = self._progress.add_task("training", total=total, completed=start)
+        self._progress.start()
+
+    def show(self, step: int, line: str) -> None:
+        self._progress.console.print(line, highlight=False, soft_wrap=True)
+        self._progress.update(self._task, completed=step)
+
+    def close(self) -> None:
+        self._progress.stop()

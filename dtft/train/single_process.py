@@ -1,0 +1,275 @@
+"""`dtft train`: one process, all local devices, no memory tier.
+
+Decides what happens on a signal; state goes to and comes from the storage tier.
+"""
+
+import shlex
+import signal
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from dtft.checkpoint.managers import Phase
+from dtft.checkpoint.storage import storage_steps
+from dtft.config import (
+    ConfigError,
+    Experiment,
+    diff_configs,
+    load_experiment,
+    refuse,
+    refuse_other,
+    to_json,
+)
+from dtft.elastic.stop_signals import heard_signals
+from dtft.parallel import check_input
+from dtft.train.devices import devices_of
+from dtft.train.run_directory import make_run_directory, only_run_in, with_run_dir
+
+if TYPE_CHECKING:
+    from dtft.parallel.planning import PlanChoice
+
+
+def train(config: str, overrides: Sequence[str]) -> int:
+    """Runs an experiment in this process.
+
+    Returns:
+        The exit code: 0 done or stopped by a signal, 1 failed, 2 wrong input.
+    """
+    asked = load_experiment(config, overrides, "dtft train")
+    experiment = with_run_dir(asked)
+    from dtft.train.loop import run
+    from dtft.train.stop import NonFinite
+
+    made = "" if asked.log.run_dir else experiment.log.run_dir
+    resume = resume_command(config, overrides, made)
+    runtime: LocalRuntime | None = None
+    try:
+        with only_run_in(Path(experiment.log.run_dir)):
+            runtime = LocalRuntime(experiment, resume)
+            with runtime.signals():
+                run(experiment, runtime)
+    except ConfigError as error:
+        refuse(error)
+    except (NonFinite, UnreadableCheckpoint) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except Exception as error:
+        traceback.print_exc()
+        where = runtime.crash_text() if runtime is not None else ""
+        print(f"error: {type(error).__name__}: {error}{where}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def resume_command(config: str, overrides: Sequence[str], made: str) -> str:
+    """What to type to continue: the same command, with its run directory.
+
+    Args:
+        config: path or name.
+        overrides: keys of the config, as they were typed.
+        made: the run directory, if neither config nor overrides name one; else empty.
+
+    >>> resume_command("x", ["--seed", "1"], "runs/x-1")
+    'dtft train x --seed 1 --log.run_dir runs/x-1'
+    """
+    words = ["--log.run_dir", made] if made else []
+    return shlex.join(["dtft", "train", config, *overrides, *words])
+
+
+class UnreadableCheckpoint(RuntimeError):
+    """A checkpoint exists but cannot be loaded; nothing was changed."""
+
+
+class LocalRuntime:
+    """A Runtime of one process, with the storage tier only."""
+
+    slot = 0
+    num_slots = 1
+    hosts = ("here",)
+    generation = 0
+    attempt = 0
+    is_leading = True
+    stores_its_end = True
+
+    def __init__(self, experiment: Experiment, resume_command: str = "") -> None:
+        """Finds the devices and the run directory.
+
+        Raises:
+            ConfigError: the experiment does not fit the devices, or the directory
+                holds checkpoints of another config or cannot be written to.
+        """
+        from dtft.checkpoint.storage import StorageTier
+
+        self._devices = devices_of(experiment)
+        count = len(self._devices)
+        check_input(experiment, hosts=1, devices_per_host=count, memory_tier=False)
+        self._experiment = experiment
+        self.run_directory = Path(experiment.log.run_dir)
+        self.resume_command = resume_command
+        self.choice: PlanChoice | None = None
+        self._stopping = False
+        self._saved = -1
+        self._resolved = to_json(experiment)
+        self._refuse_other_config()
+        make_run_directory(self.run_directory)
+        from dtft.train.run_log import write_config
+
+        write_config(self.run_directory, self._resolved, sys.argv)
+        self._at: tuple[Phase, int] = "start", 0
+        self._checkpoints = self.run_directory.resolve() / "checkpoints"
+        self._storage = StorageTier(
+            self._checkpoints,
+            max_to_keep=experiment.checkpoint.storage_keep,
+        )
+
+    def mesh(self, experiment: Experiment) -> Any:
+        """A mesh over all local devices.
+
+        Raises:
+            ConfigError: the plan that is asked for cannot be had, or not run here.
+            ValueError: the experiment's mesh does not fit the devices.
+        """
+        from dtft.parallel import make_mesh
+        from dtft.parallel.planning import choose, planned_mesh
+
+        step = self._storage.latest_step() if experiment.plan else None
+        items = {} if step is None else self._storage.items(step)
+        try:
+            self.choice = choose(experiment, self._devices, items)
+            if self.choice is not None:
+                return planned_mesh(self.choice.plan, self._devices)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        return make_mesh(experiment.mesh, self._devices)
+
+    def restore(self, abstract_state: Any) -> tuple[Any, dict[str, Any]] | None:
+        """The newest checkpoint of the run directory, or None if it has none.
+
+        Raises:
+            UnreadableCheckpoint: there is one, but it cannot be loaded.
+        """
+        from dtft.checkpoint.state import (
+            from_paths,
+            to_paths,
+            with_plain_keys,
+            with_typed_keys,
+        )
+
+        step = self._storage.latest_step()
+        if step is None:
+            return None
+        try:
+            abstract = to_paths(abstract_state)
+            arrays, items = self._storage.restore(step, with_plain_keys(abstract))
+        except Exception as error:
+            raise UnreadableCheckpoint(
+                f"the checkpoint of step {step} cannot be loaded: {error} To start "
+                "again, set --log.run_dir to a new directory."
+            ) from error
+        saved = items.pop("config", self._resolved)
+        refuse_other(saved, self._resolved, self.run_directory)
+        self._saved = step
+        arrays = with_typed_keys(arrays, abstract)
+        return from_paths(abstract_state, arrays), items
+
+    def entered(self, phase: Phase, step: int) -> None:
+        """Remembers it, for whoever is told of a crash."""
+        self._at = phase, step
+
+    def crash_text(self) -> str:
+        """Where training was, what is stored, and how to go on."""
+        phase, step = self._at
+        stored = self._storage.latest_step()
+        kept = (
+            "no checkpoint was stored"
+            if stored is None
+            else f"the newest checkpoint is {self._checkpoints / str(stored)}"
+        )
+        return f" (in phase {phase} of step {step}); {kept}; resume with: " + (
+            self.resume_command
+        )
+
+    def dispatched(self, step: int) -> None:
+        """Nobody else wants to know."""
+
+    def should_save(self, step: int) -> bool:
+        """At the config's interval; an automatic one spares what is not done here."""
+        interval = self._experiment.checkpoint.interval
+        return interval == "auto" or step % interval == 0
+
+    def takes(self, step: int) -> bool:
+        """Where storage is due."""
+        interval = self._experiment.checkpoint.storage_interval
+        return interval > 0 and step % interval == 0
+
+    def await_turn(self, step: int) -> None:
+        """There is no snapshot in memory to wait for."""
+
+    def finished_step(self, step: int) -> None:
+        """Nobody else wants to know."""
+
+    def save(self, step: int, state: Any, items: dict[str, Any]) -> None:
+        """Saves to storage when it is due."""
+        if self.takes(step):
+            self._store(step, state, items)
+
+    def should_stop(self, step: int) -> bool:
+        """Whether a signal asked to end."""
+        return self._stopping
+
+    def finish(
+        self, step: int, summary: dict[str, Any], state: Any, items: dict[str, Any]
+    ) -> None:
+        """Saves the last state and waits for storage."""
+        if step != self._saved and step > 0:
+            self._store(step, state, items)
+        self._storage.wait_until_finished()
+        self._storage.close()
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """Ctrl-C, SIGTERM and SIGHUP end after the step; a second one ends at once.
+
+        Not a second SIGHUP: a terminal that closes sends more than one.
+        """
+        before = {number: signal.getsignal(number) for number in heard_signals()}
+
+        def ask(number: int, frame: FrameType | None) -> None:
+            del frame
+            self._stopping = True
+            if number != signal.SIGHUP:
+                signal.signal(number, before[signal.Signals(number)])
+
+        for number in before:
+            signal.signal(number, ask)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _store(self, step: int, state: Any, items: dict[str, Any]) -> None:
+        from dtft.checkpoint.state import to_paths, with_plain_keys
+
+        self._storage.wait_until_finished()  # raises what went wrong in the last one
+        arrays = with_plain_keys(to_paths(state))
+        if self._devices[0].platform == "cpu":
+            # The next step donates these buffers. Orbax returns once it has copied
+            # what is on a device, but reads the CPU's buffers while it writes.
+            arrays = {path: array.copy() for path, array in arrays.items()}
+        self._storage.save(step, arrays, {**items, "config": self._resolved})
+        self._saved = step
+
+    def _refuse_other_config(self) -> None:
+        path = self.run_directory / "config.json"
+        if not path.exists() or not storage_steps(self.run_directory / "checkpoints"):
+            return
+        saved = path.read_text()
+        refuse_other(saved, self._resolved, self.run_directory)
+        for line in diff_configs(saved, self._resolved):
+            if not line.startswith("log."):
+                print(f"config changed since the last start: {line}")
