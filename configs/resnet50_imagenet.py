@@ -11,7 +11,7 @@ images in such folders do: `--model.num_classes` is at least the number of folde
 
 90 epochs are 450,000 steps of 256 rows. The learning rate is 1e-3 per 256 rows with a
 decoupled weight decay of 1e-2; for another `--data.global_batch` scale it with the root
-of the batch (with the batch itself for SGD: `dtft.config.optimizers.SGDConfig`, 0.1 per
+of the batch (with the batch itself for SGD: `dtft.config.SGDConfig`, 0.1 per
 256 rows). The state is 0.5 GB, so a snapshot is taken every 10 steps: a fault costs at
 most that many. `--model.compute_dtype float32` for devices without bfloat16.
 """

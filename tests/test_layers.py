@@ -41,7 +41,19 @@ def test_optim_pulls_in_jax_and_optax_only() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["dtft.elastic.host.agent", "dtft.checkpoint.storage.export_plan", "dtft.cli"],
+    [
+        "dtft.elastic.host.agent",
+        "dtft.checkpoint.storage.export_plan",
+        "dtft.cli",
+        "dtft.cli.dispatch",
+        "dtft.cli.jobs",
+        "dtft.config.loading",
+        "dtft.drills.options",
+        "dtft.parallel.validation",
+        "dtft.parallel.row_assignment",
+        "dtft.train.single_process",
+        "dtft.train.worker",
+    ],
 )
 def test_is_never_a_jax_client(module: str) -> None:
     assert not imported_by(module) & {"jax", "jaxlib", "flax", "orbax"}

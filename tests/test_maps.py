@@ -7,10 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MAPPED = (
-    "dtft/train",
-    "experiments",
-)
+MAPPED = ("experiments",)
 EXAMPLES = {"train.py", "experiments/NAME.py"}
 """A script of the reader's own, and a name that stands for any."""
 

@@ -243,7 +243,7 @@ def _compute(
 
 
 def _elements(mesh: Any, sizes: BenchmarkSizes) -> list[ElementTime]:
-    """Every function of `measuring.ELEMENT_WISE`."""
+    """Every function of `microbenchmarks.ELEMENT_WISE`."""
     num = sizes.elements**2
     return [
         ElementTime(

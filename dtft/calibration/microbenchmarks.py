@@ -254,9 +254,6 @@ def strided_s(mesh: Mesh, side: int, pace: BenchmarkPace) -> float:
 
 
 # Times of single operations on images: convolutions, maxima of windows.
-#
-# As `measuring`: every device works at once, and in a job of several processes all of
-# them call this alike. Decides nothing about models or plans.
 
 
 COLOURS = 3
@@ -378,8 +375,7 @@ def _once_s(
 
 # Times of collectives on the devices at hand: alone, behind and beside computing.
 #
-# Timed as `measuring` does, with bytes as the planner counts them. Decides nothing
-# about models or plans.
+# Bytes are as the planner counts them.
 
 
 _COMPUTED = (256, 512), (512, 512)

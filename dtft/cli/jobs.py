@@ -62,9 +62,8 @@ if TYPE_CHECKING:
 
 # `dtft agent CONFIG`: from its flags to the agent of one host, and its exit code.
 #
-# Also what it shares with `dtft agent --serve-only` (`serve_command.py`): the log, the
-# connection to etcd, the signals. Must not know what an agent does: `dtft.elastic`
-# does.
+# Also what it shares with `dtft agent --serve-only`: the log, the connection to etcd,
+# the signals. What an agent does is in `dtft.elastic`.
 
 
 CACHE = "DTFT_COMPILATION_CACHE"
@@ -224,8 +223,7 @@ def _digest(experiment: Experiment) -> str:
 
 # `dtft agent --serve-only`: from its flags to an agent that serves.
 #
-# Decides which flags fit together. Must not know what such an agent does:
-# `elastic.serve` does.
+# Decides which flags fit together. What such an agent does is in `dtft.elastic`.
 
 
 _PROG = "dtft agent --serve-only"
@@ -302,8 +300,8 @@ def _serve_config(words: list[str]) -> ServeConfig:
 # `dtft scale`: more or fewer replicas for a live job; one line says what happened.
 #
 # Exit codes: 0 the job trains so, 1 it could not be done (or not in time), 2 the job
-# may not have this size, or there is no such job. Must not know how a job is scaled:
-# `elastic.scale_job` does.
+# may not have this size, or there is no such job. How a job is scaled is in
+# `dtft.elastic`.
 
 
 def run(options: "Scale") -> int:

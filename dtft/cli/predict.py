@@ -1,7 +1,7 @@
 """`dtft plan predict`: a table of training runs in, the same with predictions out.
 
-Reads and writes the files and prints a summary. Must not know how a row is predicted:
-`planner.row_prediction` decides.
+Reads and writes the files and prints a summary. How a row is predicted is in
+`dtft.planner.transformer`.
 """
 
 from collections.abc import Sequence

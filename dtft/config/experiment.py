@@ -18,9 +18,8 @@ from dtft.models.base import ModelConfig
 
 # How a run divides its batch between replicas that are not equally fast.
 #
-# Decides which settings are allowed and which steps are measured. Pure; must stay free
-# of jax imports at module level. What follows from a measurement is decided in
-# `dtft.balance`.
+# Decides which settings are allowed and which steps are measured. What follows from a
+# measurement is decided in `dtft.balance`.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,8 +25,6 @@ from dtft.config.experiment import (
 )
 
 # Which keys a config has, and what is said of words that are none of them.
-#
-# Pure; must stay free of jax imports.
 
 
 def keys(config: Any, prefix: str = "") -> Iterator[str]:
@@ -123,6 +121,18 @@ _FORMER_NAMES = {
 }
 """What `config.json` of a run before 24 November 2026 calls a class: the place where it
 was then. Runs and checkpoints of that time resume."""
+_FORMER_MODULES = {
+    "dtft.train.balance_config": "dtft.config",
+    "dtft.train.datasets": "dtft.data",
+    "dtft.train.experiment": "dtft.config",
+    "dtft.train.images": "dtft.data",
+    "dtft.train.optimizers": "dtft.config",
+    "dtft.train.pipeline_config": "dtft.config",
+    "dtft.train.schedule_config": "dtft.config",
+    "dtft.train.shampoo": "dtft.config",
+    "dtft.train.sync_config": "dtft.config",
+}
+"""Where configs written before 24 November 2026 import from, and what has it now."""
 
 
 class ConfigError(ValueError):
@@ -162,7 +172,7 @@ def refuse(error: Exception) -> NoReturn:
 def parse_experiment(
     config: str, overrides: Sequence[str], prog: str = "dtft"
 ) -> Experiment:
-    """As `load`, but raises what does not concern a single value.
+    """As `load_experiment`, but raises what does not concern a single value.
 
     Raises:
         ConfigError: no such config, no such key, values that do not go together, or no
@@ -329,6 +339,8 @@ def _default(path: Path) -> Experiment:
     if spec is None or spec.loader is None:
         raise ConfigError(f"config {path} is not a Python file. Its name ends in .py.")
     module = importlib.util.module_from_spec(spec)
+    for former, now in _FORMER_MODULES.items():
+        sys.modules.setdefault(former, importlib.import_module(now))
     try:
         spec.loader.exec_module(module)
         experiment = module.config()

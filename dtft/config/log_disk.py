@@ -1,7 +1,7 @@
 """The disk that a run's logs lie on, which may become full or read-only meanwhile.
 
-Logs are for people: losing lines is told once and ends nothing. Must not be used for
-what training needs.
+Logs are for people: losing lines is told once and ends nothing. What training needs is
+written otherwise.
 """
 
 import contextlib

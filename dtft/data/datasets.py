@@ -1,7 +1,7 @@
 """Data configs: which data set, cut how, and how many rows make a batch.
 
-Decides the data's identity, which must be equal when a run is resumed. Must stay free
-of jax, grain and scikit-learn imports at module level, and never use the network.
+Decides the data's identity, which must be equal when a run is resumed. JAX, grain and
+scikit-learn are not imported at module level, and the network is never used.
 """
 
 import functools

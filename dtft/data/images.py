@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 # From an image file to pixels, and which part of an image a row shows.
 #
-# Parts are pure functions of sizes and of a random generator. Must stay free of numpy
-# and Pillow imports at module level, and.
+# Parts are pure functions of sizes and of a random generator.
 
 
 AREA = (0.08, 1.0)

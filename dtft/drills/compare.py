@@ -125,7 +125,7 @@ def interruption_lines(record: dict[str, Any]) -> list[str]:
 # How a drill judges uneven shares: a recovery goes on with those of its commit.
 #
 # Shares follow measured times, so two runs have other ones and end alike up to rounding
-# only: their losses are compared (`resize_check.compare_losses`). Here what each
+# only: their losses are compared (`compare_losses`). Here what each
 # attempt began with is compared with what the one before had in force at the restored
 # step. Reads what the runs wrote; must not change or run anything.
 

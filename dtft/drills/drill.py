@@ -1,7 +1,7 @@
 """`dtft drill`: an undisturbed run and a faulted run with one seed, compared.
 
-Runs both on local clusters, lets `elastic.strikes` play the faults, and has
-`verdict.py` judge what they wrote. Must not take part in the recovery itself.
+Runs both on local clusters, has the faults played at their steps, and has `compare`
+judge what they wrote. Takes no part in the recovery itself.
 """
 
 import contextlib

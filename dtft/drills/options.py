@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 # The flags that say where a host is and how it talks: for one agent, or for a cluster.
 #
-# Reads and checks what they name, so that a mistake ends in one line before anything is
-# started. Must not start anything itself.
+# What they name is read and checked, so that a mistake ends in one line before anything
+# is started.
 
 
 def handed_on(flags: "HostFlags") -> list[str]:

@@ -84,7 +84,7 @@ class Gathering:
             return jax.lax.with_sharding_constraint(value, whole), None
 
         def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
-            if cotangent.ndim <= 1:  # see `planned_update.sum_specs`
+            if cotangent.ndim <= 1:  # see `planned_step.sum_specs`
                 cotangent = jax.lax.with_sharding_constraint(cotangent, whole)
             return (jax.lax.with_sharding_constraint(cotangent, divided),)
 

@@ -2,8 +2,8 @@
 
 What differs between the ways to run a step is a value, `Parallelism`: where each part
 of the state is, which function computes gradients and which applies them. Here is the
-one of a config's mesh without stages; others are in `pipelined` (stages), `uneven`
-(load balancing) and `planned_program` (a plan).
+one of a config's mesh without stages; others are in `pipeline` (stages),
+`load_balancing` and `planning` (a plan).
 
 The state is a pure pytree `{"params", "statistics", "opt_state", "step"}`; `statistics`
 are the running means of normalization layers, empty (so without leaves) for models that

@@ -13,7 +13,7 @@ from dtft.parallel.row_assignment import sharing_of
 
 
 def check_input(experiment: Experiment, **cluster: Any) -> None:
-    """`fitting.check`, with the error type of wrong input.
+    """`check_experiment`, with the error type of wrong input.
 
     Raises:
         ConfigError: the experiment does not fit the cluster.

@@ -75,7 +75,7 @@ def keep_cpu_memory(*, large: bool) -> None:
     nothing: there the host's memory is not that of the step.
 
     Args:
-        large: see `heap.keep_freed`; so that steps take what plans predict.
+        large: see `keep_freed`; so that steps take what plans predict.
     """
     import jax
 

@@ -2,7 +2,7 @@
 
 Decides when a step is dispatched, checked, saved and logged. Everything that differs
 between one process and a cluster is behind the Runtime; everything that depends on a
-model is behind the TrainStep. Must not know hosts, sockets or files.
+model is behind the TrainStep.
 """
 
 import contextlib
@@ -151,7 +151,7 @@ def balancer_of(
     Args:
         experiment: its field `balance` says how.
         runtime: joined; names the hosts.
-        train_step: of `uneven.load_balanced_step`, where it is not off.
+        train_step: of `load_balanced_step`, where it is not off.
         source: the training data.
         items: of the checkpoint that the run continues from; empty at the very start.
     """

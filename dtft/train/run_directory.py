@@ -1,7 +1,4 @@
-"""The directory of a run: where it is, that it can be written to, that it has one run.
-
-Must not know what lies in it.
-"""
+"""The directory of a run: where it is, that it can be written to, by one run only."""
 
 import os
 import time

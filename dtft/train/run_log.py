@@ -1,7 +1,7 @@
 """What a run tells its user: banner, log lines, metrics files, samples, summary.
 
-Decides wording and file formats only. Must not decide anything about training, and
-must never change what is computed. Only the leading process writes, except samples.
+Decides wording and file formats only, never what is computed. Only the leading process
+writes, except samples.
 """
 
 import json

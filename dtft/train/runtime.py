@@ -1,8 +1,7 @@
 """What the training loop asks of the process it runs in.
 
-The loop decides steps; a runtime decides where state comes from and goes to, and must
-not know what a step computes. The elastic runtime is in `worker.py`, the one of
-`dtft train` in `single.py`.
+The loop decides steps; a runtime decides where state comes from and goes to. The
+elastic runtime is in `worker`, the one of `dtft train` in `single_process`.
 """
 
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""The layout of a state: what the memory tier is told of its leaves and their mesh.
-
-Decides nothing; must not know the model, the step or what a plan is.
-"""
+"""The layout of a state: what the memory tier is told of its leaves and their mesh."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,7 @@
 """When training has converged: a metric's plateau, as a pure fold over its values.
 
 Decides from the config and the values alone, which are the same on every process.
-Must not know the loop, the clock or checkpoints (its state travels in them as JSON).
+Its state travels in checkpoints as JSON.
 """
 
 import math

@@ -103,8 +103,8 @@ class WindowClock:
 # The runtime of a trainer that an agent started: one slot of a job of many hosts.
 #
 # Joins the JAX world of its formation, restores the step that it is told, and hands
-# each step to the agent at the end of a link. Must not decide who takes part or which
-# step is restored: its agent says so.
+# each step to the agent at the end of a link. Who takes part and which step is
+# restored, its agent says.
 
 
 logger = logging.getLogger(__name__)

@@ -29,7 +29,12 @@ from dtft.config.loading import (
     shape_relevant,
     to_json,
 )
-from dtft.config.optimizers import MaxAdaBeliefConfig, OptimConfig, ScheduleConfig
+from dtft.config.optimizers import (
+    AdamWConfig,
+    MaxAdaBeliefConfig,
+    OptimConfig,
+    ScheduleConfig,
+)
 from dtft.data.datasets import DataConfig
 from dtft.drills.bench import tier_off
 from dtft.models.base import CNNConfig, ModelConfig
@@ -380,3 +385,21 @@ def test_a_users_class_is_named_by_its_place_also_below_one_of_ours() -> None:
 
 def _below(kind: type) -> list[type]:
     return [it for child in kind.__subclasses__() for it in (child, *_below(child))]
+
+
+def test_a_config_of_before_the_move_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from dtft.train.datasets import DigitsConfig\n"
+        "from dtft.train.experiment import Experiment, MeshConfig\n"
+        "from dtft.train.images import SyntheticImagesConfig\n"
+        "from dtft.train.optimizers import AdamWConfig\n"
+        "from dtft.train.schedule_config import ScheduleConfig\n"
+        "from dtft.train.shampoo import ShampooConfig\n"
+        "from dtft.models.base import CNNConfig\n\n\n"
+        "def config() -> Experiment:\n"
+        "    return Experiment(name='mine', model=CNNConfig(), data=DigitsConfig(),\n"
+        "                      optim=AdamWConfig())\n"
+    )
+    kind = type(parse_experiment(str(path), []).optim)
+    assert kind is AdamWConfig

@@ -35,4 +35,4 @@ def main(prefixes: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:] or ["dtft.planner"]))
+    sys.exit(main(sys.argv[1:] or ["dtft.planner", "dtft.train", "dtft.cli"]))

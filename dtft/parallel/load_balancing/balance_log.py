@@ -148,7 +148,7 @@ def _fit(shares: Counts, work: Microbatches) -> bool:
 
 # What a run tells its user of shares: a line per round, and `balance.jsonl`.
 #
-# Decides wording and the file's format only. Must not decide anything about shares.
+# Decides wording and the file's format only.
 
 
 BALANCE_FILE = "balance.jsonl"

@@ -29,7 +29,7 @@ from dtft.parallel.step import Arrays, TrainStep
 
 
 class Timing(Protocol):
-    """What runs and times a step: `probing.Probe`."""
+    """What runs and times a step: `Probe`."""
 
     def prepare(self, batch: Arrays) -> None:
         """Compiles what a timed step runs."""
@@ -45,7 +45,7 @@ class Timing(Protocol):
 
 
 class Balancer:
-    """Runs the steps of `uneven.load_balanced_step`, and shares their batches."""
+    """Runs the steps of `load_balanced_step`, and shares their batches."""
 
     def __init__(
         self,

@@ -45,8 +45,9 @@ Sums = dict[str, Any]
 class SharedGradients:
     """Gradients of batches with room for uneven shares.
 
-    The arrays of a batch have `sharing.room` rows for each replica, of which the first
-    `rows_each * counts[replica]` count; the counts are the array `sharing.COUNTS`.
+    The arrays of a batch have `Sharing.room` rows for each replica, of which the first
+    `rows_each * counts[replica]` count; the counts are the array
+    `row_assignment.COUNTS`.
     Layers that normalize over rows do so within a microbatch, which is the same for all
     shares.
     """
@@ -203,11 +204,11 @@ def _varying(tree: Any) -> Any:
 # Batches in uneven shares: each replica's rows, in buffers with room for the most.
 #
 # As `feed.Feed`, with the shares in force at the moment a batch is made. Which rows a
-# share means, `sharing` decides.
+# share means, `row_assignment` decides.
 
 
 class SharedFeed(Prepared):
-    """Makes batches for a step of `uneven.load_balanced_step`.
+    """Makes batches for a step of `load_balanced_step`.
 
     Rows beyond a replica's share are zeros, which the step does not read.
     """
@@ -298,7 +299,7 @@ class Probe:
         """Runs nothing yet.
 
         Args:
-            train_step: of `uneven.load_balanced_step`.
+            train_step: of `load_balanced_step`.
         """
         shared, state = shared_by(train_step), train_step.abstract_state
         self._mesh, self._state = train_step.mesh, state

@@ -3,8 +3,8 @@
 One process drives all devices, which may be of several types: the loss is cut into
 segments, every segment and its backward pass is a compiled program on its device, what
 others need is sent, and microbatches go through like through a pipeline. Decides where
-arrays are before a step; the rest is decided in `placed_cut`, `placed_gradients`,
-`placed_update` and `placed_order`.
+arrays are before a step; the rest is decided in `partition`, `autodiff`,
+`update` and `schedule`.
 """
 
 import time

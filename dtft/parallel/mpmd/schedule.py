@@ -12,9 +12,8 @@ from jax.extend.core import ClosedJaxpr
 
 # What nodes call and what they tell each other in a placed step, as plain values.
 #
-# A `Call` is one program on one node, a `Key` the name of an array in the stores of
-# nodes. Decides nothing: `placed_gradients` and `placed_update` make calls, in
-# `placed_order` they get their order, `placed_node` makes them.
+# A `NodeCall` is one program on one node, a `Key` the name of an array in the stores of
+# nodes. `autodiff` and `update` say which calls there are, `executor` makes them.
 
 
 Phase = Literal["begin", "forward", "backward", "reduce", "finish", "update"]

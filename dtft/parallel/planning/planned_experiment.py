@@ -25,7 +25,7 @@ def planned_mesh(plan: Plan, devices: Sequence[Any]) -> Mesh:
     """The plan's mesh, with axes of size 1 for those that every step names.
 
     Args:
-        plan: of `plan_choice.choose`.
+        plan: of `choice.choose`.
         devices: in slot order; those that the plan leaves idle are the last.
 
     Raises:
