@@ -206,8 +206,9 @@ def _fill_with_processes(seating: Seating) -> Filled:
 
 def _no_spare(empty: str, num_slots: int, job: str, store: str) -> str:
     return (
-        f"no spare is left for slot {empty}: the job waits for a host. Start one more: "
-        f"the command of the other agents, with --job {job} --store {store}"
+        f"no spare is left for slot {empty}: the job waits for a host, and goes on "
+        "when one comes back or another joins. To start one more: the command of the "
+        f"other agents, with --job {job} --store {store}"
     )
 
 

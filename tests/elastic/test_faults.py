@@ -64,7 +64,10 @@ def test_text_round_trips(fault):
         ("scale:2+3@3", "one number of replicas"),
         ("scale:2@3:commit", "no phase"),
         ("kill-host:1@3:10", "kill-host takes no seconds"),
-        ("kill-host:leader@3", "takes a slot, not 'leader'"),
+        (
+            "kill-host:leader@3",
+            "takes a slot .of the leader: kill-leader., not 'leader'",
+        ),
         ("stop-trainer:leader@3", "takes a slot, not 'leader'"),
         ("stop-agent:boss@3", "takes a slot, leader or follower, not 'boss'"),
         ("stop-agent@3", "needs a slot, leader or follower"),

@@ -8,7 +8,7 @@ import pytest
 
 from dtft.checkpoint.replication.commit import Commit
 from dtft.elastic.leader.events import Journal, read_events
-from dtft.elastic.leader.records import PATIENCE_S, Records
+from dtft.elastic.leader.records import ASSIGNMENT_PATIENCE_S, PATIENCE_S, Records
 from dtft.elastic.store.api import StoreFull
 from dtft.elastic.store.membership import Membership
 from dtft.elastic.store.memory import MemoryStore
@@ -46,15 +46,18 @@ class Desk:
             on_replaced=lambda by: None,
         )
         self.written: list[tuple[str, Any]] = []
-        self.delayed: list[int] = []
+        self.delayed: list[Any] = []
         self.committing: list[int] = []
         self.journal = Journal(directory, "h0")
         self.records = Records(
             *(self.member, self.take_key(), [], self.loop, self.journal, "s:1"),
             on_written=lambda label, value: self.written.append((label, value)),
-            on_delayed=lambda label, value: self.delayed.append(value.step),
+            on_delayed=self._delayed,
             on_committing=self.committing.append,
         )
+
+    def _delayed(self, label: str, value: Any) -> None:
+        self.delayed.append(value.step if label == "commit" else value)
 
     def take_key(self, host: str = "h0") -> View:
         """A host has the leader key from now on."""
@@ -118,6 +121,21 @@ def test_a_store_that_hangs_delays_the_first_commit_briefly_and_others_at_once(
     away, back = desk.said()
     assert "s:1 does not answer; training goes on" in away
     assert back.startswith("the store answers again")
+
+
+def test_an_assignment_that_waits_for_the_store_is_told_once(desk: Desk) -> None:
+    desk.records.put("assignment", (1, 1), "assignment", "{}")
+    desk.loop.turn(10)
+    assert desk.written == [("assignment", (1, 1))] and not desk.delayed
+    desk.loop.hold("records")
+    desk.records.put("assignment", (1, 2), "assignment", "{}")
+    desk.loop.turn(ASSIGNMENT_PATIENCE_S - 0.1)
+    assert not desk.delayed
+    desk.loop.turn(10)
+    assert desk.delayed == [(1, 2)]
+    desk.loop.let_go("records")
+    desk.loop.turn(1)
+    assert desk.written[-1] == ("assignment", (1, 2))
 
 
 def test_a_commit_is_recorded_with_one_that_was_recorded_while_it_waited(

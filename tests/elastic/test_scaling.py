@@ -12,6 +12,7 @@ from dtft.checkpoint.replication.copy_placement import place_copies
 from dtft.cli.jobs import line
 from dtft.elastic.assignment import HostRecord, SizeLimits, SlotAssignment, resized
 from dtft.elastic.inspect_job import NotThere, Observer
+from dtft.elastic.leader.records import ASSIGNMENT_PATIENCE_S
 from dtft.elastic.scale_job import ScaleRefused, scale
 from tests.elastic.desks import LeaderDesk, record_of
 from tests.elastic.test_recovery import layout, root_of, value
@@ -314,6 +315,22 @@ def test_without_one_the_job_waits(desk_of, least) -> None:
     desk.lose("h1")
     desk.until(lambda: desk.leader._rounds.phase == "waiting")
     assert "no spare is left for slot 1" in desk.said
+    assert "goes on when one comes back or another joins" in desk.said
+
+
+def test_a_loss_while_the_store_is_away_is_named_with_what_it_waits_for(
+    desk_of,
+) -> None:
+    desk = desk_of(hosts=3)
+    desk.loop.hold("records")
+    desk.lose("h1")
+    desk.until(lambda: desk.phase == "assigning")
+    desk.turn(ASSIGNMENT_PATIENCE_S)
+    line = "h1 (slot 1) was lost: no step is trained until the store "
+    assert line in desk.said
+    desk.loop.let_go("records")
+    desk.settle(2)
+    assert desk.said.count(line) == 1
 
 
 class Told(Observer):

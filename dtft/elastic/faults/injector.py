@@ -27,7 +27,7 @@ from dtft.elastic.inspect_job import Observer
 from dtft.elastic.leader import read_events
 from dtft.elastic.local_cluster import LocalCluster
 from dtft.elastic.scale_job import scale
-from dtft.elastic.store import EtcdStore, job_key
+from dtft.elastic.store import EtcdStore, StoreUnavailable, job_key
 
 POLL_S = 0.0003
 STORE_AWAY_S = 5.0
@@ -232,9 +232,16 @@ class Striker(threading.Thread):
         return tuple(self._slots[slot] for slot in fault.slots)
 
     def _leader(self) -> str:
+        """Who has the leader's key; who led last, while a fault pauses the store."""
         store = EtcdStore(self._cluster.store_address)
         try:
             pair = store.get(job_key(self._cluster.options.job, "m/leader"))
+        except StoreUnavailable:
+            events = read_events(self._cluster.options.run_directory)
+            led = [it["by"] for it in events if it["event"] in ("assignment", "commit")]
+            if not led:
+                raise
+            return led[-1]
         finally:
             store.close()
         if pair is None:

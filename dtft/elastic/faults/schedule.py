@@ -200,6 +200,8 @@ def _slots(
             "a slot, leader or follower" if rule.whom == "slots or role" else "a slot"
         )
         allowed = "nobody: leave it out" if rule.whom == "none" else allowed
+        if (kind, whom) == ("kill-host", "leader"):
+            allowed += " (of the leader: kill-leader)"
         raise ValueError(f"--fault {text!r}: {kind} takes {allowed}, not {whom!r}")
     slots = tuple(int(slot) for slot in whom.split("+") if slot)
     if bool(slots) != (rule.whom != "none"):

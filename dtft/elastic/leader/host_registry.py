@@ -244,6 +244,7 @@ class Attendance:
     def _begin(self, host: str) -> None:
         count, need = self._registry.num_usable, self._config.num_slots
         if self._rounds.phase == "waiting":
+            self._journal.say(f"{host} is here, for which the job has waited")
             self._rounds.form(f"{host} joined")
         elif count >= need:
             self._rounds.form("start of the job")

@@ -461,6 +461,8 @@ class Leader:
         if label == "commit" and self._rounds.ledger is not None:
             self._rounds.ledger.delayed(value)
             self._ending.conclude()
+        elif label == "assignment":
+            self._rounds.delayed(value)
 
     def tick(self) -> None:
         """Enforces the deadlines; every one names who is late."""

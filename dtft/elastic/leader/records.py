@@ -2,7 +2,8 @@
 
 Every write is fenced by the leader's term and runs beside the event loop, in order,
 again and again until the store answers. A store that is away delays commits and
-nothing else: while it does not answer, a commit is reported as delayed at once.
+nothing else, as long as no host is lost: while it does not answer, a commit is reported
+as delayed at once. After a loss the new assignment waits for the store.
 """
 
 import itertools
@@ -19,7 +20,18 @@ from dtft.elastic.store import Membership, Put, StoreFull, StoreUnavailable, Vie
 RETRY_S = 0.1
 PATIENCE_S = 0.5
 """A commit that is not recorded by then is delayed: its step waits no longer."""
+ASSIGNMENT_PATIENCE_S = 2.0
+"""People are told of an assignment that is not recorded by then."""
 KEPT_COMMITS = 2
+_WAITS = {
+    "commit": "training goes on, the commit waits",
+    "stored": "training goes on, the number of the stored step waits",
+    "budget": "training goes on, the account of failures waits",
+    "size": "the number of replicas waits to be recorded",
+    "assignment": "training stands still, as a new assignment of slots waits",
+    "result": "the job has ended, its result waits",
+}
+"""What follows from a store that is away, by the label of the write, for people."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,7 +74,8 @@ class Records:
             journal: tells people that the store is away.
             store: its address, for people.
             on_written: called with label and value of a write that was recorded.
-            on_delayed: called once with those of a commit that has to wait.
+            on_delayed: called once with those of a commit or an assignment that has to
+                wait.
             on_committing: called with the step of a commit that is being written.
         """
         self._membership, self.view = membership, view
@@ -112,7 +125,10 @@ class Records:
     def put(self, label: str, value: Any, name: str, text: str) -> None:
         """Queues the write of one key; `label` and `value` name its answer."""
         change = Put(key=self._membership.key(f"m/{name}"), value=text.encode())
-        self._write(self._new(label, value, lambda: change))
+        write = self._new(label, value, lambda: change)
+        self._write(write)
+        if label == "assignment":
+            self._loop.call_later(ASSIGNMENT_PATIENCE_S, self._still_waits, write)
 
     def commit(self, commit: Commit) -> None:
         """Queues the write of a commit."""
@@ -142,6 +158,10 @@ class Records:
         self._told = write.number
         self._say_away(write.label)
         self._on_delayed(write.label, write.value)
+
+    def _still_waits(self, write: _Write) -> None:
+        if write in self._waiting and not self._closed:
+            self._on_delayed(write.label, write.value)
 
     def _write(self, write: _Write) -> None:
         busy = self._waiting[:1] if self._busy else []
@@ -191,7 +211,7 @@ class Records:
             return
         if self._away:
             self._away = False
-            self._journal.say(f"the store answers again; {write.label} recorded")
+            self._journal.say(f"the store answers again ({self._store})")
         self._waiting.remove(write)
         if write.label == "commit" and write.number >= self._told:
             # The copies of one older than a delayed commit went with its release.
@@ -206,8 +226,8 @@ class Records:
             return
         self._away = True
         self._journal.say(
-            f"the store {self._store} does not answer; training goes on, "
-            f"the {label} waits (last commit: step {self._journal.last_commit})"
+            f"the store {self._store} does not answer; {_WAITS[label]} "
+            f"(last commit: step {self._journal.last_commit})"
         )
 
     def see(self, view: View) -> None:

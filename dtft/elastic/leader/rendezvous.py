@@ -418,6 +418,16 @@ class Rounds:
         )
         self._journal.say(f"rung 3: restoring step {chosen.step} from {source}")
 
+    def delayed(self, ballot: tuple[int, int]) -> None:
+        """The store does not take the assignment of a round: says what waits for it."""
+        round_ = self.current
+        if round_ is not None and round_.ballot == ballot:
+            self._journal.say_once(
+                "assignment",
+                f"{main_reason(round_.reasons)}: no step is trained until the store "
+                f"{self._config.store} answers, which records who takes which slot",
+            )
+
     def assigned(self, ballot: tuple[int, int]) -> None:
         """The assignment of a round is recorded: it holds, unless a newer one began."""
         round_ = self.current
@@ -425,6 +435,7 @@ class Rounds:
             return
         assert round_.assignment is not None
         self.assignment, self.ledger = round_.assignment, None
+        self._journal.say_once("assignment", "")
         self._journal.event("assignment", **json.loads(round_.assignment.to_json()))
         self._service.start(
             len(round_.assignment.slots),

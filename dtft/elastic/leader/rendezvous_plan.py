@@ -4,6 +4,7 @@ A `Round` is one attempt to form. The functions here fill it in and read it out;
 which one is called is the leader's business.
 """
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -254,7 +255,7 @@ def report_of(
     assignment = round_.assignment
     assert assignment is not None
     return RecoveryReport(
-        fault=assignment.reason,
+        fault="; ".join([assignment.reason, *replaced(previous, assignment)]),
         generation=assignment.generation,
         attempt=assignment.attempt,
         rung=assignment.rung,
@@ -272,6 +273,30 @@ def report_of(
         slots=len(assignment.slots),
         slots_before=len(previous.slots) if previous else 0,
         senders=round_.decision.sent if round_.decision else {},
+    )
+
+
+def replaced(
+    previous: SlotAssignment | None, assignment: SlotAssignment
+) -> tuple[str, ...]:
+    """Hosts that lost their slot to another host and are not named in the reason.
+
+    The leader that noticed a loss may be lost itself before the job is formed anew; the
+    next leader's reason does not have the first loss.
+
+    >>> def assigned(*slots, reason=""):
+    ...     return SlotAssignment(generation=1, attempt=1, slots=slots,
+    ...         incarnations=slots, source="memory", step=1, rung=2, reason=reason)
+    >>> replaced(assigned("a", "b"), assigned("c", "d", reason="a (slot 0) was lost"))
+    ('d has slot 1 of b',)
+    """
+    if previous is None or len(previous.slots) != len(assignment.slots):
+        return ()
+    pairs = zip(previous.slots, assignment.slots, strict=True)
+    return tuple(
+        f"{new} has slot {slot} of {old}"
+        for slot, (old, new) in enumerate(pairs)
+        if old != new and not re.search(rf"\b{re.escape(old)}\b", assignment.reason)
     )
 
 
