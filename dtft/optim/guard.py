@@ -68,6 +68,9 @@ def skip_outlier_gradients(
 
     Put it around the whole chain: clipping before it would hide what it looks for.
 
+    Gradients of integer leaves (float0, by `jax.grad(allow_int=True)`) are handed to
+    `inner` as they are and have no part in the norm.
+
     Args:
         inner: The transform to guard.
         max_norm_ratio: Largest norm that is accepted, in medians; above 1. Data whose
@@ -125,14 +128,14 @@ def skip_outlier_gradients(
         believed = outlier & (state.outliers_in_a_row >= max_consecutive)
         accept = finite & (~outlier | believed)
         # Zeros instead of a NaN that an iterative inner transform might not end on.
-        seen = jax.tree.map(lambda g: jnp.where(accept, g, jnp.zeros_like(g)), updates)
+        seen = _if(accept, updates, jax.tree.map(_zeros, updates))
         changed, inner_state = wrapped.update(
             seen, state.inner_state, params, **extra_args
         )
         changed, inner_state = _if(
             accept,
             (changed, inner_state),
-            (jax.tree.map(jnp.zeros_like, changed), state.inner_state),
+            (jax.tree.map(_zeros, changed), state.inner_state),
         )
         rejected = outlier & ~believed
         return changed, SkipOutliersState(
@@ -171,7 +174,8 @@ def squared_norm(updates: optax.Updates) -> jax.Array:
     >>> float(squared_norm(tree))
     25.0
     """
-    squares = [jnp.sum(abs_squared(_inexact(g))) for g in jax.tree.leaves(updates)]
+    leaves = [g for g in jax.tree.leaves(updates) if not _is_float0(g)]
+    squares = [jnp.sum(abs_squared(_inexact(g))) for g in leaves]
     return sum((s.astype(jnp.float32) for s in squares), jnp.zeros([], jnp.float32))
 
 
@@ -217,8 +221,18 @@ def _if(accept: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(chosen, new, old)
 
 
+def _zeros(leaf: Any) -> Any:
+    return leaf if _is_float0(leaf) else jnp.zeros_like(leaf)
+
+
 def _is_number(leaf: Any) -> bool:
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float, complex))
+    kinds = (jax.Array, np.ndarray, np.generic, int, float, complex)
+    return isinstance(leaf, kinds) and not _is_float0(leaf)
+
+
+def _is_float0(leaf: Any) -> bool:
+    """Whether it is the gradient of an integer, which has no value."""
+    return getattr(leaf, "dtype", None) == jax.dtypes.float0
 
 
 def _check(ratio: Any, history: int, warmup: int, max_consecutive: int) -> None:

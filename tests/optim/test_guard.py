@@ -252,3 +252,28 @@ def test_an_axis_that_is_not_bound_is_named() -> None:
     state = solver.init(jnp.zeros(1))
     with pytest.raises(ValueError, match="axis_name='q' is not bound here"):
         jax.jit(solver.update)(jnp.ones(1), state)
+
+
+@pytest.mark.parametrize("jitted", [True, False])
+def test_gradients_of_integers_pass_through(jitted: bool) -> None:
+    masked = optax.masked(max_adabelief(0.1), {"w": True, "n": False})
+    solver: Any = skip_outlier_gradients(masked, warmup=1)
+    params = {"w": jnp.array([1.0, 2.0]), "n": jnp.int32(3)}
+
+    def step(state: Any, scale: Any) -> Any:
+        def loss(q: Any) -> jax.Array:
+            return jnp.sum(q["w"] ** 2) * scale
+
+        gradients = jax.grad(loss, allow_int=True)(params)
+        updates, state = solver.update(gradients, state, params)
+        assert updates["n"] is gradients["n"]
+        return updates["w"], state
+
+    step = jax.jit(step) if jitted else step
+    state = solver.init(params)
+    first, state = step(state, 1.0)
+    np.testing.assert_allclose(first, -0.111, rtol=1e-2)
+    spike, state = step(state, 1e6)
+    np.testing.assert_array_equal(spike, 0)
+    assert state.outliers == 1
+    np.testing.assert_allclose(state.norms[-1], np.sqrt(20), rtol=1e-6)
