@@ -1,7 +1,7 @@
 """What hyperparameters may be, checked where their number is known.
 
-The number of a traced value (`optax.inject_hyperparams` under `jit`) or of an array
-cannot be judged, only its dtype.
+The number of a traced value (`optax.inject_hyperparams` under `jit`) cannot be judged,
+only its dtype. Of an array that is not traced the least and the greatest are.
 """
 
 import operator
@@ -20,22 +20,30 @@ _INJECT = (
 )
 
 
-def number(name: str, value: Any) -> float | None:
-    """The value of a scalar that is known now; None if it is traced or an array.
+def numbers(name: str, value: Any) -> list[float]:
+    """What is known now: a number, the least and greatest of an array; none if traced.
 
     Raises:
         ValueError: no number at all.
+
+    >>> [numbers("b2", x) for x in (0.999, np.array([0.9]), np.arange(4))]
+    [[0.999], [0.9], [0.0, 3.0]]
     """
     if _is_unknown(value):
-        return None
+        return []
     try:
-        if isinstance(value, (str, bytes, bool)):
+        if isinstance(value, (str, bytes, bool)) or jnp.iscomplexobj(value):
             raise TypeError
-        return float(value)
+        if not getattr(value, "ndim", 0):
+            return [float(value)]
+        array = np.asarray(jax.device_get(value)).astype(float)
     except (TypeError, ValueError):
+        array = np.array([])
+    if not array.size:
         raise ValueError(
             f"{name}={value!r} is not a number. Give a number, or an array of one."
-        ) from None
+        )
+    return [float(array.min()), float(array.max())][: array.size]
 
 
 def check_decay(name: str, value: Any) -> None:
@@ -46,18 +54,17 @@ def check_decay(name: str, value: Any) -> None:
     ValueError: b2=1.0 is not a decay. Allowed: 0 <= b2 < 1. Set b2=0.999, say.
     """
     check_wide(name, value)
-    known = number(name, value)
-    default = jax.dtypes.canonicalize_dtype(float)  # float64 only where jax has it
-    if known is not None and known < 1 and np.asarray(known, default) == 1:
-        raise ValueError(
-            f"{name}={known!r} is 1 in float32, so that its average would never move. "
-            "Allowed: up to 1 - 6e-8 without jax_enable_x64. Lower it."
-        )
-    if known is not None and not 0 <= known < 1:
-        raise ValueError(
-            f"{name}={known} is not a decay. Allowed: 0 <= {name} < 1. Set "
-            f"{name}=0.999, say."
-        )
+    for known in numbers(name, value):
+        if known < 1 and _rounded(known) == 1:
+            raise ValueError(
+                f"{name}={known!r} is 1 in float32, so that its average would never "
+                "move. Allowed: up to 1 - 6e-8 without jax_enable_x64. Lower it."
+            )
+        if not 0 <= known < 1:
+            raise ValueError(
+                f"{name}={known} is not a decay. Allowed: 0 <= {name} < 1. Set "
+                f"{name}=0.999, say."
+            )
 
 
 def check_wide(name: str, value: Any) -> None:
@@ -73,34 +80,43 @@ def check_wide(name: str, value: Any) -> None:
 def check_first_decay(name: str, value: Any) -> None:
     """The decay of a first moment that a second one is measured against: not 0."""
     check_decay(name, value)
-    if number(name, value) == 0:
-        raise ValueError(
-            f"{name}=0 makes the prediction error g - m identically zero, so the "
-            f"update would be divided by eps alone. Allowed: 0 < {name} < 1. Use "
-            f"{name}=0.9, or optax.rmsprop for an optimizer without a first moment. "
-            f"The base of optax.contrib.schedule_free customarily has {name}=0, as "
-            "schedule_free averages by itself; a base of this kind needs its first "
-            f"moment all the same: {name}=0.5, say, or optax.adam({name}=0) instead."
-        )
+    for known in numbers(name, value):
+        if _rounded(1 - known) == 1:
+            shown = f"{known:g}"
+            rounded = "" if known == 0 else f" (1 - {name} is 1 in float32)"
+            raise ValueError(
+                f"{name}={shown}{rounded} makes the prediction error g - m identically "
+                "zero, so the update would be divided by eps alone. Allowed: 0 < "
+                f"{name} < 1. Use {name}=0.9, or optax.rmsprop for an optimizer "
+                "without a first moment. The base of optax.contrib.schedule_free "
+                f"customarily has {name}=0, as schedule_free averages by itself; a "
+                "base of this kind needs its first moment all the same: "
+                f"{name}=0.5, say, or optax.adam({name}=0) instead."
+            )
 
 
 def check_not_negative(**values: Any) -> None:
     """Each finite and 0 or more."""
     for name, value in values.items():
-        known = number(name, value)
-        if known is not None and not 0 <= known < float("inf"):
-            raise ValueError(
-                f"{name}={known} is out of range. Allowed: finite, 0 or more. Change "
-                f"{name}."
-            )
+        for known in numbers(name, value):
+            if not 0 <= known < float("inf"):
+                raise ValueError(
+                    f"{name}={known} is out of range. Allowed: finite, 0 or more. "
+                    f"Change {name}."
+                )
 
 
 def check_positive(**values: Any) -> None:
-    """Each finite and above 0."""
+    """Each finite and above 0, also once it is rounded."""
     check_not_negative(**values)
     for name, value in values.items():
-        if number(name, value) == 0:
-            raise ValueError(f"{name}=0 is out of range. Allowed: above 0.")
+        for known in numbers(name, value):
+            if _rounded(known) == 0:
+                rounded = "" if known == 0 else " is 0 in float32, which"
+                raise ValueError(
+                    f"{name}={known:g}{rounded} is out of range. Allowed: above 0. "
+                    f"Raise {name}."
+                )
 
 
 def check_schedule(name: str, value: Any) -> None:
@@ -128,8 +144,8 @@ def whole(name: str, value: Any) -> int | None:
     if _is_unknown(value):
         return None
     try:
-        return operator.index(value)
-    except TypeError:
+        return operator.index(value.item() if getattr(value, "ndim", 0) else value)
+    except (TypeError, ValueError):
         raise ValueError(
             f"{name}={value!r} is not a whole number. Give an int."
         ) from None
@@ -193,5 +209,14 @@ optax.partition.
             )
 
 
+def _rounded(known: float) -> Any:
+    """In the default float: float64 only where jax has it; else 0 if below 1.2e-38."""
+    kind = jnp.finfo(jax.dtypes.canonicalize_dtype(float))
+    return kind.dtype.type(known if abs(known) >= kind.tiny else 0)
+
+
 def _is_unknown(value: Any) -> bool:
-    return isinstance(value, Tracer) or bool(getattr(value, "ndim", 0))
+    """Whether it is traced, or divided over processes so that none sees it whole."""
+    if isinstance(value, Tracer) or not isinstance(value, jax.Array):
+        return isinstance(value, Tracer)
+    return not (value.is_fully_addressable or value.is_fully_replicated)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dtft.optim.checks import number, whole
+from dtft.optim.checks import numbers, whole
 from dtft.optim.numerics import abs_squared, dtype_of, widen
 
 _EMPTY = -1.0
@@ -236,8 +236,8 @@ def _is_float0(leaf: Any) -> bool:
 
 
 def _check(ratio: Any, history: int, warmup: int, max_consecutive: int) -> None:
-    known = None if ratio is None else number("max_norm_ratio", ratio)
-    if known is not None and not known > 1:
+    known = [] if ratio is None else numbers("max_norm_ratio", ratio)
+    if not all(each > 1 for each in known):
         raise ValueError(
             f"max_norm_ratio={ratio} would reject ordinary gradients. Allowed: above "
             "1. Use 10, or leave the guard out."

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from dtft.optim import checks
@@ -56,7 +57,8 @@ def scale_by_max_belief(
     Args:
         b1: Decay rate of the first moment, 0 < b1 < 1. A traced 0 cannot be seen, and
             gives m / (sqrt(eps_root t) + eps), a step of 3e6 times the learning rate.
-        b2: Decay rate of the second moment, 0 <= b2 < 1.
+        b2: Decay rate of the second moment, 0 <= b2 < 1. A traced 1 cannot be seen
+            either, and gives 0/0.
         eps: Term added to the denominator outside of the square root. With `eps` and
             `eps_root` both 0 a gradient that has always been 0 gives 0/0, as in optax.
         eps_root: Term added to the second moment at every step, so that it accumulates,
@@ -144,8 +146,10 @@ def max_adabelief(
 
     Args:
         learning_rate: A number of 0 or more, an array or a schedule.
-        b1: Decay rate of the first moment, 0 < b1 < 1.
-        b2: Decay rate of the second moment, 0 <= b2 < 1.
+        b1: Decay rate of the first moment, 0 < b1 < 1. A traced 0 cannot be seen, and
+            gives m / (sqrt(eps_root t) + eps), a step of 3e6 times the learning rate.
+        b2: Decay rate of the second moment, 0 <= b2 < 1. A traced 1 cannot be seen
+            either, and gives 0/0.
         eps: Term added to the denominator outside of the square root. With `eps` and
             `eps_root` both 0 a gradient that has always been 0 gives 0/0, as in optax.
         eps_root: Term added to the second moment at every step, so that it accumulates,
@@ -155,8 +159,11 @@ def max_adabelief(
             second moment is real and at least float32.
         weight_decay: Strength of the decoupled weight decay, a number of 0 or more, an
             array or a schedule. The learning rate multiplies it, as in `optax.adamw`.
-            None for none.
-        weight_decay_mask: Which parameters decay, as in `optax.add_decayed_weights`.
+            None for none. If it is traced its sign cannot be seen, nor that of the
+            learning rate: weights grow where it is negative.
+        weight_decay_mask: Which parameters decay, as in `optax.add_decayed_weights`: a
+            tree of booleans, or a function from parameters to one, which
+            `optax.inject_hyperparams` needs named in `static_args`. None for all.
         nesterov: Whether to use Nesterov momentum.
         bias_correct_max: Whether the maximum is divided by 1 - b2^t. False is the form
             of Reddi et al., whose first step is 35 times the learning rate.
@@ -273,13 +280,47 @@ def decoupled_decay(
     if weight_decay is None:
         return []
     checks.check_schedule("weight_decay", weight_decay)
-    if isinstance(mask, (str, bytes, int)):
+    return [optax.add_decayed_weights(weight_decay, _checked_mask(mask))]
+
+
+def _checked_mask(mask: Any) -> Any:
+    """The mask, or the function that makes it, whose leaves are found to be booleans.
+
+    Raises:
+        ValueError: no mask, or a leaf of it is no boolean: "no" would count as True.
+    """
+    leaves = jax.tree.leaves(mask)
+    if leaves and all(map(callable, leaves)):  # what optax takes for a function
+
+        def made(params: Any) -> Any:
+            found = mask(params)
+            _check_booleans("weight_decay_mask(params)", found)
+            return found
+
+        return made
+    # An array too: what inject_hyperparams makes of a function it took for a schedule.
+    if isinstance(mask, (str, bytes, int, float)) or hasattr(mask, "dtype"):
         raise ValueError(
             f"weight_decay_mask={mask!r} is no mask: every parameter would decay, or "
             "none. Allowed: a tree of booleans like the parameters, a function from "
-            "parameters to one, or None for all."
+            "parameters to one, or None for all. Under optax.inject_hyperparams name "
+            "weight_decay_mask in static_args, or it takes a function for a schedule."
         )
-    return [optax.add_decayed_weights(weight_decay, mask)]
+    _check_booleans("weight_decay_mask", mask)
+    return mask
+
+
+def _check_booleans(name: str, mask: Any) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(mask):
+        boolean = isinstance(leaf, (bool, np.bool_)) or (
+            isinstance(leaf, jax.Array) and leaf.dtype == jnp.bool_ and not leaf.ndim
+        )
+        if not boolean:
+            raise ValueError(
+                f"{name}{jax.tree_util.keystr(path)}={leaf!r} is not a boolean. "
+                "Allowed: True for what decays, False for what does not. Change it to "
+                "one of them."
+            )
 
 
 def _check_hyperparameters(

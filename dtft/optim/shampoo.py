@@ -13,9 +13,11 @@ grafting from Agarwal et al., "Disentangling Adaptive Gradient Methods from Lear
 Rates" (2020).
 """
 
+import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
@@ -74,9 +76,11 @@ def scale_by_shampoo(
         beta_preconditioner: Decay b of the statistics; 1 for their plain sum, as in
             Algorithm 1 of the paper.
         exponent: Each side is raised to minus this: 1/4 in the paper, 1/2 makes the
-            pair the inverse, not the root, of the Kronecker product.
+            pair the inverse, not the root, of the Kronecker product. Above 1 float32
+            does not hold the roots of small gradients.
         root_eps: Added to the eigenvalues before the root, as a fraction of the
             block's largest; above 0, as the root of a singular block would be infinite.
+            That root is root_eps^-exponent, which must be finite in float32.
         block_size: Matrices are cut into blocks of at most so many rows and columns,
             each with statistics of its own. Time is cubic in it, state linear.
         precondition_frequency: Steps from one computation of the roots to the next.
@@ -109,11 +113,13 @@ def scale_by_shampoo(
     checks.check_positive(
         exponent=exponent, beta_preconditioner=beta_preconditioner, root_eps=root_eps
     )
-    if (checks.number("beta_preconditioner", beta_preconditioner) or 0) > 1:
+    decays = checks.numbers("beta_preconditioner", beta_preconditioner)
+    if max(decays, default=0) > 1:
         raise ValueError(
             f"beta_preconditioner={beta_preconditioner} would let the statistics grow "
             "without bound. Allowed: above 0, up to 1 (their plain sum)."
         )
+    _check_root(exponent, root_eps)
     steps = ShampooSteps(
         max_belief_phases(b1, b2, eps, eps_root, mu_dtype),
         beta_preconditioner,
@@ -224,4 +230,19 @@ def _check(block_size: int, precondition_frequency: Any, statistics_every: Any) 
             f"statistics_every={statistics_every}: roots would be computed of "
             "statistics that have not changed. Set precondition_frequency to a "
             "multiple."
+        )
+
+
+def _check_root(exponent: Any, root_eps: Any) -> None:
+    """Refuses a root of singular blocks that overflows: its zeros would be NaN."""
+    powers = checks.numbers("exponent", exponent)
+    floors = checks.numbers("root_eps", root_eps)
+    if not powers or not floors:
+        return
+    largest = float(jnp.finfo(jax.dtypes.canonicalize_dtype(float)).max)
+    if max(powers) * -math.log(min(floors)) > math.log(largest):
+        raise ValueError(
+            f"exponent={max(powers):g} with root_eps={min(floors):g}: the root of a "
+            "singular block, root_eps^-exponent, is infinite. Allowed: up to "
+            f"{largest:.1e}. Lower exponent (0.25 in the paper), or raise root_eps."
         )
