@@ -79,8 +79,8 @@ def all_reduce(
         A pytree like x.
 
     Raises:
-        ValueError: an unknown op or algorithm, an op that x's dtype does not have, or
-            an axis that is not bound.
+        ValueError: an unknown op or algorithm, an op that a leaf's dtype does not
+            have, a leaf that is no array, or an axis that is not bound.
 
     >>> x = jnp.array([1.0, 2.0, 6.0])
     >>> ring = lambda v: all_reduce(v, "replica", algorithm="ring")
@@ -91,8 +91,9 @@ def all_reduce(
     """
     _check_name("op", op, get_args(Op))
     check_algorithm(algorithm)
-    arrays = jax.tree.map(jnp.asarray, x)
-    jax.tree.map(lambda leaf: _check_dtype(leaf.dtype, op), arrays)
+    arrays = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: _checked_leaf(jax.tree_util.keystr(path), leaf, op), x
+    )
     if axis_name is None:
         return arrays
     return jax.tree.map(
@@ -205,18 +206,33 @@ def _check_name(argument: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{argument}={value!r} is unknown. Allowed: {allowed}.")
 
 
-def _check_dtype(dtype: Any, op: Op) -> None:
+def _checked_leaf(place: str, leaf: Any, op: Op) -> Array:
+    try:
+        if isinstance(leaf, (str, bytes)):  # jax might take it for a dtype
+            raise TypeError
+        array = jnp.asarray(leaf)
+    except TypeError:
+        raise ValueError(
+            f"x{place}={leaf!r} is no array. Allowed: arrays and numbers. Leave it out "
+            "of the tree."
+        ) from None
+    _check_dtype(array.dtype, op, f" (x{place})" if place else "")
+    return array
+
+
+def _check_dtype(dtype: Any, op: Op, place: str) -> None:
     if op == "mean" and not jnp.issubdtype(dtype, jnp.inexact):
         raise ValueError(
-            f"op='mean' of {dtype} is not defined. Allowed: floating and complex. Cast "
-            "to float32, or use op='sum'."
+            f"op='mean' of {dtype}{place} is not defined. Allowed: floating and "
+            "complex. Cast to float32, or use op='sum'."
         )
     if op == "sum" and dtype == jnp.bool_:
         raise ValueError(
-            "op='sum' of bool is not defined. Cast to int32, or use op='max' for 'any'."
+            f"op='sum' of bool{place} is not defined. Cast to int32, or use op='max' "
+            "for 'any'."
         )
     if op == "max" and jnp.issubdtype(dtype, jnp.complexfloating):
         raise ValueError(
-            f"op='max' of {dtype} is not defined: complex numbers have no order. "
-            "Reduce the magnitude, or real and imaginary part."
+            f"op='max' of {dtype}{place} is not defined: complex numbers have no "
+            "order. Reduce the magnitude, or real and imaginary part."
         )

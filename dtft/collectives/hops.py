@@ -21,8 +21,9 @@ def axis_size(axis_name: AxisName) -> int:
     """Number of devices along the axis, p: a Python int, known while tracing.
 
     Raises:
-        ValueError: no axis of that name is bound here.
+        ValueError: no axis of that name is bound here, or it is no name.
     """
+    _check_axis_name(axis_name)
     try:
         return int(lax.axis_size(axis_name))
     except NameError:
@@ -157,4 +158,18 @@ def check_root(argument: str, root: Any, num: int) -> None:
         raise ValueError(
             f"{argument}={root} is not a device of an axis of size {num}. Allowed: 0 "
             f"to {num - 1}. Pass the index along the axis, not a device id."
+        )
+
+
+def _check_axis_name(axis_name: Any) -> None:
+    names = axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError(
+            f"axis_name={axis_name!r} is no name. Allowed: a str, or a tuple of them. "
+            "Name an axis of the mesh; a number of a dim is none."
+        )
+    if len({*names}) < len(names):
+        raise ValueError(
+            f"axis_name={axis_name!r} names an axis twice. Allowed: each once. Leave "
+            "the second out."
         )

@@ -151,6 +151,12 @@ def check_options(
     wires = (*get_args(Wire), "auto")
     if wire not in wires:
         raise ValueError(f"wire={wire!r} is unknown. Allowed: {wires}.")
+    if costs is not None and not isinstance(costs, WireCosts):
+        raise ValueError(
+            f"costs={costs!r} is a {type(costs).__name__}. Allowed: a WireCosts, with "
+            "wire='auto'. Pass what dtft.collectives.measure_wires returned, or "
+            "WireCosts(seconds=...)."
+        )
     if (wire == "auto") != (costs is not None):
         raise ValueError(
             f"wire={wire!r} with costs={costs!r}. Allowed: costs with wire='auto', and "

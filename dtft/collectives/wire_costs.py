@@ -29,6 +29,16 @@ class WireCosts:
 
     seconds: Mapping[int, Mapping[Wire, float]]
 
+    def __post_init__(self) -> None:
+        """Refuses costs that hold nothing."""
+        sizes = self.seconds if isinstance(self.seconds, Mapping) else {}
+        if not sizes or min(sizes) < 1 or not all(sizes.values()):
+            raise ValueError(
+                f"seconds={self.seconds!r}. Allowed: a dict of at least one size of 1 "
+                "or more, each with the seconds of at least one wire. Pass what "
+                "dtft.collectives.measure_wires returned."
+            )
+
     def cheapest(self, n: int, wires: Collection[Wire] = WIRES) -> Wire:
         """The wire that took least at the measured size nearest to n, by ratio.
 

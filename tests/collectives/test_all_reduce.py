@@ -281,6 +281,29 @@ def test_a_list_in_the_place_of_an_array_is_refused() -> None:
         ring(jnp.ones(2))
 
 
+@pytest.mark.parametrize(
+    ("axis_name", "message"),
+    [
+        (0, "axis_name=0 is no name. Allowed: a str"),
+        (("r", 1), "axis_name=.* is no name"),
+        (("r", "r"), "axis_name=.* names an axis twice. Allowed"),
+    ],
+)
+def test_an_axis_has_a_name(axis_name: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        jax.vmap(lambda v: all_reduce(v, axis_name), axis_name="r")(jnp.ones(2))
+
+
+def test_a_leaf_that_cannot_be_reduced_is_named() -> None:
+    tree = {"w": jnp.ones(2), "n": jnp.arange(2), "on": jnp.array([True])}
+    with pytest.raises(ValueError, match=r"op='mean' of int32 \(x\['n'\]\) is not def"):
+        all_reduce(tree, None, op="mean")
+    with pytest.raises(ValueError, match=r"op='sum' of bool \(x\['on'\]\) is not def"):
+        all_reduce(tree, None)
+    with pytest.raises(ValueError, match=r"x\['name'\]='a' is no array. Allowed"):
+        all_reduce({"name": "a"}, None)
+
+
 def test_undefined_reductions_are_refused() -> None:
     with pytest.raises(ValueError, match="op='mean' of int32"):
         all_reduce(jnp.arange(2), None, op="mean")

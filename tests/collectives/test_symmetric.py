@@ -389,3 +389,15 @@ def test_wires_are_measured_on_the_mesh() -> None:
         all_reduce_symmetric(jnp.eye(2), None, wire="auto")
     with pytest.raises(ValueError, match="wire='packed' with costs=WireCosts"):
         all_reduce_symmetric(jnp.eye(2), None, costs=costs)
+
+
+@pytest.mark.parametrize("seconds", [{}, {4: {}}, {0: {"full": 1.0}}])
+def test_costs_that_hold_nothing_are_refused(seconds: Any) -> None:
+    with pytest.raises(ValueError, match=r"seconds={.* Allowed: .*measure_wires"):
+        WireCosts(seconds=seconds)
+
+
+def test_costs_are_wire_costs() -> None:
+    costs: Any = {2: {"full": 1.0}}
+    with pytest.raises(ValueError, match="costs={.* is a dict. Allowed: a WireCosts"):
+        all_reduce_symmetric(jnp.eye(2), None, wire="auto", costs=costs)
