@@ -34,6 +34,7 @@ import optax
 
 from dtft.collectives import Algorithm, all_reduce
 from dtft.collectives.all_reduce import check_algorithm
+from dtft.optim.checks import numbers
 from dtft.optim.exchange import Reduction
 from dtft.optim.moment_sync import Mode, MomentSync
 from dtft.optim.phases import Phases
@@ -128,6 +129,8 @@ def sync_moments(
         ValueError: options that contradict each other.
     """
     _check_mode(phases, mode)
+    for argument, given in {"every": every, "op": op}.items():
+        _check_per_field(argument, given, phases)
     if every is None:
         every = dict.fromkeys(phases.operands if mode == "operands" else MOMENTS, 1)
     chosen = dict(every)
@@ -163,6 +166,17 @@ def _check_mode(phases: Phases, mode: str) -> None:
         )
 
 
+def _check_per_field(argument: str, given: Any, phases: Phases) -> None:
+    if given is not None and not isinstance(given, Mapping):
+        value = given if argument == "op" else 1
+        example = dict.fromkeys(phases.operands, value)
+        raise ValueError(
+            f"{argument}={given!r} does not say which field it is for. Allowed: a dict "
+            f"by fields of the optimizer's state, or None. Write {argument}={example}, "
+            "say."
+        )
+
+
 def _check(
     phases: Phases,
     mode: Mode,
@@ -186,12 +200,13 @@ def _check(
             raise ValueError(
                 f"op[{name!r}]={how!r} is unknown. Allowed: {get_args(Reduction)}."
             )
+    known = [] if refresh_above is None else numbers("refresh_above", refresh_above)
     if mode == "state" and refresh_above not in (None, REFRESH_ABOVE):
         raise ValueError(
             f"refresh_above={refresh_above} has no effect with mode='state': no "
             "operand is kept there. Leave it out."
         )
-    if refresh_above is not None and not refresh_above > 0:
+    if not all(each > 0 for each in known):
         raise ValueError(
             f"refresh_above={refresh_above} would exchange at every update. Allowed: "
             "above 0 (16 is a good value), or None for never."
