@@ -46,12 +46,17 @@ def numbers(name: str, value: Any) -> list[float]:
     return [float(array.min()), float(array.max())][: array.size]
 
 
-def check_decay(name: str, value: Any) -> None:
+def check_decay(name: str, value: Any, least: str = "0 <=") -> None:
     """A decay: 0 or more, below 1, in a dtype that can hold it.
+
+    Args:
+        name: Of the argument, in the error.
+        value: Of the argument.
+        least: What the error says of 0, which is refused elsewhere if at all.
 
     >>> check_decay("b2", 1.0)
     Traceback (most recent call last):
-    ValueError: b2=1.0 is not a decay. Allowed: 0 <= b2 < 1. Set b2=0.999, say.
+    ValueError: b2=1.0 is not a decay. Allowed: 0 <= b2 < 1. Set b2=0.99, say.
     """
     check_wide(name, value)
     for known in numbers(name, value):
@@ -62,8 +67,8 @@ def check_decay(name: str, value: Any) -> None:
             )
         if not 0 <= known < 1:
             raise ValueError(
-                f"{name}={known} is not a decay. Allowed: 0 <= {name} < 1. Set "
-                f"{name}=0.999, say."
+                f"{name}={known} is not a decay. Allowed: {least} {name} < 1. Set "
+                f"{name}=0.99, say."
             )
 
 
@@ -79,7 +84,7 @@ def check_wide(name: str, value: Any) -> None:
 
 def check_first_decay(name: str, value: Any) -> None:
     """The decay of a first moment that a second one is measured against: not 0."""
-    check_decay(name, value)
+    check_decay(name, value, least="0 <")
     for known in numbers(name, value):
         if _rounded(1 - known) == 1:
             shown = f"{known:g}"
@@ -144,22 +149,30 @@ def whole(name: str, value: Any) -> int | None:
     if _is_unknown(value):
         return None
     try:
-        return operator.index(value.item() if getattr(value, "ndim", 0) else value)
-    except (TypeError, ValueError):
+        return operator.index(value)
+    except TypeError:
         raise ValueError(
             f"{name}={value!r} is not a whole number. Give an int."
         ) from None
 
 
-def check_real_moment(gradient: jax.Array, moment: jax.Array) -> None:
+def check_real_moments(gradients: Any, moments: Any) -> None:
     """Refuses a complex gradient of a parameter whose first moment is real."""
-    if jnp.iscomplexobj(gradient) and not jnp.iscomplexobj(moment):
-        raise ValueError(
-            f"a gradient is {gradient.dtype}, but the first moment of its parameter is "
-            f"{moment.dtype}: the imaginary part would be dropped. Allowed: real "
-            "gradients for real parameters. Take the real part, or make the parameter "
-            "complex."
-        )
+
+    def check(path: Any, gradient: Any, moment: jax.Array) -> None:
+        if gradient is None or jnp.iscomplexobj(moment):
+            return
+        if jnp.issubdtype(dtype_of(gradient), jnp.complexfloating):
+            raise ValueError(
+                f"updates{jax.tree_util.keystr(path)} is {dtype_of(gradient)}, but the "
+                f"first moment of its parameter is {moment.dtype}: the imaginary part "
+                "would be dropped. Allowed: real gradients for real parameters. Take "
+                "the real part, or make the parameter complex."
+            )
+
+    jax.tree_util.tree_map_with_path(
+        check, gradients, moments, is_leaf=lambda x: x is None
+    )
 
 
 def check_moment_dtype(name: str, dtype: Any) -> None:

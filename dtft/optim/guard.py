@@ -100,6 +100,7 @@ def skip_outlier_gradients(
     0.0 1 1
     -3.0 1 1
     """
+    _check_inner(inner)
     _check(max_norm_ratio, history, warmup, max_consecutive)
     wrapped = optax.with_extra_args_support(inner)
 
@@ -235,6 +236,16 @@ def _is_float0(leaf: Any) -> bool:
     return getattr(leaf, "dtype", None) == jax.dtypes.float0
 
 
+def _check_inner(inner: Any) -> None:
+    functions = (getattr(inner, name, None) for name in ("init", "update"))
+    if not all(map(callable, functions)):
+        raise ValueError(
+            f"inner={inner!r} is no optax transform. Allowed: what has init and update."
+            " Call the function that makes it, as in max_adabelief(1e-3); make one of "
+            "several with optax.chain."
+        )
+
+
 def _check(ratio: Any, history: int, warmup: int, max_consecutive: int) -> None:
     known = [] if ratio is None else numbers("max_norm_ratio", ratio)
     if not all(each > 1 for each in known):
@@ -245,7 +256,10 @@ def _check(ratio: Any, history: int, warmup: int, max_consecutive: int) -> None:
     given = {"history": history, "warmup": warmup, "max_consecutive": max_consecutive}
     for name, value in given.items():
         if whole(name, value) is None:
-            raise ValueError(f"{name}={value!r} is not known. Allowed: an int.")
+            raise ValueError(
+                f"{name}={value!r} is not known. Allowed: an int. Under "
+                f"optax.inject_hyperparams pass it static_args={tuple(given)}."
+            )
     if not 1 <= warmup <= history:
         raise ValueError(
             f"warmup={warmup} does not fit history={history}. Allowed: 1 <= warmup <= "

@@ -57,8 +57,8 @@ def scale_by_max_belief(
     Args:
         b1: Decay rate of the first moment, 0 < b1 < 1. A traced 0 cannot be seen, and
             gives m / (sqrt(eps_root t) + eps), a step of 3e6 times the learning rate.
-        b2: Decay rate of the second moment, 0 <= b2 < 1. A traced 1 cannot be seen
-            either, and gives 0/0.
+        b2: Decay rate of the second moment, 0 <= b2 < 1. If it is traced, 1
+            cannot be seen either, and gives updates of 0; more gives steps of 1e15.
         eps: Term added to the denominator outside of the square root. With `eps` and
             `eps_root` both 0 a gradient that has always been 0 gives 0/0, as in optax.
         eps_root: Term added to the second moment at every step, so that it accumulates,
@@ -148,8 +148,8 @@ def max_adabelief(
         learning_rate: A number of 0 or more, an array or a schedule.
         b1: Decay rate of the first moment, 0 < b1 < 1. A traced 0 cannot be seen, and
             gives m / (sqrt(eps_root t) + eps), a step of 3e6 times the learning rate.
-        b2: Decay rate of the second moment, 0 <= b2 < 1. A traced 1 cannot be seen
-            either, and gives 0/0.
+        b2: Decay rate of the second moment, 0 <= b2 < 1. If it is traced, 1
+            cannot be seen either, and gives updates of 0; more gives steps of 1e15.
         eps: Term added to the denominator outside of the square root. With `eps` and
             `eps_root` both 0 a gradient that has always been 0 gives 0/0, as in optax.
         eps_root: Term added to the second moment at every step, so that it accumulates,
@@ -370,10 +370,10 @@ def _updated_moments(
     `nu` is `b2 * nu + (1 - b2) * |g - mu|^2 + eps_root`, and `nu_max` its maximum.
     """
     checks.check_leaves("updates", updates)
+    checks.check_real_moments(updates, state.mu)
 
     def first(g: Any, m: jax.Array) -> jax.Array:
         wide = widen_beside(g, m)
-        checks.check_real_moment(wide, m)
         decay = hyperparameter(b1, wide)
         return (1 - decay) * wide + decay * m.astype(wide.dtype)
 

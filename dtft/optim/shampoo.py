@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import Tracer
 
 from dtft.optim import checks
 from dtft.optim.max_adabelief import decoupled_decay
@@ -109,6 +108,7 @@ def scale_by_shampoo(
     True
     """
     _check(block_size, precondition_frequency, statistics_every)
+    _check_exchange(exchange)
     checks.check_wide("beta_preconditioner", beta_preconditioner)
     checks.check_positive(
         exponent=exponent, beta_preconditioner=beta_preconditioner, root_eps=root_eps
@@ -209,7 +209,7 @@ def _check(block_size: int, precondition_frequency: Any, statistics_every: Any) 
         "statistics_every": statistics_every,
     }
     known = {name: checks.whole(name, value) for name, value in given.items()}
-    if block_size is None or isinstance(block_size, Tracer):
+    if block_size is None or isinstance(block_size, jax.Array):
         raise ValueError(
             f"block_size={block_size!r} is not a size. Allowed: an int, 1 or more; it "
             "decides the shapes of the state. Under optax.inject_hyperparams name it "
@@ -245,4 +245,13 @@ def _check_root(exponent: Any, root_eps: Any) -> None:
             f"exponent={max(powers):g} with root_eps={min(floors):g}: the root of a "
             "singular block, root_eps^-exponent, is infinite. Allowed: up to "
             f"{largest:.1e}. Lower exponent (0.25 in the paper), or raise root_eps."
+        )
+
+
+def _check_exchange(exchange: Any) -> None:
+    if exchange is not None and not callable(exchange):
+        raise ValueError(
+            f"exchange={exchange!r} is not a function. Allowed: one from the tree of "
+            "one replica's increments to their mean, or None for one replica. Pass "
+            "what dtft.optim.exchange_symmetric returns."
         )

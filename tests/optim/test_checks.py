@@ -17,7 +17,7 @@ from dtft.optim import max_adabelief, scale_by_shampoo, shampoo, skip_outlier_gr
         ({"b1": 0.0}, "b1=0 makes"),
         ({"b1": np.float32(0)}, "b1=0 makes"),
         ({"b1": jnp.array(0.0)}, "b1=0 makes"),
-        ({"b1": 1.0}, "b1=1.0 is not a decay"),
+        ({"b1": 1.0}, "b1=1.0 is not a decay. Allowed: 0 < b1 < 1"),
         ({"b1": float("nan")}, "b1=nan is not a decay"),
         ({"b2": 1.5}, "b2=1.5 is not a decay"),
         ({"b2": "0.9x"}, "is not a number"),
@@ -48,6 +48,8 @@ def test_what_max_adabelief_and_shampoo_refuse(options: Any, message: str) -> No
         ({"exponent": -1}, "exponent=-1.0 is out of range"),
         ({"root_eps": -1}, "root_eps=-1.0 is out of range"),
         ({"root_eps": 1e-50}, "root_eps=1e-50 is 0 in float32"),
+        ({"exchange": "mean"}, "exchange='mean' is not a function. Allowed"),
+        ({"block_size": jnp.int32(256)}, "block_size=.* in static_args"),
         ({"exponent": 100}, "exponent=100 with root_eps=1e-06: .* is infinite"),
         ({"beta_preconditioner": np.array([1.5])}, "_preconditioner=.*1.5.* would let"),
         ({"beta_preconditioner": 2.0}, "beta_preconditioner=2.0 would let"),
@@ -145,3 +147,29 @@ def test_a_mask_taken_for_a_schedule_says_static_args() -> None:
     )
     with pytest.raises(ValueError, match="weight_decay_mask in static_args"):
         wrapped.init(jnp.ones((2, 2)))
+
+
+def test_shampoo_injected_without_jit_says_what_is_static() -> None:
+    wrapped: Any = optax.inject_hyperparams(shampoo)(1e-3)
+    with pytest.raises(ValueError, match="block_size=.* name it in static_args"):
+        wrapped.init(jnp.ones((2, 2)))
+
+
+def test_the_guard_injected_under_jit_says_what_is_static() -> None:
+    names = ("history", "warmup", "max_consecutive")
+
+    def init(**static: Any) -> Any:
+        wrapped: Any = optax.inject_hyperparams(skip_outlier_gradients, **static)(
+            max_adabelief(0.1), max_norm_ratio=5.0
+        )
+        return jax.jit(wrapped.init)(jnp.ones(2))
+
+    with pytest.raises(ValueError, match=r"static_args=\('history', 'warmup', 'max_"):
+        init()
+    init(static_args=names)
+
+
+@pytest.mark.parametrize("inner", [max_adabelief, None, (max_adabelief(0.1),)])
+def test_the_guard_is_around_a_transform(inner: Any) -> None:
+    with pytest.raises(ValueError, match=r"inner=.* is no optax transform. Allowed"):
+        skip_outlier_gradients(inner)
