@@ -65,7 +65,9 @@ def scale_by_max_belief(
             as in `optax.adabelief`. To differentiate through the update (as in
             meta-learning) it must not be 0.
         mu_dtype: Dtype of the first moment; None for the dtype of the parameter. The
-            second moment has no such option: in 16 bits it stops moving.
+            second moment has no such option: in 16 bits it stops moving. In 8 bits
+            the first stops too, half-way to a constant gradient: give parameters of
+            float8 `mu_dtype=jnp.bfloat16` or wider.
         nesterov: Whether to use Nesterov momentum.
         bias_correct_max: Whether the maximum is divided by 1 - b2^t. False is the form
             of Reddi et al., whose first step is 35 times the learning rate.
@@ -156,7 +158,9 @@ def max_adabelief(
             as in `optax.adabelief`. To differentiate through the update (as in
             meta-learning) it must not be 0.
         mu_dtype: Dtype of the first moment; None for the dtype of the parameter. The
-            second moment is real and at least float32.
+            second moment is real and at least float32. In float8, which it has with
+            parameters of float8 unless told otherwise, the first stops half-way to a
+            constant gradient: `mu_dtype=jnp.bfloat16` or wider does not.
         weight_decay: Strength of the decoupled weight decay, a number of 0 or more, an
             array or a schedule. The learning rate multiplies it, as in `optax.adamw`.
             None for none. If it is traced its sign cannot be seen, nor that of the

@@ -34,6 +34,7 @@ def moment_dtype(dtype: Any) -> Any:
     """Of a second moment: real and at least float32.
 
     An average in bfloat16 stops moving: from 1 towards 2 with b2=0.999 it stays at 1.
+    In float8 one with b1=0.9 does too, so a first moment needs 16 bits.
     """
     return at_least_float32(jnp.finfo(dtype).dtype)
 

@@ -258,3 +258,27 @@ def test_flax_optimizers_train_with_each(make: Any) -> None:
     found = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     for name in ("kernel", "bias"):
         np.testing.assert_allclose(found[name], params[name], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mu_dtype", "stops"),
+    [
+        (jnp.float8_e5m2, None, True),
+        (jnp.float32, jnp.float8_e4m3fn, True),
+        (jnp.float8_e5m2, jnp.bfloat16, False),
+    ],
+)
+def test_first_moments_of_8_bits_stop_and_the_docstrings_say_so(
+    dtype: Any, mu_dtype: Any, stops: bool
+) -> None:
+    solver: Any = scale_by_max_belief(mu_dtype=mu_dtype)
+    scale = 0.5 if mu_dtype == jnp.float8_e4m3fn else 1e-3
+    gradient = jnp.full(1, scale, dtype)
+    state = solver.init(jnp.zeros(1, dtype))
+    update = jax.jit(solver.update)
+    for _ in range(200):
+        _, state = update(gradient, state)
+    share = state.mu[0].astype(jnp.float32) / gradient[0].astype(jnp.float32)
+    assert (share < 0.9) == stops
+    for documented in (scale_by_max_belief, max_adabelief):
+        assert "float8" in (documented.__doc__ or "")
