@@ -39,7 +39,7 @@ class Watched:
         self.etcd.start()
         self.etcd.wait_ready()
         self.supervisor = Supervisor(self.etcd, self.said.append, QUICK)
-        self.longest_tick_s = 0.0
+        self.ticks = 0
         self.store = EtcdStore(self.etcd.address)
         self.store.put("/k", b"v")
 
@@ -48,9 +48,8 @@ class Watched:
         end = time.monotonic() + limit_s
         while not ready():
             assert time.monotonic() < end, self.said
-            begun = time.monotonic()
             self.supervisor.tick()
-            self.longest_tick_s = max(self.longest_tick_s, time.monotonic() - begun)
+            self.ticks += 1
             time.sleep(0.02)
 
     def serves_again(self) -> bool:
@@ -89,7 +88,7 @@ def test_a_stopped_etcd_is_killed_and_restarted(tmp_path: Path) -> None:
         it.until(it.serves_again)
         assert not process_alive(pid) and it.value() == b"v"
         assert f"process {pid}) is stopped" in it.said[0]
-        assert it.longest_tick_s < 0.5  # health checks are on a thread
+        assert it.ticks > 20  # health checks, which got no answer, are on a thread
 
 
 def test_corrupt_data_are_moved_aside(tmp_path: Path) -> None:

@@ -450,7 +450,7 @@ def test_a_reply_in_drops_ends_at_the_deadline() -> None:
         begun = time.monotonic()
         with pytest.raises(StoreUnavailable, match="no answer within 0.5 s"):
             store.get("a")
-        assert time.monotonic() - begun < 2.0
+        assert time.monotonic() - begun < 10  # all would take 18 s
         store.close()
 
 
@@ -469,7 +469,7 @@ def test_a_resolver_that_hangs_does_not_hold_a_call(
     begun = time.monotonic()
     with pytest.raises(StoreUnavailable, match="etcd.invalid:2379: get a: no answer"):
         store.get("a")
-    assert time.monotonic() - begun < 2.0
+    assert time.monotonic() - begun < 10
     over.set()
     store.close()
 

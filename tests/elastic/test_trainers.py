@@ -134,7 +134,7 @@ def test_a_process_that_does_not_die_is_given_up_by_name_and_replaced(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(module, "KILL_S", 1.0)
+    monkeypatch.setattr(module, "KILL_S", 3.0)
     first = started(trainers, 0)
     assert events.get(timeout=20)[0] == "trainer"
     assert first.process is not None
@@ -143,10 +143,10 @@ def test_a_process_that_does_not_die_is_given_up_by_name_and_replaced(
     with caplog.at_level(logging.WARNING):
         trainers.let_go()
         second = started(trainers, 1)
-        assert time.monotonic() - begun < 0.9  # the event loop goes on
+        assert events.empty()  # it was not waited for: the event loop goes on
         assert events.get(timeout=20)[:2] == ("trainer_exit", first.ident)
-    assert time.monotonic() - begun >= 1.0
-    assert f"process {first.pid} of a still runs 1 s after SIGKILL" in caplog.text
+    assert time.monotonic() - begun >= 3.0
+    assert f"process {first.pid} of a still runs 3 s after SIGKILL" in caplog.text
     assert not trainers.exited(first.ident) and trainers.is_active(second.ident)
     assert events.get(timeout=20)[1:] == (second.ident, {"op": "running", "slot": 1})
     assert process_alive(first.pid)
@@ -169,9 +169,7 @@ def test_a_slot_is_told_only_when_the_trainer_before_has_gone(
             trainer.ident,
             {"op": "running", "slot": slot},
         )
-        begun = time.monotonic()
         trainers.let_go()
-        assert time.monotonic() - begun < 1.0
         assert events.get(timeout=20)[:2] == ("trainer_exit", trainer.ident)
 
 
@@ -180,10 +178,9 @@ def test_a_trainer_that_does_not_read_is_killed_and_nobody_waits_for_it(
 ) -> None:
     trainer = started(trainers, 0)
     assert events.get(timeout=20)[0] == "trainer"
-    begun = time.monotonic()
     trainers.send("restore", places=bytes(32 << 20))
     trainers.send("release", step=1)
-    assert time.monotonic() - begun < 0.9
+    assert events.empty()  # it has still SEND_S to read
     assert events.get(timeout=20) == ("trainer_exit", trainer.ident, -9)
     assert trainers.exited(trainer.ident)
 

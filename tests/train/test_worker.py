@@ -51,11 +51,12 @@ def test_an_agent_that_does_not_read_is_not_waited_for(
     link = AgentLink(here)
     begun = time.monotonic()
     worker._last_words(link, "failed", traceback="x" * (8 << 20))
-    assert 0.3 <= time.monotonic() - begun < 2.0
+    assert 0.3 <= time.monotonic() - begun < 10
     there.close()
+    monkeypatch.setattr(worker, "LAST_WORDS_S", 20)
     begun = time.monotonic()
     worker._last_words(link, "failed", traceback="x")  # it has gone: no wait at all
-    assert time.monotonic() - begun < 0.3
+    assert time.monotonic() - begun < 10
     link.close()
 
 
