@@ -366,14 +366,14 @@ def verdict(
         for host, (at, it) in heard.items()
         if host in slots
     }
-    silent = [host for host in slots if _is_silent(heard.get(host), now)]
     late = [
         host
         for host, (it, longer_s) in aged.items()
-        if host not in silent and it.stuck(longer_s)
+        if it.stuck(longer_s) and not _is_silent(heard[host], now)
     ]
     if not late:
         return None
+    silent = [host for host in slots if _is_silent(heard.get(host), now)]
     if silent:
         worst = max(aged[host][0].for_s + aged[host][1] for host in late)
         least = min(aged[host][0].limit_s for host in late)

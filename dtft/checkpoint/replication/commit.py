@@ -8,7 +8,7 @@ where hosts contradict each other (`adding_up`), and what a person is told
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Literal
 
 from dtft.checkpoint.replication.copy_placement import CopyPlacement, Push, place_copies
@@ -109,7 +109,7 @@ class Commit:
 
     def to_json(self) -> str:
         """JSON; inverse of `from_json`."""
-        return json.dumps(asdict(self), sort_keys=True)
+        return json.dumps(vars(self), sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Commit":

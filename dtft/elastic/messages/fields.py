@@ -21,6 +21,7 @@ Table = Mapping[str, Mapping[str, Check]]
 """Op to its fields, and what each must be."""
 
 _LARGEST = 1 << 63
+_MISSING = object()
 
 
 def number(value: object) -> bool:
@@ -263,10 +264,11 @@ def fault(
         return f"there is no {kind} {short(op)}"
     missing: set[str] = set()
     for name, check in fields.items():
-        if name not in message:
+        value = message.get(name, _MISSING)
+        if value is _MISSING:
             missing.add(name)
-        elif not check(message[name]):
-            return f"{op}: {name}={short(message[name])}"
+        elif not check(value):
+            return f"{op}: {name}={short(value)}"
     if missing:
         missing -= optional.get(str(op), frozenset())
     return f"{op}: no {', '.join(sorted(missing))}" if missing else None

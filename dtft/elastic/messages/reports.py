@@ -187,9 +187,11 @@ OPTIONAL_REPORT_FIELDS: Mapping[str, frozenset[str]] = {
 }
 """Fields that may be left out."""
 
-OF_A_SLOT = (
-    *("prepared", "prepare_failed", "layout", "running"),
-    *("staged", "held", "finished", "flush", "wanted", "failed", "progress"),
+OF_A_SLOT = frozenset(
+    {
+        *("prepared", "prepare_failed", "layout", "running"),
+        *("staged", "held", "finished", "flush", "wanted", "failed", "progress"),
+    }
 )
 """Reports that only the host of a slot can make."""
 
