@@ -13,20 +13,20 @@ from typing import Any
 
 from dtft.checkpoint.storage import storage_steps
 from dtft.config import Experiment
-from dtft.elastic.faults import INTERRUPTIONS, STORE_AWAY_S, Strike, Striker
+from dtft.elastic.faults import (
+    INTERRUPTIONS,
+    STORE_AWAY_S,
+    FaultInjector,
+    InjectedFault,
+)
 from dtft.elastic.leader import read_events
 from dtft.parallel.load_balancing import BALANCE_FILE
-
-# How a drill reports what lasted: stopped hosts, a paused store, busy event loops.
-#
-# Reads what strikes saw and what agents wrote at their end; runs and changes nothing.
-
 
 Span = tuple[float, float]
 """Wall-clock times: begin and end."""
 
 
-def fault_fields(strike: Strike) -> dict[str, Any]:
+def fault_fields(strike: InjectedFault) -> dict[str, Any]:
     """What the record says of a fault that lasts; nothing of one that does not.
 
     `stopped_s`: null where it was never ended. `killed_after_s`: when somebody had
@@ -46,7 +46,9 @@ def fault_fields(strike: Strike) -> dict[str, Any]:
     return entry
 
 
-def agents(faulted: Path, strikes: Sequence[Strike]) -> dict[str, dict[str, Any]]:
+def agents(
+    faulted: Path, injected: Sequence[InjectedFault]
+) -> dict[str, dict[str, Any]]:
     """The longest call of each host's event loop, the time it was stopped left out.
 
     Agents write `loop-HOST.json` when they end: `host`, and in `calls` their longest
@@ -56,16 +58,16 @@ def agents(faulted: Path, strikes: Sequence[Strike]) -> dict[str, dict[str, Any]
     for path in sorted(faulted.glob("loop-*.json")):
         with contextlib.suppress(OSError, json.JSONDecodeError, KeyError):
             said = json.loads(path.read_text())
-            stops = _stops(said["host"], strikes)
+            stops = _stops(said["host"], injected)
             found[said["host"]] = longest_call(said["calls"], stops)
     return found
 
 
-def _stops(host: str, strikes: Sequence[Strike]) -> list[Span]:
+def _stops(host: str, injected: Sequence[InjectedFault]) -> list[Span]:
     """When a host's agent was stopped."""
     return [
         (strike.at, strike.until or float("inf"))
-        for strike in strikes
+        for strike in injected
         if host in strike.hosts and strike.fault.kind in ("stop-agent", "stop-host")
     ]
 
@@ -299,7 +301,7 @@ def resize_lines(record: dict[str, Any]) -> list[str]:
 def judge(
     control: Path,
     faulted: Path,
-    striker: Striker,
+    injector: FaultInjector,
     experiment: Experiment,
     *,
     ended_in_time: bool = True,
@@ -310,7 +312,7 @@ def judge(
     Args:
         control: directory of the undisturbed run.
         faulted: directory of the run that was struck.
-        striker: who struck it; has ended.
+        injector: who injected the faults; has ended.
         experiment: what both ran.
         ended_in_time: whether the struck run ended before the drill's deadline.
         left_behind: what it left on the machine.
@@ -319,7 +321,7 @@ def judge(
     ended = [event for event in events if event["event"] == "end"]
     step = max(storage_steps(faulted / "checkpoints"), default=0)
     differing = _differing(control, faulted, step)
-    recoveries = _recoveries(events, striker.strikes)
+    recoveries = _recoveries(events, injector.injected)
     record: dict[str, Any] = {
         "config": experiment.name,
         "final_step": step,
@@ -331,16 +333,16 @@ def judge(
         "steps_lost": max((entry["steps_lost"] for entry in recoveries), default=0),
         "bytes_from_storage": sum(r["bytes_from_storage"] for r in recoveries),
         "recoveries": recoveries,
-        "faults": [_strike(strike, events) for strike in striker.strikes],
-        "fault_error": striker.error,
-        "faults_not_over": striker.not_over,
+        "faults": [_strike(strike, events) for strike in injector.injected],
+        "fault_error": injector.error,
+        "faults_not_over": injector.not_over,
         "storage_interval": experiment.checkpoint.storage_interval,
         "status": ended[-1]["status"] if ended else "none",
         "message": ended[-1].get("message", "") if ended else "",
-        "expected_status": expected_status(striker.strikes),
+        "expected_status": expected_status(injector.injected),
         "ended_in_time": ended_in_time,
         "left_behind": list(left_behind),
-        "agents": agents(faulted, striker.strikes),
+        "agents": agents(faulted, injector.injected),
         "resized": resizes(control, events),
         "shares": attempts(faulted),
         **{k: v for k, v in _summary(faulted).items() if k.startswith("test_")},
@@ -348,7 +350,7 @@ def judge(
     if record["resized"] or record["shares"]:
         segments = surviving_segments(events, step)
         record["loss_curve"] = compare_losses(control, faulted, segments)
-    record["ok"] = bool(striker.done) and _is_good(record)
+    record["ok"] = bool(injector.done) and _is_good(record)
     return record
 
 
@@ -369,9 +371,9 @@ def _is_good(record: dict[str, Any]) -> bool:
     )
 
 
-def expected_status(strikes: Sequence[Strike]) -> str:
+def expected_status(injected: Sequence[InjectedFault]) -> str:
     """How the job must end: a step that fails every time ends it with an error."""
-    return "error" if any(strike.fault.always for strike in strikes) else "done"
+    return "error" if any(strike.fault.always for strike in injected) else "done"
 
 
 def _differing(control: Path, faulted: Path, step: int) -> list[str]:
@@ -402,7 +404,9 @@ def _summary(directory: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def _recoveries(events: Events, strikes: Sequence[Strike]) -> list[dict[str, Any]]:
+def _recoveries(
+    events: Events, injected: Sequence[InjectedFault]
+) -> list[dict[str, Any]]:
     """Every recovery, its times counted from the blow, which only the drill knows."""
     found, previous = [], 0.0
     for event in events:
@@ -410,7 +414,7 @@ def _recoveries(events: Events, strikes: Sequence[Strike]) -> list[dict[str, Any
             continue
         entry = {k: v for k, v in event.items() if k not in ("time", "event", "by")}
         entry["cause"] = entry["fault"]
-        blows = [blow for blow in strikes if previous < blow.at <= event["ended"]]
+        blows = [blow for blow in injected if previous < blow.at <= event["ended"]]
         if blows:
             entry["fault"] = ", ".join(str(blow.fault) for blow in blows)
             entry["detect_s"] = round(event["detected"] - blows[0].at, 4)
@@ -438,7 +442,7 @@ def _replicated(recovery: dict[str, Any], events: Events) -> dict[str, Any]:
     return {"replicated_s": None, "bytes_re_replicated": 0, "healthy": None}
 
 
-def _strike(strike: Strike, events: Events) -> dict[str, Any]:
+def _strike(strike: InjectedFault, events: Events) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "fault": str(strike.fault),
         "hosts": list(strike.hosts),
@@ -456,7 +460,7 @@ def _strike(strike: Strike, events: Events) -> dict[str, Any]:
     return entry
 
 
-def _outage(strike: Strike, events: Events) -> dict[str, int]:
+def _outage(strike: InjectedFault, events: Events) -> dict[str, int]:
     """What went on while the store was away, and that commits did after it."""
     back = strike.at + STORE_AWAY_S
     commits = [event["time"] for event in events if event["event"] == "commit"]

@@ -23,8 +23,8 @@ from dtft.drills.compare import judge, say
 from dtft.drills.options import cluster_options, for_clusters, handed_on
 from dtft.elastic.faults import (
     Fault,
+    FaultInjector,
     HostNamespaces,
-    Striker,
     check_namespaces,
     check_together,
     existing_namespaces,
@@ -48,7 +48,7 @@ _LITTLE_MEMORY = 'mount -t tmpfs -o size="$1" dtft "$2" && shift 2 && exec "$@"'
 class Ran:
     """One run of a drill."""
 
-    striker: Striker
+    injector: FaultInjector
     ended_in_time: bool
     left_behind: list[str]
 
@@ -90,7 +90,7 @@ def run_drill(options: "Drill", words: list[str]) -> int:
     print(f"dtft: faulted run in {faulted}: {names}", flush=True)
     ran = _run(experiment, arguments, faulted, options.spares, faults, options)
     record = judge(
-        *(control, faulted, ran.striker, experiment),
+        *(control, faulted, ran.injector, experiment),
         ended_in_time=ran.ended_in_time,
         left_behind=ran.left_behind,
     )
@@ -195,7 +195,7 @@ def _run(
     with _network(settings, faults, options) as network:
         limits = _memory_limits(options) if faults else {}
         cluster = LocalCluster(_placed(settings, network, limits))
-        striker = Striker(
+        injector = FaultInjector(
             *(cluster, faults),
             seed=options.seed,
             rejoin_s=options.rejoin,
@@ -206,27 +206,27 @@ def _run(
         left: list[str] = []
         try:
             cluster.start()
-            striker.start()
+            injector.start()
             deadline_s = options.deadline if faults else DEADLINE_S
-            ended = _wait(cluster, striker, deadline_s)
+            ended = _wait(cluster, injector, deadline_s)
             left += leftovers.of_ended_hosts(cluster)
         finally:
-            striker.stop()
+            injector.stop()
             cluster.close()
-        striker.join(10.0)
+        injector.join(10.0)
     left += leftovers.of_job(settings.job, settings.arena_directory, directory)
     left += existing_namespaces(os.getpid()) if network else []
-    return Ran(striker=striker, ended_in_time=ended, left_behind=left)
+    return Ran(injector=injector, ended_in_time=ended, left_behind=left)
 
 
-def _wait(cluster: LocalCluster, striker: Striker, deadline_s: float) -> bool:
+def _wait(cluster: LocalCluster, injector: FaultInjector, deadline_s: float) -> bool:
     """Waits until every agent has ended that can; False if the deadline passed."""
     end = time.monotonic() + deadline_s
     while time.monotonic() < end:
         if cluster.wait(0.1):
             return True
         running = set(cluster.agents) - set(cluster.poll())
-        if running <= striker.held:
+        if running <= injector.held:
             return True
     return False
 

@@ -177,12 +177,12 @@ class LeaderDesk:
     @property
     def phase(self) -> str:
         """What the leader awaits."""
-        return self.leader._rounds.phase
+        return self.leader._rendezvous.phase
 
     @property
     def assignment(self) -> SlotAssignment | None:
         """Of the newest round, recorded or being recorded."""
-        round_ = self.leader._rounds.current
+        round_ = self.leader._rendezvous.current
         return round_.assignment if round_ is not None else None
 
     # ----------------------------------------------------------------- the run

@@ -14,7 +14,7 @@ from dtft.checkpoint.memory.replica_store import Holder
 from dtft.checkpoint.replication.copy_placement import place_copies
 from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
 from dtft.checkpoint.storage.directory import StorageTier
-from dtft.elastic.host.export import ExportDesk
+from dtft.elastic.host.export import HostExports
 from dtft.elastic.job import AgentConfig
 from tests.checkpoint.hosts import JOB, stage, wait_until
 
@@ -55,7 +55,7 @@ class Host:
     def __init__(self, config: AgentConfig, tmp_path: Path) -> None:
         self.events: queue.Queue[tuple[Any, ...]] = queue.Queue()
         self.told: list[tuple[int, bool, str]] = []
-        self.desk = ExportDesk(
+        self.desk = HostExports(
             config,
             JOB,
             ProgressBoard(tmp_path / "board", create=True),

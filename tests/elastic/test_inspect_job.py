@@ -21,7 +21,7 @@ from dtft.elastic.assignment import HostRecord
 from dtft.elastic.host.inspection import serve_inspection
 from dtft.elastic.inspect_job import Observer
 from dtft.elastic.job import AgentConfig
-from dtft.elastic.leader.export_requests import Answer, Demands, serve_export
+from dtft.elastic.leader.export_requests import Answer, ExportRequests, serve_export
 from dtft.elastic.store.memory import MemoryStore
 from dtft.elastic.store.view import job_key
 from dtft.elastic.transfer.replica_server import Inbox
@@ -40,7 +40,7 @@ class Job:
         self.store, self.holders = MemoryStore(), []
         self.servers: list[TransportServer] = []
         self.emits: list[Callable[..., None]] = []
-        self.demands = Demands()
+        self.requests = ExportRequests()
         self._put("m/fingerprint", json.dumps({"secret": proof_of(SECRET, "j")}))
         self._put("m/leader", "h1")
         digests: dict[str, bytes] = {}
@@ -82,9 +82,9 @@ class Job:
         inbox = Inbox(epoch=lambda: (1, 1), holder=lambda: holder, held=lambda *_: None)
 
         def emit(answer: Answer) -> None:
-            self.demands.add(7, answer)
-            self.demands.outcome(6, True, "")  # an older step: not what was asked for
-            self.demands.outcome(8, slot == 1, "No space left on device")
+            self.requests.add(7, answer)
+            self.requests.outcome(6, True, "")  # an older step: not what was asked for
+            self.requests.outcome(8, slot == 1, "No space left on device")
 
         self.emits.append(emit)
         server = TransportServer(
@@ -165,7 +165,7 @@ def test_a_leader_that_changes_while_asked(job: Job) -> None:
     asked = threading.Event()
 
     def leads_no_more(answer: Answer) -> None:
-        job.demands.add(99, answer)  # answered by nobody until the host is deposed
+        job.requests.add(99, answer)  # answered by nobody until the host is deposed
         asked.set()
 
     job.emits[1] = leads_no_more
@@ -174,7 +174,7 @@ def test_a_leader_that_changes_while_asked(job: Job) -> None:
         assert asked.wait(10)
         job.emits[0] = lambda answer: answer({"step": 12})
         job.store.put(job_key("j", "m/leader"), b"h0")
-        job.demands.close()
+        job.requests.close()
         assert export.result(timeout=20) == 12
         job.store.put(job_key("j", "m/leader"), b"h1")
         asked.clear()

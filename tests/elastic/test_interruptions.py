@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from dtft.drills import compare
-from dtft.elastic.faults.injector import Strike
+from dtft.elastic.faults.injector import InjectedFault
 from dtft.elastic.faults.interruptions import Interruption, begin, session
 from dtft.elastic.faults.schedule import parse_fault
 from dtft.elastic.local_cluster import LocalCluster
@@ -92,7 +92,7 @@ def record(**fields: Any) -> dict[str, Any]:
 
 def test_what_lasted_is_reported_with_its_host():
     fault = parse_fault("stop-agent:1@20:10", 3)
-    strike = Strike(fault=fault, hosts=("host-1",), at=100.0, until=110.0)
+    strike = InjectedFault(fault=fault, hosts=("host-1",), at=100.0, until=110.0)
     entry = compare.fault_fields(strike)
     assert entry == {"until": 110.0, "stopped_s": 10.0}
     entry |= {"fault": str(fault), "hosts": ["host-1"]}
@@ -107,7 +107,7 @@ def test_what_lasted_is_reported_with_its_host():
 
 def test_a_call_during_which_its_agent_was_stopped_is_not_long(tmp_path):
     fault = parse_fault("stop-host:1@20:10", 3)
-    strike = Strike(fault=fault, hosts=("host-1",), at=100.0, until=110.0)
+    strike = InjectedFault(fault=fault, hosts=("host-1",), at=100.0, until=110.0)
     for host in ("host-0", "host-1"):
         (tmp_path / f"loop-{host}.json").write_text(
             f'{{"host": "{host}", "longest_call_s": 10.25, "what": "tick", "calls": ['

@@ -26,7 +26,7 @@ from dtft.checkpoint.replication.snapshot_interval import Automatic, Cadence
 from dtft.checkpoint.state.slices import Layout
 from dtft.elastic.assignment import SlotAssignment
 from dtft.elastic.job import AgentConfig
-from dtft.elastic.leader.commit_coordinator import Ledger
+from dtft.elastic.leader.commit_coordinator import CommitCoordinator
 from dtft.elastic.leader.storage import StorageHealth
 from dtft.train.worker import WindowClock
 from tests.elastic.test_recovery import layout
@@ -38,7 +38,7 @@ MAXIMUM = 32
 
 
 class Agents:
-    """Both hosts' agents and the leader's ledger: real links, arenas and commits."""
+    """Two hosts' agents and a commit coordinator: real links, arenas and commits."""
 
     def __init__(self, directory: Path, state: Layout) -> None:
         self.state, self.step, self.ends = state, 0, []
@@ -75,7 +75,7 @@ class Agents:
             reason="test",
         )
         recorded: queue.Queue[Any] = queue.Queue()
-        ledger = Ledger(
+        coordinator = CommitCoordinator(
             config,
             self.state,
             assignment,
@@ -94,7 +94,7 @@ class Agents:
                 target=self._serve, args=(slot, reports), daemon=True
             ).start()
         threading.Thread(
-            target=self._lead, args=(ledger, reports, recorded), daemon=True
+            target=self._lead, args=(coordinator, reports, recorded), daemon=True
         ).start()
         return [AgentLink(end) for end, _ in pairs]
 
@@ -138,22 +138,24 @@ class Agents:
             "items": holder.items(self.step) if known else {},
         }
 
-    def _lead(self, ledger: Ledger, reports: Any, recorded: Any) -> None:
+    def _lead(
+        self, coordinator: CommitCoordinator, reports: Any, recorded: Any
+    ) -> None:
         known: dict[str, bytes] = {}
         while (report := reports.get()) is not None:
             slot, message = report
-            keys = [piece.key for piece in ledger.layout.slices(slot)]
+            keys = [piece.key for piece in coordinator.layout.slices(slot)]
             known |= zip(keys, message["digests"], strict=True)
-            ledger.staged(slot, **message)
+            coordinator.staged(slot, **message)
             if slot == 1:
-                for push in ledger.placement.pushes:
+                for push in coordinator.placement.pushes:
                     root = push_root(push, known)
-                    ledger.held(message["step"], push.source, push.target, root)
+                    coordinator.held(message["step"], push.source, push.target, root)
             while not recorded.empty():
                 commit = recorded.get()
                 self.committed.append(commit.step)
                 self.step = commit.step
-                ledger.written(commit)
+                coordinator.written(commit)
 
     def close(self) -> None:
         for holder in self.holders:

@@ -1,4 +1,4 @@
-"""The leader's ledger: commits, releases and exports of one formation."""
+"""The leader's commit coordinator: commits, releases and exports of one formation."""
 
 import itertools
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ from dtft.checkpoint.replication.snapshot_interval import (
     SnapshotSchedule,
 )
 from dtft.elastic.assignment import SlotAssignment
-from dtft.elastic.leader.commit_coordinator import GRACE_S, Ledger
+from dtft.elastic.leader.commit_coordinator import GRACE_S, CommitCoordinator
 from dtft.elastic.leader.storage import FIRST_PAUSE_S, StorageHealth
 from tests.elastic.desks import agent_config
 from tests.elastic.test_recovery import HOSTS, layout, root_of, value
 
 
 class Desk:
-    """A ledger with everything that it does written down."""
+    """A commit coordinator with everything that it does written down."""
 
     def __init__(self, replica: int, fsdp: int, **changes: Any) -> None:
         state = layout(replica, fsdp)
@@ -41,7 +41,7 @@ class Desk:
             rung=2,
             reason="test",
         )
-        self.ledger = Ledger(
+        self.coordinator = CommitCoordinator(
             config,
             state,
             self.assignment,
@@ -57,16 +57,16 @@ class Desk:
     def stage(self, step: int) -> None:
         for slot in range(self.state.mesh.num_slots):
             digests = [value(p.key) for p in self.state.slices(slot)]
-            self.ledger.staged(slot, step, digests)
+            self.coordinator.staged(slot, step, digests)
 
     def hold(self, step: int) -> None:
-        for push in self.ledger.placement.pushes:
-            self.ledger.held(step, push.source, push.target, root_of(push))
+        for push in self.coordinator.placement.pushes:
+            self.coordinator.held(step, push.source, push.target, root_of(push))
 
     def commit(self, step: int) -> None:
         self.stage(step)
         self.hold(step)
-        self.ledger.written(self.recorded[-1])
+        self.coordinator.written(self.recorded[-1])
 
     def ops(self, op: str) -> list[tuple[str, dict]]:
         return [(host, fields) for host, found, fields in self.sent if found == op]
@@ -75,35 +75,35 @@ class Desk:
 def test_a_step_is_recorded_once_every_copy_is_verified():
     desk = Desk(1, 4)
     desk.stage(11)
-    assert desk.recorded == [] and "copy of slot" in desk.ledger.waiting_for()
+    assert desk.recorded == [] and "copy of slot" in desk.coordinator.waiting_for()
     desk.hold(11)
     (commit,) = desk.recorded
     assert (commit.step, commit.generation, commit.attempt) == (11, 3, 2)
     assert commit.copies == 2 and desk.ops("release") == []
-    desk.ledger.written(commit)
+    desk.coordinator.written(commit)
     assert [host for host, _ in desk.ops("release")] == list(HOSTS)
     assert all(fields["committed"] for _, fields in desk.ops("release"))
     told = {Commit.from_json(fields["commit"]) for _, fields in desk.ops("release")}
     assert told == {replace(commit, holders=())}
-    assert desk.ledger.committed == 11 and desk.ledger.pending is None
+    assert desk.coordinator.committed == 11 and desk.coordinator.pending is None
 
 
 def test_a_store_outage_releases_without_committing():
     desk = Desk(2, 1)
     desk.stage(11)
-    desk.ledger.delayed(desk.recorded[0])
+    desk.coordinator.delayed(desk.recorded[0])
     assert not any(fields["committed"] for _, fields in desk.ops("release"))
-    assert desk.ledger.committed == 10 and desk.ledger.pending is not None
+    assert desk.coordinator.committed == 10 and desk.coordinator.pending is not None
 
 
 def test_a_step_whose_copies_are_gone_when_it_is_recorded_is_not_exported():
     desk = Desk(2, 1, storage_interval=1)
     for step in (11, 12, 13):
         desk.stage(step)
-        desk.ledger.delayed(desk.recorded[-1])
-    desk.ledger.written(desk.recorded[0])  # it was under way while the store hung
-    assert desk.ops("export") == [] and desk.ledger.committed == 11
-    desk.ledger.written(desk.recorded[2])
+        desk.coordinator.delayed(desk.recorded[-1])
+    desk.coordinator.written(desk.recorded[0])  # it was under way while the store hung
+    assert desk.ops("export") == [] and desk.coordinator.committed == 11
+    desk.coordinator.written(desk.recorded[2])
     assert [fields["step"] for _, fields in desk.ops("export")] == [13]
 
 
@@ -111,17 +111,17 @@ def test_export_is_ordered_from_the_fewest_hosts_when_due():
     desk = Desk(2, 2, storage_interval=5)
     for step in range(11, 16):
         desk.stage(step)
-        desk.ledger.written(desk.recorded[-1])
+        desk.coordinator.written(desk.recorded[-1])
     orders = desk.ops("export")
     assert [(h, o["step"], o["rank"], o["world"]) for h, o in orders] == [
         ("h0", 15, 0, 2),
         ("h1", 15, 1, 2),
     ]
     assert {fields["coordinator"] for _, fields in orders} == {"h0:9"}
-    assert desk.ledger.export_answer("h0", 15, True) is None
-    assert desk.ledger.exporting == 15
-    assert desk.ledger.export_answer("h1", 15, True) is True
-    assert desk.ledger.exporting is None
+    assert desk.coordinator.export_answer("h0", 15, True) is None
+    assert desk.coordinator.exporting == 15
+    assert desk.coordinator.export_answer("h1", 15, True) is True
+    assert desk.coordinator.exporting is None
 
 
 def test_hosts_that_are_left_export_for_those_that_are_gone():
@@ -130,23 +130,26 @@ def test_hosts_that_are_left_export_for_those_that_are_gone():
         host: {piece.key: b"" for piece in desk.state.slices(slot)}
         for slot, host in enumerate(HOSTS)
     }
-    assert desk.ledger.export_from(12, {"h0", "h3"}, held)
+    assert desk.coordinator.export_from(12, {"h0", "h3"}, held)
     orders = [(host, o["slot"], o["rank"]) for host, o in desk.ops("export")]
     assert orders == [("h0", 0, 0), ("h3", 1, 1)]
-    assert not desk.ledger.export_from(12, {"h0", "h2"}, held)
+    assert not desk.coordinator.export_from(12, {"h0", "h2"}, held)
 
 
 def test_a_failed_export_is_tried_again_after_a_pause():
     desk = Desk(2, 1, storage_interval=1)
     desk.commit(11)
-    assert desk.ledger.export_answer("h0", 11, False) is False
+    assert desk.coordinator.export_answer("h0", 11, False) is False
     desk.health.failed(11, "h0", "full", desk.now)
-    assert desk.ledger.export_failures(11) == 1 and desk.ledger.export_failures(12) == 0
+    assert (
+        desk.coordinator.export_failures(11) == 1
+        and desk.coordinator.export_failures(12) == 0
+    )
     desk.commit(12)
-    assert desk.ledger.exporting is None
+    assert desk.coordinator.exporting is None
     desk.now += FIRST_PAUSE_S
     desk.commit(13)
-    assert desk.ledger.exporting == 13
+    assert desk.coordinator.exporting == 13
     assert [fields["failures"] for _, fields in desk.ops("export")] == [0, 1]
 
 
@@ -154,24 +157,24 @@ def test_a_step_due_while_another_is_written_is_overdue():
     desk = Desk(2, 1, storage_interval=5)
     desk.commit(15)
     desk.commit(19)
-    assert desk.ledger.exporting == 15 and desk.ledger.overdue is None
+    assert desk.coordinator.exporting == 15 and desk.coordinator.overdue is None
     desk.commit(20)
-    assert desk.ledger.overdue == 20
-    desk.ledger.export_answer("h0", 15, True)
+    assert desk.coordinator.overdue == 20
+    desk.coordinator.export_answer("h0", 15, True)
     desk.commit(21)
-    assert desk.ledger.exporting == 21 and desk.ledger.overdue is None
+    assert desk.coordinator.exporting == 21 and desk.coordinator.overdue is None
 
 
 def test_an_export_that_nobody_answers_is_given_up():
     desk = Desk(1, 2, storage_interval=1)
     desk.commit(11)
-    desk.ledger.export_answer("h0", 11, True)
+    desk.coordinator.export_answer("h0", 11, True)
     desk.now += 300
-    assert desk.ledger.silent_export() is None
+    assert desk.coordinator.silent_export() is None
     desk.now += GRACE_S
-    assert desk.ledger.silent_export() == (11, "h1")
-    assert desk.ledger.export_answer("h1", 11, False) is False
-    assert desk.ledger.silent_export() is None
+    assert desk.coordinator.silent_export() == (11, "h1")
+    assert desk.coordinator.export_answer("h1", 11, False) is False
+    assert desk.coordinator.silent_export() is None
 
 
 def test_writers_borrow_what_was_not_their_turn_to_copy():
@@ -181,10 +184,10 @@ def test_writers_borrow_what_was_not_their_turn_to_copy():
     for slot in range(3):
         mine = zip(desk.state.slices(slot), shares.of(slot, turn), strict=True)
         digests = [value(piece.key) if copied else b"" for piece, copied in mine]
-        desk.ledger.staged(slot, 15, digests)
+        desk.coordinator.staged(slot, 15, digests)
     (commit,) = desk.recorded
     assert commit.share == "divided"
-    desk.ledger.written(commit)
+    desk.coordinator.written(commit)
     (order,) = [fields for _, fields in desk.ops("export")]
     lacking = [
         piece.key
@@ -198,7 +201,7 @@ def test_writers_borrow_what_was_not_their_turn_to_copy():
     sources = sorted({one["host"] for one in order["transfers"]})
     assert "h0" not in sources
     assert desk.ops("lend") == [(host, {"step": 15}) for host in sources]
-    assert desk.ledger.export_answer("h0", 15, True)
+    assert desk.coordinator.export_answer("h0", 15, True)
     assert desk.ops("lend")[len(sources) :] == [
         (host, {"step": -1}) for host in sources
     ]
@@ -207,9 +210,9 @@ def test_writers_borrow_what_was_not_their_turn_to_copy():
 @pytest.mark.parametrize("interval", [1, 4])
 def test_stop_names_a_boundary_that_no_trainer_has_passed(interval):
     desk = Desk(2, 1, cadence=Cadence.every(interval))
-    desk.ledger.stopping = True
+    desk.coordinator.stopping = True
     desk.stage(12)
-    desk.ledger.written(desk.recorded[-1])
+    desk.coordinator.written(desk.recorded[-1])
     assert {f["stop_at"] for _, f in desk.ops("release")} == {12 + interval}
 
 
@@ -242,9 +245,9 @@ def test_an_automatic_interval_is_told_before_any_trainer_needs_it():
             interval = trainer.interval(after=step)
             window = windows(0.1, 0.01, step - previous)
             digests = [value(p.key) for p in desk.state.slices(slot)]
-            desk.ledger.staged(slot, step, digests, interval, window)
+            desk.coordinator.staged(slot, step, digests, interval, window)
         desk.hold(step)
-        desk.ledger.written(desk.recorded[-1])
+        desk.coordinator.written(desk.recorded[-1])
         _, told = desk.ops("release")[-1]
         trainers = [_tell(trainer, told["changes"]) for trainer in trainers]
         used.append(desk.recorded[-1].interval)
@@ -253,7 +256,7 @@ def test_an_automatic_interval_is_told_before_any_trainer_needs_it():
             next(s for s in itertools.count(step + 1) if trainers[0].is_boundary(s)),
         )
     assert used[:8] == [1] * 8 and max(used) == 16 and used[-1] == 16
-    assert desk.ledger.intervals.reach == 16
+    assert desk.coordinator.intervals.reach == 16
     assert sum(a != b for a, b in itertools.pairwise(used)) == 1
 
 
@@ -269,16 +272,21 @@ def test_a_restored_job_goes_on_with_the_interval_of_its_commit():
     allowed = Automatic(budget=0.01, maximum=32)
     cadence = Cadence(interval=1, period=32)
     desk = Desk(2, 1, cadence=cadence, automatic=allowed)
-    desk.ledger.stopping = True
-    assert desk.ledger.intervals.reach == 32
-    desk.ledger.intervals.resumed(desk.assignment, [replace(commit(10), interval=8)])
-    assert desk.ledger.intervals.reach == 8
+    desk.coordinator.stopping = True
+    assert desk.coordinator.intervals.reach == 32
+    desk.coordinator.intervals.resumed(
+        desk.assignment, [replace(commit(10), interval=8)]
+    )
+    assert desk.coordinator.intervals.reach == 8
     for slot in range(2):
         digests = [value(p.key) for p in desk.state.slices(slot)]
-        desk.ledger.staged(slot, 16, digests, 8, windows(0.1, 0.01, 8))
+        desk.coordinator.staged(slot, 16, digests, 8, windows(0.1, 0.01, 8))
     desk.hold(16)
-    assert desk.recorded[-1].interval == 8 and desk.ledger.stop_at == 24
-    assert desk.ledger.intervals.changes == () and desk.ledger.intervals.reach == 8
+    assert desk.recorded[-1].interval == 8 and desk.coordinator.stop_at == 24
+    assert (
+        desk.coordinator.intervals.changes == ()
+        and desk.coordinator.intervals.reach == 8
+    )
 
 
 def commit(step: int) -> Commit:

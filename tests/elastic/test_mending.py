@@ -10,9 +10,13 @@ from dtft.checkpoint.replication.commit import Mislabelled, StepTracker
 from dtft.checkpoint.replication.copy_placement import Spread
 from dtft.elastic.assignment import HostRecord, SlotAssignment
 from dtft.elastic.leader.events import Journal, read_events
-from dtft.elastic.leader.re_replication import Mender, Mending, mending_of
+from dtft.elastic.leader.re_replication import (
+    ReReplication,
+    ReReplicator,
+    re_replication_of,
+)
 from dtft.elastic.leader.recovery import decide
-from dtft.elastic.leader.rendezvous_plan import Round
+from dtft.elastic.leader.rendezvous_plan import Round, lost
 from dtft.elastic.store.view import View
 from dtft.elastic.transfer.replication import Pusher
 from tests.checkpoint.hosts import (
@@ -36,12 +40,12 @@ SHAPES = [(1, 4), (2, 2), (4, 1)]
 
 def after_loss(
     shape: tuple[int, int], dead: int, domains: Mapping[str, str] | None = None
-) -> tuple[Mending, Round, tuple[str, ...]]:
+) -> tuple[ReReplication, Round, tuple[str, ...]]:
     state = layout(*shape)
     holdings = holdings_of(state, 2, 7)
     del holdings[HOSTS[dead]]
     slots = tuple("spare" if slot == dead else h for slot, h in enumerate(HOSTS))
-    round_ = Round(ballot=(1, 2), reasons=["lost"], detected=0.0)
+    round_ = Round(ballot=(1, 2), reasons=[lost("b")], detected=0.0)
     round_.reply("h3", {"layouts": [state.to_json()], "corrupt": [], "finished": 7})
     round_.decision = decide(
         commits=[commit_of(state, 7)],
@@ -63,10 +67,10 @@ def after_loss(
     located = round_.decision.located
     assert located is not None
     placement = Spread().place(state)
-    mending = mending_of(
+    repair = re_replication_of(
         7, placement, slots, located.holders, domains or {}, 5.0, located.digests
     )
-    return mending, round_, slots
+    return repair, round_, slots
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -74,22 +78,22 @@ def after_loss(
 def test_what_is_pushed_again_brings_the_copies_up(
     shape: tuple[int, int], dead: int
 ) -> None:
-    mending, round_, slots = after_loss(shape, dead)
+    repair, round_, slots = after_loss(shape, dead)
     state = layout(*shape)
     decision = round_.decision
     assert decision is not None and decision.located is not None
     held = {key: set(found) for key, found in decision.located.holders.items()}
     for piece, owners in state.owners.items():
         held[piece.key] |= {slots[slot] for slot in owners}
-    for push in mending.pushes:
+    for push in repair.pushes:
         assert slots[push.target] == "spare"
         for piece in push.slices:
             assert slots[push.source] in held[piece.key]
             held[piece.key].add(slots[push.target])
     assert all(len(found & set(slots)) >= 2 for found in held.values())
     # Data-parallel owners hold everything: nothing is missing there.
-    assert bool(mending.pushes) == (shape == (1, 4)) == (mending.copies < 2)
-    assert mending.whole == (not mending.pushes)
+    assert bool(repair.pushes) == (shape == (1, 4)) == (repair.copies < 2)
+    assert repair.whole == (not repair.pushes)
 
 
 def test_copies_are_counted_by_domain_and_on_hosts_with_slots_only() -> None:
@@ -100,34 +104,34 @@ def test_copies_are_counted_by_domain_and_on_hosts_with_slots_only() -> None:
     assert after_loss((4, 1), 0, apart)[0].copies == 2
     state = layout(1, 4)
     elsewhere = {piece.key: ("far",) for piece in state.owners}
-    mending = mending_of(7, Spread().place(state), HOSTS, elsewhere, {}, 5.0, {})
-    assert mending.copies == 1 and len(mending.pushes) == 4
+    repair = re_replication_of(7, Spread().place(state), HOSTS, elsewhere, {}, 5.0, {})
+    assert repair.copies == 1 and len(repair.pushes) == 4
 
 
 def test_held_pushes_count_for_their_step_only() -> None:
-    mending, _, _ = after_loss((1, 4), 1)
-    (push,) = mending.pushes
-    assert (push.source, push.target) == (0, 1) and mending.targets(0) == [1]
-    assert mending.degraded_line(2) == (
+    repair, _, _ = after_loss((1, 4), 1)
+    (push,) = repair.pushes
+    assert (push.source, push.target) == (0, 1) and repair.targets(0) == [1]
+    assert repair.degraded_line(2) == (
         "degraded: slices of step 7 have 1 of 2 copies; 32 B are pushed again to 1 host"
     )
-    mending.held(8, 0, 1, root_of(push))
-    assert not mending.whole
-    mending.held(7, 0, 1, root_of(push))
-    assert mending.whole
-    assert mending.healthy_line(2, 0, 7.5) == (
+    repair.held(8, 0, 1, root_of(push))
+    assert not repair.whole
+    repair.held(7, 0, 1, root_of(push))
+    assert repair.whole
+    assert repair.healthy_line(2, 0, 7.5) == (
         "healthy again: every slice has 2 copies, 32 B re-replicated in 2.50 s"
     )
-    assert "step 9 was committed with 2 copies" in mending.healthy_line(2, 9, 7.5)
+    assert "step 9 was committed with 2 copies" in repair.healthy_line(2, 9, 7.5)
 
 
 class Desk:
-    """A mender whose orders are written down."""
+    """A re-replicator whose orders are written down."""
 
     def __init__(self, directory: Path, racks: Mapping[str, str] | None = None) -> None:
         self.orders: list[tuple[str, str, dict[str, Any]]] = []
         self.journal = Journal(directory, "h0")
-        self.mender = Mender(
+        self.re_replicator = ReReplicator(
             self.journal,
             lambda host, op, **fields: self.orders.append((host, op, fields)),
             lambda: 7.0,
@@ -155,29 +159,29 @@ def record(host: str, racks: Mapping[str, str] | None) -> HostRecord:
 def test_a_job_is_healthy_once_the_copies_are_back(tmp_path: Path) -> None:
     desk, (_, round_, _) = Desk(tmp_path), after_loss((1, 4), 1)
     desk.view = View(hosts=desk.view.hosts, assignment=round_.assignment)
-    desk.mender.begin(round_, desk.view)
+    desk.re_replicator.begin(round_, desk.view)
     fields = {"ballot": (1, 2), "step": 7, "targets": [1]}
     assert desk.orders == [("h0", "replicate", fields)]
     assert "degraded" in desk.said() and "healthy" not in desk.said()
     (push,) = (it for it in Spread().place(layout(1, 4)).pushes if it.target == 1)
     root = root_of(push)
     with pytest.raises(Mislabelled, match="slot 1 is not of step 7"):
-        desk.mender.held(round_, 7, 0, 1, "f" * 32)
-    desk.mender.held(None, 7, 0, 1, root)  # of another formation
+        desk.re_replicator.held(round_, 7, 0, 1, "f" * 32)
+    desk.re_replicator.held(None, 7, 0, 1, root)  # of another formation
     assert desk.events("replicated") == []
-    desk.mender.held(round_, 7, 0, 1, root)
+    desk.re_replicator.held(round_, 7, 0, 1, root)
     assert "healthy again: every slice has 2 copies" in desk.said()
     (event,) = desk.events("replicated")
     assert (event["healthy"], event["copies"], event["num_bytes"]) == (True, 2, 32)
-    desk.mender.committed(round_, 8)
+    desk.re_replicator.committed(round_, 8)
     assert len(desk.events("replicated")) == 1
 
 
 def test_a_newer_commit_makes_it_healthy_too(tmp_path: Path) -> None:
     desk, (_, round_, _) = Desk(tmp_path), after_loss((1, 4), 1)
     desk.view = View(hosts=desk.view.hosts, assignment=round_.assignment)
-    desk.mender.begin(round_, desk.view)
-    desk.mender.committed(round_, 8)
+    desk.re_replicator.begin(round_, desk.view)
+    desk.re_replicator.committed(round_, 8)
     assert "step 8 was committed with 2 copies" in desk.said()
 
 
@@ -188,9 +192,9 @@ def test_a_spare_in_its_partners_rack_leaves_the_job_degraded(tmp_path: Path) ->
     spread = Spread(copies=2, level="rack", domains=("1", "2", "1", "2"))
     round_.assignment = SlotAssignment(**{**vars(round_.assignment), "spread": spread})
     desk.view = View(hosts=desk.view.hosts, assignment=round_.assignment)
-    desk.mender.begin(round_, desk.view)
+    desk.re_replicator.begin(round_, desk.view)
     (push,) = (it for it in spread.place(layout(1, 4)).pushes if it.target == 1)
-    desk.mender.held(round_, 7, 0, 1, root_of(push))
+    desk.re_replicator.held(round_, 7, 0, 1, root_of(push))
     (event,) = desk.events("replicated")
     assert (event["healthy"], event["copies"], event["copies_asked"]) == (False, 1, 2)
     assert "healthy again" not in desk.said()
@@ -199,7 +203,7 @@ def test_a_spare_in_its_partners_rack_leaves_the_job_degraded(tmp_path: Path) ->
 def test_replicated_layouts_are_healthy_at_once(tmp_path: Path) -> None:
     desk, (_, round_, _) = Desk(tmp_path), after_loss((4, 1), 2)
     desk.view = View(hosts=desk.view.hosts, assignment=round_.assignment)
-    desk.mender.begin(round_, desk.view)
+    desk.re_replicator.begin(round_, desk.view)
     (event,) = desk.events("replicated")
     assert event["healthy"] and event["num_bytes"] == 0
     assert desk.orders == [] and desk.said() == ""

@@ -15,7 +15,14 @@ from dtft.checkpoint.state.digests import digest_root
 from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
 from dtft.elastic.assignment import SlotAssignment
 from dtft.elastic.leader.recovery import RecoveryReport, decide, fetches_for
-from dtft.elastic.leader.rendezvous_plan import Round, main_reason, next_round
+from dtft.elastic.leader.rendezvous_plan import (
+    Reason,
+    Round,
+    death,
+    lost,
+    main_reason,
+    next_round,
+)
 
 HOSTS = ("h0", "h1", "h2", "h3")
 
@@ -232,17 +239,17 @@ def test_report_counts_lost_steps_and_says_everything():
 
 
 def test_causes_come_before_consequences():
-    reasons = [
-        "trainer of slot 0 on a ended with code 1",
-        "trainer of slot 1 on b killed by signal 9",
-    ]
-    assert main_reason(reasons) == reasons[1]
-    assert main_reason([*reasons, "b (slot 1) was lost"]) == "b (slot 1) was lost"
-    assert main_reason(reasons[:1]) == reasons[0]
+    slots = {"a": 0, "b": 1}
+    reasons = [death(slots, "a", 1), death(slots, "b", -9)]
+    assert main_reason(reasons) == "trainer of slot 1 on b killed by signal 9"
+    assert main_reason([*reasons, lost("b")]) == "b was lost"
+    assert main_reason(reasons[:1]) == "trainer of slot 0 on a ended with code 1"
+    said = Reason("the trainer says: host-9 was lost")  # a text decides nothing
+    assert main_reason([said, *reasons]) == main_reason(reasons)
 
 
 def round_with(rung: int | None, reported: bool) -> Round:
-    made = Round(ballot=(1, 1), reasons=["a (slot 0) was lost"], detected=5.0)
+    made = Round(ballot=(1, 1), reasons=[lost("a")], detected=5.0)
     made.reported, made.last_finished = reported, 7
     if rung is not None:
         made.assignment = SlotAssignment(
@@ -269,8 +276,8 @@ def round_with(rung: int | None, reported: bool) -> Round:
     ],
 )
 def test_a_failed_recovery_goes_on_in_the_next_round(old, detected, reasons):
-    new = next_round(old, (1, 2), "b (slot 1) was lost", now=9.0, read=False)
+    new = next_round(old, (1, 2), [lost("b")], now=9.0, read=False)
     assert (new.detected, len(new.reasons)) == (detected, reasons)
     assert new.last_finished == (7 if reasons == 2 else 0)
     assert new.read == (reasons == 2)  # a corrupt copy may have been why it failed
-    assert next_round(None, (1, 2), "served", now=9.0, read=True).read
+    assert next_round(None, (1, 2), [Reason("served")], now=9.0, read=True).read

@@ -6,7 +6,7 @@ from dtft.checkpoint.replication.commit import Commit
 from dtft.checkpoint.replication.copy_placement import place_copies
 from dtft.checkpoint.state.digests import digest_root
 from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
-from dtft.elastic.leader.reshard import NotPlanned, Remapping
+from dtft.elastic.leader.reshard import NotPlanned, ReshardPlans
 
 MESH = MeshLayout(axis_names=("x",), axis_sizes=(3,), slots=(0, 1, 2))
 HOSTS = ("a", "b", "c")
@@ -33,9 +33,9 @@ def commit(step: int, digests: dict[str, bytes]) -> Commit:
     )
 
 
-def saved(*steps: int, slots: int = 3) -> Remapping:
+def saved(*steps: int, slots: int = 3) -> ReshardPlans:
     """Every slot has staged its row of each step, and all were committed."""
-    made = Remapping(None, None)
+    made = ReshardPlans(None, None)
     for step in steps:
         digests: dict[str, bytes] = {}
         for slot in range(slots):
@@ -46,16 +46,16 @@ def saved(*steps: int, slots: int = 3) -> Remapping:
     return made
 
 
-def order(remapping: Remapping, host: str, step: int, wanted: Layout = COLUMNS):
-    return remapping.order_for(
+def order(plans: ReshardPlans, host: str, step: int, wanted: Layout = COLUMNS):
+    return plans.order_for(
         *(host, step, wanted), slots=HOSTS, addresses=ADDRESSES, domains={}
     )
 
 
 def test_a_host_takes_what_it_has_and_fetches_the_rest() -> None:
-    remapping = saved(3, 4)
+    plans = saved(3, 4)
     for host in HOSTS:
-        found = order(remapping, host, 4)
+        found = order(plans, host, 4)
         by_source = {it["host"]: len(it["regions"]) for it in found["regions"]}
         assert by_source[host] == 2  # its own row, and the copy that it keeps
         assert sum(by_source.values()) == 3  # a piece of every row
@@ -73,12 +73,12 @@ def test_only_the_newest_commit_can_be_had() -> None:
 
 
 def test_digests_that_are_not_the_commits_are_not_used() -> None:
-    remapping = saved(1)
+    plans = saved(1)
     for slot in range(3):
-        remapping.staged(slot, 2, [b"?" * 16])
-    remapping.committed(commit(2, {"w": b"!" * 16}), place_copies(ROWS, 2))
+        plans.staged(slot, 2, [b"?" * 16])
+    plans.committed(commit(2, {"w": b"!" * 16}), place_copies(ROWS, 2))
     with pytest.raises(NotPlanned, match="step 2 is not what was committed"):
-        order(remapping, "a", 2)
+        order(plans, "a", 2)
 
 
 def test_what_the_commit_has_not_is_named() -> None:

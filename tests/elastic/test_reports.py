@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from dtft.checkpoint.replication.snapshot_interval import Window
 from dtft.elastic.assignment import SlotAssignment
 from dtft.elastic.host.follower import REPORTED
-from dtft.elastic.leader.commit_coordinator import Ledger
-from dtft.elastic.leader.host_registry import Attendance
+from dtft.elastic.leader.commit_coordinator import CommitCoordinator
+from dtft.elastic.leader.host_registry import HostMonitor
 from dtft.elastic.leader.leader import Leader
-from dtft.elastic.leader.rendezvous import Phase, Rounds
-from dtft.elastic.leader.rendezvous_plan import Round
+from dtft.elastic.leader.rendezvous import Phase, Rendezvous
+from dtft.elastic.leader.rendezvous_plan import Reason, Round
 from dtft.elastic.messages.reports import (
     OPTIONAL_REPORT_FIELDS,
     REPORT_FIELDS,
@@ -96,19 +96,21 @@ class Busy(Desk):
     """A leader of two slots that can be put into any phase at once."""
 
     def enter(self, phase: Phase) -> None:
-        rounds = self.leader._rounds
-        rounds.frozen = False
+        rendezvous = self.leader._rendezvous
+        rendezvous.frozen = False
         for host in SLOTS:
             self.leader.connected(record_of(host))
             self.leader.handle_report(host, {"op": "fit", "ballot": BALLOT})
-        rounds.current = Round(ballot=BALLOT, reasons=["test"], detected=0.0)
-        rounds.assignment = rounds.ledger = None
+        rendezvous.current = Round(
+            ballot=BALLOT, reasons=[Reason("test")], detected=0.0
+        )
+        rendezvous.assignment = rendezvous.coordinator = None
         if phase in ("preparing", "running"):
-            rounds.assignment = rounds.current.assignment = ASSIGNMENT
+            rendezvous.assignment = rendezvous.current.assignment = ASSIGNMENT
         if phase == "running":
-            assert rounds.assignment is not None
-            rounds.open_ledger(STATE, rounds.assignment)
-        rounds.enter(phase, 60.0)
+            assert rendezvous.assignment is not None
+            rendezvous.open_coordinator(STATE, rendezvous.assignment)
+        rendezvous.enter(phase, 60.0)
 
 
 @pytest.fixture(scope="module")
@@ -131,10 +133,10 @@ def test_every_sound_report_is_taken(desk: Busy) -> None:
 @pytest.mark.parametrize("op", sorted(REPORT_FIELDS.keys() - {"fatal"}))
 def test_the_table_names_what_the_leader_takes(op: str) -> None:
     others = {
-        "staged": Ledger.staged,
-        "unfit": Attendance.unfit,
-        "fit": Attendance.fit,
-        "reached": Rounds.reached,
+        "staged": CommitCoordinator.staged,
+        "unfit": HostMonitor.unfit,
+        "fit": HostMonitor.fit,
+        "reached": Rendezvous.reached,
     }
     method = others.get(op) or getattr(Leader, f"_on_{op}")
     handler = inspect.signature(method).parameters.values()
@@ -185,9 +187,12 @@ def test_what_does_not_fit_the_formation_is_dropped(
     assert reason in (misfit(host, message, SLOTS, STATE) or "")
     desk.enter("running")
     desk.leader.handle_report(host, dict(message))
-    round_, ledger = desk.leader._rounds.current, desk.leader._rounds.ledger
+    round_, coordinator = (
+        desk.leader._rendezvous.current,
+        desk.leader._rendezvous.coordinator,
+    )
     assert round_ is not None and round_.running == set()
-    assert ledger is not None and ledger.waiting_for() == "the next step"
+    assert coordinator is not None and coordinator.waiting_for() == "the next step"
 
 
 NAMES = sorted({name for fields in REPORT_FIELDS.values() for name in fields})
@@ -242,8 +247,8 @@ def test_no_report_ends_the_leader(
     # A later sound report still counts.
     desk.enter("running")
     desk.leader.handle_report("a", sound("running") | {"news": 1})
-    assert desk.leader._rounds.current is not None
-    assert desk.leader._rounds.current.running == {"a"}
+    assert desk.leader._rendezvous.current is not None
+    assert desk.leader._rendezvous.current.running == {"a"}
 
 
 def test_a_report_without_an_op_is_dropped() -> None:

@@ -44,7 +44,7 @@ class Desk(LeaderDesk):
     def lead(self) -> None:
         """A leader takes over, and the job trains again."""
         self.begin()
-        self.until(lambda: self.leader._rounds.phase in ("running", "waiting"))
+        self.until(lambda: self.leader._rendezvous.phase in ("running", "waiting"))
 
     def ordered(self, host: str, op: str, **fields: Any) -> None:
         super().ordered(host, op, **fields)
@@ -97,14 +97,14 @@ class Desk(LeaderDesk):
 
     def commit(self, step: int) -> None:
         """All hosts of the formation stage and hold a step; the leader records it."""
-        ledger = self.leader._rounds.ledger
-        assert ledger is not None
-        self.held = {step: ledger.layout}
-        for slot in range(ledger.layout.mesh.num_slots):
-            told = [value(piece.key) for piece in ledger.layout.slices(slot)]
-            ledger.staged(slot, step, told)
-        for push in place_copies(ledger.layout, 2).pushes:
-            ledger.held(step, push.source, push.target, root_of(push))
+        coordinator = self.leader._rendezvous.coordinator
+        assert coordinator is not None
+        self.held = {step: coordinator.layout}
+        for slot in range(coordinator.layout.mesh.num_slots):
+            told = [value(piece.key) for piece in coordinator.layout.slices(slot)]
+            coordinator.staged(slot, step, told)
+        for push in place_copies(coordinator.layout, 2).pushes:
+            coordinator.held(step, push.source, push.target, root_of(push))
         told = self.leader._journal
         self.until(lambda: told.last_commit == step)
 
@@ -118,8 +118,8 @@ class Desk(LeaderDesk):
         """Until the job trains on so many hosts."""
 
         def trains() -> bool:
-            found = self.leader._rounds.assignment
-            running = self.leader._rounds.phase == "running"
+            found = self.leader._rendezvous.assignment
+            running = self.leader._rendezvous.phase == "running"
             return running and found is not None and len(found.slots) == slots
 
         self.until(trains)
@@ -182,7 +182,7 @@ def test_a_job_grows_at_the_next_commit_and_says_when_it_trains(desk_of) -> None
     assert "4 replicas need 4 hosts, but 3 are here" in desk.answers.pop()["error"]
     desk.ask(3)
     desk.until(lambda: desk.leader.view.wanted)
-    assert not desk.answers and desk.leader._rounds.phase == "running"
+    assert not desk.answers and desk.leader._rendezvous.phase == "running"
     desk.commit(8)
     desk.settle(3)
     desk.until(lambda: desk.answers)
@@ -217,7 +217,7 @@ def test_a_store_that_has_lost_the_wish_is_told_of_it_by_the_hosts(desk_of) -> N
     desk.leader.close()
     desk.lead()
     desk.settle(1)
-    desk.obeyed = desk.leader._rounds.assignment
+    desk.obeyed = desk.leader._rendezvous.assignment
     desk.leader.close()
     for name in ("m/size", "m/assignment"):
         desk.delete(name)
@@ -236,7 +236,7 @@ def growing(desk_of: Callable[..., Desk]) -> Desk:
     desk.until(lambda: desk.leader.view.wanted)
     desk.silent = {"h2"}
     desk.commit(8)
-    desk.until(lambda: desk.leader._rounds.phase == "preparing")
+    desk.until(lambda: desk.leader._rendezvous.phase == "preparing")
     return desk
 
 
@@ -256,7 +256,7 @@ def test_a_host_lost_while_the_job_grows_leads_back(desk_of) -> None:
 
 def test_a_size_that_trainers_refuse_is_given_up(desk_of) -> None:
     desk = growing(desk_of)
-    round_ = desk.leader._rounds.current
+    round_ = desk.leader._rendezvous.current
     assert round_ is not None
     fatal = {"op": "fatal", "ballot": round_.ballot, "message": "no memory for it"}
     desk.silent.clear()
@@ -266,7 +266,7 @@ def test_a_size_that_trainers_refuse_is_given_up(desk_of) -> None:
     assert "no memory for it" in desk.answers.pop()["error"]
     assert "cannot train on 3 hosts" in desk.said
     desk.commit(9)
-    assert desk.leader._rounds.phase == "running"  # not tried again unasked
+    assert desk.leader._rendezvous.phase == "running"  # not tried again unasked
 
 
 def test_an_error_that_would_come_again_ends_the_job_with_its_last_step_stored(
@@ -274,14 +274,14 @@ def test_an_error_that_would_come_again_ends_the_job_with_its_last_step_stored(
 ) -> None:
     desk = desk_of(hosts=2)
     desk.commit(8)
-    round_ = desk.leader._rounds.current
+    round_ = desk.leader._rendezvous.current
     assert round_ is not None
     fatal = {"op": "fatal", "ballot": round_.ballot, "message": "no label", "code": 2}
     desk.leader.handle_report("h1", fatal)
     desk.exports.clear()
     desk.until(lambda: desk.phase == "ending")
     assert {step for _, step, _ in desk.exports} == {8} and "end" not in desk.kinds()
-    current = desk.leader._rounds.current
+    current = desk.leader._rendezvous.current
     assert current is not None
     for host, step, _ in desk.exports:
         told = {"op": "exported", "step": step, "ok": True, "error": ""}
@@ -295,7 +295,7 @@ def test_a_stop_after_growing_failed_still_stores_the_last_step(desk_of) -> None
     desk = growing(desk_of)
     desk.lose("h2")
     desk.lose("h1")
-    desk.until(lambda: desk.leader._rounds.phase == "waiting")
+    desk.until(lambda: desk.leader._rendezvous.phase == "waiting")
     desk.put("m/stop", "1")
     desk.look()
     desk.turn()
@@ -313,7 +313,7 @@ def test_with_a_least_number_a_lost_host_is_not_waited_for(desk_of) -> None:
 def test_without_one_the_job_waits(desk_of, least) -> None:
     desk = desk_of(hosts=2, min_replicas=least)
     desk.lose("h1")
-    desk.until(lambda: desk.leader._rounds.phase == "waiting")
+    desk.until(lambda: desk.leader._rendezvous.phase == "waiting")
     assert "no spare is left for slot 1" in desk.said
     assert "goes on when one comes back or another joins" in desk.said
 

@@ -66,7 +66,7 @@ class Desk(LeaderDesk):
         self.leader.handle_report(to, {"op": "holdings", **reply, **more})
 
     def reports(self, to: str, op: str, **fields: Any) -> None:
-        round_ = self.leader._rounds.current
+        round_ = self.leader._rendezvous.current
         assert round_ is not None
         self.leader.handle_report(to, {"op": op, "ballot": round_.ballot, **fields})
 
@@ -161,7 +161,7 @@ def test_what_would_happen_again_lets_the_processes_go_and_ends_nothing(
     told = desk.take("reform")
     assert told and all(fields["fatal"] for _, fields in told)
     assert told[0][1]["reason"] == "no memory for the arena"
-    assert not desk.leader._rounds.frozen
+    assert not desk.leader._rendezvous.frozen
 
 
 def test_a_flush_is_answered_once_the_step_is_committed(desk: Desk) -> None:
@@ -242,7 +242,7 @@ def test_after_the_last_goodbye_the_job_waits_for_other_processes(desk: Desk) ->
         desk.attach(to, -1, 0)
         desk.holdings(to, fields, 0)
     desk.turn()
-    assert desk.phase == "waiting" and not desk.leader._rounds.frozen
+    assert desk.phase == "waiting" and not desk.leader._rendezvous.frozen
 
 
 DIGESTS = {piece.key: bytes([n]) * 16 for n, piece in enumerate(LAYOUT.owners)}

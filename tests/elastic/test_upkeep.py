@@ -15,7 +15,7 @@ from dtft.elastic.store.membership import (
     PERIOD_BYTES,
     PERIOD_WRITES,
     RECLAIM_PAUSE_S,
-    Upkeep,
+    Compaction,
 )
 from dtft.elastic.store.memory import MemoryStore
 
@@ -40,26 +40,26 @@ class Counting(MemoryStore):
 
 def test_between_one_and_two_periods_of_history_are_kept() -> None:
     store = Counting()
-    upkeep = Upkeep(store)
+    compaction = Compaction(store)
     for number in range(1, 4 * PERIOD_WRITES + 1):
         store.put("/k", b"v")
-        upkeep.wrote(1)
+        compaction.wrote(1)
         kept = number - (store.compacted[-1] - 1 if store.compacted else 0)
         assert kept <= 2 * PERIOD_WRITES
     assert len(store.compacted) == 3
-    upkeep.wrote(PERIOD_BYTES)  # large writes make a period by themselves
+    compaction.wrote(PERIOD_BYTES)  # large writes make a period by themselves
     assert len(store.compacted) == 4
 
 
 def test_a_store_is_not_made_smaller_again_and_again() -> None:
     now = [0.0]
     store = Counting()
-    upkeep = Upkeep(store, lambda: now[0])
-    upkeep.reclaim()
-    upkeep.reclaim()
+    compaction = Compaction(store, lambda: now[0])
+    compaction.reclaim()
+    compaction.reclaim()
     assert store.reclaimed == 1
     now[0] += RECLAIM_PAUSE_S
-    upkeep.reclaim()
+    compaction.reclaim()
     assert store.reclaimed == 2
 
 
@@ -73,10 +73,10 @@ class Shared(Counting):
 
 def test_a_shared_store_is_left_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     store = Shared()
-    upkeep = Upkeep(store)
+    compaction = Compaction(store)
     for _ in range(3):
-        upkeep.wrote(PERIOD_BYTES)
-        upkeep.reclaim()
+        compaction.wrote(PERIOD_BYTES)
+        compaction.reclaim()
     assert not store.compacted and not store.reclaimed
     assert caplog.text.count("the store is full and has other users") == 1
 
@@ -90,7 +90,7 @@ def test_etcd_is_only_compacted_if_it_is_private() -> None:
 
 @pytest.mark.timeout(200)
 def test_commits_of_many_hosts_stay_within_the_quota(tmp_path: Path) -> None:
-    # 30 KiB a commit, of which two are kept: without upkeep 150 of them fill 8 MiB.
+    # 30 KiB a commit, of which two are kept: without compaction 150 of them fill 8 MiB.
     found = run(220, QUOTA, 2000, tmp_path, every=20)
     assert found["recorded"] == 220
     assert found["largest_database_bytes"] < QUOTA / 2

@@ -67,7 +67,7 @@ def may_end_with_error(faults: list[Fault]) -> bool:
     )
 
 
-class Striker:
+class FaultInjector:
     """Arms the faults of a schedule in a world, one after the other."""
 
     def __init__(self, world: World, faults: list[Fault]) -> None:

@@ -158,7 +158,7 @@ class Invariants:
                     if digest == right(key, step) and not bad:
                         found.add(key)
         quarantined = any(
-            step in node.leader._rounds.failures.quarantined
+            step in node.leader._rendezvous.failures.quarantined
             for node in world.leading
             if node.host == world.store_leader()
         )
@@ -323,11 +323,11 @@ class Invariants:
             if node.loop.paused:
                 text += " paused"
             if node.leader is not None:
-                rounds = node.leader._rounds
+                rendezvous = node.leader._rendezvous
                 text += (
-                    f" LEADS phase {rounds.phase} frozen {rounds.frozen} deadline in "
-                    f"{rounds.deadline - node.loop.now():.1f} connected "
-                    f"{sorted(node.leader._registry.connected)} unusable "
+                    f" LEADS phase {rendezvous.phase} frozen {rendezvous.frozen} "
+                    f"deadline in {rendezvous.deadline - node.loop.now():.1f} "
+                    f"connected {sorted(node.leader._registry.connected)} unusable "
                     f"{node.leader._registry.unusable()}"
                 )
             trainer = node.trainers.trainer

@@ -7,7 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tests.simulation.faults import Fault, Striker, may_end_with_error, random_schedule
+from tests.simulation.faults import (
+    Fault,
+    FaultInjector,
+    may_end_with_error,
+    random_schedule,
+)
 from tests.simulation.invariants import COMMIT_S, Invariants
 from tests.simulation.world import Settings, World
 
@@ -46,7 +51,7 @@ def run(
     invariants = Invariants(
         world, trusting=not lies, may_fail=may_end_with_error(faults)
     )
-    striker = Striker(world, faults)
+    injector = FaultInjector(world, faults)
     world.start_all()
     over_at: list[float] = []
 
@@ -57,7 +62,7 @@ def run(
             if not over_at:
                 over_at.append(world.now)
             return world.now > over_at[0] + LEAVE_S
-        idle_s = world.now - max(striker.last_at, invariants.idle_since)
+        idle_s = world.now - max(injector.last_at, invariants.idle_since)
         return idle_s > COMMIT_S + 25.0
 
     try:

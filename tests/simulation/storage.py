@@ -1,6 +1,6 @@
 """Simulated storage tier and the processes that write to it.
 
-`ExportDesk` is the real one; the exporter is a part of a world of writers that ends
+`HostExports` is the real one; the exporter is a part of a world of writers that ends
 when all have written. Storage may be slow, full, hung or away.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from dtft.checkpoint.managers.progress import ProgressBoard
 from dtft.checkpoint.storage.export_plan import export_world
-from dtft.elastic.host.export import ExportDesk
+from dtft.elastic.host.export import HostExports
 from dtft.elastic.job import AgentConfig
 from tests.simulation.memory import SimHolder, right
 from tests.simulation.network import Process
@@ -159,7 +159,7 @@ class SimExporter:
         self.open = False
 
 
-class SimExportDesk(ExportDesk):
+class SimExportDesk(HostExports):
     """The real desk with simulated exporters."""
 
     def __init__(

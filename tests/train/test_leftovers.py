@@ -9,7 +9,7 @@ import pytest
 
 from dtft.drills import leftovers
 from dtft.drills.compare import expected_status
-from dtft.elastic.faults.injector import Strike
+from dtft.elastic.faults.injector import InjectedFault
 from dtft.elastic.faults.schedule import parse_fault
 from tests.drills.harness import dtft
 
@@ -36,10 +36,12 @@ def test_processes_and_memory_of_a_job_are_named(tmp_path):
 
 
 def test_only_a_step_that_fails_every_time_may_end_the_job():
-    strikes = [Strike(fault=parse_fault(it, 3)) for it in ("fail:1@3", "cut:1@5")]
-    assert expected_status(strikes) == "done"
-    strikes.append(Strike(fault=parse_fault("fail:1@3:always", 3)))
-    assert expected_status(strikes) == "error"
+    injected = [
+        InjectedFault(fault=parse_fault(it, 3)) for it in ("fail:1@3", "cut:1@5")
+    ]
+    assert expected_status(injected) == "done"
+    injected.append(InjectedFault(fault=parse_fault("fail:1@3:always", 3)))
+    assert expected_status(injected) == "error"
 
 
 @pytest.mark.parametrize(

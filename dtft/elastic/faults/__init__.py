@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from dtft._lazy import attributes
 
 if TYPE_CHECKING:
-    from dtft.elastic.faults.injector import STORE_AWAY_S, Strike, Striker
+    from dtft.elastic.faults.injector import STORE_AWAY_S, FaultInjector, InjectedFault
     from dtft.elastic.faults.interruptions import INTERRUPTIONS, session
     from dtft.elastic.faults.network_namespaces import (
         HostNamespaces,
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 _PUBLIC = {
     "Fault": "schedule",
+    "FaultInjector": "injector",
     "HostNamespaces": "network_namespaces",
     "INTERRUPTIONS": "interruptions",
+    "InjectedFault": "injector",
     "STORE_AWAY_S": "injector",
-    "Strike": "injector",
-    "Striker": "injector",
     "check_namespaces": "network_namespaces",
     "check_together": "schedule",
     "existing_namespaces": "network_namespaces",
@@ -40,11 +40,11 @@ _PUBLIC = {
 
 __all__ = [
     "Fault",
+    "FaultInjector",
     "HostNamespaces",
     "INTERRUPTIONS",
+    "InjectedFault",
     "STORE_AWAY_S",
-    "Strike",
-    "Striker",
     "check_namespaces",
     "check_together",
     "existing_namespaces",

@@ -48,7 +48,7 @@ _PHASE_FIELD: dict[str, ProgressField] = {
 
 
 @dataclass(kw_only=True)
-class Strike:
+class InjectedFault:
     """One fault as it really happened."""
 
     fault: Fault
@@ -73,7 +73,7 @@ class Strike:
     """scale: what whoever asked was told; empty until then."""
 
 
-class Striker(threading.Thread):
+class FaultInjector(threading.Thread):
     """Plays the faults, one after the other, while a cluster runs."""
 
     def __init__(
@@ -106,10 +106,10 @@ class Striker(threading.Thread):
         self._rejoin_s = rejoin_s
         self._network, self._fail_marker = network, fail_marker
         self._last_step = last_step
-        self._open: list[tuple[Strike, Interruption]] = []
+        self._open: list[tuple[InjectedFault, Interruption]] = []
         self._samples: deque[tuple[float, int]] = deque(maxlen=20_000)
         self._cancelled = threading.Event()
-        self.strikes: list[Strike] = []
+        self.injected: list[InjectedFault] = []
         self.error: str | None = None
         self._boards: dict[str, ProgressBoard] = {}
         self._slots: tuple[str, ...] = ()
@@ -143,16 +143,18 @@ class Striker(threading.Thread):
     def done(self) -> bool:
         """Every fault has struck, is over, and requests for a size were answered."""
         expected = [fault for fault in self._faults if fault.kind != "corrupt"]
-        open_ = [it for it in self.strikes if it.fault.kind == "scale" and not it.reply]
-        lasts = [it for it in self.strikes if it.fault.heals and it.until is None]
-        return len(self.strikes) == len(expected) and not open_ and not lasts
+        open_ = [
+            it for it in self.injected if it.fault.kind == "scale" and not it.reply
+        ]
+        lasts = [it for it in self.injected if it.fault.heals and it.until is None]
+        return len(self.injected) == len(expected) and not open_ and not lasts
 
     @property
     def not_over(self) -> list[str]:
         """Faults that have not struck, or that last although they should be over."""
-        struck = [strike.fault for strike in self.strikes]
+        struck = [strike.fault for strike in self.injected]
         found = [str(it) for it in self._faults if it not in struck]
-        lasts = [it.fault for it in self.strikes if it.until is None]
+        lasts = [it.fault for it in self.injected if it.until is None]
         return [
             *(text for text in found if not text.startswith("corrupt")),
             *(str(fault) for fault in lasts if fault.heals),
@@ -163,7 +165,7 @@ class Striker(threading.Thread):
         """Hosts that are stopped or cut for ever: nobody waits for their end."""
         return frozenset(
             host
-            for strike in self.strikes
+            for strike in self.injected
             if strike.fault.holds and not strike.fault.heals
             for host in strike.hosts
         )
@@ -182,7 +184,7 @@ class Striker(threading.Thread):
         if not self._samples or now >= self._samples[-1][0] + SAMPLE_S:
             self._samples.append((now, self._most("finished")))
 
-    def _end(self, strike: Strike, interruption: Interruption) -> None:
+    def _end(self, strike: InjectedFault, interruption: Interruption) -> None:
         self._open.remove((strike, interruption))
         interruption.end()
         strike.until = time.time()
@@ -252,7 +254,7 @@ class Striker(threading.Thread):
         if max(fault.slots, default=-1) >= len(self._slots):
             return False  # the job has not grown so far yet
         if fault.phase == "recovery":
-            started = bool(self.strikes) or fault.step == 0
+            started = bool(self.injected) or fault.step == 0
             return started and self._most("recovering") == 1
         if fault.kind == "fail":
             return self._failed_at(fault) > 0
@@ -266,7 +268,7 @@ class Striker(threading.Thread):
         return True
 
     def _all_healed(self) -> bool:
-        ends = [it.until for it in self.strikes if it.fault.heals]
+        ends = [it.until for it in self.injected if it.fault.heals]
         return all(end and time.time() >= end + HEALED_S for end in ends)
 
     # ----------------------------------------------------------------- striking
@@ -290,7 +292,7 @@ class Striker(threading.Thread):
         if fault.kind == "fail":
             strike = self._noted(fault, victims)
             strike.at = self._failed_at(fault)
-            self.strikes.append(strike)
+            self.injected.append(strike)
             return True
         if fault.kind in INTERRUPTIONS:
             return self._interrupt(fault, victims)
@@ -325,7 +327,7 @@ class Striker(threading.Thread):
             begun.end()
             return False
         self._resume_held(fault, victims)
-        self.strikes.append(strike)
+        self.injected.append(strike)
         self._open.append((strike, begun))
         if fault.holds and not fault.heals and self._rejoin_s is not None:
             for _ in victims:
@@ -352,9 +354,9 @@ class Striker(threading.Thread):
             self._raised_at = time.time()
         return self._raised_at
 
-    def _noted(self, fault: Fault, victims: tuple[str, ...]) -> Strike:
+    def _noted(self, fault: Fault, victims: tuple[str, ...]) -> InjectedFault:
         """What is so at this moment."""
-        return Strike(
+        return InjectedFault(
             fault=fault,
             hosts=victims,
             at=time.time(),
@@ -379,7 +381,7 @@ class Striker(threading.Thread):
     def _strike(
         self, fault: Fault, victims: tuple[str, ...], corrupting: Sequence[Fault]
     ) -> None:
-        strike = Strike(fault=fault, hosts=victims)
+        strike = InjectedFault(fault=fault, hosts=victims)
         for other in corrupting:
             for host in self._victims(other):
                 strike.corrupted_bytes += self._corrupt(host)
@@ -396,7 +398,7 @@ class Striker(threading.Thread):
                 self._boards.pop(host, None)
                 self._cluster.kill_host(host)
                 self._come_back(host)
-        self.strikes.append(strike)
+        self.injected.append(strike)
 
     def _kill_trainers(self, victims: tuple[str, ...]) -> None:
         for host in victims:
@@ -431,15 +433,15 @@ class Striker(threading.Thread):
 
     def _scale(self, fault: Fault) -> None:
         """Asks as `dtft scale` does; other faults may strike while it is waited for."""
-        strike = Strike(fault=fault, at=time.time())
+        strike = InjectedFault(fault=fault, at=time.time())
         strike.finished, strike.committed = (
             self._most("finished"),
             self._most("committed"),
         )
-        self.strikes.append(strike)
+        self.injected.append(strike)
         threading.Thread(target=self._ask, args=(strike,), daemon=True).start()
 
-    def _ask(self, strike: Strike) -> None:
+    def _ask(self, strike: InjectedFault) -> None:
         cluster = self._cluster
         store = EtcdStore(cluster.store_address)
         try:
@@ -471,7 +473,7 @@ class Striker(threading.Thread):
                 time.sleep(POLL_S * 10)
             strike.steps_seen = (strike.finished, self._most("finished"))
             self._cluster.call_soon(etcd.start)
-        self.strikes.append(strike)
+        self.injected.append(strike)
 
     def _restart_empty(self) -> None:
         self._cluster.etcd.stop()  # removes its data

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 KILL_S = 10.0
 
 
-class Coordinator:
+class CoordinationService:
     """One coordination service that serves, and one that waits with imports done."""
 
     def __init__(self, config: AgentConfig, loop: Loop) -> None:

@@ -16,7 +16,7 @@ from dtft.checkpoint.managers import ProgressBoard
 from dtft.checkpoint.storage import storage_steps
 from dtft.checkpoint.transport import Credentials
 from dtft.elastic.event_loop import EventLoop, Loop
-from dtft.elastic.host.coordination_service import Coordinator
+from dtft.elastic.host.coordination_service import CoordinationService
 from dtft.elastic.host.follower import Follower, local_follower
 from dtft.elastic.host.listening import listen
 from dtft.elastic.host.memory_directory import (
@@ -161,7 +161,7 @@ def local_edges(
         ),
         journal=lambda: Journal(config.run_directory, config.host),
         service=(
-            (lambda: Coordinator(config, loop))
+            (lambda: CoordinationService(config, loop))
             if config.seats.has_coordination_service
             else NoService
         ),

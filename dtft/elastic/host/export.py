@@ -57,7 +57,7 @@ def save_fields(
     }
 
 
-class ExportDesk:
+class HostExports:
     """This host's part in exports: pins a step, hands it over, lets it go."""
 
     def __init__(

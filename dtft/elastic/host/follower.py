@@ -24,7 +24,7 @@ from dtft.checkpoint.transport import Credentials, parse_address, start_nixl
 from dtft.elastic.assignment import HostRecord
 from dtft.elastic.event_loop import Loop
 from dtft.elastic.hang_detection import Observation, ProgressWatch
-from dtft.elastic.host.export import ExportDesk
+from dtft.elastic.host.export import HostExports
 from dtft.elastic.host.trainers import Command, Trainers, start_message
 from dtft.elastic.job import AgentConfig
 from dtft.elastic.network import Network, PortState
@@ -34,10 +34,10 @@ from dtft.elastic.seat_policy import missing
 from dtft.elastic.stack_dump import dump_stack, process_state
 from dtft.elastic.transfer import (
     Copies,
-    Formation,
     Inbox,
     Resharding,
     Scrubber,
+    SlotTask,
     restore_copies,
 )
 
@@ -49,7 +49,7 @@ WANTED, FLUSHED, LEFT = ("step", "layout"), ("token", "step", "store"), ("step",
 """What it is told of a user's process's wish, and of its goodbye."""
 
 Message = Mapping[str, Any]
-Handler = Callable[[Formation, Message], None]
+Handler = Callable[[SlotTask, Message], None]
 
 
 LOOK_S = 1.0
@@ -67,7 +67,7 @@ class HostParts:
     board: ProgressBoard
     trainers: Trainers
     copies: Copies
-    exports: ExportDesk
+    exports: HostExports
     resharding: Resharding | None
     """Of a host whose process is the user's."""
     restore: Callable[[dict[str, Any]], dict[str, Any]]
@@ -112,7 +112,7 @@ class Follower:
         self._board, self._trainers = parts.board, parts.trainers
         self._copies, self._exports = parts.copies, parts.exports
         self._resharding = parts.resharding
-        self._formation: Formation | None = None
+        self._task: SlotTask | None = None
         self._ballot: tuple[int, int] = (0, 0)
         self._holding = loop.lane("copies")
         """What changes or reads the copies as a whole, one after the other."""
@@ -131,7 +131,7 @@ class Follower:
     @property
     def epoch(self) -> tuple[int, int]:
         """(generation, attempt) that this host obeys; (0, 0) for none."""
-        return self._formation.epoch if self._formation else (0, 0)
+        return self._task.epoch if self._task else (0, 0)
 
     def inbox(self) -> Inbox:
         """What the transport's serving threads may ask."""
@@ -312,12 +312,12 @@ class Follower:
     def _stand_down(self, reason: str = "", fatal: bool = False) -> int | None:
         """Ends training here; returns what `Trainers.let_go` returns."""
         code = None
-        formation, self._formation = self._formation, None
-        if formation is not None:
-            formation.stop_pushers()
+        task, self._task = self._task, None
+        if task is not None:
+            task.stop_pushers()
         if self._resharding is not None:
             self._resharding.free()
-        if formation is not None or fatal:
+        if task is not None or fatal:
             code = self._trainers.let_go(reason, waiting=fatal)
         self._exports.stand_down()
         self._board.enter("", 0)
@@ -341,8 +341,8 @@ class Follower:
             return
         self._ballot = tuple(order["ballot"])
         self._stand_down()
-        self._formation = formation = Formation(order=order)
-        self._copies.epoch = formation.epoch
+        self._task = task = SlotTask(order=order)
+        self._copies.epoch = task.epoch
         self._board.set("generation", order["generation"])
         self._board.set("attempt", order["attempt"])
         self._board.set("finished", order["step"])
@@ -360,14 +360,14 @@ class Follower:
         if order["source"] == "memory":
             self._loop.aside(
                 lambda: self._parts.restore(order),
-                lambda outcome: self._restored(formation, _outcome(outcome)),
+                lambda outcome: self._restored(task, _outcome(outcome)),
             )
         else:
-            self._restored(formation, {"own": 0, "peers": 0, "s": 0.0})
+            self._restored(task, {"own": 0, "peers": 0, "s": 0.0})
 
-    def _restored(self, formation: Formation, outcome: dict[str, Any]) -> None:
+    def _restored(self, task: SlotTask, outcome: dict[str, Any]) -> None:
         """The restore of this host's slices has ended, well or not."""
-        if formation is not self._formation:
+        if task is not self._task:
             return
         if "fatal" in outcome:
             self._unfit(outcome["fatal"])
@@ -375,7 +375,7 @@ class Follower:
             error, corrupt = outcome["error"], outcome["corrupt"]
             self._tell("prepare_failed", error=error, corrupt=corrupt)
         else:
-            formation.restored = outcome
+            task.restored = outcome
             self._tell(
                 "prepared",
                 export_port=self._parts.free_port(),
@@ -384,9 +384,9 @@ class Follower:
                 seconds=outcome["s"],
                 restored=outcome.get("restored", {}),
             )
-            self._hand_over(formation)
+            self._hand_over(task)
             if self._seats.attached:  # it may go on, and ask for the step
-                order = formation.order
+                order = task.order
                 self._board.set("recovering", 0)
                 self._trainers.formed(source=order["source"], step=order["step"])
 
@@ -398,10 +398,10 @@ class Follower:
         """What is wrong is wrong on this host alone."""
         self._tell("unfit", why=why)
 
-    def _hand_over(self, formation: Formation) -> None:
+    def _hand_over(self, task: SlotTask) -> None:
         """Gives the trainer its state, once both it and the state are there."""
-        order = formation.order
-        if formation.announced and formation.restored is not None:
+        order = task.order
+        if task.announced and task.restored is not None:
             where = self._copies.located(order["step"], order["source"] == "memory")
             self._trainers.send(
                 "restore", source=order["source"], step=order["step"], **where
@@ -422,13 +422,13 @@ class Follower:
         if commit:
             self._keep(Commit.from_json(commit))
         holder = self._copies.holder  # the lane may change it meanwhile
-        if holder is None or self._formation is None:
+        if holder is None or self._task is None:
             return
         last = self._board.get("committed")
         if committed and step in holder.steps():
             self._board.set("committed", step)
             last = step
-            if step > self._formation.order["step"]:
+            if step > self._task.order["step"]:
                 self._copies.committed()
         holder.drop_before(step, keep={last})
         if self._board.get("replicating") <= step:
@@ -445,11 +445,11 @@ class Follower:
 
     def replicate(self, ballot: tuple[int, int], step: int, targets: list[int]) -> None:
         """Sends the slices of a restored step again to peers that lack them."""
-        formation = self._formation
-        if formation is None or ballot != self._ballot:
+        task = self._task
+        if task is None or ballot != self._ballot:
             return
-        self._start_pushers(formation)
-        formation.push(step, targets)
+        self._start_pushers(task)
+        task.push(step, targets)
 
     def pass_on(self, op: str, **fields: Any) -> None:
         """The leader has something to say to whoever trains here, or to be assembled
@@ -459,12 +459,12 @@ class Follower:
             self._trainers.send(op, **fields)
         elif "error" in fields:
             self._trainers.send("assembled", **fields)
-        elif self._resharding is not None and self._formation is not None:
-            self._resharding.begin(self._formation, fields)
+        elif self._resharding is not None and self._task is not None:
+            self._resharding.begin(self._task, fields)
 
-    def assembled(self, formation: Formation, answer: dict[str, Any]) -> None:
+    def assembled(self, task: SlotTask, answer: dict[str, Any]) -> None:
         """What a process wants is in memory, or why not."""
-        if formation is self._formation:
+        if task is self._task:
             self._trainers.send("assembled", **answer)
         elif self._resharding is not None:
             self._resharding.outdated(answer)
@@ -488,7 +488,7 @@ class Follower:
             handlers["flush"] = functools.partial(self._ask_leader, "flush", FLUSHED)
             handlers["left"] = functools.partial(self._ask_leader, "finished", LEFT)
             free = self._resharding.free
-            handlers["taken"] = lambda formation, message: free()
+            handlers["taken"] = lambda task, message: free()
         return handlers
 
     def trainer_says(self, ident: int, message: dict[str, Any]) -> None:
@@ -498,9 +498,9 @@ class Follower:
         op = message.pop("op")
         if op == "stage" and self._seats.attached:
             self._board.set("finished", message["step"])  # so a loss can be counted
-        if self._formation is not None and op in self._handlers:
+        if self._task is not None and op in self._handlers:
             try:
-                self._handlers[op](self._formation, message)
+                self._handlers[op](self._task, message)
             except (LookupError, AttributeError, TypeError, ValueError) as error:
                 self._refuse_trainer(f"{op}: {type(error).__name__}: {error}")
 
@@ -510,19 +510,19 @@ class Follower:
         self._trainers.let_go(f"it sent a message that is none: {fault}")
         self._tell_exit(0 if self._seats.attached else 1, self._ballot)
 
-    def _pass_up(self, op: str, formation: Formation, message: Message) -> None:
+    def _pass_up(self, op: str, task: SlotTask, message: Message) -> None:
         """The leader has to know; the trainer has begun, whatever it says."""
         self._board.set("recovering", 0)
-        self._tell(op, slot=formation.slot, **message)
+        self._tell(op, slot=task.slot, **message)
 
     def _ask_leader(
-        self, op: str, names: Iterable[str], formation: Formation, message: Message
+        self, op: str, names: Iterable[str], task: SlotTask, message: Message
     ) -> None:
         """A user's process wants something that the leader decides."""
         told = {name: message[name] for name in names}
-        self._tell(op, slot=formation.slot, **told)
+        self._tell(op, slot=task.slot, **told)
 
-    def _on_locate(self, formation: Formation, message: Message) -> None:
+    def _on_locate(self, task: SlotTask, message: Message) -> None:
         step = message["step"]
         holder = self._copies.holding(step)
         if holder is None or step not in holder.steps():
@@ -539,15 +539,15 @@ class Follower:
             items=holder.items(step),
         )
 
-    def _on_layout(self, formation: Formation, message: Message) -> None:
-        layout, order = Layout.from_json(message["layout"]), formation.order
+    def _on_layout(self, task: SlotTask, message: Message) -> None:
+        layout, order = Layout.from_json(message["layout"]), task.order
         is_held = order["source"] == "memory"
         is_new = is_held and Layout.from_json(order["layout"]).digest != layout.digest
         if is_new and not self._seats.attached:
             self._fatal("the trainer's state differs from the commit's: other config?")
             return
         if is_held and not is_new:
-            self._accept(formation, layout)
+            self._accept(task, layout)
             return
         slot, domains, copies = order["slot"], order["domains"], self._copies
 
@@ -558,12 +558,12 @@ class Follower:
                 copies.hold(layout, slot, domains).keep_only(set())
 
         self._holding.submit(
-            hold, lambda outcome: self._held_for(formation, layout, is_new, outcome)
+            hold, lambda outcome: self._held_for(task, layout, is_new, outcome)
         )
 
     def _held_for(
         self,
-        formation: Formation,
+        task: SlotTask,
         layout: Layout,
         is_new: bool,
         outcome: "Future[None]",
@@ -573,56 +573,56 @@ class Follower:
         if error is not None:  # that of a former formation as well: all need as much
             self._unfit(_why(error))
             return
-        if formation is not self._formation:
+        if task is not self._task:
             return
         if is_new:
-            formation.stop_pushers()  # they sent again what peers had lost of the old
-            formation.order = {**formation.order, "source": "init"}
-        self._accept(formation, layout)
+            task.stop_pushers()  # they sent again what peers had lost of the old
+            task.order = {**task.order, "source": "init"}
+        self._accept(task, layout)
 
-    def _accept(self, formation: Formation, layout: Layout) -> None:
+    def _accept(self, task: SlotTask, layout: Layout) -> None:
         """The layout is the formation's: copies can travel."""
-        formation.announced = True
-        self._start_pushers(formation)
+        task.announced = True
+        self._start_pushers(task)
         self._tell("layout", layout=layout.to_json())
-        self._hand_over(formation)
+        self._hand_over(task)
 
-    def _start_pushers(self, formation: Formation) -> None:
+    def _start_pushers(self, task: SlotTask) -> None:
         limit_s = self._config.timeouts.replicate
-        formation.start_pushers(self._copies, self._credentials, limit_s)
+        task.start_pushers(self._copies, self._credentials, limit_s)
 
-    def _on_stage(self, formation: Formation, message: Message) -> None:
+    def _on_stage(self, task: SlotTask, message: Message) -> None:
         if (holder := self._copies.holder) is None:
             return
-        step, copied = message["step"], self._copies.share(formation.turn)
+        step, copied = message["step"], self._copies.share(task.turn)
         try:
             room = asdict(holder.begin_stage(step))
             self._trainers.send("room", step=step, copied=copied, **room)
         except RuntimeError as error:
             self._fatal(str(error))
 
-    def _on_staged(self, formation: Formation, message: Message) -> None:
+    def _on_staged(self, task: SlotTask, message: Message) -> None:
         if (holder := self._copies.holder) is None:
             return
         step = message["step"]
         holder.staged(step, message["digests"], message["items"], message["kept"])
         self._board.set("staged", step)
         self._board.set("replicating", step)
-        formation.staged(step, message["interval"], message["window"])
+        task.staged(step, message["interval"], message["window"])
         told = {name: message[name] for name in REPORTED}
-        self._tell("staged", slot=formation.slot, **told)
+        self._tell("staged", slot=task.slot, **told)
 
     def held(self, epoch: tuple[int, int], step: int, source: int, root: str) -> None:
         """A peer's slices have arrived here and were checked; `root`: their digest."""
-        formation = self._formation
-        if formation is not None and epoch == formation.epoch:
-            where = {"source": source, "target": formation.slot}
+        task = self._task
+        if task is not None and epoch == task.epoch:
+            where = {"source": source, "target": task.slot}
             self._tell("held", step=step, root=root, **where)
 
     def tick(self) -> None:
         """Looks, about every second, whether the trainer of this host gets on."""
-        formation, now = self._formation, self._loop.now()
-        if formation is None or self._seats.attached or now < self._look_at:
+        task, now = self._task, self._loop.now()
+        if task is None or self._seats.attached or now < self._look_at:
             return
         self._look_at = now + LOOK_S
         seen = self._parts.observe(self._trainers.pid)
@@ -636,7 +636,7 @@ class Follower:
                 lambda outcome: logger.warning("%s", outcome.result()),
             )
         if self._watch.report_due(now, progress):
-            self._tell("progress", slot=formation.slot, **asdict(progress))
+            self._tell("progress", slot=task.slot, **asdict(progress))
 
     def trainer_exited(self, ident: int, code: int) -> None:
         """A trainer has ended; the leader must know, if it means something."""
@@ -719,7 +719,7 @@ def local_follower(
             command=Command.of(config),
         ),
         copies=copies,
-        exports=ExportDesk(config, credentials, board, emit, exported),
+        exports=HostExports(config, credentials, board, emit, exported),
         resharding=Resharding(config, credentials, copies, emit)
         if config.seats.attached
         else None,

@@ -1,9 +1,9 @@
 """Commits of one formation: who staged what, what is committed and exported, how often.
 
-`Ledger` turns reports into commits, releases and export orders. `Intervals` gathers
-what the trainers measured, has `dtft.checkpoint` choose the snapshot interval, and
-names the boundary after which a change is in force. How a commit gets into the store is
-`records`'s.
+`CommitCoordinator` turns reports into commits, releases and export orders. `Intervals`
+gathers what the trainers measured, has `dtft.checkpoint` choose the snapshot interval,
+and names the boundary after which a change is in force. `records` writes commits to the
+store.
 """
 
 import time
@@ -126,7 +126,7 @@ KEPT_TRACKERS = 4
 """A step that is recorded this much later than the newest one is not exported."""
 
 
-class Ledger:
+class CommitCoordinator:
     """Commits and exports of one formation. Driven by the leader's events."""
 
     def __init__(
@@ -143,7 +143,7 @@ class Ledger:
         health: StorageHealth,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Opens the ledger of a formation.
+        """Begins with no step staged.
 
         Args:
             config: the leader's own settings.

@@ -1,8 +1,8 @@
 """Exports as the leader answers for them: how they ended, and who waits for one.
 
-`Demands` has the people who asked for an export and their answers. `StorageDesk` keeps
-`StorageWatch` and `StorageHealth` in step with the outcomes, and tells people, the
-store and whoever asked.
+`ExportRequests` has the people who asked for an export and their answers.
+`StorageExports` keeps `StorageWatch` and `StorageHealth` in step with the outcomes, and
+tells people, the store and whoever asked.
 """
 
 import queue
@@ -13,10 +13,10 @@ from typing import Any
 from dtft.checkpoint.transport import MAX_REQUEST_HEADER, Channel, no_payload
 from dtft.elastic.event_loop import Loop
 from dtft.elastic.job import AgentConfig
-from dtft.elastic.leader.commit_coordinator import Ledger
+from dtft.elastic.leader.commit_coordinator import CommitCoordinator
 from dtft.elastic.leader.events import Journal
 from dtft.elastic.leader.records import Records
-from dtft.elastic.leader.rendezvous import Rounds
+from dtft.elastic.leader.rendezvous import Rendezvous
 from dtft.elastic.leader.storage import StorageHealth, StorageWatch
 
 # People who asked the leader to write the newest commit to storage, and their answer.
@@ -25,7 +25,7 @@ from dtft.elastic.leader.storage import StorageHealth, StorageWatch
 Answer = Callable[[dict[str, Any]], None]
 
 
-class Demands:
+class ExportRequests:
     """Who waits for an export, and since which commit. Used by the event loop."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ def _asked(channel: Channel) -> None:
     channel.receive(10.0, no_payload, max_header=MAX_REQUEST_HEADER)
 
 
-class StorageDesk:
+class StorageExports:
     """One job's storage in the eyes of its leader. Used by the event loop.
 
     Attributes:
@@ -104,22 +104,22 @@ class StorageDesk:
         directory = config.storage_directory
         self.watch = StorageWatch(directory, loop, list_steps=list_steps)
         self.health = StorageHealth(config.storage_directory)
-        self._demands = Demands()
+        self._requests = ExportRequests()
 
-    def asked(self, rounds: Rounds, answer: Answer) -> None:
+    def asked(self, rendezvous: Rendezvous, answer: Answer) -> None:
         """Somebody wants the newest commit in storage: the next one is written."""
-        ledger = rounds.ledger
-        if ledger is None or rounds.phase != "running" or rounds.frozen:
-            text = f"the job does not train now ({rounds.phase}); ask again later"
+        coordinator = rendezvous.coordinator
+        if coordinator is None or rendezvous.phase != "running" or rendezvous.frozen:
+            text = f"the job does not train now ({rendezvous.phase}); ask again later"
             answer({"error": text})
         else:
-            self._demands.add(ledger.committed, answer)
+            self._requests.add(coordinator.committed, answer)
 
-    def committed(self, ledger: Ledger, step: int) -> None:
+    def committed(self, coordinator: CommitCoordinator, step: int) -> None:
         """A step is safe in memory: it is written to storage if somebody waits."""
-        if self._demands:
-            ledger.export(step)
-        if (due := ledger.overdue) is not None:
+        if self._requests:
+            coordinator.export(step)
+        if (due := coordinator.overdue) is not None:
             self._say(self.health.overdue(due, self._loop.now()))
 
     def ended(self, host: str, step: int, ok: bool, error: str) -> None:
@@ -138,7 +138,7 @@ class StorageDesk:
             self._say(self.health.succeeded(step))
         else:
             self._say(self.health.failed(step, host, error, self._loop.now()))
-        self._demands.outcome(step, ok, error)
+        self._requests.outcome(step, ok, error)
 
     def _say(self, line: str | None) -> None:
         if line:
@@ -146,16 +146,16 @@ class StorageDesk:
 
     def wanted(self, committed: int, answer: Answer) -> None:
         """Somebody waits for step `committed` or a later one, which is seen to."""
-        self._demands.add(committed, answer)
+        self._requests.add(committed, answer)
 
     def has(self, step: int) -> None:
         """A step is there already: who waits for it is told so."""
-        self._demands.outcome(step, True, "")
+        self._requests.outcome(step, True, "")
 
     def refuse(self, reason: str) -> None:
         """Tells all who wait why nothing will come."""
-        self._demands.refuse(reason)
+        self._requests.refuse(reason)
 
     def close(self) -> None:
         """Tells all who still wait that nothing will come."""
-        self._demands.close()
+        self._requests.close()

@@ -8,13 +8,14 @@ until it says anything. Which host gets which slot is decided in `assignment`.
 
 from collections.abc import Collection, Mapping
 
-from dtft.elastic.assignment import HostRecord, SlotAssignment, process_of
+from dtft.elastic.assignment import HostRecord, process_of
 from dtft.elastic.event_loop import Loop
 from dtft.elastic.job import AgentConfig
 from dtft.elastic.leader.events import Journal
 from dtft.elastic.leader.failure_budget import Failure
 from dtft.elastic.leader.records import Records
-from dtft.elastic.leader.rendezvous import Rounds
+from dtft.elastic.leader.rendezvous import Rendezvous
+from dtft.elastic.leader.rendezvous_plan import Reason, lost
 from dtft.elastic.seat_policy import missing
 from dtft.elastic.store import View
 
@@ -179,28 +180,20 @@ def _process(record: HostRecord) -> str:
     return process_of(record.incarnation)
 
 
-def lost(host: str, *assignments: SlotAssignment | None) -> str:
-    """Names a lost host by its slot, as the first assignment that has it says."""
-    for assignment in assignments:
-        if assignment is not None and host in assignment.slot_of:
-            return f"{host} (slot {assignment.slot_of[host]}) was lost"
-    return f"{host} was lost"
-
-
-class Attendance:
+class HostMonitor:
     """What follows when hosts come and go. Used by the event loop."""
 
     def __init__(
         self,
         config: AgentConfig,
         records: Records,
-        rounds: Rounds,
+        rendezvous: Rendezvous,
         registry: HostRegistry,
         loop: Loop,
         journal: Journal,
     ) -> None:
         """Begins nothing yet."""
-        self._config, self._records, self._rounds = config, records, rounds
+        self._config, self._records, self._rendezvous = config, records, rendezvous
         self._registry, self._loop, self._journal = registry, loop, journal
 
     def take_over(self) -> None:
@@ -208,15 +201,16 @@ class Attendance:
         view = self._records.view
         if view.assignment is not None:
             gone = [host for host in view.assignment.slots if host not in view.hosts]
-            names = ", ".join(lost(host, view.assignment) for host in gone)
-            self._rounds.form(names or f"{self._config.host} leads from now on")
+            losses = [lost(host, view.assignment) for host in gone]
+            leads = f"{self._config.host} leads from now on"
+            self._rendezvous.form(*(losses or [leads]))
         elif view.era > 1:
-            self._rounds.form("the store has lost its data")
+            self._rendezvous.form("the store has lost its data")
 
     def see(self, view: View) -> None:
         """The store's view has changed. Who is connected is there whatever it says."""
         self._records.see(view)
-        self._rounds.gathered()
+        self._rendezvous.gathered()
 
     def connected(self, record: HostRecord) -> None:
         """A host has connected, or says something new of itself."""
@@ -224,15 +218,16 @@ class Attendance:
         if not self._registry.connect(record):
             return
         self._journal.event("host_joined", host=record.host)
-        slot = self._rounds.slot_of.get(record.host)
-        if self._rounds.is_deciding:
-            self._rounds.ask(record.host)
+        slot = self._rendezvous.slot_of.get(record.host)
+        if self._rendezvous.is_deciding:
+            self._rendezvous.ask(record.host)
         elif slot is not None:
             # What was sent while its link was cut is lost, if the host was not.
             how = "was cut off for a moment" if was_there else "began anew"
-            self._rounds.form(f"{record.host} (slot {slot}) {how}")
-        elif self._rounds.phase not in ("idle", "waiting"):
-            self._rounds.expect({record.host})
+            text = f"{record.host} (slot {slot}) {how}"
+            self._rendezvous.form(Reason(text, hosts=(record.host,)))
+        elif self._rendezvous.phase not in ("idle", "waiting"):
+            self._rendezvous.expect({record.host})
             self._say_spare(record.host)
         elif self._config.seats.begins_on_join:
             self._begin(record.host)
@@ -243,11 +238,11 @@ class Attendance:
 
     def _begin(self, host: str) -> None:
         count, need = self._registry.num_usable, self._config.num_slots
-        if self._rounds.phase == "waiting":
+        if self._rendezvous.phase == "waiting":
             self._journal.say(f"{host} is here, for which the job has waited")
-            self._rounds.form(f"{host} joined")
+            self._rendezvous.form(f"{host} joined")
         elif count >= need:
-            self._rounds.form("start of the job")
+            self._rendezvous.form("start of the job")
         else:
             self._journal.say(f"{count} of {need} hosts are here")
 
@@ -269,26 +264,26 @@ class Attendance:
             self._ask_again(host)
         if self._config.seats.begins_on_join:
             return
-        if self._rounds.phase in ("idle", "waiting"):
+        if self._rendezvous.phase in ("idle", "waiting"):
             hosts = self._registry.usable()
             if not missing(hosts, self._config.num_slots):
-                self._rounds.form("every process has attached")
+                self._rendezvous.form("every process has attached")
 
     def lost(self, host: str, how: str) -> None:
         """A host is gone: its port is dead, or it was silent for too long."""
         if not self._registry.lose(host):
             return
         self._journal.event("host_lost", host=host, how=how)
-        rounds = self._rounds
-        if host in rounds.slot_of:
-            rounds.failures.add(Failure(kind="lost", host=host, error=how))
-        reason = lost(host, rounds.assignment, rounds.previous)
-        if rounds.is_deciding and rounds.current is not None:
-            rounds.current.reasons.append(reason)
-            rounds.gathered()
-        elif host in rounds.slot_of or rounds.phase == "assigning":
-            rounds.form(reason)
-        elif rounds.phase != "idle":
+        rendezvous = self._rendezvous
+        if host in rendezvous.slot_of:
+            rendezvous.failures.add(Failure(kind="lost", host=host, error=how))
+        reason = lost(host, rendezvous.assignment, rendezvous.previous)
+        if rendezvous.is_deciding and rendezvous.current is not None:
+            rendezvous.current.reasons.append(reason)
+            rendezvous.gathered()
+        elif host in rendezvous.slot_of or rendezvous.phase == "assigning":
+            rendezvous.form(reason)
+        elif rendezvous.phase != "idle":
             self._journal.say(f"spare {host} was lost ({how})")
 
     def unfit(self, host: str, why: str) -> None:
@@ -298,26 +293,27 @@ class Attendance:
         self._registry.unfit[host] = why
         self._journal.event("host_unfit", host=host, why=why)
         self._journal.say(f"{host} cannot be used: {why}")
-        slot = self._rounds.slot_of.get(host)
+        slot = self._rendezvous.slot_of.get(host)
         if slot is not None:
-            self._rounds.form(f"{host} (slot {slot}) cannot be used: {why}")
+            text = f"{host} (slot {slot}) cannot be used: {why}"
+            self._rendezvous.form(Reason(text, hosts=(host,)))
         else:
-            self._rounds.answered()
+            self._rendezvous.answered()
 
     def fit(self, host: str) -> None:
         """A host that could not have a slot can again."""
         if self._registry.unfit.pop(host, None) is None:
             return
         self._journal.say(f"{host} can be used again")
-        if self._rounds.phase == "waiting":
-            self._rounds.form(f"{host} can be used again")
+        if self._rendezvous.phase == "waiting":
+            self._rendezvous.form(f"{host} can be used again")
 
     def _ask_again(self, host: str) -> None:
         """A host that could not be used may be well by now."""
         if host not in self._registry.unfit:
-            if self._rounds.phase == "waiting" or self._rounds.is_deciding:
-                self._rounds.ask(host)
-        elif not self._rounds.expect_of(host):
+            if self._rendezvous.phase == "waiting" or self._rendezvous.is_deciding:
+                self._rendezvous.ask(host)
+        elif not self._rendezvous.expect_of(host):
             self.fit(host)
 
     def leave_out(self, answered: Collection[str]) -> None:
@@ -331,6 +327,7 @@ class Attendance:
                 "it is used again once it answers. Raise --timeouts.restore if its "
                 "copies take longer to read"
             )
-            if self._rounds.current is not None:
-                self._rounds.current.reasons.append(f"{host} did not answer in time")
-        self._rounds.gathered()
+            if self._rendezvous.current is not None:
+                reason = Reason(f"{host} did not answer in time", hosts=(host,))
+                self._rendezvous.current.reasons.append(reason)
+        self._rendezvous.gathered()

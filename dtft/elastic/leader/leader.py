@@ -1,12 +1,13 @@
 """The leading agent: what it hears of hosts and of the store, and what follows.
 
 Runs on the agent's event loop and only while this host holds the leader key. Passes
-what happens to its parts: `Attendance` has the hosts, `Rounds` forms generations,
-`Ledger` commits and exports steps, `StorageDesk` knows storage, `Scaling` the size of
-the job, `Mender` renews copies that were lost, `Ending` ends the job, `Records` reads
-and writes the store; `Requests` has what only the user's own processes ask for. What
-depends on whose the trainers are is in the config's `SeatPolicy`. Holds no state that
-its successor could not learn again from the store and the hosts.
+what happens to its parts: `HostMonitor` has the hosts, `Rendezvous` forms generations,
+`CommitCoordinator` commits and exports steps, `StorageExports` knows storage, `Scaling`
+the size of the job, `ReReplicator` renews copies that were lost, `Shutdown` ends the
+job, `Records` reads and writes the store; `Requests` has what only the user's own
+processes ask for. What depends on whose the trainers are is in the config's
+`SeatPolicy`. Holds no state that its successor could not learn again from the store and
+the hosts.
 """
 
 import logging
@@ -20,18 +21,18 @@ from dtft.elastic.assignment import HostRecord, SlotAssignment
 from dtft.elastic.event_loop import Loop
 from dtft.elastic.hang_detection import JobProgress, verdict
 from dtft.elastic.job import AgentConfig
-from dtft.elastic.leader.commit_coordinator import Ledger
+from dtft.elastic.leader.commit_coordinator import CommitCoordinator
 from dtft.elastic.leader.events import Journal
-from dtft.elastic.leader.export_requests import Answer, StorageDesk
+from dtft.elastic.leader.export_requests import Answer, StorageExports
 from dtft.elastic.leader.failure_budget import Failure, Kind, RetryDecision
-from dtft.elastic.leader.host_registry import NOBODY_S, Attendance, HostRegistry
-from dtft.elastic.leader.re_replication import Mender
+from dtft.elastic.leader.host_registry import NOBODY_S, HostMonitor, HostRegistry
+from dtft.elastic.leader.re_replication import ReReplicator
 from dtft.elastic.leader.records import Records
-from dtft.elastic.leader.rendezvous import Rounds
-from dtft.elastic.leader.rendezvous_plan import Round, death, report_of
+from dtft.elastic.leader.rendezvous import Rendezvous
+from dtft.elastic.leader.rendezvous_plan import Reason, Round, death, report_of
 from dtft.elastic.leader.scaling import Scaling
 from dtft.elastic.leader.served_requests import Requests
-from dtft.elastic.leader.shutdown import Ending
+from dtft.elastic.leader.shutdown import Shutdown
 from dtft.elastic.leader.sizes import JobSizes
 from dtft.elastic.messages import fault_of_report, known_layout, misfit, report_fields
 from dtft.elastic.store import Membership, View
@@ -96,25 +97,27 @@ class Leader:
         old = view.assignment
         former = zip(old.slots, old.incarnations, strict=True) if old else ()
         self._registry = HostRegistry(loop.now(), config.timeouts.connect, dict(former))
-        self._storage = storage = StorageDesk(
+        self._storage = storage = StorageExports(
             config, self._records, journal, loop, list_steps
         )
         self._sizes = sizes = JobSizes(config, self._records, journal)
-        self._rounds = Rounds(
+        self._rendezvous = Rendezvous(
             *(config, self._records, self._registry, loop, send, journal),
             *(storage.health, storage.watch, sizes, service),
         )
-        shared = config, self._records, self._rounds, self._registry
-        self._attendance = Attendance(*shared, loop, journal)
+        shared = config, self._records, self._rendezvous, self._registry
+        self._monitor = HostMonitor(*shared, loop, journal)
         self._scaling = Scaling(*shared[:3], sizes, loop, journal)
-        self._ending = Ending(*shared, loop, journal, storage.watch)
-        self._mender = Mender(journal, send, loop.now)
+        self._shutdown = Shutdown(*shared, loop, journal, storage.watch)
+        self._re_replicator = ReReplicator(journal, send, loop.now)
         self._requests = (
-            Requests(config, self._records, self._rounds, self._registry, storage, send)
+            Requests(
+                config, self._records, self._rendezvous, self._registry, storage, send
+            )
             if self._seats.attached
             else None
         )
-        self._newest_failure = ""
+        self._newest_failure = Reason("")
         self._looked_at = 0.0
         self._nobody_since: float | None = None
         """Since when no host that is there can have a slot."""
@@ -122,9 +125,9 @@ class Leader:
         """With which the job ends if what has failed would fail again."""
         self._progress: dict[str, tuple[float, JobProgress]] = {}
         """The newest progress of each host's trainer, and when it came."""
-        self._rounds.give_up = self._give_up
+        self._rendezvous.give_up = self._give_up
         self._handlers = self._handlers_of_reports()
-        self._attendance.take_over()
+        self._monitor.take_over()
 
     @property
     def view(self) -> View:
@@ -134,26 +137,26 @@ class Leader:
     @property
     def num_slots(self) -> int:
         """Slots of the formation that runs, or of the job's start."""
-        assignment = self._rounds.assignment
+        assignment = self._rendezvous.assignment
         return len(assignment.slots) if assignment else self._config.num_slots
 
     # -------------------------------------------------------------- membership
 
     def see(self, view: View) -> None:
         """The store's view has changed."""
-        self._attendance.see(view)
+        self._monitor.see(view)
 
     def connected(self, record: HostRecord) -> None:
         """A host has connected, or says something new of itself."""
-        self._attendance.connected(record)
+        self._monitor.connected(record)
 
     def disconnected(self, record: HostRecord, why: str) -> None:
         """The link of a host has ended; it may come back."""
-        self._attendance.disconnected(record, why)
+        self._monitor.disconnected(record, why)
 
     def lost(self, host: str, how: str) -> None:
         """A host is gone: its port refuses connections."""
-        self._attendance.lost(host, how)
+        self._monitor.lost(host, how)
 
     # ----------------------------------------------------------------- reports
 
@@ -161,7 +164,7 @@ class Leader:
         """Op to what is done about it, with the host and the report's fields."""
         handlers = {
             "holdings": self._on_holdings,
-            "reached": self._rounds.reached,
+            "reached": self._rendezvous.reached,
             "prepared": self._on_prepared,
             "prepare_failed": self._on_prepare_failed,
             "layout": self._on_layout,
@@ -186,18 +189,18 @@ class Leader:
             return
         op = message["op"]
         ballot = tuple(message.get("ballot", ()))
-        round_, previous = self._rounds.current, self._rounds.previous
+        round_, previous = self._rendezvous.current, self._rendezvous.previous
         if op == "unfit":
-            self._attendance.unfit(host, message["why"])
+            self._monitor.unfit(host, message["why"])
         elif op == "fit":
-            self._attendance.fit(host)
+            self._monitor.fit(host)
         elif op == "fatal":
             if round_ is None or ballot in ((), round_.ballot):
                 self._fail(_with_evidence(message), message.get("code", FATAL_INPUT))
         elif round_ is not None and ballot == round_.ballot:
             slots = _slots_of(round_.assignment)
-            ledger = self._rounds.ledger
-            layout = ledger.layout if ledger is not None else None
+            coordinator = self._rendezvous.coordinator
+            layout = coordinator.layout if coordinator is not None else None
             if self._refused(host, misfit(host, message, slots, layout)):
                 return
             try:
@@ -209,7 +212,7 @@ class Leader:
                 self._refuse_copy(str(error))
             except Exception:  # a fault of ours must not cost the job its leader
                 logger.exception("a report of %s could not be handled: %s", host, op)
-        elif self._rounds.phase == "gathering":
+        elif self._rendezvous.phase == "gathering":
             assert round_ is not None
             slots = _slots_of(previous)
             if op == "trainer_exit":  # it died beside what began this
@@ -229,49 +232,53 @@ class Leader:
         """
         if not self._seats.ends_by_itself:
             self._journal.say(message)
-            self._rounds.form(message, fatal=True)
+            self._rendezvous.form(message, fatal=True)
         elif code == FATAL_INPUT and self._scaling.undone(message):
             return
         elif self._records.last_step > self._storage.watch.newest:
             self._error_code = code
-            self._rounds.end(RetryDecision(action="end", message=message))
+            self._rendezvous.end(RetryDecision(action="end", message=message))
         else:
-            self._ending.end("error", message, code=code)
+            self._shutdown.end("error", message, code=code)
 
     def _give_up(self, decision: RetryDecision) -> None:
         """What has failed would fail again."""
-        self._ending.fail(decision.message, self._error_code)
+        self._shutdown.fail(decision.message, self._error_code)
 
     def _on_progress(self, host: str, slot: int, **told: Any) -> None:
         self._progress[host] = self._loop.now(), JobProgress(**told)
-        if told["phase"] in UNHURRIED and self._rounds.phase == "running":
-            self._rounds.enter("running", self._stage_limit())
+        if told["phase"] in UNHURRIED and self._rendezvous.phase == "running":
+            self._rendezvous.enter("running", self._stage_limit())
 
     def _look_for_stuck(self) -> None:
         """Has all trainers started anew if one of them is stuck: the others wait."""
-        rounds = self._rounds
+        rendezvous = self._rendezvous
         now = self._loop.now()
         if now < self._looked_at + LOOK_S:
             return
         self._looked_at = now
-        watched = rounds.phase == "running" or rounds.phase == "preparing"
-        if not watched or rounds.assignment is None or not self._seats.ends_by_itself:
+        watched = rendezvous.phase == "running" or rendezvous.phase == "preparing"
+        if (
+            not watched
+            or rendezvous.assignment is None
+            or not self._seats.ends_by_itself
+        ):
             self._progress.clear()
             return
-        found = verdict(self._progress, rounds.slot_of, now)
+        found = verdict(self._progress, rendezvous.slot_of, now)
         if found is None:
             return
         self._journal.say(found.text)
         self._progress.clear()
         for host in found.hosts:
             self._fails("stuck", host, error=found.text)
-        rounds.form(found.text)
+        rendezvous.form(Reason(found.text, hosts=found.hosts))
 
     def _refuse_copy(self, why: str) -> None:
         """A copy is of another step: all begin anew from what is known to be right."""
         self._journal.say(why)
-        self._rounds.failures.add(Failure(kind="copy", error=why))
-        self._rounds.form(why)
+        self._rendezvous.failures.add(Failure(kind="copy", error=why))
+        self._rendezvous.form(why)
 
     def _refused(self, host: str, reason: str | None) -> bool:
         if reason is not None:
@@ -279,138 +286,144 @@ class Leader:
         return reason is not None
 
     def _on_holdings(self, host: str, **reply: Any) -> None:
-        assert self._rounds.current is not None
+        assert self._rendezvous.current is not None
         self._registry.answered(host)
-        self._rounds.current.reply(host, reply)
-        self._rounds.answered()
+        self._rendezvous.current.reply(host, reply)
+        self._rendezvous.answered()
 
     def _on_prepare_failed(
         self, host: str, error: str, corrupt: list[str], **_
     ) -> None:
-        round_ = self._rounds.current
+        round_ = self._rendezvous.current
         assert round_ is not None and round_.assignment is not None
         self._journal.say(f"{host} could not restore: {error}")
         round_.corrupt.extend(corrupt)
         self._fails("restore", host, error=f"restore failed on {host}: {error}")
-        self._rounds.form(f"restore failed on {host}: {error}")
+        text = f"restore failed on {host}: {error}"
+        self._rendezvous.form(Reason(text, hosts=(host,)))
 
     def _on_prepared(self, host: str, **outcome: Any) -> None:
-        round_ = self._rounds.current
+        round_ = self._rendezvous.current
         assert round_ is not None and round_.assignment is not None
         round_.prepared[host] = outcome
         if len(round_.prepared) == len(round_.assignment.slots):
             round_.restore_s = self._loop.wall() - round_.restore_begun
             if self._scaling.restored(round_):
                 known = {**self.view.hosts, **self._registry.records}
-                self._mender.begin(round_, replace(self.view, hosts=known))
+                self._re_replicator.begin(round_, replace(self.view, hosts=known))
 
     def _on_layout(self, host: str, layout: str) -> None:
         announced = known_layout(layout)
-        ledger, assignment = self._rounds.ledger, self._rounds.assignment
-        if ledger is None and assignment is not None:
-            self._rounds.open_ledger(announced, assignment)
-        elif ledger and ledger.layout.digest != announced.digest:
+        coordinator, assignment = (
+            self._rendezvous.coordinator,
+            self._rendezvous.assignment,
+        )
+        if coordinator is None and assignment is not None:
+            self._rendezvous.open_coordinator(announced, assignment)
+        elif coordinator and coordinator.layout.digest != announced.digest:
             self._fail(f"{host} announced another state layout than its peers")
 
     def _on_running(self, host: str, bytes_from_storage: int, **_: Any) -> None:
-        round_ = self._rounds.current
+        round_ = self._rendezvous.current
         assert round_ is not None and round_.assignment is not None
         round_.running.add(host)
         round_.bytes_from_storage += bytes_from_storage
         slots = len(round_.assignment.slots)
         if len(round_.running) < slots or round_.reported:
             return
-        self._rounds.enter("running", self._stage_limit())
+        self._rendezvous.enter("running", self._stage_limit())
         round_.reported = True
-        self._rounds.failures.trained()
+        self._rendezvous.failures.trained()
         self._report_start(round_, round_.assignment)
 
     def _report_start(self, round_: Round, assignment: SlotAssignment) -> None:
         """Every slot trains: people are told, with the cost of a recovery."""
         if assignment.rung == 0:
             self._journal.event("started", step=assignment.step)
-            if self._rounds.ledger is not None:
-                self._sizes.forewarn(self._rounds.ledger.layout)
+            if self._rendezvous.coordinator is not None:
+                self._sizes.forewarn(self._rendezvous.coordinator.layout)
         else:
             now = self._loop.wall()
             report = report_of(
                 round_,
-                self._rounds.previous,
+                self._rendezvous.previous,
                 now,
                 coordinators=int(self._seats.has_coordination_service),
             )
             self._journal.recovery(report, round_.detected, now)
-            if self._rounds.ledger is not None:
+            if self._rendezvous.coordinator is not None:
                 self._scaling.trained(report)
 
     def _stage_limit(self) -> float:
-        ledger = self._rounds.ledger
-        steps = ledger.intervals.reach if ledger else self._config.cadence.period
+        coordinator = self._rendezvous.coordinator
+        steps = (
+            coordinator.intervals.reach if coordinator else self._config.cadence.period
+        )
         return self._config.timeouts.stage * steps
 
     def _on_staged(self, host: str, **staged: Any) -> None:
-        if self._rounds.phase == "running":
-            self._rounds.enter("running", self._stage_limit())
-        if self._rounds.ledger is not None:
-            self._rounds.ledger.staged(**staged)
+        if self._rendezvous.phase == "running":
+            self._rendezvous.enter("running", self._stage_limit())
+        if self._rendezvous.coordinator is not None:
+            self._rendezvous.coordinator.staged(**staged)
         if self._requests is not None:
             told = {name: staged[name] for name in ("slot", "step", "digests")}
             self._requests.staged(**told)
 
     def _on_held(self, host: str, **copy: Any) -> None:
-        self._mender.held(self._rounds.current, **copy)
-        if self._rounds.ledger is not None:
-            self._rounds.ledger.held(**copy)
+        self._re_replicator.held(self._rendezvous.current, **copy)
+        if self._rendezvous.coordinator is not None:
+            self._rendezvous.coordinator.held(**copy)
 
     def _on_trainer_exit(self, host: str, code: int) -> None:
         self._fails("exit", host, code=code, log=self._log_of(host))
-        self._rounds.form(death(self._rounds.slot_of, host, code))
+        self._rendezvous.form(death(self._rendezvous.slot_of, host, code))
 
     def _on_failed(
         self, host: str, slot: int, step: int, error: str, **evidence: Any
     ) -> None:
         """An exception has ended the trainer of a host."""
         self._fails("exception", host, step=step, error=error, **evidence)
-        self._rounds.form(self._newest_failure)
+        self._rendezvous.form(self._newest_failure)
 
     def _log_of(self, host: str) -> str:
         return str(self._config.run_directory / "logs" / f"{host}.trainer.log")
 
     def _fails(self, kind: Kind, host: str, **told: Any) -> None:
         """Takes a failure into account."""
-        rounds = self._rounds
-        assignment = rounds.assignment or rounds.previous
+        rendezvous = self._rendezvous
+        assignment = rendezvous.assignment or rendezvous.previous
         slot = _slots_of(assignment).get(host, -1)
         step = told.pop("step", assignment.step if assignment is not None else 0)
         failure = Failure(kind=kind, host=host, slot=slot, step=step, **told)
-        rounds.failures.add(failure)
-        self._newest_failure = failure.text()
+        rendezvous.failures.add(failure)
+        self._newest_failure = Reason(failure.text(), hosts=(host,))
 
     def _on_process_gone(self, host: str) -> None:
-        slot = self._rounds.slot_of.get(host, "?")
-        self._rounds.form(f"process {slot} on {host} has gone")
+        slot = self._rendezvous.slot_of.get(host, "?")
+        self._rendezvous.form(f"process {slot} on {host} has gone")
 
     def _on_finished(self, host: str, slot: int, step: int, **_: Any) -> None:
-        round_ = self._rounds.current
+        round_ = self._rendezvous.current
         assert round_ is not None
         round_.finished[slot] = step
         if not self._seats.ends_by_itself:
             if len(round_.finished) == self._config.num_slots:
-                self._rounds.form("every process has ended")
+                self._rendezvous.form("every process has ended")
             return
-        if self._rounds.phase == "running":
-            self._rounds.enter("running", self._config.timeouts.export)
-        self._ending.conclude()
+        if self._rendezvous.phase == "running":
+            self._rendezvous.enter("running", self._config.timeouts.export)
+        self._shutdown.conclude()
 
     def _on_exported(
         self, host: str, step: int, ok: bool, error: str, attempt: int | None = None
     ) -> None:
-        ledger = self._rounds.ledger
-        outcome = ledger and ledger.export_answer(host, step, ok, attempt)
+        coordinator = self._rendezvous.coordinator
+        outcome = coordinator and coordinator.export_answer(host, step, ok, attempt)
         if outcome is None:
             return
         self._storage.ended(host, step, outcome, error)
-        self._ending.exported()
+        self._shutdown.exported()
         if self._requests is not None:
             self._requests.exported(host, step, outcome, error)
 
@@ -419,7 +432,7 @@ class Leader:
         if self._requests is not None:
             self._requests.export_wanted(answer)
         else:
-            self._storage.asked(self._rounds, answer)
+            self._storage.asked(self._rendezvous, answer)
 
     def scaling_wanted(self, replicas: int, answer: Answer) -> None:
         """Somebody wants another number of replicas."""
@@ -433,76 +446,86 @@ class Leader:
     def _written(self, label: str, value: Any) -> None:
         """A write was recorded."""
         if label == "assignment":
-            self._rounds.assigned(value)
-        elif label == "commit" and self._rounds.ledger is not None:
-            self._recorded(value, self._rounds.ledger)
+            self._rendezvous.assigned(value)
+        elif label == "commit" and self._rendezvous.coordinator is not None:
+            self._recorded(value, self._rendezvous.coordinator)
             if self._requests is not None:
                 self._requests.committed(value)
 
-    def _recorded(self, commit: Commit, ledger: Ledger) -> None:
+    def _recorded(self, commit: Commit, coordinator: CommitCoordinator) -> None:
         """A step is safe: it is released, unless the job has to be formed anew."""
-        self._rounds.committed(commit.step)
+        self._rendezvous.committed(commit.step)
         self._committing(0)
         self._journal.committed(commit.step, commit.root)
-        self._mender.committed(self._rounds.current, commit.step)
+        self._re_replicator.committed(self._rendezvous.current, commit.step)
         if why := self._scaling.due():
-            ledger.recorded(commit)
-            self._rounds.form(why)
+            coordinator.recorded(commit)
+            self._rendezvous.form(why)
             return
-        ledger.written(commit)
-        if line := ledger.intervals.news():
+        coordinator.written(commit)
+        if line := coordinator.intervals.news():
             self._journal.say(line)
-        self._storage.committed(ledger, commit.step)
-        self._rounds.gathered()
-        self._ending.conclude()
+        self._storage.committed(coordinator, commit.step)
+        self._rendezvous.gathered()
+        self._shutdown.conclude()
 
     def _delayed(self, label: str, value: Any) -> None:
         """The store does not answer: no step waits for it."""
-        if label == "commit" and self._rounds.ledger is not None:
-            self._rounds.ledger.delayed(value)
-            self._ending.conclude()
+        if label == "commit" and self._rendezvous.coordinator is not None:
+            self._rendezvous.coordinator.delayed(value)
+            self._shutdown.conclude()
         elif label == "assignment":
-            self._rounds.delayed(value)
+            self._rendezvous.delayed(value)
 
     def tick(self) -> None:
         """Enforces the deadlines; every one names who is late."""
-        rounds = self._rounds
-        self._attendance.tick()
+        rendezvous = self._rendezvous
+        self._monitor.tick()
         if self._requests is not None:
             self._await_save()
             self._requests.tick()
-        rounds.gathered()
+        rendezvous.gathered()
         if self.view.stop:
-            self._ending.stop()
+            self._shutdown.stop()
         self._end_if_nobody_can()
-        self._ending.conclude()
-        self._ending.conclude_for_others()
+        self._shutdown.conclude()
+        self._shutdown.conclude_for_others()
         self._look_for_stuck()
-        rounds.look_for_links()
-        if rounds.ledger and (silent := rounds.ledger.silent_export()):
+        rendezvous.look_for_links()
+        if rendezvous.coordinator and (
+            silent := rendezvous.coordinator.silent_export()
+        ):
             self._on_exported(silent[1], silent[0], False, "TimeoutError: no answer")
-        round_ = rounds.current
-        if rounds.frozen:
+        round_ = rendezvous.current
+        if rendezvous.frozen:
             self._end_without_store()
-        if round_ is None or rounds.frozen or self._loop.now() < rounds.deadline:
+        if (
+            round_ is None
+            or rendezvous.frozen
+            or self._loop.now() < rendezvous.deadline
+        ):
             return
-        if rounds.phase == "gathering":
-            self._attendance.leave_out(round_.replies)
-        elif rounds.phase == "storage":
-            rounds.look_again()
-        elif rounds.phase == "pausing":
-            rounds.go_on()
-        elif rounds.phase == "preparing":
-            late = set(rounds.assignment.slots if rounds.assignment else ())
+        if rendezvous.phase == "gathering":
+            self._monitor.leave_out(round_.replies)
+        elif rendezvous.phase == "storage":
+            rendezvous.look_again()
+        elif rendezvous.phase == "pausing":
+            rendezvous.go_on()
+        elif rendezvous.phase == "preparing":
+            late = set(rendezvous.assignment.slots if rendezvous.assignment else ())
             names = ", ".join(sorted(late - round_.running))
             self._scaling.late(f"{names} did not start training in time")
-        elif rounds.phase == "running":
-            late = rounds.ledger.waiting_for() if rounds.ledger else "the layout"
+        elif rendezvous.phase == "running":
+            late = (
+                rendezvous.coordinator.waiting_for()
+                if rendezvous.coordinator
+                else "the layout"
+            )
             why = f"no step in time, waiting for {late}"
-            rounds.failures.add(Failure(kind="stuck", error=why))
-            rounds.form(why)
-        elif rounds.phase == "assigning":
-            rounds.form("the new assignment could not be recorded in time")
+            rendezvous.failures.add(Failure(kind="stuck", error=why))
+            rendezvous.form(why)
+        elif rendezvous.phase == "assigning":
+            rendezvous.form("the new assignment could not be recorded in time")
 
     def _end_if_nobody_can(self) -> None:
         """Ends a job that cannot begin: no host that is there can have a slot.
@@ -514,7 +537,7 @@ class Leader:
         others = self.view.hosts.keys() - self._registry.unfit.keys()
         known = bool(self._records.commits) or bool(others)
         why = "" if known else self._registry.why_nobody()
-        if not why or self._rounds.frozen:
+        if not why or self._rendezvous.frozen:
             self._nobody_since = None
         elif self._nobody_since is None:
             self._nobody_since = self._loop.now()
@@ -524,7 +547,7 @@ class Leader:
 
     def _end_without_store(self) -> None:
         """The store cannot be told that the job has ended: the hosts are."""
-        result = self._ending.result_without_store()
+        result = self._shutdown.result_without_store()
         if result:
             for host in self._registry.connected - {self._config.host}:
                 self._send(host, "ended", result=result)
@@ -532,9 +555,11 @@ class Leader:
 
     def _await_save(self) -> None:
         """User's processes save when they like; from the first's save on it counts."""
-        ledger = self._rounds.ledger
-        if self._rounds.phase == "running" and not (ledger and ledger.is_waiting):
-            self._rounds.enter("running", self._stage_limit())
+        coordinator = self._rendezvous.coordinator
+        if self._rendezvous.phase == "running" and not (
+            coordinator and coordinator.is_waiting
+        ):
+            self._rendezvous.enter("running", self._stage_limit())
 
     def close(self, flush_s: float = 0.0) -> None:
         """Hands over to whoever leads next; waits so long for the journal's file."""

@@ -1,9 +1,9 @@
 """Re-replication: brings a recovered job's copies back to their number.
 
 After a restore from memory the slices that a lost host kept for others have a copy less
-than asked for. `Mending` says who must push what again, and when the job is healthy;
-the places are the placement's, for the arenas have room for nothing else. `Mender`
-orders it: one mending at a time, which ends with its formation.
+than asked for. `ReReplication` says who must push what again, and when the job is
+healthy; targets are those of the copy placement, for the arenas have room for nothing
+else. `ReReplicator` orders it: one at a time, which ends with its generation.
 """
 
 import functools
@@ -24,7 +24,7 @@ Holders = Mapping[str, Collection[str]]
 
 
 @dataclass(kw_only=True)
-class Mending:
+class ReReplication:
     """The copies of one restored step, from the restore until all are there."""
 
     step: int
@@ -93,7 +93,7 @@ class Mending:
         )
 
 
-def mending_of(
+def re_replication_of(
     step: int,
     placement: CopyPlacement,
     slots: Sequence[str],
@@ -101,7 +101,7 @@ def mending_of(
     domains: Mapping[str, str],
     now: float,
     digests: Mapping[str, bytes],
-) -> Mending:
+) -> ReReplication:
     """What is missing when every slot has its own slices again.
 
     Args:
@@ -128,7 +128,7 @@ def mending_of(
         for push in placement.pushes
         if any(slots[push.target] not in found[piece.key] for piece in push.slices)
     )
-    return Mending(
+    return ReReplication(
         step=step,
         pushes=pushes,
         copies=min(reached, default=placement.effective_copies),
@@ -137,7 +137,7 @@ def mending_of(
     )
 
 
-class Mender:
+class ReReplicator:
     """Whether the job is healthy since its last loss. Used by the event loop."""
 
     def __init__(
@@ -149,13 +149,13 @@ class Mender:
         """Nothing is missing yet. `send(host, op, **fields)` reaches any host."""
         self._journal, self._send, self._clock = journal, send, clock
         self._round: Round | None = None
-        self._mending: Mending | None = None
+        self._repair: ReReplication | None = None
         self._layout: Layout | None = None
         self._view = View()
 
     def begin(self, round_: Round, view: View) -> None:
         """Every slot has its own slices: has the copies that are missing pushed."""
-        self._round, self._mending, self._view = round_, None, view
+        self._round, self._repair, self._view = round_, None, view
         assignment, decision = round_.assignment, round_.decision
         assert assignment is not None and decision is not None
         located = decision.located
@@ -164,7 +164,7 @@ class Mender:
         assert decision.layout is not None
         self._layout = decision.layout
         placement = assignment.spread.place(self._layout)
-        self._mending = mending = mending_of(
+        self._repair = repair = re_replication_of(
             assignment.step,
             placement,
             assignment.slots,
@@ -173,11 +173,11 @@ class Mender:
             self._clock(),
             _restored(round_, located),
         )
-        if mending.pushes:
-            self._journal.say(mending.degraded_line(placement.effective_copies))
+        if repair.pushes:
+            self._journal.say(repair.degraded_line(placement.effective_copies))
         for slot, host in enumerate(assignment.slots):
-            if targets := mending.targets(slot):
-                fields = {"step": mending.step, "targets": targets}
+            if targets := repair.targets(slot):
+                fields = {"step": repair.step, "targets": targets}
                 self._send(host, "replicate", ballot=round_.ballot, **fields)
         self._conclude(0)
 
@@ -185,35 +185,35 @@ class Mender:
         self, round_: Round | None, step: int, source: int, target: int, root: str
     ) -> None:
         """A push has arrived and was verified; raises Mislabelled."""
-        if self._mending is not None and round_ is self._round:
-            self._mending.held(step, source, target, root)
+        if self._repair is not None and round_ is self._round:
+            self._repair.held(step, source, target, root)
             self._conclude(0)
 
     def committed(self, round_: Round | None, step: int) -> None:
         """A newer step is committed: it has all its copies."""
-        if self._mending is not None and round_ is self._round:
+        if self._repair is not None and round_ is self._round:
             self._conclude(step)
 
     def _conclude(self, committed: int) -> None:
-        mending, now = self._mending, self._clock()
-        assert mending is not None and self._round is not None
+        repair, now = self._repair, self._clock()
+        assert repair is not None and self._round is not None
         assignment = self._round.assignment
-        if assignment is None or not (mending.whole or committed):
+        if assignment is None or not (repair.whole or committed):
             return
-        self._mending = None
+        self._repair = None
         wanted, effective, problem = Surroundings.of(self._view).copies(self._layout)
-        if mending.pushes and not problem:
-            self._journal.say(mending.healthy_line(effective, committed, now))
+        if repair.pushes and not problem:
+            self._journal.say(repair.healthy_line(effective, committed, now))
         self._journal.event(
             "replicated",
             generation=assignment.generation,
             attempt=assignment.attempt,
-            step=committed or mending.step,
+            step=committed or repair.step,
             copies=effective,
             copies_asked=wanted,
             healthy=not problem,
-            num_bytes=0 if committed else mending.nbytes,
-            seconds=now - mending.begun,
+            num_bytes=0 if committed else repair.nbytes,
+            seconds=now - repair.begun,
         )
 
 

@@ -182,14 +182,14 @@ class Records:
         self._lane.submit(work, lambda outcome: self._done(write, view, outcome))
 
     def _perform(self, view: View, change: Put) -> bool:
-        """One write, beside the loop, and the upkeep that it makes necessary."""
-        upkeep = self._membership.upkeep
+        """One write, beside the loop, and the compaction that it makes necessary."""
+        compaction = self._membership.compaction
         try:
             allowed = self._membership.fenced(view, [change])
         except StoreFull:
-            upkeep.reclaim()
+            compaction.reclaim()
             raise
-        upkeep.wrote(len(change.value))
+        compaction.wrote(len(change.value))
         return allowed
 
     def _done(self, write: _Write, view: View, outcome: "Future[bool]") -> None:

@@ -14,16 +14,18 @@ from dtft.elastic.anti_affinity import known_domains, shortfall
 from dtft.elastic.assignment import HostRecord, SlotAssignment
 from dtft.elastic.event_loop import Loop
 from dtft.elastic.job import AgentConfig
-from dtft.elastic.leader.commit_coordinator import Ledger
+from dtft.elastic.leader.commit_coordinator import CommitCoordinator
 from dtft.elastic.leader.events import Journal
 from dtft.elastic.leader.failure_account import FailureAccount
 from dtft.elastic.leader.failure_budget import Failure, RetryDecision
 from dtft.elastic.leader.records import Records
 from dtft.elastic.leader.rendezvous_plan import (
     Ballot,
+    Reason,
     Round,
     assign,
     export_addresses,
+    lost,
     main_reason,
     next_round,
     orders,
@@ -53,7 +55,7 @@ STORAGE_PAUSE_S = 5.0
 """While storage is needed and away, it is looked for this often."""
 
 
-class Rounds:
+class Rendezvous:
     """Where the job is between two formations; see the module's text.
 
     Attributes:
@@ -63,7 +65,8 @@ class Rounds:
         previous: the assignment before the current round's.
         assignment: of the current round, once it is recorded.
         failures: the account of what has failed.
-        ledger: of this assignment, once a trainer has announced the layout.
+        coordinator: commits the steps of this assignment, once a trainer has announced
+            the layout.
         frozen: the job ends, so no round begins any more.
     """
 
@@ -101,7 +104,7 @@ class Rounds:
         if self.previous is not None:
             sizes.formed(self.previous)
         self.assignment: SlotAssignment | None = None
-        self.ledger: Ledger | None = None
+        self.coordinator: CommitCoordinator | None = None
         self.frozen = False
         self._awaited = ""
         """A host that the round waits for; asked for first, before all are."""
@@ -114,11 +117,11 @@ class Rounds:
         self._end = self._end or decision
         self.form(decision.message)
 
-    def form(self, reason: str, *, fatal: bool = False) -> None:
+    def form(self, *reasons: Reason | str, fatal: bool = False) -> None:
         """Begins a new formation, or one more attempt at it.
 
         Args:
-            reason: what has happened.
+            *reasons: what has happened; a text alone names no host.
             fatal: it would happen again to the same processes.
         """
         if self.frozen or self.phase == "ending":
@@ -129,10 +132,12 @@ class Rounds:
         self._term = max(self._records.view.term, self._term)
         ballot = (self._term, self._counter)
         now, read = self._loop.wall(), self._seats.reads_copies
-        self.current = next_round(self.current, ballot, reason, now, read=read)
+        whys = [Reason(it) if isinstance(it, str) else it for it in reasons]
+        self.current = next_round(self.current, ballot, whys, now, read=read)
         if self.assignment is not None:
             self.previous, self.assignment = self.assignment, None
-        self._journal.event("forming", reason=reason, ballot=ballot)
+        texts = "; ".join(reason.text for reason in whys)
+        self._journal.event("forming", reason=texts, ballot=ballot)
         self._service.end()
         self._storage.look()
         self.enter("gathering", self._config.timeouts.restore)
@@ -194,7 +199,7 @@ class Rounds:
             return
         if self._awaits(round_, registered):
             return
-        pending = self.ledger is not None and self.ledger.pending is not None
+        pending = self.coordinator is not None and self.coordinator.pending is not None
         if pending and not self._records.away:
             return  # a complete step is still to be recorded; this is called again then
         self._learn(round_)
@@ -434,12 +439,12 @@ class Rounds:
         if round_ is None or round_.ballot != ballot:
             return
         assert round_.assignment is not None
-        self.assignment, self.ledger = round_.assignment, None
+        self.assignment, self.coordinator = round_.assignment, None
         self._journal.say_once("assignment", "")
         self._journal.event("assignment", **json.loads(round_.assignment.to_json()))
         self._service.start(
             len(round_.assignment.slots),
-            lambda address: self.coordinator_ready(ballot, address),
+            lambda address: self.coordination_ready(ballot, address),
             lambda why: self._coordinator_failed(ballot, why),
         )
 
@@ -451,7 +456,7 @@ class Rounds:
         self.failures.add(Failure(kind="late", host=self._config.host, error=text))
         self.form(text)
 
-    def coordinator_ready(self, ballot: tuple[int, int], address: str) -> None:
+    def coordination_ready(self, ballot: tuple[int, int], address: str) -> None:
         """The coordination service of a formation serves: slots can be given out."""
         round_ = self.current
         if round_ is None or round_.ballot != ballot or self.phase != "assigning":
@@ -463,16 +468,16 @@ class Rounds:
         try:
             prepared = orders(round_, self._hosts, address)
         except KeyError as error:
-            self.form(f"{error.args[0]} was lost")
+            self.form(lost(error.args[0]))
             return
         for host, order in prepared.items():
             self._send(host, "prepare", **order)
 
-    def open_ledger(self, layout: Layout, assignment: SlotAssignment) -> None:
+    def open_coordinator(self, layout: Layout, assignment: SlotAssignment) -> None:
         """Begins to account for the steps of a formation."""
         assert self.current is not None
         view, hosts = self._records.view, self._hosts
-        self.ledger = Ledger(
+        self.coordinator = CommitCoordinator(
             self._config,
             layout,
             assignment,
@@ -484,11 +489,11 @@ class Rounds:
             health=self._health,
             clock=self._loop.now,
         )
-        self.ledger.intervals.resumed(assignment, self._records.commits)
-        self.ledger.stopping = view.stop
+        self.coordinator.intervals.resumed(assignment, self._records.commits)
+        self.coordinator.stopping = view.stop
         _, problem = shortfall(
             assignment.spread,
-            self.ledger.placement,
+            self.coordinator.placement,
             assignment.slots,
             self._domains(),
         )
@@ -497,7 +502,7 @@ class Rounds:
 
     def expect_of(self, host: str) -> bool:
         """Has one host try to have memory for a slot; False if none is known."""
-        layout = self.ledger.layout if self.ledger is not None else None
+        layout = self.coordinator.layout if self.coordinator is not None else None
         if layout is None and self.current is not None:
             layout = self.current.layout_of(self._records.commits)
         if layout is None:
@@ -510,7 +515,10 @@ class Rounds:
 
     def expect(self, hosts: Collection[str]) -> None:
         """Tells hosts without a slot what one would hold, so that they are ready."""
-        if self.ledger is not None and self.assignment is not None:
-            text, domains = self.ledger.layout.to_json(), self.assignment.spread.domains
+        if self.coordinator is not None and self.assignment is not None:
+            text, domains = (
+                self.coordinator.layout.to_json(),
+                self.assignment.spread.domains,
+            )
             for host in sorted(set(hosts) - self.slot_of.keys()):
                 self._send(host, "expect", layout=text, domains=list(domains))

@@ -4,10 +4,9 @@ A `Round` is one attempt to form. The functions here fill it in and read it out;
 which one is called is the leader's business.
 """
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 from dtft.checkpoint.replication import Commit, FailureDomains
 from dtft.checkpoint.state import Layout
@@ -25,12 +24,63 @@ Ballot = tuple[int, int]
 """(term of the leader, counter): larger for every new round of any leader."""
 
 
+Cause = Literal["lost", "killed", "signal", "other"]
+"""What a reason is about: a host, a trainer killed by SIGKILL or by another signal, or
+anything else. Each may be what has caused those after it."""
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a round begins."""
+
+    text: str
+    """For people."""
+    cause: Cause = "other"
+    hosts: tuple[str, ...] = ()
+    """Whom the text names."""
+
+
+def lost(host: str, *assignments: SlotAssignment | None) -> Reason:
+    """A host is lost; its slot is of the first assignment that has the host.
+
+    >>> lost("b").text
+    'b was lost'
+    """
+    for assignment in assignments:
+        if assignment is not None and host in assignment.slot_of:
+            name = f"{host} (slot {assignment.slot_of[host]})"
+            return Reason(f"{name} was lost", "lost", (host,))
+    return Reason(f"{host} was lost", "lost", (host,))
+
+
+def death(slots: Mapping[str, int], host: str, code: int) -> Reason:
+    """A trainer has ended; `slots` has the slot of each host.
+
+    >>> death({"a": 0, "b": 1}, "b", -9).text
+    'trainer of slot 1 on b killed by signal 9'
+    """
+    slot = slots.get(host, "?")
+    how = f"killed by signal {-code}" if code < 0 else f"ended with code {code}"
+    text = f"trainer of slot {slot} on {host} {how}"
+    cause = "killed" if code == -9 else "signal" if code < 0 else "other"
+    return Reason(text, cause, (host,))
+
+
+def causes(reasons: Sequence[Reason]) -> list[Reason]:
+    """Those of the first cause that there is, in the order of `Cause`."""
+    of_cause = {
+        cause: [reason for reason in reasons if reason.cause == cause]
+        for cause in get_args(Cause)
+    }
+    return next((found for found in of_cause.values() if found), [])
+
+
 @dataclass(kw_only=True)
 class Round:
     """One attempt to form: what was heard and decided since it began."""
 
     ballot: Ballot
-    reasons: list[str]
+    reasons: list[Reason]
     detected: float
     """Wall-clock time at which the first failure was noticed."""
     tried: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -99,24 +149,29 @@ class Round:
 
 
 def next_round(
-    old: Round | None, ballot: Ballot, reason: str, now: float, *, read: bool
+    old: Round | None,
+    ballot: Ballot,
+    reasons: Sequence[Reason],
+    now: float,
+    *,
+    read: bool,
 ) -> Round:
     """A new round; one that follows a failed one goes on with its account.
 
     Args:
         old: the round before, if there was one.
         ballot: of the new round.
-        reason: what has happened.
+        reasons: what has happened.
         now: the wall-clock time.
         read: whether hosts read what they hold in any case. After a failure they do: a
             corrupt copy may have been the cause, and all of them are found at once.
     """
     chosen = old.assignment if old is not None else None
     if old is None or old.reported or (chosen is not None and chosen.rung == 0):
-        return Round(ballot=ballot, reasons=[reason], detected=now, read=read)
+        return Round(ballot=ballot, reasons=[*reasons], detected=now, read=read)
     return Round(
         ballot=ballot,
-        reasons=[*old.reasons, reason],
+        reasons=[*old.reasons, *reasons],
         detected=old.detected,
         corrupt=old.corrupt,
         read=True,
@@ -254,8 +309,10 @@ def report_of(
     """
     assignment = round_.assignment
     assert assignment is not None
+    named = {host for reason in causes(round_.reasons) for host in reason.hosts}
+    taken = replaced(previous, assignment, named)
     return RecoveryReport(
-        fault="; ".join([assignment.reason, *replaced(previous, assignment)]),
+        fault="; ".join([assignment.reason, *taken]),
         generation=assignment.generation,
         attempt=assignment.attempt,
         rung=assignment.rung,
@@ -277,17 +334,19 @@ def report_of(
 
 
 def replaced(
-    previous: SlotAssignment | None, assignment: SlotAssignment
+    previous: SlotAssignment | None,
+    assignment: SlotAssignment,
+    named: Collection[str],
 ) -> tuple[str, ...]:
     """Hosts that lost their slot to another host and are not named in the reason.
 
     The leader that noticed a loss may be lost itself before the job is formed anew; the
     next leader's reason does not have the first loss.
 
-    >>> def assigned(*slots, reason=""):
+    >>> def assigned(*slots):
     ...     return SlotAssignment(generation=1, attempt=1, slots=slots,
-    ...         incarnations=slots, source="memory", step=1, rung=2, reason=reason)
-    >>> replaced(assigned("a", "b"), assigned("c", "d", reason="a (slot 0) was lost"))
+    ...         incarnations=slots, source="memory", step=1, rung=2, reason="")
+    >>> replaced(assigned("a", "b"), assigned("c", "d"), named={"a"})
     ('d has slot 1 of b',)
     """
     if previous is None or len(previous.slots) != len(assignment.slots):
@@ -296,32 +355,17 @@ def replaced(
     return tuple(
         f"{new} has slot {slot} of {old}"
         for slot, (old, new) in enumerate(pairs)
-        if old != new and not re.search(rf"\b{re.escape(old)}\b", assignment.reason)
+        if old != new and old not in named
     )
 
 
-def death(slots: Mapping[str, int], host: str, code: int) -> str:
-    """How a trainer ended, for people; `slots` has the slot of each host.
-
-    >>> death({"a": 0, "b": 1}, "b", -9)
-    'trainer of slot 1 on b killed by signal 9'
-    """
-    slot = slots.get(host, "?")
-    how = f"killed by signal {-code}" if code < 0 else f"ended with code {code}"
-    return f"trainer of slot {slot} on {host} {how}"
-
-
-def main_reason(reasons: Sequence[str]) -> str:
+def main_reason(reasons: Sequence[Reason]) -> str:
     """What really happened, without what followed from it.
 
     A lost host breaks the collectives of all others, whose trainers then end; a killed
     trainer does the same to its peers.
 
-    >>> main_reason(["trainer of slot 0 on a ended with code 1", "b (slot 1) was lost"])
-    'b (slot 1) was lost'
+    >>> main_reason([death({"a": 0}, "a", 1), lost("b")])
+    'b was lost'
     """
-    for mark in ("was lost", "by signal 9", "by signal"):
-        causes = [reason for reason in reasons if mark in reason]
-        if causes:
-            return "; ".join(dict.fromkeys(causes))
-    return "; ".join(dict.fromkeys(reasons))
+    return "; ".join(dict.fromkeys(reason.text for reason in causes(reasons)))

@@ -24,7 +24,7 @@ class NotPlanned(Exception):
     """The step cannot be brought onto the wanted slices; says why."""
 
 
-class Remapping:
+class ReshardPlans:
     """The newest commit of one formation, and the plan that was asked for last."""
 
     def __init__(self, located: Located | None, layout: Layout | None) -> None:

@@ -23,7 +23,7 @@ from dtft.elastic.leader.export_requests import Answer
 from dtft.elastic.leader.failure_budget import Failure
 from dtft.elastic.leader.records import Records
 from dtft.elastic.leader.recovery import RecoveryReport
-from dtft.elastic.leader.rendezvous import Rounds
+from dtft.elastic.leader.rendezvous import Rendezvous
 from dtft.elastic.leader.rendezvous_plan import Round
 from dtft.elastic.leader.sizes import JobSizes
 
@@ -101,30 +101,30 @@ class Scaling:
         self,
         config: AgentConfig,
         records: Records,
-        rounds: Rounds,
+        rendezvous: Rendezvous,
         sizes: JobSizes,
         loop: Loop,
         journal: Journal,
     ) -> None:
         """Nobody waits."""
-        self._config, self._records, self._rounds = config, records, rounds
+        self._config, self._records, self._rendezvous = config, records, rendezvous
         self._sizes, self._journal = sizes, journal
         self._loop = loop
         self._waiting: list[_Request] = []
 
     def asked(self, replicas: int, answer: Answer) -> None:
         """Somebody wants `replicas` replicas; answered when they train."""
-        rounds, ledger = self._rounds, self._rounds.ledger
-        if rounds.frozen or ledger is None or rounds.phase != "running":
-            text = f"the job does not train now ({rounds.phase}); ask again later"
-            answer({"error": text, "again": not rounds.frozen})
+        rendezvous, coordinator = self._rendezvous, self._rendezvous.coordinator
+        if rendezvous.frozen or coordinator is None or rendezvous.phase != "running":
+            text = f"the job does not train now ({rendezvous.phase}); ask again later"
+            answer({"error": text, "again": not rendezvous.frozen})
             return
         try:
-            size = size_for(replicas, ledger.layout, self._config.sizes)
+            size = size_for(replicas, coordinator.layout, self._config.sizes)
         except ValueError as error:
             answer({"error": str(error), "code": 2})
             return
-        groups = ReplicaGroups.of(ledger.layout, self._config.sizes)
+        groups = ReplicaGroups.of(coordinator.layout, self._config.sizes)
         if (short := size.slots - self._available()) > 0:
             answer({"error": self._too_few(size, short)})
             return
@@ -148,22 +148,24 @@ class Scaling:
         )
 
     def _available(self) -> int:
-        return self._rounds.available
+        return self._rendezvous.available
 
     def due(self) -> str:
         """Why the job is to be formed anew at this commit; "" if it is not."""
-        rounds, ledger = self._rounds, self._rounds.ledger
-        round_ = rounds.current
-        if ledger is None or round_ is None or round_.assignment is None:
+        rendezvous, coordinator = self._rendezvous, self._rendezvous.coordinator
+        round_ = rendezvous.current
+        if coordinator is None or round_ is None or round_.assignment is None:
             return ""
-        training = rounds.phase == "running" and not (rounds.frozen or round_.finished)
-        if not training or ledger.stopping:
+        training = rendezvous.phase == "running" and not (
+            rendezvous.frozen or round_.finished
+        )
+        if not training or coordinator.stopping:
             return ""
         now = len(round_.assignment.slots)
-        then = self._sizes.choose(self._available(), ledger.layout)
+        then = self._sizes.choose(self._available(), coordinator.layout)
         if then == now:
             return ""
-        groups = ReplicaGroups.of(ledger.layout, self._config.sizes)
+        groups = ReplicaGroups.of(coordinator.layout, self._config.sizes)
         return (
             f"the job {'grows' if then > now else 'shrinks'} from {groups.replicas} "
             f"to {groups.replicas_on(then)} replicas"
@@ -187,8 +189,8 @@ class Scaling:
         if proof.differing:
             self._journal.say(f"restored leaves differ: {', '.join(proof.differing)}")
             failure = Failure(kind="restore", step=assignment.step)
-            self._rounds.failures.add(failure)
-            self._rounds.form("the restored state was not the committed one")
+            self._rendezvous.failures.add(failure)
+            self._rendezvous.form("the restored state was not the committed one")
         return not proof.differing
 
     def undone(self, message: str) -> bool:
@@ -197,26 +199,31 @@ class Scaling:
         Returns:
             False if the size is not new, so that the job cannot go on.
         """
-        round_ = self._rounds.current
+        round_ = self._rendezvous.current
         chosen = round_.assignment if round_ is not None else None
         if chosen is None or not self._sizes.is_new(chosen):
             return False
         if self._sizes.why_not(len(chosen.slots)):
             return False  # it was given up before, and there is no other
         self._sizes.give_up(len(chosen.slots), message)
-        self._rounds.form(f"not on {len(chosen.slots)} hosts: {message}")
+        self._rendezvous.form(f"not on {len(chosen.slots)} hosts: {message}")
         return True
 
     def late(self, why: str) -> None:
         """Somebody did not train in time: once more, on a new size not for ever."""
-        self._rounds.failures.add(Failure(kind="late", error=why))
-        self._rounds.form(why)
+        self._rendezvous.failures.add(Failure(kind="late", error=why))
+        self._rendezvous.form(why)
 
     def trained(self, report: RecoveryReport) -> None:
         """Every slot trains: who waited for this size, or for one that cannot be."""
-        assert self._rounds.assignment is not None and self._rounds.ledger is not None
-        now = len(self._rounds.assignment.slots)
-        then = self._sizes.choose(self._available(), self._rounds.ledger.layout)
+        assert (
+            self._rendezvous.assignment is not None
+            and self._rendezvous.coordinator is not None
+        )
+        now = len(self._rendezvous.assignment.slots)
+        then = self._sizes.choose(
+            self._available(), self._rendezvous.coordinator.layout
+        )
         for one in list(self._waiting):
             size = one.size
             if size.slots == now:

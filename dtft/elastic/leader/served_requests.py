@@ -16,12 +16,12 @@ from dtft.checkpoint.state import Layout
 from dtft.elastic.anti_affinity import known_domains
 from dtft.elastic.job import AgentConfig
 from dtft.elastic.leader.export_plan import NotExportable, plan_idle_export
-from dtft.elastic.leader.export_requests import Answer, StorageDesk
+from dtft.elastic.leader.export_requests import Answer, StorageExports
 from dtft.elastic.leader.host_registry import HostRegistry
 from dtft.elastic.leader.records import Records
-from dtft.elastic.leader.rendezvous import Rounds
-from dtft.elastic.leader.rendezvous_plan import Ballot, Round, main_reason
-from dtft.elastic.leader.reshard import NotPlanned, Remapping
+from dtft.elastic.leader.rendezvous import Rendezvous
+from dtft.elastic.leader.rendezvous_plan import Ballot, Round, causes
+from dtft.elastic.leader.reshard import NotPlanned, ReshardPlans
 
 ATTACHED = (
     "the processes have attached again before it was written; ask again once they "
@@ -50,12 +50,12 @@ class BetweenRuns:
     def __init__(
         self,
         records: Records,
-        rounds: Rounds,
+        rendezvous: Rendezvous,
         registry: HostRegistry,
-        storage: StorageDesk,
+        storage: StorageExports,
     ) -> None:
         """Nobody waits."""
-        self._records, self._rounds = records, rounds
+        self._records, self._rendezvous = records, rendezvous
         self._registry, self._storage = registry, storage
         self._asked = False
         self._ordered: Ballot | None = None
@@ -63,17 +63,17 @@ class BetweenRuns:
 
     def asked(self, answer: Answer) -> None:
         """Somebody wants the newest commit in storage, and no process runs."""
-        round_ = self._rounds.current
+        round_ = self._rendezvous.current
         self._storage.wanted(self._records.last_step, answer)
         if round_ is None or self._ordered == round_.ballot:
             return  # it is being written
         self._asked = True
-        if self._rounds.phase == "waiting":
-            self._rounds.form(main_reason(round_.reasons))
+        if self._rendezvous.phase == "waiting":
+            self._rendezvous.form(*causes(round_.reasons))
 
     def tick(self) -> None:
         """Orders the export once the hosts have answered."""
-        round_, phase = self._rounds.current, self._rounds.phase
+        round_, phase = self._rendezvous.current, self._rendezvous.phase
         if round_ is None or phase == "gathering":
             return
         cut_off = self._ordered not in (None, round_.ballot)
@@ -94,7 +94,7 @@ class BetweenRuns:
         except NotExportable as error:
             self._storage.refuse(str(error))
             return
-        step, previous = plan.commit.step, self._rounds.previous
+        step, previous = plan.commit.step, self._rendezvous.previous
         if step in self._storage.watch.steps:
             self._storage.has(step)
             return
@@ -102,10 +102,10 @@ class BetweenRuns:
         formed = dataclasses.replace(
             previous, slots=plan.hosts, source="memory", step=step
         )
-        self._rounds.open_ledger(plan.layout, formed)
-        assert self._rounds.ledger is not None
+        self._rendezvous.open_coordinator(plan.layout, formed)
+        assert self._rendezvous.coordinator is not None
         held = {host: it["holdings"].get(step, {}) for host, it in told.items()}
-        if self._rounds.ledger.export_from(step, plan.hosts, held):
+        if self._rendezvous.coordinator.export_from(step, plan.hosts, held):
             self._ordered = round_.ballot
         else:
             self._storage.refuse(f"some slice of step {step} is not in memory any more")
@@ -122,20 +122,20 @@ class Requests:
         self,
         config: AgentConfig,
         records: Records,
-        rounds: Rounds,
+        rendezvous: Rendezvous,
         registry: HostRegistry,
-        storage: StorageDesk,
+        storage: StorageExports,
         send: Callable[..., None],
     ) -> None:
         """Nobody waits."""
         self._directory = config.storage_directory
-        self._rounds, self._registry = rounds, registry
+        self._rendezvous, self._registry = rendezvous, registry
         self._storage, self._send = storage, send
-        self._between_runs = BetweenRuns(records, rounds, registry, storage)
+        self._between_runs = BetweenRuns(records, rendezvous, registry, storage)
         self._flushes: tuple[Flush, ...] = ()
         self._export_asked = False
         """Somebody waits for the newest commit to be in storage."""
-        self._remapping: tuple[Ballot, Remapping] | None = None
+        self._remapping: tuple[Ballot, ReshardPlans] | None = None
         """Of a formation, by its ballot."""
 
     def tick(self) -> None:
@@ -144,24 +144,24 @@ class Requests:
 
     # --------------------------------------------------------- other shardings
 
-    def _newest(self) -> Remapping:
+    def _newest(self) -> ReshardPlans:
         """What is known of the newest commit of this formation."""
-        round_ = self._rounds.current
+        round_ = self._rendezvous.current
         assert round_ is not None
         if self._remapping is None or self._remapping[0] != round_.ballot:
             decision = round_.decision
             found = (decision.located, decision.layout) if decision else (None, None)
-            self._remapping = round_.ballot, Remapping(*found)
+            self._remapping = round_.ballot, ReshardPlans(*found)
         return self._remapping[1]
 
     def staged(self, slot: int, step: int, digests: Sequence[bytes]) -> None:
         """A slot has staged a step; its commit may be wanted on other shardings."""
-        if self._rounds.ledger is not None:
+        if self._rendezvous.coordinator is not None:
             self._newest().staged(slot, step, digests)
 
     def wanted(self, host: str, slot: int, step: int, layout: str) -> None:
         """The process of a slot wants a step in another division."""
-        assignment, hosts = self._rounds.assignment, self._registry.records
+        assignment, hosts = self._rendezvous.assignment, self._registry.records
         if assignment is None or assignment.slots[slot] != host:
             return
         domains, _ = known_domains(hosts.values())
@@ -183,7 +183,7 @@ class Requests:
 
     def flush(self, host: str, slot: int, token: int, step: int, store: bool) -> None:
         """The process of a slot waits until a step is committed, or stored."""
-        round_ = self._rounds.current
+        round_ = self._rendezvous.current
         assert round_ is not None
         flush = Flush(
             ballot=round_.ballot, host=host, token=token, step=step, store=store
@@ -193,24 +193,26 @@ class Requests:
 
     def export_wanted(self, answer: Answer) -> None:
         """The newest commit is written now: nobody knows when the next one comes."""
-        rounds, ledger = self._rounds, self._rounds.ledger
-        if rounds.phase in ("gathering", "waiting"):
+        rendezvous, coordinator = self._rendezvous, self._rendezvous.coordinator
+        if rendezvous.phase in ("gathering", "waiting"):
             self._between_runs.asked(answer)
-        elif ledger is None and rounds.phase == "running":
+        elif coordinator is None and rendezvous.phase == "running":
             text = "nothing was saved since the processes have attached; ask again then"
             answer({"error": f"{text}, or when the processes have ended"})
-        elif ledger is not None and ledger.exported >= max(0, ledger.committed):
-            answer({"step": ledger.exported})
+        elif coordinator is not None and coordinator.exported >= max(
+            0, coordinator.committed
+        ):
+            answer({"step": coordinator.exported})
         else:
-            self._storage.asked(rounds, answer)
-            self._export_asked = ledger is not None
+            self._storage.asked(rendezvous, answer)
+            self._export_asked = coordinator is not None
             self._settle()
 
     def committed(self, commit: Commit) -> None:
         """A commit is recorded, which is what some wait for."""
-        ledger = self._rounds.ledger
-        if ledger is not None and self._rounds.assignment is not None:
-            self._newest().committed(commit, ledger.placement)
+        coordinator = self._rendezvous.coordinator
+        if coordinator is not None and self._rendezvous.assignment is not None:
+            self._newest().committed(commit, coordinator.placement)
         self._settle()
 
     def exported(self, host: str, step: int, ok: bool, error: str) -> None:
@@ -223,7 +225,9 @@ class Requests:
                 f"({host}). Steps stored before are as they were; the next that is due "
                 "is tried."
             )
-            slots = self._rounds.assignment.slots if self._rounds.assignment else ()
+            slots = (
+                self._rendezvous.assignment.slots if self._rendezvous.assignment else ()
+            )
             for slot_host in slots:
                 self._send(slot_host, "storage_failed", error=text)
             for flush in [flush for flush in self._flushes if flush.store]:
@@ -232,23 +236,23 @@ class Requests:
 
     def _settle(self) -> None:
         """Answers every flush that has come true, and orders what one waits for."""
-        round_, ledger = self._rounds.current, self._rounds.ledger
+        round_, coordinator = self._rendezvous.current, self._rendezvous.coordinator
         ballot = round_.ballot if round_ else None
         self._flushes = tuple(f for f in self._flushes if f.ballot == ballot)
-        if ledger is None:
+        if coordinator is None:
             return
         for flush in self._flushes:
-            if ledger.committed < flush.step or ledger.exporting is not None:
+            if coordinator.committed < flush.step or coordinator.exporting is not None:
                 continue
-            if flush.store and ledger.exported < flush.step:
-                ledger.export(ledger.committed)
+            if flush.store and coordinator.exported < flush.step:
+                coordinator.export(coordinator.committed)
                 continue
             self._answer(flush, "")
-        if self._export_asked and ledger.exporting is None:
-            behind = ledger.exported < ledger.committed
+        if self._export_asked and coordinator.exporting is None:
+            behind = coordinator.exported < coordinator.committed
             if behind:
-                ledger.export(ledger.committed)
-            self._export_asked = behind and ledger.exporting is None
+                coordinator.export(coordinator.committed)
+            self._export_asked = behind and coordinator.exporting is None
 
     def _answer(self, flush: Flush, error: str) -> None:
         self._flushes = tuple(other for other in self._flushes if other is not flush)

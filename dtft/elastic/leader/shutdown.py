@@ -1,7 +1,8 @@
 """When and how a job ends: done, stopped or with an error, and what must be safe first.
 
 A job that is done or stopped ends with its last step in storage, even if hosts are
-missing then. Reads what the rounds and the ledger know and has the result recorded.
+missing then. Reads what rendezvous and commit coordinator know, and has the result
+recorded.
 """
 
 import dataclasses
@@ -12,32 +13,32 @@ from dtft.checkpoint.state import Layout
 from dtft.elastic.assignment import SlotAssignment
 from dtft.elastic.event_loop import Loop
 from dtft.elastic.job import AgentConfig
-from dtft.elastic.leader.commit_coordinator import Ledger
+from dtft.elastic.leader.commit_coordinator import CommitCoordinator
 from dtft.elastic.leader.events import Journal
 from dtft.elastic.leader.host_registry import HostRegistry
 from dtft.elastic.leader.records import Records
-from dtft.elastic.leader.rendezvous import Rounds
+from dtft.elastic.leader.rendezvous import Rendezvous
 from dtft.elastic.leader.storage import StorageWatch
 
 EXPORT_FAILURES = 3
 """So often may the last step fail to be written to storage."""
 
 
-class Ending:
+class Shutdown:
     """The end of one job, as its leader brings it about."""
 
     def __init__(
         self,
         config: AgentConfig,
         records: Records,
-        rounds: Rounds,
+        rendezvous: Rendezvous,
         registry: HostRegistry,
         loop: Loop,
         journal: Journal,
         storage: StorageWatch,
     ) -> None:
         """Ends nothing yet."""
-        self._config, self._records, self._rounds = config, records, rounds
+        self._config, self._records, self._rendezvous = config, records, rendezvous
         self._registry, self._journal, self._storage = registry, journal, storage
         self._loop, self._rescuing = loop, False
         self._error: tuple[str, int] | None = None
@@ -50,15 +51,15 @@ class Ending:
 
         While none of them trains, and nothing is lost by it, it ends at once.
         """
-        if self._rounds.phase in ("idle", "waiting", "storage"):
+        if self._rendezvous.phase in ("idle", "waiting", "storage"):
             self._stop_with_hosts_missing()
         elif (
-            self._rounds.phase != "running"
+            self._rendezvous.phase != "running"
             and self._records.last_step <= self._storage.newest
         ):
             self._end_with_what_is_stored()
-        elif self._rounds.ledger is not None:
-            self._rounds.ledger.stopping = True
+        elif self._rendezvous.coordinator is not None:
+            self._rendezvous.coordinator.stopping = True
 
     def fail(self, message: str, code: int = 1) -> None:
         """Ends the job with an error, once the last good step is in storage."""
@@ -69,19 +70,19 @@ class Ending:
         """Exports the last commit if the hosts that are left have it, and ends."""
         if self._rescuing:
             return
-        self._rescuing, rounds = True, self._rounds
-        round_, previous = rounds.current, rounds.previous
+        self._rescuing, rendezvous = True, self._rendezvous
+        round_, previous = rendezvous.current, rendezvous.previous
         layout = round_.layout_of(self._records.commits) if round_ else None
-        if rounds.ledger is None and previous and layout:
-            rounds.open_ledger(layout, self._as_committed(previous, layout))
-        last, ledger = self._records.last_step, rounds.ledger
+        if rendezvous.coordinator is None and previous and layout:
+            rendezvous.open_coordinator(layout, self._as_committed(previous, layout))
+        last, coordinator = self._records.last_step, rendezvous.coordinator
         alive = self._registry.connected
         replies = round_.replies if round_ is not None else {}
         held = {host: told["holdings"].get(last, {}) for host, told in replies.items()}
         if (
-            ledger is None
+            coordinator is None
             or last <= self._storage.newest
-            or not ledger.export_from(last, alive, held)
+            or not coordinator.export_from(last, alive, held)
         ):
             self._end_with_what_is_stored()
 
@@ -115,31 +116,33 @@ class Ending:
 
     def conclude(self) -> None:
         """Ends the job once the last step is finished, committed and in storage."""
-        round_, ledger = self._rounds.current, self._rounds.ledger
-        if round_ is None or round_.assignment is None or self._rounds.frozen:
+        round_, coordinator = self._rendezvous.current, self._rendezvous.coordinator
+        if round_ is None or round_.assignment is None or self._rendezvous.frozen:
             return
         if len(round_.finished) < len(round_.assignment.slots):
             return
         last = max(round_.finished.values())
         self._finished_at = self._finished_at or self._loop.now()
-        if ledger is None or ledger.exporting is not None:
+        if coordinator is None or coordinator.exporting is not None:
             return
-        if ledger.committed < last and not self._stands_uncommitted(ledger, last):
+        if coordinator.committed < last and not self._stands_uncommitted(
+            coordinator, last
+        ):
             return
         if last in self._storage.steps:
             self.end("stopped" if self._records.view.stop else "done", step=last)
-        elif ledger.export_failures(last) < EXPORT_FAILURES:
-            if ledger.may_export:
-                ledger.export(last)
+        elif coordinator.export_failures(last) < EXPORT_FAILURES:
+            if coordinator.may_export:
+                coordinator.export(last)
         else:
             self.end("error", f"step {last} could not be written to storage", last)
 
-    def _stands_uncommitted(self, ledger: Ledger, last: int) -> bool:
+    def _stands_uncommitted(self, coordinator: CommitCoordinator, last: int) -> bool:
         """The last step is safe in memory, and the store has been away for long."""
         patience_s = 2 * self._config.timeouts.lease
         return (
-            ledger.pending is not None
-            and ledger.pending.step == last
+            coordinator.pending is not None
+            and coordinator.pending.step == last
             and self._records.away
             and self._loop.now() > self._finished_at + patience_s
         )
@@ -151,7 +154,7 @@ class Ending:
         result: it would wait for the others. Storage has the job's last step.
         """
         last = self._config.last_step
-        if last and self._rounds.phase == "waiting" and last in self._storage.steps:
+        if last and self._rendezvous.phase == "waiting" and last in self._storage.steps:
             self.end("done", step=last)
 
     def result_without_store(self) -> str:
@@ -161,16 +164,16 @@ class Ending:
             return ""
         # Who is not told would wait for this host: those with slots, also between two
         # assignments, and others whose links have just ended.
-        assignment = self._rounds.assignment or self._rounds.previous
+        assignment = self._rendezvous.assignment or self._rendezvous.previous
         slots = set(assignment.slots) if assignment is not None else set()
         missing = slots - self._registry.connected | self._registry.away
         return "" if missing else self._result
 
     def end(self, status: str, message: str = "", step: int = 0, code: int = 0) -> None:
         """Has the job's result recorded, once; every agent then ends with `code`."""
-        if self._rounds.frozen:
+        if self._rendezvous.frozen:
             return
-        self._rounds.frozen = True
+        self._rendezvous.frozen = True
         code = code or int(status == "error")
         text = _result_json(status, step, message, code)
         self._result, self._ended_at = text, self._loop.now()

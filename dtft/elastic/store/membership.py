@@ -3,8 +3,8 @@
 Driven by the agent's event loop: a lease is renewed by `tick`, so a host whose loop
 stands still loses it. Every call of the store runs beside the loop. A lease that ran
 out is not taken up again: the host registers under its next incarnation. The only rule
-here is that a leader's writes are fenced by its key. `Upkeep` compacts the history of a
-store that dtft has for itself.
+here is that a leader's writes are fenced by its key. `Compaction` drops the history of
+a store that dtft has for itself.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ FULL_PAUSE_S = 60.0
 """That a shared store is full is said this often."""
 
 
-class Upkeep:
+class Compaction:
     """The history that one writer leaves behind. Used by one thread."""
 
     def __init__(
@@ -157,7 +157,7 @@ class Membership:
         self._store, self._mirrors, self._loop = store, mirrors, loop
         self._job, self._lease_s = job, lease_s
         self._on_view, self._on_lapse, self._on_store = on_view, on_lapse, on_store
-        self.upkeep = Upkeep(store, loop.now)
+        self.compaction = Compaction(store, loop.now)
         """Of the history that the leader's writes leave behind."""
         self.record, self.view = record, View()
         self._reader = ViewReader(job)

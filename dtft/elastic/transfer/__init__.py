@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     )
     from dtft.elastic.transfer.scrubber import Scrubber
     from dtft.elastic.transfer.side_arena import Resharding
-    from dtft.elastic.transfer.slot_task import Formation
+    from dtft.elastic.transfer.slot_task import SlotTask
 
 _PUBLIC = {
     "Copies": "copies",
     "FetchFailed": "restore_executor",
     "FetchOrder": "restore_executor",
-    "Formation": "slot_task",
     "Inbox": "replica_server",
     "Pusher": "replication",
     "Resharding": "side_arena",
     "Scrubber": "scrubber",
+    "SlotTask": "slot_task",
     "borrow": "restore_executor",
     "fetch_into": "restore_executor",
     "restore_copies": "restore_executor",
@@ -50,11 +50,11 @@ __all__ = [
     "Copies",
     "FetchFailed",
     "FetchOrder",
-    "Formation",
     "Inbox",
     "Pusher",
     "Resharding",
     "Scrubber",
+    "SlotTask",
     "borrow",
     "fetch_into",
     "restore_copies",

@@ -17,7 +17,7 @@ from dtft.checkpoint.transport import Credentials
 from dtft.elastic.job import AgentConfig
 from dtft.elastic.transfer.copies import Copies
 from dtft.elastic.transfer.restore_executor import FetchFailed, bring
-from dtft.elastic.transfer.slot_task import Formation
+from dtft.elastic.transfer.slot_task import SlotTask
 
 Bring = Callable[[Mapping[Slice, Parts]], int]
 
@@ -94,20 +94,20 @@ class Resharding:
         self._copies, self._emit = copies, emit
         self._side = SideArena(config.memory_directory)
 
-    def begin(self, formation: Formation, told: dict[str, Any]) -> None:
+    def begin(self, task: SlotTask, told: dict[str, Any]) -> None:
         """Makes the wanted slices and checks them, on a thread.
 
         Args:
             formation: that the process belongs to.
-            told: what the leader says of it, see `Remapping.order_for`.
+            told: what the leader says of it, see `ReshardPlans.order_for`.
         """
-        args = formation, told
+        args = task, told
         threading.Thread(target=self._assemble, args=args, daemon=True).start()
 
-    def _assemble(self, formation: Formation, told: dict[str, Any]) -> None:
+    def _assemble(self, task: SlotTask, told: dict[str, Any]) -> None:
         config, copies = self._config, self._copies
         holders = [it for it in (copies.holder, *copies.former) if it is not None]
-        epoch = dict(zip(("generation", "attempt"), formation.epoch, strict=True))
+        epoch = dict(zip(("generation", "attempt"), task.epoch, strict=True))
 
         def fill(new: Mapping[Slice, Parts]) -> int:
             return bring(
@@ -120,10 +120,10 @@ class Resharding:
         layout = Layout.from_json(told["layout"])
         answer: dict[str, Any] = {"step": told["step"], "layout": told["layout"]}
         try:
-            answer |= self._side.fill(layout, formation.slot, config.chunk_bytes, fill)
+            answer |= self._side.fill(layout, task.slot, config.chunk_bytes, fill)
         except (FetchFailed, OSError, KeyError) as error:
             answer["error"] = str(error)
-        self._emit("assembled", formation, answer)
+        self._emit("assembled", task, answer)
 
     def outdated(self, answer: Mapping[str, Any]) -> None:
         """The process has gone before its answer came."""

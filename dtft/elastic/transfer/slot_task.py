@@ -15,7 +15,7 @@ from dtft.elastic.transfer.replication import Pusher, share_pace
 
 
 @dataclass(kw_only=True)
-class Formation:
+class SlotTask:
     """One slot in one epoch, as the leader ordered it."""
 
     order: dict[str, Any]
