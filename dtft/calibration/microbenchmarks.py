@@ -253,8 +253,7 @@ def strided_s(mesh: Mesh, side: int, pace: BenchmarkPace) -> float:
     return max(0.0, other - one) / side**2
 
 
-# Times of single operations on images: convolutions, maxima of windows.
-
+# ----------------------------------------------------------------- operations on images
 
 COLOURS = 3
 """Channels of an image."""
@@ -373,10 +372,7 @@ def _once_s(
     return median(times)
 
 
-# Times of collectives on the devices at hand: alone, behind and beside computing.
-#
-# Bytes are as the planner counts them.
-
+# ------------------------------------------- collectives: alone, behind and beside work
 
 _COMPUTED = (256, 512), (512, 512)
 """Operands of the matmuls that collectives are timed behind."""

@@ -29,11 +29,6 @@ if TYPE_CHECKING:
     from dtft.elastic.inspect_job import JobState, Observer
 
 
-# What `dtft checkpoint` found, as plain values and as lines for people.
-#
-# Decides wording only.
-
-
 Record = dict[str, Any]
 
 

@@ -60,11 +60,7 @@ if TYPE_CHECKING:
     from dtft.cli.commands import Launch, Scale, Serve
 
 
-# `dtft agent CONFIG`: from its flags to the agent of one host, and its exit code.
-#
-# Also what it shares with `dtft agent --serve-only`: the log, the connection to etcd,
-# the signals. What an agent does is in `dtft.elastic`.
-
+# ------------------------------------------------------------------- dtft agent CONFIG
 
 CACHE = "DTFT_COMPILATION_CACHE"
 """Environment variable: the directory of XLA's compilation cache."""
@@ -221,10 +217,7 @@ def _digest(experiment: Experiment) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-# `dtft agent --serve-only`: from its flags to an agent that serves.
-#
-# Decides which flags fit together. What such an agent does is in `dtft.elastic`.
-
+# ------------------------------------------------------------- dtft agent --serve-only
 
 _PROG = "dtft agent --serve-only"
 _ONLY = f"`{_PROG}` trains nothing"
@@ -297,15 +290,14 @@ def _serve_config(words: list[str]) -> ServeConfig:
     return config
 
 
-# `dtft scale`: more or fewer replicas for a live job; one line says what happened.
-#
-# Exit codes: 0 the job trains so, 1 it could not be done (or not in time), 2 the job
-# may not have this size, or there is no such job. How a job is scaled is in
-# `dtft.elastic`.
+# -------------------------------------------------------------------------- dtft scale
 
 
 def run(options: "Scale") -> int:
-    """Runs the command.
+    """Scales a live job.
+
+    Returns:
+        The exit code: 0 the job trains so, 1 it could not be done, or not in time.
 
     Raises:
         ValueError: wrong input, no such job, another secret, or a size that the job
@@ -357,9 +349,7 @@ def line(job: str, found: dict[str, Any]) -> str:
     )
 
 
-# `dtft launch`: from its flags to a local cluster, and the command that continues it.
-#
-# Checks config and flags before anything is started or written.
+# ------------------------------------------------------------------------- dtft launch
 
 
 def launch(command: "Launch", words: list[str]) -> int:

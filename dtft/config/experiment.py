@@ -16,11 +16,6 @@ from dtft.config.optimizers import OptimConfig
 from dtft.data import DataConfig
 from dtft.models.base import ModelConfig
 
-# How a run divides its batch between replicas that are not equally fast.
-#
-# Decides which settings are allowed and which steps are measured. What follows from a
-# measurement is decided in `dtft.balance`.
-
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceConfig:
@@ -92,12 +87,6 @@ class BalanceConfig:
     def ends_round(self, step: int) -> bool:
         """Whether a round ends with state number `step`."""
         return step % self.every == 0
-
-
-# How a pipeline over `mesh.stage` works, as options of an experiment.
-#
-# Decides which options fit together and how the layers of a model are shared out. Must
-# stay free of jax imports.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,8 +24,6 @@ from dtft.config.experiment import (
     PlanFlag,
 )
 
-# Which keys a config has, and what is said of words that are none of them.
-
 
 def keys(config: Any, prefix: str = "") -> Iterator[str]:
     """The dotted names of all fields that can be set.

@@ -25,11 +25,6 @@ if TYPE_CHECKING:
     from PIL import Image
 
 
-# From an image file to pixels, and which part of an image a row shows.
-#
-# Parts are pure functions of sizes and of a random generator.
-
-
 AREA = (0.08, 1.0)
 """Share of the image that a training row shows, smallest and largest."""
 ASPECT = (3 / 4, 4 / 3)

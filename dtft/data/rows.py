@@ -15,16 +15,6 @@ import numpy as np
 
 from dtft.data.datasets import Columns, DataConfig, Samples
 
-# The order of training rows: a permutation of the samples for each epoch.
-#
-# It is that of grain's `MapDataset.seed(s).shuffle().repeat()`, number by number, made
-# for many rows at once: grain asks its C++ function for one row at a time, and that
-# walks farther the fewer samples there are. A block cipher of 4 rounds permutes [0,
-# 2^b); walking its cycles until a value is below the number of samples gives a
-# permutation of these (Black and Rogaway, "Ciphers with arbitrary finite domains",
-# 2002; the cipher is Simon's round function, eprint 2013/404).
-
-
 ROUNDS = 4
 MIN_BITS = 16
 CHUNK = 2**16
@@ -33,7 +23,14 @@ _WORD = 0xFFFFFFFF
 
 
 class RowOrder:
-    """Which sample each global row is, for ever; epochs follow one another.
+    """Which sample each global row is: a permutation of the samples for each epoch.
+
+    The order is that of grain's `MapDataset.seed(s).shuffle().repeat()`, number by
+    number, computed for many rows at once: grain asks its C++ function for one row at a
+    time, and that walks farther the fewer samples there are. A block cipher of 4 rounds
+    permutes [0, 2^b); walking its cycles until a value is below the number of samples
+    gives a permutation of these (Black and Rogaway, "Ciphers with arbitrary finite
+    domains", 2002; the cipher is Simon's round function, eprint 2013/404).
 
     >>> order = RowOrder(num_samples=5, seed=7)
     >>> sorted(order.samples(np.arange(5, 10)).tolist())

@@ -124,13 +124,9 @@ def interruption_lines(record: dict[str, Any]) -> list[str]:
     ]
 
 
-# How a drill judges uneven shares: a recovery goes on with those of its commit.
-#
-# Shares follow measured times, so two runs have other ones and end alike up to rounding
-# only: their losses are compared (`compare_losses`). Here what each
-# attempt began with is compared with what the one before had in force at the restored
-# step. Reads what the runs wrote; must not change or run anything.
-
+# Shares follow measured times, so two runs have different ones and end alike up to
+# rounding only: their losses are compared (`compare_losses`). Here the shares that each
+# attempt began with are compared with those in force at the restored step before.
 
 Record = dict[str, Any]
 
@@ -191,14 +187,10 @@ def _row(shares: Sequence[int]) -> str:
     return " ".join(map(str, shares))
 
 
-# How a drill judges a run whose mesh changed on the way.
-#
-# Such a run cannot end bit for bit like an undisturbed one: another number of replicas
-# adds the same numbers in another order. So two things are judged instead: that the
-# state restored onto each new mesh was the committed one, bit for bit, and that the
-# losses stay within rounding of the undisturbed run's. Reads what the runs wrote; must
-# not change or run anything.
-
+# A run whose mesh changed cannot end bit for bit like an undisturbed one: another
+# number of replicas adds the same numbers in another order. Two things are judged
+# instead: the state restored onto each new mesh is the committed one, bit for bit, and
+# the losses stay within rounding of the undisturbed run's.
 
 LOSS_TOLERANCE = 1e-4
 """Largest difference of a step's loss, as part of the undisturbed run's first loss.

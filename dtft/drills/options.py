@@ -27,12 +27,6 @@ if TYPE_CHECKING:
     from dtft.elastic.local_cluster import ClusterOptions
 
 
-# The flags that say where a host is and how it talks: for one agent, or for a cluster.
-#
-# What they name is read and checked, so that a mistake ends in one line before anything
-# is started.
-
-
 def handed_on(flags: "HostFlags") -> list[str]:
     """The flags of a cluster's agents, with paths that hold from anywhere.
 

@@ -12,12 +12,9 @@ from typing import Any
 
 from dtft.config import Experiment
 
-# Keeps memory that was freed for the next step, instead of giving it back to Linux.
-#
-# XLA's CPU backend asks for a step's temporaries anew at each step. Large ones are
-# mapped by the C library and unmapped afterwards, so that every step begins with page
-# faults: a third of a step of tens of megabytes per device.
-
+# XLA's CPU backend allocates a step's temporaries anew at each step. The C library maps
+# large ones and unmaps them afterwards, so every step begins with page faults: a third
+# of a step that has tens of megabytes per device.
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8  # malloc.h
 _PAD_BYTES = 64 * 2**20
@@ -48,9 +45,6 @@ def keep_freed(large: bool = False) -> bool:
     if large:
         settings[_ARENA_MAX] = 1
     return all(library.mallopt(name, value) for name, value in settings.items())
-
-
-# The devices of this process: what `dtft train` runs on, and `dtft plan` plans for.
 
 
 def devices_of(experiment: Experiment) -> list[Any]:

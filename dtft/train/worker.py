@@ -32,20 +32,16 @@ if TYPE_CHECKING:
     from dtft.parallel.planning import PlanChoice
 
 
-# What the steps between two snapshots took, as the training loop sees it.
-#
-# Steps are dispatched ahead: when the loop dispatches step s, it has just heard that
-# step s - 2 is finished, except right after a boundary, where it has waited for
-# everything. From these moments follow the steps that ran beside a replication and
-# those that did not. Is told the times.
-
-
 AHEAD = 2
 """Dispatching step s, the loop has heard of the end of step s - AHEAD."""
 
 
 class WindowClock:
-    """Follows one process's loop from boundary to boundary.
+    """Times the steps between two snapshots, as the training loop sees them.
+
+    Steps are dispatched ahead: when the loop dispatches step s, it has just heard that
+    step s - 2 is finished, except right after a boundary, where it has waited for all.
+    From these moments follow the steps beside a replication and those without one.
 
     >>> clock = WindowClock()
     >>> clock.finished(10, 10.0, released_at=0.0, stall_s=0.0) is None
@@ -100,13 +96,6 @@ class WindowClock:
         )
 
 
-# The runtime of a trainer that an agent started: one slot of a job of many hosts.
-#
-# Joins the JAX world of its formation, restores the step that it is told, and hands
-# each step to the agent at the end of a link. Who takes part and which step is
-# restored, its agent says.
-
-
 logger = logging.getLogger(__name__)
 
 WARM_UP = 20
@@ -114,7 +103,11 @@ WARM_UP = 20
 
 
 class AgentRuntime:
-    """The loop's window on a job of many hosts: its agent, at the end of a link."""
+    """The runtime of a trainer that an agent started: one slot of a job of many hosts.
+
+    Joins the JAX world of its generation, restores the step that its agent names, and
+    hands each step to the agent.
+    """
 
     stores_its_end = False
     """The leading agent has the last step exported, and says so."""

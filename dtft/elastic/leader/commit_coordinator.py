@@ -26,15 +26,13 @@ from dtft.elastic.leader.export_plan import borrowed, digests_for
 from dtft.elastic.leader.recovery import transfers_to
 from dtft.elastic.leader.storage import StorageHealth
 
-# The leader's hold on the snapshot interval of one formation.
-#
-# Gathers what the trainers measured, has `checkpoint.interval` decide, and names the
-# boundary after which a change is in force: one that no trainer passes before it was
-# told (with the release of the boundary before it).
-
 
 class Intervals:
-    """Which steps follow each other as snapshots."""
+    """The snapshot interval of one generation.
+
+    A change is in force after a boundary that no trainer passes before it was told:
+    with the release of the boundary before it.
+    """
 
     def __init__(self, config: AgentConfig) -> None:
         """Knows nothing yet of what a snapshot costs."""

@@ -19,9 +19,6 @@ from dtft.elastic.leader.records import Records
 from dtft.elastic.leader.rendezvous import Rendezvous
 from dtft.elastic.leader.storage import StorageHealth, StorageWatch
 
-# People who asked the leader to write the newest commit to storage, and their answer.
-
-
 Answer = Callable[[dict[str, Any]], None]
 
 

@@ -27,20 +27,17 @@ from dtft.elastic.leader.rendezvous import Rendezvous
 from dtft.elastic.leader.rendezvous_plan import Round
 from dtft.elastic.leader.sizes import JobSizes
 
-# Whether the state on a new mesh is the committed one, leaf by leaf.
-#
-# Every host reads its restored slices again and tells their digests; here they are held
-# against those of the commit, which trainers made of the old mesh's bytes before
-# anybody knew of a new one.
-
-
 Digests = Mapping[str, bytes]
 """Slice key to the digests of its chunks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """What was committed and what was restored."""
+    """What was committed on the old mesh and what was restored on the new one.
+
+    Every host reads its restored slices again and tells their digests. They are
+    compared with those of the commit, which trainers made on the old mesh.
+    """
 
     step: int
     committed_root: str

@@ -15,11 +15,8 @@ from pathlib import Path
 from dtft.checkpoint.storage import storage_steps
 from dtft.elastic.event_loop import Loop
 
-# What people are told of storage that fails or is slow, and when it is tried again.
-#
-# Decides from outcomes and a clock that others give: one line for the first failure,
-# then for the second, fourth, eighth ... in a row, and one when storage is well again.
-
+# A failing storage gets one line for the first failure, then for the second, fourth,
+# eighth ... in a row, and one when it is well again.
 
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 300.0

@@ -29,16 +29,6 @@ from dtft.elastic.store.api import (
 from dtft.elastic.store.mirror import MirrorSource, Pairs
 from dtft.elastic.store.view import View, ViewReader, job_key, read_commits
 
-# Keeps a store small whose keys are written at every commit.
-#
-# A store keeps what every key was, until it is told to forget; a quota then fills
-# within minutes of short steps, and etcd's own compaction looks every five. So whoever
-# commits compacts the history as it grows. etcd compacts all keys at once, so this is
-# done only to a store that dtft has for itself (`Store.private`); the operator of a
-# shared etcd compacts it, as with --auto-compaction-mode=periodic --auto-compaction-
-# retention=5m.
-
-
 logger = logging.getLogger(__name__)
 
 PERIOD_BYTES = 512 << 10
@@ -50,7 +40,14 @@ FULL_PAUSE_S = 60.0
 
 
 class Compaction:
-    """The history that one writer leaves behind. Used by one thread."""
+    """Compacts a private store as its history grows. Used by one thread.
+
+    A store keeps every former value of a key until it is compacted. Keys are written at
+    every commit, so a quota fills within minutes of short steps, and etcd's own
+    compaction looks every five. etcd compacts all keys at once, so a shared store is
+    left to its operator (`--auto-compaction-mode=periodic
+    --auto-compaction-retention=5m`); see `Store.private`.
+    """
 
     def __init__(
         self, store: Store, clock: Callable[[], float] = time.monotonic

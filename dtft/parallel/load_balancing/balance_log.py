@@ -16,12 +16,9 @@ from dtft.balance import Balance, Counts, Microbatches, Rules, Tried, UnitTimes,
 from dtft.config import Disk
 from dtft.parallel.row_assignment import Sharing
 
-# The shares in force as a commit records them, and how a run goes on with them.
-#
-# Nodes are known by the hosts that they are: a run goes on with the recorded shares,
-# and with what was learned of the hosts that are still there; where a host is new, the
-# search for shares is open again.
-
+# Nodes are known by their hosts: a run goes on with the recorded shares, and with what
+# was learned of the hosts that are still there; where a host is new, the search for
+# shares begins again.
 
 ITEM = "balance"
 """Its name among what a checkpoint holds beside arrays."""
@@ -146,10 +143,7 @@ def _fit(shares: Counts, work: Microbatches) -> bool:
     return bool((shares <= most).all())
 
 
-# What a run tells its user of shares: a line per round, and `balance.jsonl`.
-#
-# Decides wording and the file's format only.
-
+# --------------------------------------------- a line for each round, and balance.jsonl
 
 BALANCE_FILE = "balance.jsonl"
 SHOWN = 8

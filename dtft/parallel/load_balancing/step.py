@@ -201,16 +201,11 @@ def _varying(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: lax.pcast(leaf, REPLICA_AXIS, to="varying"), tree)
 
 
-# Batches in uneven shares: each replica's rows, in buffers with room for the most.
-#
-# As `feed.Feed`, with the shares in force at the moment a batch is made. Which rows a
-# share means, `row_assignment` decides.
-
-
 class SharedFeed(Prepared):
-    """Makes batches for a step of `load_balanced_step`.
+    """Makes batches for a step of `load_balanced_step`, by the shares now in force.
 
-    Rows beyond a replica's share are zeros, which the step does not read.
+    Each replica's buffer has room for the largest share. Rows beyond a replica's share
+    are zeros, which the step does not read.
     """
 
     def __init__(
@@ -273,9 +268,7 @@ class SharedFeed(Prepared):
         return jax.make_array_from_callback(values.shape, self._sharding, part)
 
 
-# A step that is timed, and what replicas tell each other of it.
-#
-# Inside of one program nobody sees a device wait. So the step runs as three programs,
+# Nobody sees a device wait inside one program. So a timed step runs as three programs,
 # up to the reduction, the reduction, and the update, with waits between them for this
 # process's own devices.
 
