@@ -7,6 +7,8 @@ nothing.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from dtft import _former
+
 if TYPE_CHECKING:
     from dtft import checkpoint as checkpoint
     from dtft import collectives as collectives
@@ -42,6 +44,8 @@ __all__ = [
     "planner",
     "train",
 ]
+
+_former.install()
 
 
 def __getattr__(name: str) -> Any:

@@ -59,6 +59,7 @@ def test_import_of_the_planner_is_light() -> None:
     modules = imported_by("dtft.planner")
     assert not modules & (DEPENDENCIES | {"numpy"})
     assert {name for name in modules if name.startswith("dtft.")} == {
+        "dtft._former",
         "dtft._lazy",
         "dtft.planner",
     }

@@ -119,18 +119,6 @@ _FORMER_NAMES = {
 }
 """What `config.json` of a run before 24 November 2026 calls a class: the place where it
 was then. Runs and checkpoints of that time resume."""
-_FORMER_MODULES = {
-    "dtft.train.balance_config": "dtft.config",
-    "dtft.train.datasets": "dtft.data",
-    "dtft.train.experiment": "dtft.config",
-    "dtft.train.images": "dtft.data",
-    "dtft.train.optimizers": "dtft.config",
-    "dtft.train.pipeline_config": "dtft.config",
-    "dtft.train.schedule_config": "dtft.config",
-    "dtft.train.shampoo": "dtft.config",
-    "dtft.train.sync_config": "dtft.config",
-}
-"""Where configs written before 24 November 2026 import from, and what has it now."""
 
 
 class ConfigError(ValueError):
@@ -178,6 +166,7 @@ def parse_experiment(
         SystemExit: a value that is not allowed; what is, was printed.
     """
     default = _default(find_config(config))
+    overrides = _by_names_of_today(default, overrides)
     try:
         experiment, rest = tyro.cli(
             Experiment,
@@ -194,6 +183,20 @@ def parse_experiment(
         return experiment
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def _by_names_of_today(default: Experiment, words: Sequence[str]) -> list[str]:
+    """A command line with keys of today; former ones of the optimizer are told."""
+    former = getattr(default.optim, "former_fields", {})
+    found = list(words)
+    for at, word in enumerate(found):
+        flag, equals, value = word.partition("=")
+        section, _, name = flag.replace("-", "_").rpartition(".")
+        if section == "__optim" and name in former:
+            now = f"--optim.{former[name]}"
+            print(f"{flag} is an old name, which will go. Use {now}.", file=sys.stderr)
+            found[at] = f"{now}{equals}{value}"
+    return found
 
 
 def _refuse_idle(before: BalanceConfig, balance: BalanceConfig) -> None:
@@ -337,8 +340,6 @@ def _default(path: Path) -> Experiment:
     if spec is None or spec.loader is None:
         raise ConfigError(f"config {path} is not a Python file. Its name ends in .py.")
     module = importlib.util.module_from_spec(spec)
-    for former, now in _FORMER_MODULES.items():
-        sys.modules.setdefault(former, importlib.import_module(now))
     try:
         spec.loader.exec_module(module)
         experiment = module.config()

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from dtft._former import renamed_fields
+
 if TYPE_CHECKING:
     import optax
 
@@ -258,6 +260,7 @@ class OptimConfig:
         return skip_outlier_gradients(chain, self.guard or None, axis_name=over)
 
 
+@renamed_fields(debias_max="bias_correct_max")
 @dataclass(frozen=True, kw_only=True)
 class MaxAdaBeliefConfig(OptimConfig):
     """Max-AdaBelief (dtft.optim)."""
@@ -391,6 +394,9 @@ def _decays(**values: float) -> None:
             )
 
 
+@renamed_fields(
+    statistics_decay="beta_preconditioner", root_every="precondition_frequency"
+)
 @dataclass(frozen=True, kw_only=True)
 class ShampooConfig(OptimConfig):
     """Shampoo with the magnitude of Max-AdaBelief (dtft.optim)."""

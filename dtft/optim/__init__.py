@@ -7,6 +7,7 @@ names are here as well, and load on first use. Shampoo loads it with its first r
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from dtft._former import warn
 from dtft.optim.guard import SkipOutliersState, skip_outlier_gradients
 from dtft.optim.max_adabelief import (
     ScaleByMaxBeliefState,
@@ -58,7 +59,17 @@ _LAZY = {
 }
 
 
+_FORMER = frozenset(
+    ["GuardState", "as_transform", "guard_gradients", "unguarded"]
+    + ["with_local_gradients"]
+)
+
+
 def __getattr__(name: str) -> Any:
+    if name in _FORMER:
+        former = importlib.import_module(f"{__name__}.former")
+        warn(f"{__name__}.{name}", former.NOW[name])
+        return getattr(former, name)
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)

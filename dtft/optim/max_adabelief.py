@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from dtft._former import renamed
 from dtft.optim import checks
 from dtft.optim.numerics import (
     abs_squared,
@@ -37,6 +38,7 @@ class ScaleByMaxBeliefState(NamedTuple):
     """The largest s so far, elementwise; dtype as `nu`."""
 
 
+@renamed(debias_max="bias_correct_max")
 def scale_by_max_belief(
     b1: jax.typing.ArrayLike = 0.9,
     b2: jax.typing.ArrayLike = 0.999,
@@ -107,6 +109,7 @@ def scale_by_max_belief(
     return optax.GradientTransformation(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
 
+@renamed(debias_max="bias_correct_max")
 def max_adabelief(
     learning_rate: optax.ScalarOrSchedule,
     b1: jax.typing.ArrayLike = 0.9,

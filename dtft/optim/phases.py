@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from dtft._former import renamed
 from dtft.optim.max_adabelief import (
     _check_hyperparameters,
     _init,
@@ -35,6 +36,7 @@ class Phases(NamedTuple):
     decay: an old value of the field has to be corrected for its own count."""
 
 
+@renamed(debias_max="bias_correct_max")
 def max_belief_phases(
     b1: jax.typing.ArrayLike = 0.9,
     b2: jax.typing.ArrayLike = 0.999,

@@ -20,12 +20,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from dtft._former import renamed
 from dtft.optim import checks
 from dtft.optim.max_adabelief import decoupled_decay
 from dtft.optim.phases import max_belief_phases
 from dtft.optim.shampoo_steps import Exchange, ShampooSteps
 
 
+@renamed(statistics_decay="beta_preconditioner", root_every="precondition_frequency")
 def scale_by_shampoo(
     b1: jax.typing.ArrayLike = 0.9,
     b2: jax.typing.ArrayLike = 0.999,
@@ -136,6 +138,7 @@ def scale_by_shampoo(
     )
 
 
+@renamed(statistics_decay="beta_preconditioner", root_every="precondition_frequency")
 def shampoo(
     learning_rate: optax.ScalarOrSchedule,
     b1: jax.typing.ArrayLike = 0.9,

@@ -1,0 +1,148 @@
+"""Names of before 24 November 2026: they are accepted, and warn with the name of today.
+
+Modules by path, here; arguments and names of a package by `renamed` and `warn`, where
+they are. A FutureWarning, as Python shows no DeprecationWarning to most users. Imports
+nothing, so that importing `dtft` stays light.
+"""
+
+import functools
+import importlib
+import importlib.util
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, TypeVar
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Kind = TypeVar("_Kind")
+
+MODULES = {
+    "dtft.planner.jaxprs": "dtft.planner.ir",
+    "dtft.planner.trace": "dtft.planner",
+    "dtft.train.balance_config": "dtft.config",
+    "dtft.train.calibrate": "dtft.calibration",
+    "dtft.train.datasets": "dtft.data",
+    "dtft.train.experiment": "dtft.config",
+    "dtft.train.heap": "dtft.train",
+    "dtft.train.images": "dtft.data",
+    "dtft.train.lowering": "dtft.parallel.mpmd",
+    "dtft.train.optimizers": "dtft.config",
+    "dtft.train.pipeline_config": "dtft.config",
+    "dtft.train.schedule_config": "dtft.config",
+    "dtft.train.shampoo": "dtft.config",
+    "dtft.train.sync_config": "dtft.config",
+}
+"""Modules that configs and the READMEs imported by path, and what has their names."""
+_NAMES = {"dtft.train.calibrate.measure": "measure_devices"}
+"""Names in them that are others today."""
+
+
+def warn(former: str, now: str, stacklevel: int = 3) -> None:
+    """Says that `former` is named `now`; `stacklevel` as of `warnings.warn`."""
+    text = f"{former} is an old name, which will go. Use {now}."
+    warnings.warn(text, FutureWarning, stacklevel=stacklevel)
+
+
+def renamed(**former: str) -> Callable[[_Function], _Function]:
+    """Lets a function take arguments by their former names, too.
+
+    Args:
+        **former: old name of an argument to the one of today.
+
+    >>> @renamed(root_every="every")
+    ... def roots(*, every=1):
+    ...     return every
+    >>> with warnings.catch_warnings(record=True, action="always") as told:
+    ...     print(roots(root_every=3), told[0].message)
+    3 roots(root_every) is an old name, which will go. Use every.
+    """
+
+    def wrap(function: _Function) -> _Function:
+        name = function.__qualname__.removesuffix(".__init__")
+
+        @functools.wraps(function)
+        def call(*args: Any, **given: Any) -> Any:
+            if former.keys().isdisjoint(given):
+                return function(*args, **given)
+            return function(*args, **in_full(name, given, former))
+
+        return call  # pyright: ignore[reportReturnType]
+
+    return wrap
+
+
+def renamed_fields(**former: str) -> Callable[[type[_Kind]], type[_Kind]]:
+    """As `renamed`, for the fields of a dataclass; they are in `former_fields` too."""
+
+    def wrap(kind: type[_Kind]) -> type[_Kind]:
+        kind.__init__ = renamed(**former)(kind.__init__)
+        kind.former_fields = former  # pyright: ignore[reportAttributeAccessIssue]
+        return kind
+
+    return wrap
+
+
+def in_full(
+    what: str, given: Mapping[str, Any], former: Mapping[str, str]
+) -> dict[str, Any]:
+    """Arguments by the names of today.
+
+    Raises:
+        TypeError: one is given by both of its names.
+    """
+    arguments: dict[str, Any] = {}
+    for key, value in given.items():
+        name = former.get(key, key)
+        if name != key:
+            warn(f"{what}({key})", name, stacklevel=4)
+        if name in arguments:
+            raise TypeError(f"{what}: {name} is given twice, also by its old name.")
+        arguments[name] = value
+    return arguments
+
+
+class _Module(ModuleType):
+    """A module that hands on the names of another one."""
+
+    def __getattr__(self, name: str) -> Any:
+        former = f"{self.__name__}.{name}"
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        package = MODULES[self.__name__]
+        now = _NAMES.get(former, name)
+        found = getattr(importlib.import_module(package), now)
+        if isinstance(found, _Module):  # the import hid a function of the same name
+            found = found._hidden
+        warn(former, f"{package}.{now}")
+        return found
+
+    def __call__(self, *args: Any, **given: Any) -> Any:
+        """Calls the function of the package that has this module's name."""
+        return self._hidden(*args, **given)
+
+    @property
+    def _hidden(self) -> Any:
+        package, _, name = self.__name__.rpartition(".")
+        return importlib.import_module(package).__getattr__(name)
+
+
+class _Finder:
+    """Finds former modules, after everybody else has found nothing."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        del path, target
+        return ModuleSpec(name, self) if name in MODULES else None  # pyright: ignore[reportArgumentType]
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        del module
+
+
+def install() -> None:
+    """From now on former modules can be imported."""
+    if not any(isinstance(it, _Finder) for it in sys.meta_path):
+        sys.meta_path.append(_Finder())  # pyright: ignore[reportArgumentType]
