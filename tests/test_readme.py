@@ -1,4 +1,4 @@
-"""What README.md and docs/ say can be done as it is written there."""
+"""What README.md, docs/ and READMEs of packages say can be done as it is written."""
 
 import re
 import shlex
@@ -9,9 +9,13 @@ import pytest
 
 from dtft.cli.commands import COMMANDS
 from dtft.cli.dispatch import main, read
+from dtft.config import parse_experiment
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", *(f"docs/{it.name}" for it in sorted((ROOT / "docs").glob("*"))))
+PACKAGES = tuple(str(it.relative_to(ROOT)) for it in ROOT.glob("dtft/**/README.md"))
+RUN = (*PAGES, "dtft/placement/README.md")
+"""Pages whose Python runs as it is; others' is in parts, or needs several devices."""
 QUICK = ("config", "checkpoint odds")
 """Commands that are run here; the others are run by drills (`tests/drills`)."""
 
@@ -26,13 +30,15 @@ def calls(page: str) -> list[str]:
     return [re.split(r" {4,}", line)[0] for line in lines]
 
 
-CALLS = sorted({(page, call) for page in PAGES for call in calls(page)})
+CALLS = sorted({(page, call) for page in (*PAGES, *PACKAGES) for call in calls(page)})
 
 
 @pytest.mark.parametrize(("page", "call"), CALLS)
 def test_every_command_is_read(page: str, call: str) -> None:
-    command, _ = read(shlex.split(call))
+    command, keys = read(shlex.split(call))
     assert type(command) in COMMANDS.values(), f"{page}: {call}"
+    if keys:
+        parse_experiment(command.config, keys)
 
 
 @pytest.mark.parametrize("call", [it for _, it in CALLS if it.startswith(QUICK)])
@@ -52,9 +58,12 @@ def blocks(page: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("page", "number"),
-    [(page, number) for page in PAGES for number in range(len(blocks(page)))],
+    [(page, number) for page in RUN for number in range(len(blocks(page)))],
 )
-def test_python_runs(page: str, number: int) -> None:
+def test_python_runs(
+    page: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with jax.numpy_dtype_promotion("standard"):  # optax needs it
         exec(compile(blocks(page)[number], f"{page}, block {number}", "exec"), {})
 

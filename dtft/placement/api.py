@@ -60,7 +60,7 @@ def check_together(together: Any) -> Sequence[tuple[int, int]]:
     Traceback (most recent call last):
     ...
     ValueError: together=[5]. Allowed: pairs of the first operator and the one after \
-the last, such as [(2, 5)], or list(jaxprs.uncut(program)).
+the last, such as [(2, 5)], or list(dtft.planner.ir.uncut(program)).
     """
     try:
         pairs = [tuple(map(operator.index, pair)) for pair in together]
@@ -68,7 +68,8 @@ the last, such as [(2, 5)], or list(jaxprs.uncut(program)).
     except (TypeError, ValueError):
         raise ValueError(
             f"together={together!r:.80}. Allowed: pairs of the first operator and the "
-            "one after the last, such as [(2, 5)], or list(jaxprs.uncut(program))."
+            "one after the last, such as [(2, 5)], or "
+            "list(dtft.planner.ir.uncut(program))."
         ) from None
 
 
