@@ -21,9 +21,9 @@ import report  # noqa: E402
 
 from dtft.planner.aot import (  # noqa: E402  # noqa: E402
     Agreement,
-    Candidate,
     Compiled,
-    Failure,
+    CompileFailure,
+    LoweredStep,
     compare,
     compile_all,
 )
@@ -114,7 +114,7 @@ def rows(names: list[str], target: str) -> Iterator[Row]:
         model = plan_zoo.model(name)
         asked = plan_zoo.question_of(model)
         plans: list[Plan] = []
-        candidates: list[Candidate] = []
+        candidates: list[LoweredStep] = []
         for pins in MESHES:
             count = math.prod(size for axis, size in pins.items() if axis != "zero")
             # What `tensor` divides is decided for GPUs: all of these programs are.
@@ -133,8 +133,8 @@ def rows(names: list[str], target: str) -> Iterator[Row]:
             yield _row(name, plan, result)
 
 
-def _row(name: str, plan: Plan, result: Compiled | Failure) -> Row:
-    if isinstance(result, Failure):
+def _row(name: str, plan: Plan, result: Compiled | CompileFailure) -> Row:
+    if isinstance(result, CompileFailure):
         return Row(model=name, mesh=result.name, failure=result.reason)
     return Row(model=name, mesh=result.name, agreements=compare(plan, result))
 

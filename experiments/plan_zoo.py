@@ -19,19 +19,19 @@ from dtft.parallel.planning import (  # noqa: E402
     candidate_of as plan_verify_candidate_of,
 )
 from dtft.planner import workload  # noqa: E402
-from dtft.planner.aot import Candidate  # noqa: E402
+from dtft.planner.aot import LoweredStep  # noqa: E402
 from dtft.planner.cluster import Cluster, Pool  # noqa: E402
 from dtft.planner.plan import Plan  # noqa: E402
 from dtft.planner.search import (  # noqa: E402
     Choices,
+    PlanSearch,  # noqa: E402
     Prices,  # noqa: E402
-    Search,  # noqa: E402
     Space,
     as_plan,  # noqa: E402
     enumerate_space,  # noqa: E402
 )
-from dtft.planner.spmd import Division  # noqa: E402
-from dtft.planner.workload import Question  # noqa: E402
+from dtft.planner.spmd import ShardingAssignment  # noqa: E402
+from dtft.planner.workload import Workload  # noqa: E402
 from tests.planner.zoo import MODELS  # noqa: E402
 from tests.planner.zoo_parts import Model  # noqa: E402
 
@@ -61,32 +61,32 @@ def model(name: str) -> Model:
     return MODELS[name](**SIZES[name])
 
 
-def question_of(one: Model) -> Question:
+def question_of(one: Model) -> Workload:
     """What is asked of the planner: the loss, or where there is one the user's step."""
     if one.own_step is not None:
         return workload.of_step(one.own_step, one.own_state, one.batch)
     return workload.of_loss(one.loss, one.optimizer, one.params, one.batch)
 
 
-class _Laid(Search):
+class _Laid(PlanSearch):
     """A search that divides along `tensor` what it is told to."""
 
     def __init__(
-        self, asked: Question, pool: Pool, *, scatters: bool, tensor: Sequence[int]
+        self, asked: Workload, pool: Pool, *, scatters: bool, tensor: Sequence[int]
     ) -> None:
         super().__init__(asked, pool, scatters=scatters)
         self._tensor = tensor
 
     def _layouts(
         self, prices: Prices, space: Space
-    ) -> list[tuple[Division, np.ndarray]]:
+    ) -> list[tuple[ShardingAssignment, np.ndarray]]:
         base = self._base(space)
         axes = {**base.axes, **dict.fromkeys(self._tensor, ("tensor",))}
         return [(replace(base, axes=axes), np.arange(len(space)))]
 
 
 def plan_of(
-    asked: Question,
+    asked: Workload,
     pins: Mapping[str, Any],
     cluster: Cluster,
     *,
@@ -117,7 +117,7 @@ def plan_of(
     remat = pins.get("remat", "none")
     asked = asked if remat == "none" else asked.rematerialized(remat)
     search = (
-        Search(asked, cluster.uniform, scatters=scatters)
+        PlanSearch(asked, cluster.uniform, scatters=scatters)
         if tensor is None
         else _Laid(asked, cluster.uniform, scatters=scatters, tensor=tensor)
     )
@@ -128,7 +128,7 @@ def plan_of(
     return as_plan(search, priced, best, cluster), divided
 
 
-def candidate_of(one: Model, plan: Plan, target: str, name: str) -> Candidate:
+def candidate_of(one: Model, plan: Plan, target: str, name: str) -> LoweredStep:
     """The program that would run the plan."""
     given = (
         {"loss": one.loss, "optimizer": one.optimizer, "params": one.params}

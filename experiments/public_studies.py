@@ -12,9 +12,9 @@ import numpy as np
 from dtft.planner.transformer import (
     BIGSCIENCE,
     SPREADS,
-    Candidate,
-    Fit,
-    Judgement,
+    PredictedLayout,
+    PredictionAccuracy,
+    ScaleFit,
     Scales,
     StepCost,
     elsewhere,
@@ -58,11 +58,11 @@ class LeaveOneOut:
     """Reference section 12, T5."""
 
     rows: list[Published]
-    fitted: Fit
+    fitted: ScaleFit
     """To all rows."""
     predicted: np.ndarray
     """Of each row, from a fit to the others."""
-    judgement: Judgement
+    judgement: PredictionAccuracy
     top_1: float
     """Regret."""
     top_3: float
@@ -110,7 +110,7 @@ class Transfer:
     published: Published
     step_s: float
     """Predicted."""
-    best: Candidate
+    best: PredictedLayout
     split_ratio: float
     """Time of the published (tp, pp, dp), with its best micro-batch and virtual
     stages, by that of the best layout."""
@@ -152,7 +152,7 @@ H100_START = replace(BIGSCIENCE, fast_link=1.0)
 """What the fit to H100 is drawn to: A100's, but NVLink as the catalog has it."""
 
 
-def h100_fit() -> Fit:
+def h100_fit() -> ScaleFit:
     """To all bfloat16 rows of H100."""
     rows = h100_rows()
     start, spread = H100_START.vector(), SPREADS.vector()

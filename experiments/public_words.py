@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
-from dtft.planner.transformer import Candidate, Judgement, Scales
+from dtft.planner.transformer import PredictedLayout, PredictionAccuracy, Scales
 from experiments.public_studies import seconds_of
 from experiments.published_rows import Published
 
@@ -27,7 +27,7 @@ def layout_text(p: Published) -> str:
     return f"{text} batch {made.global_batch}"
 
 
-def best_text(found: Candidate) -> str:
+def best_text(found: PredictedLayout) -> str:
     """Such as `tp8 pp12 dp4 mb2 v3`, and its seconds."""
     made = found.layout
     return (
@@ -47,7 +47,7 @@ def scales_text(values: np.ndarray) -> str:
     return ", ".join(f"{name} {value:.3g}" for name, value in pairs)
 
 
-def words(judged: Judgement) -> str:
+def words(judged: PredictionAccuracy) -> str:
     """A judgement in a line."""
     return (
         f"median error {judged.median_error:.1%}, concordance "

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtft.planner.transformer import Habits, Layout, Row, Shape, Table
+from dtft.planner.transformer import Habits, ParallelLayout, Row, Shape, Table
 
 DATA = Path(__file__).parent / "data"
 JEAN_ZAY, SELENE = "jean-zay", "selene"
@@ -97,7 +97,7 @@ def _bigscience(cells: Mapping[str, str]) -> Published:
         seq_len=2048,
         vocab=250880,
     )
-    layout = Layout(
+    layout = ParallelLayout(
         tp=number["tp"],
         pp=number["pp"],
         dp=number["dp"],
@@ -154,7 +154,7 @@ def _llm_foundry(cells: Mapping[str, str]) -> Published:
         seq_len=int(cells["seq_len"]),
         vocab=50368,
     )
-    layout = Layout(
+    layout = ParallelLayout(
         tp=1,
         pp=1,
         dp=int(cells["gpus"]),

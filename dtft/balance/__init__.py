@@ -16,7 +16,7 @@ from dtft._lazy import attributes
 if TYPE_CHECKING:
     from dtft.balance.balance import Balance, Policy, Rules, Work
     from dtft.balance.operators import Operators
-    from dtft.balance.speed_estimator import Speeds, Tried, UnitTimes
+    from dtft.balance.speed_estimator import SpeedEstimator, Speeds, UnitTimes
     from dtft.balance.work import (
         Counts,
         Layers,
@@ -34,8 +34,8 @@ _PUBLIC = {
     "Operators": "operators",
     "Policy": "balance",
     "Rules": "balance",
+    "SpeedEstimator": "speed_estimator",
     "Speeds": "speed_estimator",
-    "Tried": "speed_estimator",
     "UnitTimes": "speed_estimator",
     "Work": "balance",
     "allocate": "work",
@@ -51,8 +51,8 @@ __all__ = [
     "Operators",
     "Policy",
     "Rules",
+    "SpeedEstimator",
     "Speeds",
-    "Tried",
     "UnitTimes",
     "Work",
     "allocate",

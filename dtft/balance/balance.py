@@ -5,8 +5,8 @@ handed seconds and returns the next value. What is divided is a `Work`: `Microba
 `Operators` or `Layers`.
 
 Two policies. `proportional` is the seeds' rule: a node's weight follows its wait.
-`exact` takes the division that is best for what nodes were measured to need (`Tried`),
-if its gain is above the noise. Its guarantee, where a step is its slowest node's work:
+`exact` takes the division that is best for the seconds of `SpeedEstimator`, if its gain
+is above the noise. Its guarantee, where a step is its slowest node's work:
 let e be the largest relative error of the seconds that nodes are estimated to need, d
 the least gain that is accepted, a the division at the end and a* the best. The last
 candidate c was refused: (1 - d) T(a; est) <= T(c; est), and T(c; est) <= T(a*; est) as
@@ -31,15 +31,13 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dtft.balance.speed_estimator import Load, Speeds, Tried, key_of
+from dtft.balance.speed_estimator import Load, SpeedEstimator, Speeds, key_of
 from dtft.balance.work import waits
 from dtft.planner.arguments import check_choice, check_number, check_whole
 
-# How long whole steps took with each division that was tried.
-#
-# Where a step is more than its slowest node's work (a pipeline fills and drains, nodes
-# wait for what others send), seconds of nodes do not say which of two divisions is
-# faster; having tried both does.
+# Seconds of steps by division. If a step takes longer than its slowest node's work (a
+# pipeline fills and drains, nodes wait for transfers), seconds of nodes do not say
+# which of two divisions is faster. Measured steps of both do.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +179,7 @@ class Balance(Generic[Division]):
     rules: Rules
     division: Division
     weights: Floats
-    tried: Tried
+    tried: SpeedEstimator
     """What nodes took with the divisions so far."""
     steps: StepTimes = StepTimes()
     """What whole steps took, where `after` is told."""
@@ -213,7 +211,7 @@ class Balance(Generic[Division]):
             rules=rules,
             division=work.by_weight(weights),
             weights=weights,
-            tried=Tried(num_nodes=work.num_nodes),
+            tried=SpeedEstimator(num_nodes=work.num_nodes),
         )
 
     @property
@@ -240,8 +238,8 @@ class Balance(Generic[Division]):
             cost_s: Of changing the division (compiling, moving state).
 
         Raises:
-            ValueError: see `Tried.after` and `StepTimes.after`; or a cost or steps
-                below 0.
+            ValueError: see `SpeedEstimator.after` and `StepTimes.after`; or a cost or
+                steps below 0.
         """
         if not (remaining_steps >= 0 and cost_s >= 0):
             raise ValueError(

@@ -12,12 +12,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-# What one unit of load takes on each node with one division of it, and drift.
-#
-# A unit is a microbatch, or a second that a placement predicts for a node of speed 1.
-# Only what nodes take beside each other counts: where all become slower or faster
-# together, as on a machine that others use too, the estimates go along, and nobody has
-# drifted.
+# Unit times under one division. A unit is a microbatch, or one second of predicted work
+# on a node of speed 1. Drift is relative between nodes: where all become slower or
+# faster together, as on a shared machine, the estimates follow and no node drifts.
 
 
 Floats = NDArray[np.float64]
@@ -211,14 +208,11 @@ def _checked(
     return busy, units
 
 
-# What nodes took with each division that was tried, and what they would with others.
-#
-# What a unit takes depends on the division: a node needs something for each step
-# whatever it holds (an update, sending), and what it sends depends on what its
-# neighbours hold. So whether a node drifted is asked of rounds with one division only;
-# a division that was tried is known for what it took; and for all others a node is
-# taken to need `fixed_s` and `unit_s` for each unit, as near to what was measured as
-# can be.
+# Estimates for other divisions. The seconds per unit depend on the division: a node has
+# fixed work for each step (an update, transfers), and its transfers depend on its
+# neighbours. So drift is tested on rounds of one division only. A measured division
+# keeps its measured seconds. For the others each node has `fixed_s` plus `unit_s` per
+# unit, fitted to all measurements.
 
 
 Load = tuple[float, ...]
@@ -261,7 +255,7 @@ class Speeds:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tried:
+class SpeedEstimator:
     """Unit times by division, the newest divisions that were tried."""
 
     num_nodes: int
@@ -282,7 +276,9 @@ class Tried:
             error=float(found.error.max()),
         )
 
-    def after(self, busy_s: ArrayLike, load: Floats) -> tuple["Tried", tuple[int, ...]]:
+    def after(
+        self, busy_s: ArrayLike, load: Floats
+    ) -> tuple["SpeedEstimator", tuple[int, ...]]:
         """With another round, and the nodes that drifted while the load was the same.
 
         What was known of these nodes is forgotten, for all divisions.
@@ -301,7 +297,7 @@ class Tried:
         kept = [it for it in self.times.items() if it[0] != key_of(load)][-(MOST - 1) :]
         others = {other: took.scaled(level).without(gone) for other, took in kept}
         times = {**others, key_of(load): here}
-        return Tried(num_nodes=self.num_nodes, times=times, level=level), gone
+        return SpeedEstimator(num_nodes=self.num_nodes, times=times, level=level), gone
 
     def _level(self, here: UnitTimes, load: Floats) -> float:
         """By how much all nodes are slower than what other divisions let expect."""

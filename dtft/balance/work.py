@@ -11,11 +11,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from dtft.planner.arguments import check_whole, numbers
 
-# How many microbatches each node takes, so that the last ends as early as can be.
-#
-# Pure integer arithmetic over seconds per microbatch.
-
-
 Counts = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
@@ -265,12 +260,10 @@ def _short(values: Sequence[int] | Counts) -> str:
     return "[" + ", ".join(shown) + (", ...]" if len(values) > 8 else "]")
 
 
-# Unequal layers over the stages of a pipeline on unlike nodes: which stage has which.
-#
-# The split of a row of layers that is exactly best for a 1F1B step: its seconds are (m
-# - 1) max t + sum t (`cost.pipeline_s`). Of all splits none of whose stages takes
-# longer than a limit the least sum is found by dynamic programming; the limit then goes
-# down to the next lower slowest stage, until no split keeps to it.
+# Layers over unlike stages, exactly best for a 1F1B step of (m - 1) max t + sum t
+# seconds (`cost.pipeline_s`). Dynamic programming finds the least sum of all splits
+# whose stages keep to a limit. The limit then goes down to the next lower slowest
+# stage, until no split keeps to it.
 
 
 _ARRAYS = ("layer_s", "state_bytes", "activation_bytes", "capacity_bytes")

@@ -15,25 +15,25 @@ from dtft.calibration import microbenchmarks
 from dtft.calibration.microbenchmarks import BenchmarkPace
 from dtft.planner.cluster import Cluster, CollectiveKind, DeviceType, Level, Link
 from dtft.planner.cost import (
-    AheadTime,
-    BehindTime,
     Calibration,
+    CalibrationFit,
     CollectiveTime,
     ConvolutionTime,
     ElementTime,
-    Fit,
     MatmulTime,
     MemoryTime,
     OverlapTime,
-    fit_ahead,
+    PrefetchTime,
+    SyncSkewTime,
     fit_convolutions,
     fit_elements,
     fit_link,
     fit_matmuls,
-    fit_meeting,
     fit_memory,
     fit_overlap,
     fit_peak,
+    fit_prefetch_overlap,
+    fit_sync_skew,
     link_key,
 )
 
@@ -167,8 +167,8 @@ def measure_devices(
         _say(f"collectives on {key} ...")
         times = _collectives(devices, inner, level, sizes)
         link, found = fit_link(level.link, times)
-        link = fit_meeting(link, _behind(devices, inner, level, sizes))
-        links[key] = fit_ahead(link, _ahead(devices, inner, level, sizes))
+        link = fit_sync_skew(link, _behind(devices, inner, level, sizes))
+        links[key] = fit_prefetch_overlap(link, _ahead(devices, inner, level, sizes))
         fits |= {f"collectives on {key}, {name}": f for name, f in found.items()}
         inner *= level.size
     residuals = {name: found.residual for name, found in fits.items()}
@@ -201,7 +201,7 @@ def _say(text: str) -> None:
 
 def _compute(
     devices: Sequence[Any], device: DeviceType, sizes: BenchmarkSizes
-) -> tuple[DeviceType, dict[str, Fit]]:
+) -> tuple[DeviceType, dict[str, CalibrationFit]]:
     """Memory first: it bounds what matmuls of few rows can reach."""
     mesh = microbenchmarks.make_mesh(devices, 1, len(devices))
     _say("memory ...")
@@ -212,7 +212,7 @@ def _compute(
         )
         for size in sizes.streams
     ]
-    fits: dict[str, Fit] = {}
+    fits: dict[str, CalibrationFit] = {}
     device, fits["memory"] = fit_memory(device, streams)
     _say("element-wise operators ...")
     device, fits["elements"] = fit_elements(device, _elements(mesh, sizes))
@@ -349,17 +349,17 @@ def _in_step(
 
 def _behind(
     devices: Sequence[Any], inner: int, level: Level, sizes: BenchmarkSizes
-) -> list[BehindTime]:
+) -> list[SyncSkewTime]:
     """All-reduces behind computing, in jobs of several processes only: what the threads
     of one lose so is not priced yet."""
     if jax.process_count() == 1 or not sizes.meeting:
         return []
-    times: list[BehindTime] = []
+    times: list[SyncSkewTime] = []
     for members in _group_sizes(level.size):
         mesh = microbenchmarks.make_mesh(devices, inner, members)
         found = microbenchmarks.behind_s(mesh, sizes.meeting, _ROUNDS)
         times += [
-            BehindTime(num_bytes=size, num_devices=members, seconds=seconds)
+            SyncSkewTime(num_bytes=size, num_devices=members, seconds=seconds)
             for size, seconds in zip(sizes.meeting, found, strict=True)
         ]
     return times
@@ -367,16 +367,16 @@ def _behind(
 
 def _ahead(
     devices: Sequence[Any], inner: int, level: Level, sizes: BenchmarkSizes
-) -> list[AheadTime]:
+) -> list[PrefetchTime]:
     """Gathers beside computing, in jobs of several processes, as `_behind`."""
     if jax.process_count() == 1 or not sizes.ahead:
         return []
-    times: list[AheadTime] = []
+    times: list[PrefetchTime] = []
     for members in _group_sizes(level.size):
         mesh = microbenchmarks.make_mesh(devices, inner, members)
         computing, gathers, both = microbenchmarks.ahead_s(mesh, sizes.ahead, _ROUNDS)
         times.append(
-            AheadTime(
+            PrefetchTime(
                 num_devices=members,
                 computing_s=computing,
                 gathers_s=gathers,

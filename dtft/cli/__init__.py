@@ -14,12 +14,18 @@ from typing import TYPE_CHECKING
 from dtft._lazy import attributes
 
 if TYPE_CHECKING:
-    from dtft.cli.commands import Bench, Drill, HostFlags, JobFlags, PlaceFlags
+    from dtft.cli.commands import (
+        BenchCommand,
+        DrillCommand,
+        HostFlags,
+        JobFlags,
+        PlaceFlags,
+    )
     from dtft.cli.dispatch import main
 
 _PUBLIC = {
-    "Bench": "commands",
-    "Drill": "commands",
+    "BenchCommand": "commands",
+    "DrillCommand": "commands",
     "HostFlags": "commands",
     "JobFlags": "commands",
     "PlaceFlags": "commands",
@@ -27,8 +33,8 @@ _PUBLIC = {
 }
 
 __all__ = [
-    "Bench",
-    "Drill",
+    "BenchCommand",
+    "DrillCommand",
     "HostFlags",
     "JobFlags",
     "PlaceFlags",

@@ -14,14 +14,14 @@ from dtft.planner.cost import Calibration, PastRun, learn, read_log
 from dtft.train import keep_cpu_memory, make_cpu_devices
 
 if TYPE_CHECKING:
-    from dtft.cli.commands import Calibrate
+    from dtft.cli.commands import CalibrateCommand
 
 
 _MOST = 256
 """CPU devices that are made: each has a thread of its own."""
 
 
-def run(options: "Calibrate") -> int:
+def run(options: "CalibrateCommand") -> int:
     """Runs the command.
 
     Raises:
@@ -47,7 +47,7 @@ def run(options: "Calibrate") -> int:
     return 0
 
 
-def _measured(options: "Calibrate") -> Calibration:
+def _measured(options: "CalibrateCommand") -> Calibration:
     keep_cpu_memory(large=True)  # as trainers with a plan do
     return measure_devices(_devices(options.devices))
 

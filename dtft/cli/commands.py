@@ -150,7 +150,7 @@ _Checkpoints = OmitArgPrefixes[CheckpointFlags]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train:
+class TrainCommand:
     """One process, all local devices, no memory tier."""
 
     config: _Config
@@ -165,7 +165,7 @@ class Train:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class ConfigCommand:
     """Print the resolved config."""
 
     config: _Config
@@ -179,7 +179,7 @@ class Config:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch:
+class LaunchCommand:
     """A local cluster: etcd, agents, trainers."""
 
     config: _Config
@@ -214,7 +214,7 @@ _FAULTS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drill:
+class DrillCommand:
     """Kill real processes and compare with an undisturbed run."""
 
     config: _Config
@@ -247,7 +247,7 @@ class Drill:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench:
+class BenchCommand:
     """Wall time per step, memory tier off and on.
 
     How fast slices are fetched: bench transport.
@@ -268,7 +268,7 @@ class Bench:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchTransport:
+class BenchTransportCommand:
     """How fast slices are fetched, against raw sockets."""
 
     json: _File = ""
@@ -294,7 +294,7 @@ class BenchTransport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Agent:
+class AgentCommand:
     """One host of a job; start one per machine.
 
     Without a trainer, as memory for your own processes: agent --serve-only.
@@ -314,7 +314,7 @@ class Agent:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serve:
+class ServeCommand:
     """Memory for the processes of your own loop.
 
     Keeps every step of a jax.distributed job in the memory of its hosts. Start one per
@@ -350,7 +350,7 @@ class Serve:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scale:
+class ScaleCommand:
     """More or fewer replicas for a live job."""
 
     replicas: Annotated[int, _told("T")]
@@ -372,7 +372,7 @@ class Scale:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointLs:
+class CheckpointLsCommand:
     """Steps, sizes, holders, copies, health."""
 
     source: _Checkpoints = field(default_factory=CheckpointFlags)
@@ -385,7 +385,7 @@ class CheckpointLs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointShow:
+class CheckpointShowCommand:
     """The leaves of a step, or the holders of its slices."""
 
     source: _Checkpoints = field(default_factory=CheckpointFlags)
@@ -400,7 +400,7 @@ class CheckpointShow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointVerify:
+class CheckpointVerifyCommand:
     """Read everything again and compare digests."""
 
     source: _Checkpoints = field(default_factory=CheckpointFlags)
@@ -415,7 +415,7 @@ class CheckpointVerify:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointExport:
+class CheckpointExportCommand:
     """Write a live job's newest commit; or copy a stored step."""
 
     source: _Checkpoints = field(default_factory=CheckpointFlags)
@@ -432,7 +432,7 @@ class CheckpointExport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointOdds:
+class CheckpointOddsCommand:
     """How likely several losses are survived."""
 
     hosts: _Count
@@ -452,7 +452,7 @@ class CheckpointOdds:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class PlanCommand:
     """How to shard a config on a cluster, how fast it is, whether it fits.
 
     For a table of layouts: plan predict.
@@ -488,7 +488,7 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Predict:
+class PredictCommand:
     """Time and memory of a table of layouts."""
 
     rows: Annotated[Positional[str], _told("ROWS.csv")]
@@ -506,7 +506,7 @@ class Predict:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calibrate:
+class CalibrateCommand:
     """Measure this machine for the planner."""
 
     out: _File = ""
@@ -526,26 +526,26 @@ class Calibrate:
 
 
 WITH_KEYS = {
-    "train": Train,
-    "config": Config,
-    "launch": Launch,
-    "agent": Agent,
-    "agent --serve-only": Serve,
-    "drill": Drill,
-    "bench": Bench,
-    "bench transport": BenchTransport,
-    "plan": Plan,
+    "train": TrainCommand,
+    "config": ConfigCommand,
+    "launch": LaunchCommand,
+    "agent": AgentCommand,
+    "agent --serve-only": ServeCommand,
+    "drill": DrillCommand,
+    "bench": BenchCommand,
+    "bench transport": BenchTransportCommand,
+    "plan": PlanCommand,
 }
 """Commands by name that have the keys of a config as flags, too."""
 WITHOUT_KEYS = {
-    "plan predict": Predict,
-    "calibrate": Calibrate,
-    "scale": Scale,
-    "checkpoint ls": CheckpointLs,
-    "checkpoint show": CheckpointShow,
-    "checkpoint verify": CheckpointVerify,
-    "checkpoint export": CheckpointExport,
-    "checkpoint odds": CheckpointOdds,
+    "plan predict": PredictCommand,
+    "calibrate": CalibrateCommand,
+    "scale": ScaleCommand,
+    "checkpoint ls": CheckpointLsCommand,
+    "checkpoint show": CheckpointShowCommand,
+    "checkpoint verify": CheckpointVerifyCommand,
+    "checkpoint export": CheckpointExportCommand,
+    "checkpoint odds": CheckpointOddsCommand,
 }
 """Commands by name that know all of their flags themselves."""
 COMMANDS: dict[str, type] = {**WITH_KEYS, **WITHOUT_KEYS}

@@ -56,8 +56,8 @@ from dtft.parallel import check_experiment, row_parts
 from dtft.train import only_run_in
 
 if TYPE_CHECKING:
-    from dtft.cli.commands import Agent as AgentOptions
-    from dtft.cli.commands import Launch, Scale, Serve
+    from dtft.cli.commands import AgentCommand as AgentOptions
+    from dtft.cli.commands import LaunchCommand, ScaleCommand, ServeCommand
 
 
 # ------------------------------------------------------------------- dtft agent CONFIG
@@ -223,7 +223,7 @@ _PROG = "dtft agent --serve-only"
 _ONLY = f"`{_PROG}` trains nothing"
 
 
-def serve(options: "Serve", words: list[str]) -> int:
+def serve(options: "ServeCommand", words: list[str]) -> int:
     """Runs the agent of one host until it is told to end.
 
     Args:
@@ -242,7 +242,7 @@ def serve(options: "Serve", words: list[str]) -> int:
     return 0
 
 
-def _serving_config(options: "Serve", words: list[str]) -> AgentConfig:
+def _serving_config(options: "ServeCommand", words: list[str]) -> AgentConfig:
     address = store_address(options.job)
     secret = read_secret(options.job)
     if options.hosts is not None and options.hosts < 2:
@@ -293,7 +293,7 @@ def _serve_config(words: list[str]) -> ServeConfig:
 # -------------------------------------------------------------------------- dtft scale
 
 
-def run(options: "Scale") -> int:
+def run(options: "ScaleCommand") -> int:
     """Scales a live job.
 
     Returns:
@@ -352,7 +352,7 @@ def line(job: str, found: dict[str, Any]) -> str:
 # ------------------------------------------------------------------------- dtft launch
 
 
-def launch(command: "Launch", words: list[str]) -> int:
+def launch(command: "LaunchCommand", words: list[str]) -> int:
     """Runs a local cluster until its job ends, and says how to continue.
 
     Args:

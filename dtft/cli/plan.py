@@ -33,10 +33,10 @@ from dtft.planner.wording import Section
 from dtft.train import devices_of
 
 if TYPE_CHECKING:
-    from dtft.cli.commands import Plan
+    from dtft.cli.commands import PlanCommand
 
 
-def run(options: "Plan", experiment: Experiment) -> int:
+def run(options: "PlanCommand", experiment: Experiment) -> int:
     """Runs the command.
 
     Raises:
@@ -65,7 +65,7 @@ def run(options: "Plan", experiment: Experiment) -> int:
     return 0
 
 
-def _check_flags(options: "Plan", calibration: str | None) -> None:
+def _check_flags(options: "PlanCommand", calibration: str | None) -> None:
     if options.trial and options.verify:
         raise ValueError(
             f"--trial {options.trial} and --verify {options.verify}: what is run here "
@@ -84,7 +84,7 @@ def _check_flags(options: "Plan", calibration: str | None) -> None:
 
 
 def _checked(
-    found: RunnablePlan, asked: PlannerInputs, options: "Plan"
+    found: RunnablePlan, asked: PlannerInputs, options: "PlanCommand"
 ) -> tuple[RunnablePlan, tuple[Section, ...]]:
     """The plan that a trial or the compiler prefers, and what is said of that."""
     decision = found.decision

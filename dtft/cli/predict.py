@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from dtft.cli.out_files import check_apart, check_writable, read_text
 
 if TYPE_CHECKING:
-    from dtft.cli.commands import Predict
+    from dtft.cli.commands import PredictCommand
     from dtft.planner.transformer import RowPrediction, Table
 
 
-def run(options: "Predict") -> int:
+def run(options: "PredictCommand") -> int:
     """Runs the command.
 
     Raises:

@@ -20,13 +20,13 @@ from dtft.drills.options import cluster_options, for_clusters
 from dtft.elastic.local_cluster import LocalCluster
 
 if TYPE_CHECKING:
-    from dtft.cli import Bench
+    from dtft.cli import BenchCommand
 
 
 DEADLINE_S = 600.0
 
 
-def run_bench(options: "Bench", words: list[str]) -> int:
+def run_bench(options: "BenchCommand", words: list[str]) -> int:
     """Prints the figures; 1 if a run failed.
 
     Args:

@@ -34,7 +34,7 @@ from dtft.elastic.faults import (
 from dtft.elastic.local_cluster import ClusterOptions, HostPlace, LocalCluster
 
 if TYPE_CHECKING:
-    from dtft.cli import Drill
+    from dtft.cli import DrillCommand
 
 
 DEADLINE_S = 600.0
@@ -53,7 +53,7 @@ class Ran:
     left_behind: list[str]
 
 
-def run_drill(options: "Drill", words: list[str]) -> int:
+def run_drill(options: "DrillCommand", words: list[str]) -> int:
     """Runs the drill; 0 if the faulted run is as good as the undisturbed one.
 
     Args:
@@ -101,7 +101,7 @@ def run_drill(options: "Drill", words: list[str]) -> int:
     return 0 if record["ok"] else 1
 
 
-def _faults(experiment: Experiment, options: "Drill") -> list[Fault]:
+def _faults(experiment: Experiment, options: "DrillCommand") -> list[Fault]:
     hosts = experiment.cluster.hosts
     if any(text.startswith("scale:") for text in options.fault):
         hosts += options.spares  # the job may grow over them
@@ -119,7 +119,7 @@ def _faults(experiment: Experiment, options: "Drill") -> list[Fault]:
     return faults
 
 
-def _memory_limits(options: "Drill") -> dict[str, int]:
+def _memory_limits(options: "DrillCommand") -> dict[str, int]:
     """MiB of memory of the hosts that --host-memory names.
 
     Raises:
@@ -184,7 +184,7 @@ def _run(
     directory: Path,
     spares: int,
     faults: Sequence[Fault],
-    options: "Drill",
+    options: "DrillCommand",
 ) -> Ran:
     _fresh(directory)
     arguments = [*arguments, "--log.run_dir", str(directory)]
@@ -242,7 +242,7 @@ def _failures(faults: Sequence[Fault], marker: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _network(
-    settings: ClusterOptions, faults: Sequence[Fault], options: "Drill"
+    settings: ClusterOptions, faults: Sequence[Fault], options: "DrillCommand"
 ) -> Iterator[HostNamespaces | None]:
     """The namespaces of all hosts, if one of them is to be cut off."""
     if not any(fault.kind == "cut" for fault in faults):

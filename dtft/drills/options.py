@@ -23,7 +23,7 @@ from dtft.parallel import check_experiment
 from dtft.train import make_run_directory, with_run_dir
 
 if TYPE_CHECKING:
-    from dtft.cli import Bench, Drill, HostFlags, JobFlags, PlaceFlags
+    from dtft.cli import BenchCommand, DrillCommand, HostFlags, JobFlags, PlaceFlags
     from dtft.elastic.local_cluster import ClusterOptions
 
 
@@ -144,7 +144,7 @@ def _domains_in(name: str):
 
 
 def for_clusters(
-    command: "Drill | Bench", words: list[str], prog: str
+    command: "DrillCommand | BenchCommand", words: list[str], prog: str
 ) -> tuple[Experiment, list[str]]:
     """The experiment, and the overrides for clusters with run directories of their own.
 

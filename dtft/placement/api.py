@@ -17,16 +17,12 @@ from dtft.placement.kernels import Kernels
 from dtft.placement.list_scheduler import Schedule
 from dtft.placement.nodes import Nodes
 from dtft.placement.problem import Problem, bound_s
-from dtft.placement.result import Placement, Run, Transfer
+from dtft.placement.result import Placement, ScheduledTask, Transfer
 from dtft.placement.tasks import Grain, TaskGraph, Tasks, tasks_of
 from dtft.planner.arguments import check_choice, check_flag, check_whole, numbers
 from dtft.planner.cluster import Cluster
 from dtft.planner.ir import Graph
 from dtft.planner.memory import RESERVE
-
-# What is handed to `place` as a program, nodes and stretches: refused early, by name.
-#
-# Decides what they may be.
 
 
 def check_program(graph: Any, cluster: Any) -> None:
@@ -271,10 +267,10 @@ def _result(
     )
 
 
-def _runs(schedule: Schedule) -> tuple[Run, ...]:
+def _runs(schedule: Schedule) -> tuple[ScheduledTask, ...]:
     rows = zip(schedule.node_of, schedule.starts, schedule.ends, strict=True)
     runs = [
-        Run(task=task, node=node, start_s=start, end_s=end)
+        ScheduledTask(task=task, node=node, start_s=start, end_s=end)
         for task, (node, start, end) in enumerate(rows)
     ]
     return tuple(sorted(runs, key=lambda run: (run.start_s, run.task)))

@@ -24,13 +24,11 @@ from dtft.placement.list_scheduler import (
 )
 from dtft.placement.problem import Problem
 
-# Cutting a row of unequal items into stretches for unlike nodes: the fullest is least.
-#
-# Exact where there are few kinds of nodes: the least limit under which all items find
-# room is searched for, and for each limit it is known, for every number of nodes of
-# each kind, how far these reach (taking as much as possible is best for a set of nodes
-# in a given order). With many kinds only some orders of nodes are looked at. Pure
-# arithmetic.
+# Contiguous partition: a row of unequal items is cut into stretches for unlike nodes so
+# that the fullest stretch is least. With few kinds of nodes the result is exact: a
+# bisection finds the least limit, and dynamic programming over numbers of nodes of each
+# kind says how far they reach under a limit (for nodes in a given order, taking as many
+# items as fit is best). With many kinds only some orders of nodes are tried.
 
 
 Floats = NDArray[np.float64]
@@ -201,11 +199,9 @@ def _orders(seconds: Floats) -> Iterator[Sequence[int]]:
         yield rng.permutation(len(order)).tolist()
 
 
-# Changes where tasks run while that makes a step faster: one task, or two neighbours.
-#
-# Climbs from several placements, the best first, and ends at one that no single move,
-# and no move of two tasks of which one reads what the other makes, improves, or when
-# its tries are used up.
+# Local search: moves of one task, and of two tasks of which one reads the other's
+# result. It climbs from several placements, the best first, until no move improves the
+# step or no tries are left.
 
 
 _MOST_ENDS = 6

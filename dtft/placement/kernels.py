@@ -17,13 +17,6 @@ from dtft.placement.nodes import Nodes
 from dtft.planner.cluster import DeviceType, Platform
 from dtft.planner.ir import COUNTED, Operator, OperatorKind
 
-# Which devices have a kernel for which operators, and where a user wants them.
-#
-# For platforms that JAX knows lowering says it (`dtft.parallel.mpmd` asks, and hands in
-# the answer); for everything else a registry is the only source, and what is not in
-# it is not there.
-
-
 CLASSES: Mapping[str, str] = {
     "dense": "matmul", "conv": "convolution", "activation": "elementwise",
 }  # fmt: skip
@@ -126,10 +119,8 @@ def pinned(
     )
 
 
-# Which names of operators, devices and platforms a registry or a pin may have.
-#
-# Decides what is misspelt, which is refused, and what a program only happens to lack,
-# which is noted.
+# Checks of registries and pins. A misspelt name is refused; a name that the program
+# happens not to contain is noted.
 
 
 def check_kernels(

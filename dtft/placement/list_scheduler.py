@@ -101,14 +101,11 @@ def _peak(changes: list[tuple[float, float]]) -> float:
     return float(max(0.0, np.cumsum([change for _, change in changes]).max()))
 
 
-# When tasks run on which node: one after the other takes its place in a schedule.
-#
-# Simulates all that a placement has to wait for: each node runs one task at a time,
-# each port carries one value at a time, a value is sent to a node once, parts of a
-# gradient are added up where they are made and sent as one, and memory holds what is
-# still read. A task (or value) may take a gap that others left (insertion; HEFT,
-# Topcuoglu, Hariri and Wu 2002). The order of tasks is given, and so are nodes, or each
-# task takes the one where it ends first.
+# The simulation. A node runs one task at a time, and a port carries one value at a
+# time. A value is sent to a node once. Parts of a gradient are added up where they are
+# made and sent as one. Memory holds values until their last reader. A task or value may
+# fill an earlier gap (insertion; HEFT, Topcuoglu, Hariri and Wu 2002). The order of
+# tasks is given. Nodes are given too, or each task takes the node where it ends first.
 
 
 Sent = tuple[int, int, int, float, float]
@@ -383,11 +380,9 @@ class _State:
         return held.peaks(len(self.nodes), of.held_bytes, of.stays)
 
 
-# In which order tasks take their places: by what depends on them, or as they come.
-#
-# Upward rank (HEFT, Topcuoglu, Hariri and Wu 2002): seconds from the begin of a task to
-# the end of the program along the longest way. What a task takes before its node is
-# known is the mean, the least or the most of its nodes.
+# Orders. The upward rank of a task (HEFT) is the longest path in seconds from its begin
+# to the end of the program. Before nodes are known, the seconds of a task are the mean,
+# least or most over its nodes.
 
 
 Taken = Literal["mean", "max", "min"]

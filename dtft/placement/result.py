@@ -25,7 +25,7 @@ _PICTURES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class ScheduledTask:
     """One task in the schedule."""
 
     task: int
@@ -67,7 +67,7 @@ class Placement:
     """Node of each task."""
     operators: tuple[tuple[int, int], ...] = ()
     """Of each forward task its first operator and the one after its last."""
-    schedule: tuple[Run, ...]
+    schedule: tuple[ScheduledTask, ...]
     """By begin."""
     transfers: tuple[Transfer, ...]
     """By begin. An argument goes from the node that has it to others that read it."""
@@ -215,9 +215,8 @@ def _check(placement: Placement) -> None:
         raise ValueError(f"operators has more entries than the {num_tasks} tasks")
 
 
-# Pictures of a schedule: a lane for each node, tasks by kind, what comes in below.
-#
-# As inline SVG for the report, and as a matplotlib figure. Turns numbers into shapes.
+# Pictures, as inline SVG and as a matplotlib figure: a lane per node, tasks by kind,
+# received values below.
 
 
 _LANE, _THIN, _GAP, _WIDTH, _LETTER = 18, 5, 10, 720, 6.6
@@ -338,11 +337,6 @@ def _joined(some: Iterable[Bar], least_s: float) -> Iterable[Bar]:
         yield before
         last[lane] = lane, name, start, end, words
     yield from last.values()
-
-
-# What a placement says of itself: tables for a terminal, a page with the schedule.
-#
-# Decides only what is shown; numbers are the placement's own.
 
 
 def sections(placement: Placement) -> tuple[Section, ...]:

@@ -13,13 +13,7 @@ from dtft.placement.nodes import Nodes
 from dtft.planner.cluster import DeviceType
 from dtft.planner.cost import computing_s
 from dtft.planner.ir import CHEAP, Graph, Operator, find_repeats
-from dtft.planner.spmd import Division, work_of
-
-# Tasks and what they hand to each other: what a placement lays on nodes.
-#
-# Values only, checked. A task is an operator, a loop, or a layer (`tasks_of` makes
-# them of a traced program); any other graph of tasks will do as well.
-
+from dtft.planner.spmd import ShardingAssignment, work_of
 
 Floats = NDArray[np.float64]
 
@@ -248,11 +242,9 @@ def with_gradients(
     return [replace(one, has_gradient=at in ways) for at, one in enumerate(passed)]
 
 
-# A traced program as tasks: operators, whole loops, layers; how long each node takes.
-#
-# Decides what one task is: an operator; a loop with all that is in it, as no node can
-# take over in the middle of one; what an executor cannot cut (`together`); and with
-# grain `block` each of a row of equal layers.
+# Tasks of a traced program. A task is an operator or a whole loop, as no node can take
+# over inside a loop. Operators that the executor cannot separate are one task
+# (`together`). With grain `block` each of a run of equal layers is one task.
 
 
 Grain = Literal["operator", "block"]
@@ -405,7 +397,7 @@ class _Seconds:
         )
         key = op.primitive, op.flops, op.special, op.trips, arrays
         if key not in self._known:
-            done = work_of(self.graph, op, Division(axes={}))
+            done = work_of(self.graph, op, ShardingAssignment(axes={}))
             self._known[key] = np.array(
                 [_seconds(self.graph, device, done) for device in self.types.values()]
             )

@@ -12,10 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
-# Keys that stand twice in one mapping of a file are refused, whoever reads it.
-#
-# Parsers take the last of them without a word, so that a line which somebody edited
-# does nothing.
+# Duplicate keys. Parsers keep the last of them silently, so an edit of the first would
+# have no effect.
 
 
 class Twice(ValueError):
@@ -65,11 +63,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return mapping_once(pairs, f"an object, the one with {names:.60}")
 
 
-# Values built of what JSON has, as their types say; what does not fit is refused.
-#
-# Knows dataclasses, lists (as tuples), objects (as mappings), choices (`Literal`),
-# text, flags and numbers; these are finite and 0 or more, as all that the planner
-# writes are.
+# Typed decoding: dataclasses, lists (as tuples), objects (as mappings), `Literal`,
+# text, flags and numbers. Numbers must be finite and 0 or more, as in all that the
+# planner writes.
 
 
 _PLAIN: Mapping[Any, tuple[tuple[type, ...], str]] = {

@@ -1,6 +1,6 @@
 """What is planned: a traced step, and what each of its arrays is.
 
-`of_step` and `of_loss` trace the user's functions and make a `Question`: which leaves
+`of_step` and `of_loss` trace the user's functions and make a `Workload`: which leaves
 are parameters, optimizer state and batch, which dims index examples, positions and
 experts, and how often the model reads each argument. Nothing is computed.
 """
@@ -20,7 +20,7 @@ from dtft.planner.gc_pause import gc_paused
 from dtft.planner.ir import (
     POLICIES,
     Graph,
-    Group,
+    OpGroup,
     Value,
     find_repeats,
     group_operators,
@@ -29,15 +29,13 @@ from dtft.planner.ir import (
     same_dims,
     trace,
 )
-from dtft.planner.spmd import Division
+from dtft.planner.spmd import ShardingAssignment
 from dtft.planner.types import Remat
 
-# Which dims index experts, and in which arrays they are divided before examples are.
-#
-# Found from products alone: a dim of experts is in both operands and the result of a
-# product, and one of the three is (or is shaped as) a parameter, so that each of its
-# entries has weights of its own. Layers of experts, ensembles and other stacks of small
-# models all have such a dim.
+# Expert dims follow from products alone. An expert dim is in both operands and in the
+# result of a product, and one of the three is a parameter or shaped like one, so each
+# entry has weights of its own. Layers of experts, ensembles and other stacks of small
+# models have such a dim.
 
 
 Arrays = Mapping[frozenset[int], int]
@@ -98,11 +96,6 @@ def _products(
             yield arrays, weights[0]
 
 
-# Which arguments the model reads, and in how many of its passes.
-#
-# Follows an argument through loops and through what only lays it out anew.
-
-
 def passes(graph: Graph) -> dict[int, int]:
     """For each argument, by how many passes (forward, backward) it is read.
 
@@ -154,11 +147,6 @@ def read_by_model(graph: Graph) -> set[int]:
     return found & set(graph.inputs.values())
 
 
-# Which dim of a layer's weights an axis divides where several could be.
-#
-# A decision on names of dims alone, so that all arrays of one set of dims agree.
-
-
 def arrays_of_weights(
     parameters: Sequence[Sequence[int]], loops: Container[int]
 ) -> Arrays:
@@ -203,7 +191,7 @@ _ROLES: Mapping[str, Role] = {
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Question:
+class Workload:
     """A step to be planned."""
 
     entry: Literal["step", "loss"]
@@ -222,7 +210,7 @@ class Question:
         return self.alias.get(dim, dim)
 
     @cached_property
-    def groups(self) -> tuple[Group, ...]:
+    def groups(self) -> tuple[OpGroup, ...]:
         """Operators that cost alike."""
         return group_operators(self.graph, self.alias)
 
@@ -304,7 +292,7 @@ class Question:
         text = repr((values, operators, list(self.roles.items())))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
-    def rematerialized(self, remat: Remat) -> "Question":
+    def rematerialized(self, remat: Remat) -> "Workload":
         """The same question with parts of the loss computed again.
 
         Raises:
@@ -322,20 +310,20 @@ class Question:
         return self._rematerialized[remat]
 
     @cached_property
-    def _rematerialized(self) -> dict[Remat, "Question"]:
+    def _rematerialized(self) -> dict[Remat, "Workload"]:
         """What was traced already."""
         return {}
 
-    def aligned(self, division: Division) -> Division:
+    def aligned(self, division: ShardingAssignment) -> ShardingAssignment:
         """A division of `graph` as one of `program`: what is the same is divided so."""
         if self.program is self.graph:
             return division
         axes = {dim: division.of(other) for dim, other in self._same_dims.items()}
         axes = {dim: found for dim, found in axes.items() if found}
-        return Division(axes=axes, first=self._first(division))
+        return ShardingAssignment(axes=axes, first=self._first(division))
 
-    def _first(self, division: Division) -> Arrays:
-        """`Division.first` of the program, which makes no gradients of weights."""
+    def _first(self, division: ShardingAssignment) -> Arrays:
+        """`ShardingAssignment.first` of the program, without gradients of weights."""
         if division.first.keys().isdisjoint(self.expert_arrays):
             return {}
         program = self.program
@@ -364,7 +352,7 @@ class Question:
 
 
 @gc_paused()
-def of_step(step: Callable[..., Any], state: Any, batch: Any) -> Question:
+def of_step(step: Callable[..., Any], state: Any, batch: Any) -> Workload:
     """A whole training step of the user: `step(state, batch) -> (state, ...)`."""
 
     def named(state: Any, batch: Any) -> Any:
@@ -380,7 +368,7 @@ def of_step(step: Callable[..., Any], state: Any, batch: Any) -> Question:
             roles[path] = "batch"
         else:
             roles[path] = "parameter" if index in read else "optimizer"
-    return _question("step", graph, roles, graph)
+    return _workload("step", graph, roles, graph)
 
 
 @gc_paused()
@@ -389,7 +377,7 @@ def of_loss(
     optimizer: optax.GradientTransformation,
     params: Any,
     batch: Any,
-) -> Question:
+) -> Workload:
     """A loss, from which `dtft.train.make_step` makes the step.
 
     Args:
@@ -426,7 +414,7 @@ def of_loss(
     program = trace(
         lambda params, batch: loss(params, batch), params=params, batch=batch
     )
-    return _question("loss", graph, roles, program, traced)
+    return _workload("loss", graph, roles, program, traced)
 
 
 def _prepared(
@@ -440,15 +428,15 @@ def _prepared(
     return lambda params, batch: run(*jax.tree.leaves((params, batch)))[0]
 
 
-def _question(
+def _workload(
     entry: Literal["step", "loss"],
     graph: Graph,
     roles: Mapping[str, Role],
     program: Graph,
     again: Callable[[Remat], Graph] | None = None,
-) -> Question:
+) -> Workload:
     alias = dict(enumerate(find_repeats(graph).dims))
-    return Question(
+    return Workload(
         entry=entry,
         graph=graph,
         alias=alias,

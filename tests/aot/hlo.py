@@ -7,7 +7,7 @@ one kernel. Must not know JAX or a backend.
 import re
 from collections import Counter
 
-from dtft.planner.aot.hlo import Operation, Program
+from dtft.planner.aot.hlo import HloProgram, Operation
 
 _COLLECTIVES = (
     "all-reduce",
@@ -26,7 +26,7 @@ def largest(operation: Operation) -> int:
     return max((array.size for array in operation.arrays), default=0)
 
 
-def kernels(program: Program, elements: int) -> list[Operation]:
+def kernels(program: HloProgram, elements: int) -> list[Operation]:
     """What computes a result of `elements` or more; copies are not among it."""
     return [
         o
@@ -35,14 +35,14 @@ def kernels(program: Program, elements: int) -> list[Operation]:
     ]
 
 
-def copies(program: Program, elements: int) -> list[Operation]:
+def copies(program: HloProgram, elements: int) -> list[Operation]:
     """What only copies `elements` or more, as an operation or a kernel."""
     return [
         o for o in program.operations if largest(o) >= elements and _copies(program, o)
     ]
 
 
-def collectives(program: Program) -> Counter[str]:
+def collectives(program: HloProgram) -> Counter[str]:
     """How often each kind of communication takes place."""
     found = (o.opcode.removesuffix("-start") for o in program.operations)
     return Counter(kind for kind in found if kind in _COLLECTIVES)
@@ -55,7 +55,7 @@ def aliases(text: str | None) -> dict[int, int]:
     return {int(output or 0): int(number) for output, number in pairs}
 
 
-def bytes_moved(program: Program) -> int:
+def bytes_moved(program: HloProgram) -> int:
     """Bytes that kernels and copies read and write, each operand once."""
     sizes = {o.name: o.num_bytes for o in program.operations}
     return sum(
@@ -70,7 +70,7 @@ def _computes(operation: Operation) -> bool:
     return kind not in (*_FREE, *_COLLECTIVES, "copy")
 
 
-def _copies(program: Program, operation: Operation) -> bool:
+def _copies(program: HloProgram, operation: Operation) -> bool:
     if operation.opcode in _COPIES:
         return True
     if operation.opcode != "fusion":

@@ -10,8 +10,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from dtft._jax_internals import compile_module
-from dtft.planner.aot.check import Compiled, Failure
-from dtft.planner.aot.compile import Candidate, compile_all, lower
+from dtft.planner.aot.check import Compiled, CompileFailure
+from dtft.planner.aot.compile import LoweredStep, compile_all, lower
 from dtft.planner.aot.hlo import CompiledCollective, collectives
 from tests.aot import gpu
 
@@ -37,7 +37,7 @@ def _step(params: Any, x_BD: Any) -> Any:
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
 
 
-def _candidate() -> Candidate:
+def _candidate() -> LoweredStep:
     return lower(
         _step,
         (PARAMS, BATCH),
@@ -57,10 +57,10 @@ def _nameless(found: tuple[CompiledCollective, ...]) -> list[str]:
 @pytest.mark.timeout(180)  # a child imports JAX, on a busy machine too
 def test_memory_and_collectives_are_those_of_the_whole_compilation() -> None:
     devices = gpu.devices(8)
-    broken = Candidate(name="broken", mesh=MESH, target="h200", module=b"no module")
+    broken = LoweredStep(name="broken", mesh=MESH, target="h200", module=b"no module")
     early, failed = compile_all([_candidate(), broken], deadline_s=150.0)
     assert isinstance(early, Compiled), early
-    assert isinstance(failed, Failure)
+    assert isinstance(failed, CompileFailure)
     assert "Error" in failed.reason
     whole = compile_module(_candidate().module, devices, {})
     stats = whole.get_compiled_memory_stats()

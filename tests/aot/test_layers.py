@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dtft.planner.aot.hlo import Program, parse
+from dtft.planner.aot.hlo import HloProgram, parse
 from tests.aot import gpu, hlo
 
 gradients = pytest.importorskip("dtft.collectives.gradients")
 LAYERS, WIDTH = 4, 1024
 
 
-def _compile(trigger: str) -> Program:
+def _compile(trigger: str) -> HloProgram:
     mesh = gpu.mesh(replica=8)
 
     def loss(params: Any, x_BD: Any) -> Any:

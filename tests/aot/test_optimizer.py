@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dtft.optim import max_adabelief
-from dtft.planner.aot.hlo import Program, parse
+from dtft.planner.aot.hlo import HloProgram, parse
 from tests.aot import gpu, hlo
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -145,7 +145,7 @@ MATRIX_BYTES = 4 * WIDTH**2
 BATCH_BYTES = 4 * 1024 * WIDTH // 8
 
 
-def _large_all_reduces(program: Program) -> int:
+def _large_all_reduces(program: HloProgram) -> int:
     return sum(
         o.opcode.startswith("all-reduce") and hlo.largest(o) > 1
         for o in program.operations

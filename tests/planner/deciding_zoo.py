@@ -5,12 +5,12 @@ from functools import cache
 
 from dtft.planner.cluster.topology import Cluster
 from dtft.planner.search.decision import Decision, decide
-from dtft.planner.workload import Question, of_loss
+from dtft.planner.workload import Workload, of_loss
 from tests.planner.zoo import MODELS
 
 
 @cache
-def question(vocabulary: int = 256) -> Question:
+def question(vocabulary: int = 256) -> Workload:
     """A transformer of two layers."""
     model = MODELS["gpt"](
         batch=8, time=64, width=128, layers=2, heads=4, vocabulary=vocabulary
@@ -19,7 +19,7 @@ def question(vocabulary: int = 256) -> Question:
 
 
 @cache
-def mlp(batch: int = 64, widths: tuple[int, ...] = (64, 256, 16)) -> Question:
+def mlp(batch: int = 64, widths: tuple[int, ...] = (64, 256, 16)) -> Workload:
     """Linear layers."""
     model = MODELS["mlp"](batch=batch, widths=widths)
     return of_loss(model.loss, model.optimizer, model.params, model.batch)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dtft.planner.spmd.partitioner import Division
+from dtft.planner.spmd.partitioner import ShardingAssignment
 from dtft.planner.workload import of_loss
 from tests.planner.zoo import MODELS
 from tests.planner.zoo_parts import ADAM, array, ints
@@ -35,7 +35,7 @@ def test_what_no_argument_has_is_divided_in_the_loss_as_in_the_step() -> None:
     asked = of_loss(loss, ADAM, params, batch)
     (made,) = [op for op in asked.graph.operators if op.primitive == "dot_general"][:1]
     positions = asked.graph.values[made.outputs[0]].dims[1]
-    division = asked.aligned(Division(axes={positions: ("sequence",)}))
+    division = asked.aligned(ShardingAssignment(axes={positions: ("sequence",)}))
     (twin,) = [op for op in asked.program.operators if op.primitive == "dot_general"]
     spec = division.spec(asked.program.values[twin.outputs[0]])
     assert spec == ((), ("sequence",), ())

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtft.planner.search.elimination import (
+    CostProblem,
     Factor,
-    Problem,
     eliminate,
     elimination_order,
 )
 from dtft.planner.search.solver import Assignment, prune, solve, solve_each
 
 
-def brute_force(problem: Problem) -> tuple[tuple[int, ...], float]:
+def brute_force(problem: CostProblem) -> tuple[tuple[int, ...], float]:
     """The lexicographically smallest assignment of least cost."""
     values = np.indices(problem.sizes)
     total = np.zeros(problem.sizes)
@@ -35,7 +35,7 @@ def problem_over(
     *,
     forbidden: float = 0.0,
     integers: bool = False,
-) -> Problem:
+) -> CostProblem:
     """Random tables; `forbidden` is the share of entries that are +inf."""
     factors: list[Factor] = []
     for scope in scopes:
@@ -45,7 +45,7 @@ def problem_over(
             costs = rng.integers(0, 3, shape).astype(float)
         costs[rng.random(shape) < forbidden] = np.inf
         factors.append(Factor(variables=scope, costs=costs))
-    return Problem(sizes=sizes, factors=tuple(factors))
+    return CostProblem(sizes=sizes, factors=tuple(factors))
 
 
 def random_scopes(rng: np.random.Generator, num_variables: int) -> list:
@@ -79,7 +79,7 @@ def loop(num: int) -> list[tuple[int, ...]]:
     return [(at, (at + 1) % num) for at in range(num)]
 
 
-def assert_best(problem: Problem, found: Assignment) -> None:
+def assert_best(problem: CostProblem, found: Assignment) -> None:
     _, least = brute_force(problem)
     scale = max(np.abs(f.costs[np.isfinite(f.costs)]).max() for f in problem.factors)
     assert found.cost == pytest.approx(least, abs=1e-9 * scale, rel=1e-9)
@@ -126,7 +126,7 @@ def test_mixed_integer_program_finds_the_least_cost() -> None:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> Problem:
+def problems(draw: st.DrawFn) -> CostProblem:
     num = draw(st.integers(1, 5))
     sizes = tuple(draw(st.lists(st.integers(1, 3), min_size=num, max_size=num)))
     factors: list[Factor] = []
@@ -141,12 +141,12 @@ def problems(draw: st.DrawFn) -> Problem:
         factors.append(
             Factor(variables=tuple(scope), costs=np.array(costs).reshape(shape))
         )
-    return Problem(sizes=sizes, factors=tuple(factors))
+    return CostProblem(sizes=sizes, factors=tuple(factors))
 
 
 @settings(max_examples=150)
 @given(problems())
-def test_elimination_equals_trying_everything(problem: Problem) -> None:
+def test_elimination_equals_trying_everything(problem: CostProblem) -> None:
     least = brute_force(problem)[1]
     if math.isinf(least):
         with pytest.raises(ValueError, match="forbidden"):
@@ -158,7 +158,7 @@ def test_elimination_equals_trying_everything(problem: Problem) -> None:
 
 @settings(max_examples=150)
 @given(problems())
-def test_pruning_never_removes_the_optimum(problem: Problem) -> None:
+def test_pruning_never_removes_the_optimum(problem: CostProblem) -> None:
     pruned = prune(problem)
     assert all(len(kept) >= 1 for kept in pruned.kept)
     values, least = brute_force(pruned.problem)
@@ -193,7 +193,7 @@ def test_of_equal_costs_the_lexicographically_smallest_is_taken(shape: str) -> N
 def test_same_problem_gives_the_same_assignment() -> None:
     rng = np.random.default_rng(0)
     problem = problem_over(rng, (3,) * 8, random_scopes(rng, 8), integers=True)
-    again = Problem(sizes=problem.sizes, factors=problem.factors)
+    again = CostProblem(sizes=problem.sizes, factors=problem.factors)
     assert solve(problem) == solve(again)
     assert solve(problem, max_entries=1) == solve(again, max_entries=1)
 
@@ -204,7 +204,7 @@ def test_long_chain_of_shared_tables_is_eliminated() -> None:
     own = rng.random((3840, 12))
     factors = [Factor(variables=(at, at + 1), costs=step) for at in range(3839)]
     factors += [Factor(variables=(at,), costs=own[at]) for at in range(3840)]
-    problem = Problem(sizes=(12,) * 3840, factors=tuple(factors))
+    problem = CostProblem(sizes=(12,) * 3840, factors=tuple(factors))
     found = solve(problem)
     ahead = own[0]
     for at in range(1, 3840):
@@ -237,7 +237,7 @@ def test_pruned_problem_may_fit_the_tables() -> None:
         Factor(variables=f.variables, costs=np.sort(np.sort(f.costs, 0), 1))
         for f in clique.factors
     ]
-    found = solve(Problem(sizes=(3,) * 6, factors=(*ordered, *own)), max_entries=4)
+    found = solve(CostProblem(sizes=(3,) * 6, factors=(*ordered, *own)), max_entries=4)
     assert found.method == "elimination"
     assert found.values == (0,) * 6
 
@@ -262,7 +262,7 @@ def test_deadline_that_passes_with_all_that_was_tried_forbidden_is_an_error() ->
     # Where all start, any single change leaves something forbidden.
     swap = np.full((3, 3, 3), np.inf)
     swap[2, 1, 0] = 0.0
-    problem = Problem(
+    problem = CostProblem(
         sizes=(3,) * 5, factors=(*factors, Factor(variables=(0, 1, 2), costs=swap))
     )
     with pytest.raises(
@@ -279,7 +279,9 @@ def test_conflict_names_the_variables_that_cannot_have_values_together() -> None
     factors = [Factor(variables=scope, costs=different) for scope in odd_loop]
     factors += [Factor(variables=scope, costs=1 - np.eye(2)) for scope in others]
     factors += [Factor(variables=(2, 3), costs=different)]
-    problem = Problem(sizes=(2,) * 8, factors=tuple(factors), names=tuple("abcdefgh"))
+    problem = CostProblem(
+        sizes=(2,) * 8, factors=tuple(factors), names=tuple("abcdefgh")
+    )
     with pytest.raises(ValueError, match=r"values of b, e, g is forbidden"):
         solve(problem)
     with pytest.raises(ValueError, match=r"values of b, e, g is forbidden"):
@@ -288,7 +290,7 @@ def test_conflict_names_the_variables_that_cannot_have_values_together() -> None
 
 def test_conflict_of_one_variable_is_named() -> None:
     never = Factor(variables=(1,), costs=np.full(3, np.inf))
-    problem = Problem(sizes=(2, 3), factors=(never,))
+    problem = CostProblem(sizes=(2, 3), factors=(never,))
     with pytest.raises(ValueError, match=r"values of variable 1 is forbidden"):
         solve(problem)
 
@@ -301,7 +303,7 @@ def test_conflicts_are_smallest_and_real() -> None:
         scopes = random_scopes(rng, num)
         names = tuple(f"v{at}" for at in range(num))
         problem = problem_over(rng, (2,) * num, scopes, forbidden=0.6)
-        problem = Problem(sizes=problem.sizes, factors=problem.factors, names=names)
+        problem = CostProblem(sizes=problem.sizes, factors=problem.factors, names=names)
         if not math.isinf(brute_force(problem)[1]):
             continue
         seen += 1
@@ -310,14 +312,16 @@ def test_conflicts_are_smallest_and_real() -> None:
         words = str(error.value).split("values of ")[1].split(" is forbidden")[0]
         named = {names.index(word) for word in words.split(", ")}
         within = tuple(f for f in problem.factors if named >= set(f.variables))
-        assert math.isinf(brute_force(Problem(sizes=problem.sizes, factors=within))[1])
+        assert math.isinf(
+            brute_force(CostProblem(sizes=problem.sizes, factors=within))[1]
+        )
     assert seen > 30
 
 
 def test_problem_without_factors_or_choices_is_solved() -> None:
-    assert solve(Problem(sizes=(2, 1), factors=())).values == (0, 0)
+    assert solve(CostProblem(sizes=(2, 1), factors=())).values == (0, 0)
     only = Factor(variables=(0, 1), costs=np.array([[4.0]]))
-    assert solve(Problem(sizes=(1, 1), factors=(only,))).cost == 4.0
+    assert solve(CostProblem(sizes=(1, 1), factors=(only,))).cost == 4.0
 
 
 @pytest.mark.parametrize(
@@ -336,15 +340,15 @@ def test_problem_without_factors_or_choices_is_solved() -> None:
 )
 def test_what_is_no_problem_is_refused(factor: Factor, words: str) -> None:
     with pytest.raises(ValueError) as error:
-        Problem(sizes=(2, 3), factors=(factor,), names=("a", "b"))
+        CostProblem(sizes=(2, 3), factors=(factor,), names=("a", "b"))
     assert words in str(error.value)
 
 
 def test_variables_need_values_and_names() -> None:
     with pytest.raises(ValueError, match="variable 1 has 0 values"):
-        Problem(sizes=(2, 0), factors=())
+        CostProblem(sizes=(2, 0), factors=())
     with pytest.raises(ValueError, match="names has 1 entries for 2 variables"):
-        Problem(sizes=(2, 2), factors=(), names=("a",))
+        CostProblem(sizes=(2, 2), factors=(), names=("a",))
 
 
 def test_order_of_a_chain_is_its_reverse_and_a_wide_clique_has_none() -> None:
@@ -372,7 +376,7 @@ def test_any_order_of_elimination_gives_the_least_cost() -> None:
 @settings(max_examples=60)
 @given(problems(), st.data(), st.sampled_from([1, 64, 2**22]))
 def test_each_value_of_a_variable_gets_what_solving_it_alone_gives(
-    problem: Problem, data: st.DataObject, max_entries: int
+    problem: CostProblem, data: st.DataObject, max_entries: int
 ) -> None:
     """At once, in parts, and where tables are too large each by itself."""
     given_variable = data.draw(st.integers(0, len(problem.sizes) - 1))
@@ -389,7 +393,7 @@ def test_each_value_of_a_variable_gets_what_solving_it_alone_gives(
     assert [problem.cost(values) for values in found] == pytest.approx(alone, rel=1e-9)
 
 
-def _with_each(problem: Problem, variable: int) -> Iterator[list[np.ndarray]]:
+def _with_each(problem: CostProblem, variable: int) -> Iterator[list[np.ndarray]]:
     for value in range(problem.sizes[variable]):
         kept = [np.arange(size) for size in problem.sizes]
         kept[variable] = np.array([value])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtft.planner.ir.graph import Graph
-from dtft.planner.ir.repeats import Blocks, find_repeats
+from dtft.planner.ir.repeats import RepeatClasses, find_repeats
 from dtft.planner.ir.tracing import trace
 from tests.planner.zoo import gpt, mlp
 
@@ -25,14 +25,14 @@ def residual(x: jax.Array, layers: Sequence[Any]) -> jax.Array:
     return x
 
 
-def traced(layers: int, hidden: Sequence[int] = ()) -> tuple[Graph, Blocks]:
+def traced(layers: int, hidden: Sequence[int] = ()) -> tuple[Graph, RepeatClasses]:
     sizes = hidden or [32] * layers
     weights = [(array(8, size), array(size, 8)) for size in sizes]
     graph = trace(jax.grad(lambda w, x: jnp.sum(residual(x, w))), weights, array(4, 8))
     return graph, find_repeats(graph)
 
 
-def classes(graph: Graph, found: Blocks, path: str) -> tuple[int, ...]:
+def classes(graph: Graph, found: RepeatClasses, path: str) -> tuple[int, ...]:
     return tuple(found.dims[dim] for dim in graph.values[graph.inputs[path]].dims)
 
 
@@ -106,4 +106,4 @@ def test_a_deep_gpt_has_as_many_classes_as_a_shallow_one(entry: str) -> None:
 
 def test_a_program_without_operators_has_no_blocks() -> None:
     graph = trace(lambda x: x, array(4))
-    assert find_repeats(graph) == Blocks(dims=(0,), operators=(), repeats=())
+    assert find_repeats(graph) == RepeatClasses(dims=(0,), operators=(), repeats=())

@@ -17,16 +17,16 @@ from jax import lax
 from dtft._jax_internals import compile_module
 from dtft.parallel.planning.verify import candidate_of
 from dtft.planner.aot.check import agreements
-from dtft.planner.aot.compile import Candidate
+from dtft.planner.aot.compile import LoweredStep
 from dtft.planner.aot.hlo import collectives
 from dtft.planner.aot.worker import _CPU_OPTIONS
 from dtft.planner.cluster.topology import Cluster
 from dtft.planner.plan import Plan
 from dtft.planner.search import write_plan
 from dtft.planner.search.enumerate import enumerate_space
-from dtft.planner.search.search import Search
+from dtft.planner.search.search import PlanSearch
 from dtft.planner.search.space import Choices
-from dtft.planner.workload import Question, of_loss, of_step
+from dtft.planner.workload import Workload, of_loss, of_step
 from tests.planner.zoo_parts import ADAM, array, ints
 
 CLUSTER = Cluster.parse("8xH100")
@@ -84,7 +84,7 @@ CASES: Mapping[str, tuple[Callable[..., Any], Any, Any, Mapping[str, int]]] = {
 }
 
 
-def plan_of(question: Question, pins: Mapping[str, int]) -> Plan:
+def plan_of(question: Workload, pins: Mapping[str, int]) -> Plan:
     """The only plan that has these pins, for a compiler without reduce-scatter."""
     axes = [axis for axis in pins if axis != "zero"]
     space = enumerate_space(
@@ -96,12 +96,12 @@ def plan_of(question: Question, pins: Mapping[str, int]) -> Plan:
         ),
         pins,
     )
-    search = Search(question, CLUSTER.uniform, scatters=False)
+    search = PlanSearch(question, CLUSTER.uniform, scatters=False)
     priced = search.price(space)
     return write_plan.as_plan(search, priced, int(priced.ranking[0]), CLUSTER)
 
 
-def differences(plan: Plan, candidate: Candidate) -> dict[Any, tuple[int, int]]:
+def differences(plan: Plan, candidate: LoweredStep) -> dict[Any, tuple[int, int]]:
     """Bytes predicted and found, where these differ."""
     program = compile_module(candidate.module, jax.devices(), _CPU_OPTIONS)
     found = collectives(program.hlo_modules()[0].to_string(), plan.mesh)

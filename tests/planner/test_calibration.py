@@ -38,7 +38,7 @@ from dtft.planner.cost.fitting import (
     fit_overlap,
     fit_peak,
 )
-from dtft.planner.cost.mesh_topology import Group
+from dtft.planner.cost.mesh_topology import DeviceGroup
 
 KINDS: tuple[CollectiveKind, ...] = (
     "all_reduce",
@@ -193,7 +193,7 @@ def test_collectives_give_back_the_curve(sizes: tuple[int, ...]) -> None:
     for kind in KINDS:
         for n in sizes:
             for size in np.geomspace(1e3, 1e8, 8).astype(int).tolist():
-                group = Group(sizes=(n,), links=(planted,))
+                group = DeviceGroup(sizes=(n,), links=(planted,))
                 true = collective_s(kind, size, group)
                 times.append(
                     CollectiveTime(
@@ -214,7 +214,7 @@ def test_collectives_give_back_the_curve(sizes: tuple[int, ...]) -> None:
 
 def test_a_kind_that_is_slower_gets_its_own_curve() -> None:
     port = link("nvlink-3")
-    group = Group(sizes=(8,), links=(port,))
+    group = DeviceGroup(sizes=(8,), links=(port,))
     times = [
         CollectiveTime(
             kind=kind,
@@ -226,7 +226,7 @@ def test_a_kind_that_is_slower_gets_its_own_curve() -> None:
         for size in (10**4, 10**6, 10**8, 10**9)
     ]
     fitted, _ = fit_link(port, times)
-    known = Group(sizes=(8,), links=(fitted,))
+    known = DeviceGroup(sizes=(8,), links=(fitted,))
     factors: dict[CollectiveKind, int] = {"permute": 4, "all_gather": 1}
     for kind, factor in factors.items():
         expected = factor * collective_s(kind, 1e9, group)

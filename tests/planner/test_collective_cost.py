@@ -14,7 +14,13 @@ from dtft.planner.cluster.catalog import link
 from dtft.planner.cluster.hardware import CollectiveKind, Curve, Link
 from dtft.planner.cluster.topology import Cluster, Level, Pool
 from dtft.planner.cost.collectives import Algorithm, collective_s, collectives_s
-from dtft.planner.cost.mesh_topology import Group, Groups, _counted, group_of, members
+from dtft.planner.cost.mesh_topology import (
+    DeviceGroup,
+    DeviceGroups,
+    _counted,
+    group_of,
+    members,
+)
 from dtft.planner.search.meshes import divisors
 
 KINDS = get_args(CollectiveKind)
@@ -25,8 +31,8 @@ FAST = Link(
 )
 SLOW = Link(kind="InfiniBand", curve=Curve(latency_s=9e-6, bandwidth=25e9), source="")
 HOSTS = Cluster.parse("4x8xa100").uniform
-FLAT = Group(sizes=(8,), links=(SLOW,))
-TWO = Group(sizes=(8, 4), links=(FAST, SLOW))
+FLAT = DeviceGroup(sizes=(8,), links=(SLOW,))
+TWO = DeviceGroup(sizes=(8, 4), links=(FAST, SLOW))
 
 
 def test_formulas_of_one_level() -> None:
@@ -45,8 +51,8 @@ def test_formulas_of_one_level() -> None:
 
 
 def test_hierarchical_is_scatter_inside_reduce_between_and_gather_inside() -> None:
-    inside = Group(sizes=(8,), links=(FAST,))
-    between = Group(sizes=(4,), links=(SLOW,))
+    inside = DeviceGroup(sizes=(8,), links=(FAST,))
+    between = DeviceGroup(sizes=(4,), links=(SLOW,))
     for size in (1e4, 1e7, 1e9):
         parts = (
             collective_s("reduce_scatter", size, inside, "ring")
@@ -60,7 +66,7 @@ def test_hierarchical_is_scatter_inside_reduce_between_and_gather_inside() -> No
 @pytest.mark.parametrize("n", [2, 4, 8, 64])
 def test_ring_beats_tree_above_the_size_of_the_reference(n: int) -> None:
     curve = SLOW.curve
-    group = Group(sizes=(n,), links=(SLOW,))
+    group = DeviceGroup(sizes=(n,), links=(SLOW,))
     crossover = n * curve.bandwidth * curve.latency_s * ((n - 1) - math.log2(n))
     for size, ring_wins in ((crossover * 0.99, False), (crossover * 1.01 + 1, True)):
         ring = collective_s("all_reduce", size, group, "ring")
@@ -94,7 +100,7 @@ def test_host_gather_is_best_for_tiny_arrays_and_worst_for_large() -> None:
 def test_more_bytes_never_take_less_time(
     kind: CollectiveKind, sizes: list[int], a: float, b: float
 ) -> None:
-    group = Group(sizes=tuple(sizes), links=(FAST, SLOW, SLOW)[: len(sizes)])
+    group = DeviceGroup(sizes=tuple(sizes), links=(FAST, SLOW, SLOW)[: len(sizes)])
     low, high = sorted((a, b))
     assert collective_s(kind, low, group) <= collective_s(kind, high, group)
 
@@ -103,7 +109,7 @@ def test_more_bytes_never_take_less_time(
 def test_more_devices_never_take_less_time(
     kind: CollectiveKind, n: int, size: float
 ) -> None:
-    small, large = (Group(sizes=(k,), links=(SLOW,)) for k in (n, n + 1))
+    small, large = (DeviceGroup(sizes=(k,), links=(SLOW,)) for k in (n, n + 1))
     assert collective_s(kind, size, small) <= collective_s(kind, size, large)
 
 
@@ -141,7 +147,9 @@ def test_one_device_and_no_bytes_cost_nothing() -> None:
 
 def test_a_shared_port_gives_each_device_its_part() -> None:
     shared = Link(kind="PCIe", curve=SLOW.curve, shared_by=4, source="")
-    alone, together = (Group(sizes=(8,), links=(port,)) for port in (SLOW, shared))
+    alone, together = (
+        DeviceGroup(sizes=(8,), links=(port,)) for port in (SLOW, shared)
+    )
     size = 1e10
     assert collective_s("all_gather", size, together) == pytest.approx(
         4 * collective_s("all_gather", size, alone), rel=1e-3
@@ -159,7 +167,7 @@ def test_a_ring_over_hosts_uses_every_port_of_a_host() -> None:
 
 def test_collectives_with_a_curve_of_their_own() -> None:
     switch = link("nvlink-4")
-    group = Group(sizes=(8,), links=(switch,))
+    group = DeviceGroup(sizes=(8,), links=(switch,))
     half = collective_s("reduce_scatter", 1e10, group)
     assert collective_s("all_reduce", 1e10, group) < 2 * half * 0.8
 
@@ -241,7 +249,7 @@ def test_many_groups_cost_what_each_costs(name: str) -> None:
     sizes = np.array([*full, (2, 1, 3), (3, 3, 1)])
     for chosen in ((True, False, False), (False, True, True)):
         found = members(levels, sizes, chosen)
-        groups = Groups(sizes=found, links=tuple(one.link for one in pool.levels))
+        groups = DeviceGroups(sizes=found, links=tuple(one.link for one in pool.levels))
         axes = [
             axis for axis, is_chosen in zip("abc", chosen, strict=True) if is_chosen
         ]

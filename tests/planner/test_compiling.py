@@ -19,8 +19,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dtft.planner.aot import gpu_targets, worker
-from dtft.planner.aot.check import Compiled, Failure
-from dtft.planner.aot.compile import Candidate, compile_all, lower, place
+from dtft.planner.aot.check import Compiled, CompileFailure
+from dtft.planner.aot.compile import LoweredStep, compile_all, lower, place
 
 F32 = jnp.float32
 DEADLINE_S = 150.0
@@ -49,7 +49,7 @@ SPECS = {"up": P(None, None, "tensor"), "down": P(None, "tensor")}
 MESH = {"data": 4, "tensor": 2}
 
 
-def _candidate(mesh: dict[str, int] = MESH, **more: Any) -> Candidate:
+def _candidate(mesh: dict[str, int] = MESH, **more: Any) -> LoweredStep:
     return lower(
         _step,
         (PARAMS, _shape(64, 32)),
@@ -62,7 +62,7 @@ def _candidate(mesh: dict[str, int] = MESH, **more: Any) -> Candidate:
     )
 
 
-def _only(candidate: Candidate, deadline_s: float = DEADLINE_S) -> Compiled:
+def _only(candidate: LoweredStep, deadline_s: float = DEADLINE_S) -> Compiled:
     (result,) = compile_all([candidate], deadline_s=deadline_s)
     assert isinstance(result, Compiled), result
     return result
@@ -109,7 +109,7 @@ def test_the_module_is_the_program_that_jit_would_compile() -> None:
 
 
 def test_memory_read_before_machine_code_is_that_of_the_whole_compilation(
-    results: tuple[Compiled | Failure, ...],
+    results: tuple[Compiled | CompileFailure, ...],
 ) -> None:
     from dtft._jax_internals import compile_module
 
@@ -130,9 +130,9 @@ def _essence(text: str | None) -> list[str]:
 
 
 @pytest.fixture(scope="module", name="results")
-def compiled_in_two_children() -> tuple[Compiled | Failure, ...]:
+def compiled_in_two_children() -> tuple[Compiled | CompileFailure, ...]:
     """A broken module, the step on 8 and a loop in a loop; the step on 16 devices."""
-    broken = Candidate(name="broken", mesh=MESH, target="cpu", module=b"no module")
+    broken = LoweredStep(name="broken", mesh=MESH, target="cpu", module=b"no module")
     nested = lower(
         _nested,
         (_shape(16, 32), _shape(32, 32)),
@@ -146,17 +146,17 @@ def compiled_in_two_children() -> tuple[Compiled | Failure, ...]:
 
 
 def test_errors_of_the_compiler_come_back_as_text_and_the_next_is_compiled(
-    results: tuple[Compiled | Failure, ...],
+    results: tuple[Compiled | CompileFailure, ...],
 ) -> None:
     broken, *others = results
-    assert isinstance(broken, Failure) and broken.name == "broken"
+    assert isinstance(broken, CompileFailure) and broken.name == "broken"
     assert "Error" in broken.reason
     assert [result.name for result in others] == ["step", "nested", "step"]
 
 
 @pytest.mark.parametrize(("number", "data"), [(1, 4), (3, 8)], ids=["8", "16"])
 def test_known_collectives(
-    results: tuple[Compiled | Failure, ...], number: int, data: int
+    results: tuple[Compiled | CompileFailure, ...], number: int, data: int
 ) -> None:
     compiled = results[number]
     assert isinstance(compiled, Compiled), compiled
@@ -177,7 +177,7 @@ def test_known_collectives(
 
 
 def test_trips_of_a_loop_in_a_loop_are_multiplied(
-    results: tuple[Compiled | Failure, ...],
+    results: tuple[Compiled | CompileFailure, ...],
 ) -> None:
     nested = results[2]
     assert isinstance(nested, Compiled), nested
@@ -241,7 +241,7 @@ def _words_of(process: psutil.Process) -> list[str]:
 def test_the_child_ends_at_the_deadline() -> None:
     late = compile_all([_candidate()] * 12, deadline_s=0.2)
     assert len(late) <= 12  # making what comes after it would be in vain
-    assert all("deadline_s=0.2" in cast(Failure, one).reason for one in late)
+    assert all("deadline_s=0.2" in cast(CompileFailure, one).reason for one in late)
     assert not _children()
 
 
@@ -254,24 +254,26 @@ def test_of_many_candidates_each_has_its_result() -> None:
     ]
     results = compile_all(many, deadline_s=DEADLINE_S)
     assert [result.name for result in results] == [str(n) for n in range(9)]
-    failed = [n for n, result in enumerate(results) if isinstance(result, Failure)]
+    failed = [
+        n for n, result in enumerate(results) if isinstance(result, CompileFailure)
+    ]
     assert failed == [2, 6]
 
 
 def test_a_crash_fails_one_candidate_and_a_new_child_takes_the_others() -> None:
-    def candidates() -> Iterator[Candidate]:
+    def candidates() -> Iterator[LoweredStep]:
         yield _candidate()
         for child in _children():
             child.kill()
         yield _candidate()
 
     crashed, compiled = compile_all(candidates(), deadline_s=DEADLINE_S)
-    assert isinstance(crashed, Failure) and "crashed" in crashed.reason
+    assert isinstance(crashed, CompileFailure) and "crashed" in crashed.reason
     assert isinstance(compiled, Compiled)
 
 
 def test_children_start_while_the_first_candidate_is_made() -> None:
-    def candidates() -> Iterator[Candidate]:
+    def candidates() -> Iterator[LoweredStep]:
         assert len(_children()) == 1
         yield from ()
 
@@ -280,7 +282,7 @@ def test_children_start_while_the_first_candidate_is_made() -> None:
 
 
 def test_an_error_of_the_caller_ends_the_child() -> None:
-    def candidates() -> Iterator[Candidate]:
+    def candidates() -> Iterator[LoweredStep]:
         yield _candidate()
         assert _children()
         raise RuntimeError("the next candidate cannot be made")

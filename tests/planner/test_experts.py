@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dtft.planner.workload import Question, arrays_of_experts, of_loss
+from dtft.planner.workload import Workload, arrays_of_experts, of_loss
 from tests.planner.zoo import MODELS
 from tests.planner.zoo_parts import ADAM, array
 
@@ -18,14 +18,14 @@ SMALL = {
 }
 
 
-def found(question: Question) -> dict[frozenset[int], int]:
+def found(question: Workload) -> dict[frozenset[int], int]:
     graph = question.graph
     parameters = [graph.inputs[path] for path in question.paths("parameter")]
     alias = question.alias
     return dict(arrays_of_experts(graph, parameters, lambda dim: alias.get(dim, dim)))
 
 
-def asked(name: str, **sizes: int) -> Question:
+def asked(name: str, **sizes: int) -> Workload:
     model = MODELS[name](**SMALL[name], **sizes)
     return of_loss(model.loss, model.optimizer, model.params, model.batch)
 

@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from dtft.planner.ir.op_groups import Group
-from dtft.planner.spmd.partitioner import Amount, Division, work_of
-from dtft.planner.workload import Question, of_loss
+from dtft.planner.ir.op_groups import OpGroup
+from dtft.planner.spmd.partitioner import ShardedSize, ShardingAssignment, work_of
+from dtft.planner.workload import Workload, of_loss
 
 SIDE = 64
 
 
-def _question(optimizer: optax.GradientTransformation) -> Question:
+def _question(optimizer: optax.GradientTransformation) -> Workload:
     def loss(params: jax.Array, batch: jax.Array) -> jax.Array:
         return jnp.mean(jnp.tanh(batch @ params))
 
@@ -21,11 +21,11 @@ def _question(optimizer: optax.GradientTransformation) -> Question:
     return of_loss(loss, optimizer, weight, rows)
 
 
-def _bytes(question: Question, group: Group) -> float:
+def _bytes(question: Workload, group: OpGroup) -> float:
     return group.times * question.graph.bytes_of(group.operator)
 
 
-def _updates(question: Question) -> list[Group]:
+def _updates(question: Workload) -> list[OpGroup]:
     return [
         group
         for group in question.groups
@@ -67,14 +67,14 @@ def test_a_convolution_has_the_channels_that_each_device_keeps() -> None:
     question = of_loss(loss, optax.sgd(0.1), kernel, image)
     graph = question.graph
     channels = graph.values[graph.inputs["params"]].dims[3]
-    divided = Division(axes={channels: ("tensor",)}, alias=question.alias)
+    divided = ShardingAssignment(axes={channels: ("tensor",)}, alias=question.alias)
     found = [
         work_of(graph, op, divided).sides
         for op in graph.operators
         if op.kind == "convolution"
     ]
-    columns = Amount(total=16, axes=("tensor",))
+    columns = ShardedSize(total=16, axes=("tensor",))
     # The channels of the gradient of a kernel are the examples.
-    assert found == [(columns, Amount(total=8)), (columns, Amount(total=4))]
+    assert found == [(columns, ShardedSize(total=8)), (columns, ShardedSize(total=4))]
     matmuls = [op for op in graph.operators if op.kind == "matmul"]
     assert all(work_of(graph, op, divided).sides is None for op in matmuls)

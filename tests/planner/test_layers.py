@@ -2,19 +2,19 @@
 
 import pytest
 
-from dtft.planner.ir.repeats import Layers, find_layers, find_repeats
-from dtft.planner.workload import Question, of_loss
+from dtft.planner.ir.repeats import LayerStack, find_layers, find_repeats
+from dtft.planner.workload import Workload, of_loss
 from tests.planner.zoo import MODELS
 
 SIZES = {"batch": 8, "time": 32, "width": 64, "layers": 6, "heads": 4}
 
 
-def asked(name: str, **sizes: int) -> Question:
+def asked(name: str, **sizes: int) -> Workload:
     model = MODELS[name](**sizes)
     return of_loss(model.loss, model.optimizer, model.params, model.batch)
 
 
-def found(question: Question) -> Layers | None:
+def found(question: Workload) -> LayerStack | None:
     graph = question.graph
     repeats = find_repeats(graph).repeats
     return find_layers(graph, repeats, lambda operator: operator.flops * operator.trips)
@@ -39,7 +39,7 @@ def test_layers_of_a_transformer_unrolled_and_scanned(name: str) -> None:
     assert sum(layers.shares.values()) == pytest.approx(1)
 
 
-def question_flops(question: Question) -> float:
+def question_flops(question: Workload) -> float:
     return sum(
         op.flops * op.trips for op in question.graph.operators if "jvp(" in op.name
     )

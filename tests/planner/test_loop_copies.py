@@ -31,5 +31,5 @@ def test_copies_count_as_memory_traffic_that_no_cache_has() -> None:
         for op, passes in loop_copies(graph, CHEAP)
     )
     assert abs(counted - expected) < 1e-6 * expected
-    assert all(group.cold for group in copies)
+    assert all(group.uncached for group in copies)
     assert {group.region for group in copies} == {"forward", "backward"}

@@ -20,11 +20,16 @@ from dtft.planner.cost.collectives import (
     collective_s,
     hidden,
     hiddens,
-    meeting_s,
-    meetings_s,
+    sync_skew_s,
+    sync_skews_s,
 )
-from dtft.planner.cost.fitting import AheadTime, BehindTime, fit_ahead, fit_meeting
-from dtft.planner.cost.mesh_topology import Group, Groups
+from dtft.planner.cost.fitting import (
+    PrefetchTime,
+    SyncSkewTime,
+    fit_prefetch_overlap,
+    fit_sync_skew,
+)
+from dtft.planner.cost.mesh_topology import DeviceGroup, DeviceGroups
 from dtft.planner.plan import Plan
 from dtft.planner.search.decision import decide
 from dtft.planner.workload import of_loss
@@ -63,37 +68,37 @@ def test_the_fit_gives_back_what_was_added(
     extra: dict[int, float], sizes: list[int]
 ) -> None:
     times = [
-        BehindTime(
+        SyncSkewTime(
             num_bytes=size,
             num_devices=n,
             seconds=more
-            + collective_s("all_reduce", size, Group(sizes=(n,), links=(PORT,))),
+            + collective_s("all_reduce", size, DeviceGroup(sizes=(n,), links=(PORT,))),
         )
         for n, more in extra.items()
         for size in sizes
     ]
-    assert fit_meeting(PORT, times).meeting == pytest.approx(extra, abs=1e-9)
+    assert fit_sync_skew(PORT, times).meeting == pytest.approx(extra, abs=1e-9)
 
 
 def test_computing_that_hides_a_collective_is_no_gain() -> None:
     """Nor does one odd time count; nothing measured leaves the link as it is."""
-    group = Group(sizes=(2,), links=(PORT,))
+    group = DeviceGroup(sizes=(2,), links=(PORT,))
     alone = collective_s("all_reduce", 4, group)
     off = [-0.5, 0.002, 0.5]
-    times = [BehindTime(num_bytes=4, num_devices=2, seconds=alone + x) for x in off]
-    assert fit_meeting(PORT, times).meeting == pytest.approx({2: 0.002})
-    assert fit_meeting(PORT, times[:1]).meeting == {2: 0.0}
-    assert fit_meeting(PORT, []) == PORT
+    times = [SyncSkewTime(num_bytes=4, num_devices=2, seconds=alone + x) for x in off]
+    assert fit_sync_skew(PORT, times).meeting == pytest.approx({2: 0.002})
+    assert fit_sync_skew(PORT, times[:1]).meeting == {2: 0.0}
+    assert fit_sync_skew(PORT, []) == PORT
 
 
 def test_of_several_levels_the_slowest_counts() -> None:
     near, far = (replace(PORT, meeting={2: s, 4: 2 * s}) for s in (1.0, 5.0))
-    groups = Groups(
+    groups = DeviceGroups(
         sizes=np.array([[1.0, 1.0], [2.0, 1.0], [4.0, 2.0]]), links=(near, far)
     )
-    assert meetings_s(groups).tolist() == [0.0, 1.0, 5.0]
-    assert meeting_s(Group(sizes=(4.0, 2.0), links=(near, far))) == 5.0
-    assert meeting_s(Group(sizes=(), links=())) == 0.0
+    assert sync_skews_s(groups).tolist() == [0.0, 1.0, 5.0]
+    assert sync_skew_s(DeviceGroup(sizes=(4.0, 2.0), links=(near, far))) == 5.0
+    assert sync_skew_s(DeviceGroup(sizes=(), links=())) == 0.0
     with pytest.raises(ValueError, match=r"meeting=\{2: -1.0\} of a loopback link"):
         replace(PORT, meeting={2: -1.0})
 
@@ -124,32 +129,34 @@ def test_what_goes_together_meets_once() -> None:
 def test_the_fit_gives_back_what_was_hidden(
     share: float, computing: float, gathers: float
 ) -> None:
-    time = AheadTime(
+    time = PrefetchTime(
         num_devices=4,
         computing_s=computing,
         gathers_s=gathers,
         together_s=computing + (1 - share) * gathers,
     )
-    assert fit_ahead(PORT, [time]).ahead == pytest.approx({4: share}, abs=1e-9)
+    assert fit_prefetch_overlap(PORT, [time]).ahead == pytest.approx(
+        {4: share}, abs=1e-9
+    )
 
 
 def test_nothing_measured_hides_nothing_and_no_more_than_all_is_hidden() -> None:
     times = [
-        AheadTime(num_devices=n, computing_s=1.0, gathers_s=1.0, together_s=both)
+        PrefetchTime(num_devices=n, computing_s=1.0, gathers_s=1.0, together_s=both)
         for n, both in ((2, 0.5), (8, 2.5))
     ]
-    assert fit_ahead(PORT, times).ahead == {2: 1.0, 8: 0.0}
-    assert fit_ahead(PORT, []) == PORT
+    assert fit_prefetch_overlap(PORT, times).ahead == {2: 1.0, 8: 0.0}
+    assert fit_prefetch_overlap(PORT, []) == PORT
 
 
 def test_of_several_levels_the_one_that_hides_least_counts() -> None:
     near, far = (replace(PORT, ahead={2: s, 4: s / 2}) for s in (1.0, 0.5))
-    groups = Groups(
+    groups = DeviceGroups(
         sizes=np.array([[1.0, 1.0], [2.0, 1.0], [4.0, 2.0]]), links=(near, far)
     )
     assert hiddens(groups).tolist() == [0.0, 1.0, 0.5]
-    assert hidden(Group(sizes=(4.0, 2.0), links=(near, far))) == 0.5
-    assert hidden(Group(sizes=(), links=())) == 0.0
+    assert hidden(DeviceGroup(sizes=(4.0, 2.0), links=(near, far))) == 0.5
+    assert hidden(DeviceGroup(sizes=(), links=())) == 0.0
 
 
 def wide(params, batch):

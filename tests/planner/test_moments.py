@@ -12,10 +12,10 @@ import pytest
 from dtft.planner.ir.graph import Graph
 from dtft.planner.ir.op_groups import region
 from dtft.planner.memory.liveness import ROW
-from dtft.planner.memory.peak import Course, Moments, Timeline
+from dtft.planner.memory.peak import LivenessTrace, PeakModel, Timeline
 from dtft.planner.memory.schedule import scheduled
-from dtft.planner.spmd.partitioner import MICRO, Division
-from dtft.planner.workload import Question, of_loss
+from dtft.planner.spmd.partitioner import MICRO, ShardingAssignment
+from dtft.planner.workload import Workload, of_loss
 from tests.planner.zoo import MODELS
 from tests.planner.zoo_parts import ADAM
 
@@ -28,18 +28,20 @@ SIZES = {
 
 
 @cache
-def question(name: str) -> Question:
+def question(name: str) -> Workload:
     model = MODELS[name](**SIZES[name])
     return of_loss(model.loss, ADAM, model.params, model.batch)
 
 
-def course(asked: Question) -> Course:
-    return Course(Timeline(graph=asked.graph, gathers=True, alias=asked.alias))
+def trace_of(asked: Workload) -> LivenessTrace:
+    return LivenessTrace(Timeline(graph=asked.graph, gathers=True, alias=asked.alias))
 
 
-def division(asked: Question) -> Division:
+def division(asked: Workload) -> ShardingAssignment:
     axes = dict.fromkeys(asked.batch_dims, ("replica", "fsdp", MICRO))
-    return Division(axes=axes, alias=asked.alias, scatters=True, first=asked.weights)
+    return ShardingAssignment(
+        axes=axes, alias=asked.alias, scatters=True, first=asked.weights
+    )
 
 
 def sizes(replica=(1,), fsdp=(1,), micro=(1,)) -> dict[str, np.ndarray]:
@@ -87,10 +89,10 @@ def test_what_comes_goes(name: str) -> None:
     for one in (timeline, timeline.at_level_3):
         there: set[int] = set()
         for event in one.events:
-            if event.kind == "comes":
+            if event.kind == "alloc":
                 assert event.value not in there
                 there.add(event.value)
-            elif event.kind == "goes":
+            elif event.kind == "free":
                 there.remove(event.value)
         assert not there
 
@@ -107,7 +109,7 @@ def test_a_rectifier_has_no_memory_of_its_own_but_at_level_3() -> None:
             if operator.primitive == "max"
             and len(values[operator.outputs[0]].shape) == 2
         }
-        return len(maxima & {e.value for e in one.events if e.kind == "comes"})
+        return len(maxima & {e.value for e in one.events if e.kind == "alloc"})
 
     assert kept(timeline) == 0 and kept(timeline.at_level_3) == 2
 
@@ -116,7 +118,7 @@ def test_a_rectifier_has_no_memory_of_its_own_but_at_level_3() -> None:
 @pytest.mark.parametrize("zero", range(4))
 def test_many_meshes_at_once_are_each_by_itself(name: str, zero: int) -> None:
     asked = question(name)
-    moments = Moments(course(asked), division(asked))
+    moments = PeakModel(trace_of(asked), division(asked))
     columns = [(1, 2, 4, 1, 2), (1, 1, 2, 4, 2), (1, 2, 1, 2, 1)]
     together = moments.on(sizes(*columns)).peak(zero)
     for at, (replica, fsdp, micro) in enumerate(zip(*columns, strict=True)):
@@ -127,7 +129,7 @@ def test_many_meshes_at_once_are_each_by_itself(name: str, zero: int) -> None:
 
 def test_levels_and_microbatches_change_what_they_should() -> None:
     asked = question("gpt_scan")
-    moments = Moments(course(asked), division(asked))
+    moments = PeakModel(trace_of(asked), division(asked))
     total = sum(
         asked.graph.values[i].num_bytes for i in Timeline(graph=asked.graph).gradients
     )
@@ -141,7 +143,7 @@ def test_levels_and_microbatches_change_what_they_should() -> None:
 
 def test_sums_over_microbatches_are_divided_as_soon_as_optimizer_state_is() -> None:
     asked = question("gpt_scan")
-    parts = Moments(course(asked), division(asked)).on(sizes(fsdp=(4,), micro=(4,)))
+    parts = PeakModel(trace_of(asked), division(asked)).on(sizes(fsdp=(4,), micro=(4,)))
     total = sum(
         asked.graph.values[i].num_bytes for i in Timeline(graph=asked.graph).gradients
     )
@@ -160,7 +162,7 @@ def test_the_gradient_of_logits_takes_their_place_if_rows_are_long_or_divided(
     rows = division(asked)
     both = replace(rows, axes={**rows.axes, words: ("tensor",)})
     one, many = (
-        Moments(course(asked), each).on(sizes() | {"tensor": np.array([1])}).peak(0)
+        PeakModel(trace_of(asked), each).on(sizes() | {"tensor": np.array([1])}).peak(0)
         for each in (rows, both)
     )
     more = one.activations + one.gradients - many.activations - many.gradients
@@ -175,7 +177,7 @@ def test_a_mask_of_positions_is_there_once_for_all_layers() -> None:
     masks = [
         event.value
         for event in timeline.events
-        if event.kind == "comes"
+        if event.kind == "alloc"
         and values[event.value].dtype == "bool"
         and values[event.value].shape[-2:] == (16, 16)
     ]
@@ -200,13 +202,13 @@ def test_what_a_loop_reads_transposed_is_laid_out_anew_before_it() -> None:
 
 def test_what_two_products_need_gathered_stays_so_between_them() -> None:
     asked = question("mlp")
-    along, rows = course(asked), division(asked)
+    along, rows = trace_of(asked), division(asked)
     wide = asked.weight_dims.difference(asked.batch_dims)
     axes = {**rows.axes, **dict.fromkeys(wide, ("tensor",))}
     across = replace(rows, axes=axes)
-    gathered = Moments(along, across).matrix
+    gathered = PeakModel(along, across).matrix
     along.rereads.clear()
-    more = gathered - Moments(along, across).matrix
+    more = gathered - PeakModel(along, across).matrix
     hidden = 4 * 64 * 32  # of the second layer, and two cotangents like it
     assert (more >= 0).all() and more.max() == 3 * hidden
 
@@ -221,8 +223,10 @@ def test_operands_that_must_be_gathered_have_memory_then() -> None:
     asked = of_loss(loss, ADAM, {"w": array(1024, 8)}, {"x": array(4, 1024)})
     columns = asked.graph.values[asked.graph.inputs["params/w"]].dims[1]
     rows = division(asked)
-    across = Division(axes={**rows.axes, columns: ("replica",)}, scatters=True)
-    found = Moments(course(asked), across).on(sizes((4,))).peak(0)
+    across = ShardingAssignment(
+        axes={**rows.axes, columns: ("replica",)}, scatters=True
+    )
+    found = PeakModel(trace_of(asked), across).on(sizes((4,))).peak(0)
     # Rows and columns want the same axis: the smaller, the examples, is gathered. The
     # gradient, which is half of that, is all there is otherwise.
     assert found.activations[0] + found.gradients[0] >= 4 * 1024 * 4

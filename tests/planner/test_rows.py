@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtft.planner.transformer.fitting import HEADROOM, layouts, search
-from dtft.planner.transformer.model import Layout, Recompute, Shape, memory
+from dtft.planner.transformer.model import ParallelLayout, Recompute, Shape, memory
 from dtft.planner.transformer.predict import (
     BIGSCIENCE,
     STAGE_TERMS,
@@ -23,13 +23,13 @@ from dtft.planner.transformer.predict import (
 )
 
 SHAPE = Shape(hidden=4096, layers=32, heads=32, seq_len=2048, vocab=51200)
-LAYOUT = Layout(tp=4, pp=4, dp=4, micro_batch=2, global_batch=128)
+LAYOUT = ParallelLayout(tp=4, pp=4, dp=4, micro_batch=2, global_batch=128)
 CATALOG = Scales()
 ONE = CATALOG.vector()
 
 
 def seconds(
-    layout: Layout,
+    layout: ParallelLayout,
     shape: Shape = SHAPE,
     cluster: str = "a100",
     scales: Scales = CATALOG,
@@ -108,7 +108,7 @@ def test_every_scalar_lengthens_the_step(field: str) -> None:
 def test_the_step_is_never_below_the_peak(
     tp: int, pp: int, dp: int, micro_batch: int, zero: int, recompute: Recompute
 ) -> None:
-    layout = Layout(
+    layout = ParallelLayout(
         tp=tp, pp=pp, dp=dp, micro_batch=micro_batch, zero=zero,
         global_batch=8 * micro_batch * dp, recompute=recompute,
     )  # fmt: skip
@@ -136,7 +136,7 @@ def test_what_makes_a_step_longer() -> None:
 
 
 def test_computing_hides_the_gathering_of_zero_3() -> None:
-    layout = Layout(tp=1, pp=1, dp=64, micro_batch=8, global_batch=512, zero=3)
+    layout = ParallelLayout(tp=1, pp=1, dp=64, micro_batch=8, global_batch=512, zero=3)
     hidden = step_cost(SHAPE, layout, pool_of("a100", 64)).terms(ONE)
     assert hidden["data"] < 0.1 * hidden["matmul"]
     starved = replace(layout, micro_batch=1, global_batch=64)

@@ -11,9 +11,9 @@ from dtft.planner.report.replan import why_not
 from dtft.planner.search.decision import decide
 from dtft.planner.search.enumerate import enumerate_space
 from dtft.planner.search.ranking import IDLE, MEMORY, TERMS
-from dtft.planner.search.search import Search
+from dtft.planner.search.search import PlanSearch
 from dtft.planner.search.space import Choices
-from dtft.planner.workload import Question, of_loss, of_step
+from dtft.planner.workload import Workload, of_loss, of_step
 from tests.planner.zoo_parts import ADAM
 
 F32 = jnp.float32
@@ -29,7 +29,7 @@ def loss(params, batch):
 
 
 @pytest.fixture
-def question() -> Question:
+def question() -> Workload:
     return of_loss(loss, ADAM, PARAMS, BATCH)
 
 
@@ -41,10 +41,12 @@ def test_every_candidate_costs_alone_what_it_costs_among_all(question) -> None:
             num_devices=8, batch=64, divides=divides, levels=(8,), zero=(0, 1, 2, 3)
         )
     )
-    priced = Search(question, pool, scatters=True).price(space)
+    priced = PlanSearch(question, pool, scatters=True).price(space)
     assert len(space) > 10
     for at in range(0, len(space), 3):
-        alone = Search(question, pool, scatters=True).price(space.where(np.array([at])))
+        alone = PlanSearch(question, pool, scatters=True).price(
+            space.where(np.array([at]))
+        )
         for name in TERMS:
             assert alone.terms[name][0] == pytest.approx(priced.terms[name][at])
         for name in MEMORY:
@@ -63,7 +65,7 @@ def test_the_plan_is_the_fastest_that_fits_and_no_baseline_is_faster(question) -
 
 
 @pytest.fixture(scope="module")
-def small() -> Question:
+def small() -> Workload:
     """So small that starts and messages are all: idle devices send nothing."""
     params = {"w": jax.ShapeDtypeStruct((6, 3), F32)}
     batch = {"x": jax.ShapeDtypeStruct((8, 6), F32)}
@@ -71,7 +73,7 @@ def small() -> Question:
 
 
 def test_an_axis_that_divides_nothing_loses_if_it_is_not_far_faster(
-    small: Question,
+    small: Workload,
 ) -> None:
     decision = decide(small, Cluster.parse("8xH100"))
     found = decision.found["none"].priced
@@ -86,7 +88,7 @@ def test_an_axis_that_divides_nothing_loses_if_it_is_not_far_faster(
 
 
 def test_an_axis_that_divides_nothing_wins_where_sending_takes_far_longer(
-    small: Question,
+    small: Workload,
 ) -> None:
     decision = decide(small, Cluster.parse("8xcpu"))
     found = decision.found["none"].priced

@@ -22,18 +22,23 @@ from dtft.planner.cluster.topology import Cluster, Pool
 from dtft.planner.cost.collectives import collective_s
 from dtft.planner.cost.compute import added_s, launch_s
 from dtft.planner.cost.mesh_topology import group_of
-from dtft.planner.cost.operator import Speeds, computing_s, runs
+from dtft.planner.cost.operator import MeshSpeeds, computing_s, runs
 from dtft.planner.ir.op_groups import CHEAP
-from dtft.planner.memory.peak import RESERVE, Course, Moments, Timeline
+from dtft.planner.memory.peak import RESERVE, LivenessTrace, PeakModel, Timeline
 from dtft.planner.search.enumerate import enumerate_space
 from dtft.planner.search.meshes import divisors
 from dtft.planner.search.ranking import IDLE, Priced
-from dtft.planner.search.search import Search, memory_floor
+from dtft.planner.search.search import PlanSearch, memory_floor
 from dtft.planner.search.space import Choices
 from dtft.planner.search.tensor_sharding import candidates
-from dtft.planner.spmd.partitioner import MICRO, Division, Work, work_of
+from dtft.planner.spmd.partitioner import (
+    MICRO,
+    OperatorWork,
+    ShardingAssignment,
+    work_of,
+)
 from dtft.planner.spmd.zero import further_division
-from dtft.planner.workload import Question, of_loss
+from dtft.planner.workload import Workload, of_loss
 from tests.planner.zoo_parts import ADAM
 
 POOLS = ("4xH100", "2x2xV100", "2x2xA100", "4xv5e", "4xcpu")
@@ -50,7 +55,7 @@ MOST_BYTES = 30 * 2**20
 """Of what GPU and TPU send together."""
 
 
-def random_question(seed: int) -> Question:
+def random_question(seed: int) -> Workload:
     """One or two layers of random shape: dense, with a residual, or gated."""
     random = np.random.default_rng(seed)
     widths = (16, 64, 256, 1024)
@@ -118,12 +123,12 @@ class Taken:
 class Everything:
     """All candidates of a question on a pool, priced one by one."""
 
-    def __init__(self, question: Question, pool: Pool, scatters: bool) -> None:
+    def __init__(self, question: Workload, pool: Pool, scatters: bool) -> None:
         self.question, self.pool, self.graph = question, pool, question.graph
-        self.search = Search(question, pool, scatters=scatters)
+        self.search = PlanSearch(question, pool, scatters=scatters)
         self.timeline = Timeline(graph=question.graph, gathers=True)
         data = dict.fromkeys(question.batch_dims, ("replica", "fsdp", MICRO))
-        self.base = Division(
+        self.base = ShardingAssignment(
             axes=data,
             scatters=scatters,
             alias=question.alias,
@@ -131,8 +136,8 @@ class Everything:
         )
         self.dims = candidates(question)
         self._known: dict[object, Taken] = {}
-        self._works: dict[object, Work] = {}
-        self._moments: dict[object, Moments] = {}
+        self._works: dict[object, OperatorWork] = {}
+        self._moments: dict[object, PeakModel] = {}
         self._divides: dict[object, tuple[str, ...]] = {}
 
     @cached_property
@@ -168,7 +173,7 @@ class Everything:
                 for order in itertools.permutations(mesh):
                     yield {axis: mesh[axis] for axis in order}
 
-    def with_dims(self, chosen: frozenset[int]) -> Division:
+    def with_dims(self, chosen: frozenset[int]) -> ShardingAssignment:
         axes = {**self.base.axes, **dict.fromkeys(chosen, ("tensor",))}
         return replace(self.base, axes=axes)
 
@@ -213,8 +218,10 @@ class Everything:
             self._works[way] = work_of(graph, group.operator, division)
         done, sizes = self._works[way], {**mesh, MICRO: parts}
         times = group.times * runs(done, sizes)
-        speeds = Speeds(pool=self.pool, mesh=mesh)
-        computing = computing_s(graph, self.pool.device, done, sizes, cold=group.cold)
+        speeds = MeshSpeeds(pool=self.pool, mesh=mesh)
+        computing = computing_s(
+            graph, self.pool.device, done, sizes, cold=group.uncached
+        )
         sending = alone = 0.0
         together: dict[Joint, float] = defaultdict(float)
         for sent in done.sent:
@@ -278,7 +285,7 @@ class Everything:
             sending, starts = sending + found.alone, starts + found.starts
             for joint, more in found.together.items():
                 together[joint] += more
-        speeds, sizes = Speeds(pool=self.pool, mesh=mesh), {**mesh, MICRO: parts}
+        speeds, sizes = MeshSpeeds(pool=self.pool, mesh=mesh), {**mesh, MICRO: parts}
         for one in search.moved(division, mesh, zero):
             times = one.how.messages * (parts if one.how.per_microbatch else 1)
             if self.joins("all_gather"):
@@ -297,7 +304,7 @@ class Everything:
 
     def num_bytes(
         self,
-        division: Division,
+        division: ShardingAssignment,
         mesh: Mapping[str, int],
         zero: int,
         sizes: Mapping[str, int],
@@ -316,7 +323,7 @@ class Everything:
         timeline = self.timeline.at_level_3 if zero == 3 else self.timeline
         key = timeline, frozenset(division.axes.items())
         if key not in self._moments:
-            self._moments[key] = Moments(Course(timeline), division)
+            self._moments[key] = PeakModel(LivenessTrace(timeline), division)
         one = {axis: np.array([sizes.get(axis, 1)]) for axis in (*AXES, MICRO)}
         highest = self._moments[key].on(one).peak(zero)
         return there + float(highest.activations[0]) + float(highest.gradients[0])
@@ -346,7 +353,7 @@ def searched(everything: Everything, pool: Pool, *, pruned: bool) -> Priced:
         zero=(0, 1, 2, 3),
         memory=memory_floor(question, pool) if pruned else None,
     )
-    search = Search(question, pool, scatters=everything.base.scatters)
+    search = PlanSearch(question, pool, scatters=everything.base.scatters)
     return search.price(enumerate_space(choices))
 
 

@@ -14,13 +14,13 @@ from dtft.parallel.planning.planned_step import make_step
 from dtft.planner.cluster.topology import Cluster
 from dtft.planner.cost.operator import computing_s
 from dtft.planner.ir.graph import Graph, Operator
-from dtft.planner.ir.op_groups import strided
+from dtft.planner.ir.op_groups import transposed_reads
 from dtft.planner.ir.tracing import trace
 from dtft.planner.plan import Plan
 from dtft.planner.search.decision import decide
 from dtft.planner.spmd.op_signature import instance
-from dtft.planner.spmd.partitioner import MICRO, Division, work_of
-from dtft.planner.workload import Question, of_loss
+from dtft.planner.spmd.partitioner import MICRO, ShardingAssignment, work_of
+from dtft.planner.workload import Workload, of_loss
 from tests.planner.zoo import MODELS
 
 X = jax.ShapeDtypeStruct((4, 8), "float32")
@@ -35,7 +35,7 @@ def _read(
 ) -> dict[str, float]:
     """Elements by primitive; of alike operators all."""
     found: dict[str, float] = defaultdict(float)
-    for operator in strided(graph).values():
+    for operator in transposed_reads(graph).values():
         found[operator.primitive] += of(operator)
     return {name: elements for name, elements in found.items() if elements}
 
@@ -114,7 +114,7 @@ def test_rows_that_stay_whole_are_no_matter() -> None:
 def test_a_transposed_product_is_told_apart_by_what_it_sums_over() -> None:
     by = jax.ShapeDtypeStruct((4, 16), "float32")
     graph = trace(lambda x, by: jnp.sin((by.T @ x).T), X, by)
-    [found] = strided(graph).values()
+    [found] = transposed_reads(graph).values()
     product = next(op for op in graph.operators if op.kind == "matmul")
     assert (found.primitive, found.strided, found.turned) == ("sin", 0.0, 8 * 16.0)
     assert found.turned_over == product.summed != ()
@@ -156,7 +156,7 @@ def test_a_narrow_product_is_converted_before_it_is_transposed() -> None:
     assert (_turned(graph), _read(graph)) == ({}, {"sin": 8 * 16.0})
 
 
-def _two_layers() -> Question:
+def _two_layers() -> Workload:
     def loss(params: list[jax.Array], batch: jax.Array) -> jax.Array:
         return jnp.mean(jnp.tanh(batch @ params[0]) @ params[1])
 
@@ -186,7 +186,7 @@ def test_only_an_axis_with_parts_along_what_is_summed_over_counts() -> None:
     one = next(g.operator for g in question.groups if g.operator.turned)
     examples, columns = one.turned_over[0], question.graph.values[one.outputs[0]].dims
     axes = {examples: ("replica", MICRO), columns[-1]: ("tensor",)}
-    division = Division(axes=axes, alias=question.alias)
+    division = ShardingAssignment(axes=axes, alias=question.alias)
     known = instance(question.graph, one, question.root)
     done = work_of(question.graph, one, division)
     assert known.work(known.key(division)) == done
@@ -213,7 +213,7 @@ def test_what_leaves_its_loop_is_read_once() -> None:
     assert _read(trace(scanned, many)) == {"transpose": 32.0}
 
 
-def _mlp(widths: tuple[int, ...]) -> Question:
+def _mlp(widths: tuple[int, ...]) -> Workload:
     model = MODELS["mlp"](batch=64, widths=widths)
     return of_loss(model.loss, model.optimizer, model.params, model.batch)
 

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from dtft.planner.transformer.model import (
     RECOMPUTE,
-    Layout,
+    MicrobatchWork,
+    ParallelLayout,
     Recompute,
     Shape,
-    Work,
     embedding_work,
     head_work,
     kept_layers,
@@ -23,10 +23,10 @@ from dtft.planner.transformer.model import (
 from experiments.published_rows import DATA, bigscience, llm_foundry, megatron
 
 SHAPE = Shape(hidden=4096, layers=36, heads=32, seq_len=2048, vocab=51200)
-LAYOUT = Layout(tp=4, pp=1, dp=1, micro_batch=2, global_batch=8)
+LAYOUT = ParallelLayout(tp=4, pp=1, dp=1, micro_batch=2, global_batch=8)
 
 
-def counted(work: Work) -> float:
+def counted(work: MicrobatchWork) -> float:
     return sum(2 * p.m * p.n * p.k * p.batch * p.trips for p in work.matmuls)
 
 
@@ -119,7 +119,7 @@ def test_bytes_per_parameter() -> None:
     """16 without ZeRO; then the optimizer's 12, the gradient's 2, all are divided."""
     dp, held = 8, SHAPE.parameters
     for zero, each in ((0, 16), (1, 4 + 12 / dp), (2, 2 + 14 / dp), (3, 16 / dp)):
-        layout = Layout(
+        layout = ParallelLayout(
             tp=1, pp=1, dp=dp, micro_batch=16, global_batch=128, zero=zero,
             recompute="none",
         )  # fmt: skip
@@ -129,7 +129,7 @@ def test_bytes_per_parameter() -> None:
 
 
 def test_the_update_needs_fp32_gradients_when_activations_are_few() -> None:
-    layout = Layout(tp=1, pp=1, dp=1, micro_batch=1, global_batch=1)
+    layout = ParallelLayout(tp=1, pp=1, dp=1, micro_batch=1, global_batch=1)
     terms = memory(SHAPE, layout)
     together = terms["optimizer"] + terms["activations"]
     assert together == pytest.approx(16 * SHAPE.parameters, rel=1e-6)
@@ -186,7 +186,7 @@ def test_layers_kept_in_a_pipeline() -> None:
 def test_memory_grows_and_shrinks_as_it_should(
     micro_batch, zero, recompute, pp
 ) -> None:
-    layout = Layout(
+    layout = ParallelLayout(
         tp=2, pp=pp, dp=4, micro_batch=micro_batch, global_batch=4 * 64 * micro_batch,
         recompute=recompute, zero=zero,
     )  # fmt: skip

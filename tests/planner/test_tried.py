@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from dtft.balance.balance import Balance, StepTimes
-from dtft.balance.speed_estimator import MOST, Tried
+from dtft.balance.speed_estimator import MOST, SpeedEstimator
 from dtft.balance.work import Counts, Layers, Microbatches, makespan
 
 Floats = NDArray[np.float64]
@@ -17,9 +17,9 @@ Floats = NDArray[np.float64]
 
 def tried_with(
     rounds: Sequence[tuple[Sequence[float], Sequence[float]]], steps: int = 10
-) -> Tried:
+) -> SpeedEstimator:
     """Of rounds, each a load and the seconds of each node."""
-    tried = Tried(num_nodes=len(rounds[0][0]))
+    tried = SpeedEstimator(num_nodes=len(rounds[0][0]))
     for load, busy in rounds:
         tried, _ = tried.after(np.tile(busy, (steps, 1)), np.array(load))
     return tried
@@ -44,7 +44,7 @@ def test_a_second_division_shows_what_a_node_needs_whatever_it_holds() -> None:
 def test_where_nothing_is_fixed_noise_makes_little_of_it(seed: int) -> None:
     rng = np.random.default_rng(seed)
     unit = np.exp(rng.uniform(0, np.log(4), 64))
-    tried = Tried(num_nodes=64)
+    tried = SpeedEstimator(num_nodes=64)
     for _ in range(3):
         load = rng.integers(10, 40, 64).astype(float)
         noisy = 1 + 0.03 * rng.standard_normal((10, 64))
@@ -86,7 +86,7 @@ def test_a_node_never_measured_is_taken_for_a_middling_one() -> None:
     tried = tried_with([([2, 1, 0, 1], [2.0, 4.0, 0.0, 3.0])])
     assert tried.known.tolist() == [True, True, False, True]
     assert tried.speeds().unit_s == pytest.approx([1, 4, 3, 3], rel=0.15)
-    assert not Tried(num_nodes=2).known.any()
+    assert not SpeedEstimator(num_nodes=2).known.any()
 
 
 @settings(max_examples=40, deadline=None)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtft.planner.aot.check import Compiled, Failure, Memory, compare, gate
+from dtft.planner.aot.check import Compiled, CompileFailure, Memory, compare, gate
 from dtft.planner.aot.hlo import CompiledCollective
 from dtft.planner.plan import Collective, Knobs, Plan, Prediction
 
@@ -101,7 +101,7 @@ def test_temporaries_of_the_cpu_do_not_count() -> None:
 
 
 def test_what_was_not_compiled_does_not_fit_and_the_reason_is_the_compilers() -> None:
-    failure = Failure(name="candidate", reason="INTERNAL: something broke")
+    failure = CompileFailure(name="candidate", reason="INTERNAL: something broke")
     verdict = gate(_plan(1), failure, 100)
     assert not verdict.fits and "something broke" in verdict.reason
 

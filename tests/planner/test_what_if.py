@@ -5,11 +5,11 @@ import optax
 
 from dtft.planner.cluster.topology import Cluster
 from dtft.planner.search.decision import decide
-from dtft.planner.workload import Question, of_step
+from dtft.planner.workload import Workload, of_step
 from tests.planner.zoo import MODELS
 
 
-def _step_question() -> Question:
+def _step_question() -> Workload:
     model = MODELS["mlp"](batch=64, widths=(64, 256, 16))
     optimizer = optax.sgd(0.1)
 

@@ -11,25 +11,25 @@ from dtft.planner.plan import Plan
 from dtft.planner.report import text
 from dtft.planner.report.replan import why_not
 from dtft.planner.search.decision import Decision, best_of, decide
-from dtft.planner.workload import Question, of_loss
+from dtft.planner.workload import Workload, of_loss
 from tests.planner.deciding_zoo import with_memory
 from tests.planner.zoo import MODELS
 
 
 @pytest.fixture(scope="module")
-def question() -> Question:
+def question() -> Workload:
     model = MODELS["gpt"](
         batch=16, time=512, width=1024, layers=8, heads=8, vocabulary=4096
     )
     return of_loss(model.loss, model.optimizer, model.params, model.batch)
 
 
-def staged(question: Question, **pins: object) -> Decision:
+def staged(question: Workload, **pins: object) -> Decision:
     fixed = {"replica": 4, "stage": 4, "microbatches": 4, "remat": "none"}
     return best_of(question, Cluster.parse("2x8xH100"), {**fixed, **pins}, what_if=True)
 
 
-def test_stages_share_the_layers_and_wait_for_one_another(question: Question) -> None:
+def test_stages_share_the_layers_and_wait_for_one_another(question: Workload) -> None:
     alone = best_of(
         question,
         Cluster.parse("4xH100"),
@@ -51,7 +51,7 @@ def test_stages_share_the_layers_and_wait_for_one_another(question: Question) ->
     assert sent.trips == 2 * 4
 
 
-def test_chunks_wait_less_and_send_more(question: Question) -> None:
+def test_chunks_wait_less_and_send_more(question: Workload) -> None:
     plain, chunks = (staged(question, virtual_stages=n).plan for n in (1, 2))
     assert chunks.prediction.terms["bubble"] < plain.prediction.terms["bubble"]
     assert _sent(chunks) == 2 * _sent(plain)
@@ -65,7 +65,7 @@ def _sent(plan: Plan) -> int:
     return sum(one.trips for one in plan.collectives if one.kind == "permute")
 
 
-def test_gpipe_keeps_all_microbatches(question: Question) -> None:
+def test_gpipe_keeps_all_microbatches(question: Workload) -> None:
     pins = {"microbatches": 2, "virtual_stages": 1, "stage": 2, "replica": 8}
     ours, gpipe = (
         staged(question, **pins, schedule=name).plan for name in ("1f1b", "gpipe")
@@ -77,14 +77,14 @@ def test_gpipe_keeps_all_microbatches(question: Question) -> None:
         staged(question, schedule="zigzag")
 
 
-def test_without_what_if_there_are_no_stages(question: Question) -> None:
+def test_without_what_if_there_are_no_stages(question: Workload) -> None:
     found = decide(question, Cluster.parse("2x8xH100"), {"remat": "none"})
     assert "stage" not in found.plan.mesh
     assert "not searched here" in why_not(found, stage=4)
     assert Plan.from_json(found.plan.to_json()) == found.plan
 
 
-def test_state_goes_to_the_host_where_it_has_no_room(question: Question) -> None:
+def test_state_goes_to_the_host_where_it_has_no_room(question: Workload) -> None:
     pins = {"replica": 8, "microbatches": 2, "remat": "none"}
     cluster = Cluster.parse("8xH100")
     there = best_of(question, cluster, pins).plan
@@ -107,7 +107,7 @@ def test_state_goes_to_the_host_where_it_has_no_room(question: Question) -> None
     assert found.host == away.host
 
 
-def test_a_host_without_room_takes_nothing(question: Question) -> None:
+def test_a_host_without_room_takes_nothing(question: Workload) -> None:
     pool = replace(Cluster.parse("8xH100").uniform, host_memory_bytes=2**20)
     pins = {"replica": 8, "remat": "none", "offload": True}
     plan = best_of(question, Cluster(pools=(pool,)), pins)

@@ -8,15 +8,15 @@ import pytest
 
 from dtft.planner.ir.graph import Operator
 from dtft.planner.ir.op_groups import region
-from dtft.planner.spmd.partitioner import Division, work_of
-from dtft.planner.workload import Question, of_loss
+from dtft.planner.spmd.partitioner import ShardingAssignment, work_of
+from dtft.planner.workload import Workload, of_loss
 from tests.planner.zoo_parts import ADAM
 
 WIDTH, HIDDEN, WORDS = 8, 32, 16
 
 
 @cache
-def question() -> Question:
+def question() -> Workload:
     """Two layers that hand on a width, and a head."""
 
     def loss(params, batch):
@@ -33,12 +33,14 @@ def question() -> Question:
     return of_loss(loss, ADAM, params, {"x": array(64, WIDTH)})
 
 
-def everywhere() -> Division:
+def everywhere() -> ShardingAssignment:
     """`tensor` on every dim of weights; the batch on `replica`."""
     asked = question()
     axes = dict.fromkeys(asked.weight_dims, ("tensor",))
     axes |= dict.fromkeys(asked.batch_dims, ("replica",))
-    return Division(axes=axes, alias=asked.alias, first=asked.weights, scatters=True)
+    return ShardingAssignment(
+        axes=axes, alias=asked.alias, first=asked.weights, scatters=True
+    )
 
 
 def sent(operator: Operator) -> list[tuple[str, int]]:

@@ -16,8 +16,8 @@ import dtft
 from dtft.parallel.planning.planned_step import jit_plan, make_step
 from dtft.planner.aot.hlo import (
     Groups,
+    HloProgram,
     Operation,
-    Program,
     collectives,
     groups_of,
     parse,
@@ -71,7 +71,7 @@ def count(text: str, opcode: str) -> int:
     return sum(op.opcode == opcode for op in operations(text))
 
 
-def runs(program: Program, opcode: str, computation: str = "") -> int:
+def runs(program: HloProgram, opcode: str, computation: str = "") -> int:
     """How often a step runs an operation."""
     found = 0
     for op in program.computations[computation or program.entry]:
@@ -80,7 +80,7 @@ def runs(program: Program, opcode: str, computation: str = "") -> int:
     return found
 
 
-def arguments(program: Program) -> Counter[tuple[int, ...]]:
+def arguments(program: HloProgram) -> Counter[tuple[int, ...]]:
     """Shapes of what the program is given, on one device."""
     entry = program.computations[program.entry]
     return Counter(op.arrays[0].shape for op in entry if op.opcode == "parameter")

@@ -23,7 +23,7 @@ from dtft.planner.cluster.topology import Cluster
 from dtft.planner.cost.calibration import read_log
 from dtft.planner.plan import Knobs, Plan
 from dtft.planner.search.decision import decide
-from dtft.planner.workload import Question, of_loss
+from dtft.planner.workload import Workload, of_loss
 from dtft.train.loop import run, train_step_of
 from dtft.train.single_process import LocalRuntime
 from tests.train.helpers import MemoryRuntime, tiny
@@ -294,7 +294,7 @@ def test_a_run_writes_its_plan_and_what_a_step_took(
     assert any("replica" in leaf.sharding.spec for leaf in moments)  # as it says
 
 
-def _question(experiment: Experiment) -> Question:
+def _question(experiment: Experiment) -> Workload:
     asked = asked_of(experiment)
     return of_loss(asked.loss, asked.optimizer, asked.params, asked.batch)
 

@@ -19,7 +19,7 @@ from dtft.parallel.planning.verify import (
     verify_sections,
 )
 from dtft.planner import wording
-from dtft.planner.aot.check import Compiled, Failure, Memory, gate
+from dtft.planner.aot.check import Compiled, CompileFailure, Memory, gate
 from dtft.planner.cluster.topology import Cluster
 from dtft.planner.plan import Collective
 from dtft.planner.search.decision import Decision, decide, next_best
@@ -82,7 +82,7 @@ def test_the_first_that_fits_as_compiled_is_taken(decision: Decision) -> None:
 
 
 def test_what_was_not_compiled_is_not_taken(decision: Decision) -> None:
-    failure = Failure(name="0", reason="too late")
+    failure = CompileFailure(name="0", reason="too late")
     verdict = gate(decision.plan, failure, decision.plan.capacity_bytes)
     late = Verified(decision=decision, compiled=failure, verdict=verdict)
     with pytest.raises(ValueError, match="could be verified.*too late"):

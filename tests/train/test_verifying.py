@@ -10,7 +10,7 @@ import pytest
 from dtft._jax_internals import compile_module
 from dtft.parallel.planning.planned_step import jit_plan, make_step
 from dtft.parallel.planning.verify import candidate_of
-from dtft.planner.aot.compile import Candidate
+from dtft.planner.aot.compile import LoweredStep
 from dtft.planner.aot.hlo import collectives
 from dtft.planner.plan import Knobs, Plan, Prediction
 from dtft.planner.types import Spec
@@ -53,7 +53,7 @@ def _plan(entry: Any) -> Plan:
     )
 
 
-def _of(candidate: Candidate) -> Any:
+def _of(candidate: LoweredStep) -> Any:
     program = compile_module(candidate.module, jax.devices(), {})
     return collectives(program.hlo_modules()[0].to_string(), MESH)
 

@@ -12,7 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from dtft.balance import Balance, Counts, Microbatches, Rules, Tried, UnitTimes, waits
+from dtft.balance import (
+    Balance,
+    Counts,
+    Microbatches,
+    Rules,
+    SpeedEstimator,
+    UnitTimes,
+    waits,
+)
 from dtft.config import Disk
 from dtft.parallel.row_assignment import Sharing
 
@@ -120,7 +128,7 @@ def _arrays(times: UnitTimes) -> dict[str, list[float]]:
     return {it.name: getattr(times, it.name).tolist() for it in fields(UnitTimes)}
 
 
-def _known(recorded: Mapping[str, Any], names: Sequence[str]) -> Tried:
+def _known(recorded: Mapping[str, Any], names: Sequence[str]) -> SpeedEstimator:
     """What is known of the nodes, found by their names."""
     place = {name: index for index, name in enumerate(recorded["nodes"])}
 
@@ -133,7 +141,7 @@ def _known(recorded: Mapping[str, Any], names: Sequence[str]) -> Tried:
         arrays = {it.name: here(row[it.name]) for it in fields(UnitTimes)}
         arrays["num_steps"] = arrays["num_steps"].astype(np.int64)
         times[tuple(here(row["load"]).tolist())] = UnitTimes(**arrays)
-    return Tried(num_nodes=len(names), times=times)
+    return SpeedEstimator(num_nodes=len(names), times=times)
 
 
 def _fit(shares: Counts, work: Microbatches) -> bool:

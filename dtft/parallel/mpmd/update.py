@@ -60,17 +60,17 @@ def updating(
     return _Making(cut(program, where.nodes), keys, homes, of_state).calls()
 
 
-class _Place:
+class _Colocated:
     """Where values are together; the node may be found out later."""
 
     def __init__(self, node: int | None = None) -> None:
         self.node = node
-        self._same: _Place | None = None
+        self._same: _Colocated | None = None
 
-    def root(self) -> "_Place":
+    def root(self) -> "_Colocated":
         return self if self._same is None else self._same.root()
 
-    def join(self, other: "_Place") -> None:
+    def join(self, other: "_Colocated") -> None:
         """Where `other` is, whose node may be known."""
         mine, its = self.root(), other.root()
         if mine is not its:
@@ -84,7 +84,7 @@ class _Where:
     """
 
     def __init__(self) -> None:
-        self._operators: list[_Place] = []
+        self._operators: list[_Colocated] = []
         self._default = 0
 
     @property
@@ -95,21 +95,21 @@ class _Where:
     def run(self, jaxpr: Jaxpr, homes: Sequence[int]) -> list[int]:
         """Follows the program; returns the nodes of the leaves of the state."""
         self._default = homes[0]
-        state = [_Place() for _ in jaxpr.invars[2 * len(homes) :]]
-        self._body(jaxpr, [*map(_Place, homes), *map(_Place, homes), *state])
+        state = [_Colocated() for _ in jaxpr.invars[2 * len(homes) :]]
+        self._body(jaxpr, [*map(_Colocated, homes), *map(_Colocated, homes), *state])
         return [self._node(place) for place in state]
 
-    def _node(self, place: _Place) -> int:
+    def _node(self, place: _Colocated) -> int:
         node = place.root().node
         return self._default if node is None else node
 
-    def _body(self, jaxpr: Jaxpr, operands: Sequence[_Place]) -> list[_Place]:
-        known: dict[Any, _Place] = {var: _Place() for var in jaxpr.constvars}
+    def _body(self, jaxpr: Jaxpr, operands: Sequence[_Colocated]) -> list[_Colocated]:
+        known: dict[Any, _Colocated] = {var: _Colocated() for var in jaxpr.constvars}
         known.update(zip(jaxpr.invars, operands, strict=True))
         for eqn in jaxpr.eqns:
             if eqn.primitive.name in INLINED:
                 (body,) = bodies(eqn)
-                inside = [known[a] if is_var(a) else _Place() for a in eqn.invars]
+                inside = [known[a] if is_var(a) else _Colocated() for a in eqn.invars]
                 known.update(zip(eqn.outvars, self._body(body, inside), strict=True))
                 continue
             place = self._together(eqn, known)
@@ -117,13 +117,13 @@ class _Where:
             within = [op for body in bodies(eqn) for op in operators(body)]
             count = len(within) if eqn.primitive.name in CALLS else 1
             self._operators += [place] * count
-        return [known[a] if is_var(a) else _Place() for a in jaxpr.outvars]
+        return [known[a] if is_var(a) else _Colocated() for a in jaxpr.outvars]
 
-    def _together(self, eqn: JaxprEqn, known: dict[Any, _Place]) -> _Place:
+    def _together(self, eqn: JaxprEqn, known: dict[Any, _Colocated]) -> _Colocated:
         """The place of the largest operand that has one; all without it join it."""
         found = [(_size(a), known[a]) for a in eqn.invars if is_var(a)]
         settled = [(size, p) for size, p in found if p.root().node is not None]
-        place = max(settled, key=lambda one: one[0])[1] if settled else _Place()
+        place = max(settled, key=lambda one: one[0])[1] if settled else _Colocated()
         for _, other in found:
             if other.root().node is None:
                 other.join(place)

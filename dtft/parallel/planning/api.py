@@ -47,7 +47,7 @@ from dtft.planner.report import (
 )
 from dtft.planner.search import PINS, Decision, decide, did_you_mean
 from dtft.planner.wording import Section
-from dtft.planner.workload import Question, of_loss, of_step
+from dtft.planner.workload import Workload, of_loss, of_step
 
 # Plans that can be run, and asked why: their values with what JAX needs of them.
 #
@@ -259,7 +259,7 @@ def plan(
         "params": params, "batch": batch,
     }  # fmt: skip
     given = {name: value for name, value in given.items() if value is not None}
-    question = _question(given)
+    question = _workload(given)
     where = _cluster(cluster)
     if calibration is not None:
         where = apply_calibration(where, _calibration(calibration))
@@ -326,7 +326,7 @@ def _of_this_job(cluster: Cluster) -> bool:
     return cluster.num_devices == jax.device_count()
 
 
-def _question(given: dict[str, Any]) -> Question:
+def _workload(given: dict[str, Any]) -> Workload:
     """What is asked, from the arguments that are not None."""
     entry = entry_of(given)
     try:

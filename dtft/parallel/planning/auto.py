@@ -18,7 +18,7 @@ from dtft.planner.cluster import Cluster
 from dtft.planner.cost import Calibration, apply_calibration
 from dtft.planner.plan import Plan
 from dtft.planner.search import decide
-from dtft.planner.workload import Question, of_loss
+from dtft.planner.workload import Workload, of_loss
 
 # What a config asks of the planner: its loss, optimizer, parameters and batch.
 #
@@ -88,17 +88,17 @@ def automatic(experiment: Experiment, devices: Sequence[Any]) -> Plan:
     if experiment.calibration:
         cluster = apply_calibration(cluster, Calibration.read(experiment.calibration))
     processes = {device.process_index for device in devices}
-    return decide(_question(experiment), cluster, whole=len(processes) > 1).plan
+    return decide(_workload(experiment), cluster, whole=len(processes) > 1).plan
 
 
 def is_of(plan: Plan, experiment: Experiment) -> bool:
     """Whether a plan was made for the model, optimizer and batch of a config."""
     try:
-        return plan.model_hash == _question(experiment).fingerprint
+        return plan.model_hash == _workload(experiment).fingerprint
     except ValueError:  # none was: it cannot be planned
         return False
 
 
-def _question(experiment: Experiment) -> Question:
+def _workload(experiment: Experiment) -> Workload:
     asked = asked_of(experiment)
     return of_loss(asked.loss, asked.optimizer, asked.params, asked.batch)

@@ -17,9 +17,9 @@ from dtft.parallel.planning.planned_step import step_of
 from dtft.planner import wording
 from dtft.planner.aot import (
     GPU_TARGETS,
-    Candidate,
     Compiled,
-    Failure,
+    CompileFailure,
+    LoweredStep,
     Verdict,
     candidate,
     compare,
@@ -49,7 +49,7 @@ class Verified:
 
     decision: Decision
     """Of this plan."""
-    compiled: Compiled | Failure
+    compiled: Compiled | CompileFailure
     verdict: Verdict
     held_back: float = 0.0
     """How much more than predicted the plan was chosen to have room for, a share,
@@ -59,7 +59,7 @@ class Verified:
     def needed_bytes(self) -> int | None:
         """Bytes of a device as compiled; None if it was not. For CPU only what goes in
         and out, because temporaries are not those of another backend."""
-        if isinstance(self.compiled, Failure):
+        if isinstance(self.compiled, CompileFailure):
             return None
         memory = self.compiled.memory
         return memory.total if self.compiled.exact_memory else memory.floor
@@ -114,14 +114,14 @@ def _compiled(
 ) -> tuple[Verified, ...]:
     known = [one for one in decisions if one.plan.runnable]
 
-    def lowered() -> Iterator[Candidate]:
+    def lowered() -> Iterator[LoweredStep]:
         for number, one in enumerate(known):
             yield candidate_of(one.plan, asked, target=target, name=str(number))
 
     left = max(0.0, end - time.monotonic())
     coming = [(target, math.prod(one.plan.mesh.values())) for one in known]
     results = list(compile_all(lowered(), deadline_s=left, coming=coming))
-    late = Failure(name="", reason=f"not compiled within {left:g} s")
+    late = CompileFailure(name="", reason=f"not compiled within {left:g} s")
     results += [late] * (len(known) - len(results))
     return tuple(
         Verified(
@@ -136,7 +136,7 @@ def _compiled(
 @gc_paused()
 def candidate_of(
     plan: Plan, given: Mapping[str, Any], *, target: str = "cpu", name: str = ""
-) -> Candidate:
+) -> LoweredStep:
     """The step that `make_step` or `jit_plan` would run, lowered.
 
     Args:

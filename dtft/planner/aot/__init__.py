@@ -17,13 +17,18 @@ if TYPE_CHECKING:
     from dtft.planner.aot.check import (
         Agreement,
         Compiled,
-        Failure,
+        CompileFailure,
         Memory,
         Verdict,
         compare,
         gate,
     )
-    from dtft.planner.aot.compile import Candidate, candidate, compile_all, platform_of
+    from dtft.planner.aot.compile import (
+        LoweredStep,
+        candidate,
+        compile_all,
+        platform_of,
+    )
     from dtft.planner.aot.gpu_targets import (
         GPU_TARGETS,
         gpu_target,
@@ -32,10 +37,10 @@ if TYPE_CHECKING:
 
 _PUBLIC = {
     "Agreement": "check",
-    "Candidate": "compile",
+    "CompileFailure": "check",
     "Compiled": "check",
-    "Failure": "check",
     "GPU_TARGETS": "gpu_targets",
+    "LoweredStep": "compile",
     "Memory": "check",
     "Verdict": "check",
     "candidate": "compile",
@@ -49,10 +54,10 @@ _PUBLIC = {
 
 __all__ = [
     "Agreement",
-    "Candidate",
+    "CompileFailure",
     "Compiled",
-    "Failure",
     "GPU_TARGETS",
+    "LoweredStep",
     "Memory",
     "Verdict",
     "candidate",

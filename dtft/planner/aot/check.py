@@ -59,7 +59,7 @@ class Compiled:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
+class CompileFailure:
     """A candidate that could not be compiled."""
 
     name: str
@@ -106,7 +106,7 @@ class Agreement:
 
 def gate(
     plan: Plan,
-    compiled: Compiled | Failure | None,
+    compiled: Compiled | CompileFailure | None,
     capacity: int,
     *,
     reserve: float = 0.05,
@@ -132,7 +132,7 @@ def gate(
             f"reserve={reserve}, capacity={capacity}: a part of 0 to below 1, and "
             "bytes above 0 are allowed. Give the memory of one device."
         )
-    if isinstance(compiled, Failure):
+    if isinstance(compiled, CompileFailure):
         return Verdict(
             fits=False,
             needed_bytes=plan.memory_bytes,

@@ -21,7 +21,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from dtft.planner.aot import gpu_targets
-from dtft.planner.aot.check import Compiled, Failure, Memory
+from dtft.planner.aot.check import Compiled, CompileFailure, Memory
 from dtft.planner.aot.worker import TAIL, Answer, Child, wait_for_any
 
 _MAX_CHILDREN = 4
@@ -29,7 +29,7 @@ _MAX_CHILDREN = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class LoweredStep:
     """A step with its shardings, lowered: all that a compiler needs of it."""
 
     name: str
@@ -51,7 +51,7 @@ def lower(
     donate: Sequence[int] = (),
     target: str = "cpu",
     name: str = "",
-) -> Candidate:
+) -> LoweredStep:
     """Traces and lowers a step for a mesh of devices that need not exist.
 
     Args:
@@ -96,7 +96,7 @@ def platform_of(target: str) -> str:
 
 def candidate(
     lowered: jax.stages.Lowered, *, mesh: Mapping[str, int], target: str, name: str = ""
-) -> Candidate:
+) -> LoweredStep:
     """What JAX has lowered already, for the platform of the target.
 
     Args:
@@ -108,7 +108,9 @@ def candidate(
     module: Any = lowered.compiler_ir("stablehlo")
     code = io.BytesIO()
     module.operation.write_bytecode(code)
-    return Candidate(name=name, mesh=dict(mesh), target=target, module=code.getvalue())
+    return LoweredStep(
+        name=name, mesh=dict(mesh), target=target, module=code.getvalue()
+    )
 
 
 def place(tree: Any, specs: Any, mesh: Any) -> Any:
@@ -127,11 +129,11 @@ def place(tree: Any, specs: Any, mesh: Any) -> Any:
 
 
 def compile_all(
-    candidates: Iterable[Candidate],
+    candidates: Iterable[LoweredStep],
     *,
     deadline_s: float = 60.0,
     coming: Sequence[tuple[str, int]] = (),
-) -> tuple[Compiled | Failure, ...]:
+) -> tuple[Compiled | CompileFailure, ...]:
     """Compiles candidates in child processes, several at a time where there are cores.
 
     A generator is asked for the next candidate while children compile those before.
@@ -148,7 +150,7 @@ def compile_all(
         One result per candidate, in their order, but for the last ones if the deadline
         passed before they were made.
     """
-    run = _Run(deadline_s)
+    run = _CompileQueue(deadline_s)
     try:
         run.start(coming)
         for candidate in candidates:
@@ -161,15 +163,15 @@ def compile_all(
     return tuple(run.results[number] for number in sorted(run.results))
 
 
-class _Run:
+class _CompileQueue:
     """Candidates on their way through several lanes, all for the same devices."""
 
     def __init__(self, deadline_s: float) -> None:
-        self.results: dict[int, Compiled | Failure] = {}
+        self.results: dict[int, Compiled | CompileFailure] = {}
         self._deadline_s = deadline_s
         self._end = time.monotonic() + deadline_s
         self._lanes: list[_Lane] = []
-        self._held: deque[tuple[int, Candidate]] = deque()
+        self._held: deque[tuple[int, LoweredStep]] = deque()
         self._added = 0
 
     @property
@@ -182,7 +184,7 @@ class _Run:
             if devices == coming[0]:
                 self._lanes.append(_Lane(devices, self._end, self._deadline_s))
 
-    def add(self, candidate: Candidate) -> None:
+    def add(self, candidate: LoweredStep) -> None:
         """Gives it to the child that has least to do; holds it while all have enough.
 
         What a child was given stays its own, however long that takes: so it is given
@@ -231,18 +233,18 @@ class _Lane:
     def __init__(self, devices: tuple[str, int], end: float, deadline_s: float) -> None:
         self.devices = devices
         self._end, self._deadline_s = end, deadline_s
-        self._waiting: deque[tuple[int, Candidate]] = deque()
+        self._waiting: deque[tuple[int, LoweredStep]] = deque()
         self.child = Child(*devices, end)
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def add(self, number: int, candidate: Candidate) -> None:
+    def add(self, number: int, candidate: LoweredStep) -> None:
         self._waiting.append((number, candidate))
         self._send(candidate)
 
-    def collect(self, results: dict[int, Compiled | Failure]) -> None:
+    def collect(self, results: dict[int, Compiled | CompileFailure]) -> None:
         """Takes the answers that are there."""
         while self._waiting and self.child.has_answer():
             answer = self.child.receive()
@@ -259,7 +261,7 @@ class _Lane:
     def stop(self) -> None:
         self.child.stop()
 
-    def _send(self, candidate: Candidate) -> None:
+    def _send(self, candidate: LoweredStep) -> None:
         self.child.send(candidate.module, candidate.mesh)
 
 
@@ -267,13 +269,13 @@ def _num_children() -> int:
     return min(_MAX_CHILDREN, os.cpu_count() or 1)
 
 
-def _devices(candidate: Candidate) -> tuple[str, int]:
+def _devices(candidate: LoweredStep) -> tuple[str, int]:
     return candidate.target, math.prod(candidate.mesh.values())
 
 
-def _result(candidate: Candidate, answer: Answer) -> Compiled | Failure:
+def _result(candidate: LoweredStep, answer: Answer) -> Compiled | CompileFailure:
     if isinstance(answer, str):
-        return Failure(name=candidate.name, reason=answer[:TAIL])
+        return CompileFailure(name=candidate.name, reason=answer[:TAIL])
     return Compiled(
         name=candidate.name,
         target=candidate.target,

@@ -16,11 +16,6 @@ import numpy as np
 
 from dtft.planner.plan import Collective
 
-# Reads the text of a compiled XLA program: computations and their operations.
-#
-# Pure functions over text, for the spellings of jax 0.10 to 0.12 (reference section 4).
-
-
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 _CALLED = re.compile(
@@ -88,7 +83,7 @@ class Operation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class HloProgram:
     """A compiled program."""
 
     computations: Mapping[str, tuple[Operation, ...]]
@@ -107,7 +102,7 @@ class Program:
                 yield operation
 
 
-def parse(text: str | None) -> Program:
+def parse(text: str | None) -> HloProgram:
     """Reads the text of `jax.stages.Compiled.as_text()`.
 
     Raises:
@@ -126,7 +121,7 @@ def parse(text: str | None) -> Program:
             lines.append(_operation(line))
     if not entry:
         raise ValueError("the text has no ENTRY: give Compiled.as_text().")
-    return Program(computations=computations, entry=entry)
+    return HloProgram(computations=computations, entry=entry)
 
 
 def _operation(line: str) -> Operation:
@@ -174,10 +169,9 @@ def bits(dtype: str) -> int:
     return int(digits[1]) if digits else 0
 
 
-# Which devices communicate: XLA's three spellings of groups, and their mesh axes.
-#
-# Pure functions over text. XLA numbers devices by their position in the mesh; a group
-# that is all members along some axes is named by these axes.
+# Device groups of a collective. XLA spells them in three ways: as lists, as an iota and
+# as source-target pairs. XLA numbers devices by their position in the mesh, so a group
+# that holds all members along some axes is named by these axes.
 
 
 Groups = tuple[tuple[int, ...], ...]
@@ -314,11 +308,6 @@ def _rows(numbers: np.ndarray) -> Groups:
     return tuple(tuple(int(n) for n in row) for row in numbers)
 
 
-# What a compiled XLA program communicates, trip counts of its loops included.
-#
-# Pure functions over text, for the spellings of jax 0.10 to 0.12 (reference section 4).
-
-
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"]
 
 _KINDS: Mapping[str, Kind] = {
@@ -380,7 +369,7 @@ def collectives(text: str, mesh: Mapping[str, int]) -> tuple[CompiledCollective,
 
 
 def _collectives(
-    program: Program,
+    program: HloProgram,
     computation: str,
     mesh: Mapping[str, int],
     trips: int,
@@ -436,7 +425,7 @@ def _collective(
 
 
 def _own_bytes(
-    program: Program, lines: Mapping[str, Operation], line: Operation
+    program: HloProgram, lines: Mapping[str, Operation], line: Operation
 ) -> int:
     """Bytes of the operands in the types that they had before XLA widened them."""
     if "promoted" in line.attributes:  # XLA's name of a sum in a wider type
@@ -448,7 +437,7 @@ def _own_bytes(
 
 
 def _is_widened(
-    program: Program, lines: Mapping[str, Operation], maker: Operation
+    program: HloProgram, lines: Mapping[str, Operation], maker: Operation
 ) -> bool:
     """Whether a value of 32 bits is one of 16 bits that was converted before."""
     while True:

@@ -29,12 +29,10 @@ from dtft import _jax_internals
 from dtft.planner.aot.hlo import CompiledCollective, collectives
 from dtft.planner.gc_pause import gc_paused
 
-# A program read as soon as XLA has assigned its memory.
-#
-# What XLA does after that is machine code: nobody runs it here, it takes a third of the
-# time for CPU and more than half of it for a GPU, and there it needs `ptxas` of a CUDA
-# installation. So a process of its own compiles, XLA writes down the program and its
-# buffers when both are final, and the process is ended there.
+# The worker compiles in a process of its own and ends it as soon as XLA has written the
+# optimized program and its buffer assignment. What follows is machine code, which
+# nobody runs: it takes a third of the time on CPU and more than half on a GPU, where it
+# also needs `ptxas` of a CUDA installation.
 
 
 _POLL_S = 0.02
@@ -140,7 +138,7 @@ def _read_assigned(folder: Path, pattern: str) -> str:
     return "\n\n".join(path.read_text() for path in sorted(folder.glob(pattern)))
 
 
-class Program(TypedDict):
+class CompileResult(TypedDict):
     """What came of a module."""
 
     collectives: tuple[CompiledCollective, ...]
@@ -149,7 +147,7 @@ class Program(TypedDict):
     seconds: float
 
 
-Answer = Program | str
+Answer = CompileResult | str
 """A program, or why there is none."""
 
 _Devices = Callable[[], Sequence[Any]]
@@ -213,7 +211,7 @@ def _read(compiled: dict[str, Any] | str, mesh: Mapping[str, int]) -> Answer:
         found = collectives(compiled["text"], mesh)
     except ValueError as error:
         return f"{type(error).__name__}: {error}"
-    return Program(
+    return CompileResult(
         collectives=found, memory=compiled["memory"], seconds=compiled["seconds"]
     )
 

@@ -19,11 +19,9 @@ from dtft.planner.cluster.hardware import (
     Platform,
 )
 
-# Device types of common machines, with sources: level 0 of calibration.
-#
-# A table. Peaks are dense, without sparsity. Sizes, cores and bandwidths of NVIDIA
-# devices are those of XLA's own target descriptions; where these differ from what is
-# sold (MI300X), the data sheet.
+# Device types. Peaks are dense (no sparsity). Sizes, cores and bandwidths of NVIDIA
+# devices are those of XLA's target descriptions; where the product differs from them
+# (MI300X), the data sheet counts.
 
 
 _XLA = "openxla/xla backends/gpu/target_config/specs"
@@ -201,11 +199,8 @@ KINDS: tuple[tuple[str, str], ...] = (
 """Part of JAX's `device_kind` to device type; the first that fits counts."""
 
 
-# Links of common machines, with sources: level 0 of calibration.
-#
-# A table. Bandwidths are what collectives of large arrays reach, one direction, not the
-# raw figure of the data sheet, wherever somebody published it; `dtft calibrate`
-# replaces them.
+# Links. Bandwidths are of one direction. Where a measurement of large collectives is
+# published, its figure is used instead of the data sheet's.
 
 
 _STAS = "stas00/ml-engineering network/README.md"
@@ -322,11 +317,6 @@ LINKS: Mapping[str, Link] = {
     ),
 }  # fmt: skip
 """Name to link. `-half`: a port for two devices."""
-
-
-# Names to device types and machines: what one finds in which host, joined by what.
-#
-# Level 0 of calibration: data sheets and published measurements, each with its source.
 
 
 GIB = 2**30

@@ -10,10 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-# How far seconds that a pool's figures give can be trusted, and what corrects them.
-#
-# The levels of reference section 5: catalog (0), measured (1), corrected by past runs
-# (2).
+# Accuracy of predictions. The levels of reference section 5: catalog (0), measured (1),
+# corrected by past runs (2).
 
 
 UNCALIBRATED: Mapping[str, float] = {"compute": 0.25, "collectives": 0.5}
@@ -212,11 +210,6 @@ _ALIKE: Mapping[str, tuple[str, ...]] = {
 }
 
 
-# Links between devices: what kind they are, how long a transfer takes.
-#
-# A value only.
-
-
 LinkKind = Literal[
     "NVLink", "PCIe", "CXL", "UPI", "InfiniBand", "Ethernet", "ICI", "loopback"
 ]
@@ -325,13 +318,13 @@ class Link:
         low, high, share = _beside(num_devices, curves)
         return _between(curves[low], curves[high], share) if share else curves[low]
 
-    def meeting_s(self, num_devices: float) -> float:
+    def sync_skew_s(self, num_devices: float) -> float:
         """Seconds of `meeting` among some devices, interpolated as curves are.
 
         >>> port = Curve(latency_s=1e-6, bandwidth=1e9)
         >>> seconds = {2: 1.0, 8: 2.0}
         >>> link = Link(kind="loopback", curve=port, source="", meeting=seconds)
-        >>> [link.meeting_s(n) for n in (1, 2, 4, 16)]
+        >>> [link.sync_skew_s(n) for n in (1, 2, 4, 16)]
         [0.0, 1.0, 1.5, 2.0]
         """
         return _known(num_devices, self.meeting)

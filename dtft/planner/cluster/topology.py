@@ -233,9 +233,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-# Clusters in a few letters: `64x8xH100`, `8xA100`, `16x16xv5e`, `48xjean-zay`.
-#
-# Decides what a shorthand means, with the catalog's machines.
+# Shorthand: `64x8xH100`, `8xA100`, `16x16xv5e`, `48xjean-zay`.
 
 
 _POOL = re.compile(r"((?:\d+x)*)(?!(?:\d+x)+$)(\S.*)", re.IGNORECASE)
@@ -376,7 +374,7 @@ def _slices(text: str, number: int, found: Machine) -> tuple[int, list[int]]:
     return slices, sorted(cubic)
 
 
-# Clusters that the catalog does not have, described in a YAML or JSON file.
+# Cluster files, in YAML or JSON:
 #
 #     name: two kinds
 #     pools:
@@ -391,7 +389,7 @@ def _slices(text: str, number: int, found: Machine) -> tuple[int, list[int]]:
 #         host_memory_bytes: 64.0e9    # that each device may use
 #     between: ethernet-100g           # needed for several pools
 #
-# What `Cluster.to_json` writes is read too. A key that does not exist is an error.
+# The output of `Cluster.to_json` is also such a file. An unknown key is an error.
 
 
 _SUFFIXES = (".json", ".yaml", ".yml")
@@ -587,11 +585,6 @@ def _by_number(
 
 def _curve(items: Any, where: str) -> Curve:
     return _built(Curve, _checked(items, Curve, where), where)
-
-
-# The cluster that JAX's devices are: their attributes, completed by the catalog.
-#
-# Reads attributes of what it is given and runs nothing.
 
 
 def cluster_of(devices: Sequence[Any], host_memory_bytes: int | None = None) -> Cluster:

@@ -22,12 +22,7 @@ from dtft.planner.cluster import (
     Link,
     Pool,
 )
-from dtft.planner.cost.fitting import Fit, fit
-
-# Calibrations: measured scalars of a device type and fabric, their file, their use.
-#
-# Decides what a calibration may be applied to and how exact it is.
-
+from dtft.planner.cost.fitting import CalibrationFit, fit
 
 SCHEMA = 1
 
@@ -204,11 +199,9 @@ def _level(level: Level, calibration: Calibration) -> Level:
     return replace(level, link=link)
 
 
-# Level 2 of calibration: what past runs say about the terms of predictions.
-#
-# A log has a line per run: what was predicted, by term, and what a step really took.
-# From it one factor per term, drawn towards 1 as long as runs are few. Pure; the caller
-# reads and writes the file.
+# Level 2 of calibration. The log has one line per run: the predicted seconds by term
+# and the measured seconds of a step. The fit gives one factor per term, shrunk towards
+# 1 while runs are few. The caller reads and writes the file.
 
 
 SPREAD = 0.3
@@ -260,7 +253,7 @@ def of_cluster(runs: Iterable[PastRun], calibration: Calibration) -> list[PastRu
     return [run for run in runs if (run.device, run.fabric, run.software) == key]
 
 
-def fit_terms(runs: Sequence[PastRun]) -> Fit:
+def fit_terms(runs: Sequence[PastRun]) -> CalibrationFit:
     """One factor per term with which predictions are closest to what was measured.
 
     A term that no run has a share in keeps 1.

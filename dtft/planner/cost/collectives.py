@@ -12,20 +12,20 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from dtft.planner.cluster import CollectiveKind, Curve, Link
-from dtft.planner.cost.mesh_topology import Group, Groups
+from dtft.planner.cost.mesh_topology import DeviceGroup, DeviceGroups
 
-# How long a collective takes among the devices along mesh axes.
-#
-# Formulas of reference section 7, for each algorithm that `dtft.collectives` has and
-# for hierarchical ones, over the levels that the devices lie on. A ring (or tree) that
-# spans hosts uses the ports of all its members there, as backends do.
+# A ring or tree that spans hosts uses the ports of all its members on a host, as
+# backends do.
 
 
 Algorithm = Literal["best", "ring", "tree", "gather", "hierarchical", "direct"]
 
 
 def collective_s(
-    kind: CollectiveKind, num_bytes: Any, group: Group, algorithm: Algorithm = "best"
+    kind: CollectiveKind,
+    num_bytes: Any,
+    group: DeviceGroup,
+    algorithm: Algorithm = "best",
 ) -> Any:
     """Seconds of one collective in which every device of the group takes part.
 
@@ -83,7 +83,7 @@ def collective_s(
 
 
 def collectives_s(
-    kind: CollectiveKind, num_bytes: np.ndarray, groups: Groups, which: np.ndarray
+    kind: CollectiveKind, num_bytes: np.ndarray, groups: DeviceGroups, which: np.ndarray
 ) -> np.ndarray:
     """Seconds of many collectives of a kind: see `collective_s`.
 
@@ -103,7 +103,7 @@ def collectives_s(
         found = which[rows]
         levels = np.flatnonzero(used[found[0]]).tolist()
         sizes: list[Any] = [groups.sizes[found, level] for level in levels]
-        group = Group(
+        group = DeviceGroup(
             sizes=tuple(float(n[0]) if (n == n[0]).all() else n for n in sizes),
             links=tuple(groups.links[level] for level in levels),
         )
@@ -140,7 +140,7 @@ class _Hop:
 _Hops = Sequence[_Hop]
 
 
-def _hops(kind: CollectiveKind, group: Group) -> _Hops:
+def _hops(kind: CollectiveKind, group: DeviceGroup) -> _Hops:
     levels = zip(group.sizes, group.inner, group.links, strict=True)
     return [
         _Hop(size=size, inner=inner, link=link, curve=link.curve_of(kind, size))
@@ -248,25 +248,24 @@ _WAYS: Mapping[CollectiveKind, Mapping[str, _Way]] = {
 """The ways of each kind; the first is what backends do by default."""
 
 
-# What it takes that members of a group meet, and what of it computing hides.
-#
-# Times of collectives are measured some behind each other, where all members but those
-# of the first are there already. In a step they come at unlike times, each from its own
-# computing, most of all where processes share cores, and who waits has to be woken:
-# `Link.meeting`. Where a collective waits for nothing, a device computes meanwhile:
-# `Link.ahead`. Both are measured where they were found to matter.
+# Sync skew and prefetch overlap of collectives. Calibration measures collectives back
+# to back: only the first one waits for its participants. In a step participants arrive
+# at different times, most of all where processes share cores, and a waiting thread has
+# to be woken. `Link.meeting` is this extra latency. While a device runs a collective
+# that waits for no other operator, it computes: `Link.ahead` is the share that this
+# hides. Links have both figures only where measurements showed that they matter.
 
 
-def meeting_s(group: Group) -> float:
+def sync_skew_s(group: DeviceGroup) -> float:
     """Seconds of a group; of several levels those of the slowest.
 
     Args:
         group: of `group_of`.
     """
-    return _slowest_meeting(group.sizes, group.links)
+    return _largest_sync_skew(group.sizes, group.links)
 
 
-def meetings_s(groups: Groups) -> np.ndarray:
+def sync_skews_s(groups: DeviceGroups) -> np.ndarray:
     """The same of each of many groups.
 
     Args:
@@ -278,11 +277,11 @@ def meetings_s(groups: Groups) -> np.ndarray:
     if not any(link.meeting for link in groups.links):
         return np.zeros(len(groups.sizes))
     return np.array(
-        [_slowest_meeting(sizes, groups.links) for sizes in groups.sizes.tolist()]
+        [_largest_sync_skew(sizes, groups.links) for sizes in groups.sizes.tolist()]
     )
 
 
-def hidden(group: Group) -> float:
+def hidden(group: DeviceGroup) -> float:
     """Share of a gather that computing hides, if it waits for none of it.
 
     Args:
@@ -291,15 +290,15 @@ def hidden(group: Group) -> float:
     return _least(group.sizes, group.links)
 
 
-def hiddens(groups: Groups) -> np.ndarray:
+def hiddens(groups: DeviceGroups) -> np.ndarray:
     """The same of each of many groups; float [groups]."""
     if not any(link.ahead for link in groups.links):
         return np.zeros(len(groups.sizes))
     return np.array([_least(sizes, groups.links) for sizes in groups.sizes.tolist()])
 
 
-def _slowest_meeting(sizes: Sequence[float], links: Sequence[Link]) -> float:
-    each = (link.meeting_s(size) for size, link in zip(sizes, links, strict=True))
+def _largest_sync_skew(sizes: Sequence[float], links: Sequence[Link]) -> float:
+    each = (link.sync_skew_s(size) for size, link in zip(sizes, links, strict=True))
     return max(each, default=0.0)
 
 

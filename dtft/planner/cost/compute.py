@@ -12,12 +12,12 @@ import numpy as np
 
 from dtft.planner.cluster import DeviceType, Efficiency, Pool
 from dtft.planner.ir import item_bits
-from dtft.planner.workload import Question
+from dtft.planner.workload import Workload
 
 # No plan of a step is faster than this: what the devices must do at the least.
 
 
-def lower_bound_s(question: Question, pool: Pool) -> float:
+def lower_bound_s(question: Workload, pool: Pool) -> float:
     """Seconds that all devices together need for the operations and arrays of a step.
 
     The larger of two floors: matmuls and convolutions at the peak of their dtype,
@@ -38,12 +38,6 @@ def lower_bound_s(question: Question, pool: Pool) -> float:
     num_bytes = sum(graph.values[graph.inputs[path]].num_bytes for path in paths)
     moving = 2 * num_bytes / device.memory_bandwidth
     return max(computing, moving) / pool.num_devices
-
-
-# How long one device computes: matmuls, bytes through memory, what overlap costs.
-#
-# Formulas of reference section 7. Every argument that is a number may be an array of
-# them (numpy's broadcasting).
 
 
 _TILES_OF_A_PART = 4

@@ -16,13 +16,7 @@ from scipy.optimize import least_squares
 from dtft.planner.cluster import CollectiveKind, Curve, DeviceType, Efficiency, Link
 from dtft.planner.cost.collectives import collective_s
 from dtft.planner.cost.compute import added_s, matmul_s
-from dtft.planner.cost.mesh_topology import Group
-
-# Positive scalars with which a formula is closest to measured times, with errors.
-#
-# Every fit is of logarithms, by soft-L1 least squares: outliers count little, and a fit
-# is as good for short times as for long ones (reference section 7, Calibration).
-
+from dtft.planner.cost.mesh_topology import DeviceGroup
 
 NOISE = 0.05
 """Relative error of one measurement above which it counts as an outlier."""
@@ -32,7 +26,7 @@ it decides only where the measurements do not (latency against half_bytes)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fit:
+class CalibrationFit:
     """Scalars with their errors, and how well they explain what was measured."""
 
     values: Mapping[str, float]
@@ -52,7 +46,7 @@ def fit(
     measured: Sequence[float],
     bounds: Mapping[str, tuple[float, float]] | None = None,
     spread: float = _WEAK,
-) -> Fit:
+) -> CalibrationFit:
     """Positive scalars with which predictions are closest to measurements.
 
     Args:
@@ -91,7 +85,7 @@ def fit(
     )
     off = residuals(found.x)[: seconds.size]
     relative = np.abs(np.expm1(off * NOISE))
-    return Fit(
+    return CalibrationFit(
         values=values(found.x),
         errors=dict(zip(names, _errors(found.jac, off), strict=True)),
         residual=float(np.median(relative)),
@@ -180,7 +174,7 @@ class OverlapTime:
 
 def fit_memory(
     device: DeviceType, times: Sequence[MemoryTime]
-) -> tuple[DeviceType, Fit]:
+) -> tuple[DeviceType, CalibrationFit]:
     """The bandwidth of a device's memory and of its cache, and the size of the latter.
 
     Apart from the start of an operator. Small arrays that are used again and again stay
@@ -209,7 +203,7 @@ def fit_memory(
 
 def _fit_memory(
     device: DeviceType, times: Sequence[MemoryTime], cache_bytes: float
-) -> tuple[float, Fit]:
+) -> tuple[float, CalibrationFit]:
     """The fit with a cache of a given size."""
     num_bytes = np.array([time.num_bytes for time in times], float)
     near = np.minimum(num_bytes, cache_bytes)
@@ -233,7 +227,7 @@ def _fit_memory(
 
 def fit_elements(
     device: DeviceType, times: Sequence[ElementTime]
-) -> tuple[DeviceType, Fit]:
+) -> tuple[DeviceType, CalibrationFit]:
     """What operations cost that are no products, apart from the bytes they move."""
     simple, special = np.array([(t.simple, t.special) for t in times], float).T
     found = fit(
@@ -246,7 +240,7 @@ def fit_elements(
 
 def fit_matmuls(
     device: DeviceType, dtype: str, times: Sequence[MatmulTime]
-) -> tuple[DeviceType, Fit]:
+) -> tuple[DeviceType, CalibrationFit]:
     """Efficiency e0, x0 and the start of an operator; the peak where it is unknown.
 
     The peak of a CPU, or one that was surpassed, becomes the best speed measured; the
@@ -272,7 +266,7 @@ def fit_matmuls(
 
 def fit_convolutions(
     device: DeviceType, dtype: str, times: Sequence[ConvolutionTime]
-) -> tuple[DeviceType, Fit]:
+) -> tuple[DeviceType, CalibrationFit]:
     """Channels at which convolutions are half as fast as large matmuls, and what an odd
     number of channels costs, where there are times of it.
     """
@@ -311,7 +305,7 @@ def fit_peak(device: DeviceType, dtype: str, times: Sequence[MatmulTime]) -> Dev
 
 def fit_link(
     link: Link, times: Sequence[CollectiveTime]
-) -> tuple[Link, dict[str, Fit]]:
+) -> tuple[Link, dict[str, CalibrationFit]]:
     """The curve of a link, and those of each kind and number of devices measured on it.
 
     Args:
@@ -342,7 +336,7 @@ def fit_link(
 
 def _fit_curve(
     link: Link, begin: Mapping[str, float], times: Sequence[CollectiveTime]
-) -> Fit:
+) -> CalibrationFit:
     num_bytes = np.array([time.num_bytes for time in times], float)
     places: dict[tuple[CollectiveKind, int], list[int]] = {}
     for place, time in enumerate(times):
@@ -354,7 +348,7 @@ def _fit_curve(
         for (kind, n), at in places.items():
             # As it will be used: what was measured is the backend's own way.
             port = replace(link, curve=curve, measured={kind: {n: curve}})
-            group = Group(sizes=(n,), links=(port,))
+            group = DeviceGroup(sizes=(n,), links=(port,))
             seconds[at] = collective_s(kind, num_bytes[at], group)
         return seconds
 
@@ -394,7 +388,7 @@ def fit_overlap(
 
 
 @dataclass(frozen=True, kw_only=True)
-class BehindTime:
+class SyncSkewTime:
     """What an all-reduce adds to computing that it waits for and that waits for it."""
 
     num_bytes: int
@@ -403,7 +397,7 @@ class BehindTime:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AheadTime:
+class PrefetchTime:
     """Computing and gathers that it needs but that do not wait for it, in seconds."""
 
     num_devices: int
@@ -412,7 +406,7 @@ class AheadTime:
     together_s: float
 
 
-def fit_meeting(link: Link, times: Sequence[BehindTime]) -> Link:
+def fit_sync_skew(link: Link, times: Sequence[SyncSkewTime]) -> Link:
     """The link with what meeting takes, by the number of devices.
 
     The median of what is left over the collectives by themselves; not below nothing.
@@ -423,14 +417,14 @@ def fit_meeting(link: Link, times: Sequence[BehindTime]) -> Link:
     """
     left: dict[int, list[float]] = {}
     for time in times:
-        group = Group(sizes=(time.num_devices,), links=(link,))
+        group = DeviceGroup(sizes=(time.num_devices,), links=(link,))
         alone = collective_s("all_reduce", time.num_bytes, group)
         left.setdefault(time.num_devices, []).append(time.seconds - alone)
     meeting = {n: max(0.0, median(own)) for n, own in left.items()}
     return replace(link, meeting=meeting)
 
 
-def fit_ahead(link: Link, times: Sequence[AheadTime]) -> Link:
+def fit_prefetch_overlap(link: Link, times: Sequence[PrefetchTime]) -> Link:
     """The link with the share of gathers that computing hides, by number of devices.
 
     Between none and all.
@@ -442,8 +436,10 @@ def fit_ahead(link: Link, times: Sequence[AheadTime]) -> Link:
 
     >>> from dtft.planner.cluster.hardware import Curve
     >>> port = Curve(latency_s=1e-6, bandwidth=1e9)
-    >>> time = AheadTime(num_devices=2, computing_s=4.0, gathers_s=2.0, together_s=5.0)
-    >>> fit_ahead(Link(kind="loopback", curve=port, source=""), [time]).ahead
+    >>> time = PrefetchTime(
+    ...     num_devices=2, computing_s=4.0, gathers_s=2.0, together_s=5.0
+    ... )
+    >>> fit_prefetch_overlap(Link(kind="loopback", curve=port, source=""), [time]).ahead
     {2: 0.5}
     """
     ahead = {

@@ -16,7 +16,7 @@ from dtft.planner.cluster import CollectiveKind, Link, Pool
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class DeviceGroup:
     """How the devices that communicate lie on the levels of a pool."""
 
     sizes: tuple[float, ...]
@@ -36,8 +36,8 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Groups:
-    """Many groups, each as a `Group`."""
+class DeviceGroups:
+    """Many groups, each as a `DeviceGroup`."""
 
     sizes: np.ndarray
     """Members per group of each level, innermost first, 1 on a level that a group does
@@ -66,7 +66,9 @@ class Groups:
         return np.unique(keys, axis=0, return_inverse=True)[1].ravel()
 
 
-def group_of(pool: Pool, mesh: Mapping[str, int], axes: Sequence[str] | str) -> Group:
+def group_of(
+    pool: Pool, mesh: Mapping[str, int], axes: Sequence[str] | str
+) -> DeviceGroup:
     """The devices that communicate along mesh axes, taken as one.
 
     Args:
@@ -95,7 +97,7 @@ def group_of(pool: Pool, mesh: Mapping[str, int], axes: Sequence[str] | str) -> 
     chosen = tuple(axis in named for axis in mesh)
     sizes = _sizes(levels, tuple(mesh.values()), chosen)
     used = [level for level, size in enumerate(sizes) if size > 1]
-    return Group(
+    return DeviceGroup(
         sizes=tuple(sizes[level] for level in used),
         links=tuple(pool.levels[level].link for level in used),
     )
@@ -194,11 +196,8 @@ def _counted(
     return tuple(float(low / high) for low, high in zip(found, found[1:], strict=False))
 
 
-# In which orders mesh axes can lie on the fabric, without those that cannot be better.
-#
-# A mesh of given sizes can be laid on the devices in many orders; what an order decides
-# is how much of each axis stays inside a host, a rack, and so on. Decides which orders
-# are worth a candidate.
+# Orders of mesh axes on the fabric. The order decides how much of each axis stays
+# inside a host or a rack. Orders that cannot be better than another are left out.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

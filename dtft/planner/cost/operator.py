@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dtft.planner.cluster import DeviceType, Link, Pool
-from dtft.planner.cost.collectives import collective_s, hidden, meeting_s
+from dtft.planner.cost.collectives import collective_s, hidden, sync_skew_s
 from dtft.planner.cost.compute import (
     convolution_factor,
     element_s,
@@ -19,31 +19,35 @@ from dtft.planner.cost.compute import (
 )
 from dtft.planner.cost.mesh_topology import group_of
 from dtft.planner.ir import CHEAP, Graph
-from dtft.planner.spmd import MICRO, Bundle, Sent, Sizes, Work, messages, parts
-
-# Seconds of an operator, from what each device does and sends for it.
-#
-# Prices the work of operators (`spmd.partitioner`) with the speed of devices and links
-# (`cost.compute`, `cost.collectives`).
-
+from dtft.planner.spmd import (
+    MICRO,
+    Bundle,
+    CollectiveOp,
+    OperatorWork,
+    Sizes,
+    messages,
+    parts,
+)
 
 _ELEMENT_BY_ELEMENT = ("reduction", "gather", "scatter", "sort")
 """Kinds that matmul units do not compute."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Speeds:
+class MeshSpeeds:
     """A pool, and how a mesh lies on it."""
 
     pool: Pool
     mesh: Mapping[str, int]
     """Axis to size, slowest-varying first."""
 
-    def axes(self, sent: Sent | Bundle) -> tuple[str, ...]:
+    def axes(self, sent: CollectiveOp | Bundle) -> tuple[str, ...]:
         """Axes of the mesh along which a collective is."""
         return tuple(axis for axis in sent.axes if self.mesh.get(axis, 1) > 1)
 
-    def sending_s(self, sent: Sent, sizes: Sizes, *, ahead: bool = False) -> Any:
+    def sending_s(
+        self, sent: CollectiveOp, sizes: Sizes, *, ahead: bool = False
+    ) -> Any:
         """Seconds of one collective.
 
         Args:
@@ -58,10 +62,10 @@ class Speeds:
         left = 1 - hidden(group) if ahead else 1.0
         return left * collective_s(sent.kind, sent.amount.at(sizes), group)
 
-    def meeting_s(self, sent: Sent | Bundle) -> float:
+    def sync_skew_s(self, sent: CollectiveOp | Bundle) -> float:
         """Seconds until the devices have met for a collective."""
         axes = self.axes(sent)
-        return meeting_s(group_of(self.pool, self.mesh, axes)) if axes else 0.0
+        return sync_skew_s(group_of(self.pool, self.mesh, axes)) if axes else 0.0
 
     def together_s(self, bundle: Bundle, num_bytes: float, sizes: Sizes) -> float:
         """Seconds of a step of what goes together, beyond what is sent by itself.
@@ -75,7 +79,7 @@ class Speeds:
         if not axes:
             return 0.0
         times = bundle.times * (sizes[MICRO] if bundle.repeated else 1)
-        met = 0.0 if bundle.ahead else float(times * self.meeting_s(bundle))
+        met = 0.0 if bundle.ahead else float(times * self.sync_skew_s(bundle))
         if not bundle.is_one:
             return met
         num = messages(self.pool.device.platform, bundle.kind, num_bytes / times)
@@ -85,7 +89,12 @@ class Speeds:
 
 
 def computing_s(
-    graph: Graph, device: DeviceType, work: Work, sizes: Sizes, *, cold: bool = False
+    graph: Graph,
+    device: DeviceType,
+    work: OperatorWork,
+    sizes: Sizes,
+    *,
+    cold: bool = False,
 ) -> Any:
     """Seconds that one device computes one execution of an operator.
 
@@ -116,7 +125,7 @@ def computing_s(
     return seconds + _copying_s(device, work, sizes)
 
 
-def _across(work: Work, sizes: Sizes) -> Any:
+def _across(work: OperatorWork, sizes: Sizes) -> Any:
     """Elements that one device reads across the order in which they lie.
 
     A transposed product is in order unless it is a partial sum (`strided`).
@@ -127,7 +136,7 @@ def _across(work: Work, sizes: Sizes) -> Any:
     return read
 
 
-def _copying_s(device: DeviceType, work: Work, sizes: Sizes) -> Any:
+def _copying_s(device: DeviceType, work: OperatorWork, sizes: Sizes) -> Any:
     """Seconds to copy the left operand of a product into the order that it wants."""
     if not work.operator.strided:
         return 0.0
@@ -135,22 +144,20 @@ def _copying_s(device: DeviceType, work: Work, sizes: Sizes) -> Any:
     return work.operator.strided * part * device.efficiency.strided_s
 
 
-def runs(work: Work, sizes: Sizes) -> Any:
+def runs(work: OperatorWork, sizes: Sizes) -> Any:
     """Executions of an operator for each of its own: once per microbatch, if it reads
     examples, otherwise once.
     """
     return parts((MICRO,), sizes) if MICRO in work.divided_by else 1
 
 
-# Optimizer state in host memory: which arrays, what it costs, how much room it makes.
+# Optimizer state in host memory travels to the device before each update and back after
+# it, over the link to host memory (PCIe, CXL).
 #
-# State comes to the device for each update and goes back after it, over the link to the
-# host's memory (PCIe, CXL).
-#
-# What XLA's GPU compiler does with such a step (jax 0.10.2, H100 target): arrays come
-# and go by asynchronous copies, up to about a dozen on their way at once, and one that
-# is copied is on the device as a whole. So a few large arrays, such as those of a scan
-# over layers, leave no room behind; many small ones leave nearly all of theirs.
+# XLA's GPU compiler (jax 0.10.2, H100 target) copies these arrays asynchronously, up to
+# about a dozen at once. A copied array occupies the device as a whole. A few large
+# arrays, such as the stacks of a scan over layers, therefore free no memory; many small
+# arrays free nearly all of theirs.
 
 
 LEAST_OFFLOADED_BYTES = 2**16

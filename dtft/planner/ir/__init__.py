@@ -17,9 +17,9 @@ from dtft._lazy import attributes
 if TYPE_CHECKING:
     from dtft.planner.ir.flops import COUNTED
     from dtft.planner.ir.graph import (
+        CountedLoop,
         Dim,
         Graph,
-        Loop,
         Operator,
         OperatorKind,
         Value,
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
         uncut,
         with_bodies,
     )
-    from dtft.planner.ir.op_groups import CHEAP, Group, group_operators, region
+    from dtft.planner.ir.op_groups import CHEAP, OpGroup, group_operators, region
     from dtft.planner.ir.remat import POLICIES, rematerialized
     from dtft.planner.ir.repeats import (
-        Layers,
+        LayerStack,
         Part,
         find_layers,
         find_repeats,
@@ -50,11 +50,11 @@ _PUBLIC = {
     "CALLS": "jaxprs",
     "CHEAP": "op_groups",
     "COUNTED": "flops",
+    "CountedLoop": "graph",
     "Dim": "graph",
     "Graph": "graph",
-    "Group": "op_groups",
-    "Layers": "repeats",
-    "Loop": "graph",
+    "LayerStack": "repeats",
+    "OpGroup": "op_groups",
     "Operator": "graph",
     "OperatorKind": "graph",
     "POLICIES": "remat",
@@ -81,11 +81,11 @@ __all__ = [
     "CALLS",
     "CHEAP",
     "COUNTED",
+    "CountedLoop",
     "Dim",
     "Graph",
-    "Group",
-    "Layers",
-    "Loop",
+    "LayerStack",
+    "OpGroup",
     "Operator",
     "OperatorKind",
     "POLICIES",

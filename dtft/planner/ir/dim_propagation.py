@@ -13,13 +13,6 @@ from typing import Any
 
 from dtft.planner.ir.graph import Dim
 
-# Named dims: which dims of a program's arrays are divided alike.
-#
-# Two dims have the same number when some operator makes one of the other: a batch dim
-# keeps its number through every layer, and so does the width of a residual stream.
-# Holds the numbers.
-
-
 Numbers = tuple[int, ...]
 
 
@@ -110,10 +103,8 @@ class Case:
                 self.dims.join(group[0], other)
 
 
-# How dims go through products and lookups: matmuls, convolutions, gather, scatter.
-#
-# One function per primitive; each decides which dims are the same, summed, or needed
-# whole.
+# Products and lookups: matmul, convolution, gather, scatter. One function per primitive
+# says which dims are the same, which are reduced and which cannot be divided.
 
 
 def contracted(eqn: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -242,9 +233,7 @@ def scatter(case: Case, adds: bool) -> Linked:
     return Linked(outputs=(operand,), summed=summed, whole=tuple(whole))
 
 
-# How dims go through each operator: link, and the rules of all that is no product.
-#
-# Decides per equation how its results' dims follow from its operands'.
+# `link`, and the rules of all other primitives.
 
 
 def link(dims: Dims, eqn: Any, operand_dims: Sequence[Numbers]) -> Linked:

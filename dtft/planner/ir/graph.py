@@ -121,7 +121,7 @@ class Operator:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Loop:
+class CountedLoop:
     """A scan, or a while loop whose trips are known."""
 
     length: int
@@ -159,7 +159,7 @@ class Graph:
     operators: tuple[Operator, ...]
     """In the order in which the program runs them."""
     dims: tuple[Dim, ...]
-    loops: tuple[Loop, ...]
+    loops: tuple[CountedLoop, ...]
     inputs: Mapping[str, int]
     """Path of each argument's leaf, such as `state/params/up/kernel`, to its value."""
     outputs: Mapping[str, int]

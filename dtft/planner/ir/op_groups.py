@@ -58,13 +58,11 @@ def nobody_waits(operator: Operator, known: frozenset[int]) -> bool:
     return bool(operator.summed) and not known.intersection(operator.outputs)
 
 
-# What loops copy: slices of stacked arrays on the way in, results on the way out.
-#
-# A scan over layers keeps weights, residuals and gradients as stacks. XLA fills a stack
-# with zeros before the loop, copies each turn's result into it, and copies each turn's
-# part out where an operator that is no fused loop reads it. No equation of the program
-# says so, but it is as much memory traffic as many element-wise operators: two fifths
-# of a step of a small scanned transformer on CPU.
+# Copies of loops. A scan over layers keeps weights, residuals and gradients as stacks.
+# XLA fills a stack with zeros before the loop, copies the result of each iteration into
+# it, and copies the slice of each iteration out if its reader is not a fused loop. No
+# equation of the program shows this traffic. On CPU it is two fifths of a step of a
+# small scanned transformer.
 
 
 def loop_copies(graph: Graph, fused: Container[str]) -> Iterator[tuple[Operator, int]]:
@@ -109,19 +107,17 @@ def _copy(first: Operator, part: int, primitive: str) -> Operator:
     )
 
 
-# Elements that are read across the order in which they lie.
-#
-# The gradient of a weight comes out of its product transposed: JAX asks for the product
-# and a transpose. XLA makes one product of both, with its operands exchanged, unless
-# something stands between them: the all-reduce of a partial sum, where a mesh divides
-# what the product sums over. Then a compiler that keeps every array in the order of its
-# dims, as XLA's CPU backend does, leaves the transpose to whoever reads it: an update
-# that keeps two moments reads every element twice, a cache line for each, which is more
-# than half of a step of a small MLP that replicas train. Where the product sums over
-# several dims (examples and positions), XLA copies its left operand so that these come
-# last, and has the result in order: every array that the operand is computed of is read
-# so (for the gradient of GELU six). A convolution wants channels last: the gradient of
-# a kernel, whose channels are the examples, copies what came in.
+# Transposed reads. The gradient of a weight is a product and a transpose. XLA merges
+# both into one product with exchanged operands, unless an all-reduce of a partial sum
+# stands between them, because a mesh axis divides a contracted dim. A compiler that
+# keeps every array in the order of its dims, as XLA's CPU backend does, then leaves the
+# transpose to the readers. An update with two moments reads every element twice, each
+# time from another cache line: more than half of a step of a small MLP with data
+# parallelism. If the product contracts several dims (examples and positions), XLA
+# copies its left operand so that these dims come last. The result is then in order, but
+# every array that the operand is computed from is read transposed (six for the gradient
+# of GELU). A convolution needs channels last. The gradient of a kernel has examples as
+# channels, so its input is copied.
 
 
 _SAME = ("convert_element_type", "copy", "name", "optimization_barrier")
@@ -134,7 +130,7 @@ _NATIVE_BITS = 32
 """Narrower numbers are converted behind a product, before the transpose."""
 
 
-def strided(graph: Graph) -> Mapping[int, Operator]:
+def transposed_reads(graph: Graph) -> Mapping[int, Operator]:
     """The operators that read elements across, by number, with how many they read.
 
     `turned` counts those that are in order unless a product is a partial sum, `strided`
@@ -280,10 +276,9 @@ def _readers(
     return found
 
 
-# Operators that cost alike, counted once: what the search goes through.
-#
-# A step of thousands of operators has some dozens of different ones: layers repeat, and
-# elementwise operators over the same dims differ only in their bytes, which add up.
+# Groups. A step of thousands of operators has some dozens of different ones: layers
+# repeat, and elementwise operators over the same dims differ only in bytes, which add
+# up.
 
 
 CHEAP = ("elementwise", "layout", "random")
@@ -291,7 +286,7 @@ CHEAP = ("elementwise", "layout", "random")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
+class OpGroup:
     """Operators that cost alike."""
 
     operator: Operator
@@ -306,7 +301,7 @@ class Group:
     """Whether it stands for what loops copy (`loop_copies`)."""
 
     @property
-    def cold(self) -> bool:
+    def uncached(self) -> bool:
         """Whether its bytes were not used just now: state, and stacks of loops."""
         return self.copies or self.region == "update"
 
@@ -325,14 +320,14 @@ def region(operator: Operator) -> str:
     return "forward" if "jvp(" in operator.name else "update"
 
 
-def group_operators(graph: Graph, alias: Mapping[int, int]) -> tuple[Group, ...]:
+def group_operators(graph: Graph, alias: Mapping[int, int]) -> tuple[OpGroup, ...]:
     """The groups of a program, largest first.
 
     Args:
         graph: the program.
         alias: dim to the dim that stands for it in equal layers.
     """
-    across = strided(graph)
+    across = transposed_reads(graph)
     times: Counter[object] = Counter()
     first: dict[object, Operator] = {}
     cheap: dict[object, list[Operator]] = defaultdict(list)
@@ -350,7 +345,7 @@ def group_operators(graph: Graph, alias: Mapping[int, int]) -> tuple[Group, ...]
         last[key] = is_last
         times[key] += operator.trips
     found = [
-        Group(operator=first[k], times=count, region=region(first[k]), last=last[k])
+        OpGroup(operator=first[k], times=count, region=region(first[k]), last=last[k])
         for k, count in times.items()
     ]
     readers = Counter(index for op in graph.operators for index in set(op.inputs))
@@ -362,7 +357,7 @@ def group_operators(graph: Graph, alias: Mapping[int, int]) -> tuple[Group, ...]
     return (*found, *_copied(graph, alias))
 
 
-def _copied(graph: Graph, alias: Mapping[int, int]) -> list[Group]:
+def _copied(graph: Graph, alias: Mapping[int, int]) -> list[OpGroup]:
     """What loops copy, in parts with the same dims."""
     alike: dict[object, list[tuple[Operator, int]]] = defaultdict(list)
     for operator, passes in loop_copies(graph, CHEAP):
@@ -418,7 +413,7 @@ def _roots(dims: tuple[int, ...], alias: Mapping[int, int]) -> tuple[int, ...]:
     return tuple(alias.get(dim, dim) for dim in dims)
 
 
-def _merged(graph: Graph, operators: list[Operator], total: float) -> Group:
+def _merged(graph: Graph, operators: list[Operator], total: float) -> OpGroup:
     """The largest of them, with the bytes (`total`) and operations of all."""
     largest = max(operators, key=graph.bytes_of)
     own = graph.bytes_of(largest)
@@ -437,4 +432,4 @@ def _merged(graph: Graph, operators: list[Operator], total: float) -> Group:
         turned=turned / each,
         turned_over=tuple(sorted(over)),
     )
-    return Group(operator=stands, times=times, region=region(largest))
+    return OpGroup(operator=stands, times=times, region=region(largest))

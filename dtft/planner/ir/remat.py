@@ -18,11 +18,6 @@ from dtft.planner.ir.graph import item_bits
 from dtft.planner.ir.jaxprs import CALLS, REMAT, bodies, is_var, operators, with_bodies
 from dtft.planner.types import Remat
 
-# Where to cut a stretch of operators into blocks of which only the inputs are kept.
-#
-# Pure arithmetic on bytes.
-
-
 _FINER = 2**0.25
 """Limits that are tried on the largest block are this factor apart."""
 
@@ -95,14 +90,11 @@ def _cheapest(
     return costs[num], tuple(reversed(cuts))
 
 
-# Which parts of a loss are computed again in its backward pass.
-#
-# Cuts a loss into blocks and wraps each in `jax.checkpoint`. A block is the body of a
-# `lax.scan`, and, of what is outside of scans, a stretch of operators: stretches are
-# cut where few bytes cross, so that what is kept at the cuts and the largest block
-# together are small. Wrapping the loss as a whole would save nothing: its backward pass
-# would begin by computing the whole forward pass again and keeping all of it. The last
-# block is not wrapped: its backward pass comes at once.
+# Blocks. The body of a `lax.scan` is a block. Operators outside of scans are cut into
+# blocks where few bytes cross, so that the bytes kept at the cuts and the largest block
+# together are small. Wrapping the whole loss would save nothing: its backward pass
+# would first recompute the whole forward pass and keep all of it. The last block is not
+# wrapped, because its backward pass follows at once.
 
 
 Policy = Callable[..., bool]

@@ -18,10 +18,8 @@ import numpy as np
 from dtft.planner.ir.graph import Graph, Operator
 from dtft.planner.ir.op_groups import CHEAP, region
 
-# Which dims of a loss's program are which of the step's: the same divided alike.
-#
-# The forward pass of a traced step has the loss's operators in their order, among those
-# that derivatives add. Decides which of them are twins; pure,.
+# Twins. The forward pass of a traced step has the operators of the loss in their order,
+# between operators that differentiation adds.
 
 
 def same_dims(program: Graph, graph: Graph) -> dict[int, int]:
@@ -76,12 +74,10 @@ def _join(
         found.setdefault(dim, twin)
 
 
-# Finds what a program repeats: equal layers share decisions and are costed once.
-#
-# The layers of an unrolled program are runs of operators that come again and again with
-# the same shapes, joined in the same way. A run found, each dim of one layer stands for
-# the dim at its place in the next: they form a class. Layers inside a scan are one body
-# already.
+# Repeats. The layers of an unrolled program are runs of operators with the same shapes,
+# joined in the same way. In such a run each dim of a layer corresponds to the dim at
+# the same position of the next layer, and both are in one class. Layers inside a scan
+# are one body already.
 
 
 _HEAVY = ("matmul", "convolution")
@@ -101,7 +97,7 @@ class Repeat:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Blocks:
+class RepeatClasses:
     """Classes of dims and operators."""
 
     dims: tuple[int, ...]
@@ -114,7 +110,7 @@ class Blocks:
     """The layers, in the order of the program."""
 
 
-def find_repeats(graph: Graph) -> Blocks:
+def find_repeats(graph: Graph) -> RepeatClasses:
     """The repeated blocks of a program."""
     signatures = _Signatures(graph)
     kinds = np.array([signatures.of(op) for op in graph.operators], np.int64)
@@ -135,7 +131,7 @@ def find_repeats(graph: Graph) -> Blocks:
             count = length // period + 1
             repeats.append(Repeat(start=start, period=period, count=count))
     dims = tuple(map(classes.of, range(len(graph.dims))))
-    return Blocks(
+    return RepeatClasses(
         dims=dims,
         operators=_operator_classes(graph, dims),
         repeats=tuple(sorted(repeats, key=lambda repeat: repeat.start)),
@@ -263,11 +259,9 @@ def _operator_classes(graph: Graph, dims: Sequence[int]) -> tuple[int, ...]:
     return tuple(classes)
 
 
-# Which part of a program is its layers, what is before and after, what crosses a cut.
-#
-# A pipeline divides the layers of a program; embedding and head stay at its ends. Finds
-# the layers as the loop over them (a scan that parameters are sliced for) or as the run
-# of equal blocks with most operations.
+# Layers. A pipeline divides the layers of a program; embedding and head stay at its
+# ends. The layers are the loop over them (a scan that slices parameters), or the run of
+# equal blocks with the most operations.
 
 
 Part = Literal["first", "layers", "last"]
@@ -275,7 +269,7 @@ PARTS: tuple[Part, ...] = ("first", "layers", "last")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layers:
+class LayerStack:
     """The layers of a step."""
 
     count: int
@@ -289,7 +283,7 @@ class Layers:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Run:
+class _LayerRun:
     """Equal layers, one after the other."""
 
     count: int
@@ -302,7 +296,7 @@ class _Run:
 
 def find_layers(
     graph: Graph, repeats: tuple[Repeat, ...], seconds: Callable[[Operator], float]
-) -> Layers | None:
+) -> LayerStack | None:
     """The layers of a step; None if it has none.
 
     Args:
@@ -311,7 +305,7 @@ def find_layers(
         seconds: what an operator takes, all its executions together.
     """
     runs = [*_loops(graph), *_repeats(graph, repeats)]
-    best: dict[str, _Run] = {}
+    best: dict[str, _LayerRun] = {}
     for run in runs:
         where = _region(graph, run)
         if where not in best or run.flops > best[where].flops:
@@ -324,7 +318,7 @@ def find_layers(
     for number, part in parts.items():
         totals[part] += seconds(graph.operators[number])
     every = sum(totals.values())
-    return Layers(
+    return LayerStack(
         count=forward.count,
         shares={part: total / every for part, total in totals.items()},
         boundary=_boundary(graph, forward),
@@ -332,7 +326,7 @@ def find_layers(
     )
 
 
-def _loops(graph: Graph) -> Iterator[_Run]:
+def _loops(graph: Graph) -> Iterator[_LayerRun]:
     """Loops that slice something as long as they are, and are in no other."""
     for loop in graph.loops:
         start, stop = loop.operators
@@ -343,19 +337,19 @@ def _loops(graph: Graph) -> Iterator[_Run]:
             yield _run(graph, loop.length, start, stop, 0)
 
 
-def _repeats(graph: Graph, repeats: tuple[Repeat, ...]) -> Iterator[_Run]:
+def _repeats(graph: Graph, repeats: tuple[Repeat, ...]) -> Iterator[_LayerRun]:
     for one in repeats:
         if not graph.operators[one.start].within:
             stop = one.start + one.period * one.count
             yield _run(graph, one.count, one.start, stop, one.period)
 
 
-def _run(graph: Graph, count: int, start: int, stop: int, period: int) -> _Run:
+def _run(graph: Graph, count: int, start: int, stop: int, period: int) -> _LayerRun:
     flops = sum(op.flops * op.trips for op in graph.operators[start:stop])
-    return _Run(count=count, start=start, stop=stop, period=period, flops=flops)
+    return _LayerRun(count=count, start=start, stop=stop, period=period, flops=flops)
 
 
-def _region(graph: Graph, run: _Run) -> str:
+def _region(graph: Graph, run: _LayerRun) -> str:
     """Where most of its operations are."""
     found: dict[str, float] = {}
     for operator in graph.operators[run.start : run.stop]:
@@ -364,7 +358,9 @@ def _region(graph: Graph, run: _Run) -> str:
     return max(found, key=lambda where: found[where])
 
 
-def _parts(graph: Graph, forward: _Run, backward: _Run) -> Iterator[tuple[int, Part]]:
+def _parts(
+    graph: Graph, forward: _LayerRun, backward: _LayerRun
+) -> Iterator[tuple[int, Part]]:
     """For each operator of both passes, by its number, the part that it is of."""
     for number, operator in enumerate(graph.operators):
         if region(operator) == "update":
@@ -378,7 +374,7 @@ def _parts(graph: Graph, forward: _Run, backward: _Run) -> Iterator[tuple[int, P
             yield number, "first"
 
 
-def _boundary(graph: Graph, run: _Run) -> tuple[int, ...]:
+def _boundary(graph: Graph, run: _LayerRun) -> tuple[int, ...]:
     """What crosses from one layer to the next, where that is least."""
     if not run.period:
         (loop,) = (x for x in graph.loops if x.operators == (run.start, run.stop))

@@ -20,21 +20,15 @@ from dtft.planner.gc_pause import gc_paused
 from dtft.planner.ir.dim_propagation import Dims, Numbers, contracted, link
 from dtft.planner.ir.flops import SPECIAL, count
 from dtft.planner.ir.graph import (
+    CountedLoop,
     Dim,
     Graph,
-    Loop,
     Operator,
     OperatorKind,
     Value,
     item_bits,
 )
 from dtft.planner.ir.jaxprs import CALLS, bodies
-
-# What is found of a program while it is followed, before its dims are final.
-#
-# Keeps values, operators and loops in the order in which they are met, and the dims
-# that go together.
-
 
 Known = int | Literal
 """An array of the program: the index of its value, or a number of its text."""
@@ -74,7 +68,7 @@ class Drafts:
         self.dims = Dims()
         self.values: list[Draft] = []
         self.steps: list[Step] = []
-        self.loops: list[Loop | None] = []
+        self.loops: list[CountedLoop | None] = []
         self.endless: Counter[str] = Counter()
         """Bytes of one pass of the loops whose trips are not known."""
         self._dtypes: dict[Any, str] = {}
@@ -137,16 +131,14 @@ class Drafts:
         return self._dtypes[dtype]
 
 
-# How often a while loop runs, where the program's text says it.
-#
-# Recognizes a counter: a position of the carry to which the body adds a known step, and
-# which the condition compares with a bound that is known, too.
+# Trip counts of while loops. A loop counts if one position of its carry grows by a
+# known step and its condition compares this position with a known bound.
 
 
 _MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "ne": "ne"}
 
 
-def while_trips(eqn: JaxprEqn, known: Sequence[Any]) -> int | None:
+def while_trip_count(eqn: JaxprEqn, known: Sequence[Any]) -> int | None:
     """How often a while loop runs that counts from one known number to another.
 
     Args:
@@ -169,16 +161,18 @@ def while_trips(eqn: JaxprEqn, known: Sequence[Any]) -> int | None:
         (left, right, name),
         (right, left, _MIRRORED[name]),
     ):
-        if not isinstance(counter, _Place):
+        if not isinstance(counter, _CarryPosition):
             continue
         start, step = init[counter.index], loop.step(counter.index)
-        limit = loop.constant(bound.index) if isinstance(bound, _Place) else bound
+        limit = (
+            loop.constant(bound.index) if isinstance(bound, _CarryPosition) else bound
+        )
         if None not in (start, step, limit):
             return _count(compare, start, limit, step)
     return None
 
 
-class _Place:
+class _CarryPosition:
     """A position of the loop's carry."""
 
     def __init__(self, index: int) -> None:
@@ -235,7 +229,9 @@ def _comparison(condition: Jaxpr, consts: Sequence[Any]) -> Any:
         index = places.get(atom)
         if index is None:
             return None
-        return consts[index] if index < num_consts else _Place(index - num_consts)
+        return (
+            consts[index] if index < num_consts else _CarryPosition(index - num_consts)
+        )
 
     return eqn.primitive.name, side(eqn.invars[0]), side(eqn.invars[1])
 
@@ -256,11 +252,8 @@ def _count(compare: str, start: Any, limit: Any, step: Any) -> int | None:
     return math.floor(distance / step) + 1 if at_bound else math.ceil(distance / step)
 
 
-# Follows a JAX program equation by equation and notes what it is made of.
-#
-# Decides how calls, loops, branches and rematerialized parts are entered, and how dims
-# go through them; what an operator does to dims and costs is asked of `dim_propagation`
-# and `flops`.
+# The walk enters calls, loops, branches and rematerialized parts. `dim_propagation`
+# says what an operator does to dims, `flops` what it computes.
 
 
 _AGAIN = "rematted_computation"
@@ -373,7 +366,7 @@ class Walk:
             found.value(atom.aval, (along, *found.values[index].dims))
             for atom, index in zip(eqn.outvars[carry:], out[carry:], strict=True)
         ]
-        found.loops[place] = Loop(
+        found.loops[place] = CountedLoop(
             length=length,
             primitive="scan",
             operators=(start, len(found.steps)),
@@ -389,7 +382,7 @@ class Walk:
         first = eqn.params["cond_nconsts"]
         second = first + eqn.params["body_nconsts"]
         texts = [k.val if isinstance(k, Literal) else None for k in operands]
-        trips = while_trips(eqn, texts)
+        trips = while_trip_count(eqn, texts)
         length = 1 if trips is None else trips
         place, inner = self._loop(frame, length)
         before = [found.held(known) for known in operands[second:]]
@@ -401,7 +394,7 @@ class Walk:
         after = found.carried(before, out)
         if trips is None:
             found.endless["while"] += frame.trips * found.bytes_since(start)
-        found.loops[place] = Loop(
+        found.loops[place] = CountedLoop(
             length=length,
             primitive="while",
             operators=(start, len(found.steps)),
@@ -481,12 +474,6 @@ _ENTER = {
     "cond": Walk._cond,
     "shard_map": Walk._shard_map,
 }
-
-
-# A user's step or loss as a `Graph`: traced by JAX, followed, and its dims made final.
-#
-# Decides the paths of arguments and results. Nothing is computed and no array is made:
-# arguments may be `jax.ShapeDtypeStruct`s of any size.
 
 
 def trace(fn: Callable[..., Any], /, *args: Any, **keywords: Any) -> Graph:
@@ -570,7 +557,7 @@ def _graph(found: Drafts, inputs: dict[str, int], outputs: dict[str, int]) -> Gr
         values=values,
         operators=operators,
         dims=numbers.dims(),
-        loops=tuple(loop for loop in found.loops if isinstance(loop, Loop)),
+        loops=tuple(loop for loop in found.loops if isinstance(loop, CountedLoop)),
         inputs=inputs,
         outputs=outputs,
         unknown=dict(unknown),

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 from dtft._lazy import attributes
 
 if TYPE_CHECKING:
-    from dtft.planner.memory.peak import RESERVE, Course, Moments, Timeline
+    from dtft.planner.memory.peak import RESERVE, LivenessTrace, PeakModel, Timeline
 
 _PUBLIC = {
-    "Course": "peak",
-    "Moments": "peak",
+    "LivenessTrace": "peak",
+    "PeakModel": "peak",
     "RESERVE": "peak",
     "Timeline": "peak",
 }
 
 __all__ = [
-    "Course",
-    "Moments",
+    "LivenessTrace",
+    "PeakModel",
     "RESERVE",
     "Timeline",
 ]

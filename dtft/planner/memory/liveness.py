@@ -10,13 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from dtft.planner.ir import CHEAP, Graph, Loop, Operator, region
+from dtft.planner.ir import CHEAP, CountedLoop, Graph, Operator, region
 
-# Which values of a program have memory of their own, and which are only computed.
-#
-# Decides what XLA's GPU compiler keeps (results of products and sums, what products
-# read, what loops stack) and what it fuses into its readers. Each rule was read off
-# buffer assignments of compiled steps (`experiments/plan_memory.py`).
+# Buffers. XLA's GPU compiler keeps results of products and reductions, operands of
+# products and stacks of loops; it fuses other values into their readers.
 
 
 ALIASES = ("reshape", "squeeze", "transpose", "copy", "optimization_barrier")
@@ -193,7 +190,7 @@ class InMemory:
 # Which arrays XLA lays out anew between the loop that keeps them and the next.
 
 
-def laid_anew(graph: Graph, memory: InMemory, loop: Loop) -> Iterator[int]:
+def laid_anew(graph: Graph, memory: InMemory, loop: CountedLoop) -> Iterator[int]:
     """Arrays that get another layout before a loop goes along them.
 
     XLA transposes them once for all turns: what a product reads whose dims of the batch
@@ -249,10 +246,7 @@ def _is_transposed(memory: InMemory, index: int) -> bool:
     return seen and maker is not None and maker.kind == "matmul"
 
 
-# When each value of a program takes memory: from where it is made to its last reader.
-#
-# Decides in which order values come and go, and which take the place of another
-# (`InMemory` says which there are).
+# Lifetimes: from the operator that allocates a value to its last reader.
 
 
 ROW = 16384
@@ -267,7 +261,7 @@ class Event:
     """Something happens to a value in memory."""
 
     value: int
-    kind: Literal["comes", "made", "goes", "yields", "copied", "runs"]
+    kind: Literal["alloc", "complete", "free", "reuse", "copied", "runs"]
     """It is given memory; it is complete (after its loop, if that makes it part by
     part); its memory is free again, or (`yields`) is if an axis divides one of `rows`;
     there is a copy of it for a moment. Or (`runs`) an operator that may need operands
@@ -332,7 +326,7 @@ class _Walk:
             made.update(dict.fromkeys(operator.outputs, operator.within))
         for number, loop in enumerate(self.graph.loops):
             for _, inner in loop.sliced:
-                made[inner] = self._within(number)
+                made[inner] = self._loop_stack(number)
         after = self._next_products()
         for number, operator in enumerate(self.graph.operators):
             for index in operator.inputs:
@@ -340,7 +334,7 @@ class _Walk:
                     where = made.get(root, ())
                     inside = [n for n in operator.within if n not in where]
                     read = ends[inside[0]] if inside else number
-                    if not inside and not self._again(root):
+                    if not inside and not self._is_recomputed(root):
                         read = after.get(number, number)
                     last[root] = max(last[root], read)
         for loop in self.graph.loops:
@@ -352,7 +346,7 @@ class _Walk:
                 last[root] = len(self.graph.operators)
         return last
 
-    def _again(self, value: int) -> bool:
+    def _is_recomputed(self, value: int) -> bool:
         maker = self.memory.makers.get(value)
         return maker is not None and maker.again
 
@@ -373,7 +367,7 @@ class _Walk:
                 waiting[operator.within].append(number)
         return found
 
-    def _within(self, number: int) -> tuple[int, ...]:
+    def _loop_stack(self, number: int) -> tuple[int, ...]:
         first = self.graph.loops[number].operators[0]
         within = self.graph.operators[first].within
         return within[: within.index(number) + 1]
@@ -385,7 +379,7 @@ class _Walk:
         if within:
             loop = self.graph.loops[within[-1]]
             for _, inner in loop.sliced:
-                yield from self._come(inner, start, going)
+                yield from self._alloc(inner, start, going)
         while number < stop:
             operator = self.graph.operators[number]
             if len(operator.within) > len(within):
@@ -396,29 +390,31 @@ class _Walk:
             else:
                 yield from self._operator(operator, number, going)
             for value in going.pop(number, ()):
-                yield Event(value=value, kind="goes")
+                yield Event(value=value, kind="free")
             number += 1
         for values in going.values():
             for value in values:
-                yield Event(value=value, kind="goes")
+                yield Event(value=value, kind="free")
 
     def _loop(
-        self, within: tuple[int, ...], loop: Loop, number: int, going: _Going
+        self, within: tuple[int, ...], loop: CountedLoop, number: int, going: _Going
     ) -> Iterable[Event]:
         for value in laid_anew(self.graph, self.memory, loop):
             if value not in self._outer:
                 yield Event(value=value, kind="copied")
         for _, outer in loop.stacked:
-            yield from self._come(outer, number, going)
+            yield from self._alloc(outer, number, going)
         for before, _, _, after in loop.carried:
             # One value may begin several of what the loop carries: it goes once.
             if self._takes_place(before, loop.operators[0]) and _forget(going, before):
-                yield Event(value=before, kind="goes")
-            yield from self._come(after, number, going)
+                yield Event(value=before, kind="free")
+            yield from self._alloc(after, number, going)
         yield from self._scope(within, *loop.operators)
         made = [outer for _, outer in loop.stacked]
         made += [after for *_, after in loop.carried]
-        yield from (Event(value=v, kind="made") for v in made if v not in self._outer)
+        yield from (
+            Event(value=v, kind="complete") for v in made if v not in self._outer
+        )
 
     def _operator(
         self, operator: Operator, number: int, going: _Going
@@ -431,12 +427,12 @@ class _Walk:
             replaced, rows = self._replaced(operator, value, number)
             if replaced is not None and replaced in going.get(number, ()):
                 if rows:
-                    yield Event(value=replaced, kind="yields", rows=rows)
+                    yield Event(value=replaced, kind="reuse", rows=rows)
                 else:
                     going[number].remove(replaced)
-                    yield Event(value=replaced, kind="goes")
-            yield from self._come(value, number, going)
-            yield Event(value=value, kind="made")
+                    yield Event(value=replaced, kind="free")
+            yield from self._alloc(value, number, going)
+            yield Event(value=value, kind="complete")
 
     def _takes_place(self, before: int, first: int) -> bool:
         """Whether what a loop starts with is not read afterwards: reused in place."""
@@ -479,10 +475,10 @@ class _Walk:
             by_rows = all(self.graph.dims[dim].sizes[-1] <= ROW for dim in summed)
         return free[0], tuple(sorted(summed)) if by_rows else ()
 
-    def _come(self, value: int, number: int, going: _Going) -> Iterable[Event]:
+    def _alloc(self, value: int, number: int, going: _Going) -> Iterable[Event]:
         if value in self._outer:
             return
-        yield Event(value=value, kind="comes")
+        yield Event(value=value, kind="alloc")
         going[max(number, self._last.get(value, number))].append(value)
 
 

@@ -1,8 +1,8 @@
 """Bytes at the fullest moment of a step, for many meshes at once.
 
-`Timeline` lists what a program keeps in the order in which that happens, `Course`
-counts it by kind of array before anything is divided, `Moments` evaluates that for
-sizes of mesh axes.
+`Timeline` lists what a program keeps in the order in which that happens,
+`LivenessTrace` counts it by kind of array before anything is divided, `PeakModel`
+evaluates that for sizes of mesh axes.
 """
 
 from collections import Counter
@@ -20,8 +20,8 @@ from dtft.planner.spmd import (
     MICRO,
     ZERO_AXIS,
     Axes,
-    Division,
     Instance,
+    ShardingAssignment,
     Sizes,
     flat,
     instance,
@@ -30,10 +30,8 @@ from dtft.planner.spmd import (
 )
 from dtft.planner.types import Spec
 
-# What a program keeps beside its arguments, in the order in which that happens.
-#
-# Decides what counts as a gradient and what a ZeRO level changes in what is kept;
-# `Moments` makes bytes of it.
+# Timeline: the memory events of a program, with gradients told apart and the changes of
+# ZeRO levels. `PeakModel` turns it into bytes.
 
 
 RESERVE = 0.08
@@ -90,7 +88,7 @@ class Timeline:
         return tuple(
             event
             for event in self._lifetimes.events
-            if event.kind != "made" or event.value in self.gradients
+            if event.kind != "complete" or event.value in self.gradients
         )
 
     @cached_property
@@ -134,10 +132,9 @@ class Timeline:
         return frozenset(n for n, dim in enumerate(self.graph.dims) if dim.loop)
 
 
-# What is alive at each moment of a step, by kind of array, before anything is divided.
-#
-# A division changes which axes divide a kind, never when its arrays come and go: so
-# that is counted once here, for all divisions that `Moments` is asked for.
+# Liveness by kind of array. A sharding changes which axes divide a kind, never when its
+# arrays are allocated or freed. So the trace is made once, for all shardings that
+# `PeakModel` evaluates.
 
 
 SOON = 5
@@ -161,12 +158,12 @@ class Kind:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class OperatorRun:
     """An operator that may need operands gathered."""
 
     moment: int
     instance: int
-    """Its place in `Course.instances`."""
+    """Its place in `LivenessTrace.instances`."""
     beside: bool
     """Whether it runs beside the one before it."""
 
@@ -176,7 +173,7 @@ class Reread:
     """Two products that read one array: where both need it gathered, it is so once."""
 
     instances: tuple[int, int]
-    """Their places in `Course.instances`."""
+    """Their places in `LivenessTrace.instances`."""
     num_bytes: int
     """Of the whole array."""
     moments: range
@@ -184,7 +181,7 @@ class Reread:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Yielded:
+class ReusedBuffer:
     """An array that is gone a moment sooner where an axis divides a dim of `rows`."""
 
     moment: int
@@ -194,7 +191,7 @@ class Yielded:
     rows: tuple[int, ...]
 
 
-class Course:
+class LivenessTrace:
     """The moments of a program that may be the fullest."""
 
     def __init__(self, timeline: Timeline) -> None:
@@ -216,15 +213,15 @@ class Course:
         """Moments after something came."""
         self.instances: list[Instance] = []
         """Operators that may need operands gathered, each with its own dims."""
-        self.runs: list[Run] = []
+        self.runs: list[OperatorRun] = []
         self.rereads: list[Reread] = []
         self._reads: dict[int, int] = {}
-        self._products: list[Run] = []
+        self._products: list[OperatorRun] = []
         self.copied: list[tuple[int, int]] = []
         """Moments at which there is a copy of an array; which."""
-        self.yielded: list[Yielded] = []
+        self.reused: list[ReusedBuffer] = []
         """Arrays whose place others may take; at most one for each moment."""
-        self._yields: Event | None = None
+        self._reuses: Event | None = None
         self._begin()
         for event in timeline.events:
             self._follow(event)
@@ -257,28 +254,28 @@ class Course:
             self._run(event.value)
         elif event.kind == "copied":
             self.copied.append((self._note(), event.value))
-        elif event.kind == "yields":
-            self._yields = event
+        elif event.kind == "reuse":
+            self._reuses = event
         elif event.value in self.timeline.gradients:
             self._follow_gradient(event)
-        elif event.kind == "comes":
+        elif event.kind == "alloc":
             self._change(self._kind(event.value), event.value)
             self.full.append(self._note())
-            if self._yields:
-                self._note_yielded(self._yields)
+            if self._reuses:
+                self._note_reused(self._reuses)
         else:
             self._change(self._kind(event.value), event.value, -1)
 
-    def _note_yielded(self, event: Event) -> None:
+    def _note_reused(self, event: Event) -> None:
         """What has come takes the place of another array, which goes only after it."""
-        yielded = Yielded(
+        reused = ReusedBuffer(
             moment=self.full[-1],
             kind=self._kind(event.value),
             num_bytes=self._graph.values[event.value].num_bytes,
             rows=event.rows,
         )
-        self.yielded.append(yielded)
-        self._yields = None
+        self.reused.append(reused)
+        self._reuses = None
 
     def _follow_gradient(self, event: Event) -> None:
         """A gradient is whole until it is made, then as it is kept (ZeRO 2 and 3).
@@ -289,10 +286,10 @@ class Course:
         part_by_part = index in self.timeline.from_loops
         first = self._gradient(index, "kept" if part_by_part else "gradient")
         after = self._gradient(index, "waiting")
-        if event.kind == "comes":
+        if event.kind == "alloc":
             self._change(first, index)
             self.full.append(self._note())
-        elif event.kind == "made":
+        elif event.kind == "complete":
             self._change(first, index, -1)
             self._change(after, index)
         else:
@@ -309,12 +306,12 @@ class Course:
         if place == len(self.instances):
             root = self.timeline.root
             self.instances.append(instance(self._graph, operator, root))
-        run = Run(moment=self._note(), instance=place, beside=beside)
+        run = OperatorRun(moment=self._note(), instance=place, beside=beside)
         self.runs.append(run)
         if operator.kind == "matmul":
             self._note_reads(operator, run)
 
-    def _note_reads(self, operator: Operator, run: Run) -> None:
+    def _note_reads(self, operator: Operator, run: OperatorRun) -> None:
         """What the last product of the forward pass and all of the backward pass read.
 
         XLA shares a gather between products that come soon after each other (its pass
@@ -376,11 +373,9 @@ class Course:
         return changes.cumsum(axis=0)[self._at]
 
 
-# Bytes at the fullest moment of a program, on thousands of meshes at once.
-#
-# What is alive at a moment is a sum of totals, each divided by the sizes of some axes:
-# so moments are a matrix, and the bytes of many meshes its product with what each mesh
-# leaves of a byte.
+# Peaks. The bytes alive at a moment are a sum of totals, each divided by the sizes of
+# some axes. The moments are a matrix; its product with the reciprocal divisors of many
+# meshes gives the bytes of all these meshes.
 
 
 _Beside = tuple[int, Sequence[tuple[int, float]]]
@@ -401,21 +396,21 @@ class Peak:
     gradients: np.ndarray
 
 
-class Moments:
+class PeakModel:
     """The moments that may be the fullest, under one division."""
 
-    def __init__(self, course: Course, division: Division) -> None:
+    def __init__(self, trace: LivenessTrace, division: ShardingAssignment) -> None:
         """Divides what is alive.
 
         Args:
-            course: of the program.
+            trace: of the program.
             division: which axes divide which dims; `MICRO` among them.
         """
-        self.course, self.division = course, division
-        self._graph = course.timeline.scheduled
+        self.trace, self.division = trace, division
+        self._graph = trace.timeline.scheduled
         self.totals: dict[_Total, int] = {}
         """The number of each."""
-        self._gathers = [list(self._gathered(one)) for one in course.instances]
+        self._gathers = [list(self._gathered(one)) for one in trace.instances]
         self.matrix = self._moments(self._columns(), list(self._beside()))
         """Bytes before division; float [moments, totals]."""
 
@@ -428,20 +423,20 @@ class Moments:
                 found.update(self.division.spec(self._graph.values[index]))
         return found - {()}
 
-    def on(self, sizes: Sizes) -> "Highest":
+    def on(self, sizes: Sizes) -> "PeakEval":
         """The same on some meshes.
 
         Args:
             sizes: axis to size, one entry per mesh.
         """
-        return Highest(self, sizes)
+        return PeakEval(self, sizes)
 
     def _columns(self) -> list[int]:
         """For each kind of array its total; -1 for what is not there."""
         found: list[int] = []
         alike: dict[object, int] = {}
-        loops = self.course.timeline.loop_dims
-        for kind in self.course.kinds:
+        loops = self.trace.timeline.loop_dims
+        for kind in self.trace.kinds:
             value = self._graph.values[kind.value]
             spec = self.division.spec(value)
             axes, stands = flat(spec), -1
@@ -457,12 +452,12 @@ class Moments:
 
         Copies, and what operands are brought together in.
         """
-        for moment, index in self.course.copied:
+        for moment, index in self.trace.copied:
             value = self._graph.values[index]
             axes = flat(self.division.spec(value))
             yield moment, [(self._total(("plain", axes, -1)), value.num_bytes)]
         before: list[tuple[int, float]] = []
-        for run in self.course.runs if any(self._gathers) else ():
+        for run in self.trace.runs if any(self._gathers) else ():
             before = self._gathers[run.instance] + (before if run.beside else [])
             if before:
                 yield run.moment, before
@@ -478,17 +473,17 @@ class Moments:
         for kind, total in enumerate(columns):
             if total >= 0:
                 into[kind, total] = 1
-        full = [(moment, ()) for moment in self.course.full]
+        full = [(moment, ()) for moment in self.trace.full]
         rows = sorted([*full, *beside], key=lambda row: row[0])
         at = np.array([moment for moment, _ in rows])
-        moments = _product(self.course.alive[at], into)
+        moments = _product(self.trace.alive[at], into)
         for row, (_, more) in enumerate(rows):
             for total, num_bytes in more:
                 moments[row, total] += num_bytes
         for within, total, num_bytes in self._shared():
             rows_of = slice(*np.searchsorted(at, (within.start, within.stop)))
             moments[rows_of, total] += num_bytes
-        for one in self.course.yielded:
+        for one in self.trace.reused:
             if any(map(self.division.of, one.rows)):
                 moments[at == one.moment, columns[one.kind]] -= one.num_bytes
         return moments
@@ -497,7 +492,7 @@ class Moments:
         """Moments at which something stays gathered for another product, its total and
         bytes.
         """
-        for reread in self.course.rereads if any(self._gathers) else ():
+        for reread in self.trace.rereads if any(self._gathers) else ():
             one, other = (self._gathers[instance] for instance in reread.instances)
             for total, num_bytes in one:
                 if num_bytes == reread.num_bytes and (total, num_bytes) in other:
@@ -507,10 +502,10 @@ class Moments:
         return self.totals.setdefault(total, len(self.totals))
 
 
-class Highest:
+class PeakEval:
     """The fullest moment on some meshes, at each ZeRO level."""
 
-    def __init__(self, moments: Moments, sizes: Sizes) -> None:
+    def __init__(self, moments: PeakModel, sizes: Sizes) -> None:
         """Nothing is looked at yet.
 
         Args:
@@ -518,8 +513,8 @@ class Highest:
             sizes: axis to size, one entry per mesh.
         """
         self._moments, self._sizes = moments, sizes
-        self._course, self._division = moments.course, moments.division
-        self._values = moments.course.timeline.scheduled.values
+        self._trace, self._division = moments.trace, moments.division
+        self._values = moments.trace.timeline.scheduled.values
         self._places: dict[int, tuple[Spec, np.ndarray]] = {}
 
     def peak(self, zero: int) -> Peak:
@@ -599,7 +594,7 @@ class Highest:
         """
         total: Any = 0.0
         largest: Any = 0.0
-        for index, count in self._course.gradients:
+        for index, count in self._trace.gradients:
             value = self._values[index]
             one = value.num_bytes / parts(flat(self._division.spec(value)), self._sizes)
             total, largest = total + count * one, np.maximum(largest, one)
@@ -611,7 +606,7 @@ class Highest:
         copy of a device's part with that dim first, from the first gather to the last.
         """
         total: Any = 0.0
-        for index, count in self._course.gradients:
+        for index, count in self._trace.gradients:
             spec, place = self._place(index)
             part = self._values[index].num_bytes / parts(
                 (*flat(spec), ZERO_AXIS), self._sizes
@@ -622,7 +617,7 @@ class Highest:
     def _place(self, index: int) -> tuple[Spec, np.ndarray]:
         """How a gradient is divided where it is used, and the dim of it for `fsdp`."""
         if index not in self._places:
-            value, loops = self._values[index], self._course.timeline.loop_dims
+            value, loops = self._values[index], self._trace.timeline.loop_dims
             spec = self._division.spec(value)
             self._places[index] = spec, rest_place(value, spec, self._sizes, loops)
         return self._places[index]

@@ -15,11 +15,6 @@ from dtft.planner.report.text import lies_on
 from dtft.planner.types import Spec
 from dtft.planner.wording import Section, percent, seconds, signed, size
 
-# Two plans side by side: what differs, and by how many seconds and bytes.
-#
-# Every number is one of the two plans', or the difference of two of them.
-
-
 Key = tuple[str, tuple[str, ...]]
 """Kind of collective, and the axes it goes over."""
 
@@ -192,10 +187,7 @@ def sent(plan: Plan) -> dict[Key, tuple[int, float]]:
     return {key: (num_bytes[key], took[key]) for key in took}
 
 
-# Why one plan takes longer than another: the terms that make the difference, and what.
-#
-# Every number is one of the two plans', or the difference of two of them. Decides only
-# which terms are named.
+# Why one plan takes longer: the terms that make up most of the difference.
 
 
 _MOST = 0.8

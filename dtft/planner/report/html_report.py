@@ -20,9 +20,7 @@ from dtft.planner.search import MEMORY, Decision
 from dtft.planner.types import Spec
 from dtft.planner.wording import Section, seconds, size
 
-# Pictures of a plan as inline SVG: bars of memory, the waterfall, divided arrays.
-#
-# Turns numbers into shapes. Decides no number.
+# Inline SVG: memory bars, waterfall, divided arrays.
 
 
 COLORS = (
@@ -177,12 +175,6 @@ def _svg(width: float, height: float, parts: Sequence[str]) -> str:
         f'<svg width="{width:.0f}" height="{height:.0f}" role="img" '
         f'viewBox="0 0 {width:.0f} {height:.0f}">{"".join(parts)}</svg>'
     )
-
-
-# The report of a plan: an HTML file with pictures, and tables for a terminal.
-#
-# The file needs no network and no scripts. Decides only what is shown and how; numbers
-# are those of `explain`, `why_not`, `pin_prices` and `lints`.
 
 
 def report_html(

@@ -14,22 +14,20 @@ from typing import Any, Literal
 from dtft.planner import wording
 from dtft.planner.cluster import Cluster
 from dtft.planner.cost import matmul_s, runs, shape_factor
-from dtft.planner.ir import Dim, Graph, Group, item_bits
+from dtft.planner.ir import Dim, Graph, OpGroup, item_bits
 from dtft.planner.plan import Plan
 from dtft.planner.report.compare import layered
 from dtft.planner.report.text import little
 from dtft.planner.search import Decision, best_of
-from dtft.planner.spmd import MICRO, Work
+from dtft.planner.spmd import MICRO, OperatorWork
 from dtft.planner.types import Spec
 from dtft.planner.wording import percent, seconds, size
-from dtft.planner.workload import Question, Role
+from dtft.planner.workload import Role, Workload
 
-# Batches near the one that was asked for, and fewer devices: what each would take.
-#
-# Where the devices do not divide the batch (five devices, a prime batch) a plan leaves
-# some of them idle or divides something else; says what the nearest batches that they
-# do divide take, so that both have a price. And where a step is so small that one
-# device alone is faster, says that. Searches like `decision`.
+# Nearby batches and fewer devices. If the batch is not divisible by the devices (five
+# devices, a prime batch), the plan leaves devices unused or divides something else; the
+# plans of the nearest divisible batches show the price. If starts and collectives
+# dominate a small step, one device alone may be faster, and its plan is made too.
 
 
 _SMALL = 0.5
@@ -172,13 +170,6 @@ def alone_text(decision: Decision) -> tuple[str, float]:
     ), saved
 
 
-# What in a model or batch costs time or memory that a small change would save.
-#
-# Finds sizes that matmuls or axes cannot use well, arrays that stay whole on every
-# device, devices that are idle or repeat each other's work; says what each costs in
-# seconds or bytes. Changes nothing of the plan.
-
-
 LEAST = 0.005
 """Share of a step that a loss must have to be worth a line."""
 _LEAST_BYTES = 2**20
@@ -239,7 +230,9 @@ def products(decision: Decision) -> tuple[Lint, ...]:
     return tuple(found)
 
 
-def _works(decision: Decision) -> Iterable[tuple[Group, Work, dict[str, Any]]]:
+def _works(
+    decision: Decision,
+) -> Iterable[tuple[OpGroup, OperatorWork, dict[str, Any]]]:
     """Matmuls of the plan, and the sizes of its axes."""
     chosen, candidate = decision.found[decision.plan.knobs.remat], decision.candidate
     sizes = {**candidate.mesh, MICRO: candidate.knobs.microbatches}
@@ -250,7 +243,7 @@ def _works(decision: Decision) -> Iterable[tuple[Group, Work, dict[str, Any]]]:
 
 
 def _product(
-    decision: Decision, group: Group, done: Work, sizes: dict[str, Any]
+    decision: Decision, group: OpGroup, done: OperatorWork, sizes: dict[str, Any]
 ) -> Iterable[tuple[str, str, float]]:
     """What one matmul loses: the kind, why, seconds of a step."""
     question, device = decision.question, decision.cluster.uniform.device
@@ -283,7 +276,7 @@ def _product(
         yield "tiles", text, times * takes(*shape) * (1 - used)
 
 
-def _name(graph: Graph, group: Group) -> str:
+def _name(graph: Graph, group: OpGroup) -> str:
     shape = graph.values[group.operator.outputs[0]].shape
     return f"{group.region} {group.operator.primitive} {_times(shape)}"
 
@@ -309,7 +302,7 @@ def indivisible(decision: Decision) -> tuple[Lint, ...]:
     )
 
 
-def undivided(question: Question, parts: int) -> tuple[str, ...]:
+def undivided(question: Workload, parts: int) -> tuple[str, ...]:
     """Dims of large matmuls that so many devices cannot divide, and why.
 
     Those along which examples or their positions go are left to other axes.
@@ -334,7 +327,7 @@ def undivided(question: Question, parts: int) -> tuple[str, ...]:
     return tuple(text for text, share in ranked if share >= _SHARE)
 
 
-def undivided_text(question: Question, parts: int) -> str:
+def undivided_text(question: Workload, parts: int) -> str:
     """The same in a sentence; '' if everything can be divided."""
     found = undivided(question, parts)
     return f"tensor={parts} cannot divide {'; '.join(found[:4])}" if found else ""
@@ -382,7 +375,7 @@ def _dividing(plan: Plan, level: int) -> tuple[str, ...]:
 
 def _collect(
     found: dict[str, list[int]],
-    question: Question,
+    question: Workload,
     plan: Plan,
     role: Role,
     axes: tuple[str, ...],

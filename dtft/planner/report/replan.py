@@ -15,10 +15,6 @@ from dtft.planner.search import IDLE, Decision, Fewer, best_of, check_pins
 from dtft.planner.types import AXES
 from dtft.planner.wording import Section, seconds, size
 
-# What each pin of a plan costs: the best plan without it, beside the plan.
-#
-# Searches like `decision`.
-
 
 @dataclass(frozen=True, kw_only=True)
 class PinPrice:
@@ -76,11 +72,9 @@ def _row(plan: Plan, price: PinPrice) -> tuple[str, ...]:
     return (pins, cost, share, mesh, seconds(there_s), memory)
 
 
-# Why not otherwise: the same question asked again with knobs pinned, and the price.
-#
-# A newcomer asks "why not tensor=8?"; the answer is a plan with that knob, compared
-# with the one that was chosen, in bytes and seconds; or the numbers that rule it out.
-# Searches like `decision`, and decides nothing itself.
+# `why_not` answers "why not tensor=8?" with a plan that has this knob and its
+# difference to the chosen plan in bytes and seconds, or with the numbers that rule it
+# out.
 
 
 def why_not(decision: Decision, **pins: Any) -> str:

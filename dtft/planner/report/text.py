@@ -13,9 +13,7 @@ from dtft.planner.plan import Alternative, Collective, Knobs, Plan
 from dtft.planner.types import Spec
 from dtft.planner.wording import Section, percent, seconds, size
 
-# Words of a plan in a sentence each: its terms, its memory, the values of its knobs.
-#
-# Text only, printed where the words are, so that nobody has to look them up.
+# One sentence per term, kind of memory and knob, printed where the word is used.
 
 
 TERMS: Mapping[str, str] = {
@@ -74,11 +72,6 @@ def knobs_in_words(knobs: Knobs) -> tuple[str, ...]:
             "parts, one after another, and their gradients are added up"
         )
     return tuple(found)
-
-
-# A mesh in words: where each axis lies, what it divides, and if that is little.
-#
-# Every number comes from the plan.
 
 
 _LITTLE = 0.5

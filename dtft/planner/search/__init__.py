@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dtft.planner.search.pins import COUNTS, PINS, check_pins, did_you_mean
     from dtft.planner.search.price_table import Prices
     from dtft.planner.search.ranking import IDLE, MEMORY
-    from dtft.planner.search.search import Search
+    from dtft.planner.search.search import PlanSearch
     from dtft.planner.search.space import (
         CAPABILITIES,
         PLATFORMS,
@@ -40,8 +40,8 @@ _PUBLIC = {
     "MEMORY": "ranking",
     "PINS": "pins",
     "PLATFORMS": "space",
+    "PlanSearch": "search",
     "Prices": "price_table",
-    "Search": "search",
     "Space": "space",
     "as_plan": "write_plan",
     "best_of": "decision",
@@ -63,8 +63,8 @@ __all__ = [
     "MEMORY",
     "PINS",
     "PLATFORMS",
+    "PlanSearch",
     "Prices",
-    "Search",
     "Space",
     "as_plan",
     "best_of",

@@ -26,22 +26,21 @@ from dtft.planner.search.enumerate import (
 )
 from dtft.planner.search.price_table import Columns, Rates
 from dtft.planner.search.ranking import Priced
-from dtft.planner.search.search import Search, memory_floor
+from dtft.planner.search.search import PlanSearch, memory_floor
 from dtft.planner.search.space import (
     CAPABILITIES,
-    Candidate,
     Choices,
+    SearchCandidate,
     Space,
     everything,
     unsupported,
 )
 from dtft.planner.types import Remat
 from dtft.planner.wording import seconds, size
-from dtft.planner.workload import Question
+from dtft.planner.workload import Workload
 
-# What is said where no plan fits: by how much, and what would make one fit.
-#
-# Each remedy is looked at by planning again, so that it has its figures.
+# If no plan fits: by how many bytes, and which changes make one fit. Each remedy is
+# planned, so that its figures are exact.
 
 
 MOST = 64
@@ -161,10 +160,10 @@ always, so that pins can be met that no mesh of all devices has."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Priority:
+class RematVariant:
     """One program (by remat) with its priced candidates."""
 
-    search: Search
+    search: PlanSearch
     priced: Priced
 
 
@@ -173,12 +172,12 @@ class Decision:
     """A plan, and everything it was chosen from."""
 
     plan: Plan
-    question: Question
+    question: Workload
     cluster: Cluster
     pins: Mapping[str, Any]
     what_if: bool
     """Whether knobs were looked at that cannot be run here."""
-    found: Mapping[Remat, Priority]
+    found: Mapping[Remat, RematVariant]
     """For each remat that was looked at its candidates."""
     at: int
     """Position of the plan among those of its remat."""
@@ -189,13 +188,13 @@ class Decision:
         return bool(self.found[self.plan.knobs.remat].priced.idle[self.at])
 
     @property
-    def candidate(self) -> Candidate:
+    def candidate(self) -> SearchCandidate:
         """What the plan was written from."""
         return self.found[self.plan.knobs.remat].priced.space[self.at]
 
 
 def decide(
-    question: Question,
+    question: Workload,
     cluster: Cluster,
     pins: Mapping[str, Any] | None = None,
     *,
@@ -230,7 +229,7 @@ def decide(
 
 @gc_paused()
 def best_of(
-    question: Question,
+    question: Workload,
     cluster: Cluster,
     pins: Mapping[str, Any] | None = None,
     *,
@@ -271,7 +270,7 @@ def best_of(
 
 
 def _best_of(
-    question: Question,
+    question: Workload,
     cluster: Cluster,
     pins: dict[str, Any],
     what_if: bool,
@@ -305,7 +304,7 @@ def _best_of(
     )
 
 
-def _with_offload(found: Mapping[Remat, Priority]) -> dict[Remat, Priority]:
+def _with_offload(found: Mapping[Remat, RematVariant]) -> dict[Remat, RematVariant]:
     """The same, with what would be faster if its optimizer state were elsewhere."""
     unfit, _, least = min(map(_first, found.values()))
     best_s = math.inf if unfit else least
@@ -332,7 +331,7 @@ def next_best(decision: Decision, num: int) -> tuple[Decision, ...]:
     return tuple(made)
 
 
-def _written(one: Priority, at: int, cluster: Cluster) -> Plan:
+def _written(one: RematVariant, at: int, cluster: Cluster) -> Plan:
     plan = write_plan.as_plan(one.search, one.priced, at, cluster)
     runs_on = backend(cluster.uniform)
     if unsupported(plan.entry, runs_on, plan.mesh, plan.knobs):
@@ -347,12 +346,12 @@ def _worth(found: Any) -> bool:
     return _first(best) > (False, False, float(priced.worth_s.min()))
 
 
-def _first(one: Priority) -> tuple[bool, bool, float]:
+def _first(one: RematVariant) -> tuple[bool, bool, float]:
     """As `_order_of`, of the best candidate."""
     return _order_of(one, int(one.priced.ranking[0]))
 
 
-def _order_of(one: Priority, at: int) -> tuple[bool, bool, float]:
+def _order_of(one: RematVariant, at: int) -> tuple[bool, bool, float]:
     """As candidates are ranked: does it not fit, idle besides, seconds (or bytes)."""
     priced = one.priced
     if priced.fits[at]:
@@ -379,12 +378,12 @@ def _all(choices: Choices, pins: Mapping[str, Any]) -> Space:
 
 
 def _found(
-    question: Question,
+    question: Workload,
     pool: Pool,
     choices: Choices,
     pins: Mapping[str, Any],
     order: tuple[Remat, ...],
-) -> dict[Remat, Priority]:
+) -> dict[Remat, RematVariant]:
     """Candidates that have room for their state; all of them, if none of these fits."""
     floor = memory_floor(question, pool)
     if pins.get("offload"):
@@ -398,8 +397,8 @@ def _found(
 
 
 def _priced(
-    question: Question, pool: Pool, space: Space, order: tuple[Remat, ...]
-) -> dict[Remat, Priority]:
+    question: Workload, pool: Pool, space: Space, order: tuple[Remat, ...]
+) -> dict[Remat, RematVariant]:
     """Candidates priced, for as many remats in turn as may be the best."""
     if not len(space):
         return {}
@@ -407,11 +406,11 @@ def _priced(
     exact = space.columns["batch"] == space.columns["batch"].min()
     space = space.where(np.flatnonzero(exact))
     rates = Rates(Columns(pool, space))
-    found: dict[Remat, Priority] = {}
+    found: dict[Remat, RematVariant] = {}
     for remat in order:
         if not found or _worth(found.values()):
             asked = question if remat == "none" else question.rematerialized(remat)
-            search = Search(asked, pool, scatters=backend(pool) != "cpu")
+            search = PlanSearch(asked, pool, scatters=backend(pool) != "cpu")
             priced = search.price(space.with_remat(remat), rates)
-            found[remat] = Priority(search=search, priced=priced)
+            found[remat] = RematVariant(search=search, priced=priced)
     return found

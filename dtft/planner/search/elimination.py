@@ -15,13 +15,8 @@ from typing import Any
 
 import numpy as np
 
-# Minimising a sum of cost tables exactly, one variable after another.
-#
-# Bucket elimination (Dechter, Artificial Intelligence 113, 1999): to eliminate a
-# variable, add up the tables that have it and keep, for every combination of the other
-# variables in them, the smallest entry. On a chain or a tree this is dynamic
-# programming; elsewhere it is exact as well, and as cheap as the largest table that the
-# order makes. Decides the order and the assignment.
+# To eliminate a variable, add up the tables that contain it. For every combination of
+# the other variables in them, keep the smallest entry.
 
 
 Table = tuple[tuple[int, ...], np.ndarray]
@@ -276,12 +271,6 @@ def _substituted(
     return index
 
 
-# Cost problems: variables with few values each, and tables that say what they cost.
-#
-# The value that the exact solver (`solver`) and its methods exchange: minimise the
-# sum of tables, each over a few of the variables.
-
-
 _SHOWN = 8
 """Variables that an error names; of more it gives the number."""
 
@@ -291,13 +280,13 @@ class Factor:
     """What combinations of values of a few variables cost."""
 
     variables: tuple[int, ...]
-    """The variables, as positions in `Problem.sizes`; each at most once."""
+    """The variables, as positions in `CostProblem.sizes`; each at most once."""
     costs: np.ndarray
     """One dim per variable; float; +inf where a combination is forbidden."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Problem:
+class CostProblem:
     """Choose one value of each variable so that the sum of all factors is smallest.
 
     Raises:
@@ -391,7 +380,7 @@ class Problem:
                 around[variable].append(at)
         return around
 
-    def restricted(self, kept: Sequence[np.ndarray]) -> "Problem":
+    def restricted(self, kept: Sequence[np.ndarray]) -> "CostProblem":
         """The same problem with fewer values.
 
         Args:
@@ -408,4 +397,4 @@ class Problem:
             )
             for factor in self.factors
         )
-        return Problem(sizes=sizes, factors=factors, names=self.names)
+        return CostProblem(sizes=sizes, factors=factors, names=self.names)

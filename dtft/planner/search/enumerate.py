@@ -33,11 +33,10 @@ from dtft.planner.search.space import (
 )
 from dtft.planner.search.tensor_sharding import candidates
 from dtft.planner.types import AXES, Remat
-from dtft.planner.workload import Question
+from dtft.planner.workload import Workload
 
-# What there is to choose for a question on like devices: axes, knobs, remats.
-#
-# Of what can be run (`CAPABILITIES`), what this step and these devices have a use for.
+# Choices: of the knobs that can be run (`CAPABILITIES`), those that this step and these
+# devices can use.
 
 
 _MAX_MICROBATCHES = 64
@@ -60,7 +59,7 @@ def backend(pool: Pool) -> Backend:
 
 
 def choices_of(
-    question: Question, pool: Pool, can: Capabilities, batch: int
+    question: Workload, pool: Pool, can: Capabilities, batch: int
 ) -> Choices:
     """What there is to choose, remat apart.
 
@@ -114,10 +113,9 @@ def remats(can: Capabilities, pins: Mapping[str, Any]) -> tuple[Remat, ...]:
     return tuple(remat for remat in REMATS if remat in can.remat)
 
 
-# Enumeration of the outer search space.
-#
-# Decides, in this order: sizes of axes and baselines, knobs, what has no room, orders
-# on the fabric; and says in numbers what each rule left.
+# Enumeration, in this order: sizes of axes and baselines, knobs, candidates without
+# room in memory, orders on the fabric. `Reason` keeps how many candidates each rule
+# left.
 
 
 _Columns = dict[str, np.ndarray]
@@ -391,11 +389,9 @@ def _values_near(space: Space, name: str, value: Any) -> str:
     return ", ".join(map(str, nearest(values, value)))
 
 
-# Which numbers of devices, fewer than there are, are worth a look.
-#
-# Where the best mesh of all devices leaves some to repeat the work of others (7
-# devices, a batch of 512), 4 of them may be faster. Decides which numbers are priced
-# then: those that a batch and a dim of the weights can share between them.
+# Fewer devices. If the best mesh of all devices makes some repeat the work of others (7
+# devices, a batch of 512), 4 devices may be faster. Only numbers of devices that a
+# batch and a dim of the weights can share between them are priced.
 
 
 _MOST = 3
@@ -403,7 +399,7 @@ _MOST = 3
 
 
 def worthwhile(
-    question: Question, pins: Mapping[str, Any], num_devices: int, batch: int
+    question: Workload, pins: Mapping[str, Any], num_devices: int, batch: int
 ) -> tuple[int, ...]:
     """The largest numbers of devices below all of them that can all work.
 

@@ -12,7 +12,7 @@ import numpy as np
 from dtft.planner.cluster import Link
 from dtft.planner.cost import Away, away
 from dtft.planner.ir import Value
-from dtft.planner.memory import Course, Moments, Timeline
+from dtft.planner.memory import LivenessTrace, PeakModel, Timeline
 from dtft.planner.search.pipeline import Staged
 from dtft.planner.search.price_table import (
     Cases,
@@ -28,12 +28,12 @@ from dtft.planner.spmd import (
     MICRO,
     ZERO_AXIS,
     ZERO_BESIDE,
-    Amount,
     Axes,
     Bundle,
-    Division,
+    CollectiveOp,
     Gathered,
-    Sent,
+    ShardedSize,
+    ShardingAssignment,
     flat,
     further_division,
     gather_bundle,
@@ -44,12 +44,10 @@ from dtft.planner.spmd import (
     turned_place,
     zero_leaves,
 )
-from dtft.planner.workload import Question, Role
+from dtft.planner.workload import Role, Workload
 
-# Arrays between steps, for many candidates at once: bytes, gathers, kinds of sums.
-#
-# Arrays that equal layers have alike are looked at once. Where `fsdp` lies on an array
-# is `spmd.zero`' decision; here it is asked for all sizes of axes together.
+# State at rest. Arrays that are alike in equal layers are evaluated once. `spmd.zero`
+# decides on which dim `fsdp` lies, here for all sizes of axes together.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +71,7 @@ class Resting:
             prices: of the question, on the columns.
         """
         self.prices = prices
-        self._question: Question = prices.question
+        self._question: Workload = prices.question
         self._columns: Columns = prices.columns
         self._loops = self._question.loop_dims
         self._gathers: dict[object, tuple[Cases, np.ndarray]] = {}
@@ -97,7 +95,9 @@ class Resting:
             found[role][alike] += 1
         return found
 
-    def num_bytes(self, role: Role, division: Division, divided: bool) -> Total:
+    def num_bytes(
+        self, role: Role, division: ShardingAssignment, divided: bool
+    ) -> Total:
         """Bytes of each device; of the batch all microbatches, there from the start.
 
         Args:
@@ -111,7 +111,7 @@ class Resting:
         return total
 
     def each(
-        self, role: Role, division: Division, divided: bool
+        self, role: Role, division: ShardingAssignment, divided: bool
     ) -> Iterator[tuple[Cases, int, np.ndarray]]:
         """As `num_bytes`, by array: how many are alike, bytes of each by case."""
         for alike, count in self.arrays[role].items():
@@ -123,7 +123,7 @@ class Resting:
             yield cases, count, alike.value.num_bytes / there
 
     def gathers(
-        self, division: Division, zero: int
+        self, division: ShardingAssignment, zero: int
     ) -> tuple[Total, dict[Bundle, Total]]:
         """What brings divided parameters together in a step.
 
@@ -138,8 +138,8 @@ class Resting:
             if not how.times:
                 continue
             cases, used, place = self._placed(alike.value, division)
-            part = Amount(total=alike.value.num_bytes / how.slices, axes=used)
-            sent = Sent(kind="all_gather", axes=(ZERO_AXIS,), amount=part)
+            part = ShardedSize(total=alike.value.num_bytes / how.slices, axes=used)
+            sent = CollectiveOp(kind="all_gather", axes=(ZERO_AXIS,), amount=part)
             found = gather_bundle(platform, sent, how)
             if found is None or not found.is_one:
                 alone.add(*self._gather(alike, division, sent, count, how))
@@ -149,7 +149,7 @@ class Resting:
         return alone, together
 
     def copying_s(
-        self, division: Division, points: np.ndarray, zero: np.ndarray
+        self, division: ShardingAssignment, points: np.ndarray, zero: np.ndarray
     ) -> np.ndarray:
         """Seconds of a step in which gathered parameters are copied into order.
 
@@ -169,7 +169,7 @@ class Resting:
             found[zero == level] = each * often * self._turned(division, level).at(some)
         return found
 
-    def _turned(self, division: Division, zero: int) -> Total:
+    def _turned(self, division: ShardingAssignment, zero: int) -> Total:
         """Elements that are copied so in a step, or for a microbatch."""
         total = Total()
         for alike, count in self.arrays["parameter"].items():
@@ -180,15 +180,15 @@ class Resting:
                 continue
             cases, used, place = self._placed(value, division)
             turned = turned_place(value)
-            part = Amount(total=how.times * value.size, axes=used).at(cases.sizes)
+            part = ShardedSize(total=how.times * value.size, axes=used).at(cases.sizes)
             total.add(cases, count * part * ((place == turned) & (place >= 0)))
         return total
 
     def _gather(
         self,
         alike: Alike,
-        division: Division,
-        sent: Sent,
+        division: ShardingAssignment,
+        sent: CollectiveOp,
         count: int,
         how: Gathered,
     ) -> tuple[Cases, np.ndarray]:
@@ -216,7 +216,9 @@ class Resting:
             self._gathers[key] = sending, seconds
         return self._gathers[key]
 
-    def sums(self, division: Division) -> tuple[list[Division], np.ndarray]:
+    def sums(
+        self, division: ShardingAssignment
+    ) -> tuple[list[ShardingAssignment], np.ndarray]:
         """Divisions with gradients divided as their parameters (ZeRO 2 and 3).
 
         Returns:
@@ -239,7 +241,7 @@ class Resting:
         return divisions, of
 
     def _placed(
-        self, value: Value, division: Division
+        self, value: Value, division: ShardingAssignment
     ) -> tuple[Cases, Axes, np.ndarray]:
         """Axes that divide an array in use, and the place of `fsdp` at rest."""
         spec = division.spec(value)
@@ -253,10 +255,8 @@ class Resting:
         return self._places[key]
 
 
-# Candidates whose optimizer state rests in host memory, from the same without.
-#
-# Operators do the same with it: so a candidate has the price of the same whose state
-# stays on the device, and on top what its arrays take (`offload`).
+# Offload. Operators are the same with optimizer state in host memory. So a candidate
+# has the price of its twin with state on the device, plus the transfers of its arrays.
 
 
 def offloaded(
@@ -293,7 +293,11 @@ def offloaded(
 
 
 def _away(
-    space: Space, resting: Resting, link: Link, division: Division, rows: np.ndarray
+    space: Space,
+    resting: Resting,
+    link: Link,
+    division: ShardingAssignment,
+    rows: np.ndarray,
 ) -> Away:
     """Of some candidates of one division."""
     points = resting.prices.columns.of[rows]
@@ -310,10 +314,8 @@ def _away(
     return away(link, arrays())
 
 
-# Most bytes alive at a time, of many candidates: activations and gradients.
-#
-# Decides which course of the program a ZeRO level has (`Course`), and looks at its
-# moments once for all candidates that divide it alike.
+# Peak memory. The ZeRO level selects the liveness trace (`LivenessTrace`). One
+# `PeakModel` serves all candidates with the same sharding.
 
 
 class Peaks:
@@ -328,7 +330,11 @@ class Peaks:
         self._timeline = timeline
 
     def of(
-        self, division: Division, columns: Columns, points: np.ndarray, zero: np.ndarray
+        self,
+        division: ShardingAssignment,
+        columns: Columns,
+        points: np.ndarray,
+        zero: np.ndarray,
     ) -> dict[str, np.ndarray]:
         """Bytes of a device at the fullest moment.
 
@@ -341,28 +347,30 @@ class Peaks:
         Returns:
             `activations` and `gradients`; float [candidates].
         """
-        courses = {self._course: zero < 3}
+        traces = {self._trace: zero < 3}
         if (zero == 3).any():
-            last = self._course_at_level_3
-            courses[last] = courses.get(last, False) | (zero == 3)
+            last = self._trace_at_level_3
+            traces[last] = traces.get(last, False) | (zero == 3)
         found = {name: np.zeros(len(points)) for name in ("activations", "gradients")}
-        for course, some in courses.items():
-            peaks = _peaks(Moments(course, division), columns, points[some], zero[some])
+        for trace, some in traces.items():
+            peaks = _peaks(
+                PeakModel(trace, division), columns, points[some], zero[some]
+            )
             found["activations"][some], found["gradients"][some] = peaks
         return found
 
     @cached_property
-    def _course(self) -> Course:
-        return Course(self._timeline)
+    def _trace(self) -> LivenessTrace:
+        return LivenessTrace(self._timeline)
 
     @cached_property
-    def _course_at_level_3(self) -> Course:
+    def _trace_at_level_3(self) -> LivenessTrace:
         timeline = self._timeline.at_level_3
-        return self._course if timeline is self._timeline else Course(timeline)
+        return self._trace if timeline is self._timeline else LivenessTrace(timeline)
 
 
 def _peaks(
-    moments: Moments, columns: Columns, points: np.ndarray, zero: np.ndarray
+    moments: PeakModel, columns: Columns, points: np.ndarray, zero: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Most bytes at a time of activations and gradients, of points at ZeRO levels."""
     alike = columns.divided(moments.divisors()).of[points]

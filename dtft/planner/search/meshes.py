@@ -14,11 +14,8 @@ import numpy as np
 
 from dtft.planner.types import AXES
 
-# Which sizes the axes of a mesh can have, and what is nearest where none fit.
-#
-# Decides the sizes alone: products of divisors that use all devices and divide the
-# batch; and, where the batch cannot be divided so, the batch rounded up or fewer
-# devices.
+# Sizes are products of divisors that use all devices and divide the batch. If no such
+# mesh exists, the batch is rounded up or fewer devices are used.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -192,11 +189,6 @@ class MeshRules:
         ]
         least = 2 if free and self.batch > 1 else 1
         return bool((self.slots(meshes.sizes) >= least).any())
-
-
-# The plans that people use without a planner, always among the candidates.
-#
-# Decides the sizes of their meshes, or the nearest that work.
 
 
 DATA_PARALLEL, FSDP, MEGATRON, MEGATRON_FSDP = range(1, 5)

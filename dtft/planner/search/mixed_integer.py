@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dtft.planner.search.elimination import Factor, Problem
+from dtft.planner.search.elimination import CostProblem, Factor
 
 _SCALE = 1e4
 """What the largest cost is scaled to; HiGHS stops at a gap of 1e-6 in its units."""
@@ -45,7 +45,7 @@ class _Program:
     """What was taken off the costs."""
 
 
-def minimise(problem: Problem, *, deadline_s: float) -> Outcome:
+def minimise(problem: CostProblem, *, deadline_s: float) -> Outcome:
     """Solves a problem, or goes as far as it comes in the time.
 
     Args:
@@ -88,7 +88,7 @@ def minimise(problem: Problem, *, deadline_s: float) -> Outcome:
     )
 
 
-def _values(problem: Problem, x: np.ndarray) -> tuple[int, ...]:
+def _values(problem: CostProblem, x: np.ndarray) -> tuple[int, ...]:
     starts = np.cumsum([0, *problem.sizes])
     return tuple(
         int(x[start : start + size].argmax())
@@ -96,7 +96,7 @@ def _values(problem: Problem, x: np.ndarray) -> tuple[int, ...]:
     )
 
 
-def _program(problem: Problem) -> _Program:
+def _program(problem: CostProblem) -> _Program:
     starts = np.cumsum([0, *problem.sizes])
     num_binaries = int(starts[-1])
     costs = [np.zeros(num_binaries)]

@@ -12,18 +12,18 @@ import numpy as np
 
 from dtft.planner.cluster import DeviceType
 from dtft.planner.cost import SCHEDULES, in_flight, memory_s, pipeline_s, transfers
-from dtft.planner.ir import Layers, Operator, Part, find_layers, find_repeats
+from dtft.planner.ir import LayerStack, Operator, Part, find_layers, find_repeats
 from dtft.planner.search.price_table import Message, Prices
 from dtft.planner.search.space import Space
-from dtft.planner.spmd import MICRO, Amount, Division, Sent, flat
-from dtft.planner.workload import Question
+from dtft.planner.spmd import MICRO, CollectiveOp, ShardedSize, ShardingAssignment, flat
+from dtft.planner.workload import Workload
 
 Terms = dict[str, np.ndarray]
 _SHARED = ("compute", "collectives", "launch")
 """Terms of what operators take, which stages share."""
 
 
-def layers_of(question: Question, device: DeviceType) -> Layers | None:
+def layers_of(question: Workload, device: DeviceType) -> LayerStack | None:
     """The layers of a question; None if it has none.
 
     Args:
@@ -43,15 +43,15 @@ def layers_of(question: Question, device: DeviceType) -> Layers | None:
 
 
 def handed_on(
-    question: Question, layers: Layers, division: Division
-) -> tuple[Sent, ...]:
+    question: Workload, layers: LayerStack, division: ShardingAssignment
+) -> tuple[CollectiveOp, ...]:
     """What a stage hands on for a microbatch; gradients come back alike."""
     values = [question.graph.values[index] for index in layers.boundary]
     return tuple(
-        Sent(
+        CollectiveOp(
             kind="permute",
             axes=("stage",),
-            amount=Amount(total=value.num_bytes, axes=flat(division.spec(value))),
+            amount=ShardedSize(total=value.num_bytes, axes=flat(division.spec(value))),
         )
         for value in values
     )
@@ -69,13 +69,13 @@ class Staged:
         self._prices, self._question = prices, prices.question
 
     @cached_property
-    def _layers(self) -> Layers:
+    def _layers(self) -> LayerStack:
         found = layers_of(self._question, self._prices.columns.pool.device)
         assert found is not None  # else the axis is not searched
         return found
 
     def terms(
-        self, division: Division, space: Space, rows: np.ndarray, whole: Terms
+        self, division: ShardingAssignment, space: Space, rows: np.ndarray, whole: Terms
     ) -> Terms:
         """Seconds of candidates of one division, by term.
 
@@ -128,7 +128,7 @@ class Staged:
             name: np.where(num > 1, value, whole[name]) for name, value in found.items()
         }
 
-    def _sent_s(self, division: Division) -> np.ndarray:
+    def _sent_s(self, division: ShardingAssignment) -> np.ndarray:
         """Seconds of a step in which a stage sends, for one chunk; by point."""
         messages = [
             Message(sent=one, repeats=((MICRO,),))

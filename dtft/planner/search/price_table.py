@@ -15,38 +15,35 @@ import numpy as np
 
 from dtft.planner.cluster import CollectiveKind, Pool
 from dtft.planner.cost import (
-    Groups,
+    DeviceGroups,
     collectives_s,
     computing_s,
     hiddens,
-    meetings_s,
     members,
+    sync_skews_s,
 )
-from dtft.planner.ir import CHEAP, Graph, Group
+from dtft.planner.ir import CHEAP, Graph, OpGroup
 from dtft.planner.search.space import Space
 from dtft.planner.spmd import (
     MICRO,
     Bundle,
-    Division,
+    CollectiveOp,
     Instance,
+    OperatorWork,
     Pattern,
     PatternKey,
-    Sent,
-    Work,
+    ShardingAssignment,
     bundle,
     instance,
     messages,
     parts,
 )
 from dtft.planner.types import AXES
-from dtft.planner.workload import Question
+from dtft.planner.workload import Workload
 
-# Many candidates as columns: what divides them, how they lie on the fabric.
-#
-# Thousands of candidates differ in few respects at a time: a matmul knows only by how
-# much each of its sides is divided, a collective only the group it is among and its
-# bytes. What costs alike is one case; a quantity is evaluated once per case and looked
-# up for every candidate.
+# Cases. Thousands of candidates differ in few respects at a time: the seconds of a
+# matmul depend on how its sides are divided, those of a collective on its group and
+# bytes. Candidates that cost alike are one case.
 
 
 Axes = tuple[str, ...]
@@ -93,8 +90,10 @@ class Columns:
         self._order, self._orders = known.columns["order"], space.orders
         self._meshes, self._mesh = distinct([known.columns["mesh"]])
         self._parts: dict[Axes, np.ndarray] = {}
-        self._lies: dict[Axes, tuple[np.ndarray, Groups]] = {}
-        self._all_lie: dict[tuple[Axes, ...], tuple[list[np.ndarray], Groups]] = {}
+        self._lies: dict[Axes, tuple[np.ndarray, DeviceGroups]] = {}
+        self._all_lie: dict[
+            tuple[Axes, ...], tuple[list[np.ndarray], DeviceGroups]
+        ] = {}
         self._cases: dict[object, Cases] = {}
 
     def __len__(self) -> int:
@@ -107,14 +106,14 @@ class Columns:
             self._parts[axes] = ones * parts(axes, self.sizes)
         return self._parts[axes]
 
-    def lies(self, axes: Axes) -> tuple[np.ndarray, Groups]:
+    def lies(self, axes: Axes) -> tuple[np.ndarray, DeviceGroups]:
         """For each point the number of its group along some axes; and these groups."""
         if axes not in self._lies:
             of, groups = self._groups(axes)
             self._lies[axes] = of[self._mesh], groups
         return self._lies[axes]
 
-    def all_lie(self, several: Iterable[Axes]) -> tuple[list[np.ndarray], Groups]:
+    def all_lie(self, several: Iterable[Axes]) -> tuple[list[np.ndarray], DeviceGroups]:
         """The same for each of several, and all of their groups numbered in a row."""
         key = tuple(several)
         if key not in self._all_lie:
@@ -123,11 +122,11 @@ class Columns:
             sizes = [groups.sizes for _, groups in known]
             starts = np.cumsum([0, *map(len, sizes)])
             of = [one + start for (one, _), start in zip(known, starts, strict=False)]
-            groups = Groups(sizes=np.concatenate(sizes), links=known[0][1].links)
+            groups = DeviceGroups(sizes=np.concatenate(sizes), links=known[0][1].links)
             self._all_lie[key] = [of[number[axes]] for axes in key], groups
         return self._all_lie[key]
 
-    def _groups(self, axes: Axes) -> tuple[np.ndarray, Groups]:
+    def _groups(self, axes: Axes) -> tuple[np.ndarray, DeviceGroups]:
         """As `lies`, for each mesh."""
         levels = tuple(level.size for level in self.pool.levels)
         sizes = np.ones((len(self._meshes), len(levels)))
@@ -142,7 +141,7 @@ class Columns:
         nothing = np.zeros(len(sizes), np.int64)  # a pool of one device
         first, of = distinct([nothing, *scaled.T])
         links = tuple(level.link for level in self.pool.levels)
-        return of, Groups(sizes=sizes[first], links=links)
+        return of, DeviceGroups(sizes=sizes[first], links=links)
 
     def divided(self, divisors: Iterable[Axes]) -> Cases:
         """Points that each of some groups of axes divides into as many parts."""
@@ -231,10 +230,8 @@ _SPARSE = 16
 """So many times more numbers than rows are looked up; more are sorted."""
 
 
-# Seconds of one execution and of one message, on the points of some columns.
-#
-# Programs with another remat run most of the same operators, and collectives of many
-# operators are alike: each is priced once here, however often it comes.
+# Rates. Programs of different remat share most operators, and collectives of many
+# operators are alike, so each is priced once.
 
 
 _BITS = (*AXES, MICRO)
@@ -248,10 +245,10 @@ Repeats = tuple[Axes, ...]
 class Message:
     """A collective."""
 
-    sent: Sent
+    sent: CollectiveOp
     repeats: Repeats
     meets: bool = True
-    """Whether devices meet for it alone (`cost.meetings_s`), not for a whole bundle."""
+    """Whether sync skew (`cost.sync_skews_s`) counts for it, not for a whole bundle."""
     ahead: bool = False
     """Whether it waits for nothing that is computed, which hides a part of it."""
 
@@ -275,7 +272,7 @@ class Rates:
         return cases, times
 
     def computing(
-        self, graph: Graph, key: Hashable, done: Work, *, cold: bool
+        self, graph: Graph, key: Hashable, done: OperatorWork, *, cold: bool
     ) -> Table:
         """Seconds of a step in which each device computes an operator.
 
@@ -325,7 +322,7 @@ class Rates:
         meets = np.array([[one.meets] for one in alike])
         ahead = np.array([[one.ahead] for one in alike])
         seconds = seconds * (1 - ahead * hiddens(groups)[which])
-        seconds = seconds + meets * meetings_s(groups)[which]
+        seconds = seconds + meets * sync_skews_s(groups)[which]
         for axes in repeats:
             seconds *= self.columns.parts(axes)[cases.first]
         for row in seconds:
@@ -367,7 +364,7 @@ class Rates:
             num_bytes = np.concatenate([one.num_bytes for one in some])
             lies, num = np.concatenate(which), np.ones(len(num_bytes))
             waits = [np.full(len(one.points), not one.bundle.ahead) for one in some]
-            each = meetings_s(groups)[lies] * np.concatenate(waits) * (num_bytes > 0)
+            each = sync_skews_s(groups)[lies] * np.concatenate(waits) * (num_bytes > 0)
             if some[0].bundle.is_one:
                 num = messages(platform, kind, num_bytes)
                 each += collectives_s(kind, num_bytes / num, groups, lies)
@@ -419,24 +416,22 @@ class _Joined:
     num_bytes: np.ndarray
 
 
-def repeats_of(done: Work) -> Repeats:
+def repeats_of(done: OperatorWork) -> Repeats:
     """What work is done anew for."""
     return ((MICRO,),) if MICRO in done.divided_by else ()
 
 
-# What groups of operators take under divisions of a program, each way found once.
-#
-# A group takes the same under two divisions that divide its own dims alike; and the
-# same question is asked again for other clusters and pins.
+# Works. Two shardings that divide the dims of a group alike give it the same work, also
+# for another cluster and other pins.
 
 
 GroupKey = tuple[int, PatternKey]
 """Number of a group, and what of a division matters to it."""
 
-_KNOWN: WeakKeyDictionary[Question, "Works"] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[Workload, "Works"] = WeakKeyDictionary()
 
 
-def works_of(question: Question) -> "Works":
+def works_of(question: Workload) -> "Works":
     """The works of a question: always the same object."""
     if question not in _KNOWN:
         _KNOWN[question] = Works(question)
@@ -446,18 +441,18 @@ def works_of(question: Question) -> "Works":
 class Works:
     """Works of one question's groups of operators."""
 
-    def __init__(self, question: Question) -> None:
+    def __init__(self, question: Workload) -> None:
         """Nothing is looked at yet."""
         # Not the question itself, which would then never be forgotten.
         self._graph, self._alias = question.graph, question.alias
         self._groups = question.groups
-        self._known: dict[GroupKey, Work] = {}
+        self._known: dict[GroupKey, OperatorWork] = {}
 
     def dims(self, number: int) -> tuple[int, ...]:
         """The dims that a group has, equal layers' as one."""
         return self._instances[number].dims
 
-    def key(self, number: int, division: Division) -> GroupKey:
+    def key(self, number: int, division: ShardingAssignment) -> GroupKey:
         """What of a division matters to a group: equal keys, equal work."""
         return number, self._instances[number].key(division)
 
@@ -465,7 +460,7 @@ class Works:
         """The same, of all groups that differ in operations and dims only."""
         return self._instances[key[0]].pattern, key[1]
 
-    def at(self, key: GroupKey) -> Work:
+    def at(self, key: GroupKey) -> OperatorWork:
         """What one execution of a group's operator takes."""
         if key not in self._known:
             self._known[key] = self._instances[key[0]].work(key[1])
@@ -479,18 +474,16 @@ class Works:
         return [instance(self._graph, one.operator, root) for one in self._groups]
 
 
-# Seconds of operators for many candidates at once, each way to divide one priced once.
-#
-# A way is an operator with some of its dims divided; candidates share ways, and the
-# exact choice of `tensor_sharding` and the sums of the search read the same tables.
+# Priced operators. Candidates share them; `tensor_sharding` and the sums of the search
+# read the same tables.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Way:
+class PricedOp:
     """A group of operators, divided in one way."""
 
-    group: Group
-    work: Work
+    group: OpGroup
+    work: OperatorWork
     computing: Table
     """Seconds of a step in which each device computes them."""
     sending: tuple[Table, ...]
@@ -509,7 +502,7 @@ class Way:
 class Prices:
     """What groups of operators take on the points of some columns."""
 
-    def __init__(self, question: Question, rates: Rates) -> None:
+    def __init__(self, question: Workload, rates: Rates) -> None:
         """Nothing is priced yet.
 
         Args:
@@ -518,20 +511,20 @@ class Prices:
         """
         self.question, self.rates, self.columns = question, rates, rates.columns
         self.works = works_of(question)
-        self._ways: dict[Hashable, Way] = {}
+        self._ways: dict[Hashable, PricedOp] = {}
 
-    def ways(self, division: Division) -> list[Way]:
+    def priced_ops(self, division: ShardingAssignment) -> list[PricedOp]:
         """Of each group of operators what it takes under a division."""
         return self.all([(n, division) for n in range(len(self.question.groups))])
 
-    def all(self, asked: Sequence[tuple[int, Division]]) -> list[Way]:
+    def all(self, asked: Sequence[tuple[int, ShardingAssignment]]) -> list[PricedOp]:
         """The same of some groups, by number, each under its own division."""
         keys = [self.works.key(number, division) for number, division in asked]
         new = [key for key in dict.fromkeys(keys) if key not in self._ways]
         self._ways |= zip(new, self._priced(new), strict=True)
         return [self._ways[key] for key in keys]
 
-    def _priced(self, keys: Sequence[GroupKey]) -> list[Way]:
+    def _priced(self, keys: Sequence[GroupKey]) -> list[PricedOp]:
         works = [self.works.at(key) for key in keys]
         sending = iter(
             self.rates.sending(
@@ -543,22 +536,28 @@ class Prices:
             )
         )
         return [
-            self._way(key, done, itertools.islice(sending, len(done.sent)))
+            self._priced_op(key, done, itertools.islice(sending, len(done.sent)))
             for key, done in zip(keys, works, strict=True)
         ]
 
-    def _message(self, key: GroupKey, done: Work, sent: Sent) -> Message:
+    def _message(
+        self, key: GroupKey, done: OperatorWork, sent: CollectiveOp
+    ) -> Message:
         group = self.question.groups[key[0]]
         found = bundle_of(self.columns.pool.device.platform, group, done, sent)
         return Message(sent=sent, repeats=repeats_of(done), meets=found is None)
 
-    def _way(self, key: GroupKey, done: Work, sending: Iterable[Table]) -> Way:
+    def _priced_op(
+        self, key: GroupKey, done: OperatorWork, sending: Iterable[Table]
+    ) -> PricedOp:
         group, rates = self.question.groups[key[0]], self.rates
         pattern = self.works.pattern(key)
-        computing = rates.computing(self.question.graph, pattern, done, cold=group.cold)
+        computing = rates.computing(
+            self.question.graph, pattern, done, cold=group.uncached
+        )
         starts = 0.0 if group.operator.kind in CHEAP else group.times
         known = tuple(sending)
-        return Way(
+        return PricedOp(
             group=group,
             work=done,
             computing=_times(group.times, computing),
@@ -571,7 +570,7 @@ class Prices:
         )
 
     def _bundled(
-        self, group: Group, done: Work, sent: Sent, cases: Cases
+        self, group: OpGroup, done: OperatorWork, sent: CollectiveOp, cases: Cases
     ) -> tuple[Bundle, Table] | None:
         """What a collective is sent together with, and its bytes."""
         found = bundle_of(self.columns.pool.device.platform, group, done, sent)
@@ -582,7 +581,9 @@ class Prices:
         return found, (cases, count * sent.amount.total / parts)
 
 
-def bundle_of(platform: str, group: Group, done: Work, sent: Sent) -> Bundle | None:
+def bundle_of(
+    platform: str, group: OpGroup, done: OperatorWork, sent: CollectiveOp
+) -> Bundle | None:
     """What a collective of a group is sent together with; None if it stays alone."""
     if not group.last:
         return None
@@ -609,7 +610,7 @@ class Sums:
     """What goes together, and its bytes."""
 
 
-def summed(ways: Iterable[Way]) -> Sums:
+def summed(ways: Iterable[PricedOp]) -> Sums:
     """The totals of a program's operators."""
     totals = Sums(
         compute=Total(), optimizer=Total(), sending=Total(), starts=Total(), together={}

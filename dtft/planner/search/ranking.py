@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dtft.planner.search.space import Space
-from dtft.planner.spmd import Division
+from dtft.planner.spmd import ShardingAssignment
 
 TERMS = ("compute", "collectives", "bubble", "optimizer", "offload", "launch")
 MEMORY = ("parameters", "gradients", "optimizer", "activations", "batch", "reserve")
@@ -33,7 +33,7 @@ class Priced:
     """Seconds by term; each one entry per candidate."""
     memory: Mapping[str, np.ndarray]
     """Bytes of a device by term."""
-    divisions: Sequence[Division]
+    divisions: Sequence[ShardingAssignment]
     """Which axes divide which dims, for all candidates."""
     division: np.ndarray
     """For each candidate which of the divisions it has."""
@@ -45,7 +45,7 @@ class Priced:
     host_capacity: int
     capacity: int
 
-    def division_of(self, at: int) -> Division:
+    def division_of(self, at: int) -> ShardingAssignment:
         """Which axes divide which dims in a candidate."""
         return self.divisions[self.division[at]]
 

@@ -17,18 +17,18 @@ import numpy as np
 
 from dtft.planner.cluster import Pool
 from dtft.planner.cost import added_s, launch_s
-from dtft.planner.ir import Group
+from dtft.planner.ir import OpGroup
 from dtft.planner.memory import RESERVE, Timeline
 from dtft.planner.search import price_table
 from dtft.planner.search.memory_table import Peaks, Resting, offloaded
 from dtft.planner.search.pipeline import Staged
 from dtft.planner.search.price_table import (
     Columns,
+    PricedOp,
     Prices,
     Rates,
     Sums,
     Total,
-    Way,
     works_of,
 )
 from dtft.planner.search.ranking import MEMORY, TERMS, Priced, joined
@@ -37,25 +37,24 @@ from dtft.planner.search.tensor_sharding import Chooser, candidates
 from dtft.planner.spmd import (
     MICRO,
     Bundle,
-    Division,
-    Leaf,
     Moved,
-    Work,
+    OperatorWork,
+    ShardingAssignment,
+    StateArray,
     loop_slices,
     times_gathered,
     zero_gathers,
     zero_leaves,
 )
 from dtft.planner.types import AXES
-from dtft.planner.workload import Question, Role
+from dtft.planner.workload import Role, Workload
 
-# Seconds that candidates of many divisions send, priced for all of them at once.
-#
-# Most divisions are taken by few candidates, and what is sent together has to be priced
-# for each of them: one by one that would take as long as all the rest of the search.
+# Collectives of all shardings are priced in one call. Most shardings have few
+# candidates, and combined collectives differ between them: priced one by one they would
+# take as long as the rest of the search.
 
 
-Part = tuple[Division, np.ndarray]
+Part = tuple[ShardingAssignment, np.ndarray]
 """A division, and the candidates that have it."""
 
 
@@ -97,7 +96,7 @@ NEARLY_NONE = 0.01
 """Share of the operations below which an axis leaves its devices as good as idle."""
 
 
-def memory_floor(question: Question, pool: Pool) -> MemoryFloor:
+def memory_floor(question: Workload, pool: Pool) -> MemoryFloor:
     """What the state of a question takes, whatever is divided how."""
     graph = question.graph
 
@@ -113,16 +112,17 @@ def memory_floor(question: Question, pool: Pool) -> MemoryFloor:
     )
 
 
-class Search:
+class PlanSearch:
     """Prices the candidates of one question on one pool."""
 
-    def __init__(self, question: Question, pool: Pool, *, scatters: bool) -> None:
+    def __init__(self, question: Workload, pool: Pool, *, scatters: bool) -> None:
         """Nothing is priced yet.
 
         Args:
             question: what is asked.
             pool: like devices.
-            scatters: whether the backend has reduce-scatter (`Division.scatters`).
+            scatters: whether the backend has reduce-scatter
+                (`ShardingAssignment.scatters`).
         """
         self.question, self.pool, self.scatters = question, pool, scatters
         timeline = Timeline(
@@ -145,12 +145,12 @@ class Search:
         terms = {name: np.zeros(len(space)) for name in TERMS}
         memory = {name: np.zeros(len(space)) for name in MEMORY}
         memory["reserve"][:] = RESERVE * self.pool.device.memory_bytes
-        divisions: list[Division] = []
+        divisions: list[ShardingAssignment] = []
         which = np.zeros(len(space), np.int64)
         idle = np.zeros(len(space), bool)
         staged = Staged(prices) if (space.columns["stage"] > 1).any() else None
         for layout, rows in self._layouts(prices, space):
-            busy = _busy(prices.ways(layout))
+            busy = _busy(prices.priced_ops(layout))
             for axis in set(AXES) - busy - {"stage"}:
                 idle[rows] |= space.columns[axis][rows] > 1
             needs = self._memory(resting, layout, space, rows)
@@ -199,7 +199,9 @@ class Search:
         staged = Staged(prices) if (some.space.columns["stage"] > 1).any() else None
         return joined(priced, offloaded(some, Resting(prices), link, staged))
 
-    def works(self, division: Division) -> tuple[tuple[Group, Work], ...]:
+    def works(
+        self, division: ShardingAssignment
+    ) -> tuple[tuple[OpGroup, OperatorWork], ...]:
         """What each group of operators takes under a division."""
         known = works_of(self.question)
         return tuple(
@@ -208,7 +210,7 @@ class Search:
         )
 
     def moved(
-        self, division: Division, mesh: Mapping[str, int], zero: int
+        self, division: ShardingAssignment, mesh: Mapping[str, int], zero: int
     ) -> list[Moved]:
         """Collectives that bring divided arrays together."""
         question = self.question
@@ -225,8 +227,12 @@ class Search:
         return zero_gathers(parameters, times)
 
     def leaves(
-        self, role: Role, division: Division, mesh: Mapping[str, int], divides: bool
-    ) -> tuple[Leaf, ...]:
+        self,
+        role: Role,
+        division: ShardingAssignment,
+        mesh: Mapping[str, int],
+        divides: bool,
+    ) -> tuple[StateArray, ...]:
         """Arrays of a role, and how each is divided."""
         graph, loops = self.question.graph, self.question.loop_dims
         values = {
@@ -234,7 +240,7 @@ class Search:
         }
         return zero_leaves(values, division, mesh, divides, loops)
 
-    def _base(self, space: Space) -> Division:
+    def _base(self, space: Space) -> ShardingAssignment:
         """What all axes but `tensor` divide."""
         question = self.question
         first = question.weights
@@ -247,13 +253,13 @@ class Search:
             experts = question.expert_arrays
             first = {**first, **experts}
             axes |= dict.fromkeys(experts.values(), ("expert",))
-        return Division(
+        return ShardingAssignment(
             axes=axes, scatters=self.scatters, alias=question.alias, first=first
         )
 
     def _layouts(
         self, prices: Prices, space: Space
-    ) -> list[tuple[Division, np.ndarray]]:
+    ) -> list[tuple[ShardingAssignment, np.ndarray]]:
         """Divisions with `tensor` where it costs least, and the candidates of each."""
         chooser = Chooser(prices, self._base(space), "tensor")
         found, which = chooser.choose(candidates(self.question))
@@ -264,7 +270,7 @@ class Search:
         self, resting: Resting, parts: Sequence[Part], space: Space
     ) -> Iterator[dict[str, np.ndarray]]:
         """Seconds of some candidates by term, for each of some divisions."""
-        ways = resting.prices.ways
+        ways = resting.prices.priced_ops
         sums = [price_table.summed(ways(division)) for division, _ in parts]
         sent = sending_s(resting, parts, sums, space.columns["zero"])
         device, scale = self.pool.device, self.pool.trust.scale
@@ -281,7 +287,11 @@ class Search:
             yield {name: seconds * scale(name) for name, seconds in terms.items()}
 
     def _memory(
-        self, resting: Resting, division: Division, space: Space, rows: np.ndarray
+        self,
+        resting: Resting,
+        division: ShardingAssignment,
+        space: Space,
+        rows: np.ndarray,
     ) -> dict[str, np.ndarray]:
         """Bytes of some candidates of one layout."""
         columns = resting.prices.columns
@@ -299,7 +309,7 @@ class Search:
         return found | self._peaks.of(division, columns, points, zero)
 
 
-def _busy(ways: Sequence[Way]) -> set[str]:
+def _busy(ways: Sequence[PricedOp]) -> set[str]:
     """Axes that divide what is computed: products, or all where there are none.
 
     Not those that divide nearly none of their operations.
@@ -315,8 +325,8 @@ def _busy(ways: Sequence[Way]) -> set[str]:
 
 
 def _with_sums(
-    resting: Resting, layout: Division, space: Space, rows: np.ndarray
-) -> list[tuple[Division, np.ndarray]]:
+    resting: Resting, layout: ShardingAssignment, space: Space, rows: np.ndarray
+) -> list[tuple[ShardingAssignment, np.ndarray]]:
     """Divisions of a layout, by how gradients are divided; and the candidates of each.
 
     From ZeRO 2 on they are divided as their parameters are kept.

@@ -15,24 +15,22 @@ import numpy as np
 
 from dtft.planner.search import mixed_integer
 from dtft.planner.search.elimination import (
+    CostProblem,
     Factor,
-    Problem,
     eliminate,
     eliminate_each,
     elimination_order,
 )
 
-# Values of variables that need not be tried, because another is never worse.
-#
-# Decides which values of a cost problem stay. Sound: some assignment of least cost
-# stays.
+# Pruning drops values that another value is never worse than. It is sound: an
+# assignment of least cost stays.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Pruned:
     """What pruning left of a problem."""
 
-    problem: Problem
+    problem: CostProblem
     """The problem with the values that stay, renumbered."""
     kept: tuple[np.ndarray, ...]
     """For each variable the values that stay, as numbers of the first problem."""
@@ -44,7 +42,7 @@ class Pruned:
         )
 
 
-def prune(problem: Problem) -> Pruned:
+def prune(problem: CostProblem) -> Pruned:
     """Removes dominated values until none is left.
 
     Value a dominates b where in every factor, whatever the other variables' values, it
@@ -98,13 +96,6 @@ def _undominated(tables: Sequence[np.ndarray], num_values: int) -> np.ndarray:
     return np.flatnonzero(~removes.any(axis=0))
 
 
-# The exact solver of small discrete cost problems.
-#
-# Decides which method solves a problem: eliminating variables where the tables stay
-# small (always on chains and trees), a mixed-integer program otherwise; and says which
-# variables are in conflict where everything is forbidden.
-
-
 MAX_ENTRIES = 2**22
 """Of the largest table that elimination makes: 32 MiB."""
 
@@ -124,7 +115,7 @@ class Assignment:
     """A value for each variable of a problem."""
 
     values: tuple[int, ...]
-    """In the order of `Problem.sizes`."""
+    """In the order of `CostProblem.sizes`."""
     cost: float
     method: Literal["elimination", "mixed-integer", "descent"]
     """`descent` where the mixed-integer program found nothing better in its time."""
@@ -134,7 +125,7 @@ class Assignment:
 
 
 def solve(
-    problem: Problem, *, deadline_s: float = 10.0, max_entries: int = MAX_ENTRIES
+    problem: CostProblem, *, deadline_s: float = 10.0, max_entries: int = MAX_ENTRIES
 ) -> Assignment:
     """The assignment of least cost.
 
@@ -178,7 +169,7 @@ def solve(
 
 
 def solve_each(
-    problem: Problem,
+    problem: CostProblem,
     *,
     given: int = 0,
     deadline_s: float = 10.0,
@@ -224,7 +215,7 @@ def solve_each(
 
 
 def _each(
-    problem: Problem, given: int, values: range, order: Sequence[int]
+    problem: CostProblem, given: int, values: range, order: Sequence[int]
 ) -> np.ndarray:
     """Some values of the given variable by elimination."""
     part = _at(problem, given, values)
@@ -236,13 +227,15 @@ def _each(
     return found
 
 
-def _at(problem: Problem, variable: int, values: int | range) -> Problem:
+def _at(problem: CostProblem, variable: int, values: int | range) -> CostProblem:
     kept = [np.arange(size) for size in problem.sizes]
     kept[variable] = np.atleast_1d(values)
     return problem.restricted(kept)
 
 
-def _order(problem: Problem, max_entries: int, at_once: int = 1) -> list[int] | None:
+def _order(
+    problem: CostProblem, max_entries: int, at_once: int = 1
+) -> list[int] | None:
     return elimination_order(
         problem.sizes,
         [factor.variables for factor in problem.factors],
@@ -251,7 +244,7 @@ def _order(problem: Problem, max_entries: int, at_once: int = 1) -> list[int] | 
     )
 
 
-def _eliminated(problem: Problem, order: Sequence[int]) -> Assignment:
+def _eliminated(problem: CostProblem, order: Sequence[int]) -> Assignment:
     tables = [(factor.variables, factor.costs) for factor in problem.factors]
     values, cost = eliminate(problem.sizes, tables, order)
     if math.isinf(cost):
@@ -259,7 +252,7 @@ def _eliminated(problem: Problem, order: Sequence[int]) -> Assignment:
     return Assignment(values=tuple(values), cost=cost, method="elimination", bound=cost)
 
 
-def _programmed(problem: Problem, deadline_s: float) -> Assignment:
+def _programmed(problem: CostProblem, deadline_s: float) -> Assignment:
     outcome = mixed_integer.minimise(problem, deadline_s=deadline_s)
     if math.isinf(outcome.bound) and outcome.bound > 0:
         raise _infeasible(problem)
@@ -274,7 +267,7 @@ def _programmed(problem: Problem, deadline_s: float) -> Assignment:
 
 
 def _cut_short(
-    problem: Problem, found: tuple[int, ...] | None, bound: float, deadline_s: float
+    problem: CostProblem, found: tuple[int, ...] | None, bound: float, deadline_s: float
 ) -> Assignment:
     """The better of what HiGHS found in its time and a local optimum."""
     values, method = _descended(problem), "descent"
@@ -290,7 +283,7 @@ def _cut_short(
     return Assignment(values=values, cost=cost, method=method, bound=min(bound, cost))
 
 
-def _descended(problem: Problem) -> tuple[int, ...]:
+def _descended(problem: CostProblem) -> tuple[int, ...]:
     """A local optimum: each variable in turn takes its cheapest value, until all do."""
     around = problem.factors_of_variables()
     index: list[Any] = [0] * len(problem.sizes)
@@ -310,7 +303,7 @@ def _descended(problem: Problem) -> tuple[int, ...]:
     return tuple(index)
 
 
-def _infeasible(problem: Problem) -> ValueError:
+def _infeasible(problem: CostProblem) -> ValueError:
     factors = _conflict(problem)
     variables = sorted({v for factor in factors for v in factor.variables})
     over = "; ".join(f"({problem.words(f.variables)})" for f in factors[:4])
@@ -322,7 +315,7 @@ def _infeasible(problem: Problem) -> ValueError:
     )
 
 
-def _conflict(problem: Problem) -> list[Factor]:
+def _conflict(problem: CostProblem) -> list[Factor]:
     """Factors that together forbid everything, and without any one of them do not.
 
     Finds one factor after another: the last of the shortest run of factors that, with
@@ -334,7 +327,7 @@ def _conflict(problem: Problem) -> list[Factor]:
         for f in problem.factors
         if np.isinf(f.costs).any()
     ]
-    hard = Problem(sizes=problem.sizes, factors=tuple(rest), names=problem.names)
+    hard = CostProblem(sizes=problem.sizes, factors=tuple(rest), names=problem.names)
     order = _order(hard, MAX_ENTRIES)  # good for fewer factors too
     if order is None:
         return rest

@@ -16,12 +16,6 @@ from dtft.planner.plan import Knobs, Plan
 from dtft.planner.search.meshes import BASELINES, divisors
 from dtft.planner.types import AXES, Remat
 
-# What plans can really be run: per entry point and backend the knobs that work.
-#
-# The published list: search stays within it, and whoever runs a plan checks it against
-# it.
-
-
 Entry = Literal["step", "loss"]
 Backend = Literal["cpu", "gpu", "tpu"]
 
@@ -149,11 +143,8 @@ def _listed(names: frozenset[str] | frozenset[Remat] | frozenset[int]) -> str:
     return ", ".join(sorted(map(str, names)))
 
 
-# The outer search space: every mesh, order on the fabric and knob that may be best.
-#
-# Decides which candidates are worth a price, from divisibility, a floor of memory and
-# the pins of the user; holds them as columns, so that tens of thousands take
-# milliseconds.
+# Candidates are pruned by divisibility, by a floor of memory and by the user's pins. As
+# columns, tens of thousands of them take milliseconds.
 
 
 REMATS: tuple[Remat, ...] = ("none", "dots", "full")
@@ -245,7 +236,7 @@ class Reason:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class SearchCandidate:
     """One point of the space."""
 
     mesh: Mapping[str, int]
@@ -276,11 +267,11 @@ class Space:
     def __len__(self) -> int:
         return len(self.columns["batch"])
 
-    def __getitem__(self, at: int) -> Candidate:
+    def __getitem__(self, at: int) -> SearchCandidate:
         row = {name: int(column[at]) for name, column in self.columns.items()}
         zero = row["zero"]
         assert zero in (0, 1, 2, 3)
-        return Candidate(
+        return SearchCandidate(
             mesh={axis: row[axis] for axis in self.orders[row["order"]]},
             knobs=Knobs(
                 microbatches=row["microbatches"],

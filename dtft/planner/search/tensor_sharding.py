@@ -13,21 +13,21 @@ from functools import cache
 
 import numpy as np
 
-from dtft.planner.search.elimination import Factor, Problem
-from dtft.planner.search.price_table import Cases, Prices, Total, Way
+from dtft.planner.search.elimination import CostProblem, Factor
+from dtft.planner.search.price_table import Cases, PricedOp, Prices, Total
 from dtft.planner.search.solver import solve_each
-from dtft.planner.spmd import Division
-from dtft.planner.workload import Question
+from dtft.planner.spmd import ShardingAssignment
+from dtft.planner.workload import Workload
 
 DEADLINE_S = 10.0
 """For programs whose tables are too large for dynamic programming, which none of the
 models in the tests has: what is best so far is taken then."""
 
-Tables = dict[tuple[int, ...], dict[tuple[int, ...], list[Way]]]
+Tables = dict[tuple[int, ...], dict[tuple[int, ...], list[PricedOp]]]
 """Dims, then for each whether it is divided, then what operators take."""
 
 
-def candidates(question: Question) -> tuple[int, ...]:
+def candidates(question: Workload) -> tuple[int, ...]:
     """Dims that an axis could divide with gain: weights', of matmuls and convolutions.
 
     Without those along which examples go, or loops: other axes are for them, or none.
@@ -52,7 +52,7 @@ def candidates(question: Question) -> tuple[int, ...]:
 class Chooser:
     """Lays one axis on the dims of a program, for all points of some columns."""
 
-    def __init__(self, prices: Prices, base: Division, axis: str) -> None:
+    def __init__(self, prices: Prices, base: ShardingAssignment, axis: str) -> None:
         """Nothing is laid yet.
 
         Args:
@@ -62,7 +62,9 @@ class Chooser:
         """
         self._prices, self._base, self._axis = prices, base, axis
 
-    def choose(self, dims: Sequence[int]) -> tuple[list[Division], np.ndarray]:
+    def choose(
+        self, dims: Sequence[int]
+    ) -> tuple[list[ShardingAssignment], np.ndarray]:
         """The divisions of least cost, with the axis along any of `dims`.
 
         Args:
@@ -87,7 +89,7 @@ class Chooser:
             for scope, choices in tables.items()
         ]
         sizes = (len(alike.first), *(2,) * len(used))
-        problem = Problem(sizes=sizes, factors=tuple(factors))
+        problem = CostProblem(sizes=sizes, factors=tuple(factors))
         found = solve_each(problem, given=0, deadline_s=DEADLINE_S)[:, 1:]
         rows, which = np.unique(found, axis=0, return_inverse=True)
         divisions = [
@@ -99,7 +101,7 @@ class Chooser:
     def _tables(self, free: Sequence[int]) -> Tables:
         """For each set of dims its operators, by which of the dims are divided."""
         prices, allowed = self._prices, set(free)
-        asked: list[tuple[int, Division]] = []
+        asked: list[tuple[int, ShardingAssignment]] = []
         with_dims = cache(self._with)
         places: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         for number in range(len(prices.question.groups)):
@@ -138,12 +140,14 @@ class Chooser:
         costs = np.where(np.stack([fits | True, fits], axis=1), 0.0, np.inf)
         return Factor(variables=(0, variable), costs=costs)
 
-    def _with(self, dims: Iterable[int]) -> Division:
+    def _with(self, dims: Iterable[int]) -> ShardingAssignment:
         axes = {**self._base.axes, **dict.fromkeys(dims, (self._axis,))}
         return replace(self._base, axes=axes)
 
 
-def _costs(choices: Mapping[tuple[int, ...], list[Way]], alike: Cases) -> np.ndarray:
+def _costs(
+    choices: Mapping[tuple[int, ...], list[PricedOp]], alike: Cases
+) -> np.ndarray:
     """Seconds of some operators; [a dim for each of their choices ..., points]."""
     shape = (2,) * len(next(iter(choices)))
     costs = np.zeros((*shape, len(alike.first)))

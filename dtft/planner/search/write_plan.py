@@ -12,7 +12,7 @@ from typing import Any
 from dtft.planner.cluster import Cluster
 from dtft.planner.cost import (
     LEAST_OFFLOADED_BYTES,
-    Speeds,
+    MeshSpeeds,
     group_of,
     lower_bound_s,
     runs,
@@ -23,29 +23,25 @@ from dtft.planner.plan import Alternative, AxisUse, Collective, Plan, Prediction
 from dtft.planner.search.pipeline import handed_on, layers_of
 from dtft.planner.search.price_table import bundle_of
 from dtft.planner.search.ranking import MEMORY, TERMS, Priced
-from dtft.planner.search.search import Search
-from dtft.planner.search.space import Candidate
+from dtft.planner.search.search import PlanSearch
+from dtft.planner.search.space import SearchCandidate
 from dtft.planner.spmd import (
     MICRO,
     PRODUCTS,
     Bundle,
-    Division,
-    Leaf,
-    Sent,
+    CollectiveOp,
+    ShardingAssignment,
     Sizes,
+    StateArray,
     flat,
     gather_bundle,
     parts,
 )
 from dtft.planner.types import Spec
 
-# What each axis of a plan's mesh is there for: where it lies, how much it divides.
-#
-# Pure; decides nothing.
-
 
 def axes_used(
-    search: Search, candidate: Candidate, division: Division
+    search: PlanSearch, candidate: SearchCandidate, division: ShardingAssignment
 ) -> dict[str, AxisUse]:
     """The axes of a candidate's mesh that are larger than 1.
 
@@ -68,7 +64,7 @@ def axes_used(
     return found
 
 
-def work_divided(search: Search, division: Division) -> dict[str, float]:
+def work_divided(search: PlanSearch, division: ShardingAssignment) -> dict[str, float]:
     """For each axis the share of the operations of products that it divides.
 
     Of all operations, where there is no product.
@@ -84,17 +80,15 @@ def work_divided(search: Search, division: Division) -> dict[str, float]:
     return {axis: min(1.0, share) for axis, share in shares.items()}
 
 
-# The collectives of a candidate one by one, with the seconds that each accounts for.
-#
-# Their seconds add up to what the search counted for sending: collectives that go
-# together (`collective_combiner`) share the seconds of that by their bytes.
+# Collectives with their seconds. These add up to the seconds of the search: collectives
+# that are sent together (`collective_combiner`) share their seconds by bytes.
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Listed:
     """A collective of a candidate."""
 
-    sent: Sent
+    sent: CollectiveOp
     times: float
     """In a step."""
     where: str
@@ -104,7 +98,7 @@ class _Listed:
 
 
 def collectives(
-    search: Search, candidate: Candidate, division: Division
+    search: PlanSearch, candidate: SearchCandidate, division: ShardingAssignment
 ) -> tuple[Collective, ...]:
     """Every collective of a step, largest first; alike ones of one place together.
 
@@ -115,17 +109,17 @@ def collectives(
         *_of_arrays(search, candidate, division),
         *_between_stages(search, candidate, division),
     ]
-    speeds = Speeds(pool=search.pool, mesh=candidate.mesh)
+    speeds = MeshSpeeds(pool=search.pool, mesh=candidate.mesh)
     made = _counted(found, speeds, _sizes(candidate))
     return tuple(sorted(made, key=lambda c: -c.num_bytes * c.trips))
 
 
-def _sizes(candidate: Candidate) -> Sizes:
+def _sizes(candidate: SearchCandidate) -> Sizes:
     return {**candidate.mesh, MICRO: candidate.knobs.microbatches}
 
 
 def _of_operators(
-    search: Search, candidate: Candidate, division: Division
+    search: PlanSearch, candidate: SearchCandidate, division: ShardingAssignment
 ) -> Iterator[_Listed]:
     graph, platform = search.question.graph, search.pool.device.platform
     for group, done in search.works(division):
@@ -143,7 +137,7 @@ def _of_operators(
 
 
 def _of_arrays(
-    search: Search, candidate: Candidate, division: Division
+    search: PlanSearch, candidate: SearchCandidate, division: ShardingAssignment
 ) -> Iterator[_Listed]:
     """Of what is divided at rest."""
     for one in search.moved(division, candidate.mesh, candidate.knobs.zero):
@@ -158,7 +152,7 @@ def _of_arrays(
 
 
 def _between_stages(
-    search: Search, candidate: Candidate, division: Division
+    search: PlanSearch, candidate: SearchCandidate, division: ShardingAssignment
 ) -> Iterator[_Listed]:
     if candidate.mesh.get("stage", 1) == 1:  # looking for layers takes its time
         return
@@ -172,7 +166,7 @@ def _between_stages(
 
 
 def _counted(
-    found: Iterable[_Listed], speeds: Speeds, sizes: Sizes
+    found: Iterable[_Listed], speeds: MeshSpeeds, sizes: Sizes
 ) -> Iterator[Collective]:
     """Alike ones as one, with the seconds of all."""
     listed = [one for one in found if speeds.axes(one.sent)]
@@ -187,7 +181,7 @@ def _counted(
         ahead = one.bundle is not None and one.bundle.ahead
         seconds = one.times * float(speeds.sending_s(one.sent, sizes, ahead=ahead))
         if one.bundle is None:
-            seconds += one.times * speeds.meeting_s(one.sent)
+            seconds += one.times * speeds.sync_skew_s(one.sent)
         else:
             bundle = one.bundle.on(sizes)
             all_bytes = sums[bundle]
@@ -209,13 +203,13 @@ def _counted(
         )
 
 
-# From the best candidate to a plan: specs of every array, constraints, the record.
-#
-# Decides nothing any more; writes down what the search found.
-
-
 def as_plan(
-    search: Search, priced: Priced, at: int, cluster: Cluster, *, num_ranked: int = 20
+    search: PlanSearch,
+    priced: Priced,
+    at: int,
+    cluster: Cluster,
+    *,
+    num_ranked: int = 20,
 ) -> Plan:
     """The plan of one candidate.
 
@@ -264,7 +258,7 @@ def as_plan(
 
 
 def _on_host(
-    optimizer: Sequence[Leaf], names: Mapping[str, str], mesh: Mapping[str, int]
+    optimizer: Sequence[StateArray], names: Mapping[str, str], mesh: Mapping[str, int]
 ) -> tuple[str, ...]:
     """Paths of the leaves that are worth a copy (`offload`)."""
     return tuple(
@@ -280,7 +274,7 @@ def real(spec: Spec, mesh: Container[str]) -> Spec:
 
 
 def constraints(
-    graph: Graph, division: Division, mesh: Mapping[str, int]
+    graph: Graph, division: ShardingAssignment, mesh: Mapping[str, int]
 ) -> dict[int, Spec]:
     """Operators whose result is to be divided as planned: all that a compiler keeps.
 
@@ -300,7 +294,7 @@ def constraints(
 
 
 def _divided_further(
-    value: Value, spec: Spec, division: Division, mesh: Mapping[str, int]
+    value: Value, spec: Spec, division: ShardingAssignment, mesh: Mapping[str, int]
 ) -> Spec:
     """The spec of a gradient that is wanted divided as its array is at rest."""
     extra = dict(division.rest.get(frozenset(map(division.root, value.dims)), {}))

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from dtft.planner.cluster import CollectiveKind
-from dtft.planner.spmd.partitioner import MICRO, Sent, Sizes
+from dtft.planner.spmd.partitioner import MICRO, CollectiveOp, Sizes
 
 LIMITS: Mapping[str, Mapping[CollectiveKind, float]] = {
     "cpu": {},
@@ -57,7 +57,7 @@ class Bundle:
 
 
 def bundle(
-    platform: str, sent: Sent, times: float, repeated: bool, place: Hashable
+    platform: str, sent: CollectiveOp, times: float, repeated: bool, place: Hashable
 ) -> Bundle | None:
     """Where a collective that nothing waits for belongs; None if it stays alone."""
     if sent.kind not in _TOGETHER:

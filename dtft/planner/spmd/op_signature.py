@@ -11,7 +11,13 @@ from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
 from dtft.planner.ir import Graph, Operator, Value
-from dtft.planner.spmd.partitioner import Axes, Division, Work, flat, work_of
+from dtft.planner.spmd.partitioner import (
+    Axes,
+    OperatorWork,
+    ShardingAssignment,
+    flat,
+    work_of,
+)
 
 PatternKey = tuple[
     tuple[Axes, ...], bool, tuple[int | None, ...], tuple[Axes, ...], Axes
@@ -38,9 +44,9 @@ class Pattern:
             values=values, operators=(operator,), dims=(), loops=(), inputs={},
             outputs={},
         )  # fmt: skip
-        self._known: dict[PatternKey, Work] = {}
+        self._known: dict[PatternKey, OperatorWork] = {}
 
-    def work(self, key: PatternKey) -> Work:
+    def work(self, key: PatternKey) -> OperatorWork:
         """What one execution takes under a division, of an operator of the pattern."""
         if key not in self._known:
             division = self._division(*key)
@@ -54,10 +60,10 @@ class Pattern:
         first: tuple[int | None, ...],
         further: tuple[Axes, ...],
         spare: Axes,
-    ) -> Division:
+    ) -> ShardingAssignment:
         sets = [frozenset(value.dims) for value in self._values]
         made = sets[len(self._operator.inputs) :]
-        return Division(
+        return ShardingAssignment(
             axes={rank: found for rank, found in enumerate(axes) if found},
             first={
                 dims: rank
@@ -85,7 +91,7 @@ class Instance:
     arrays: tuple[frozenset[int], ...]
     """Dims of each operand and result."""
 
-    def key(self, division: Division) -> PatternKey:
+    def key(self, division: ShardingAssignment) -> PatternKey:
         """What of a division matters: equal keys, equal work."""
         axes = division.axes
         own = tuple([axes.get(dim, ()) for dim in self.dims])
@@ -103,7 +109,7 @@ class Instance:
             return own, division.scatters, first, (), ()
         return own, division.scatters, first, further, division.spare
 
-    def work(self, key: PatternKey) -> Work:
+    def work(self, key: PatternKey) -> OperatorWork:
         """What one execution takes under divisions with a key."""
         return replace(self.pattern.work(key), operator=self.operator)
 

@@ -1,8 +1,9 @@
 """What a division of dims over mesh axes means for an operator: its work and its
 collectives.
 
-Follows XLA's SPMD partitioner. Amounts are symbolic in the sizes of the axes (`Amount`:
-a total and the axes that divide it), so thousands of meshes share one answer.
+Follows XLA's SPMD partitioner. Amounts are symbolic in the sizes of the axes
+(`ShardedSize`: a total and the axes that divide it), so thousands of meshes share one
+answer.
 """
 
 import math
@@ -16,10 +17,8 @@ from dtft.planner.cluster import CollectiveKind
 from dtft.planner.ir import Graph, Operator, Value
 from dtft.planner.types import Spec
 
-# Amounts that axes of a mesh divide, for many meshes at once.
-#
-# A value with its divisors by name; the sizes of the axes, one number or an array of
-# them (one per candidate mesh), come when it is evaluated. Pure arithmetic.
+# Sizes in symbols. The sizes of the axes come at evaluation, as one number or as an
+# array with one entry per candidate mesh.
 
 
 MICRO = "microbatches"
@@ -29,10 +28,10 @@ Sizes = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Amount:
+class ShardedSize:
     """A number that some axes divide.
 
-    >>> Amount(total=48, axes=("tensor",)).at({"tensor": 4})
+    >>> ShardedSize(total=48, axes=("tensor",)).at({"tensor": 4})
     12.0
     """
 
@@ -57,53 +56,53 @@ def parts(axes: tuple[str, ...], sizes: Sizes) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sent:
+class CollectiveOp:
     """One collective: the larger of a device's operand and result is its amount."""
 
     kind: CollectiveKind
     axes: tuple[str, ...]
-    amount: Amount
+    amount: ShardedSize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class OperatorWork:
     """One execution of an operator on each device."""
 
     operator: Operator
     divided_by: tuple[str, ...]
     """Axes that divide the floating-point operations."""
-    sizes: tuple[Amount, ...]
+    sizes: tuple[ShardedSize, ...]
     """Of a product: rows, columns, depth, batch; empty for everything else."""
-    reads: tuple[Amount, ...]
+    reads: tuple[ShardedSize, ...]
     """Bytes of each operand."""
-    writes: tuple[Amount, ...]
+    writes: tuple[ShardedSize, ...]
     """Bytes of each result."""
-    sent: tuple[Sent, ...]
-    sides: tuple[Amount, Amount] | None = None
+    sent: tuple[CollectiveOp, ...]
+    sides: tuple[ShardedSize, ShardedSize] | None = None
     """Of a convolution: columns that each patch is multiplied by, and the channels of a
     patch."""
     turned_by: tuple[str, ...] = ()
     """Axes that divide what the transposed products which it reads sum over."""
 
     @property
-    def flops(self) -> Amount:
+    def flops(self) -> ShardedSize:
         """Floating-point operations of one execution."""
-        return Amount(total=self.operator.flops, axes=self.divided_by)
+        return ShardedSize(total=self.operator.flops, axes=self.divided_by)
 
     @property
-    def special(self) -> Amount:
+    def special(self) -> ShardedSize:
         """Of these, functions such as exp."""
-        return Amount(total=self.operator.special, axes=self.divided_by)
+        return ShardedSize(total=self.operator.special, axes=self.divided_by)
 
     @property
-    def strided(self) -> Amount:
+    def strided(self) -> ShardedSize:
         """Elements read across the order in which they lie."""
-        return Amount(total=self.operator.strided, axes=self.divided_by)
+        return ShardedSize(total=self.operator.strided, axes=self.divided_by)
 
     @property
-    def turned(self) -> Amount:
+    def turned(self) -> ShardedSize:
         """More of these, where any of the axes in `turned_by` has parts."""
-        return Amount(total=self.operator.turned, axes=self.divided_by)
+        return ShardedSize(total=self.operator.turned, axes=self.divided_by)
 
 
 # Sizes of matmuls and convolutions: of each device's part.
@@ -114,7 +113,7 @@ def product_sizes(
     inputs: Sequence[Value],
     outputs: Sequence[Value],
     divides: Mapping[str, tuple[str, ...]],
-) -> tuple[Amount, ...]:
+) -> tuple[ShardedSize, ...]:
     """Rows (m), columns (n), depth (k) and batch (b) of one matmul.
 
     Args:
@@ -133,7 +132,7 @@ def product_sizes(
     batch = max(1.0, rows * columns / made)
     totals = {"m": rows / batch, "n": columns / batch, "k": depth, "b": batch}
     return tuple(
-        Amount(total=total, axes=divides[name]) for name, total in totals.items()
+        ShardedSize(total=total, axes=divides[name]) for name, total in totals.items()
     )
 
 
@@ -143,7 +142,7 @@ def convolution_sides(
     outputs: Sequence[Value],
     root: Callable[[int], int],
     kept: Mapping[str, int | None],
-) -> tuple[Amount, Amount] | None:
+) -> tuple[ShardedSize, ShardedSize] | None:
     """Columns of a convolution, seen as a product of patches (the kernel's results),
     and its depth at each place of the kernel (the channels in).
 
@@ -165,25 +164,25 @@ def convolution_sides(
     def along(dims: Set[int | None]) -> tuple[str, ...]:
         return tuple(axis for axis, dim in kept.items() if dim in dims)
 
-    columns = Amount(
+    columns = ShardedSize(
         total=math.prod(sizes[dim] for dim in shared), axes=along({*shared})
     )
     places = operator.contracted[1]
     deep = {root(right.dims[place]) for place in places}
     depth = math.prod(right.shape[place] for place in places)
-    return columns, Amount(total=depth, axes=along({*deep}))
+    return columns, ShardedSize(total=depth, axes=along({*deep}))
 
 
-# Along which of its dims each mesh axis divides an operator's work.
-#
-# What XLA's partitioner decides of a product when its operands and its result are
-# divided in ways that do not fit together, and what then has to move.
+# XLA's partitioner decides how a product is divided when its operands and its result
+# have shardings that do not fit together, and which of them it reshards.
 
 
 class WorkDims:
     """One operator under a division: which axis goes along which of its dims."""
 
-    def __init__(self, graph: Graph, operator: Operator, division: "Division") -> None:
+    def __init__(
+        self, graph: Graph, operator: Operator, division: "ShardingAssignment"
+    ) -> None:
         self.op, self.division = operator, division
         self.inputs = [graph.values[index] for index in operator.inputs]
         self.outputs = [graph.values[index] for index in operator.outputs]
@@ -290,13 +289,8 @@ def position(spec: Spec, axis: str) -> int | None:
     return next((at for at, part in enumerate(spec) if axis in part), None)
 
 
-# What a division of dims over mesh axes means for every operator: work, collectives.
-#
-# Given which mesh axes divide which dims, says per operator what each device computes
-# and what must be sent, as amounts divided by axes: the sizes of the axes come later,
-# so that thousands of meshes share one answer (`Amount`). Follows what XLA's
-# partitioner does with a program whose results are constrained to these shardings: a
-# partial sum is added up directly behind the operator that makes it.
+# Results are constrained to the shardings, so a partial sum is reduced directly after
+# the operator that makes it.
 
 
 Axes = tuple[str, ...]
@@ -304,7 +298,7 @@ PRODUCTS = ("matmul", "convolution")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Division:
+class ShardingAssignment:
     """Which mesh axes divide which dims."""
 
     axes: Mapping[int, Axes]
@@ -316,8 +310,8 @@ class Division:
     along which of them: gradients at ZeRO levels 2 and 3."""
     first: Mapping[frozenset[int], int] = field(default_factory=dict)
     """Dims of an array, and the one of them that has its axes before the others have
-    theirs: of experts, in what they work on (`Question.expert_arrays`), and of
-    `Question.weights`."""
+    theirs: of experts, in what they work on (`Workload.expert_arrays`), and of
+    `Workload.weights`."""
     scatters: bool = False
     """Whether the backend sums and divides in one collective (reduce-scatter): GPU and
     TPU do; XLA's CPU backend sums everywhere, and each device keeps its part. It also
@@ -366,7 +360,9 @@ def flat(spec: Sequence[Axes]) -> Axes:
     return tuple(axis for part in spec for axis in part)
 
 
-def work_of(graph: Graph, operator: Operator, division: Division) -> Work:
+def work_of(
+    graph: Graph, operator: Operator, division: ShardingAssignment
+) -> OperatorWork:
     """What one execution of an operator takes on each device."""
     return _Placed(graph, operator, division).work()
 
@@ -374,26 +370,28 @@ def work_of(graph: Graph, operator: Operator, division: Division) -> Work:
 class _Placed(WorkDims):
     """One operator under a division: what is sent for it."""
 
-    def __init__(self, graph: Graph, operator: Operator, division: Division) -> None:
+    def __init__(
+        self, graph: Graph, operator: Operator, division: ShardingAssignment
+    ) -> None:
         super().__init__(graph, operator, division)
         self.spare = tuple(a for a in division.spare if a not in self.kept)
-        self.sent: list[Sent] = []
+        self.sent: list[CollectiveOp] = []
 
-    def work(self) -> Work:
+    def work(self) -> OperatorWork:
         for index in range(len(self.inputs)):
             self._send_operand(index)
         for number in range(len(self.outputs)):
             self._send_result(number)
-        return Work(
+        return OperatorWork(
             operator=self.op,
             divided_by=tuple(a for a, dim in self.kept.items() if dim is not None),
             sizes=product_sizes(self.op, self.inputs, self.outputs, self._divides()),
             reads=tuple(
-                Amount(total=value.num_bytes, axes=self._fitting(index))
+                ShardedSize(total=value.num_bytes, axes=self._fitting(index))
                 for index, value in enumerate(self.inputs)
             ),
             writes=tuple(
-                Amount(total=value.num_bytes, axes=flat(spec))
+                ShardedSize(total=value.num_bytes, axes=flat(spec))
                 for value, spec in zip(self.outputs, self.out_specs, strict=True)
             ),
             sent=tuple(self.sent),
@@ -426,7 +424,7 @@ class _Placed(WorkDims):
         )
         gathered = tuple(axis for axis in moved if axis not in exchanged)
         rest = tuple(axis for axis in flat(spec) if axis not in gathered)
-        amount = Amount(total=value.num_bytes, axes=rest)
+        amount = ShardedSize(total=value.num_bytes, axes=rest)
         if gathered:
             self._add("all_gather", gathered, amount)
         if exchanged:
@@ -461,16 +459,16 @@ class _Placed(WorkDims):
             and dim in map(self.division.root, value.dims)
         )
         if moved:
-            local = Amount(total=value.num_bytes, axes=flat(spec))
+            local = ShardedSize(total=value.num_bytes, axes=flat(spec))
             self._add("all_to_all", moved, local)
 
     def _add_up_spread(
         self, value: Value, kept: Axes, partial: Axes, further: Axes
     ) -> None:
         """Of what all would make alike each makes some rows, and moves them then."""
-        part = Amount(total=value.num_bytes, axes=(*kept, *self.spare))
+        part = ShardedSize(total=value.num_bytes, axes=(*kept, *self.spare))
         self._add("all_reduce", partial, part)
-        moved = Amount(total=value.num_bytes, axes=(*kept, *further))
+        moved = ShardedSize(total=value.num_bytes, axes=(*kept, *further))
         self._add("permute", (*partial, *self.spare), moved)
 
     def _add_up(self, value: Value, wanted: Axes, partial: Axes) -> None:
@@ -482,10 +480,10 @@ class _Placed(WorkDims):
             scattered = ()
         added = tuple(axis for axis in partial if axis not in scattered)
         if scattered:
-            whole = Amount(total=value.num_bytes, axes=rest)
+            whole = ShardedSize(total=value.num_bytes, axes=rest)
             kind = "reduce_scatter" if self.division.scatters else "all_reduce"
             self._add(kind, scattered, whole)
-        part = Amount(total=value.num_bytes, axes=(*rest, *scattered))
+        part = ShardedSize(total=value.num_bytes, axes=(*rest, *scattered))
         for axes in self._together(added):
             self._add("all_reduce", axes, part)
 
@@ -515,5 +513,5 @@ class _Placed(WorkDims):
                 found["m" if dim in left else "n"].append(axis)
         return {name: tuple(axes) for name, axes in found.items()}
 
-    def _add(self, kind: CollectiveKind, axes: Axes, amount: Amount) -> None:
-        self.sent.append(Sent(kind=kind, axes=axes, amount=amount))
+    def _add(self, kind: CollectiveKind, axes: Axes, amount: ShardedSize) -> None:
+        self.sent.append(CollectiveOp(kind=kind, axes=axes, amount=amount))

@@ -12,7 +12,13 @@ import numpy as np
 
 from dtft.planner.ir import Value
 from dtft.planner.spmd.collective_combiner import Bundle, bundle
-from dtft.planner.spmd.partitioner import Amount, Division, Sent, Sizes, parts
+from dtft.planner.spmd.partitioner import (
+    CollectiveOp,
+    ShardedSize,
+    ShardingAssignment,
+    Sizes,
+    parts,
+)
 from dtft.planner.types import Spec
 
 ZERO_AXIS = "fsdp"
@@ -93,7 +99,7 @@ def turned_place(value: Value) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leaf:
+class StateArray:
     """An array of the state: what it is and where it is divided."""
 
     path: str
@@ -112,11 +118,11 @@ class Leaf:
 
 def zero_leaves(
     values: Mapping[str, Value],
-    division: Division,
+    division: ShardingAssignment,
     sizes: Mapping[str, int],
     divides: bool,
     loops: Container[int],
-) -> tuple[Leaf, ...]:
+) -> tuple[StateArray, ...]:
     """The arrays of a role.
 
     Args:
@@ -130,7 +136,7 @@ def zero_leaves(
     for path, value in values.items():
         used = division.spec(value)
         rest = rest_spec(value, used, sizes, loops) if divides else used
-        found.append(Leaf(path=path, value=value, used=used, rest=rest))
+        found.append(StateArray(path=path, value=value, used=used, rest=rest))
     return tuple(found)
 
 
@@ -157,7 +163,7 @@ class Gathered:
 class Moved:
     """A collective that belongs to an array, not to an operator: a gathered shard."""
 
-    sent: Sent
+    sent: CollectiveOp
     """Of one part."""
     how: Gathered
     where: str
@@ -194,7 +200,7 @@ def times_gathered(passes: int, changes: bool, zero: int, num_slices: int) -> Ga
     return Gathered(times=times, slices=1, per_microbatch=False, ahead=False)
 
 
-def gather_bundle(platform: str, sent: Sent, how: Gathered) -> Bundle | None:
+def gather_bundle(platform: str, sent: CollectiveOp, how: Gathered) -> Bundle | None:
     """What a gather of a parameter is sent together with; None if it stays alone."""
     place = "parameters", how.slices
     found = bundle(platform, sent, how.messages, how.per_microbatch, place)
@@ -202,7 +208,7 @@ def gather_bundle(platform: str, sent: Sent, how: Gathered) -> Bundle | None:
 
 
 def zero_gathers(
-    parameters: Iterable[Leaf], times: Mapping[str, Gathered]
+    parameters: Iterable[StateArray], times: Mapping[str, Gathered]
 ) -> list[Moved]:
     """The all-gathers that bring divided parameters together.
 
@@ -215,16 +221,18 @@ def zero_gathers(
         how = times[leaf.path]
         if leaf.gathered and how.times:
             axes = tuple(axis for part in leaf.used for axis in part)
-            part = Amount(total=leaf.value.num_bytes / how.slices, axes=axes)
-            sent = Sent(kind="all_gather", axes=leaf.gathered, amount=part)
+            part = ShardedSize(total=leaf.value.num_bytes / how.slices, axes=axes)
+            sent = CollectiveOp(kind="all_gather", axes=leaf.gathered, amount=part)
             found.append(Moved(sent=sent, how=how, where=leaf.path))
     return found
 
 
 def further_division(
-    parameters: Iterable[Leaf], division: Division, loops: Container[int]
+    parameters: Iterable[StateArray],
+    division: ShardingAssignment,
+    loops: Container[int],
 ) -> dict[frozenset[int], dict[int, tuple[str, ...]]]:
-    """What `Division.rest` has for gradients that are divided as their parameters.
+    """What `ShardingAssignment.rest` has for gradients divided as their parameters.
 
     Inside a loop over layers a gradient lacks the dim that the loop goes along.
     """

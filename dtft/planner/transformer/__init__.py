@@ -13,9 +13,9 @@ from dtft._lazy import attributes
 
 if TYPE_CHECKING:
     from dtft.planner.transformer.fitting import (
-        Candidate,
-        Fit,
-        Judgement,
+        PredictedLayout,
+        PredictionAccuracy,
+        ScaleFit,
         concordance,
         fit,
         judge,
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         regret,
         search,
     )
-    from dtft.planner.transformer.model import Layout, Shape, memory
+    from dtft.planner.transformer.model import ParallelLayout, Shape, memory
     from dtft.planner.transformer.predict import (
         BIGSCIENCE,
         LLM_FOUNDRY_H100,
@@ -41,15 +41,15 @@ if TYPE_CHECKING:
 
 _PUBLIC = {
     "BIGSCIENCE": "predict",
-    "Candidate": "fitting",
-    "Fit": "fitting",
     "Habits": "table",
-    "Judgement": "fitting",
     "LLM_FOUNDRY_H100": "predict",
-    "Layout": "model",
+    "ParallelLayout": "model",
+    "PredictedLayout": "fitting",
+    "PredictionAccuracy": "fitting",
     "Row": "table",
     "RowPrediction": "predict",
     "SPREADS": "predict",
+    "ScaleFit": "fitting",
     "Scales": "predict",
     "Shape": "model",
     "StepCost": "predict",
@@ -70,15 +70,15 @@ _PUBLIC = {
 
 __all__ = [
     "BIGSCIENCE",
-    "Candidate",
-    "Fit",
     "Habits",
-    "Judgement",
     "LLM_FOUNDRY_H100",
-    "Layout",
+    "ParallelLayout",
+    "PredictedLayout",
+    "PredictionAccuracy",
     "Row",
     "RowPrediction",
     "SPREADS",
+    "ScaleFit",
     "Scales",
     "Shape",
     "StepCost",

@@ -9,14 +9,12 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from dtft.planner.cluster import Pool
-from dtft.planner.transformer.model import Layout, Shape, memory
+from dtft.planner.transformer.model import ParallelLayout, Shape, memory
 from dtft.planner.transformer.predict import Scales, stack, step_cost
 
-# Fits the scalars of `predict` to measured steps, and judges predictions.
-#
-# Soft-L1 least squares on log residuals, drawn to the values of the data sheet where
-# rows say little (reference section 7, level 2); leave-one-out; concordance of pairs
-# and regret (section 3). Numbers in, numbers out.
+# The fit is soft-L1 least squares on log residuals, with a prior at the values of the
+# data sheet (reference section 7, level 2). Judged by leave-one-out, concordance of
+# pairs and regret (section 3).
 
 
 Predictor = Callable[[np.ndarray], np.ndarray]
@@ -27,7 +25,7 @@ _ALIKE = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fit:
+class ScaleFit:
     """Scalars fitted to measured steps."""
 
     values: np.ndarray
@@ -36,7 +34,7 @@ class Fit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judgement:
+class PredictionAccuracy:
     """How good predictions of the same rows are."""
 
     median_error: float
@@ -63,7 +61,7 @@ def fit(
     start: np.ndarray,
     *,
     spread: float | np.ndarray = SPREAD,
-) -> Fit:
+) -> ScaleFit:
     """The scalars, all above 0, that predict measured seconds best.
 
     Args:
@@ -81,7 +79,7 @@ def fit(
 
     found = least_squares(residuals, np.zeros_like(start), loss="soft_l1", x_scale=0.1)
     values = start * np.exp(found.x)
-    return Fit(values=values, errors=predict(values) / measured - 1)
+    return ScaleFit(values=values, errors=predict(values) / measured - 1)
 
 
 def leave_one_out(
@@ -144,13 +142,13 @@ def regret(predicted: np.ndarray, measured: np.ndarray, top: int) -> float:
 
 def judge(
     predicted: np.ndarray, measured: np.ndarray, ranked: Sequence[bool] | np.ndarray
-) -> Judgement:
+) -> PredictionAccuracy:
     """Errors over all rows, concordance over those marked as `ranked`."""
     errors = np.abs(predicted / measured - 1)
     keep = np.asarray(ranked, bool)
     near, num_near = concordance(predicted[keep], measured[keep], 0.05)
     far, num_far = concordance(predicted[keep], measured[keep], 0.10)
-    return Judgement(
+    return PredictionAccuracy(
         median_error=float(np.median(errors)),
         p90_error=float(np.percentile(errors, 90)),
         worst_error=float(errors.max()),
@@ -161,10 +159,8 @@ def judge(
     )
 
 
-# Every layout of a transformer on a number of devices that fits, and the best of them.
-#
-# Exhaustive over tp, pp, dp, micro_batch and virtual_stages; the other knobs stay as
-# they are given. Decides with `predict` and `memory`.
+# The search is exhaustive over tp, pp, dp, micro_batch and virtual_stages; the other
+# knobs keep their values.
 
 
 HEADROOM = 0.1
@@ -176,10 +172,10 @@ LARGEST_TENSOR = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class PredictedLayout:
     """A layout that fits, and its predicted seconds."""
 
-    layout: Layout
+    layout: ParallelLayout
     step_s: float
 
     @property
@@ -188,7 +184,7 @@ class Candidate:
         return self.layout.tp, self.layout.pp, self.layout.dp
 
 
-def layouts(shape: Shape, like: Layout) -> Iterator[Layout]:
+def layouts(shape: Shape, like: ParallelLayout) -> Iterator[ParallelLayout]:
     """All layouts on as many devices as `like`, with its batch and other knobs."""
     for tp in divisors(shape.heads):
         if tp > LARGEST_TENSOR or like.gpus % tp or shape.hidden % tp:
@@ -200,7 +196,7 @@ def layouts(shape: Shape, like: Layout) -> Iterator[Layout]:
                 yield from _pipelines(shape, split)
 
 
-def _pipelines(shape: Shape, split: Layout) -> Iterator[Layout]:
+def _pipelines(shape: Shape, split: ParallelLayout) -> Iterator[ParallelLayout]:
     """Microbatches and virtual stages; interleaving needs them in groups of pp."""
     of_replica = split.global_batch // split.dp
     for micro_batch in divisors(of_replica):
@@ -214,8 +210,8 @@ def _pipelines(shape: Shape, split: Layout) -> Iterator[Layout]:
 
 
 def search(
-    shape: Shape, like: Layout, pool: Pool, scales: Scales
-) -> tuple[Candidate, ...]:
+    shape: Shape, like: ParallelLayout, pool: Pool, scales: Scales
+) -> tuple[PredictedLayout, ...]:
     """All layouts that fit into the pool's devices with headroom, fastest first.
 
     Raises:
@@ -237,7 +233,7 @@ def search(
     seconds = costs.step_s(scales.vector())
     order = np.argsort(seconds, kind="stable")
     return tuple(
-        Candidate(layout=fitting[number], step_s=float(seconds[number]))
+        PredictedLayout(layout=fitting[number], step_s=float(seconds[number]))
         for number in order
     )
 

@@ -9,14 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-# What one device does for one microbatch of a GPT-like transformer, from its shape.
-#
-# Counts matrix products, element-wise bytes, kernels and collectives of a layer, of the
-# embedding and of the logits with the loss, as Megatron-style programs run them; and
-# the parameters and operations of the whole model.
-#
-# Sources: reference section 7; arXiv 2104.04473 (operations, interleaving), 2205.05198
-# (sequence parallelism, selective recomputation), 2205.14135 (flash attention).
+# Work of a layer, of the embedding and of the logits with the loss, as Megatron-style
+# programs run them.
 
 
 Recompute = Literal["full", "selective", "none"]
@@ -78,7 +72,7 @@ class Shape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class ParallelLayout:
     """How a transformer is laid out on devices, and what is kept.
 
     `tp` is innermost on the fabric, then `dp`, then `pp`, as in Megatron.
@@ -146,7 +140,7 @@ class TensorCollective:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class MicrobatchWork:
     """Of one device, for one microbatch, forward and backward."""
 
     matmuls: tuple[Matmul, ...]
@@ -157,7 +151,7 @@ class Work:
     collectives: tuple[TensorCollective, ...] = ()
 
 
-def layer_work(shape: Shape, layout: Layout) -> Work:
+def layer_work(shape: Shape, layout: ParallelLayout) -> MicrobatchWork:
     """Of one layer.
 
     >>> shape = Shape(hidden=4096, layers=36, heads=32, seq_len=2048, vocab=51200)
@@ -174,7 +168,7 @@ def layer_work(shape: Shape, layout: Layout) -> Work:
     )
     # A norm, a residual sum: 2 all-reduces forward and 2 backward; those of the forward
     # pass again when it is computed again.
-    return Work(
+    return MicrobatchWork(
         matmuls=matmuls,
         num_bytes=_layer_bytes(shape, layout, passes),
         kernels=FORWARD_KERNELS * passes + BACKWARD_KERNELS,
@@ -182,13 +176,13 @@ def layer_work(shape: Shape, layout: Layout) -> Work:
     )
 
 
-def embedding_work(shape: Shape, layout: Layout) -> Work:
+def embedding_work(shape: Shape, layout: ParallelLayout) -> MicrobatchWork:
     """Of the first stage before its layers: look up, add positions, drop out."""
     rows = _tokens(layout, shape) * shape.hidden
     # The gradient is a dense array: set to zero, scattered into, added.
     table = shape.embedding_parameters / layout.tp
     accumulated = ITEM_BYTES + _accumulate_bytes(layout)
-    return Work(
+    return MicrobatchWork(
         matmuls=(),
         num_bytes=rows * (4 + 6 + 5 + 8) + table * accumulated,
         kernels=12,
@@ -196,14 +190,14 @@ def embedding_work(shape: Shape, layout: Layout) -> Work:
     )
 
 
-def head_work(shape: Shape, layout: Layout) -> Work:
+def head_work(shape: Shape, layout: ParallelLayout) -> MicrobatchWork:
     """Of the last stage after its layers: norm, logits, cross entropy in fp32."""
     tokens = _tokens(layout, shape)
     logits = Matmul(m=tokens, n=-(-shape.vocab // layout.tp), k=shape.hidden)
     # fp16 to fp32 6; maximum 4; subtract 8; exp 8; sum 4; its gradient 8; to fp16 6.
     loss = tokens * (shape.vocab / layout.tp) * (6 + 4 + 8 + 8 + 4 + 8 + 6)
     table = shape.embedding_parameters / layout.tp
-    return Work(
+    return MicrobatchWork(
         matmuls=tuple(_trained(logits, 1)),
         num_bytes=loss + tokens * shape.hidden * 10 + table * _accumulate_bytes(layout),
         kernels=24,
@@ -225,7 +219,7 @@ _SPLIT_BACKWARD = 4 + 4 * 6 + 14
 _SCORES_FORWARD, _SCORES_BACKWARD = 9, 11
 
 
-def _layer_bytes(shape: Shape, layout: Layout, passes: int) -> float:
+def _layer_bytes(shape: Shape, layout: ParallelLayout, passes: int) -> float:
     rows = _tokens(layout, shape) * shape.hidden
     whole = passes * _WHOLE_FORWARD + _WHOLE_BACKWARD
     split = passes * _SPLIT_FORWARD + _SPLIT_BACKWARD
@@ -240,12 +234,12 @@ def _layer_bytes(shape: Shape, layout: Layout, passes: int) -> float:
     return rows * (whole / shared + (split + scores) / layout.tp) + weights
 
 
-def _accumulate_bytes(layout: Layout) -> int:
+def _accumulate_bytes(layout: ParallelLayout) -> int:
     """Per parameter: a microbatch's gradient is read and added to the sum."""
     return ITEM_BYTES + 2 * layout.sum_bytes
 
 
-def _linear(shape: Shape, layout: Layout) -> tuple[Matmul, ...]:
+def _linear(shape: Shape, layout: ParallelLayout) -> tuple[Matmul, ...]:
     tokens, hidden, tp = _tokens(layout, shape), shape.hidden, layout.tp
     return (
         Matmul(m=tokens, n=3 * hidden // tp, k=hidden),
@@ -263,7 +257,7 @@ def _trained(product: Matmul, passes: int) -> Iterator[Matmul]:
     yield Matmul(m=k, n=n, k=m)
 
 
-def _attention(shape: Shape, layout: Layout) -> tuple[Matmul, ...]:
+def _attention(shape: Shape, layout: ParallelLayout) -> tuple[Matmul, ...]:
     """Scores and context. The causal half is counted: unfused kernels compute it, and
     fused ones lose about as much to a lower rate as they save."""
     length, width = shape.seq_len, shape.hidden // shape.heads
@@ -280,7 +274,7 @@ def _attention(shape: Shape, layout: Layout) -> tuple[Matmul, ...]:
 
 
 def _between(
-    shape: Shape, layout: Layout, *, forward: int, backward: int
+    shape: Shape, layout: ParallelLayout, *, forward: int, backward: int
 ) -> tuple[TensorCollective, ...]:
     """What joins the parts of `tp`, as many times as there would be all-reduces."""
     if layout.tp == 1:
@@ -296,15 +290,12 @@ def _between(
     )
 
 
-def _tokens(layout: Layout, shape: Shape) -> int:
+def _tokens(layout: ParallelLayout, shape: Shape) -> int:
     return layout.micro_batch * shape.seq_len
 
 
-# Bytes that training a transformer needs on its fullest device, by term.
-#
-# Mixed precision with Adam: 2 bytes of parameter, `gradient_bytes` of gradient, 12 of
-# fp32 master copy and two moments, each divided as the ZeRO stage says. Reference
-# section 7; activations arXiv 2205.05198.
+# Memory. Mixed precision with Adam: 2 bytes of parameter, `gradient_bytes` of gradient,
+# 12 of fp32 master copy and two moments, each divided by ZeRO level.
 
 
 OPTIMIZER_BYTES = 12
@@ -318,7 +309,7 @@ FRAGMENTATION = 0.05
 """Of what the program allocates: lost between blocks (reference section 7: 3-8 %)."""
 
 
-def memory(shape: Shape, layout: Layout) -> Mapping[str, int]:
+def memory(shape: Shape, layout: ParallelLayout) -> Mapping[str, int]:
     """Bytes of the fullest stage's devices, by term.
 
     >>> shape = Shape(hidden=4096, layers=36, heads=32, seq_len=2048, vocab=51200)
@@ -331,7 +322,7 @@ def memory(shape: Shape, layout: Layout) -> Mapping[str, int]:
     return max(stages, key=lambda terms: sum(terms.values()))
 
 
-def stage_memory(shape: Shape, layout: Layout, stage: int) -> Mapping[str, int]:
+def stage_memory(shape: Shape, layout: ParallelLayout, stage: int) -> Mapping[str, int]:
     """Bytes of each device of one pipeline stage, by term."""
     held = stage_parameters(shape, layout, stage)
     parts = [layout.dp if layout.zero >= level else 1 for level in (3, 2, 1)]
@@ -351,7 +342,7 @@ def stage_memory(shape: Shape, layout: Layout, stage: int) -> Mapping[str, int]:
     return {name: round(value) for name, value in terms.items()}
 
 
-def stage_parameters(shape: Shape, layout: Layout, stage: int) -> float:
+def stage_parameters(shape: Shape, layout: ParallelLayout, stage: int) -> float:
     """Parameters of each device of a stage before ZeRO divides them.
 
     First and last stage hold the embedding; both do where they are not the same.
@@ -365,7 +356,7 @@ def stage_parameters(shape: Shape, layout: Layout, stage: int) -> float:
     return held / layout.tp
 
 
-def kept_layers(shape: Shape, layout: Layout, stage: int) -> float:
+def kept_layers(shape: Shape, layout: ParallelLayout, stage: int) -> float:
     """Layers, times microbatches, whose activations a stage keeps at its peak.
 
     1F1B keeps min(m, pp - stage) microbatches; interleaved the first stage keeps
@@ -379,7 +370,7 @@ def kept_layers(shape: Shape, layout: Layout, stage: int) -> float:
     return layers[stage] / chunks * min(layout.num_microbatches * chunks, warm_up)
 
 
-def _activations(shape: Shape, layout: Layout, stage: int) -> float:
+def _activations(shape: Shape, layout: ParallelLayout, stage: int) -> float:
     """arXiv 2205.05198: s b h (10 + 24/t + 5 a s/(h t)) bytes per layer; 34/t with
     sequence parallelism; full recomputation keeps inputs and one live layer."""
     rows = layout.micro_batch * shape.seq_len * shape.hidden
@@ -405,7 +396,7 @@ def _activations(shape: Shape, layout: Layout, stage: int) -> float:
     return total
 
 
-def _buffers(shape: Shape, layout: Layout, held: float) -> float:
+def _buffers(shape: Shape, layout: ParallelLayout, held: float) -> float:
     """What is received and sent: stages, buckets of ZeRO, gathered layers."""
     rows = layout.micro_batch * shape.seq_len * shape.hidden
     total = 4 * rows * ITEM_BYTES if layout.pp > 1 else 0

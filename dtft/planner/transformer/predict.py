@@ -23,7 +23,7 @@ from dtft.planner.cluster import (
 )
 from dtft.planner.cluster import machine as catalog_machine
 from dtft.planner.cost import (
-    Group,
+    DeviceGroup,
     collective_s,
     group_of,
     launch_s,
@@ -34,9 +34,9 @@ from dtft.planner.search import PLATFORMS
 from dtft.planner.transformer.model import (
     ITEM_BYTES,
     OPTIMIZER_BYTES,
-    Layout,
+    MicrobatchWork,
+    ParallelLayout,
     Shape,
-    Work,
     embedding_work,
     head_work,
     layer_work,
@@ -45,8 +45,6 @@ from dtft.planner.transformer.model import (
 )
 from dtft.planner.transformer.table import Habits, Row, Table
 
-# The scalars between catalog figures and what published training runs took.
-#
 # Level 2 of calibration for transformers run by Megatron-like programs. The values are
 # results of fits (`experiments/public_measurements.py`), which tests repeat.
 
@@ -148,12 +146,8 @@ def scales_of(*names: str) -> Scales:
     return next(known, elsewhere(BIGSCIENCE))
 
 
-# Predicted seconds of a training step of a transformer on a pool of devices, by term.
-#
-# Prices what `model` counts with the costs of a device type and its links, and
-# puts pipeline, data parallelism and optimizer around it. Every term is base seconds,
-# from the catalog's figures, times a scalar (`Scales`): fitting the scalars
-# (`fitting`) needs no second counting.
+# Step time: the work of `model` priced with a device type and its links, with pipeline,
+# data parallelism and optimizer added.
 
 
 DTYPE = "bfloat16"
@@ -243,7 +237,7 @@ def stack(costs: Sequence[StepCost]) -> StepCost:
     )
 
 
-def step_cost(shape: Shape, layout: Layout, pool: Pool) -> StepCost:
+def step_cost(shape: Shape, layout: ParallelLayout, pool: Pool) -> StepCost:
     """The base seconds of a step.
 
     Args:
@@ -282,12 +276,12 @@ class _Fabric:
     """A layout on a pool: who communicates with whom."""
 
     pool: Pool
-    layout: Layout
-    groups: Mapping[str, Group]
+    layout: ParallelLayout
+    groups: Mapping[str, DeviceGroup]
     """Of each axis."""
 
     @classmethod
-    def of(cls, layout: Layout, pool: Pool) -> "_Fabric":
+    def of(cls, layout: ParallelLayout, pool: Pool) -> "_Fabric":
         """`tp` innermost, then `dp`, then `pp`, as Megatron numbers ranks."""
         mesh = {"stage": layout.pp, "replica": layout.dp, "tensor": layout.tp}
         groups = {axis: group_of(pool, mesh, axis) for axis in mesh}
@@ -311,7 +305,9 @@ class _Fabric:
         return "network" if far else "fast_link"
 
 
-def _work_row(work: Work, fabric: _Fabric) -> tuple[float, float, float, float]:
+def _work_row(
+    work: MicrobatchWork, fabric: _Fabric
+) -> tuple[float, float, float, float]:
     device = fabric.pool.device
     products = np.array([(p.m, p.n, p.k, p.batch, p.trips) for p in work.matmuls])
     matmul = 0.0
@@ -381,12 +377,6 @@ def _optimizer_s(shape: Shape, fabric: _Fabric) -> float:
     moved = 2 * OPTIMIZER_BYTES + ITEM_BYTES + 14
     part = held / (layout.dp if layout.zero else 1)
     return float(memory_s(fabric.pool.device, moved * part))
-
-
-# Predicts every row of a table of training runs: time, TFLOP/s and memory.
-#
-# The generic entry point behind `dtft plan predict`: any (model shape, cluster,
-# parallel layout). Text in, text out.
 
 
 STEP, RATE, MEMORY, FITS = (

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dtft.planner.transformer.model import RECOMPUTE, Layout, Recompute, Shape
+from dtft.planner.transformer.model import RECOMPUTE, ParallelLayout, Recompute, Shape
 
 COUNTS = (
     "heads", "hidden", "layers", "seq_len", "vocab", "gpus", "tp", "pp", "dp",
@@ -52,7 +52,7 @@ class Row:
     where: str
     """For messages: number and name."""
     shape: Shape
-    layout: Layout
+    layout: ParallelLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +139,7 @@ def _row(where: str, cells: Mapping[str, str], habits: Habits) -> Row:
     )
     fused = habits.flash_attention(recompute)
     apart = habits.sequence_parallel(recompute)
-    layout = Layout(
+    layout = ParallelLayout(
         tp=count["tp"],
         pp=count["pp"],
         dp=count["dp"],
@@ -158,7 +158,7 @@ def _row(where: str, cells: Mapping[str, str], habits: Habits) -> Row:
     return Row(where=where, shape=shape, layout=layout)
 
 
-def _check(where: str, shape: Shape, layout: Layout, gpus: int) -> None:
+def _check(where: str, shape: Shape, layout: ParallelLayout, gpus: int) -> None:
     """Refuses what cannot be divided."""
     tp, pp, dp, parts = layout.tp, layout.pp, layout.dp, layout.virtual_stages
     if layout.gpus != gpus:
