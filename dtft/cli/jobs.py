@@ -56,8 +56,12 @@ from dtft.parallel import check_experiment, row_parts
 from dtft.train import only_run_in
 
 if TYPE_CHECKING:
-    from dtft.cli.commands import AgentCommand as AgentOptions
-    from dtft.cli.commands import LaunchCommand, ScaleCommand, ServeCommand
+    from dtft.cli.commands import (
+        AgentCommand,
+        LaunchCommand,
+        ScaleCommand,
+        ServeCommand,
+    )
 
 
 # ------------------------------------------------------------------- dtft agent CONFIG
@@ -66,7 +70,7 @@ CACHE = "DTFT_COMPILATION_CACHE"
 """Environment variable: the directory of XLA's compilation cache."""
 
 
-def run_agent(options: "AgentOptions", words: list[str]) -> int:
+def run_agent(options: "AgentCommand", words: list[str]) -> int:
     """Runs the agent of one host, and its trainers, until the job ends.
 
     Args:
@@ -155,7 +159,7 @@ def _complain(line: str) -> None:
         print(f"dtft: error: {line}", file=sys.stderr, flush=True)
 
 
-def _agent_config(options: "AgentOptions", words: list[str]) -> AgentConfig:
+def _agent_config(options: "AgentCommand", words: list[str]) -> AgentConfig:
     overrides = [*words, *options.run_flags.keys()]
     experiment = load_experiment(options.config, overrides, "dtft agent")
     check_experiment(experiment)

@@ -610,7 +610,7 @@ class Sums:
     """What goes together, and its bytes."""
 
 
-def summed(ways: Iterable[PricedOp]) -> Sums:
+def sum_prices(ways: Iterable[PricedOp]) -> Sums:
     """The totals of a program's operators."""
     totals = Sums(
         compute=Total(), optimizer=Total(), sending=Total(), starts=Total(), together={}

@@ -271,7 +271,7 @@ class PlanSearch:
     ) -> Iterator[dict[str, np.ndarray]]:
         """Seconds of some candidates by term, for each of some divisions."""
         ways = resting.prices.priced_ops
-        sums = [price_table.summed(ways(division)) for division, _ in parts]
+        sums = [price_table.sum_prices(ways(division)) for division, _ in parts]
         sent = sending_s(resting, parts, sums, space.columns["zero"])
         device, scale = self.pool.device, self.pool.trust.scale
         for (division, rows), total, sending in zip(parts, sums, sent, strict=True):
