@@ -294,10 +294,10 @@ def test_an_error_of_the_caller_ends_the_child() -> None:
 
 ABANDON = """
 import os, sys
-from dtft.planner.aot.compile import Candidate, compile_all
+from dtft.planner.aot.compile import LoweredStep, compile_all
 
 def candidates():
-    yield Candidate(name="", mesh={"a": 2}, target="cpu", module=b"")
+    yield LoweredStep(name="", mesh={"a": 2}, target="cpu", module=b"")
     import psutil
     print(psutil.Process().children()[0].pid, flush=True)
     os.kill(os.getpid(), 9)

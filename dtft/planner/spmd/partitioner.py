@@ -17,7 +17,7 @@ from dtft.planner.cluster import CollectiveKind
 from dtft.planner.ir import Graph, Operator, Value
 from dtft.planner.types import Spec
 
-# Sizes in symbols. The sizes of the axes come at evaluation, as one number or as an
+# Symbolic sizes. The sizes of the axes come at evaluation, as one number or as an
 # array with one entry per candidate mesh.
 
 
