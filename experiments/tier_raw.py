@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from dtft.checkpoint.memory import DEFAULT_DIRECTORY, Arena, Slabs
+from dtft.checkpoint.memory import DEFAULT_DIRECTORY, AlignedAllocator, Arena
 from dtft.checkpoint.state import copy_and_digest
 
 CHUNK_BYTES = 4 << 20
@@ -118,7 +118,7 @@ def _load(directory: str, num_bytes: int, barrier: Any, answer: Any) -> None:
     arena.unlink()
 
     def work() -> None:
-        target = Slabs(num_bytes).take(num_bytes)
+        target = AlignedAllocator(num_bytes).take(num_bytes)
         copy_and_digest(source, target.data, CHUNK_BYTES)
 
     _timed(work, barrier, answer)

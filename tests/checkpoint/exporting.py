@@ -41,9 +41,9 @@ class Process:
         return json.loads(self.process.stdout.readline())
 
 
-def places(layout: Layout, slot: int, place: int = 1) -> str:
+def buffers(layout: Layout, slot: int, buffer: int = 1) -> str:
     """Where all chunks of a slot are, as an exporter is told."""
-    return bytes([place] * Chunks.of(layout.slices(slot), CHUNK).num_chunks).hex()
+    return bytes([buffer] * Chunks.of(layout.slices(slot), CHUNK).num_chunks).hex()
 
 
 def opening(
@@ -51,7 +51,7 @@ def opening(
 ) -> Any:
     arena = tmp_path / f"arena-{slot}"
     version = extent(layout, slot, state())
-    arena.write_bytes(bytes(len(version)) + version)  # the second place of each chunk
+    arena.write_bytes(bytes(len(version)) + version)  # the second buffer of each chunk
     return {
         "op": "open",
         "directory": str(tmp_path / "storage"),
@@ -74,7 +74,7 @@ def saving(
     pieces, memory = layout.slices(slot), extent(layout, slot, state())
     parts = zip(pieces, offsets_of(pieces)[0], strict=True)
     digests = [chunk_digests(memory[o : o + p.nbytes], CHUNK).hex() for p, o in parts]
-    here = places(layout, slot)
-    message = {"op": "save", "step": step, "places": here, "items": {}}
+    here = buffers(layout, slot)
+    message = {"op": "save", "step": step, "buffers": here, "items": {}}
     message["memory"] = [str(tmp_path / f"arena-{slot}")]
     return message | {"digests": digests} | changes

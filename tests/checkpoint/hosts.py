@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dtft.checkpoint.memory.replica_store import Holder
+from dtft.checkpoint.memory.replica_store import ReplicaStore
 from dtft.checkpoint.replication.copy_placement import Push, place_copies
 from dtft.checkpoint.state.digests import Parts, chunk_digests
 from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
@@ -82,7 +82,7 @@ class Host:
         copies = place_copies(layout, 2)
         path = folder / f"arena-{slot}"
         self.slot = slot
-        self.holder = Holder(layout, slot, copies, path=path, chunk_bytes=CHUNK)
+        self.holder = ReplicaStore(layout, slot, copies, path=path, chunk_bytes=CHUNK)
         self.epoch: tuple[int, int] = EPOCH
         self.held: list[tuple[int, int]] = []
         self.roots: dict[tuple[int, int], str] = {}
@@ -172,21 +172,28 @@ def hosts(
 
 
 def stage(
-    holder: Holder, step: int, made: Callable[[str, int], bytes], kept: bytes = b""
+    holder: ReplicaStore,
+    step: int,
+    made: Callable[[str, int], bytes],
+    kept: bytes = b"",
 ) -> None:
     """Writes a step as a trainer does; `made` gives the bytes of a key and size."""
     room, chunks, digests = holder.begin_stage(step), holder.map.own, []
     memory = holder.arena.view(0, holder.arena.size)
-    places = np.frombuffer(room.places, np.uint8)
+    buffers = np.frombuffer(room.buffers, np.uint8)
     for index, piece in enumerate(chunks.slices):
         data = made(piece.key, piece.nbytes)
-        write(chunks.parts(memory, places, index), data)
+        write(chunks.parts(memory, buffers, index), data)
         digests.append(chunk_digests(data, holder.chunk_bytes))
     holder.staged(step, digests, {"step": step}, kept)
 
 
 def hand_over(
-    source: Holder, target: Holder, push: Push, step: int, flip: bool = False
+    source: ReplicaStore,
+    target: ReplicaStore,
+    push: Push,
+    step: int,
+    flip: bool = False,
 ) -> bool:
     """Copies a push from one holder to another, as two hosts do; whether it counts."""
     digests = source.own_digests(step, push.slices)
@@ -242,7 +249,7 @@ def order_after_loss(
 
 
 def fetch_back(
-    holder: Holder, order: FetchOrder, credentials: Credentials, limit_s: float
+    holder: ReplicaStore, order: FetchOrder, credentials: Credentials, limit_s: float
 ) -> int:
     """Fetches own slices of an order into the arena; the bytes."""
     pieces = [it for it in holder.own_slices if it.key in order.transfer["keys"]]

@@ -37,9 +37,9 @@ def loads(host: Host, step: int) -> bool:
         for leaf in holder.layout.leaves
     }
     memory = holder.arena.view(0, holder.arena.size)
-    places = np.frombuffer(holder.own_places(step), np.uint8)
+    buffers = np.frombuffer(holder.own_buffers(step), np.uint8)
     try:
-        found = plan.read(memory, places, holder.all_own_digests(step), abstract)
+        found = plan.read(memory, buffers, holder.all_own_digests(step), abstract)
     except CorruptCopy as error:
         assert "does not match its digest" in str(error)
         return False

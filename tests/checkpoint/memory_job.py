@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dtft.checkpoint.memory.replica_store import Holder
+from dtft.checkpoint.memory.replica_store import ReplicaStore
 from dtft.checkpoint.memory.snapshot import Snapshot, SnapshotPlan
 from dtft.checkpoint.replication.commit import Commit, Share, StepTracker
 from dtft.checkpoint.replication.copy_placement import Shares, place_copies
@@ -41,7 +41,7 @@ class Host:
         self.slot, self._directory = slot, path
         path.mkdir()
         self.arrived: queue.Queue[tuple[int, int, str]] = queue.Queue()
-        self.holder = Holder(
+        self.holder = ReplicaStore(
             layout,
             slot,
             place_copies(layout, copies),
@@ -74,8 +74,8 @@ class Host:
         memory = self.holder.arena.view(0, self.holder.arena.size)
         room, last = self.holder.begin_stage(step), self.last
         base = last if last is not None and last.step == room.base else None
-        places = np.frombuffer(room.places, np.uint8)
-        self.last = last = self.plan.write(step, arrays, memory, places, base, copied)
+        buffers = np.frombuffer(room.buffers, np.uint8)
+        self.last = last = self.plan.write(step, arrays, memory, buffers, base, copied)
         kept = pack_flags(last.kept)
         self.holder.staged(step, last.digests, {"step": step}, kept)
         return list(last.digests)

@@ -1,4 +1,4 @@
-"""Where chunks lie: no two places overlap, and all lie inside the arena."""
+"""Where chunks lie: no two buffers overlap, and all lie inside the arena."""
 
 from itertools import pairwise
 
@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtft.checkpoint.memory.arena import (
-    HOSTED_PLACES,
-    OWN_PLACES,
+    HOSTED_BUFFERS,
+    OWN_BUFFERS,
     ArenaMap,
     arena_bytes,
 )
@@ -18,10 +18,10 @@ from dtft.checkpoint.state.slices import ALIGNMENT, Slice
 from tests.checkpoint.states import layout
 
 
-def ranges(chunks: Chunks, start: int, num_places: int) -> list[tuple[int, int]]:
+def ranges(chunks: Chunks, start: int, num_buffers: int) -> list[tuple[int, int]]:
     return [
-        (start + place * chunks.nbytes + begin, size)
-        for place in range(num_places)
+        (start + buffer * chunks.nbytes + begin, size)
+        for buffer in range(num_buffers)
         for begin, size in zip(
             chunks.starts.tolist(), chunks.sizes.tolist(), strict=True
         )
@@ -33,10 +33,10 @@ def ranges(chunks: Chunks, start: int, num_places: int) -> list[tuple[int, int]]
 def test_places_lie_apart(slot: int, copies: int, chunk_bytes: int) -> None:
     whole = layout()
     found = ArenaMap.of(whole, slot, place_copies(whole, copies, "abcd"), chunk_bytes)
-    held = ranges(found.own, 0, OWN_PLACES)
+    held = ranges(found.own, 0, OWN_BUFFERS)
     for source, chunks in found.hosted.items():
         assert chunks.slices == found.incoming[source].slices
-        held += ranges(chunks, found.hosted_starts[source], HOSTED_PLACES)
+        held += ranges(chunks, found.hosted_starts[source], HOSTED_BUFFERS)
     held.sort()
     for (start, size), (after, _) in pairwise(held):
         assert start + size <= after
@@ -48,7 +48,7 @@ def test_places_lie_apart(slot: int, copies: int, chunk_bytes: int) -> None:
 def test_who_pushes_nothing_has_no_memory() -> None:
     whole = layout()
     found = ArenaMap.of(whole, 0, place_copies(whole, 1, "abcd"), 64)
-    assert not found.incoming and found.size == OWN_PLACES * found.own.nbytes
+    assert not found.incoming and found.size == OWN_BUFFERS * found.own.nbytes
 
 
 sizes = st.lists(st.integers(0, 200), min_size=1, max_size=6)
@@ -63,18 +63,20 @@ def test_a_slice_is_found_wherever_its_chunks_are(sizes, chunk_bytes, random) ->
     ]
     chunks = Chunks.of(slices, chunk_bytes)
     memory = memoryview(bytearray(3 * chunks.nbytes))
-    places = np.array([random.randrange(3) for _ in range(chunks.num_chunks)], np.uint8)
+    buffers = np.array(
+        [random.randrange(3) for _ in range(chunks.num_chunks)], np.uint8
+    )
     for index, size in enumerate(sizes):
         numbers = chunks.numbers(index)
         assert chunks.starts[numbers.start] % ALIGNMENT == 0
         data = random.randbytes(size)
         for number in range(numbers.start, numbers.stop):
             at = (number - numbers.start) * chunk_bytes
-            view = chunks.chunk(memory, int(places[number]), number)
+            view = chunks.chunk(memory, int(buffers[number]), number)
             view[:] = data[at : at + chunk_bytes]
-        parts = chunks.parts(memory, places, index)
+        parts = chunks.parts(memory, buffers, index)
         assert bytes(parts) == bytes(parts.whole()) == data
-        assert len(parts.views) == 1 + np.count_nonzero(np.diff(places[numbers]))
+        assert len(parts.views) == 1 + np.count_nonzero(np.diff(buffers[numbers]))
         low, high = sorted(random.randrange(size + 1) for _ in range(2))
         assert b"".join(parts.cut(low, high)) == data[low:high]
 

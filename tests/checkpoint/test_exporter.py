@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
 from dtft.checkpoint.storage.directory import StorageTier, load_numpy
 from dtft.checkpoint.storage.export_plan import export_world
-from tests.checkpoint.exporting import Process, opening, places, saving
+from tests.checkpoint.exporting import Process, buffers, opening, saving
 from tests.checkpoint.states import extent, layout, same_bits, state
 
 pytestmark = pytest.mark.timeout(180)  # children import JAX, on a busy machine too
@@ -39,13 +39,13 @@ def test_world_of_one_writes_every_bit(
     loaded = load_numpy(tmp_path / "storage", 7)
     assert all(same_bits(loaded[path], value) for path, value in state().items())
 
-    for wrong in (places(whole, 0)[2:], places(whole, 0, place=2)):
-        exporter.send(**saving(tmp_path, whole, 0, 8, places=wrong))
+    for wrong in (buffers(whole, 0)[2:], buffers(whole, 0, buffer=2)):
+        exporter.send(**saving(tmp_path, whole, 0, 8, buffers=wrong))
         answer = exporter.answer()
-        assert not answer["ok"] and "are not places of" in answer["error"]
+        assert not answer["ok"] and "are not buffers of" in answer["error"]
     exporter.send(**saving(tmp_path, whole, 0, 8))
     assert exporter.answer()["ok"]
-    size = len(extent(whole, 0, state()))  # where the places begin that are used
+    size = len(extent(whole, 0, state()))  # where the buffers begin that are used
     with open(tmp_path / "arena-0", "r+b") as arena:
         arena.seek(size)
         first = arena.read(1)

@@ -168,7 +168,7 @@ def test_storage_gets_leaves_from_where_they_are(tmp_path: Path) -> None:
     for step in range(1, 5):
         args = Save({"frozen": jnp.arange(1000), "w": jnp.full(1000, step)})
         manager.save(step, args=args)
-    assert len(set(manager._work._versions.get(4).places.tolist())) == 2
+    assert len(set(manager._work._versions.get(4).buffers.tolist())) == 2
     manager.close()
     with ocp.CheckpointManager(tmp_path / "storage") as stock:
         back = stock.restore(4)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from dtft.checkpoint.memory.replica_store import Holder, audit
+from dtft.checkpoint.memory.replica_store import ReplicaStore, audit
 from dtft.checkpoint.replication.commit import commit_health, worth_showing
 from dtft.checkpoint.replication.copy_placement import place_copies
 from tests.checkpoint.hosts import stage
@@ -49,7 +49,7 @@ def test_an_audit_finds_a_flipped_bit_and_leaves_out_what_is_dropped(
     tmp_path: Path,
 ) -> None:
     state = layout(1, 1)
-    holder = Holder(
+    holder = ReplicaStore(
         state, 0, place_copies(state, 1), path=tmp_path / "arena", chunk_bytes=64
     )
     try:

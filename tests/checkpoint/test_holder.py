@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from dtft.checkpoint.memory import chunk_pool, incoming, own_copies, scrub
-from dtft.checkpoint.memory.arena import OWN_PLACES
-from dtft.checkpoint.memory.replica_store import Holder
+from dtft.checkpoint.memory.arena import OWN_BUFFERS
+from dtft.checkpoint.memory.replica_store import ReplicaStore
 from dtft.checkpoint.replication.copy_placement import place_copies
 from dtft.checkpoint.state import digests as state_digests
 from dtft.checkpoint.state.digests import chunk_digests, pack_flags
@@ -25,20 +25,24 @@ def set_digests(monkeypatch, digests_of) -> None:
         monkeypatch.setattr(module, "chunk_digests", digests_of)
 
 
-def holder(tmp_path: Path, state: Layout, slot: int) -> Holder:
+def holder(tmp_path: Path, state: Layout, slot: int) -> ReplicaStore:
     path = tmp_path / f"arena-{slot}"
-    return Holder(state, slot, place_copies(state, 2), path=path, chunk_bytes=CHUNK)
+    return ReplicaStore(
+        state, slot, place_copies(state, 2), path=path, chunk_bytes=CHUNK
+    )
 
 
 def content(step: int, key: str, size: int) -> bytes:
     return bytes((step * 31 + len(key) * 7 + i) % 256 for i in range(size))
 
 
-def stage(held: Holder, step: int) -> None:
+def stage(held: ReplicaStore, step: int) -> None:
     write_step(held, step, lambda key, size: content(step, key, size))
 
 
-def push(source: Holder, target: Holder, step: int, flip: bool = False) -> bool:
+def push(
+    source: ReplicaStore, target: ReplicaStore, step: int, flip: bool = False
+) -> bool:
     (one,) = source.outgoing
     return hand_over(source, target, one, step, flip)
 
@@ -107,10 +111,10 @@ def test_a_pinned_step_keeps_its_bytes_while_others_come_and_go(pair):
 
 def test_no_room_says_which_steps_are_in_the_way(pair):
     a, _ = pair
-    for step in range(1, OWN_PLACES + 1):
+    for step in range(1, OWN_BUFFERS + 1):
         stage(a, step)
     with pytest.raises(RuntimeError, match="step 5.*1, 2, 3, 4"):
-        a.begin_stage(OWN_PLACES + 1)
+        a.begin_stage(OWN_BUFFERS + 1)
 
 
 def test_restore_keeps_what_is_right_and_asks_for_the_rest(pair):
@@ -165,7 +169,7 @@ def test_steps_share_what_did_not_change_and_it_is_read_once(pair, monkeypatch):
     count = a.map.own.num_chunks
     kept = pack_flags(np.ones(count, bool))
     a.staged(2, a.all_own_digests(1), {"step": 2}, kept)
-    assert a.own_places(1) == a.own_places(2) != room.places
+    assert a.own_buffers(1) == a.own_buffers(2) != room.buffers
     read = []
     set_digests(monkeypatch, lambda *given: read.append(1) or chunk_digests(*given))
     good, bad = a.holdings()

@@ -95,11 +95,11 @@ def test_every_bit_gets_from_devices_to_memory_and_back() -> None:
     arrays = leaves()
     plan = SnapshotPlan(layout((0, 0, 0, 0)), 0, CHUNK)
     memory = memoryview(bytearray(plan.chunks.nbytes))
-    places = np.zeros(plan.chunks.num_chunks, np.uint8)
-    digests = plan.write(1, with_plain_keys(arrays), memory, places).digests
+    buffers = np.zeros(plan.chunks.num_chunks, np.uint8)
+    digests = plan.write(1, with_plain_keys(arrays), memory, buffers).digests
     wanted = abstract(arrays)
     back = with_typed_keys(
-        plan.read(memory, places, digests, with_plain_keys(wanted)), wanted
+        plan.read(memory, buffers, digests, with_plain_keys(wanted)), wanted
     )
     assert bits(back) == bits(arrays)
     for path, leaf in back.items():

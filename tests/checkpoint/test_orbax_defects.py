@@ -77,13 +77,13 @@ def loaded(job: Job, name: str, step: int) -> State:
     host = job.hosts[name]
     plan = SnapshotPlan(job.layout, host.slot, CHUNK)
     memory = host.holder.arena.view(0, host.holder.arena.size)
-    places = np.frombuffer(host.holder.own_places(step), np.uint8)
+    buffers = np.frombuffer(host.holder.own_buffers(step), np.uint8)
     here = SingleDeviceSharding(jax.devices()[host.slot])
     abstract = {
         leaf.path: jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype), sharding=here)
         for leaf in job.layout.leaves
     }
-    return plan.read(memory, places, host.holder.all_own_digests(step), abstract)
+    return plan.read(memory, buffers, host.holder.all_own_digests(step), abstract)
 
 
 # ------------------------------------------------------- 1. silent corruption

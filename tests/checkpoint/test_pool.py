@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from dtft.checkpoint.memory.chunk_pool import Copy, PlacePool, Shelf
+from dtft.checkpoint.memory.chunk_pool import BufferRefCounts, ChunkPool, Copy
 from dtft.checkpoint.memory.incoming import Hosting
 from dtft.checkpoint.memory.own_copies import Owning
 from dtft.checkpoint.state.digests import ABSENT, Chunks, chunk_digests, pack_flags
@@ -33,12 +33,12 @@ SLICES = tuple(
 
 @given(st.lists(st.tuples(st.sampled_from("arx"), st.sets(st.integers(0, 3)))))
 def test_places_are_counted_like_a_model(actions) -> None:
-    pool, model = PlacePool(4, 2), [[0, 0] for _ in range(4)]
+    ref_counts, model = BufferRefCounts(4, 2), [[0, 0] for _ in range(4)]
     taken: list[np.ndarray] = []
     for action, numbers in actions:
         at = np.array(sorted(numbers), np.int64)
         if action == "a":
-            found = pool.acquire(at)
+            found = ref_counts.acquire(at)
             assert (found is None) == any(all(model[n]) for n in numbers)
             if found is not None:
                 assert set(np.flatnonzero(found != ABSENT)) == numbers
@@ -47,41 +47,41 @@ def test_places_are_counted_like_a_model(actions) -> None:
                     model[number][found[number]] = 1
                 taken.append(found)
         elif taken:
-            places = taken[len(numbers) % len(taken)]
-            for number in np.flatnonzero(places != ABSENT):
-                model[number][places[number]] += 1 if action == "r" else -1
+            buffers = taken[len(numbers) % len(taken)]
+            for number in np.flatnonzero(buffers != ABSENT):
+                model[number][buffers[number]] += 1 if action == "r" else -1
             if action == "r":
-                pool.retain(places)
-                taken.append(places)
+                ref_counts.retain(buffers)
+                taken.append(buffers)
             else:
-                taken = [one for one in taken if one is not places] + [
-                    places for one in taken if one is places
+                taken = [one for one in taken if one is not buffers] + [
+                    buffers for one in taken if one is buffers
                 ][1:]
-                pool.release(places)
+                ref_counts.release(buffers)
         free = [not any(counts) for counts in zip(*model, strict=True)]
-        assert pool.free_places.tolist() == free
+        assert ref_counts.free_buffers.tolist() == free
 
 
 def test_what_is_free_cannot_be_released() -> None:
-    pool = PlacePool(2, 2)
-    places = pool.acquire(np.array([1]))
-    assert places is not None
-    pool.release(places)
-    for refuse in (pool.release, pool.retain):
-        with pytest.raises(ValueError, match="place 0 for chunk 1, which is free"):
-            refuse(places)
-    with pytest.raises(ValueError, match="num_places=0"):
-        PlacePool(1, 0)
+    ref_counts = BufferRefCounts(2, 2)
+    buffers = ref_counts.acquire(np.array([1]))
+    assert buffers is not None
+    ref_counts.release(buffers)
+    for refuse in (ref_counts.release, ref_counts.retain):
+        with pytest.raises(ValueError, match="buffer 0 for chunk 1, which is free"):
+            refuse(buffers)
+    with pytest.raises(ValueError, match="num_buffers=0"):
+        BufferRefCounts(1, 0)
 
 
 contents = st.lists(st.integers(0, 2), min_size=7, max_size=7)
 """A small number for each chunk, so that chunks often stay as they are."""
 
 
-def shelf(num_places: int) -> Shelf:
+def pool(num_buffers: int) -> ChunkPool:
     chunks = Chunks.of(SLICES, CHUNK)
-    memory = memoryview(bytearray(num_places * chunks.nbytes))
-    return Shelf(chunks, num_places, lambda: memory)
+    memory = memoryview(bytearray(num_buffers * chunks.nbytes))
+    return ChunkPool(chunks, num_buffers, lambda: memory)
 
 
 def bytes_of(chunks: Chunks, content: list[int]) -> list[bytes]:
@@ -95,8 +95,8 @@ class History(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.own, self.lock = Owning(shelf(4)), threading.RLock()
-        self.hosting = Hosting({1: shelf(3)}, self.lock)
+        self.own, self.lock = Owning(pool(4)), threading.RLock()
+        self.hosting = Hosting({1: pool(3)}, self.lock)
         self.step, self.committed = 0, 0
         self.staged: dict[int, list[bytes]] = {}
         self.hosted: dict[int, list[bytes]] = {}
@@ -105,27 +105,27 @@ class History(RuleBasedStateMachine):
     @rule(content=contents, copied=st.sets(st.integers(0, 3)), everything=st.booleans())
     def stage(self, content, copied, everything) -> None:
         """The next step, of which all or some slices are copied."""
-        chunks, shelf = self.own.shelf.chunks, self.own.shelf
+        chunks, pool = self.own.pool.chunks, self.own.pool
         self.step += 1
         try:
             room = self.own.begin_stage(self.step)
         except RuntimeError:
-            assert shelf.pool.acquire(np.arange(chunks.num_chunks)) is None
+            assert pool.ref_counts.acquire(np.arange(chunks.num_chunks)) is None
             return
         base = self.own.copies.get(room.base)
         slices = bytes_of(chunks, content)
         digests = [chunk_digests(one, CHUNK) for one in slices]
-        places = np.frombuffer(room.places, np.uint8)
+        buffers = np.frombuffer(room.buffers, np.uint8)
         kept = np.zeros(chunks.num_chunks, bool)
         if base is not None:
-            kept = shelf.unchanged(base, digests)
+            kept = pool.unchanged(base, digests)
         for index, data in enumerate(slices):
             if everything or index in copied:
                 numbers = chunks.numbers(index)
                 for number in range(numbers.start, numbers.stop):
                     if not kept[number]:
                         at = (number - numbers.start) * CHUNK
-                        shelf.chunk(places, number)[:] = data[at : at + CHUNK]
+                        pool.chunk(buffers, number)[:] = data[at : at + CHUNK]
             else:
                 slices[index], digests[index] = b"", b""
         self.own.staged(self.step, digests, {}, pack_flags(kept))
@@ -134,7 +134,7 @@ class History(RuleBasedStateMachine):
     @rule(content=contents, brought=st.sets(st.integers(0, 6)), wrong=st.booleans())
     def receive(self, content, brought, wrong) -> None:
         """A push of the newest step, which may be cut or damaged."""
-        chunks = self.hosting.shelves[1].chunks
+        chunks = self.hosting.pools[1].chunks
         slices = bytes_of(chunks, content)
         digests = [chunk_digests(one, CHUNK) for one in slices]
         found = self.hosting.begin(self.step, 1, digests)
@@ -195,7 +195,7 @@ class History(RuleBasedStateMachine):
         ]
         digests = [chunk_digests(one, CHUNK) for one in expected]
         for index in self.own.begin_restore(step, digests, {}, read=True):
-            parts = self.own.shelf.parts(self.own.copies[step], index)
+            parts = self.own.pool.parts(self.own.copies[step], index)
             for view in parts.views:
                 view[:] = bytes([7]) * len(view)
             self.own.restored(step, {SLICES[index].key: digests[index]})
@@ -229,23 +229,23 @@ class History(RuleBasedStateMachine):
         assert set(self.hosting.copies) == set(self.hosted)
         own = [(self.own.copies[step], want) for step, want in self.staged.items()]
         for copy, want in [*own, *self.pins.values()]:
-            self._same(self.own.shelf, copy, want)
+            self._same(self.own.pool, copy, want)
         for step, want in self.hosted.items():
-            self._same(self.hosting.shelves[1], self.hosting.copies[step][1], want)
+            self._same(self.hosting.pools[1], self.hosting.copies[step][1], want)
 
-    def _same(self, shelf: Shelf, copy: Copy, want: list[bytes]) -> None:
+    def _same(self, pool: ChunkPool, copy: Copy, want: list[bytes]) -> None:
         for index, data in enumerate(want):
             if copy.digests[index]:
-                assert bytes(shelf.parts(copy, index)) == data
-                assert shelf.right(copy, index, {})
+                assert bytes(pool.parts(copy, index)) == data
+                assert pool.right(copy, index, {})
 
     def teardown(self) -> None:
-        """When nothing is held any more every place is free."""
+        """When nothing is held any more every buffer is free."""
         while self.pins:
             self.unpin()
         self._drop(lambda step: False)
-        assert self.own.shelf.pool.free_places.all()
-        assert self.hosting.shelves[1].pool.free_places.all()
+        assert self.own.pool.ref_counts.free_buffers.all()
+        assert self.hosting.pools[1].ref_counts.free_buffers.all()
         assert not self.hosting.receiving
 
 

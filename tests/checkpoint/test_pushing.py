@@ -220,15 +220,17 @@ def test_a_dropped_step_is_not_taken_up_again_by_its_late_bytes(
 ) -> None:
     header, chunks = announce(pair[1], 0, 5)
     holder = pair[1].holder
-    pool = holder._hosting.shelves[0].pool
+    ref_counts = holder._hosting.pools[0].ref_counts
     with connect(pair[1].address, JOB, {"op": "push"}, 5) as channel:
         numbers = answer(channel, header, len(chunks))
         send(channel, chunks, numbers[:2])
         holder.keep_only(set())
-        assert pool.free_places.sum() == 2  # what may be written is nobody else's
+        assert (
+            ref_counts.free_buffers.sum() == 2
+        )  # what may be written is nobody else's
         send(channel, chunks, numbers[2:])
         assert end(channel) == {"done": False}
-        wait_until(lambda: bool(pool.free_places.all()))
+        wait_until(lambda: bool(ref_counts.free_buffers.all()))
     assert holder.holdings() == ({}, []) and pair[1].held == []
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtft.checkpoint.memory.replica_store import Holder
+from dtft.checkpoint.memory.replica_store import ReplicaStore
 from dtft.elastic.transfer import scrubber
 from dtft.elastic.transfer.replication import Pusher
 from dtft.elastic.transfer.scrubber import (
@@ -48,13 +48,13 @@ def pair(tmp_path: Path) -> Iterator[list[Host]]:
         yield found
 
 
-def wrong(holder: Holder) -> list[str]:
+def wrong(holder: ReplicaStore) -> list[str]:
     """What one pass finds."""
     looks = [holder.scrub.look(n) for n in range(holder.scrub.num_chunks)]
     return [text for look in looks for text in look.wrong]
 
 
-def rot(holder: Holder, step: int, slot: int) -> str:
+def rot(holder: ReplicaStore, step: int, slot: int) -> str:
     """Flips a bit in the middle of a slot's largest slice; returns its key."""
     pieces = holder.layout.slices(slot)
     (key,) = (piece.key for piece in pieces if piece.path == BIG)

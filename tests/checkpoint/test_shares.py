@@ -224,9 +224,9 @@ def test_a_host_borrows_what_it_did_not_copy_for_an_export(job: Job) -> None:
     }
     borrow(holder, pin, order, job.credentials, 10.0)
     memory = holder.arena.view(0, holder.arena.size)
-    places = np.frombuffer(holder.pinned(pin)[0], np.uint8)
+    buffers = np.frombuffer(holder.pinned(pin)[0], np.uint8)
     for index, piece in enumerate(holder.own_slices):
-        found = bytes(holder.map.own.parts(memory, places, index))
+        found = bytes(holder.map.own.parts(memory, buffers, index))
         assert found == np.asarray(arrays(1)[piece.path]).tobytes()
     assert holder.holdings()[1] == []
 
@@ -235,5 +235,5 @@ def _keys(job: Job, name: str) -> dict[str, bytes]:
     """Slice key to digest of what a host has pinned of step 1."""
     own = job.hosts[name].holder._own
     ((_, copy),) = [pinned for pinned in own.pins.values() if pinned[0] == 1][:1]
-    pieces = zip(own.shelf.chunks.slices, copy.digests, strict=True)
+    pieces = zip(own.pool.chunks.slices, copy.digests, strict=True)
     return {piece.key: digests for piece, digests in pieces if digests}

@@ -60,7 +60,7 @@ def abstract_of(arrays):
 
 
 class Memory:
-    """An arena of two places for each chunk, and the first of them."""
+    """An arena of two buffers for each chunk, and the first of them."""
 
     def __init__(self, plan: SnapshotPlan) -> None:
         self.bytes = memoryview(bytearray(2 * plan.chunks.nbytes))
@@ -72,9 +72,9 @@ def test_every_bit_comes_back(mesh):
     arrays = state(mesh)
     plan = SnapshotPlan(layout_of(arrays), 0, CHUNK)
     memory = Memory(plan)
-    places = np.arange(plan.chunks.num_chunks, dtype=np.uint8) % 2  # scattered
-    digests = plan.write(1, arrays, memory.bytes, places).digests
-    back = plan.read(memory.bytes, places, digests, abstract_of(arrays))
+    buffers = np.arange(plan.chunks.num_chunks, dtype=np.uint8) % 2  # scattered
+    digests = plan.write(1, arrays, memory.bytes, buffers).digests
+    back = plan.read(memory.bytes, buffers, digests, abstract_of(arrays))
     for path, array in arrays.items():
         assert np.asarray(back[path]).tobytes() == np.asarray(array).tobytes(), path
         assert back[path].sharding == array.sharding
@@ -126,8 +126,8 @@ def test_only_what_changes_is_written_and_it_is_read_once(mesh, monkeypatch):
         """What was made; its chunks copied, digested, kept."""
         one_pass.clear()
         digested.clear()
-        places = memory.first if step % 2 else memory.second
-        made = plan.write(step, arrays, memory.bytes, places, base)
+        buffers = memory.first if step % 2 else memory.second
+        made = plan.write(step, arrays, memory.bytes, buffers, base)
         return made, (len(one_pass), len(digested), int(made.kept.sum()))
 
     count = plan.chunks.num_chunks
@@ -141,9 +141,9 @@ def test_only_what_changes_is_written_and_it_is_read_once(mesh, monkeypatch):
     arrays["n"] = jax.device_put(np.array(9, np.int32), arrays["n"].sharding)
     fourth, counts = saved(4, third)  # what changed last time: in one pass
     assert counts == (1, count - 1, count - 1)
-    places = np.where(fourth.kept, memory.first, memory.second)
-    places = np.where(second.kept & third.kept & fourth.kept, memory.first, places)
-    back = plan.read(memory.bytes, places, fourth.digests, abstract_of(arrays))
+    buffers = np.where(fourth.kept, memory.first, memory.second)
+    buffers = np.where(second.kept & third.kept & fourth.kept, memory.first, buffers)
+    back = plan.read(memory.bytes, buffers, fourth.digests, abstract_of(arrays))
     assert int(back["n"]) == 9
     for path, array in arrays.items():
         assert np.asarray(back[path]).tobytes() == np.asarray(array).tobytes(), path

@@ -96,7 +96,7 @@ class Exporting(Process):
         memory = self.arena.read_bytes()
         parts = (memory[start : start + MIB] for start in range(0, 6 * MIB, MIB))
         digests = [chunk_digests(part, MIB).hex() for part in parts]
-        fields |= {"places": "00" * 6, "digests": digests, "items": {}}
+        fields |= {"buffers": "00" * 6, "digests": digests, "items": {}}
         fields["memory"] = [str(self.arena)]
         self.send(op="save", step=step, **fields)
 

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dtft.checkpoint.memory import replica_store
-from dtft.checkpoint.memory.arena import OWN_PLACES, Arena
+from dtft.checkpoint.memory.arena import OWN_BUFFERS, Arena
 from dtft.checkpoint.transport import protocol
 from dtft.checkpoint.transport.connection import Channel
 from dtft.checkpoint.transport.dialing import parse_address
@@ -107,7 +107,7 @@ class Target:
     def _own(self) -> bytes:
         """All memory that only this host's trainer writes to."""
         holder = self.host.holder
-        return bytes(holder.arena.view(0, OWN_PLACES * holder.map.own.nbytes))
+        return bytes(holder.arena.view(0, OWN_BUFFERS * holder.map.own.nbytes))
 
     def serve(self, stream: MemoryStream) -> None:
         """What the server's thread does with a connection."""

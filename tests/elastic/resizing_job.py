@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dtft.checkpoint.memory.replica_store import Holder
+from dtft.checkpoint.memory.replica_store import ReplicaStore
 from dtft.checkpoint.replication.commit import Commit, Located
 from dtft.checkpoint.replication.copy_placement import place_copies
 from dtft.checkpoint.state.digests import digest_root
@@ -64,7 +64,7 @@ class Host:
         )
 
     @property
-    def holder(self) -> Holder:
+    def holder(self) -> ReplicaStore:
         assert self.copies.holder is not None
         return self.copies.holder
 

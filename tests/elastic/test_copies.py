@@ -46,7 +46,7 @@ def test_what_was_reserved_is_the_arena(copies: Copies, tmp_path: Path) -> None:
     copies.expect(layout(5000))
     holder = copies.hold(layout(5000), 1)
     assert holder.path.name == "reserve" and files(tmp_path) == ["reserve"]
-    assert len(holder.begin_stage(1).places) == holder.map.own.num_chunks
+    assert len(holder.begin_stage(1).buffers) == holder.map.own.num_chunks
     copies.expect(layout(5000))  # it has its memory
     assert files(tmp_path) == ["reserve"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dtft.checkpoint.managers.progress import ProgressBoard
-from dtft.checkpoint.memory.replica_store import Holder
+from dtft.checkpoint.memory.replica_store import ReplicaStore
 from dtft.checkpoint.replication.copy_placement import place_copies
 from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
 from dtft.checkpoint.storage.directory import StorageTier
@@ -40,7 +40,7 @@ def config(tmp_path: Path) -> AgentConfig:
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Any:
-    made = Holder(
+    made = ReplicaStore(
         LAYOUT, 0, place_copies(LAYOUT, 1), path=tmp_path / "arena", chunk_bytes=4096
     )
     for step in (1, 2):
@@ -63,7 +63,7 @@ class Host:
             lambda *outcome: self.told.append(outcome),
         )
 
-    def order(self, holder: Holder, step: int, failures: int = 0) -> None:
+    def order(self, holder: ReplicaStore, step: int, failures: int = 0) -> None:
         fields = {"slot": 0, "rank": 0, "world": 1, "coordinator": ""}
         fields |= {"transfers": [], "digests": {}, "epoch": (1, 1)}
         self.desk.begin(holder, {"step": step, "failures": failures, **fields})
@@ -81,7 +81,7 @@ class Host:
 
 @pytest.mark.timeout(170)
 def test_an_export_that_hangs_is_given_up_for_the_next_order(
-    tmp_path: Path, config: AgentConfig, holder: Holder
+    tmp_path: Path, config: AgentConfig, holder: ReplicaStore
 ) -> None:
     host = Host(config, tmp_path)
     try:
@@ -122,7 +122,7 @@ def _text(path: Path | str) -> str:
 
 
 def test_a_step_that_was_dropped_is_told(
-    tmp_path: Path, config: AgentConfig, holder: Holder
+    tmp_path: Path, config: AgentConfig, holder: ReplicaStore
 ) -> None:
     host = Host(config, tmp_path)
     host.order(holder, 9)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dtft.checkpoint.memory.replica_store import Holder
+from dtft.checkpoint.memory.replica_store import ReplicaStore
 from dtft.checkpoint.replication.commit import Commit
 from dtft.checkpoint.replication.copy_placement import place_copies
 from dtft.checkpoint.state.digests import digest_root
@@ -72,7 +72,7 @@ class Job:
             config_digest="",
         )
         path = directory / f"arena-{slot}"
-        holder = Holder(
+        holder = ReplicaStore(
             STATE, slot, place_copies(STATE, 2), path=path, chunk_bytes=CHUNK
         )
         stage(holder, 7, lambda key, size: bytes(size))

@@ -19,7 +19,7 @@ from dtft.checkpoint.managers.agent_client import (
     SaveArgs,
 )
 from dtft.checkpoint.managers.agent_link import AgentLink, LinkClosed
-from dtft.checkpoint.memory.replica_store import Holder
+from dtft.checkpoint.memory.replica_store import ReplicaStore
 from dtft.checkpoint.replication.commit import push_root
 from dtft.checkpoint.replication.copy_placement import place_copies
 from dtft.checkpoint.replication.snapshot_interval import Automatic, Cadence
@@ -44,7 +44,9 @@ class Agents:
         self.state, self.step, self.ends = state, 0, []
         placement = place_copies(state, 2)
         self.holders = [
-            Holder(state, slot, placement, path=directory / host, chunk_bytes=CHUNK)
+            ReplicaStore(
+                state, slot, placement, path=directory / host, chunk_bytes=CHUNK
+            )
             for slot, host in enumerate(HOSTS)
         ]
         self.committed: list[int] = []
@@ -127,13 +129,13 @@ class Agents:
             link.close()
             reports.put(None)
 
-    def _order(self, holder: Holder) -> dict[str, Any]:
+    def _order(self, holder: ReplicaStore) -> dict[str, Any]:
         known = self.step > 0
         return {
             "source": "memory" if known else "init",
             "step": self.step,
             "arena": str(holder.path),
-            "places": holder.own_places(self.step) if known else b"",
+            "buffers": holder.own_buffers(self.step) if known else b"",
             "digests": holder.all_own_digests(self.step) if known else [],
             "items": holder.items(self.step) if known else {},
         }
@@ -260,7 +262,7 @@ def test_a_fixed_interval_overrules_that_of_the_commit(
     automatic: bool, kept: int, tmp_path: Path
 ) -> None:
     ours, theirs = (AgentLink(end) for end in socket.socketpair())
-    holder = Holder(
+    holder = ReplicaStore(
         layout(1, 1),
         0,
         place_copies(layout(1, 1), 1),
@@ -270,7 +272,7 @@ def test_a_fixed_interval_overrules_that_of_the_commit(
     zeros = {p.key: bytes(16) for p in holder.own_slices}
     holder.begin_restore(8, zeros, {"step": 8, "interval": 8})
     order = {"source": "memory", "step": 8, "arena": str(holder.path), "items": {}}
-    order |= {"places": b"", "digests": []}
+    order |= {"buffers": b"", "digests": []}
     order["items"] = holder.items(8)
     theirs.send("restore", **order)
     manager = AgentCheckpointManager(

@@ -178,7 +178,7 @@ def test_a_trainer_that_does_not_read_is_killed_and_nobody_waits_for_it(
 ) -> None:
     trainer = started(trainers, 0)
     assert events.get(timeout=20)[0] == "trainer"
-    trainers.send("restore", places=bytes(32 << 20))
+    trainers.send("restore", buffers=bytes(32 << 20))
     trainers.send("release", step=1)
     assert events.empty()  # it has still SEND_S to read
     assert events.get(timeout=20) == ("trainer_exit", trainer.ident, -9)

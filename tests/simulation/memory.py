@@ -21,7 +21,7 @@ from dtft.elastic.transfer.restore_executor import FetchFailed
 from tests.simulation.network import Port, Process, Wire
 from tests.simulation.scheduler import Deferred
 
-OWN_PLACES, HOSTED_PLACES = 4, 3
+OWN_BUFFERS, HOSTED_BUFFERS = 4, 3
 RETRY_S = 0.1
 
 
@@ -69,7 +69,7 @@ def job_layout(num_slots: int) -> Layout:
 
 
 class SimHolder:
-    """What `Holder` is asked for, on digests."""
+    """What `ReplicaStore` is asked for, on digests."""
 
     chunk_bytes = 1 << 22
 
@@ -102,17 +102,17 @@ class SimHolder:
     # ------------------------------------------------------------- own slices
 
     def begin_stage(self, step: int) -> Room:
-        """See `Holder.begin_stage`."""
+        """See `ReplicaStore.begin_stage`."""
         self._staging = step
         pinned = {at for at, _ in self._pins.values()} - set(self._own)
-        if len(set(self._own) - {step}) + len(pinned) >= OWN_PLACES:
-            raise RuntimeError(f"no free place for step {step}: {sorted(self._own)}")
-        return Room(base=-1, places=b"")
+        if len(set(self._own) - {step}) + len(pinned) >= OWN_BUFFERS:
+            raise RuntimeError(f"no free buffer for step {step}: {sorted(self._own)}")
+        return Room(base=-1, buffers=b"")
 
     def staged(
         self, step: int, digests: Sequence[bytes], items: dict, kept: bytes = b""
     ) -> None:
-        """See `Holder.staged`."""
+        """See `ReplicaStore.staged`."""
         del kept
         keys = [piece.key for piece in self.own_slices]
         self._own[step] = dict(zip(keys, digests, strict=True))
@@ -120,26 +120,26 @@ class SimHolder:
         self.corrupt -= {(step, key) for key in keys}
 
     def own_digests(self, step: int, slices: Sequence[Slice]) -> list[bytes]:
-        """See `Holder.own_digests`."""
+        """See `ReplicaStore.own_digests`."""
         return [self._own[step][piece.key] for piece in slices]
 
     def all_own_digests(self, step: int) -> list[bytes]:
-        """See `Holder.all_own_digests`."""
+        """See `ReplicaStore.all_own_digests`."""
         return self.own_digests(step, self.own_slices)
 
-    def own_places(self, step: int) -> bytes:
-        """See `Holder.own_places`."""
+    def own_buffers(self, step: int) -> bytes:
+        """See `ReplicaStore.own_buffers`."""
         assert step in self._own
         return b""
 
     def items(self, step: int) -> dict[str, Any]:
-        """See `Holder.items`."""
+        """See `ReplicaStore.items`."""
         return self._items.get(step, {})
 
     # ---------------------------------------------------------- hosted slices
 
     def receive(self, push: Push, step: int, told: Mapping[str, bytes], items: dict):
-        """Takes a push; None if there is no place or other bytes are here.
+        """Takes a push; None if there is no buffer or other bytes are here.
 
         Returns:
             Whether it became a copy by this call.
@@ -147,7 +147,7 @@ class SimHolder:
         mine = self._hosted.setdefault(push.source, {})
         if step in mine:
             return False if mine[step] == told else None
-        if len(mine) >= HOSTED_PLACES:
+        if len(mine) >= HOSTED_BUFFERS:
             return None
         mine[step] = dict(told)
         self._items.setdefault(step, items)
@@ -160,15 +160,15 @@ class SimHolder:
     # -------------------------------------------------------------- retention
 
     def keep_only(self, steps: set[int]) -> None:
-        """See `Holder.keep_only`."""
+        """See `ReplicaStore.keep_only`."""
         self._drop(lambda step: step in steps)
 
     def drop_after(self, step: int) -> None:
-        """See `Holder.drop_after`."""
+        """See `ReplicaStore.drop_after`."""
         self._drop(lambda one: one <= step)
 
     def drop_before(self, step: int, keep: set[int]) -> None:
-        """See `Holder.drop_before`."""
+        """See `ReplicaStore.drop_before`."""
         self._drop(lambda one: one >= step or one in keep)
 
     def _drop(self, needed: Callable[[int], bool]) -> None:
@@ -181,14 +181,14 @@ class SimHolder:
         }
 
     def pin(self, step: int) -> int:
-        """See `Holder.pin`."""
+        """See `ReplicaStore.pin`."""
         digests = self._own[step]
         self._next_pin += 1
         self._pins[self._next_pin] = step, digests
         return self._next_pin
 
     def unpin(self, pin: int) -> None:
-        """See `Holder.unpin`."""
+        """See `ReplicaStore.unpin`."""
         self._pins.pop(pin, None)
 
     def pinned_digests(self, pin: int) -> dict[str, bytes]:
@@ -198,7 +198,7 @@ class SimHolder:
     # --------------------------------------------------------------- verified
 
     def steps(self) -> tuple[int, ...]:
-        """See `Holder.steps`."""
+        """See `ReplicaStore.steps`."""
         hosted = {step for steps in self._hosted.values() for step in steps}
         return tuple(sorted(hosted | set(self._own)))
 
@@ -217,7 +217,7 @@ class SimHolder:
     def holdings(
         self, read: bool = True
     ) -> tuple[dict[int, dict[str, bytes]], list[str]]:
-        """See `Holder.holdings`."""
+        """See `ReplicaStore.holdings`."""
         found = {step: self.here(step) for step in self.steps()}
         bad = []
         if read:
@@ -241,7 +241,7 @@ class SimHolder:
     def begin_restore(
         self, step: int, digests: Mapping[str, bytes], items: dict, read: bool = True
     ) -> list[Slice]:
-        """See `Holder.begin_restore`."""
+        """See `ReplicaStore.begin_restore`."""
         self.keep_only({step})
         own = dict(self._own.get(step, {}))
         hosted = [it.get(step, {}) for it in self._hosted.values()]
@@ -260,12 +260,12 @@ class SimHolder:
         return missing
 
     def restored(self, step: int, digests: Mapping[str, bytes]) -> None:
-        """See `Holder.restored`."""
+        """See `ReplicaStore.restored`."""
         self._own.setdefault(step, {}).update(digests)
         self.corrupt -= {(step, key) for key in digests}
 
     def close(self) -> None:
-        """See `Holder.close`."""
+        """See `ReplicaStore.close`."""
         self.closed = True
 
 

@@ -217,7 +217,7 @@ class AgentCheckpointManager:
             step,
             arrays,
             self._arena.view(0, self._arena.size),
-            np.frombuffer(room["places"], np.uint8),
+            np.frombuffer(room["buffers"], np.uint8),
             last if last is not None and last.step == room["base"] else None,
             self._plan.copied(room["copied"]),
         )
@@ -255,8 +255,8 @@ class AgentCheckpointManager:
     ) -> dict[str, jax.Array]:
         assert self._arena is not None
         memory = self._arena.view(0, self._arena.size)
-        places = np.frombuffer(order["places"], np.uint8)
-        arrays = self._plan.read(memory, places, order["digests"], args.abstract)
+        buffers = np.frombuffer(order["buffers"], np.uint8)
+        arrays = self._plan.read(memory, buffers, order["digests"], args.abstract)
         self._last = self._plan.recalled(order["step"], order["digests"])
         self._mapping = self._arena.prefault()
         return arrays
@@ -431,7 +431,7 @@ class AttachedMemory(AgentCheckpointManager):
     # ------------------------------------------------------------------ restore
 
     def locate(self, step: int) -> dict[str, Any]:
-        """Where a committed step lies: arena, places, digests, layout and items.
+        """Where a committed step lies: arena, buffers, digests, layout and items.
 
         Raises:
             NotHeld: it is not here.
@@ -449,8 +449,8 @@ class AttachedMemory(AgentCheckpointManager):
     ) -> dict[str, Any]:
         """The leaves of a located step, every byte checked; see `SnapshotPlan.read`."""
         plan = self._plan_of(found["layout"])
-        places = np.frombuffer(found["places"], np.uint8)
-        return self._read(plan, found, places, abstract)
+        buffers = np.frombuffer(found["buffers"], np.uint8)
+        return self._read(plan, found, buffers, abstract)
 
     def read_on(
         self, step: int, layout: Layout, abstract: Mapping[str, jax.ShapeDtypeStruct]
@@ -479,8 +479,8 @@ class AttachedMemory(AgentCheckpointManager):
             )
         plan = self._plan_of(text)
         try:
-            places = np.zeros(plan.chunks.num_chunks, np.uint8)
-            return self._read(plan, found, places, abstract)
+            buffers = np.zeros(plan.chunks.num_chunks, np.uint8)
+            return self._read(plan, found, buffers, abstract)
         finally:
             self._dialogue.send("taken")
 
@@ -491,13 +491,13 @@ class AttachedMemory(AgentCheckpointManager):
         self,
         plan: SnapshotPlan,
         found: Mapping[str, Any],
-        places: np.ndarray,
+        buffers: np.ndarray,
         abstract: Mapping[str, jax.ShapeDtypeStruct],
     ) -> dict[str, Any]:
         arena = Arena.attach(Path(found["arena"]))
         try:
             memory = arena.view(0, arena.size)
-            return plan.read(memory, places, found["digests"], abstract)
+            return plan.read(memory, buffers, found["digests"], abstract)
         finally:
             arena.close()
 

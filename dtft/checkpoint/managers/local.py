@@ -158,7 +158,7 @@ class Storing:
             fields = {
                 "step": version.step,
                 "memory": version.exported,
-                "places": bytes(chunks.num_chunks).hex(),
+                "buffers": bytes(chunks.num_chunks).hex(),
                 "digests": [one.hex() for one in version.digests],
                 "items": dynamic_part(version.record),
                 "delete": going,

@@ -17,22 +17,22 @@ from dtft._lazy import attributes
 if TYPE_CHECKING:
     from dtft.checkpoint.memory.arena import (
         DEFAULT_DIRECTORY,
+        AlignedAllocator,
         Arena,
-        Slabs,
         arena_bytes,
     )
     from dtft.checkpoint.memory.incoming import Receiving
     from dtft.checkpoint.memory.local_store import Corrupt, Version, Versions
-    from dtft.checkpoint.memory.replica_store import Holder, audit
+    from dtft.checkpoint.memory.replica_store import ReplicaStore, audit
     from dtft.checkpoint.memory.snapshot import Snapshot, SnapshotPlan
 
 _PUBLIC = {
+    "AlignedAllocator": "arena",
     "Arena": "arena",
     "Corrupt": "local_store",
     "DEFAULT_DIRECTORY": "arena",
-    "Holder": "replica_store",
     "Receiving": "incoming",
-    "Slabs": "arena",
+    "ReplicaStore": "replica_store",
     "Snapshot": "snapshot",
     "SnapshotPlan": "snapshot",
     "Version": "local_store",
@@ -42,12 +42,12 @@ _PUBLIC = {
 }
 
 __all__ = [
+    "AlignedAllocator",
     "Arena",
     "Corrupt",
     "DEFAULT_DIRECTORY",
-    "Holder",
     "Receiving",
-    "Slabs",
+    "ReplicaStore",
     "Snapshot",
     "SnapshotPlan",
     "Version",

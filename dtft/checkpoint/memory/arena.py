@@ -1,8 +1,8 @@
 """Shared memory that outlives processes, and where the chunks of each slice lie in it.
 
 `Arena` reserves one file in memory, all of it at once, and hands out views. `ArenaMap`
-divides it among a host's slices and its peers'. `Slabs` is memory of a process's own,
-in huge pages, for arrays that are restored.
+divides it among a host's slices and its peers'. `AlignedAllocator` hands out memory of
+a process's own, in huge pages, for arrays that are restored.
 """
 
 import contextlib
@@ -184,15 +184,15 @@ def _too_small(path: Path, size: int) -> OSError:
     )
 
 
-# Where in a host's arena the places of each slice's chunks lie.
+# Where in a host's arena the buffers of each slice's chunks lie.
 #
-# The host's own slices come first, with all their places; then, peer by peer, what each
-# pushes. Pure: knows the layout and the placement.
+# The host's own slices come first, with all their buffers; then, peer by peer, what
+# each pushes. Pure: knows the layout and the placement.
 
 
-OWN_PLACES = 4
+OWN_BUFFERS = 4
 """Last commit, replicated but not yet committed, being staged, being exported."""
-HOSTED_PLACES = 3
+HOSTED_BUFFERS = 3
 """As above, without the export: storage gets every slice from an owner."""
 
 
@@ -200,7 +200,7 @@ def arena_bytes(layout: Layout, slot: int, placement: CopyPlacement) -> int:
     """Bytes of the whole arena of one slot's host; cuts nothing into chunks."""
     incoming = [p.slices for p in placement.pushes if p.target == slot]
     hosted = sum(offsets_of(slices)[1] for slices in incoming)
-    return OWN_PLACES * offsets_of(layout.slices(slot))[1] + HOSTED_PLACES * hosted
+    return OWN_BUFFERS * offsets_of(layout.slices(slot))[1] + HOSTED_BUFFERS * hosted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,13 +208,13 @@ class ArenaMap:
     """Chunks, offsets and sizes; sizes and offsets are in bytes."""
 
     own: Chunks
-    """The host's own slices; their places begin with the arena."""
+    """The host's own slices; their buffers begin with the arena."""
     incoming: Mapping[int, Push]
     """By the slot that sends: what peers push to this host."""
     hosted: Mapping[int, Chunks]
     """By the slot that sends: the chunks of its push, in the push's order."""
     hosted_starts: Mapping[int, int]
-    """By the slot that sends: where the places of its push begin."""
+    """By the slot that sends: where the buffers of its push begin."""
     size: int
     """Bytes of the whole arena."""
 
@@ -226,10 +226,10 @@ class ArenaMap:
         own = Chunks.of(layout.slices(slot), chunk_bytes)
         incoming = {p.source: p for p in placement.pushes if p.target == slot}
         hosted = {s: Chunks.of(p.slices, chunk_bytes) for s, p in incoming.items()}
-        starts, size = {}, OWN_PLACES * own.nbytes
+        starts, size = {}, OWN_BUFFERS * own.nbytes
         for source, chunks in hosted.items():
             starts[source] = size
-            size += HOSTED_PLACES * chunks.nbytes
+            size += HOSTED_BUFFERS * chunks.nbytes
         return cls(
             own=own, incoming=incoming, hosted=hosted, hosted_starts=starts, size=size
         )
@@ -238,8 +238,8 @@ class ArenaMap:
 # New memory for arrays that are restored, in huge pages where the system has them.
 #
 # The first write to new memory maps it page by page, while the training waits; huge
-# pages are 512 times fewer. Leaves share slabs, so that small ones have huge pages too,
-# and slabs are small enough that one leaf which stays does not keep a whole state.
+# pages are 512 times fewer. Leaves share slabs, so that small ones have huge pages
+# too, and slabs are small enough that one leaf which stays does not keep a whole state.
 
 
 ALIGNMENT = 64
@@ -248,7 +248,7 @@ SLAB_BYTES = 32 << 20
 _HUGE_PAGE = 2 << 20
 
 
-class Slabs:
+class AlignedAllocator:
     """Hands out memory; a slab is freed with the last array that was cut from it."""
 
     def __init__(self, total: int) -> None:
@@ -259,8 +259,8 @@ class Slabs:
     def take(self, nbytes: int) -> np.ndarray:
         """[nbytes] uint8, aligned for XLA, with unspecified contents.
 
-        >>> slabs = Slabs(total=300)
-        >>> taken = [slabs.take(100), slabs.take(200)]
+        >>> allocator = AlignedAllocator(total=300)
+        >>> taken = [allocator.take(100), allocator.take(200)]
         >>> [len(one) for one in taken], [one.ctypes.data % 64 for one in taken]
         ([100, 200], [0, 0])
         """

@@ -3,7 +3,7 @@
 A push says the digests of all its chunks before it sends any. Chunks that the last
 version from the same peer has are kept, not sent; a push that was cut goes on with what
 had been verified. Several connections may bring one push: each chunk is written by one
-of them at a time, only into a place that no copy refers to.
+of them at a time, only into a buffer that no copy refers to.
 """
 
 import threading
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from dtft.checkpoint.memory.chunk_pool import Copy, Shelf
+from dtft.checkpoint.memory.chunk_pool import ChunkPool, Copy
 from dtft.checkpoint.state import ABSENT, DIGEST_BYTES, chunk_digests, digest_root
 
 _LACKING, _ARRIVING, _HERE = 0, 1, 2
@@ -21,12 +21,12 @@ class Receiving:
     """One push of one step from one peer, until it is complete or given up."""
 
     def __init__(
-        self, shelf: Shelf, digests: list[bytes], lock: threading.RLock
+        self, pool: ChunkPool, digests: list[bytes], lock: threading.RLock
     ) -> None:
-        """Has nothing yet; `lock` is the one that guards the shelf."""
-        self.shelf, self.digests, self._lock = shelf, digests, lock
-        self.places = shelf.pool.absent()
-        self.states = np.full(len(self.places), _LACKING, np.uint8)
+        """Has nothing yet; `lock` is the one that guards the pool."""
+        self.pool, self.digests, self._lock = pool, digests, lock
+        self.buffers = pool.ref_counts.absent()
+        self.states = np.full(len(self.buffers), _LACKING, np.uint8)
         self.users = 0
         """Connections that bring it."""
         self.given_up = False
@@ -35,16 +35,16 @@ class Receiving:
 
     def keep(self, copy: Copy) -> None:
         """Takes over the chunks that another version has already."""
-        same = self.shelf.unchanged(copy, self.digests)
-        self.places[same], self.states[same] = copy.places[same], _HERE
-        self.shelf.pool.retain(self.places)
+        same = self.pool.unchanged(copy, self.digests)
+        self.buffers[same], self.states[same] = copy.buffers[same], _HERE
+        self.pool.ref_counts.retain(self.buffers)
 
     def reserve(self) -> bool:
-        """Takes a free place for every chunk without one; False if one is missing."""
-        found = self.shelf.acquire(np.flatnonzero(self.places == ABSENT))
+        """Takes a free buffer for every chunk without one; False if one is missing."""
+        found = self.pool.acquire(np.flatnonzero(self.buffers == ABSENT))
         if found is None:
             return False
-        self.places = np.where(found == ABSENT, self.places, found)
+        self.buffers = np.where(found == ABSENT, self.buffers, found)
         return True
 
     def lacks(self) -> np.ndarray:
@@ -55,7 +55,7 @@ class Receiving:
     @property
     def root(self) -> str:
         """One digest over all slices, as `commit.push_root` has it."""
-        pairs = zip(self.shelf.chunks.slices, self.digests, strict=True)
+        pairs = zip(self.pool.chunks.slices, self.digests, strict=True)
         return digest_root((piece.key, told) for piece, told in pairs)
 
     @property
@@ -73,15 +73,15 @@ class Receiving:
             if self.given_up or (self.states[at] != _LACKING).any():
                 return None
             self.states[at] = _ARRIVING
-            return [self.shelf.chunk(self.places, number) for number in numbers]
+            return [self.pool.chunk(self.buffers, number) for number in numbers]
 
     def arrived(self, numbers: Sequence[int]) -> None:
         """Chunks were written whole; those with wrong bytes are lacking again."""
         for number in numbers:
             start = number * DIGEST_BYTES
             good = self._expected[start : start + DIGEST_BYTES]
-            memory = self.shelf.chunk(self.places, number)
-            found = chunk_digests(memory, self.shelf.chunks.chunk_bytes)
+            memory = self.pool.chunk(self.buffers, number)
+            found = chunk_digests(memory, self.pool.chunks.chunk_bytes)
             self.states[number] = _HERE if found == good else _LACKING
 
     def failed(self, numbers: Sequence[int]) -> None:
@@ -89,10 +89,12 @@ class Receiving:
         self.states[np.array(numbers, np.int64)] = _LACKING
 
     def release(self, *, unverified_only: bool) -> None:
-        """Gives up places; nobody may be writing."""
-        going = self.states != _HERE if unverified_only else self.places != ABSENT
-        self.shelf.pool.release(np.where(going, self.places, ABSENT).astype(np.uint8))
-        self.places[going], self.states[going] = ABSENT, _LACKING
+        """Gives up buffers; nobody may be writing."""
+        going = self.states != _HERE if unverified_only else self.buffers != ABSENT
+        self.pool.ref_counts.release(
+            np.where(going, self.buffers, ABSENT).astype(np.uint8)
+        )
+        self.buffers[going], self.states[going] = ABSENT, _LACKING
 
     @property
     def nothing_here(self) -> bool:
@@ -103,9 +105,9 @@ class Receiving:
 class Hosting:
     """The copies that this host keeps for its peers, by step and sending slot."""
 
-    def __init__(self, shelves: Mapping[int, Shelf], lock: threading.RLock) -> None:
-        """One shelf for each slot that sends; `lock` is the holder's."""
-        self.shelves, self._lock = shelves, lock
+    def __init__(self, pools: Mapping[int, ChunkPool], lock: threading.RLock) -> None:
+        """One pool for each slot that sends; `lock` is the store's."""
+        self.pools, self._lock = pools, lock
         self.copies: dict[int, dict[int, Copy]] = {}
         """step -> slot that sent -> the copy, complete and verified."""
         self.items: dict[int, dict] = {}
@@ -121,10 +123,10 @@ class Hosting:
 
         Returns:
             None if the push is not one that comes here, if other bytes of the same step
-            are here or on their way (nothing overwrites them), or if no place is free.
+            are here or on their way (nothing overwrites them), or if no buffer is free.
         """
-        shelf = self.shelves.get(source)
-        if shelf is None or not shelf.fits(digests):
+        pool = self.pools.get(source)
+        if pool is None or not pool.fits(digests):
             return None
         if source in self.copies.get(step, {}):
             return None
@@ -135,7 +137,7 @@ class Hosting:
             self._give_up(step, source)
             found = None
         if found is None:
-            found = self._begun(shelf, source, digests)
+            found = self._begun(pool, source, digests)
         if not self._reserved(found, source):
             if not found.users and (step, source) not in self.receiving:
                 found.release(unverified_only=False)
@@ -144,8 +146,8 @@ class Hosting:
         found.users += 1
         return found
 
-    def _begun(self, shelf: Shelf, source: int, digests: list[bytes]) -> Receiving:
-        found = Receiving(shelf, digests, self._lock)
+    def _begun(self, pool: ChunkPool, source: int, digests: list[bytes]) -> Receiving:
+        found = Receiving(pool, digests, self._lock)
         before = [step for step, copies in self.copies.items() if source in copies]
         if before:
             found.keep(self.copies[max(before)][source])
@@ -166,7 +168,7 @@ class Hosting:
         if self.receiving.get((step, source)) is not found or not found.complete:
             return False
         del self.receiving[step, source]
-        copy = Copy(places=found.places, digests=found.digests)
+        copy = Copy(buffers=found.buffers, digests=found.digests)
         self.copies.setdefault(step, {})[source] = copy
         self.items[step] = items
         return True
@@ -186,22 +188,22 @@ class Hosting:
     def _give_up(self, step: int, source: int) -> None:
         found = self.receiving.pop((step, source))
         found.given_up = True
-        if not found.users:  # else the last of them lets go of the places
+        if not found.users:  # else the last of them lets go of the buffers
             found.release(unverified_only=False)
 
     def forget_rotten(self) -> None:
-        """Drops copies that are known to have a wrong byte; see `Shelf.rotten`."""
+        """Drops copies that are known to have a wrong byte; see `ChunkPool.rotten`."""
         for copies in self.copies.values():
             for source, copy in list(copies.items()):
-                if self.shelves[source].rotten_in(copy):
-                    self.shelves[source].release(copies.pop(source))
+                if self.pools[source].rotten_in(copy):
+                    self.pools[source].release(copies.pop(source))
 
     def forget(self, step: int, keys: Sequence[str]) -> None:
         """Drops copies that have a wrong byte, so that they can be sent again."""
         for source in list(self.copies.get(step, {})):
-            shelf = self.shelves[source]
-            if not {piece.key for piece in shelf.chunks.slices}.isdisjoint(keys):
-                shelf.release(self.copies[step].pop(source))
+            pool = self.pools[source]
+            if not {piece.key for piece in pool.chunks.slices}.isdisjoint(keys):
+                pool.release(self.copies[step].pop(source))
 
     def drop(self, needed: Callable[[int], bool]) -> None:
         """Drops what is of steps that are not needed."""
@@ -210,5 +212,5 @@ class Hosting:
                 self._give_up(step, source)
         for step in [step for step in self.copies if not needed(step)]:
             for source, copy in self.copies.pop(step).items():
-                self.shelves[source].release(copy)
+                self.pools[source].release(copy)
             del self.items[step]

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from dtft.checkpoint.memory.arena import Arena
-from dtft.checkpoint.memory.chunk_pool import PlacePool
+from dtft.checkpoint.memory.chunk_pool import BufferRefCounts
 from dtft.checkpoint.replication import Commit, MemoryCommitLog
 from dtft.checkpoint.state import (
     ABSENT,
@@ -29,14 +29,14 @@ from dtft.checkpoint.state import (
     verify_digests,
 )
 
-# This process's memory for leaves: several places for each, taken when needed.
+# This process's memory for leaves: several buffers for each, taken when needed.
 #
 # Place p of a leaf is where it lies in the p-th of several extents that are laid out
-# alike. Steps that have a leaf in common refer to one place (`PlacePool` counts them),
-# so a leaf that does not change needs no more memory than one.
+# alike. Steps that have a leaf in common refer to one buffer (`BufferRefCounts` counts
+# them), so a leaf that does not change needs no more memory than one.
 
 
-MOST_PLACES = ABSENT - 1
+MAX_BUFFERS = ABSENT - 1
 
 
 class Extent:
@@ -63,14 +63,14 @@ class Extent:
 
 
 class LeafMemory:
-    """The places of the leaves of one layout. Not thread-safe.
+    """The buffers of the leaves of one layout. Not thread-safe.
 
     >>> leaf = Slice(path="w", start=(0,), stop=(4,), dtype="uint8")
     >>> memory = LeafMemory((leaf,))
     >>> one, other = memory.acquire(), memory.acquire()
     >>> one.tolist(), other.tolist(), len(memory.paths)
     ([0], [1], 2)
-    >>> memory.pool.release(one)
+    >>> memory.ref_counts.release(one)
     >>> memory.acquire().tolist(), len(memory.view(0, 0))
     ([0], 4)
     >>> memory.close()
@@ -80,42 +80,42 @@ class LeafMemory:
         """Reserves nothing yet; each of `slices` is a whole leaf."""
         self.slices = slices
         self._offsets, self._nbytes = offsets_of(slices)
-        self.pool = PlacePool(len(slices), MOST_PLACES)
+        self.ref_counts = BufferRefCounts(len(slices), MAX_BUFFERS)
         self._extents: dict[int, Extent] = {}
 
     def acquire(self) -> np.ndarray:
-        """[leaves] uint8: a free place of each leaf, the lowest, referred to once.
+        """[leaves] uint8: a free buffer of each leaf, the lowest, referred to once.
 
         Raises:
             OSError: the memory is not there; names the bytes needed and available.
-            RuntimeError: all places of a leaf are in use.
+            RuntimeError: all buffers of a leaf are in use.
         """
-        places = self.pool.acquire(np.arange(len(self.slices)))
-        if places is None:
-            raise RuntimeError(f"all {MOST_PLACES} places of a leaf are in use")
+        buffers = self.ref_counts.acquire(np.arange(len(self.slices)))
+        if buffers is None:
+            raise RuntimeError(f"all {MAX_BUFFERS} buffers of a leaf are in use")
         try:
-            for place in sorted({0, *places.tolist()} - set(self._extents)):
-                self._extents[place] = Extent(self._nbytes)
+            for buffer in sorted({0, *buffers.tolist()} - set(self._extents)):
+                self._extents[buffer] = Extent(self._nbytes)
         except BaseException:
-            self.pool.release(places)
+            self.ref_counts.release(buffers)
             raise
-        return places
+        return buffers
 
-    def view(self, place: int, index: int) -> memoryview:
-        """The bytes of one leaf at one of its places."""
-        arena = self._extents[place].arena
+    def view(self, buffer: int, index: int) -> memoryview:
+        """The bytes of one leaf at one of its buffers."""
+        arena = self._extents[buffer].arena
         return arena.view(self._offsets[index], self.slices[index].nbytes)
 
     @property
     def paths(self) -> dict[int, str]:
         """Of each extent in use its path, which the exporter opens."""
-        return {place: extent.path for place, extent in self._extents.items()}
+        return {buffer: extent.path for buffer, extent in self._extents.items()}
 
     def trim(self) -> bool:
         """Gives back what nobody refers to; whether that is all of it."""
-        free = self.pool.free_places
-        for place in [place for place in self._extents if free[place]]:
-            self._extents.pop(place).close()
+        free = self.ref_counts.free_buffers
+        for buffer in [buffer for buffer in self._extents if free[buffer]]:
+            self._extents.pop(buffer).close()
         return not self._extents
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ class Version:
     step: int
     record: Record
     memory: LeafMemory
-    places: np.ndarray
+    buffers: np.ndarray
     """[leaves] uint8: where in `memory` each leaf is."""
     kept: np.ndarray
     """[leaves] bool: it is where the step before has it, for it did not change."""
@@ -148,15 +148,15 @@ class Version:
     def views(self) -> list[memoryview]:
         """The bytes of each leaf."""
         return [
-            self.memory.view(place, index)
-            for index, place in enumerate(self.places.tolist())
+            self.memory.view(buffer, index)
+            for index, buffer in enumerate(self.buffers.tolist())
         ]
 
     @property
     def exported(self) -> list[str]:
         """Of each leaf the path of the extent that it is in, for the exporter."""
         paths = self.memory.paths
-        return [paths[place] for place in self.places.tolist()]
+        return [paths[buffer] for buffer in self.buffers.tolist()]
 
 
 class Versions:
@@ -166,12 +166,12 @@ class Versions:
         """Reserves nothing before the first step shows how much is needed.
 
         Raises:
-            ValueError: `keep` is more than there are places.
+            ValueError: `keep` is more than there are buffers.
         """
-        if keep > MOST_PLACES - 2:
+        if keep > MAX_BUFFERS - 2:
             raise ValueError(
                 f"memory_to_keep={keep} is too large. Allowed: up to "
-                f"{MOST_PLACES - 2}. Set ReplicatedOptions(memory_to_keep=...)."
+                f"{MAX_BUFFERS - 2}. Set ReplicatedOptions(memory_to_keep=...)."
             )
         self._keep, self.chunk_bytes = keep, chunk_bytes
         self._log = MemoryCommitLog()
@@ -199,13 +199,13 @@ class Versions:
         """
         jax.block_until_ready([v for v in values if isinstance(v, jax.Array)])
         memory = self._memory_for(_slices(record))
-        places = memory.acquire()
+        buffers = memory.acquire()
         try:
-            version = self._stage(step, record, values, memory, places)
+            version = self._stage(step, record, values, memory, buffers)
             self._log.append(_commit(version))
-            memory.pool.retain(version.places)
+            memory.ref_counts.retain(version.buffers)
         finally:
-            memory.pool.release(places)
+            memory.ref_counts.release(buffers)
         self._versions[step], self._trusted = version, True
         for old in list(self._versions)[: -self._keep]:
             if old != self.steps[-1]:  # the one to go on from
@@ -218,18 +218,18 @@ class Versions:
         record: Record,
         values: Sequence[Any],
         memory: LeafMemory,
-        places: np.ndarray,
+        buffers: np.ndarray,
     ) -> Version:
-        """Writes to `places` what may have changed since the step written last.
+        """Writes to `buffers` what may have changed since the step written last.
 
         A leaf that changed last time is copied and digested in one pass; one that did
         not is only digested, as in `snapshot`.
         """
         base = next(reversed(self._versions.values()), None)
         if base is None or base.memory is not memory or not self._trusted:
-            known, calm, old = [b""] * len(values), [False] * len(values), places
+            known, calm, old = [b""] * len(values), [False] * len(values), buffers
         else:
-            known, calm, old = base.digests, base.kept.tolist(), base.places
+            known, calm, old = base.digests, base.kept.tolist(), base.buffers
         digests = []
         for index, (leaf, value) in enumerate(zip(record.leaves, values, strict=True)):
             before = memory.view(int(old[index]), index)
@@ -238,7 +238,7 @@ class Versions:
             ):
                 digests.append(known[index])
             else:
-                view = memory.view(int(places[index]), index)
+                view = memory.view(int(buffers[index]), index)
                 digests.append(copy_leaf(value, leaf, view, self.chunk_bytes))
         pairs = zip(digests, known, strict=True)
         kept = np.array([new == before for new, before in pairs], bool)
@@ -246,7 +246,7 @@ class Versions:
             step=step,
             record=record,
             memory=memory,
-            places=np.where(kept, old, places).astype(np.uint8),
+            buffers=np.where(kept, old, buffers).astype(np.uint8),
             kept=kept,
             digests=tuple(digests),
             shardings=tuple(
@@ -293,11 +293,11 @@ class Versions:
 
     def pin(self, version: Version) -> None:
         """Keeps the bytes of a step as they are until `unpin`."""
-        version.memory.pool.retain(version.places)
+        version.memory.ref_counts.retain(version.buffers)
 
     def unpin(self, version: Version) -> None:
         """Ends one `pin`."""
-        version.memory.pool.release(version.places)
+        version.memory.ref_counts.release(version.buffers)
         self._trim()
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dtft.checkpoint.memory.chunk_pool import Copy, Read, Shelf
+from dtft.checkpoint.memory.chunk_pool import ChunkPool, Copy, Read
 from dtft.checkpoint.state import ABSENT, Parts, Slice, chunk_digests, unpack_flags
 
 
@@ -20,24 +20,24 @@ class Room:
 
     base: int
     """The step whose chunks may be kept where they did not change; -1 for none."""
-    places: bytes
-    """A free place for each chunk, one byte each."""
+    buffers: bytes
+    """A free buffer for each chunk, one byte each."""
 
 
 @dataclass(kw_only=True)
 class _Staging:
-    """A step that is being written; refers to its places and to those of its base."""
+    """A step that is being written; refers to its buffers and to those of its base."""
 
     base: Copy
-    places: np.ndarray
+    buffers: np.ndarray
 
 
 class Owning:
-    """The copies of own slices on one shelf."""
+    """The copies of own slices on one pool."""
 
-    def __init__(self, shelf: Shelf) -> None:
+    def __init__(self, pool: ChunkPool) -> None:
         """Has no copy yet."""
-        self.shelf = shelf
+        self.pool = pool
         self.copies: dict[int, Copy] = {}
         self.items: dict[int, dict[str, Any]] = {}
         self._staging: dict[int, _Staging] = {}
@@ -48,55 +48,55 @@ class Owning:
     # ---------------------------------------------------------------- staging
 
     def begin_stage(self, step: int) -> Room:
-        """Reserves a place for every chunk.
+        """Reserves a buffer for every chunk.
 
         Raises:
-            RuntimeError: a chunk has no free place, so a commit or export is stuck.
+            RuntimeError: a chunk has no free buffer, so a commit or export is stuck.
         """
         for asked in list(self._staging):
             self._cancel(asked)  # there is one trainer, and it writes one step
-        pool = self.shelf.pool
-        places = self.shelf.acquire(np.arange(self.shelf.chunks.num_chunks))
-        if places is None:
+        ref_counts = self.pool.ref_counts
+        buffers = self.pool.acquire(np.arange(self.pool.chunks.num_chunks))
+        if buffers is None:
             raise RuntimeError(
-                f"no free place for step {step}: all {pool.num_places} places of a "
-                f"chunk hold steps that are still needed; held are "
+                f"no free buffer for step {step}: all {ref_counts.num_buffers} buffers "
+                f"of a chunk hold steps that are still needed; held are "
                 f"{sorted(self.copies)}."
             )
         newest = max(self.copies, default=-1)
-        if newest in self.copies and self.shelf.rotten_in(self.copies[newest]):
+        if newest in self.copies and self.pool.rotten_in(self.copies[newest]):
             newest = -1  # every chunk is written anew
         base = self.copies.get(newest) or self._nothing()
-        pool.retain(base.places)
-        self._staging[step] = _Staging(base=base, places=places)
-        return Room(base=newest, places=places.tobytes())
+        ref_counts.retain(base.buffers)
+        self._staging[step] = _Staging(base=base, buffers=buffers)
+        return Room(base=newest, buffers=buffers.tobytes())
 
     def staged(
         self, step: int, digests: Sequence[bytes], items: dict, kept: bytes
     ) -> None:
-        """The step has been written; see `Holder.staged`."""
-        staging, chunks = self._staging.pop(step), self.shelf.chunks
+        """The step has been written; see `ReplicaStore.staged`."""
+        staging, chunks = self._staging.pop(step), self.pool.chunks
         is_kept = unpack_flags(kept, chunks.num_chunks)
         copied = chunks.mask([i for i, one in enumerate(digests) if one])
-        places = np.where(is_kept, staging.base.places, staging.places)
-        places = np.where(copied, places, ABSENT).astype(np.uint8)
-        self.shelf.pool.retain(places)
+        buffers = np.where(is_kept, staging.base.buffers, staging.buffers)
+        buffers = np.where(copied, buffers, ABSENT).astype(np.uint8)
+        self.pool.ref_counts.retain(buffers)
         self._let_go(staging)
         self._drop(step)
-        self.copies[step] = Copy(places=places, digests=list(digests))
+        self.copies[step] = Copy(buffers=buffers, digests=list(digests))
         self.items[step] = items
 
     def _let_go(self, staging: _Staging) -> None:
-        self.shelf.pool.release(staging.places)
-        self.shelf.release(staging.base)
+        self.pool.ref_counts.release(staging.buffers)
+        self.pool.release(staging.base)
 
     def _cancel(self, step: int) -> None:
         if (staging := self._staging.pop(step, None)) is not None:
             self._let_go(staging)
 
     def _nothing(self) -> Copy:
-        digests = [b""] * len(self.shelf.chunks.slices)
-        return Copy(places=self.shelf.pool.absent(), digests=digests)
+        digests = [b""] * len(self.pool.chunks.slices)
+        return Copy(buffers=self.pool.ref_counts.absent(), digests=digests)
 
     # -------------------------------------------------------------- retention
 
@@ -109,15 +109,15 @@ class Owning:
 
     def _drop(self, step: int) -> None:
         if (copy := self.copies.pop(step, None)) is not None:
-            self.shelf.release(copy)
+            self.pool.release(copy)
             self.items.pop(step)
 
     def pin(self, step: int) -> int:
         """Keeps a copy's bytes until `unpin`, though the step be dropped."""
         copy = self.copies[step]
-        self.shelf.pool.retain(copy.places)
+        self.pool.ref_counts.retain(copy.buffers)
         number = next(self._pin_numbers)
-        kept = Copy(places=copy.places.copy(), digests=list(copy.digests))
+        kept = Copy(buffers=copy.buffers.copy(), digests=list(copy.digests))
         self.pins[number] = step, kept
         return number
 
@@ -128,43 +128,43 @@ class Owning:
             The memory, and one more pin, which whoever writes there ends afterwards.
 
         Raises:
-            RuntimeError: a chunk has no free place.
+            RuntimeError: a chunk has no free buffer.
         """
         step, copy = self.pins[pin]
         lacking = [index for index, known in enumerate(copy.digests) if not known]
-        mask = self.shelf.chunks.mask(lacking) & (copy.places == ABSENT)
-        fresh = self.shelf.acquire(np.flatnonzero(mask))
+        mask = self.pool.chunks.mask(lacking) & (copy.buffers == ABSENT)
+        fresh = self.pool.acquire(np.flatnonzero(mask))
         if fresh is None:
-            raise RuntimeError("no free place for slices that are to be exported")
-        copy.places = np.where(mask, fresh, copy.places)
-        self.shelf.pool.retain(copy.places)
+            raise RuntimeError("no free buffer for slices that are to be exported")
+        copy.buffers = np.where(mask, fresh, copy.buffers)
+        self.pool.ref_counts.retain(copy.buffers)
         guard = next(self._pin_numbers)
         self.pins[guard] = step, copy
-        slices = self.shelf.chunks.slices
-        memory = {slices[index]: self.shelf.parts(copy, index) for index in lacking}
+        slices = self.pool.chunks.slices
+        memory = {slices[index]: self.pool.parts(copy, index) for index in lacking}
         return memory, guard
 
     def completed(self, pin: int, digests: Mapping[str, bytes]) -> None:
         """Slices (key to digests) that a pinned copy lacked are there, verified."""
         copy = self.pins[pin][1]
-        for index, piece in enumerate(self.shelf.chunks.slices):
+        for index, piece in enumerate(self.pool.chunks.slices):
             copy.digests[index] = copy.digests[index] or digests.get(piece.key, b"")
 
     def pinned(self, pin: int) -> tuple[bytes, list[bytes]]:
-        """The place of each chunk of a pinned copy, one byte each, and its digests."""
+        """The buffer of each chunk of a pinned copy, one byte each, and its digests."""
         copy = self.pins[pin][1]
-        return copy.places.tobytes(), list(copy.digests)
+        return copy.buffers.tobytes(), list(copy.digests)
 
     def unpin(self, pin: int) -> None:
         """Ends one `pin`."""
-        self.shelf.release(self.pins.pop(pin)[1])
+        self.pool.release(self.pins.pop(pin)[1])
 
     # ---------------------------------------------------------------- restore
 
     def begin_restore(
         self, step: int, expected: Sequence[bytes | None], items: dict, read: bool
     ) -> list[int]:
-        """Makes a copy in which every slice that is right has its place already.
+        """Makes a copy in which every slice that is right has its buffer already.
 
         Args:
             step: the step.
@@ -174,27 +174,29 @@ class Owning:
             read: whether what is recorded to be right is read and checked now.
 
         Returns:
-            The slices that are absent or not right. They have places of their own now,
+            The slices that are absent or not right. They have buffers of their own now,
             to which nobody else refers, and count as held once `restored` was called.
         """
         old = self.copies.get(step) or self._nothing()
         known: Read = {}
-        rotten = self.shelf.chunks.owners_of(self.shelf.rotten_in(old))
+        rotten = self.pool.chunks.owners_of(self.pool.rotten_in(old))
         lacking = [
             index
             for index, good in enumerate(expected)
             if old.digests[index] != good
             or index in rotten
-            or (read and not self.shelf.right(old, index, known))
+            or (read and not self.pool.right(old, index, known))
         ]
-        mask, pool = self.shelf.chunks.mask(lacking), self.shelf.pool
-        pool.release(np.where(mask, old.places, ABSENT).astype(np.uint8))
-        fresh = self.shelf.acquire(np.flatnonzero(mask))
+        mask, ref_counts = self.pool.chunks.mask(lacking), self.pool.ref_counts
+        ref_counts.release(np.where(mask, old.buffers, ABSENT).astype(np.uint8))
+        fresh = self.pool.acquire(np.flatnonzero(mask))
         assert fresh is not None, "one version is kept, and exports have ended"
-        copy = Copy(places=np.where(mask, fresh, old.places), digests=list(old.digests))
+        copy = Copy(
+            buffers=np.where(mask, fresh, old.buffers), digests=list(old.digests)
+        )
         for index in lacking:
             # Nobody sends what has no bytes: every host has it.
-            empty = not self.shelf.chunks.slices[index].nbytes
+            empty = not self.pool.chunks.slices[index].nbytes
             nothing = chunk_digests(b"", 1) if empty else b""
             good = expected[index] in (None, nothing)
             copy.digests[index] = nothing if good else b""
@@ -204,11 +206,11 @@ class Owning:
     def fill(self, step: int, index: int, source: Parts, digests: bytes) -> None:
         """Copies a slice from elsewhere in this host's memory; it is held then."""
         copy = self.copies[step]
-        self.shelf.parts(copy, index).fill(source)
+        self.pool.parts(copy, index).fill(source)
         copy.digests[index] = digests
 
     def restored(self, step: int, digests: Mapping[str, bytes]) -> None:
         """Slices (key to digests) were fetched and verified: they are held now."""
-        for index, piece in enumerate(self.shelf.chunks.slices):
+        for index, piece in enumerate(self.pool.chunks.slices):
             if piece.key in digests:
                 self.copies[step].digests[index] = digests[piece.key]

@@ -1,8 +1,8 @@
 """What one host holds: its own slices and its peers', by step, in one arena.
 
-`Holder` keeps the last commit until the next is complete, and answers which verified
-copies are here; it is thread-safe. `HeldCopies` looks through own and peers' copies of
-a step. `audit` reads the copies of a step again while training goes on.
+`ReplicaStore` keeps the last commit until the next is complete, and answers which
+verified copies are here; it is thread-safe. `HeldCopies` looks through own and peers'
+copies of a step. `audit` reads the copies of a step again while training goes on.
 """
 
 import threading
@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from dtft.checkpoint.memory.arena import (
-    HOSTED_PLACES,
-    OWN_PLACES,
+    HOSTED_BUFFERS,
+    OWN_BUFFERS,
     Arena,
     ArenaMap,
     arena_bytes,
 )
-from dtft.checkpoint.memory.chunk_pool import Copy, Read, Shelf
+from dtft.checkpoint.memory.chunk_pool import ChunkPool, Copy, Read
 from dtft.checkpoint.memory.incoming import Hosting, Receiving
 from dtft.checkpoint.memory.own_copies import Owning, Room
 from dtft.checkpoint.memory.scrub import Scrub
@@ -26,7 +26,7 @@ from dtft.checkpoint.state import Chunks, Layout, Parts, Slice, check_copies
 
 # Which copies one host has of a step, own and peers' together, and which are right.
 #
-# Looks through both kinds of shelves: for what can be sent, what a check finds, and
+# Looks through both kinds of pools: for what can be sent, what a check finds, and
 # what a restore can take from here. Not thread-safe.
 
 
@@ -46,18 +46,18 @@ class HeldCopies:
         found = self._own.items.get(step)
         return self._hosting.items[step] if found is None else found
 
-    def _copies(self, step: int) -> Iterator[tuple[Shelf, Copy]]:
+    def _copies(self, step: int) -> Iterator[tuple[ChunkPool, Copy]]:
         if step in self._own.copies:
-            yield self._own.shelf, self._own.copies[step]
+            yield self._own.pool, self._own.copies[step]
         for source, copy in self._hosting.copies.get(step, {}).items():
-            yield self._hosting.shelves[source], copy
+            yield self._hosting.pools[source], copy
 
     def listed(self, step: int) -> list[tuple[str, Parts, bytes]]:
         """Slice key, bytes and recorded digest of every copy of `step`, not read."""
         return [
             (piece.key, parts, digests)
-            for shelf, copy in self._copies(step)
-            for piece, parts, digests in shelf.held(copy)
+            for pool, copy in self._copies(step)
+            for piece, parts, digests in pool.held(copy)
         ]
 
     def sendable(self, step: int) -> dict[str, Parts]:
@@ -65,7 +65,7 @@ class HeldCopies:
         found = {key: parts for key, parts, _ in self.listed(step)}
         for pinned, copy in self._own.pins.values():
             if pinned == step:
-                for piece, parts, _ in self._own.shelf.held(copy):
+                for piece, parts, _ in self._own.pool.held(copy):
                     found.setdefault(piece.key, parts)
         return found
 
@@ -91,9 +91,9 @@ class HeldCopies:
         """Begins an own copy of `step` with every byte of it that is here and right.
 
         Returns:
-            The own slices that must be fetched; see `Holder.begin_restore`.
+            The own slices that must be fetched; see `ReplicaStore.begin_restore`.
         """
-        own_slices = self._own.shelf.chunks.slices
+        own_slices = self._own.pool.chunks.slices
         expected = [digests.get(piece.key) for piece in own_slices]
         lacking = self._own.begin_restore(step, expected, items, read)
         hosted = self._hosted_right(step) if lacking else {}
@@ -111,15 +111,15 @@ class HeldCopies:
         """Verified hosted slices: a spare that hosted one before may own it now."""
         found = {}
         for source, copy in self._hosting.copies.get(step, {}).items():
-            shelf, read = self._hosting.shelves[source], Read()
-            for piece, parts, digests in shelf.held(copy):
-                mine = piece in self._own.shelf.index
-                if mine and shelf.right(copy, shelf.index[piece], read):
+            pool, read = self._hosting.pools[source], Read()
+            for piece, parts, digests in pool.held(copy):
+                mine = piece in self._own.pool.index
+                if mine and pool.right(copy, pool.index[piece], read):
                     found[piece.key, digests] = parts
         return found
 
 
-class Holder:
+class ReplicaStore:
     """All copies on one host for one layout and slot."""
 
     def __init__(
@@ -147,32 +147,32 @@ class Holder:
         self.path = self.arena.path
         self.map = ArenaMap.of(layout, slot, placement, chunk_bytes)
         self._lock = threading.RLock()
-        self._own = Owning(self._new_shelf(self.map.own, OWN_PLACES, 0))
-        index = self._own.shelf.index
+        self._own = Owning(self._new_pool(self.map.own, OWN_BUFFERS, 0))
+        index = self._own.pool.index
         self._sent = {
             push.target: self.map.own.numbers_of([index[p] for p in push.slices])
             for push in self.outgoing
         }
         starts = self.map.hosted_starts
-        shelves = {
-            source: self._new_shelf(chunks, HOSTED_PLACES, starts[source])
+        pools = {
+            source: self._new_pool(chunks, HOSTED_BUFFERS, starts[source])
             for source, chunks in self.map.hosted.items()
         }
-        self._hosting = Hosting(shelves, self._lock)
+        self._hosting = Hosting(pools, self._lock)
         self._held = HeldCopies(self._own, self._hosting)
         self.scrub = Scrub(self._own, self._hosting, self._lock)
 
-    def _new_shelf(self, chunks: Chunks, num_places: int, start: int) -> Shelf:
-        size = num_places * chunks.nbytes
-        return Shelf(chunks, num_places, lambda: self.arena.view(start, size))
+    def _new_pool(self, chunks: Chunks, num_buffers: int, start: int) -> ChunkPool:
+        size = num_buffers * chunks.nbytes
+        return ChunkPool(chunks, num_buffers, lambda: self.arena.view(start, size))
 
     # ------------------------------------------------------------- own slices
 
     def begin_stage(self, step: int) -> Room:
-        """Reserves a place for every chunk of this host's own slices of `step`.
+        """Reserves a buffer for every chunk of this host's own slices of `step`.
 
         Raises:
-            RuntimeError: a chunk has no free place, so a commit or export is stuck.
+            RuntimeError: a chunk has no free buffer, so a commit or export is stuck.
         """
         with self._lock:
             return self._own.begin_stage(step)
@@ -194,31 +194,31 @@ class Holder:
     def own_parts(self, step: int, piece: Slice) -> Parts:
         """The bytes of one own slice of a step, or where a fetch puts them."""
         with self._lock:
-            shelf = self._own.shelf
-            return shelf.parts(self._own.copies[step], shelf.index[piece])
+            pool = self._own.pool
+            return pool.parts(self._own.copies[step], pool.index[piece])
 
     def own_digests(self, step: int, slices: Sequence[Slice]) -> list[bytes]:
         """Digests of some of the own slices of a staged step."""
         with self._lock:
-            known, index = self._own.copies[step].digests, self._own.shelf.index
+            known, index = self._own.copies[step].digests, self._own.pool.index
             return [known[index[piece]] for piece in slices]
 
     def all_own_digests(self, step: int) -> list[bytes]:
         """Digests of all own slices of a staged or restored step."""
         return self.own_digests(step, self.own_slices)
 
-    def own_places(self, step: int) -> bytes:
-        """The place of each chunk of the own slices of a step, one byte each."""
+    def own_buffers(self, step: int) -> bytes:
+        """The buffer of each chunk of the own slices of a step, one byte each."""
         with self._lock:
-            return self._own.copies[step].places.tobytes()
+            return self._own.copies[step].buffers.tobytes()
 
     def push_chunks(
         self, step: int, push: Push, numbers: Sequence[int]
     ) -> list[memoryview]:
         """The bytes of some chunks of what is pushed, counted through its slices."""
         with self._lock:
-            places, sent = self._own.copies[step].places, self._sent[push.target]
-            return [self._own.shelf.chunk(places, int(sent[n])) for n in numbers]
+            buffers, sent = self._own.copies[step].buffers, self._sent[push.target]
+            return [self._own.pool.chunk(buffers, int(sent[n])) for n in numbers]
 
     def items(self, step: int) -> dict[str, Any]:
         """The items (data position and so on) that came with the copies of `step`."""
@@ -244,7 +244,7 @@ class Holder:
 
         Returns:
             None if the push does not belong here, if other bytes of the same step are
-            here or on their way (nothing overwrites them), or if no place is free.
+            here or on their way (nothing overwrites them), or if no buffer is free.
         """
         with self._lock:
             return self._hosting.begin(step, source, digests)
@@ -299,7 +299,7 @@ class Holder:
             self._own.unpin(pin)
 
     def pinned(self, pin: int) -> tuple[bytes, list[bytes]]:
-        """The place of each chunk of a pinned copy, one byte each, and its digests."""
+        """The buffer of each chunk of a pinned copy, one byte each, and its digests."""
         with self._lock:
             return self._own.pinned(pin)
 
@@ -310,7 +310,7 @@ class Holder:
             The memory, and one more pin, which whoever writes there ends afterwards.
 
         Raises:
-            RuntimeError: a chunk has no free place.
+            RuntimeError: a chunk has no free buffer.
             KeyError: the pin has ended.
         """
         with self._lock:
@@ -390,7 +390,7 @@ class Holder:
 
         Returns:
             The own slices that must be fetched (absent, or not matching). Each has a
-            place of its own now, and counts as held once `restored` was called.
+            buffer of its own now, and counts as held once `restored` was called.
         """
         with self._lock:
             self.keep_only({step})
@@ -413,17 +413,17 @@ class Holder:
 # taken for corrupt.
 
 
-def audit(holder: Holder, step: int) -> tuple[dict[str, bytes], list[str]] | None:
+def audit(store: ReplicaStore, step: int) -> tuple[dict[str, bytes], list[str]] | None:
     """Checks every copy of a step.
 
     Returns:
         Slice key to digest of each good copy, and the keys of bad ones; None if the
         step was dropped or replaced before all was read.
     """
-    copies = holder.copies(step)
-    found = check_copies(copies, holder.chunk_bytes)
+    copies = store.copies(step)
+    found = check_copies(copies, store.chunk_bytes)
     known = [(key, expected) for key, _, expected in copies]
-    now = [(key, expected) for key, _, expected in holder.copies(step)]
+    now = [(key, expected) for key, _, expected in store.copies(step)]
     if not copies or now[: len(known)] != known:
         return None
     return found

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import xxhash
 
-from dtft.checkpoint.memory.arena import Slabs
+from dtft.checkpoint.memory.arena import AlignedAllocator
 from dtft.checkpoint.state import (
     ABSENT,
     DIGEST_BYTES,
@@ -69,8 +69,8 @@ def copied_out(
     (b'abcdef', [1])
     """
     sizes = [source.nbytes for source in sources]
-    slabs = Slabs(sum(sizes))
-    copies = [slabs.take(size) for size in sizes]
+    allocator = AlignedAllocator(sum(sizes))
+    copies = [allocator.take(size) for size in sizes]
     bad = {
         index
         for index, size in enumerate(sizes)
@@ -147,7 +147,7 @@ class SnapshotPlan:
         step: int,
         arrays: Mapping[str, jax.Array | np.ndarray],
         memory: memoryview,
-        places: np.ndarray,
+        buffers: np.ndarray,
         base: Snapshot | None = None,
         copied: np.ndarray | None = None,
     ) -> Snapshot:
@@ -156,7 +156,7 @@ class SnapshotPlan:
         A chunk that changed last time is copied and digested in one pass, and taken for
         unchanged afterwards if the digests agree; one that did not is only digested.
         Equal digests (xxh3-128) stand for equal bytes: a change goes unnoticed by
-        accident with a chance of 2^-128. What an unchanged chunk's place holds is
+        accident with a chance of 2^-128. What an unchanged chunk's buffer holds is
         checked by whoever reads it, as every byte in the arena is.
 
         Args:
@@ -164,12 +164,12 @@ class SnapshotPlan:
             arrays: leaf path to global array, all ready; or to a numpy array of which
                 every process has all.
             memory: the arena, from its start.
-            places: [chunks] uint8, a free place for each chunk.
+            buffers: [chunks] uint8, a free buffer for each chunk.
             base: the last snapshot, if it still is in the arena.
             copied: [slices] bool, which slices to copy; by default all.
         """
         # Lists, for a state may have many leaves that are small.
-        where = (places * np.int64(self.chunks.nbytes) + self.chunks.starts).tolist()
+        where = (buffers * np.int64(self.chunks.nbytes) + self.chunks.starts).tolist()
         calm = base.kept.tolist() if base is not None else [False] * len(where)
         digests = []
         for index, piece in enumerate(self.slices):
@@ -238,7 +238,7 @@ class SnapshotPlan:
     def read(
         self,
         memory: memoryview,
-        places: np.ndarray,
+        buffers: np.ndarray,
         digests: Sequence[bytes],
         abstract: Mapping[str, jax.ShapeDtypeStruct],
     ) -> dict[str, Any]:
@@ -246,7 +246,7 @@ class SnapshotPlan:
 
         Args:
             memory: the arena, from its start.
-            places: [chunks] uint8, the place of each chunk.
+            buffers: [chunks] uint8, the buffer of each chunk.
             digests: of every slice.
             abstract: leaf path to shape, dtype and sharding.
 
@@ -255,9 +255,9 @@ class SnapshotPlan:
         Raises:
             CorruptCopy: names the first slice whose bytes do not match.
         """
-        assert not (places == ABSENT).any(), "a restore brings every own slice"
+        assert not (buffers == ABSENT).any(), "a restore brings every own slice"
         sources = [
-            self.chunks.parts(memory, places, index)
+            self.chunks.parts(memory, buffers, index)
             for index in range(len(self.slices))
         ]
         loaded, bad = copied_out(sources, digests, self.chunks.chunk_bytes)

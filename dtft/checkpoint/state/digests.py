@@ -76,13 +76,13 @@ class Parts:
 # Slices cut into chunks, and where the chunks of one version lie.
 #
 # A chunk never crosses a slice, and a slice that is smaller than a chunk is one chunk.
-# Every chunk has the same few places in memory: place p of a chunk is where it lies in
-# the p-th of several versions laid out one after the other. So what changes at every
+# Every chunk has the same few buffers in memory: buffer p of a chunk is where it lies
+# in the p-th of several versions laid out one after the other. So what changes at every
 # step stays in one piece, and what does not change stays where it is.
 
 
 ABSENT = 255
-"""In place of a place: this version does not have the chunk."""
+"""In place of a buffer's number: this version does not have the chunk."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -157,21 +157,21 @@ class Chunks:
         """Which of the slices some chunks are of."""
         return set((np.searchsorted(self.first, numbers, side="right") - 1).tolist())
 
-    def chunk(self, memory: memoryview, place: int, number: int) -> memoryview:
-        """One chunk at one of its places."""
-        start = place * self.nbytes + int(self.starts[number])
+    def chunk(self, memory: memoryview, buffer: int, number: int) -> memoryview:
+        """One chunk at one of its buffers."""
+        start = buffer * self.nbytes + int(self.starts[number])
         return memory[start : start + int(self.sizes[number])]
 
-    def parts(self, memory: memoryview, places: np.ndarray, index: int) -> Parts:
+    def parts(self, memory: memoryview, buffers: np.ndarray, index: int) -> Parts:
         """Where one slice of a version lies: in as few pieces as there are.
 
         Args:
-            memory: all places, version after version.
-            places: [chunks] uint8, the place of each chunk in this version.
+            memory: all buffers, version after version.
+            buffers: [chunks] uint8, the buffer of each chunk in this version.
             index: which of the slices; none of its chunks may be absent.
         """
         numbers = self.numbers(index)
-        mine = places[numbers]
+        mine = buffers[numbers]
         ends = [*(np.flatnonzero(np.diff(mine)) + 1).tolist(), len(mine)]
         views, begun = [], 0
         for end in ends:

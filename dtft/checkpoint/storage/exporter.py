@@ -257,7 +257,7 @@ class Exporter:
         *,
         step: int,
         memory: list[str],
-        places: str,
+        buffers: str,
         digests: list[str],
         items: dict[str, Any],
         delete: Sequence[int] = (),
@@ -267,17 +267,17 @@ class Exporter:
         Args:
             step: the step.
             memory: one file for all of this slot's own slices, or one for each.
-            places: in hex, the place of each chunk in the file of its slice.
+            buffers: in hex, the buffer of each chunk in the file of its slice.
             digests: in hex, of each of the slot's slices in the layout's order.
             items: what is not an array.
             delete: steps that go once this one is complete.
 
         Raises:
-            ValueError: the places are not in the memory, or do not match the digests.
+            ValueError: the buffers are not in the memory, or do not match the digests.
             StorageBusy: another process did not stop writing to a shared directory.
             WrittenByAnother: a shared directory has another step of that number.
         """
-        parts = self._parts(memory, bytes.fromhex(places))
+        parts = self._parts(memory, bytes.fromhex(buffers))
         record, values = self._values(parts, items)
         keys = [piece.key for piece in self._chunks.slices]
         stored = StepToStore(record, values)  # takes the fingerprints
@@ -292,15 +292,15 @@ class Exporter:
             self._tier.wait_until_finished()
         return int(self._chunks.sizes.sum())
 
-    def _parts(self, memory: list[str], places: bytes) -> list[Parts]:
+    def _parts(self, memory: list[str], buffers: bytes) -> list[Parts]:
         """The bytes of each of the slot's slices."""
         # Mapped for each save: an agent may replace a file by one of another size.
         mapped = {path: _mapped(path) for path in set(memory)}
-        at = np.frombuffer(places, np.uint8)
+        at = np.frombuffer(buffers, np.uint8)
         least = min(map(len, mapped.values()), default=0) // max(self._chunks.nbytes, 1)
         if len(at) != self._chunks.num_chunks or (at >= least).any():
             raise ValueError(
-                f"places={places.hex():.40} are not places of the "
+                f"buffers={buffers.hex():.40} are not buffers of the "
                 f"{self._chunks.num_chunks} chunks of this slot: "
                 f"{', '.join(sorted(mapped))} has at most {least} of each. Send one "
                 "byte, as two hex digits, for each chunk."

@@ -361,7 +361,7 @@ def _announced(header: dict[str, Any], size: int, receiving: Receiving) -> list[
     Raises:
         WireError: they are not chunks of this push, or not as large.
     """
-    numbers, sizes = header.get("chunks", []), receiving.shelf.chunks.sizes
+    numbers, sizes = header.get("chunks", []), receiving.pool.chunks.sizes
     if (
         not isinstance(numbers, list)
         or len(numbers) > MAX_NUMBERS

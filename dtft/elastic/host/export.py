@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dtft.checkpoint.managers import ProgressBoard
-from dtft.checkpoint.memory import Holder
+from dtft.checkpoint.memory import ReplicaStore
 from dtft.checkpoint.storage import ExporterProcess, Hear
 from dtft.checkpoint.transport import Credentials
 from dtft.elastic.job import AgentConfig
@@ -35,7 +35,7 @@ def start_exporter(
 def save_fields(
     step: int,
     memory: Path,
-    places: bytes,
+    buffers: bytes,
     digests: Sequence[bytes],
     items: dict[str, Any],
 ) -> dict[str, Any]:
@@ -44,14 +44,14 @@ def save_fields(
     Args:
         step: the step.
         memory: the arena.
-        places: of each chunk of the slot's own slices its place in the arena.
+        buffers: of each chunk of the slot's own slices its buffer in the arena.
         digests: of each slice.
         items: what is not an array.
     """
     return {
         "step": step,
         "memory": [str(memory)],
-        "places": places.hex(),
+        "buffers": buffers.hex(),
         "digests": [one.hex() for one in digests],
         "items": items,
     }
@@ -73,10 +73,10 @@ class HostExports:
         self._emit, self._exported = emit, exported
         self._exporter: ExporterProcess | None = None
         self._world: tuple[dict[str, Any], int] | None = None
-        self._pinned: dict[int, tuple[Holder, int]] = {}
-        self._lent: tuple[Holder, int] | None = None
+        self._pinned: dict[int, tuple[ReplicaStore, int]] = {}
+        self._lent: tuple[ReplicaStore, int] | None = None
 
-    def begin(self, holder: Holder | None, order: dict[str, Any]) -> None:
+    def begin(self, holder: ReplicaStore | None, order: dict[str, Any]) -> None:
         """Begins to write one committed step, which `holder` should have.
 
         A step still in writing is given up: the leader orders one export at a time, so
@@ -96,7 +96,7 @@ class HostExports:
         self._save(self._open(holder, order), holder, order)
 
     def _save(
-        self, exporter: ExporterProcess, holder: Holder, order: dict[str, Any]
+        self, exporter: ExporterProcess, holder: ReplicaStore, order: dict[str, Any]
     ) -> None:
         """Hands over a pinned step, once what this host did not copy is borrowed."""
         step = order["step"]
@@ -109,14 +109,14 @@ class HostExports:
             if order["transfers"]:
                 borrow(holder, pin, order, self._credentials, limit_s)
             try:
-                places, digests = holder.pinned(pin)
+                buffers, digests = holder.pinned(pin)
             except KeyError as error:
                 raise FetchFailed("this host", "the export was given up") from error
-            return save_fields(step, holder.path, places, digests, items)
+            return save_fields(step, holder.path, buffers, digests, items)
 
         exporter.save(fields, limit_s)
 
-    def _open(self, holder: Holder, order: dict[str, Any]) -> ExporterProcess:
+    def _open(self, holder: ReplicaStore, order: dict[str, Any]) -> ExporterProcess:
         """Keeps the exporter of the last step if its world is the same.
 
         After a failure none of a world's processes is kept, on any host: the old ones
@@ -157,7 +157,7 @@ class HostExports:
         if not ok:
             self.close()
 
-    def lend(self, holder: Holder | None, step: int) -> None:
+    def lend(self, holder: ReplicaStore | None, step: int) -> None:
         """Keeps a committed step until the next call, for peers to fetch from; -1 keeps
         none. One that was dropped is missed by who asks for it."""
         if holder is None:

@@ -534,7 +534,7 @@ class Follower:
             step=step,
             layout=holder.layout.to_json(),
             arena=str(holder.path),
-            places=holder.own_places(step),
+            buffers=holder.own_buffers(step),
             digests=holder.all_own_digests(step),
             items=holder.items(step),
         )

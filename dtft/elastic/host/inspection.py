@@ -6,7 +6,7 @@ nobody who looks.
 
 from typing import Any
 
-from dtft.checkpoint.memory import Holder, audit
+from dtft.checkpoint.memory import ReplicaStore, audit
 from dtft.checkpoint.transport import MAX_REQUEST_HEADER, Channel, no_payload
 from dtft.elastic.job import AgentConfig
 from dtft.elastic.transfer import Inbox
@@ -35,7 +35,7 @@ def _asked(channel: Channel) -> dict[str, Any]:
     return channel.receive(ANSWER_S, no_payload, max_header=small)[0]
 
 
-def _held(holder: Holder, *, verify: bool) -> dict[str, Any]:
+def _held(holder: ReplicaStore, *, verify: bool) -> dict[str, Any]:
     """What is recorded at this moment, without what the scrubber found wrong; with
     `verify` without what is read now and wrong, too."""
     held = {

@@ -289,8 +289,8 @@ class Salvage:
             try:
                 digests = self._bring(choice, chunks, arena, end)
                 items = {**choice.items, "config": choice.layout.config}
-                places = bytes(chunks.num_chunks)
-                fields = save_fields(choice.step, path, places, digests, items)
+                buffers = bytes(chunks.num_chunks)
+                fields = save_fields(choice.step, path, buffers, digests, items)
                 exporter.save(lambda: fields, max(end - time.monotonic(), 0.1))
                 self._await(answers, choice.step, end)
             finally:

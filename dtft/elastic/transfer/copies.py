@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from dtft.checkpoint.memory import Arena, Holder, arena_bytes
+from dtft.checkpoint.memory import Arena, ReplicaStore, arena_bytes
 from dtft.checkpoint.replication import Shares, place_copies
 from dtft.checkpoint.state import Layout, items_are_right, pack_flags
 from dtft.checkpoint.transport import Credentials
@@ -27,13 +27,13 @@ class Copies:
     def __init__(self, config: AgentConfig) -> None:
         """Reserves nothing yet."""
         self._config = config
-        self.holder: Holder | None = None
+        self.holder: ReplicaStore | None = None
         """Of the newest formation."""
-        self._shares: dict[Holder, Shares] = {}
-        self.former: tuple[Holder, ...] = ()
+        self._shares: dict[ReplicaStore, Shares] = {}
+        self.former: tuple[ReplicaStore, ...] = ()
         """Of the formations since the last commit, where they were others."""
         self._reserve: Arena | None = None
-        self._placed: dict[Holder, tuple[str, ...]] = {}
+        self._placed: dict[ReplicaStore, tuple[str, ...]] = {}
         self.epoch: tuple[int, int] = (0, 0)
         """Of the newest order; a restore for an older one may still be under way."""
         self._lock = threading.Lock()  # a restore that was given up may still end
@@ -45,7 +45,7 @@ class Copies:
         domains: Sequence[str] = (),
         keep: int | None = None,
         epoch: tuple[int, int] | None = None,
-    ) -> Holder:
+    ) -> ReplicaStore:
         """The holder for a layout and slot; its arena is kept if nothing changed.
 
         Args:
@@ -68,7 +68,7 @@ class Copies:
 
     def _hold(
         self, layout: Layout, slot: int, domains: tuple[str, ...], keep: int | None
-    ) -> Holder:
+    ) -> ReplicaStore:
         known = [it for it in (self.holder, *self.former) if it is not None]
         wanted = layout.digest, slot, domains
         same = [
@@ -90,14 +90,16 @@ class Copies:
         self._placed[self.holder] = domains
         return self.holder
 
-    def _drop(self, holder: Holder) -> None:
+    def _drop(self, holder: ReplicaStore) -> None:
         self._placed.pop(holder, None)
         holder.close()
 
-    def _make(self, layout: Layout, slot: int, domains: tuple[str, ...]) -> Holder:
+    def _make(
+        self, layout: Layout, slot: int, domains: tuple[str, ...]
+    ) -> ReplicaStore:
         directory = self._config.memory_directory
         paths = (directory / f"arena{'-' * bool(n)}{n or ''}" for n in range(100))
-        return Holder(
+        return ReplicaStore(
             layout,
             slot,
             place_copies(layout, self._config.copies, domains or None),
@@ -125,11 +127,11 @@ class Copies:
         for one in former:
             self._drop(one)
 
-    def holders(self) -> list[Holder]:
+    def holders(self) -> list[ReplicaStore]:
         """All that have copies of this host, the newest first."""
         return [it for it in (self.holder, *self.former) if it is not None]
 
-    def holding(self, step: int, slot: int | None = None) -> Holder | None:
+    def holding(self, step: int, slot: int | None = None) -> ReplicaStore | None:
         """The holder that has a step, of a certain slot if one is; else the newest."""
         having = [it for it in self.holders() if step in it.steps()]
         fit = [it for it in having if it.slot == slot]
@@ -166,7 +168,7 @@ class Copies:
         return reserve
 
     def report(self, read: bool = True) -> dict[str, Any]:
-        """What is held here, for the leader; see `Holder.holdings` for `read`."""
+        """What is held here, for the leader; see `ReplicaStore.holdings` for `read`."""
         holders = self.holders()
         held: dict[int, dict[str, bytes]] = {}
         items: dict[int, dict[str, Any]] = {}
@@ -198,7 +200,7 @@ class Copies:
         assert holder is not None
         return {
             "arena": str(holder.path),
-            "places": holder.own_places(step) if in_memory else b"",
+            "buffers": holder.own_buffers(step) if in_memory else b"",
             "digests": holder.all_own_digests(step) if in_memory else [],
             "items": holder.items(step) if in_memory else {},
         }

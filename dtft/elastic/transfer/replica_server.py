@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtft.checkpoint.memory import Holder
+from dtft.checkpoint.memory import ReplicaStore
 from dtft.checkpoint.state import Parts
 from dtft.checkpoint.transport import (
     MAX_DATA_HEADER,
@@ -45,7 +45,7 @@ def cut_out(slices: Sequence[Parts], spans: object) -> list[Parts]:
 
 
 def find_copies(
-    holders: Sequence[Holder | None], step: int, keys: Sequence[str]
+    holders: Sequence[ReplicaStore | None], step: int, keys: Sequence[str]
 ) -> list[Parts]:
     """The bytes of the named slices of a step, from whichever holder has each.
 
@@ -67,12 +67,12 @@ class Inbox:
     """What the serving side needs to know of its host, asked at every message."""
 
     epoch: Callable[[], Epoch]
-    holder: Callable[[], Holder | None]
+    holder: Callable[[], ReplicaStore | None]
     held: Callable[[int, int, str], None]
     """Called with (step, source slot, root digest) when a push was verified, once."""
     nixl: Nixl | None = None
     """Lends memory to peers that fetch with NIXL."""
-    former: Callable[[], Sequence[Holder]] = tuple
+    former: Callable[[], Sequence[ReplicaStore]] = tuple
     """Holders of former formations that peers may still need."""
 
 

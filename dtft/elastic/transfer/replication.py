@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from dtft.checkpoint.memory import Holder
+from dtft.checkpoint.memory import ReplicaStore
 from dtft.checkpoint.replication import Push
 from dtft.checkpoint.state import Chunks
 from dtft.checkpoint.transport import (
@@ -33,7 +33,7 @@ class Pusher:
 
     def __init__(
         self,
-        holder: Holder,
+        holder: ReplicaStore,
         push: Push,
         address: str,
         credentials: Credentials,

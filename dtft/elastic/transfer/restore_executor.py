@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from dtft.checkpoint.memory import Holder
+from dtft.checkpoint.memory import ReplicaStore
 from dtft.checkpoint.state import (
     Layout,
     Parts,
@@ -122,13 +122,13 @@ def restore_copies(
 
 
 def restore_into(
-    holder: Holder,
+    holder: ReplicaStore,
     order: dict[str, Any],
     host: str,
     credentials: Credentials,
     limit_s: float,
     nixl: Nixl | None = None,
-    former: Sequence[Holder] = (),
+    former: Sequence[ReplicaStore] = (),
 ) -> dict[str, Any]:
     """Carries out the restore part of a leader's order.
 
@@ -163,13 +163,13 @@ def restore_into(
 
 
 def _restore(
-    holder: Holder,
+    holder: ReplicaStore,
     order: dict[str, Any],
     host: str,
     credentials: Credentials,
     limit_s: float,
     nixl: Nixl | None,
-    former: Sequence[Holder],
+    former: Sequence[ReplicaStore],
 ) -> int:
     """Makes the step of `order` the only one in `holder`; returns bytes fetched."""
     step, digests = order["step"], order["digests"]
@@ -217,10 +217,10 @@ def _planned(order: Mapping[str, Any], host: str) -> set[str]:
 
 
 def _adopt(
-    holder: Holder,
+    holder: ReplicaStore,
     order: dict[str, Any],
     missing: Sequence[Slice],
-    former: Sequence[Holder],
+    former: Sequence[ReplicaStore],
 ) -> list[Slice]:
     """Copies what a former holder of this host has; returns what is still missing."""
     step, left = order["step"], list(missing)
@@ -238,7 +238,7 @@ def _adopt(
     return left
 
 
-def _digests_here(holder: Holder, step: int, piece: Slice) -> bytes:
+def _digests_here(holder: ReplicaStore, step: int, piece: Slice) -> bytes:
     """The digests of the bytes that are in memory now."""
     return digests_of_parts(holder.own_parts(step, piece).views, holder.chunk_bytes)
 
@@ -247,7 +247,7 @@ def _digests_here(holder: Holder, step: int, piece: Slice) -> bytes:
 
 
 def borrow(
-    holder: Holder,
+    holder: ReplicaStore,
     pin: int,
     order: dict[str, Any],
     credentials: Credentials,
@@ -290,7 +290,7 @@ def bring(
     chunk_bytes: int,
     *,
     host: str = "",
-    holders: Sequence[Holder] = (),
+    holders: Sequence[ReplicaStore] = (),
     nixl: Nixl | None = None,
     fetched: Callable[[Sequence[str]], None] = lambda keys: None,
 ) -> int:
@@ -383,7 +383,7 @@ def _flat(
 def _take_own(
     memory: Mapping[str, Parts],
     order: FetchOrder,
-    holders: Sequence[Holder],
+    holders: Sequence[ReplicaStore],
     chunk: int,
 ) -> None:
     """Copies regions of this host's own copies."""

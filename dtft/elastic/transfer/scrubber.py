@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dtft.checkpoint.memory import Holder
+from dtft.checkpoint.memory import ReplicaStore
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Scrubber:
 
     def __init__(
         self,
-        holders: Callable[[], Sequence[Holder]],
+        holders: Callable[[], Sequence[ReplicaStore]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begins the first pass in `PASS_S`; `holders` is asked at every turn."""
@@ -96,7 +96,7 @@ class Scrubber:
                 return
             number -= holder.scrub.num_chunks
 
-    def _look(self, holder: Holder, number: int) -> int:
+    def _look(self, holder: ReplicaStore, number: int) -> int:
         """Bytes read."""
         try:
             look = holder.scrub.look(number)
