@@ -151,6 +151,11 @@ SIZES_VALUES = {"hosts": 3, "run_dir": "r", "min_replicas": 0}
         ("checkpoint show D --step 3", {"directory": "D", "step": 3}, ""),
         ("checkpoint verify --step 3 D", {"directory": "D", "step": 3}, ""),
         (
+            f"checkpoint verify {STORE} --rate 5000000 --timeout 60",
+            {**STORE_VALUES, "rate": 5_000_000, "timeout": 60.0},
+            "",
+        ),
+        (
             "checkpoint export D --step 4 --to x",
             {"directory": "D", "step": 4, "to": "x"},
             "",
@@ -164,6 +169,7 @@ def test_every_flag_is_read_and_the_rest_is_left(
     command, words = read(line.split())
     defaults = {"spares": 0, "bind": "127.0.0.1:0", "timeout": 600.0, "copies": 2}
     defaults |= {"deadline": 600.0, "rounds": 3, "verify": 0, "trial": 0, "seed": 0}
+    defaults |= {"rate": 0}
     assert {**defaults, **told} == {**defaults, **values(command)}
     assert words == rest.split()
 

@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 
 Record = dict[str, Any]
+
+PROGRESS_S = 5.0
+"""From one line about a verification's progress to the next."""
 
 
 def storage_lines(record: Record) -> list[str]:
@@ -165,17 +169,40 @@ def _host_lines(record: Record) -> list[str]:
     return list(table(columns, rows)) if rows else []
 
 
+def verify_record(state: "JobState") -> Record:
+    """A job whose copies were read, as plain values."""
+    record = job_record(state)
+    for told, host in zip(record["hosts"], state.hosts, strict=True):
+        told["copies_read"] = host.copies_read
+        told["bytes_read"] = host.bytes_read
+        told["seconds"] = host.seconds
+    return record
+
+
 def verify_lines(record: Record) -> tuple[list[str], bool]:
     """What a job's copies came to when they were read, and whether all is well."""
     hosts, commits = record["hosts"], record["commits"]
     unread = {step for host in hosts for step in host["unread"]}
-    lines = [
+    rows = [
+        (
+            host["host"],
+            host["copies_read"],
+            size_text(host["bytes_read"]),
+            f"{host['seconds']:.1f}",
+            "-" if host["error"] else len(host["corrupt"]),
+        )
+        for host in hosts
+    ]
+    lines = list(table(("host", "copies", "read", "seconds", "corrupt"), rows))
+    problems = [
         f"corrupt copy: {host['host']} {text}"
         for host in hosts
         for text in host["corrupt"]
     ]
-    lines += [f"no answer: {host['host']}" for host in hosts if host["error"]]
-    well = not lines
+    problems += [
+        f"no answer: {host['host']}: {host['error']}" for host in hosts if host["error"]
+    ]
+    lines, well = lines * bool(rows) + problems, not problems
     for it in commits:
         copies = f"{it['slices']} slices, {it['copies'][0]} good copies or more of each"
         late = " (dropped before all was read)" if it["step"] in unread else ""
@@ -183,9 +210,10 @@ def verify_lines(record: Record) -> tuple[list[str], bool]:
             f"step {it['step']}: {it['health']}, {it['problem'] or copies}{late}"
         )
     read = [it for it in commits if it["step"] not in unread]
-    well = well and bool(read)  # nothing that was read is nothing verified
     well = well and all(it["health"] == "healthy" for it in read)
-    return lines or ["nothing is committed yet"], well
+    # Steps may be dropped faster than they are read: what was read is right then.
+    well = well and bool(commits) and any(host["bytes_read"] for host in hosts)
+    return lines if commits else [*lines, "nothing is committed yet"], well
 
 
 def _when(seconds: float) -> str:
@@ -212,9 +240,17 @@ def show(source: "CheckpointFlags", step: int | None) -> int:
     return _answer(source, partial(_show_directory, step=step), on_job)
 
 
-def verify(source: "CheckpointFlags", step: int | None) -> int:
+def verify(
+    source: "CheckpointFlags", step: int | None, rate: int, timeout_s: float
+) -> int:
     """`dtft checkpoint verify`: whether everything can be read; as `ls`."""
-    return _answer(source, partial(_verify_directory, step=step), _verify_job)
+    if rate and source.directory:
+        raise ValueError(
+            f"--rate {rate} is for the hosts of a live job, but DIR is "
+            f"{source.directory}. Leave --rate out, or give --store and --job."
+        )
+    on_job = partial(_verify_job, rate=rate, timeout_s=timeout_s)
+    return _answer(source, partial(_verify_directory, step=step), on_job)
 
 
 def export(source: "CheckpointFlags", step: int | None, to: str) -> int:
@@ -356,10 +392,39 @@ def _chosen(state: "JobState", step: int | None) -> CommitHealth:
     return state.commits[0] if step is None else found[step]
 
 
-def _verify_job(observer: "Observer") -> Printed:
-    record = job_record(observer.look(verify=True))
+def _verify_job(observer: "Observer", *, rate: int, timeout_s: float) -> Printed:
+    from dtft.elastic.inspect_job import Verification
+
+    progress = _Progress()
+    state = observer.look(
+        Verification(rate=rate, timeout_s=timeout_s, progress=progress.told)
+    )
+    record = verify_record(state)
     lines, well = verify_lines(record)
     return record, lines, int(not well)
+
+
+class _Progress:
+    """Says on stderr, now and then, how far the hosts of a job are."""
+
+    def __init__(self) -> None:
+        self._hosts: dict[str, tuple[int, int]] = {}
+        self._lock, self._due = threading.Lock(), time.monotonic() + PROGRESS_S
+
+    def told(self, host: str, read: int, total: int) -> None:
+        """A host has read so many of so many bytes."""
+        with self._lock:
+            self._hosts[host] = read, total
+            if time.monotonic() < self._due:
+                return
+            self._due = time.monotonic() + PROGRESS_S
+            sums = [sum(column) for column in zip(*self._hosts.values(), strict=True)]
+        done, of = map(size_text, sums)
+        print(
+            f"{done} of {of} read on {len(self._hosts)} hosts",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _export_job(observer: "Observer", *, step: int | None, to: str) -> Printed:

@@ -401,17 +401,31 @@ class CheckpointShowCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointVerifyCommand:
-    """Read everything again and compare digests."""
+    """Read everything again and compare digests; of a live job all hosts' copies."""
 
     source: _Checkpoints = field(default_factory=CheckpointFlags)
     step: _CountOrNone = None
     """Step of DIR; without, all of them."""
+    rate: Annotated[int, _told("BYTES_PER_S")] = 0
+    """Of a live job: bytes a second that each host may read; 0 for no limit."""
+    timeout: _Seconds = 600.0
+    """Of a live job: seconds that a host may take, beside those that --rate needs."""
 
     def run(self) -> int:
-        """Reads it."""
+        """Reads it.
+
+        Raises:
+            ValueError: --rate is below 0, or --timeout is not above 0.
+        """
         from dtft.cli import checkpoint
 
-        return checkpoint.verify(self.source, self.step)
+        _check_counts(rate=self.rate)
+        if not self.timeout > 0:
+            raise ValueError(
+                f"--timeout {self.timeout}: Allowed: seconds, above 0. Reading a "
+                "host's copies takes about a second for each GB."
+            )
+        return checkpoint.verify(self.source, self.step, self.rate, self.timeout)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,14 @@
 """Looks at a live job from outside: the store's records and every host's holdings.
 
-Joins nothing and writes nothing; whoever looks must know the job's secret. Must not
-know how the findings are shown.
+Joins nothing and writes nothing; whoever looks must know the job's secret. A
+verification has every host read its copies; the host gives a corrupt one to nobody any
+more.
 """
 
 import hmac
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +29,11 @@ from dtft.elastic.store import Store, View, job_key, read_commits, read_view
 CONNECT_S = 5.0
 LOOK_S = 30.0
 VERIFY_S = 600.0
-"""How long a host may take to read all its copies."""
+"""How long a host may take to read all its copies, beside what its rate needs."""
+SILENCE_S = 30.0
+"""A host that verifies and tells no progress for so long does not answer."""
+MOST_VERIFIERS = 1024
+"""So many hosts verify at the same time; they wait for their own memory only."""
 EXPORT_S = 900.0
 TRIES = 20
 LEADER_S = 20.0
@@ -36,10 +41,29 @@ LEADER_S = 20.0
 LEADER_PAUSE_S = 0.2
 VERIFY_TRIES = 8
 """Steps go on while one looks: so often is looked for one that all hosts still have."""
+VERIFY_AGAIN_S = 20.0
+"""A verification that took longer is not repeated for such a step."""
 
 
 class NotThere(RuntimeError):
     """Nobody leads the job at the moment, or the leader does not answer."""
+
+
+def _ignore(host: str, read: int, total: int) -> None:
+    """Tells nobody of progress."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """How hosts read their copies again."""
+
+    rate: int = 0
+    """Bytes a second that each host may read; 0 for no limit."""
+    timeout_s: float = VERIFY_S
+    """How long a host may take, beside what its rate needs."""
+    progress: Callable[[str, int, int], None] = _ignore
+    """Called with a host, the bytes it has read and the bytes of its copies; from
+    several threads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +80,12 @@ class HostState:
     """Copies that were read and are wrong; they are not in `held`."""
     unread: tuple[int, ...] = ()
     """Steps that were dropped before they were read."""
+    copies_read: int = 0
+    """Slices of steps that were read and compared with their digests."""
+    bytes_read: int = 0
+    """What steps share was read once."""
+    seconds: float = 0.0
+    """How long the reading took."""
     layout: str = ""
     storage_directory: str = ""
     error: str = ""
@@ -124,21 +154,25 @@ class Observer:
         tls = Tls() if known.get("tls") else None
         self._credentials = Credentials(job=job, secret=secret, tls=tls)
 
-    def look(self, *, verify: bool = False) -> JobState:
+    def look(self, verify: Verification | None = None) -> JobState:
         """Asks every host what it holds; with `verify` every copy is read again."""
+        begun = time.monotonic()
         state = self._look_once(verify)
         for _ in range(VERIFY_TRIES if verify else TRIES):
             if state.telling:
+                break
+            if verify and time.monotonic() - begun > VERIFY_AGAIN_S:
                 break
             time.sleep(0.02)
             state = self._look_once(verify)
         return state
 
-    def _look_once(self, verify: bool) -> JobState:
+    def _look_once(self, verify: Verification | None) -> JobState:
         view, _ = read_view(self._store, self.job)
         commits = {commit.step: commit for commit in self._commits()}
         records = [view.hosts[name] for name in sorted(view.hosts)]
-        with ThreadPoolExecutor(max_workers=max(1, min(32, len(records)))) as pool:
+        most = MOST_VERIFIERS if verify else 32
+        with ThreadPoolExecutor(max_workers=max(1, min(most, len(records)))) as pool:
             hosts = tuple(pool.map(lambda record: self._ask(record, verify), records))
         commits |= {commit.step: commit for commit in self._commits()}
         texts = {host.layout for host in hosts if host.layout}
@@ -168,10 +202,12 @@ class Observer:
     def _commits(self) -> tuple[Commit, ...]:
         return read_commits(self._store, self.job)
 
-    def _ask(self, record: HostRecord, verify: bool) -> HostState:
-        limit_s = VERIFY_S if verify else LOOK_S
+    def _ask(self, record: HostRecord, verify: Verification | None) -> HostState:
         try:
-            reply = self._call(record, "inspect", {"verify": verify}, limit_s)
+            if verify is None:
+                reply = self._call(record, "inspect", {"verify": False}, LOOK_S)
+            else:
+                reply = self._verified(record, verify)
         except (OSError, TimeoutError) as error:
             return HostState(record=record, error=str(error))
         return HostState(
@@ -181,9 +217,48 @@ class Observer:
             held=reply.get("held", {}),
             corrupt=tuple(reply.get("corrupt", ())),
             unread=tuple(reply.get("unread", ())),
+            copies_read=reply.get("copies", 0),
+            bytes_read=reply.get("nbytes", 0),
+            seconds=reply.get("seconds", 0.0),
             layout=reply["layout"],
             storage_directory=reply["storage_directory"],
         )
+
+    def _verified(self, record: HostRecord, verify: Verification) -> dict[str, Any]:
+        """What a host answers once it has read all its copies.
+
+        Raises:
+            TimeoutError: it told no progress for `SILENCE_S`, or took too long.
+            OSError: it cannot be reached, or has gone.
+        """
+        request, allowed_s = {"verify": True, "rate": verify.rate}, verify.timeout_s
+        begun = time.monotonic()
+        with connect(
+            record.address, self._credentials, {"op": "inspect"}, CONNECT_S
+        ) as channel:
+            channel.send(request, timeout_s=CONNECT_S)
+            while True:
+                left_s = begun + allowed_s - time.monotonic()
+                if left_s <= 0:
+                    raise TimeoutError(
+                        f"not all copies were read in {allowed_s:.0f} s; raise --rate "
+                        "or --timeout"
+                    )
+                try:
+                    reply, _ = channel.receive(timeout_s=min(SILENCE_S, left_s))
+                except TimeoutError as error:
+                    if left_s <= SILENCE_S:
+                        continue  # its time is over, which is said
+                    raise TimeoutError(
+                        f"{record.address} told no progress for {SILENCE_S:.0f} s"
+                    ) from error
+                if "progress" not in reply:
+                    channel.send({"done": True}, timeout_s=CONNECT_S)
+                    return reply
+                read, total = reply["progress"]
+                if verify.rate:
+                    allowed_s = verify.timeout_s + total / verify.rate
+                verify.progress(record.host, read, total)
 
     def _call(
         self, record: HostRecord, op: str, request: dict[str, Any], limit_s: float

@@ -267,6 +267,9 @@ def bad_question(rng: random.Random, _: Host) -> MemoryStream:
     def say(member: Member) -> None:
         member.frame({"op": rng.choice(("inspect", "export", "scale"))})
         question = {"verify": rng.choice((True, some_value(rng))), "limit_s": 1.0}
+        rate = rng.choice((0, some_value(rng)))
+        slow = isinstance(rate, int) and 0 < rate < 2**30  # it would wait, rightly
+        question["rate"] = 0 if slow else rate
         question["replicas"] = rng.choice((2, some_value(rng)))
         for _ in range(rng.randrange(1, 4)):
             data = rng.randbytes(rng.choice((0, 0, 0, 9)))

@@ -1,11 +1,6 @@
-"""What a commit's health is, from what hosts hold; and a host's own audit."""
+"""What a commit's health is, from what hosts hold."""
 
-from pathlib import Path
-
-from dtft.checkpoint.memory.replica_store import ReplicaStore, audit
 from dtft.checkpoint.replication.commit import commit_health, worth_showing
-from dtft.checkpoint.replication.copy_placement import place_copies
-from tests.checkpoint.hosts import stage
 from tests.elastic.test_recovery import HOSTS, commit_of, holdings_of, layout
 
 
@@ -43,23 +38,3 @@ def test_older_commits_that_were_dropped_are_not_shown() -> None:
     assert commit_health(commit_of(state, 7), state, partly).state == "lost"
     assert worth_showing([dropped, newer]) == [newer]
     assert worth_showing([]) == []
-
-
-def test_an_audit_finds_a_flipped_bit_and_leaves_out_what_is_dropped(
-    tmp_path: Path,
-) -> None:
-    state = layout(1, 1)
-    holder = ReplicaStore(
-        state, 0, place_copies(state, 1), path=tmp_path / "arena", chunk_bytes=64
-    )
-    try:
-        stage(holder, 3, lambda key, size: bytes(size))
-        assert holder.steps() == (3,)
-        found = audit(holder, 3)
-        assert found is not None and len(found[0]) == 2 and found[1] == []
-        holder.own_parts(3, holder.own_slices[0]).views[0][5] ^= 1
-        found = audit(holder, 3)
-        assert found is not None and len(found[0]) == len(found[1]) == 1
-        assert audit(holder, 4) is None
-    finally:
-        holder.close()

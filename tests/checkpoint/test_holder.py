@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dtft.checkpoint.memory import chunk_pool, incoming, own_copies, scrub
+from dtft.checkpoint.memory import chunk_pool, incoming, own_copies, verification
 from dtft.checkpoint.memory.arena import OWN_BUFFERS
 from dtft.checkpoint.memory.replica_store import ReplicaStore
 from dtft.checkpoint.replication.copy_placement import place_copies
@@ -21,7 +21,7 @@ CHUNK = 16
 
 def set_digests(monkeypatch, digests_of) -> None:
     """Sets what the modules of a holder digest memory with."""
-    for module in (state_digests, chunk_pool, incoming, own_copies, scrub):
+    for module in (state_digests, chunk_pool, incoming, own_copies, verification):
         monkeypatch.setattr(module, "chunk_digests", digests_of)
 
 

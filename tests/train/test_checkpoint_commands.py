@@ -161,6 +161,21 @@ def test_a_directory_without_checkpoints_says_what_one_is(
     assert code == 2 and "has no complete checkpoint" in error
 
 
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--rate", "-1"], "--rate -1: Allowed: a whole number, 0 or more"),
+        (["--timeout", "0"], "--timeout 0.0: Allowed: seconds, above 0"),
+        (["--rate", "5"], "--rate 5 is for the hosts of a live job, but DIR is"),
+    ],
+)
+def test_limits_of_a_verification_that_mean_nothing_are_refused(
+    run: Run, tmp_path: Path, words: list[str], text: str
+) -> None:
+    code, _, error = run("verify", tmp_path, *words)
+    assert code == 2 and text in error and error.count("\n") == 1
+
+
 @pytest.mark.timeout(120)  # a process that imports jax and Orbax
 def test_steps_of_the_public_manager_and_of_stock_orbax(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -3,7 +3,7 @@
 * `arena`: shared memory that outlives a trainer; `chunk_pool`: several buffers for each
   chunk, so that a version is staged while the last commit is kept.
 * `replica_store`: what a host keeps of its own slices (`own_copies`) and its peers'
-  (`incoming`), in one arena; `scrub` reads it again.
+  (`incoming`), in one arena; `verification` reads it again.
 * `local_store`: the steps of one process without an agent. `snapshot`: from devices
   into an arena and back. These two import JAX, the others do not.
 
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     )
     from dtft.checkpoint.memory.incoming import Receiving
     from dtft.checkpoint.memory.local_store import Corrupt, Version, Versions
-    from dtft.checkpoint.memory.replica_store import ReplicaStore, audit
+    from dtft.checkpoint.memory.replica_store import ReplicaStore
     from dtft.checkpoint.memory.snapshot import Snapshot, SnapshotPlan
+    from dtft.checkpoint.memory.verification import Verified
 
 _PUBLIC = {
     "AlignedAllocator": "arena",
@@ -35,10 +36,10 @@ _PUBLIC = {
     "ReplicaStore": "replica_store",
     "Snapshot": "snapshot",
     "SnapshotPlan": "snapshot",
+    "Verified": "verification",
     "Version": "local_store",
     "Versions": "local_store",
     "arena_bytes": "arena",
-    "audit": "replica_store",
 }
 
 __all__ = [
@@ -50,10 +51,10 @@ __all__ = [
     "ReplicaStore",
     "Snapshot",
     "SnapshotPlan",
+    "Verified",
     "Version",
     "Versions",
     "arena_bytes",
-    "audit",
 ]
 
 __getattr__, __dir__ = attributes(__name__, _PUBLIC)

@@ -2,7 +2,7 @@
 
 `ReplicaStore` keeps the last commit until the next is complete, and answers which
 verified copies are here; it is thread-safe. `HeldCopies` looks through own and peers'
-copies of a step. `audit` reads the copies of a step again while training goes on.
+copies of a step.
 """
 
 import threading
@@ -20,9 +20,9 @@ from dtft.checkpoint.memory.arena import (
 from dtft.checkpoint.memory.chunk_pool import ChunkPool, Copy, Read
 from dtft.checkpoint.memory.incoming import Hosting, Receiving
 from dtft.checkpoint.memory.own_copies import Owning, Room
-from dtft.checkpoint.memory.scrub import Scrub
+from dtft.checkpoint.memory.verification import CopyVerifier
 from dtft.checkpoint.replication import CopyPlacement, Push
-from dtft.checkpoint.state import Chunks, Layout, Parts, Slice, check_copies
+from dtft.checkpoint.state import Chunks, Layout, Parts, Slice
 
 # Which copies one host has of a step, own and peers' together, and which are right.
 #
@@ -160,7 +160,7 @@ class ReplicaStore:
         }
         self._hosting = Hosting(pools, self._lock)
         self._held = HeldCopies(self._own, self._hosting)
-        self.scrub = Scrub(self._own, self._hosting, self._lock)
+        self.verifier = CopyVerifier(self._own, self._hosting, self._lock)
 
     def _new_pool(self, chunks: Chunks, num_buffers: int, start: int) -> ChunkPool:
         size = num_buffers * chunks.nbytes
@@ -335,17 +335,17 @@ class ReplicaStore:
         Args:
             read: read every chunk again and check it now, without holding up others; a
                 copy for a peer that is wrong is forgotten, so that it can be sent
-                again. Otherwise what was verified when it came counts, unless the
-                scrubber has found it wrong since; whoever takes it verifies it.
+                again. Otherwise what was verified when it came counts, unless it was
+                found corrupt since; whoever takes it verifies it.
 
         Returns:
             step -> slice key -> digest of each good copy, and a description of each
             bad one ("step 12: params/w[0:4]:float32").
         """
-        for number in range(self.scrub.num_chunks if read else 0):
-            self.scrub.look(number)
+        for number in range(self.verifier.num_chunks if read else 0):
+            self.verifier.read(number)
         with self._lock:
-            known = self.scrub.known()
+            known = self.verifier.known()
             return self._held.recorded(), known
 
     def steps(self) -> tuple[int, ...]:
@@ -405,25 +405,3 @@ class ReplicaStore:
         """Frees the arena's memory."""
         self.arena.close()
         self.arena.unlink()
-
-
-# Reads one host's copies again and compares digests, while training goes on.
-#
-# Takes no lock while it reads: a version that is dropped meanwhile is left out, not
-# taken for corrupt.
-
-
-def audit(store: ReplicaStore, step: int) -> tuple[dict[str, bytes], list[str]] | None:
-    """Checks every copy of a step.
-
-    Returns:
-        Slice key to digest of each good copy, and the keys of bad ones; None if the
-        step was dropped or replaced before all was read.
-    """
-    copies = store.copies(step)
-    found = check_copies(copies, store.chunk_bytes)
-    known = [(key, expected) for key, _, expected in copies]
-    now = [(key, expected) for key, _, expected in store.copies(step)]
-    if not copies or now[: len(known)] != known:
-        return None
-    return found

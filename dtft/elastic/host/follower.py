@@ -36,7 +36,6 @@ from dtft.elastic.transfer import (
     Copies,
     Inbox,
     Resharding,
-    Scrubber,
     SlotTask,
     restore_copies,
 )
@@ -80,7 +79,6 @@ class HostParts:
     dump_stack: Callable[[int, Path], str]
     """Has a process write its stacks to its log; takes about a second."""
     nixl: Any = None
-    close: Callable[[], None] = lambda: None
 
 
 class Follower:
@@ -675,7 +673,6 @@ class Follower:
         self._stand_down("this agent ends")
         self._holding.close()
         self._trainers.close()
-        self._parts.close()
         self._copies.close()
 
 
@@ -702,7 +699,6 @@ def local_follower(
         trainers: listen already; by default this host starts its own.
     """
     copies = Copies(config)
-    scrubber = Scrubber(copies.holders)
     nixl = start_nixl() if config.nixl else None
 
     def exported(step: int, ok: bool, error: str) -> None:
@@ -729,7 +725,6 @@ def local_follower(
         observe=lambda pid: observe(board, pid),
         dump_stack=dump_stack,
         nixl=nixl,
-        close=scrubber.close,
     )
     follower = Follower(config, credentials, parts, loop, emit, report)
     return follower

@@ -1,21 +1,40 @@
-"""Answers people who ask what a host holds and whether it is right; changes nothing.
+"""Answers people who ask what a host holds, and verifies its copies when asked to.
 
-Runs on the threads of the transport's connections, so that the event loop waits for
-nobody who looks.
+Runs on the threads of the transport's connections, so that the event loop waits neither
+for whoever looks nor for what is read.
 """
 
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from dtft.checkpoint.memory import ReplicaStore, audit
-from dtft.checkpoint.transport import MAX_REQUEST_HEADER, Channel, no_payload
+from dtft.checkpoint.memory import ReplicaStore, Verified
+from dtft.checkpoint.transport import MAX_REQUEST_HEADER, Channel, WireError, no_payload
 from dtft.elastic.job import AgentConfig
 from dtft.elastic.transfer import Inbox
 
+logger = logging.getLogger(__name__)
+
 ANSWER_S = 10.0
+PROGRESS_S = 1.0
+"""A verification says how far it is this often, also while it waits for its rate."""
+NICENESS = 10
+"""Of the thread that verifies: training and recovery go first."""
 
 
 def serve_inspection(channel: Channel, config: AgentConfig, inbox: Inbox) -> None:
-    """Answers one question: {"verify": bool}."""
+    """Answers one question.
+
+    The question is {"verify": bool, "rate": bytes per second, 0 for no limit}. With
+    `verify` all copies are read, and {"progress": [bytes read, bytes of all copies]} is
+    sent first and then every `PROGRESS_S`, before the answer.
+
+    Raises:
+        WireError: the rate is not a number.
+    """
     request = _asked(channel)
     holder = inbox.holder()
     reply: dict[str, Any] = {
@@ -25,7 +44,13 @@ def serve_inspection(channel: Channel, config: AgentConfig, inbox: Inbox) -> Non
         "arena_bytes": holder.path.stat().st_size if holder else 0,
         "storage_directory": str(config.storage_directory),
     }
-    reply |= _held(holder, verify=bool(request.get("verify"))) if holder else {}
+    if request.get("verify"):
+        rate = request.get("rate", 0)
+        if type(rate) is not int or rate < 0:
+            raise WireError("a verification's rate is not bytes a second")
+        reply |= _verified(channel, holder, inbox.former(), rate)
+    elif holder is not None:
+        reply |= _recorded(holder)
     channel.send(reply, timeout_s=ANSWER_S)
     _asked(channel)  # the caller has everything
 
@@ -35,21 +60,108 @@ def _asked(channel: Channel) -> dict[str, Any]:
     return channel.receive(ANSWER_S, no_payload, max_header=small)[0]
 
 
-def _held(holder: ReplicaStore, *, verify: bool) -> dict[str, Any]:
-    """What is recorded at this moment, without what the scrubber found wrong; with
-    `verify` without what is read now and wrong, too."""
+def _recorded(holder: ReplicaStore) -> dict[str, Any]:
+    """What is recorded at this moment, without copies that were found corrupt."""
     held = {
         step: {key: known for key, _, known in holder.copies(step)}
         for step in holder.steps()
     }
     held = {step: found for step, found in held.items() if found}  # room ahead: none
-    corrupt = holder.scrub.known()
-    unread: list[int] = []
-    for step in held if verify else ():
-        found = audit(holder, step)
-        if found is None:
-            unread.append(step)  # training went on and dropped it
-            continue
-        held[step] = found[0]
-        corrupt += [f"step {step}: {key}" for key in found[1]]
-    return {"held": held, "corrupt": corrupt, "unread": unread}
+    return {"held": held, "corrupt": holder.verifier.known()}
+
+
+def _verified(
+    channel: Channel,
+    holder: ReplicaStore | None,
+    former: Sequence[ReplicaStore],
+    rate: int,
+) -> dict[str, Any]:
+    """Reads all copies; `held` and `unread` are those of the newest formation.
+
+    Raises:
+        ConnectionAbortedError: the newest formation's memory was freed meanwhile.
+    """
+    stores = [*([holder] if holder else []), *former]
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+    begun = time.monotonic()
+    pace = Pace(
+        rate=rate,
+        total=sum(it.verifier.num_bytes for it in stores),
+        tell=lambda *told: channel.send({"progress": told}, timeout_s=ANSWER_S),
+    )
+    pace.after(0)
+    found: dict[ReplicaStore, Verified] = {}
+    for store in stores:
+        try:
+            found[store] = store.verifier.verify(pace.after)
+        except ValueError as error:  # its memory was freed; not needed if a former one
+            if store is holder:
+                raise ConnectionAbortedError(str(error)) from error
+    corrupt = [text for one in found.values() for text in one.corrupt]
+    for text in corrupt:
+        logger.warning(
+            "corrupt copy, %s: given to nobody any more, written anew with the next "
+            "step",
+            text,
+        )
+    newest = found.get(holder) if holder else None
+    return {
+        "held": newest.held if newest else {},
+        "unread": list(newest.unread) if newest else [],
+        "corrupt": corrupt,
+        "copies": sum(one.copies for one in found.values()),
+        "nbytes": sum(one.nbytes for one in found.values()),
+        "seconds": time.monotonic() - begun,
+    }
+
+
+class Pace:
+    """Keeps one verification to its rate, and tells how far it is.
+
+    >>> now, told = [0.0], []
+    >>> def sleep(seconds): now[0] += seconds
+    >>> pace = Pace(200, 100, lambda *it: told.append(it), lambda: now[0], sleep)
+    >>> for nbytes in (0, 50, 150): pace.after(nbytes)
+    >>> now, told
+    ([2.0], [(0, 200), (200, 200)])
+    """
+
+    def __init__(
+        self,
+        total: int,
+        rate: int,
+        tell: Callable[[int, int], None],
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Has read nothing.
+
+        Args:
+            total: bytes of all copies.
+            rate: bytes a second; 0 for no limit.
+            tell: called with bytes read and `total`.
+            clock: seconds of any clock.
+            sleep: waits so many seconds.
+        """
+        self._total, self._rate, self._tell = total, rate, tell
+        self._clock, self._sleep = clock, sleep
+        self._read = 0
+        self._next_at, self._tell_at = clock(), clock()
+
+    def after(self, nbytes: int) -> None:
+        """So much was read; returns when the next chunk may be read.
+
+        Time in which nothing was read is not made up for.
+        """
+        self._read += nbytes
+        now = self._clock()
+        if self._rate:
+            self._next_at = max(self._next_at, now) + nbytes / self._rate
+        while True:
+            if now >= self._tell_at:
+                self._tell(self._read, self._total)
+                self._tell_at = now + PROGRESS_S
+            if not self._rate or now >= self._next_at:
+                return
+            self._sleep(min(self._next_at - now, max(self._tell_at - now, 0)))
+            now = self._clock()

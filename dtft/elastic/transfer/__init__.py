@@ -1,7 +1,7 @@
 """Copies of slices on one host, and their way to and from its peers.
 
-* `copies`: the arenas that a host keeps over all formations; `scrubber` reads them
-  again for rotted bits; `side_arena`: a step on other shardings, in memory of its own.
+* `copies`: the arenas that a host keeps over all formations; `side_arena`: a step on
+  other shardings, in memory of its own.
 * `replication` pushes every step to the peers that keep copies; `replica_server` takes
   pushes in and answers fetches; `slot_task`: what runs for one formation.
 * `restore_executor` carries out every restore plan.
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
         restore_copies,
         restore_into,
     )
-    from dtft.elastic.transfer.scrubber import Scrubber
     from dtft.elastic.transfer.side_arena import Resharding
     from dtft.elastic.transfer.slot_task import SlotTask
 
@@ -36,7 +35,6 @@ _PUBLIC = {
     "Inbox": "replica_server",
     "Pusher": "replication",
     "Resharding": "side_arena",
-    "Scrubber": "scrubber",
     "SlotTask": "slot_task",
     "borrow": "restore_executor",
     "fetch_into": "restore_executor",
@@ -53,7 +51,6 @@ __all__ = [
     "Inbox",
     "Pusher",
     "Resharding",
-    "Scrubber",
     "SlotTask",
     "borrow",
     "fetch_into",

@@ -1,24 +1,13 @@
-"""Bits that rot in chunks that never change are found before a copy is needed."""
+"""Copies that are read again: a flipped bit is found, and the copy used no more."""
 
-import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dtft.checkpoint.memory.replica_store import ReplicaStore
-from dtft.elastic.transfer import scrubber
 from dtft.elastic.transfer.replication import Pusher
-from dtft.elastic.transfer.scrubber import (
-    BYTES_PER_S,
-    LEAST_BYTES,
-    PASS_S,
-    Rota,
-    Scrubber,
-)
 from tests.checkpoint.hosts import (
     CHUNK,
     EPOCH,
@@ -49,9 +38,10 @@ def pair(tmp_path: Path) -> Iterator[list[Host]]:
 
 
 def wrong(holder: ReplicaStore) -> list[str]:
-    """What one pass finds."""
-    looks = [holder.scrub.look(n) for n in range(holder.scrub.num_chunks)]
-    return [text for look in looks for text in look.wrong]
+    """What is found now, without what was found before."""
+    verifier = holder.verifier
+    reads = [verifier.read(number) for number in range(verifier.num_chunks)]
+    return [f"step {step}: {key}" for one in reads for step, key in one.corrupt]
 
 
 def rot(holder: ReplicaStore, step: int, slot: int) -> str:
@@ -71,13 +61,50 @@ def frozen(key: str, size: int) -> bytes:
 
 def test_a_pass_reads_every_byte_that_is_kept_once(pair: list[Host]) -> None:
     holder = pair[0].holder
-    stage(holder, 8, frozen)  # another version in other places
-    looks = [holder.scrub.look(n) for n in range(holder.scrub.num_chunks)]
-    assert not any(look.wrong for look in looks)
+    stage(holder, 8, frozen)  # another version in other buffers
+    read: list[int] = []
+    found = holder.verifier.verify(read.append)
     own = sum(piece.nbytes for piece in holder.own_slices)
-    assert sum(look.nbytes for look in looks) == 3 * own  # 7, 8 and the peer's 7
+    assert found.nbytes == sum(read) == 3 * own  # 7, 8 and the peer's 7
+    assert holder.verifier.num_bytes == found.nbytes
+    assert found.copies == 4 + 4 + 3  # a slice without bytes is not pushed
+    assert found.corrupt == found.unread == ()
+    assert found.held == holder.holdings()[0]
     with pytest.raises(IndexError):
-        holder.scrub.look(holder.scrub.num_chunks)
+        holder.verifier.read(holder.verifier.num_chunks)
+
+
+def test_a_copy_that_was_dropped_or_replaced_counts_as_unread(
+    pair: list[Host],
+) -> None:
+    holder = pair[0].holder
+    stage(holder, 8, frozen)
+    stage(holder, 9, frozen)
+    changes = [lambda: holder.keep_only({8, 9}), lambda: stage(holder, 9, frozen)]
+
+    def after(nbytes: int) -> None:
+        if changes:
+            changes.pop()()
+
+    found = holder.verifier.verify(after)
+    assert found.unread == (7, 9) and found.corrupt == ()
+    assert set(found.held) == {7, 8, 9}  # as it was when the reading began
+
+
+def test_a_verification_names_step_and_slice_and_ends_when_told(
+    pair: list[Host],
+) -> None:
+    holder = pair[0].holder
+    key = rot(holder, 7, pair[0].slot)
+    found = holder.verifier.verify()
+    assert found.corrupt == (f"step 7: {key}",) and key not in found.held[7]
+    assert holder.verifier.verify().corrupt == found.corrupt  # said until it has gone
+
+    def stop(nbytes: int) -> None:
+        raise ConnectionError("who asked has gone")
+
+    with pytest.raises(ConnectionError, match="has gone"):
+        holder.verifier.verify(stop)
 
 
 def test_a_peers_copy_that_rots_is_given_to_nobody_and_sent_again(
@@ -85,9 +112,9 @@ def test_a_peers_copy_that_rots_is_given_to_nobody_and_sent_again(
 ) -> None:
     source, target = pair
     key = rot(target.holder, 7, source.slot)
-    assert wrong(target.holder) == [f"copy for slot 0, step 7: {key}"]
+    assert wrong(target.holder) == [f"step 7: {key}"]
     assert wrong(target.holder) == []  # it is said once
-    assert target.holder.scrub.known() == [f"step 7: {key}"]
+    assert target.holder.verifier.known() == [f"step 7: {key}"]
     with pytest.raises(KeyError):
         target.holder.find(7, [key])
     assert key not in [told for told, *_ in target.holder.copies(7)]
@@ -102,19 +129,19 @@ def test_a_peers_copy_that_rots_is_given_to_nobody_and_sent_again(
     assert bytes(target.holder.find(8, [key])[0]) == frozen(key, 12_000)
     target.holder.drop_before(8, keep=set())
     assert target.holder.holdings()[1] == [] and wrong(target.holder) == []
-    assert target.holder.scrub.known() == []
+    assert target.holder.verifier.known() == []
 
 
 def test_an_own_copy_that_rots_is_written_anew(pair: list[Host]) -> None:
     holder = pair[0].holder
     key = rot(holder, 7, pair[0].slot)
-    assert wrong(holder) == [f"own copy, step 7: {key}"]
+    assert wrong(holder) == [f"step 7: {key}"]
     assert key not in holder.here(7)
     assert holder.begin_stage(8).base == -1  # so the trainer keeps nothing
     stage(holder, 8, frozen)
     assert key in holder.here(8) and holder.begin_stage(9).base == 8
     holder.drop_before(8, keep=set())
-    for step in (9, 10, 11, 12):  # its place is used again, and is right then
+    for step in (9, 10, 11, 12):  # its buffer is used again, and is right then
         stage(holder, step, frozen)
         holder.drop_before(step, keep=set())
         assert key in holder.here(step) and wrong(holder) == []
@@ -159,23 +186,6 @@ def test_what_is_replaced_while_it_is_read_is_not_taken_for_wrong(
     assert not reader.is_alive() and found == []
 
 
-def test_an_agents_scrubber_says_what_is_wrong(
-    pair: list[Host], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(scrubber, "PASS_S", 0.0)
-    monkeypatch.setattr(scrubber, "LEAST_BYTES", 1)
-    one, other = (host.holder for host in pair)
-    key = rot(other, 7, pair[0].slot)
-    caplog.set_level(logging.WARNING)
-    made = Scrubber(lambda: [one, other])
-    try:
-        wait_until(lambda: "memory is wrong" in caplog.text)
-    finally:
-        made.close()
-    assert caplog.text.count("memory is wrong") == 1
-    assert f"copy for slot 0, step 7: {key}: given to nobody" in caplog.text
-
-
 def test_what_is_known_to_be_wrong_is_reported_without_being_read(
     pair: list[Host],
 ) -> None:
@@ -189,29 +199,3 @@ def test_what_is_known_to_be_wrong_is_reported_without_being_read(
     good, bad = target.holder.holdings(read=False)
     assert bad == [] and good == target.holder.holdings()[0]
     assert key in good[7]
-
-
-@given(
-    st.lists(st.integers(0, 3 * BYTES_PER_S), max_size=20),
-    st.lists(st.floats(0, 3), min_size=1, max_size=7),
-)
-def test_a_pass_takes_each_chunk_once_and_keeps_to_the_rate(
-    sizes: list[int], late: list[float]
-) -> None:
-    rota, now = Rota(next_at=PASS_S), 0.0
-    for _ in range(3):
-        passed: list[int] = []
-        begun = 0.0
-        while True:
-            pause = rota.pause(now)
-            now += pause + late[len(passed) % len(late)]
-            turn = rota.turn(len(sizes))
-            begun = begun or now
-            if turn is None:
-                break
-            passed.append(turn)
-            rota.read(sizes[turn], now)
-        assert passed == list(range(len(sizes)))
-        told = sum(max(size, LEAST_BYTES) for size in sizes)
-        assert now - begun >= told / BYTES_PER_S - 1e-6
-    assert now >= 3 * PASS_S - 1e-6

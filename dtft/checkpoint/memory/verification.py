@@ -1,0 +1,220 @@
+"""Reads one host's copies again, chunk by chunk, and remembers which are corrupt.
+
+A chunk that never changes is kept by reference and never written or sent again, so
+only a load, a fetch or a verification finds a bit that flips in it. A corrupt copy is
+given to nobody any more; the next step writes it anew, and a peer is asked to send it
+again.
+"""
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from dtft.checkpoint.memory.chunk_pool import ChunkPool, Copy
+from dtft.checkpoint.memory.incoming import Hosting
+from dtft.checkpoint.memory.own_copies import Owning
+from dtft.checkpoint.state import ABSENT, DIGEST_BYTES, chunk_digests
+
+Kept = dict[tuple[int, bytes], list[int]]
+"""(buffer, right digest) of one chunk to the steps that have it there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkRead:
+    """What came of reading one chunk in every buffer that is in use."""
+
+    nbytes: int
+    """Bytes read."""
+    corrupt: tuple[tuple[int, str], ...]
+    """Step and slice key of each copy that was found corrupt just now."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """What came of reading all copies of one replica store."""
+
+    copies: int
+    """Slices of steps that were read; what steps share counts for each of them."""
+    nbytes: int
+    """Bytes read; what steps share was read once."""
+    held: Mapping[int, Mapping[str, bytes]]
+    """Step to slice key to digests of the copies that were not found corrupt."""
+    corrupt: tuple[str, ...]
+    """Corrupt copies, as "step 12: KEY"."""
+    unread: tuple[int, ...]
+    """Steps that were dropped or replaced before all of them was read."""
+
+
+class CopyVerifier:
+    """All chunks of one replica store, numbered from 0. Thread-safe.
+
+    Takes no lock while it reads: only what seems corrupt is read again under it.
+    """
+
+    def __init__(self, own: Owning, hosting: Hosting, lock: threading.RLock) -> None:
+        """Has read nothing; `lock` is the store's."""
+        self._own, self._hosting, self._lock = own, hosting, lock
+        self._pools: list[tuple[int | None, ChunkPool]] = [
+            (None, own.pool),
+            *hosting.pools.items(),
+        ]
+
+    @property
+    def num_chunks(self) -> int:
+        """How many chunks there are, in whatever buffers."""
+        return sum(pool.chunks.num_chunks for _, pool in self._pools)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all copies; a buffer that several steps share counts once."""
+        total = 0
+        with self._lock:
+            for source, pool in self._pools:
+                sizes = pool.chunks.sizes
+                in_use = np.zeros((pool.ref_counts.num_buffers, len(sizes)), bool)
+                for _, copy in self._copies(source):
+                    numbers = np.flatnonzero(copy.buffers != ABSENT)
+                    in_use[copy.buffers[numbers], numbers] = True
+                total += int((in_use * sizes).sum())
+        return total
+
+    def known(self) -> list[str]:
+        """Corrupt copies that are still held, as "step 12: KEY"."""
+        return _told(self._known())
+
+    def _known(self) -> set[tuple[int, str]]:
+        with self._lock:
+            return {
+                (step, pool.chunks.slices[index].key)
+                for source, pool in self._pools
+                if pool.rotten
+                for step, copy in self._copies(source)
+                for index in pool.chunks.owners_of(pool.rotten_in(copy))
+            }
+
+    def verify(self, after: Callable[[int], None] = lambda _: None) -> Verified:
+        """Reads every copy once, while training goes on.
+
+        Args:
+            after: called with the bytes of each chunk once it was read; may wait, and
+                ends the verification if it raises.
+
+        Raises:
+            ValueError: the memory was given up.
+        """
+        with self._lock:
+            before = self._by_step()
+            copies = [copy for listed in before.values() for _, copy in listed]
+            count = sum(sum(map(bool, copy.digests)) for copy in copies)
+        corrupt: set[tuple[int, str]] = set()
+        nbytes = 0
+        for number in range(self.num_chunks):
+            one = self.read(number)
+            nbytes += one.nbytes
+            corrupt.update(one.corrupt)
+            after(one.nbytes)
+        with self._lock:
+            now = {id(copy) for it in self._by_step().values() for _, copy in it}
+            held = {
+                step: {
+                    piece.key: digests
+                    for pool, copy in listed
+                    for piece, _, digests in pool.held(copy)
+                }
+                for step, listed in before.items()
+            }
+            corrupt |= self._known()
+        return Verified(
+            copies=count,
+            nbytes=nbytes,
+            held=held,
+            corrupt=tuple(_told(corrupt)),
+            unread=tuple(
+                step
+                for step, listed in before.items()
+                if not now.issuperset(id(copy) for _, copy in listed)
+            ),
+        )
+
+    def read(self, number: int) -> ChunkRead:
+        """Reads a chunk in every buffer in which some copy has it.
+
+        Raises:
+            IndexError: there are not so many chunks.
+            ValueError: the memory was given up.
+        """
+        for source, pool in self._pools:
+            if number < pool.chunks.num_chunks:
+                return self._read(source, pool, number)
+            number -= pool.chunks.num_chunks
+        raise IndexError("there are not so many chunks")
+
+    def _read(self, source: int | None, pool: ChunkPool, number: int) -> ChunkRead:
+        with self._lock:
+            kept = self._kept(source, pool, number)
+        corrupt = []
+        for buffer, good in kept:
+            if not _is_right(pool, buffer, number, good):
+                corrupt += self._confirmed(source, pool, number, (buffer, good))
+        nbytes = len(kept) * int(pool.chunks.sizes[number])
+        return ChunkRead(nbytes=nbytes, corrupt=tuple(corrupt))
+
+    def _confirmed(
+        self, source: int | None, pool: ChunkPool, number: int, at: tuple[int, bytes]
+    ) -> list[tuple[int, str]]:
+        """Marks what is corrupt, unless the buffer was given to others meanwhile."""
+        with self._lock:
+            steps = self._kept(source, pool, number).get(at)
+            if steps is None or _is_right(pool, at[0], number, at[1]):
+                return []
+            pool.rotten.add((at[0], number))
+        (index,) = pool.chunks.owners_of([number])
+        key = pool.chunks.slices[index].key
+        return [(step, key) for step in sorted(set(steps))]
+
+    def _kept(self, source: int | None, pool: ChunkPool, number: int) -> Kept:
+        """Where a chunk lies that is not known to be corrupt, and its right digest."""
+        (index,) = pool.chunks.owners_of([number])
+        start = (number - int(pool.chunks.first[index])) * DIGEST_BYTES
+        kept: Kept = {}
+        for step, copy in self._copies(source):
+            buffer = int(copy.buffers[number])
+            good = copy.digests[index][start : start + DIGEST_BYTES]
+            if good and buffer != ABSENT and (buffer, number) not in pool.rotten:
+                kept.setdefault((buffer, good), []).append(step)
+        return kept
+
+    def _by_step(self) -> dict[int, list[tuple[ChunkPool, Copy]]]:
+        """The copies of each step that has any, without those that are only pinned."""
+        found: dict[int, list[tuple[ChunkPool, Copy]]] = {}
+        for step, copy in self._own.copies.items():
+            found.setdefault(step, []).append((self._own.pool, copy))
+        for step, copies in self._hosting.copies.items():
+            for source, copy in copies.items():
+                pool = self._hosting.pools[source]
+                found.setdefault(step, []).append((pool, copy))
+        return {
+            step: listed
+            for step, listed in found.items()
+            if any(any(copy.digests) for _, copy in listed)
+        }
+
+    def _copies(self, source: int | None) -> Iterator[tuple[int, Copy]]:
+        if source is None:
+            yield from self._own.copies.items()
+            yield from self._own.pins.values()
+            return
+        for step, copies in self._hosting.copies.items():
+            if source in copies:
+                yield step, copies[source]
+
+
+def _told(copies: Collection[tuple[int, str]]) -> list[str]:
+    return [f"step {step}: {key}" for step, key in sorted(copies)]
+
+
+def _is_right(pool: ChunkPool, buffer: int, number: int, good: bytes) -> bool:
+    memory = pool.at(buffer, number)
+    return chunk_digests(memory, pool.chunks.chunk_bytes) == good
