@@ -1,6 +1,6 @@
-"""Kills real processes; `make test` runs five of these drills, `make drills` the rest.
+"""Kills real processes; `make test` runs four of these drills, `make drills` the rest.
 
-In `make test` two of the five have programs that are compiled as users compile them.
+In `make test` two of the four have programs that are compiled as users compile them.
 """
 
 import random
@@ -95,6 +95,7 @@ def test_a_divided_state_survives_a_host(tmp_path):
     assert recovery["bytes_from_storage"] == 0 and recovery["steps_lost"] <= 1
 
 
+@every
 def test_both_holders_of_a_slice_lost_falls_to_storage(tmp_path, control):
     record = drill(
         *(tmp_path, *FSDP, *control("fsdp")),

@@ -2,7 +2,7 @@
 
 Each drill plays one row of what made jobs hang, on real processes. The harness checks
 that the final state is that of the undisturbed run bit for bit, that every sample was
-used once, and that nothing is left behind. `make test` runs four of them.
+used once, and that nothing is left behind. `make test` runs two of them.
 """
 
 import json
@@ -82,6 +82,7 @@ def test_a_stopped_leader_without_a_spare_is_waited_for(tmp_path, control):
     said(record, hosts(record)[0])
 
 
+@every
 def test_a_stopped_follower_without_a_spare_is_taken_again(tmp_path, control):
     record = drill(
         *(tmp_path, *SHORT, *SPAN, *control("short")),
@@ -119,7 +120,8 @@ def test_a_host_that_is_stopped_for_ever_is_named_until_another_joins(
     assert record["recoveries"][-1]["bytes_from_peers"] > 0
 
 
-@pytest.mark.parametrize("kind", ["stop-agent", pytest.param("stop-host", marks=every)])
+@every
+@pytest.mark.parametrize("kind", ["stop-agent", "stop-host"])
 def test_a_stop_of_two_seconds_causes_no_recovery(tmp_path, control, kind):
     record = drill(
         *(tmp_path, *SHORT, *SPAN, *control("short"), "--spares", "1"),
