@@ -229,7 +229,7 @@ ANYTHING = st.recursive(
 )
 @settings(
     max_examples=150,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     deadline=None,
 )
 def test_no_report_ends_the_leader(
