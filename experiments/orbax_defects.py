@@ -1,7 +1,7 @@
 """Five defects of Orbax's peer-to-peer checkpoints, each brought about on two hosts.
 
-The "before" of `tests/checkpoint/test_orbax_defects.py`, which does the same to dtft's
-memory tier. Run it again on every new version of Orbax.
+The "before" of `tests/unit/checkpoint/test_orbax_defects.py`, which does the same
+to dtft's memory tier. Run it again on every new version of Orbax.
 """
 
 import sys
@@ -55,7 +55,7 @@ def main() -> None:
         rows=rows,
         notes=[
             f"orbax-checkpoint {version('orbax-checkpoint')}, two processes on "
-            "loopback, mesh (replica=2, model=1). `tests/checkpoint/"
+            "loopback, mesh (replica=2, model=1). `tests/unit/checkpoint/"
             "test_orbax_defects.py` does the same to dtft's memory tier, where none of "
             "them shows."
         ],

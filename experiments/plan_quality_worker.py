@@ -31,7 +31,7 @@ from dtft.planner.plan import Plan  # noqa: E402
 from dtft.planner.search import Decision, decide, next_best  # noqa: E402
 from dtft.planner.workload import of_loss  # noqa: E402
 from dtft.train import keep_freed  # noqa: E402
-from tests.planner.zoo import MODELS  # noqa: E402
+from tests.support.zoo import MODELS  # noqa: E402
 
 SIZES: Mapping[str, Mapping[str, Any]] = {
     "mlp": {"batch": 256, "widths": (512, 1024, 1024, 1024, 512)},

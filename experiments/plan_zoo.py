@@ -32,8 +32,8 @@ from dtft.planner.search import (  # noqa: E402
 )
 from dtft.planner.spmd import ShardingAssignment  # noqa: E402
 from dtft.planner.workload import Workload  # noqa: E402
-from tests.planner.zoo import MODELS  # noqa: E402
-from tests.planner.zoo_parts import Model  # noqa: E402
+from tests.support.zoo import MODELS  # noqa: E402
+from tests.support.zoo_parts import Model  # noqa: E402
 
 SIZES: Mapping[str, Mapping[str, Any]] = {
     "mlp": {"batch": 4096, "widths": (256, 512, 512, 64)},

@@ -8,7 +8,8 @@ be summed. Must not know what is sent where. Shapes: n rows; k = n // 2; h = n -
 
 Two triangles are joined by adding them, each with zeros in the other's place, and not
 by `where(mask, a, b.T)`: XLA's CPU compiler (jaxlib 0.10.2) puts whole tiles of that on
-the stack and overruns it from about n = 1000 (tests/collectives/test_large.py).
+the stack and overruns it from about n = 1000
+(tests/multiprocess/test_large_matrices.py).
 """
 
 import functools

@@ -83,7 +83,7 @@ def over(step: Step, optim: OptimConfig, mesh: Mesh, abstract: Any) -> Step:
     specs = per_replica.specs(abstract, REPLICA_AXIS)
     # Types that track what varies (check_vma) would make the gradient with respect to
     # replicated parameters the sum over all replicas. That updates are equal on all of
-    # them is what tests/optim/test_sync.py proves with such types.
+    # them is what tests/unit/optim/test_sync.py proves with such types.
     return jax.shard_map(
         own,
         mesh=mesh,

@@ -62,7 +62,7 @@ def arrays_of_experts(
         examples: dims that are known to be of something else.
 
     Source: GShard, arXiv 2006.16668, section 3.2; what XLA makes of it was read from
-    compiled programs (`tests/train/test_expert_axis.py`).
+    compiled programs (`tests/compiled/test_expert_axis.py`).
     """
     found: dict[frozenset[int], int] = {}
     for arrays, weights in _products(graph, parameters, root):

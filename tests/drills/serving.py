@@ -11,7 +11,7 @@ from typing import Any
 
 from dtft.elastic.processes import free_port
 from dtft.elastic.store.embedded import EmbeddedEtcd
-from tests.drills.harness import REPOSITORY
+from tests.support.harness import REPOSITORY
 
 PATIENCE_S = 100.0
 

@@ -8,7 +8,7 @@ import pytest
 
 from dtft.elastic.leader.events import read_events
 from experiments.quotas import NoQuotasError, Quota, quotas
-from tests.drills.harness import drill
+from tests.support.harness import drill
 
 pytestmark = [pytest.mark.drill, pytest.mark.drill_all, pytest.mark.timeout(300)]
 SPARE = "host-3"

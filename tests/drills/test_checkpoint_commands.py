@@ -9,7 +9,7 @@ import pytest
 
 from dtft.checkpoint.storage.step_directories import storage_steps
 from dtft.elastic.leader.events import read_events
-from tests.drills.harness import dtft, launched
+from tests.support.harness import dtft, launched
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(400)]
 

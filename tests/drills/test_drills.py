@@ -10,8 +10,7 @@ import pytest
 
 from dtft.elastic.faults.schedule import PHASES
 from dtft.elastic.leader.events import read_events
-from tests.checkpoint.test_stream import certificate
-from tests.drills.harness import (
+from tests.support.harness import (
     DIGITS,
     FSDP,
     HYBRID,
@@ -21,6 +20,7 @@ from tests.drills.harness import (
     drill,
     dtft,
 )
+from tests.unit.checkpoint.test_stream import certificate
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(450)]
 every = pytest.mark.drill_all

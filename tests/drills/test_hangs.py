@@ -15,7 +15,7 @@ import pytest
 
 from dtft.checkpoint.storage.step_directories import storage_steps
 from dtft.elastic.leader.events import read_events
-from tests.drills.harness import drill
+from tests.support.harness import drill
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(400)]
 every = pytest.mark.drill_all

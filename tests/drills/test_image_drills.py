@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.drills.harness import drill
-from tests.train.pictures import make_folder
+from tests.support.harness import drill
+from tests.support.pictures import make_folder
 
 pytestmark = [
     pytest.mark.drill,

@@ -13,7 +13,7 @@ import pytest
 
 from dtft.checkpoint.storage.step_directories import storage_steps
 from dtft.elastic.leader.events import read_events
-from tests.drills.harness import REPOSITORY, dtft, memory
+from tests.support.harness import REPOSITORY, dtft, memory
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(200)]
 SMALL = ("digits_cnn", "--log.tensorboard", "False")

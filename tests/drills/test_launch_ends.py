@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from dtft.checkpoint.storage.step_directories import storage_steps
-from tests.drills.harness import dtft, memory
 from tests.drills.test_launch import SMALL, commits, left_behind, start, until
+from tests.support.harness import dtft, memory
 
 pytestmark = [pytest.mark.drill, pytest.mark.drill_all, pytest.mark.timeout(200)]
 

@@ -1,4 +1,4 @@
-"""Stock Orbax really has the defects of `tests/checkpoint/test_orbax_defects.py`.
+"""Stock Orbax really has the defects of `tests/unit/checkpoint/test_orbax_defects.py`.
 
 If one of these fails, a new Orbax has lost a defect: say so where it is claimed
 (`python experiments/orbax_defects.py` writes the table).

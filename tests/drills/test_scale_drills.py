@@ -10,8 +10,8 @@ import pytest
 
 from dtft.checkpoint.storage.step_directories import storage_steps
 from dtft.elastic.leader.events import read_events
-from tests.drills.harness import DIGITS, HYBRID, STAGES, drill, dtft, launched
 from tests.drills.test_checkpoint_commands import store_and_job
+from tests.support.harness import DIGITS, HYBRID, STAGES, drill, dtft, launched
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(400)]
 every = pytest.mark.drill_all

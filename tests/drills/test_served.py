@@ -17,8 +17,8 @@ from dtft.checkpoint.storage.step_directories import storage_steps
 from dtft.cli.commands import HostFlags
 from dtft.drills.options import own_certificate
 from dtft.elastic.leader.events import read_events
-from tests.drills.harness import dtft
 from tests.drills.serving import ServedJob
+from tests.support.harness import dtft
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(400)]
 

@@ -17,7 +17,7 @@ import pytest
 
 from dtft.checkpoint.storage.directory import StorageTier, load_numpy
 from dtft.elastic.leader.events import read_events
-from tests.drills.harness import launched
+from tests.support.harness import launched
 
 pytestmark = [
     pytest.mark.drill,

@@ -27,8 +27,8 @@ from dtft.drills.compare import samples_exactly_once
 from dtft.elastic.faults.injector import rate
 from dtft.elastic.faults.interruptions import session
 from dtft.elastic.leader.events import read_events
-from tests.drills.harness import REPOSITORY, dtft, memory
-from tests.elastic.etcd_cluster import Member, TlsEtcdCluster, until
+from tests.support.etcd_cluster import Member, TlsEtcdCluster, until
+from tests.support.harness import REPOSITORY, dtft, memory
 
 pytestmark = [pytest.mark.drill, pytest.mark.drill_all, pytest.mark.timeout(900)]
 STEPS, BATCH, HOSTS = 900, 960, 3

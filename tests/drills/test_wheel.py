@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.drills.harness import memory
+from tests.support.harness import memory
 from tests.wheel.building import build
 from tests.wheel.environment import borrowing, use
 

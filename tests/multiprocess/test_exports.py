@@ -1,0 +1,129 @@
+"""One host's part in exports, with a real exporter process."""
+
+import os
+import queue
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtft.checkpoint.managers.progress import ProgressBoard
+from dtft.checkpoint.memory.replica_store import ReplicaStore
+from dtft.checkpoint.replication.copy_placement import place_copies
+from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
+from dtft.checkpoint.storage.directory import StorageTier
+from dtft.elastic.host.export import HostExports
+from dtft.elastic.job import AgentConfig
+from tests.support.hosts import JOB, stage, wait_until
+
+LAYOUT = Layout(
+    mesh=MeshLayout(axis_names=("replica",), axis_sizes=(1,), slots=(0,)),
+    leaves=(Leaf(path="w", shape=(64,), dtype="float32", spec=()),),
+)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> AgentConfig:
+    return AgentConfig(
+        job="j",
+        host="h0",
+        store="s:1",
+        secret=b"x" * 16,
+        num_slots=1,
+        trainer_command=(),
+        run_directory=tmp_path / "run",  # without its folder for logs
+        config_digest="",
+    )
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Any:
+    made = ReplicaStore(
+        LAYOUT, 0, place_copies(LAYOUT, 1), path=tmp_path / "arena", chunk_bytes=4096
+    )
+    for step in (1, 2):
+        stage(made, step, lambda key, size, step=step: bytes([step]) * size)
+    yield made
+    made.close()
+
+
+class Host:
+    """The event loop of an agent, as far as exports need one."""
+
+    def __init__(self, config: AgentConfig, tmp_path: Path) -> None:
+        self.events: queue.Queue[tuple[Any, ...]] = queue.Queue()
+        self.told: list[tuple[int, bool, str]] = []
+        self.desk = HostExports(
+            config,
+            JOB,
+            ProgressBoard(tmp_path / "board", create=True),
+            lambda *event: self.events.put(event),
+            lambda *outcome: self.told.append(outcome),
+        )
+
+    def order(self, holder: ReplicaStore, step: int, failures: int = 0) -> None:
+        fields = {"slot": 0, "rank": 0, "world": 1, "coordinator": ""}
+        fields |= {"transfers": [], "digests": {}, "epoch": (1, 1)}
+        self.desk.begin(holder, {"step": step, "failures": failures, **fields})
+
+    def until_told(self, count: int) -> None:
+        end = time.monotonic() + 150
+        while len(self.told) < count:
+            _, exporter, message = self.events.get(timeout=end - time.monotonic())
+            self.desk.answer(exporter, message)
+
+    def until_ended(self) -> None:
+        while not self.events.get(timeout=20)[2].get("ended"):
+            pass
+
+
+@pytest.mark.timeout(170)
+def test_an_export_that_hangs_is_given_up_for_the_next_order(
+    tmp_path: Path, config: AgentConfig, holder: ReplicaStore
+) -> None:
+    host = Host(config, tmp_path)
+    try:
+        host.order(holder, 1)
+        host.until_told(1)
+        assert host.told == [(1, True, "")]
+        hung = _exporters()
+        for pid in hung:
+            os.kill(pid, signal.SIGSTOP)
+        host.order(holder, 2)
+        host.order(holder, 2, failures=1)  # as the leader does when a host has failed
+        host.until_told(2)
+        assert host.told[1:] == [(2, True, "")]
+        wait_until(lambda: not set(hung) & set(_exporters()))
+    finally:
+        host.desk.close()
+    host.until_ended()
+    tier = StorageTier(config.storage_directory, read_only=True)
+    assert [(s, tier.items(s)["step"]) for s in tier.all_steps()] == [(1, 1), (2, 2)]
+    tier.close()
+
+
+def _exporters() -> list[int]:
+    """Exporter processes of this test that have not ended."""
+    children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    found = [int(pid) for task in children for pid in _text(task).split()]
+    return [
+        pid for pid in found if "checkpoint.exporter" in _text(f"/proc/{pid}/cmdline")
+    ]
+
+
+def _text(path: Path | str) -> str:
+    """What a file of a thread or a process says; nothing once that has ended."""
+    try:
+        return Path(path).read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def test_a_step_that_was_dropped_is_told(
+    tmp_path: Path, config: AgentConfig, holder: ReplicaStore
+) -> None:
+    host = Host(config, tmp_path)
+    host.order(holder, 9)
+    assert host.told == [(9, False, "h0 has dropped step 9")]

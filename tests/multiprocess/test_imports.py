@@ -1,0 +1,69 @@
+"""What an import pulls in, and who may touch private JAX API."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "dtft"
+DEPENDENCIES = frozenset(
+    "jax flax optax orbax grain tyro rich scipy xxhash msgpack tensorboardX "
+    "matplotlib sklearn".split()
+)
+
+
+def imported_by(module: str) -> set[str]:
+    """Names of all modules loaded in a fresh process by `import module`."""
+    code = f"import sys, {module}; print(*sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=50,
+        cwd=PACKAGE.parent,
+    )
+    return set(result.stdout.split())
+
+
+def test_import_dtft_is_light() -> None:
+    assert not imported_by("dtft") & (DEPENDENCIES | {"numpy"})
+
+
+def test_optim_pulls_in_jax_and_optax_only() -> None:
+    modules = imported_by("dtft.optim")
+    # scipy comes with jax itself.
+    assert modules & DEPENDENCIES <= {"jax", "optax", "scipy"}
+    own = {name for name in modules if name.startswith("dtft.")}
+    others = {name for name in own if not name.startswith("dtft.optim")}
+    assert others <= {"dtft._former"}
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "dtft.elastic.host.agent",
+        "dtft.checkpoint.storage.export_plan",
+        "dtft.cli",
+        "dtft.cli.dispatch",
+        "dtft.cli.jobs",
+        "dtft.config.loading",
+        "dtft.drills.options",
+        "dtft.parallel.validation",
+        "dtft.parallel.row_assignment",
+        "dtft.train.single_process",
+        "dtft.train.worker",
+    ],
+)
+def test_is_never_a_jax_client(module: str) -> None:
+    assert not imported_by(module) & {"jax", "jaxlib", "flax", "orbax"}
+
+
+def test_private_jax_is_in_one_module() -> None:
+    users = {
+        path.name
+        for path in PACKAGE.rglob("*.py")
+        if "jax._src" in path.read_text() or "jaxlib._jax" in path.read_text()
+    }
+    assert users <= {"_jax_internals.py"}

@@ -1,0 +1,204 @@
+"""Trainers that an agent starts: real processes that die, hang or do not read."""
+
+import logging
+import queue
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtft.checkpoint.managers.agent_link import AGENT_SOCKET, NoAgent, ask, attach
+from dtft.elastic.host import trainers as module
+from dtft.elastic.host.trainers import AttachedTrainer, Command, Trainers
+from dtft.elastic.processes import ended_with, process_alive
+from tests.support.desks import agent_config
+from tests.support.hosts import wait_until
+
+Events = queue.Queue[tuple[Any, ...]]
+TRAINER = """
+import os, sys, time
+from pathlib import Path
+from dtft.checkpoint.managers.agent_link import AgentLink, hello
+link = AgentLink.connect(Path(os.environ["DTFT_AGENT_SOCKET"]), 5.0)
+hello(link, {})
+start = link.receive()
+link.send("running", slot=start["slot"])
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def events() -> Events:
+    return queue.Queue()
+
+
+@pytest.fixture
+def trainers(
+    tmp_path: Path, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Trainers]:
+    """Those of one host, which tell that they have their slot and then sleep."""
+    monkeypatch.setattr(module, "SEND_S", 1)
+    command = {"trainer_command": (sys.executable, "-c", TRAINER)}
+    config = agent_config(tmp_path, "a", arena_directory=tmp_path, **command)
+    config.memory_directory.mkdir()
+    made = Trainers(
+        config.memory_directory / AGENT_SOCKET,
+        job="j",
+        host="a",
+        deadline_s=5.0,
+        command=Command.of(config),
+    )
+    made.bind(lambda *event: events.put(event))
+    yield made
+    made.close()
+
+
+def started(trainers: Trainers, slot: int) -> AttachedTrainer:
+    trainers.start({"slot": slot})
+    assert trainers._trainer is not None
+    return trainers._trainer
+
+
+def test_a_standby_that_was_started_before_has_the_slot(
+    trainers: Trainers, events: Events
+) -> None:
+    trainers.ensure_standby()
+    ident = trainers.waiting
+    wait_until(lambda: trainers._known[ident].outbox is not None)
+    assert started(trainers, 3).ident == ident
+    said = events.get(timeout=20)
+    assert said == ("trainer", ident, {"op": "running", "slot": 3})
+    assert trainers.is_active(ident) and not trainers.waiting
+    trainers.let_go()
+    assert events.get(timeout=20) == ("trainer_exit", ident, -9)
+    assert not trainers.exited(ident)  # nobody's any more
+
+
+@pytest.mark.parametrize("linked_first", [True, False])
+def test_one_that_dies_as_it_is_given_its_slot_is_found_by_its_exit(
+    trainers: Trainers, events: Events, linked_first: bool
+) -> None:
+    trainers.ensure_standby()
+    ident = trainers.waiting
+    if linked_first:
+        wait_until(lambda: trainers._known[ident].outbox is not None)
+    trainer = trainers._known[ident]
+    assert trainer.process is not None
+    trainer.process.kill()
+    trainers.start({"slot": 0})
+    trainers.send("release", step=1)
+    assert events.get(timeout=20)[:2] == ("trainer_exit", ident)
+    assert trainers.exited(ident)
+
+
+@pytest.mark.parametrize("known", ["to the kernel", "to a thread", "to an event"])
+def test_an_end_that_nobody_asked_about_is_told_by_letting_go(
+    known: str, trainers: Trainers, events: Events
+) -> None:
+    trainer = started(trainers, 0)
+    process = trainer.process
+    assert process is not None and events.get(timeout=20)[0] == "trainer"
+    if known == "to an event":
+        process.kill()
+        assert events.get(timeout=20) == ("trainer_exit", trainer.ident, -9)
+        assert trainers.let_go() == -9
+    else:
+        with trainers._lock:  # no event can come
+            process.kill()
+            if known == "to the kernel":
+                wait_until(lambda: ended_with(process) is not None)
+            else:
+                assert trainer.ended.wait(20)
+            assert trainers.let_go() == -9
+        assert events.get(timeout=20)[0] == "trainer_exit"
+    assert not trainers.exited(trainer.ident) and trainers.let_go() is None
+
+
+def test_letting_go_of_a_trainer_that_runs_tells_no_end(trainers: Trainers) -> None:
+    assert trainers.let_go() is None
+    trainer = started(trainers, 0)
+    assert trainers.let_go() is None and trainer.ended.wait(20)
+    trainer = started(trainers, 0)
+    assert trainer.process is not None
+    trainer.process.kill()
+    assert trainer.ended.wait(20) and trainers.exited(trainer.ident)
+    assert trainers.let_go() is None
+
+
+def test_a_process_that_does_not_die_is_given_up_by_name_and_replaced(
+    trainers: Trainers,
+    events: Events,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(module, "KILL_S", 3.0)
+    first = started(trainers, 0)
+    assert events.get(timeout=20)[0] == "trainer"
+    assert first.process is not None
+    monkeypatch.setattr(first.process, "kill", lambda: None)  # as in state D
+    begun = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        trainers.let_go()
+        second = started(trainers, 1)
+        assert events.empty()  # it was not waited for: the event loop goes on
+        assert events.get(timeout=20)[:2] == ("trainer_exit", first.ident)
+    assert time.monotonic() - begun >= 3.0
+    assert f"process {first.pid} of a still runs 3 s after SIGKILL" in caplog.text
+    assert not trainers.exited(first.ident) and trainers.is_active(second.ident)
+    assert events.get(timeout=20)[1:] == (second.ident, {"op": "running", "slot": 1})
+    assert process_alive(first.pid)
+    monkeypatch.undo()
+    first.process.kill()
+    assert first.ended.wait(10)
+    trainers.let_go()
+    # The end of the one that was given up is not told twice.
+    assert events.get(timeout=20)[:2] == ("trainer_exit", second.ident)
+    assert events.empty()
+
+
+def test_a_slot_is_told_only_when_the_trainer_before_has_gone(
+    trainers: Trainers, events: Events
+) -> None:
+    for slot in range(3):
+        trainer = started(trainers, slot)
+        trainers.ensure_standby()
+        assert events.get(timeout=20)[1:] == (
+            trainer.ident,
+            {"op": "running", "slot": slot},
+        )
+        trainers.let_go()
+        assert events.get(timeout=20)[:2] == ("trainer_exit", trainer.ident)
+
+
+def test_a_trainer_that_does_not_read_is_killed_and_nobody_waits_for_it(
+    trainers: Trainers, events: Events
+) -> None:
+    trainer = started(trainers, 0)
+    assert events.get(timeout=20)[0] == "trainer"
+    trainers.send("restore", buffers=bytes(32 << 20))
+    trainers.send("release", step=1)
+    assert events.empty()  # it has still SEND_S to read
+    assert events.get(timeout=20) == ("trainer_exit", trainer.ident, -9)
+    assert trainers.exited(trainer.ident)
+
+
+def test_a_process_of_others_is_not_taken(trainers: Trainers) -> None:
+    path = trainers.path
+    assert ask(path) is None
+    with pytest.raises(NoAgent, match="does not take processes of others"):
+        attach(str(path), {"process": 0, "terms": {}})
+
+
+def test_what_was_started_ends_with_its_agent(
+    trainers: Trainers, events: Events
+) -> None:
+    trainers.ensure_standby()
+    active = started(trainers, 0)
+    trainers.ensure_standby()
+    known = [trainer.pid for trainer in trainers._known.values()]
+    assert active.pid in known and len(known) == 2
+    trainers.close()
+    assert not any(process_alive(pid) for pid in known)

@@ -1,0 +1,38 @@
+"""Small questions and decisions that several tests look at; each is made once."""
+
+from dataclasses import replace
+from functools import cache
+
+from dtft.planner.cluster.topology import Cluster
+from dtft.planner.search.decision import Decision, decide
+from dtft.planner.workload import Workload, of_loss
+from tests.support.zoo import MODELS
+
+
+@cache
+def question(vocabulary: int = 256) -> Workload:
+    """A transformer of two layers."""
+    model = MODELS["gpt"](
+        batch=8, time=64, width=128, layers=2, heads=4, vocabulary=vocabulary
+    )
+    return of_loss(model.loss, model.optimizer, model.params, model.batch)
+
+
+@cache
+def mlp(batch: int = 64, widths: tuple[int, ...] = (64, 256, 16)) -> Workload:
+    """Linear layers."""
+    model = MODELS["mlp"](batch=batch, widths=widths)
+    return of_loss(model.loss, model.optimizer, model.params, model.batch)
+
+
+@cache
+def decision(spec: str = "2x4xH100", vocabulary: int = 256, **pins: int) -> Decision:
+    """The transformer's plan."""
+    return decide(question(vocabulary), Cluster.parse(spec), pins)
+
+
+def with_memory(spec: str, num_bytes: int) -> Cluster:
+    """A cluster whose devices have so much memory."""
+    pool = Cluster.parse(spec).uniform
+    device = replace(pool.device, memory_bytes=num_bytes)
+    return Cluster(pools=(replace(pool, device=device),), name=spec)

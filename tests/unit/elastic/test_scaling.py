@@ -1,0 +1,381 @@
+"""A live job is asked for another size: what the leader does, and what it answers."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtft.checkpoint.replication.commit import Commit
+from dtft.checkpoint.replication.copy_placement import place_copies
+from dtft.cli.jobs import line
+from dtft.elastic.assignment import HostRecord, SizeLimits, SlotAssignment, resized
+from dtft.elastic.inspect_job import NotThere, Observer
+from dtft.elastic.leader.records import ASSIGNMENT_PATIENCE_S
+from dtft.elastic.scale_job import ScaleRefused, scale
+from tests.support.desks import LeaderDesk, record_of
+from tests.unit.elastic.test_recovery import layout, root_of, value
+
+STATE = layout(2, 1)
+PROMPT_S = 0.5
+"""Nobody here takes any time; the leader ticks."""
+
+
+class Desk(LeaderDesk):
+    """A leader whose hosts do at once what they are told."""
+
+    def __init__(self, directory: Path, hosts: int, min_replicas: int = 0) -> None:
+        sizes = SizeLimits(min_replicas=min_replicas, global_batch=96)
+        super().__init__(directory, _record(0), sizes=sizes)
+        self.exports: list[tuple[str, int, int]] = []
+        self.answers: list[dict[str, Any]] = []
+        self.held: dict[int, Any] = {7: STATE}
+        self.silent: set[str] = set()
+        self.obeyed: SlotAssignment | None = None
+        """What the hosts tell a leader whose store does not know it."""
+        self.members = {"h0", "h1"}
+        for number in range(hosts):
+            self.register(_record(number))
+        self.put("m/assignment", _assignment().to_json())
+        self.put("c/commits", _commit(7, STATE).to_json())
+        self.lead()
+
+    def lead(self) -> None:
+        """A leader takes over, and the job trains again."""
+        self.begin()
+        self.until(lambda: self.leader._rendezvous.phase in ("running", "waiting"))
+
+    def ordered(self, host: str, op: str, **fields: Any) -> None:
+        super().ordered(host, op, **fields)
+        if op == "export":
+            self.exports.append((host, fields["step"], fields["slot"]))
+        if host in self.silent and op == "prepare":
+            return
+        told = {"ballot": fields.get("ballot")}
+        if op == "reform":
+            digests = {
+                p.key: value(p.key) for s in self.held.values() for p in s.owners
+            }
+            mine = self.held if host in self.members else {}
+            holdings = {step: digests for step in mine}
+            known = [state.to_json() for state in mine.values()]
+            told |= {"op": "holdings", "holdings": holdings, "layouts": known}
+            told |= {"corrupt": [], "finished": 7, "items": {}}
+            if self.obeyed is not None and host in self.obeyed.slots:
+                told["assignment"] = self.obeyed.to_json()
+            self.report(host, told)
+        elif op == "prepare":
+            self.members.add(host)
+            restored = {key: value(key) for key in fields["digests"]}
+            prepared = {"op": "prepared", "own": 1, "peers": 2, "seconds": 0.0}
+            prepared |= {"export_port": 1, "restored": restored}
+            if not fields["resized"]:
+                prepared["restored"] = {}
+            self.report(host, told | prepared)
+            announced = {"op": "layout", "layout": fields["layout"]}
+            self.report(host, told | announced)
+            running = {"op": "running", "bytes_from_storage": 0, "step": 8}
+            running["slot"] = fields["slot"]
+            self.report(host, told | running)
+
+    def report(self, host: str, message: dict[str, Any]) -> None:
+        """What a host says reaches the leader."""
+        self.loop.post(lambda: self.leader.handle_report(host, message))
+
+    def until(self, ready: Any, limit_s: float = PROMPT_S) -> None:
+        """Lets time pass until something is so; the leader sees the store's news."""
+
+        def so() -> bool:
+            self.look()
+            return ready()
+
+        self.loop.turn_until(so, limit_s)
+
+    def ask(self, replicas: int) -> None:
+        self.leader.scaling_wanted(replicas, self.answers.append)
+
+    def commit(self, step: int) -> None:
+        """All hosts of the formation stage and hold a step; the leader records it."""
+        coordinator = self.leader._rendezvous.coordinator
+        assert coordinator is not None
+        self.held = {step: coordinator.layout}
+        for slot in range(coordinator.layout.mesh.num_slots):
+            told = [value(piece.key) for piece in coordinator.layout.slices(slot)]
+            coordinator.staged(slot, step, told)
+        for push in place_copies(coordinator.layout, 2).pushes:
+            coordinator.held(step, push.source, push.target, root_of(push))
+        told = self.leader._journal
+        self.until(lambda: told.last_commit == step)
+
+    def lose(self, host: str) -> None:
+        """A host's process ends."""
+        self.delete(f"m/hosts/{host}")
+        self.leader.lost(host, "its port is dead")
+        self.look()
+
+    def settle(self, slots: int) -> None:
+        """Until the job trains on so many hosts."""
+
+        def trains() -> bool:
+            found = self.leader._rendezvous.assignment
+            running = self.leader._rendezvous.phase == "running"
+            return running and found is not None and len(found.slots) == slots
+
+        self.until(trains)
+
+
+def _record(number: int) -> HostRecord:
+    return record_of(f"h{number}", joined_ns=number)
+
+
+def _assignment() -> SlotAssignment:
+    return SlotAssignment(
+        generation=1,
+        attempt=1,
+        slots=("h0", "h1"),
+        incarnations=("h0.1", "h1.1"),
+        source="init",
+        step=0,
+        rung=0,
+        reason="",
+    )
+
+
+def _commit(step: int, state: Any) -> Commit:
+    from dtft.checkpoint.state.digests import digest_root
+
+    slots = state.mesh.num_slots
+    return Commit(
+        step=step,
+        generation=1,
+        attempt=1,
+        root=digest_root((p.key, value(p.key)) for p in state.owners),
+        layout=state.digest,
+        holders=tuple(f"h{n}" for n in range(slots)),
+        copies=2,
+    )
+
+
+@pytest.fixture
+def desk_of(tmp_path: Path):
+    made: list[Desk] = []
+
+    def make(hosts: int, **options: Any) -> Desk:
+        made.append(Desk(tmp_path, hosts, **options))
+        return made[0]
+
+    yield make
+    for desk in made:
+        desk.close()
+
+
+def test_a_job_grows_at_the_next_commit_and_says_when_it_trains(desk_of) -> None:
+    desk = desk_of(hosts=3)
+    desk.ask(2)
+    assert desk.answers.pop() == {"replicas": 2, "before": 2, "hosts": 2}
+    desk.ask(5)
+    refused = desk.answers.pop()
+    assert refused["code"] == 2 and "Nearest allowed: 4 or 6" in refused["error"]
+    desk.ask(4)
+    assert "2 replicas" not in desk.answers[0]["error"]
+    assert "4 replicas need 4 hosts, but 3 are here" in desk.answers.pop()["error"]
+    desk.ask(3)
+    desk.until(lambda: desk.leader.view.wanted)
+    assert not desk.answers and desk.leader._rendezvous.phase == "running"
+    desk.commit(8)
+    desk.settle(3)
+    desk.until(lambda: desk.answers)
+    (answer,) = desk.answers
+    assert (answer["replicas"], answer["before"], answer["step"]) == (3, 2, 8)
+    assert answer["bytes_from_storage"] == 0
+    (proof,) = [e for e in desk.events() if e["event"] == "resized"]
+    assert proof["committed_root"] == proof["restored_root"] and not proof["differing"]
+    prepared = [order for host, order in desk.take("prepare") if host == "h2"][-1]
+    assert prepared["layout"] == resized(STATE, 3).to_json()
+    assert len(prepared["addresses"]) == 3 and prepared["transfers"]
+
+
+def test_a_new_leader_goes_on_with_the_wish(desk_of) -> None:
+    desk = desk_of(hosts=3)
+    desk.ask(1)
+    desk.until(lambda: desk.leader.view.wanted)
+    desk.leader.close()
+    (told,) = desk.answers
+    assert told["again"]
+    desk.lead()
+    desk.settle(1)
+    desk.answers.clear()
+    desk.ask(1)
+    assert desk.answers == [{"replicas": 1, "before": 1, "hosts": 1}]
+
+
+def test_a_store_that_has_lost_the_wish_is_told_of_it_by_the_hosts(desk_of) -> None:
+    desk = desk_of(hosts=3)
+    desk.ask(1)
+    desk.until(lambda: desk.leader.view.wanted)
+    desk.leader.close()
+    desk.lead()
+    desk.settle(1)
+    desk.obeyed = desk.leader._rendezvous.assignment
+    desk.leader.close()
+    for name in ("m/size", "m/assignment"):
+        desk.delete(name)
+    for forms_again in range(2):  # the second leader reads what the first has written
+        desk.lead()
+        assert not desk.leader.view.wanted
+        desk.settle(1)
+        assert desk.leader._sizes.wanted == 1, forms_again
+        desk.leader.close()
+
+
+def growing(desk_of: Callable[..., Desk]) -> Desk:
+    """A job of two hosts that grows to three, of which the new one does not answer."""
+    desk = desk_of(hosts=3)
+    desk.ask(3)
+    desk.until(lambda: desk.leader.view.wanted)
+    desk.silent = {"h2"}
+    desk.commit(8)
+    desk.until(lambda: desk.leader._rendezvous.phase == "preparing")
+    return desk
+
+
+def test_a_host_lost_while_the_job_grows_leads_back(desk_of) -> None:
+    desk = growing(desk_of)
+    desk.lose("h2")
+    desk.settle(2)
+    (answer,) = desk.answers
+    assert "trains on 2 hosts, not on 3: a host was lost" in answer["error"]
+    desk.silent.clear()
+    desk.register(_record(3))
+    desk.leader.connected(_record(3))
+    desk.look()
+    desk.commit(9)
+    desk.settle(3)
+
+
+def test_a_size_that_trainers_refuse_is_given_up(desk_of) -> None:
+    desk = growing(desk_of)
+    round_ = desk.leader._rendezvous.current
+    assert round_ is not None
+    fatal = {"op": "fatal", "ballot": round_.ballot, "message": "no memory for it"}
+    desk.silent.clear()
+    desk.leader.handle_report("h2", dict(fatal))
+    desk.leader.handle_report("h1", dict(fatal))  # of the same round: it is over
+    desk.settle(2)
+    assert "no memory for it" in desk.answers.pop()["error"]
+    assert "cannot train on 3 hosts" in desk.said
+    desk.commit(9)
+    assert desk.leader._rendezvous.phase == "running"  # not tried again unasked
+
+
+def test_an_error_that_would_come_again_ends_the_job_with_its_last_step_stored(
+    desk_of,
+) -> None:
+    desk = desk_of(hosts=2)
+    desk.commit(8)
+    round_ = desk.leader._rendezvous.current
+    assert round_ is not None
+    fatal = {"op": "fatal", "ballot": round_.ballot, "message": "no label", "code": 2}
+    desk.leader.handle_report("h1", fatal)
+    desk.exports.clear()
+    desk.until(lambda: desk.phase == "ending")
+    assert {step for _, step, _ in desk.exports} == {8} and "end" not in desk.kinds()
+    current = desk.leader._rendezvous.current
+    assert current is not None
+    for host, step, _ in desk.exports:
+        told = {"op": "exported", "step": step, "ok": True, "error": ""}
+        desk.leader.handle_report(host, told | {"ballot": current.ballot})
+    (last,) = [event for event in desk.events() if event["event"] == "end"]
+    assert (last["status"], last["code"], last["step"]) == ("error", 2, 8)
+    assert last["message"] == "no label"
+
+
+def test_a_stop_after_growing_failed_still_stores_the_last_step(desk_of) -> None:
+    desk = growing(desk_of)
+    desk.lose("h2")
+    desk.lose("h1")
+    desk.until(lambda: desk.leader._rendezvous.phase == "waiting")
+    desk.put("m/stop", "1")
+    desk.look()
+    desk.turn()
+    assert desk.exports[-1] == ("h0", 8, 0)
+
+
+def test_with_a_least_number_a_lost_host_is_not_waited_for(desk_of) -> None:
+    desk = desk_of(hosts=2, min_replicas=1)
+    desk.lose("h1")
+    desk.settle(1)
+    assert "waiting_for_host" not in desk.kinds()
+
+
+@pytest.mark.parametrize("least", [0, 2])
+def test_without_one_the_job_waits(desk_of, least) -> None:
+    desk = desk_of(hosts=2, min_replicas=least)
+    desk.lose("h1")
+    desk.until(lambda: desk.leader._rendezvous.phase == "waiting")
+    assert "no spare is left for slot 1" in desk.said
+    assert "goes on when one comes back or another joins" in desk.said
+
+
+def test_a_loss_while_the_store_is_away_is_named_with_what_it_waits_for(
+    desk_of,
+) -> None:
+    desk = desk_of(hosts=3)
+    desk.loop.hold("records")
+    desk.lose("h1")
+    desk.until(lambda: desk.phase == "assigning")
+    desk.turn(ASSIGNMENT_PATIENCE_S)
+    line = "h1 (slot 1) was lost: no step is trained until the store "
+    assert line in desk.said
+    desk.loop.let_go("records")
+    desk.settle(2)
+    assert desk.said.count(line) == 1
+
+
+class Told(Observer):
+    """An observer whose leader gives these answers, one after the other."""
+
+    def __init__(self, *replies: dict[str, Any] | str, ended: str = "") -> None:
+        self.replies, self.ended = list(replies), ended
+        self.is_served = False
+
+    def result(self) -> str | None:
+        return self.ended or None
+
+    def ask_leader(self, op: str, request: dict[str, Any], limit_s: float) -> dict:
+        reply = self.replies.pop(0)
+        if isinstance(reply, str):
+            raise NotThere(reply)
+        return reply
+
+
+def test_who_asks_asks_the_next_leader_too(monkeypatch) -> None:
+    monkeypatch.setattr("dtft.elastic.scale_job.PAUSE_S", 0.0)
+    good = {"replicas": 3, "before": 2, "hosts": 3}
+    gone = {"error": "this host does not lead any more", "again": True}
+    found = scale(Told("refused", gone, good), 3, limit_s=9.0)
+    assert found == good | {"asked_again": True}
+    assert (
+        line("j", found)
+        == "job j trains with 3 replicas (3 hosts); its leader changed meanwhile"
+    )
+    assert scale(Told(good), 3, limit_s=9.0) == good | {"asked_again": False}
+    with pytest.raises(ScaleRefused, match="nearest"):
+        scale(Told({"error": "nearest 4", "code": 2}), 3, limit_s=9.0)
+    with pytest.raises(RuntimeError, match="start 1 more"):
+        scale(Told({"error": "start 1 more"}), 3, limit_s=9.0)
+    with pytest.raises(RuntimeError, match=r"has ended \(done\)"):
+        scale(Told(ended="done"), 3, limit_s=9.0)
+    with pytest.raises(RuntimeError, match="after 0 s"):
+        scale(Told(), 3, limit_s=0.0)
+
+
+def test_what_is_printed() -> None:
+    found = {"replicas": 3, "before": 2, "hosts": 3, "step": 20, "seconds": 2.0}
+    found |= {"bytes_from_peers": 2048, "bytes_from_storage": 0}
+    assert line("j", found) == (
+        "job j trains with 3 replicas (3 hosts) instead of 2: went on from step 20, "
+        "2.0 KiB from peers' memory and 0 B from storage, 2.00 s after it was asked for"
+    )
+    assert json.dumps(found)

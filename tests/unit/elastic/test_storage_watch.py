@@ -1,0 +1,106 @@
+"""Storage that hangs holds nobody up: its last answer counts until it answers again."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dtft.elastic.leader.storage import PATIENCE_S, StorageWatch
+from tests.support.virtual_loop import VirtualLoop
+from tests.unit.elastic.test_leader import Desk
+from tests.unit.elastic.test_recovery import commit_of, holdings_of, layout
+
+
+def test_the_last_answer_counts_while_storage_hangs(tmp_path: Path) -> None:
+    loop, asked = VirtualLoop(), []
+
+    def listed(directory: Path) -> list[int]:
+        asked.append(directory)
+        return [int(path.name) for path in directory.iterdir()]
+
+    (tmp_path / "20").mkdir()
+    watch = StorageWatch(tmp_path, loop, list_steps=listed)
+    assert not watch.settled and not watch.silent
+    loop.turn()
+    assert watch.settled and watch.steps == (20,) and watch.news() is None
+    loop.hold("aside")  # as a dead mount does
+    (tmp_path / "40").mkdir()
+    watch.look()
+    assert not watch.settled
+    loop.turn(PATIENCE_S)
+    assert watch.steps == (20,) and watch.silent and watch.settled
+    line = watch.news()
+    assert line is not None and "does not answer" in line and "step 20" in line
+    for _ in range(10):  # one question is open, not one for every look
+        watch.look()
+        assert watch.newest == 20 and watch.news() is None
+    watch.wrote(60)
+    assert watch.steps == (20, 60)
+    loop.let_go("aside")
+    loop.turn()
+    assert not watch.silent and asked == [tmp_path] * 2
+    assert watch.news() == f"storage {tmp_path} answers again"
+    # The late answer counts, and what was written meanwhile; then it is asked anew.
+    assert watch.steps == (20, 40, 60)
+    watch.look()
+    loop.turn()
+    assert watch.steps == (20, 40) and len(asked) == 3
+
+
+def test_a_directory_that_is_not_there_has_no_steps(tmp_path: Path) -> None:
+    loop = VirtualLoop()
+    watch = StorageWatch(tmp_path / "none", loop)
+    loop.turn()
+    assert watch.steps == () and watch.newest == 0 and not watch.silent
+
+
+def test_storage_that_cannot_be_read_has_no_steps(tmp_path: Path) -> None:
+    def broken(directory: Path) -> list[int]:
+        raise OSError("stale file handle")
+
+    loop = VirtualLoop()
+    watch = StorageWatch(tmp_path, loop, list_steps=broken)
+    loop.turn()
+    assert watch.steps == () and watch.settled
+
+
+STATE = layout(2, 1)
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    """A leader of two slots whose storage hangs and would show step 5."""
+    (tmp_path / "checkpoints" / "5").mkdir(parents=True)
+    made = Desk(tmp_path)
+    made.loop.hold("aside")
+    made.join("b")
+    yield made
+    made.close()
+
+
+def answer(desk: Desk, held: dict) -> None:
+    for host in ("a", "b"):
+        known = {"layouts": [STATE.to_json()], "finished": 7}
+        desk.answer(host, holdings=held.get(host, {}), **known)
+
+
+def test_a_generation_is_formed_from_memory_while_storage_hangs(desk: Desk) -> None:
+    desk.leader._records.learn([commit_of(STATE, 7)])
+    found = holdings_of(STATE, 2, 7)
+    answer(desk, {"a": found["h0"], "b": found["h1"]})
+    desk.turn(PATIENCE_S + 0.2)
+    assert desk.assignment is not None
+    assert (desk.assignment.source, desk.assignment.step) == ("memory", 7)
+    assert "does not answer within 1 s; training goes on" in desk.said
+
+
+def test_storage_that_is_needed_is_waited_for(desk: Desk) -> None:
+    answer(desk, {})
+    desk.turn(PATIENCE_S + 0.2)
+    assert desk.phase == "storage" and desk.assignment is None
+    assert "is silent: the job waits for it" in desk.said
+    desk.loop.let_go("aside")
+    desk.turn(10)
+    assert desk.assignment is not None
+    assert (desk.assignment.source, desk.assignment.step) == ("storage", 5)
+    assert "answers again" in desk.said

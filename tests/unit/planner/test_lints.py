@@ -1,0 +1,110 @@
+"""Lints find what costs, and say how much."""
+
+import math
+import re
+
+import pytest
+
+from dtft.planner.cluster.topology import Cluster
+from dtft.planner.cost.compute import matmul_s
+from dtft.planner.report.lints import (
+    batches,
+    find_lints,
+    products,
+    replicated,
+    undivided,
+)
+from dtft.planner.search.decision import best_of
+from tests.support import reading
+from tests.support.deciding_zoo import decision, mlp, question
+
+
+def _kinds(found: tuple[object, ...]) -> list[str]:
+    return [str(one).split(":")[0] for one in found]
+
+
+def test_a_vocabulary_that_no_axis_divides() -> None:
+    found = undivided(question(257), 2)
+    assert any(text.startswith("257, whose next multiple is 258") for text in found)
+    assert not any("256" in text.split(" ")[0] for text in undivided(question(), 2))
+
+
+def test_a_fused_projection_names_its_leading_part() -> None:
+    assert any(
+        text.startswith("384, whose leading part is 3")
+        for text in undivided(question(), 2)
+    )
+
+
+def test_the_price_of_a_size_that_is_not_aligned() -> None:
+    odd = best_of(question(257), Cluster.parse("h100"))
+    (found,) = (one for one in products(odd) if one.kind == "alignment")
+    assert found.text.startswith(
+        "257 on a device, no multiple of 4 (16 bytes of float32) as 260 is: "
+    )
+    device = odd.cluster.uniform.device
+    lost = 0.0  # logits, and their gradient by what they are made of
+    for place in (1, 2):
+        odd_s, even_s = (
+            float(
+                matmul_s(
+                    device,
+                    512,
+                    n if place == 1 else 128,
+                    n if place == 2 else 128,
+                    1,
+                    "float32",
+                )
+            )
+            for n in (257, 260)
+        )
+        lost += odd_s - even_s
+    assert found.cost_s == pytest.approx(lost, rel=1e-6)
+    shown = reading.value(found.text.split(": ")[1])
+    assert shown == pytest.approx(found.cost_s, rel=reading.PRECISION)
+    assert not [one for one in products(decision("h100")) if one.kind == "alignment"]
+
+
+def test_a_large_array_that_is_whole_beside_an_axis_for_it() -> None:
+    model = mlp(widths=(1021, 1031, 16))
+    found = best_of(model, Cluster.parse("8xH100"), {"fsdp": 8, "zero": 3})
+    (whole, *_) = (one for one in replicated(found) if "params/" in one.text)
+    assert whole.num_bytes == 1021 * 1031 * 4
+    assert "1021x1031" in whole.text and "no dim is divisible" in whole.text
+    shown = reading.value(whole.text.rsplit(": ", 1)[1])
+    assert shown == pytest.approx(whole.num_bytes, rel=reading.PRECISION)
+
+
+def test_a_prime_batch_of_devices_that_repeat_work_has_a_price() -> None:
+    model = mlp(batch=31, widths=(64, 128, 8))
+    found = best_of(model, Cluster.parse("8xH100"), {"sequence": 1})
+    assert found.idle
+    (text,) = (one.text for one in find_lints(found) if "do not divide" in one.text)
+    assert "8 devices do not divide the batch of 31: they repeat work of each" in text
+    assert "Nearest that they divide: 24 takes " in text and ", 32 takes " in text
+
+
+def test_devices_that_a_batch_leaves_idle_have_a_price() -> None:
+    model, spec = mlp(batch=4099, widths=(4096, 16_384, 4096)), "5x1xH100"
+    found = best_of(model, Cluster.parse(spec), {"tensor": 1, "sequence": 1})
+    (text,) = (one.text for one in find_lints(found) if one.kind == "batch")
+    assert "5 devices do not divide the batch of 4099: 1 of 5 devices are used" in text
+    near = batches(found)
+    assert [one.batch for one in near] == [4095, 4100]
+    assert [math.prod(one.plan.mesh.values()) for one in near] == [5, 5]
+    shown = [reading.value(part) for part in re.findall(r"takes ([\d.]+ \w+)", text)]
+    assert shown == [pytest.approx(o.step_s, rel=reading.PRECISION) for o in near]
+
+
+def test_an_axis_that_divides_nothing() -> None:
+    found = best_of(mlp(batch=7), Cluster.parse("5x1xH100"), {"tensor": 5})
+    (one,) = (one for one in find_lints(found) if one.kind == "repeated")
+    assert "tensor=5 divides no array" in one.text
+
+
+def test_a_model_without_faults_has_no_lints_of_these_kinds() -> None:
+    model = mlp(batch=65_536, widths=(2048, 8192, 2048))
+    found = best_of(model, Cluster.parse("8xH100"), {"replica": 8})
+    assert not {"batch", "repeated", "replicated", "alignment"} & set(
+        _kinds(find_lints(found))
+    )

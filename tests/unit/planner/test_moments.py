@@ -1,0 +1,232 @@
+"""What is alive when: order of operators, what is kept, bytes on many meshes."""
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dtft.planner.ir.graph import Graph
+from dtft.planner.ir.op_groups import region
+from dtft.planner.memory.liveness import ROW
+from dtft.planner.memory.peak import LivenessTrace, PeakModel, Timeline
+from dtft.planner.memory.schedule import scheduled
+from dtft.planner.spmd.partitioner import MICRO, ShardingAssignment
+from dtft.planner.workload import Workload, of_loss
+from tests.support.zoo import MODELS
+from tests.support.zoo_parts import ADAM
+
+SIZES = {
+    "mlp": {"batch": 64, "widths": (16, 32, 32, 8)},
+    "gpt_scan": {"batch": 8, "time": 16, "width": 32, "layers": 2, "heads": 4,
+                 "vocabulary": 64},
+    "rnn": {"batch": 8, "time": 4, "width": 16, "vocabulary": 32},
+}  # fmt: skip
+
+
+@cache
+def question(name: str) -> Workload:
+    model = MODELS[name](**SIZES[name])
+    return of_loss(model.loss, ADAM, model.params, model.batch)
+
+
+def trace_of(asked: Workload) -> LivenessTrace:
+    return LivenessTrace(Timeline(graph=asked.graph, gathers=True, alias=asked.alias))
+
+
+def division(asked: Workload) -> ShardingAssignment:
+    axes = dict.fromkeys(asked.batch_dims, ("replica", "fsdp", MICRO))
+    return ShardingAssignment(
+        axes=axes, alias=asked.alias, scatters=True, first=asked.weights
+    )
+
+
+def sizes(replica=(1,), fsdp=(1,), micro=(1,)) -> dict[str, np.ndarray]:
+    columns = {"replica": replica, "fsdp": fsdp, MICRO: micro}
+    return {axis: np.array(column) for axis, column in columns.items()}
+
+
+def made_before_read(graph: Graph) -> bool:
+    made = {index: -1 for index in graph.inputs.values()}
+    for number, operator in enumerate(graph.operators):
+        made.update(dict.fromkeys(operator.outputs, number))
+    return all(
+        made.get(index, -1) < number
+        for number, operator in enumerate(graph.operators)
+        for index in operator.inputs
+    )
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_order_is_one_in_which_the_program_can_run(name: str) -> None:
+    before = question(name).graph
+    after = scheduled(before)
+    assert made_before_read(after)
+    assert Counter(after.operators) == Counter(before.operators)
+    for old, new in zip(before.loops, after.loops, strict=True):
+        assert Counter(before.operators[slice(*old.operators)]) == Counter(
+            after.operators[slice(*new.operators)]
+        )
+
+
+def test_products_that_only_the_update_reads_come_last() -> None:
+    graph = scheduled(question("mlp").graph)
+    kernels = {(16, 32), (32, 32), (32, 8), (32, 16), (8, 32)}
+    backward = [
+        graph.values[operator.outputs[0]].shape in kernels
+        for operator in graph.operators
+        if operator.kind == "matmul" and region(operator) == "backward"
+    ]
+    assert backward == [False, False, True, True, True]
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_what_comes_goes(name: str) -> None:
+    timeline = Timeline(graph=question(name).graph, gathers=True)
+    for one in (timeline, timeline.at_level_3):
+        there: set[int] = set()
+        for event in one.events:
+            if event.kind == "alloc":
+                assert event.value not in there
+                there.add(event.value)
+            elif event.kind == "free":
+                there.remove(event.value)
+        assert not there
+
+
+def test_a_rectifier_has_no_memory_of_its_own_but_at_level_3() -> None:
+    timeline = Timeline(graph=question("mlp").graph, gathers=True)
+
+    def kept(one: Timeline) -> int:
+        """Results of rectifiers in memory."""
+        values = one.graph.values
+        maxima = {
+            operator.outputs[0]
+            for operator in one.graph.operators
+            if operator.primitive == "max"
+            and len(values[operator.outputs[0]].shape) == 2
+        }
+        return len(maxima & {e.value for e in one.events if e.kind == "alloc"})
+
+    assert kept(timeline) == 0 and kept(timeline.at_level_3) == 2
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("zero", range(4))
+def test_many_meshes_at_once_are_each_by_itself(name: str, zero: int) -> None:
+    asked = question(name)
+    moments = PeakModel(trace_of(asked), division(asked))
+    columns = [(1, 2, 4, 1, 2), (1, 1, 2, 4, 2), (1, 2, 1, 2, 1)]
+    together = moments.on(sizes(*columns)).peak(zero)
+    for at, (replica, fsdp, micro) in enumerate(zip(*columns, strict=True)):
+        alone = moments.on(sizes((replica,), (fsdp,), (micro,))).peak(zero)
+        assert together.activations[at] == pytest.approx(alone.activations[0])
+        assert together.gradients[at] == pytest.approx(alone.gradients[0])
+
+
+def test_levels_and_microbatches_change_what_they_should() -> None:
+    asked = question("gpt_scan")
+    moments = PeakModel(trace_of(asked), division(asked))
+    total = sum(
+        asked.graph.values[i].num_bytes for i in Timeline(graph=asked.graph).gradients
+    )
+    whole, parts = (moments.on(sizes(fsdp=(4,))).peak(zero) for zero in (0, 2))
+    assert parts.gradients[0] < whole.gradients[0] <= total
+    many = moments.on(sizes(micro=(8,))).peak(0)
+    once = moments.on(sizes()).peak(0)
+    assert many.gradients[0] >= total  # a sum of each is there all the time
+    assert many.activations[0] < once.activations[0] / 4
+
+
+def test_sums_over_microbatches_are_divided_as_soon_as_optimizer_state_is() -> None:
+    asked = question("gpt_scan")
+    parts = PeakModel(trace_of(asked), division(asked)).on(sizes(fsdp=(4,), micro=(4,)))
+    total = sum(
+        asked.graph.values[i].num_bytes for i in Timeline(graph=asked.graph).gradients
+    )
+    whole, divided = (parts.peak(zero).gradients[0] for zero in (0, 1))
+    assert 0.5 * total < whole - divided <= 0.75 * total
+
+
+@pytest.mark.parametrize("vocabulary", [ROW, 2 * ROW])
+def test_the_gradient_of_logits_takes_their_place_if_rows_are_long_or_divided(
+    vocabulary: int,
+) -> None:
+    model = MODELS["gpt_scan"](**{**SIZES["gpt_scan"], "vocabulary": vocabulary})
+    asked = of_loss(model.loss, ADAM, model.params, model.batch)
+    logits = 4 * 8 * 16 * vocabulary
+    words = asked.graph.values[asked.graph.inputs["params/embed"]].dims[0]
+    rows = division(asked)
+    both = replace(rows, axes={**rows.axes, words: ("tensor",)})
+    one, many = (
+        PeakModel(trace_of(asked), each).on(sizes() | {"tensor": np.array([1])}).peak(0)
+        for each in (rows, both)
+    )
+    more = one.activations + one.gradients - many.activations - many.gradients
+    assert more == pytest.approx(logits if vocabulary <= ROW else 0, rel=0.01)
+
+
+def test_a_mask_of_positions_is_there_once_for_all_layers() -> None:
+    model = MODELS["gpt"](batch=8, time=16, width=32, layers=3, heads=4, vocabulary=64)
+    asked = of_loss(model.loss, ADAM, model.params, model.batch)
+    timeline = Timeline(graph=asked.graph, gathers=True).at_level_3
+    values = timeline.graph.values
+    masks = [
+        event.value
+        for event in timeline.events
+        if event.kind == "alloc"
+        and values[event.value].dtype == "bool"
+        and values[event.value].shape[-2:] == (16, 16)
+    ]
+    assert len(masks) == 1
+
+
+def test_what_a_loop_reads_transposed_is_laid_out_anew_before_it() -> None:
+    def loss(params, batch):
+        def layer(x, w):
+            turned = jnp.swapaxes(x @ w, 1, 2)
+            return x + jnp.swapaxes(jnp.tanh(turned) ** 2, 1, 2), None
+
+        return jnp.sum(jax.lax.scan(layer, batch["x"], params["w"])[0])
+
+    params = {"w": jax.ShapeDtypeStruct((3, 8, 8), jnp.float32)}
+    batch = {"x": jax.ShapeDtypeStruct((4, 16, 8), jnp.float32)}
+    asked = of_loss(loss, ADAM, params, batch).rematerialized("dots")
+    values, events = asked.graph.values, Timeline(graph=asked.graph).events
+    copied = [values[event.value].shape for event in events if event.kind == "copied"]
+    assert copied == [(3, 4, 16, 8)]
+
+
+def test_what_two_products_need_gathered_stays_so_between_them() -> None:
+    asked = question("mlp")
+    along, rows = trace_of(asked), division(asked)
+    wide = asked.weight_dims.difference(asked.batch_dims)
+    axes = {**rows.axes, **dict.fromkeys(wide, ("tensor",))}
+    across = replace(rows, axes=axes)
+    gathered = PeakModel(along, across).matrix
+    along.rereads.clear()
+    more = gathered - PeakModel(along, across).matrix
+    hidden = 4 * 64 * 32  # of the second layer, and two cotangents like it
+    assert (more >= 0).all() and more.max() == 3 * hidden
+
+
+def test_operands_that_must_be_gathered_have_memory_then() -> None:
+    def loss(params, batch):
+        return jnp.sum((batch["x"] @ params["w"]) ** 2)
+
+    def array(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    asked = of_loss(loss, ADAM, {"w": array(1024, 8)}, {"x": array(4, 1024)})
+    columns = asked.graph.values[asked.graph.inputs["params/w"]].dims[1]
+    rows = division(asked)
+    across = ShardingAssignment(
+        axes={**rows.axes, columns: ("replica",)}, scatters=True
+    )
+    found = PeakModel(trace_of(asked), across).on(sizes((4,))).peak(0)
+    # Rows and columns want the same axis: the smaller, the examples, is gathered. The
+    # gradient, which is half of that, is all there is otherwise.
+    assert found.activations[0] + found.gradients[0] >= 4 * 1024 * 4

@@ -1,0 +1,116 @@
+"""Prices of candidates: what is sent, what fits, and in which order they are ranked."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dtft.planner.cluster.topology import Cluster
+from dtft.planner.report.lints import find_lints
+from dtft.planner.report.replan import why_not
+from dtft.planner.search.decision import decide
+from dtft.planner.search.enumerate import enumerate_space
+from dtft.planner.search.ranking import IDLE, MEMORY, TERMS
+from dtft.planner.search.search import PlanSearch
+from dtft.planner.search.space import Choices
+from dtft.planner.workload import Workload, of_loss, of_step
+from tests.support.zoo_parts import ADAM
+
+F32 = jnp.float32
+PARAMS = {
+    "up": jax.ShapeDtypeStruct((64, 256), F32),
+    "down": jax.ShapeDtypeStruct((256, 64), F32),
+}
+BATCH = {"x": jax.ShapeDtypeStruct((64, 64), F32)}
+
+
+def loss(params, batch):
+    return jnp.mean(jnp.square(jnp.tanh(batch["x"] @ params["up"]) @ params["down"]))
+
+
+@pytest.fixture
+def question() -> Workload:
+    return of_loss(loss, ADAM, PARAMS, BATCH)
+
+
+def test_every_candidate_costs_alone_what_it_costs_among_all(question) -> None:
+    pool = Cluster.parse("8xH100").uniform
+    divides = {"replica": (), "fsdp": (), "tensor": ()}
+    space = enumerate_space(
+        Choices(
+            num_devices=8, batch=64, divides=divides, levels=(8,), zero=(0, 1, 2, 3)
+        )
+    )
+    priced = PlanSearch(question, pool, scatters=True).price(space)
+    assert len(space) > 10
+    for at in range(0, len(space), 3):
+        alone = PlanSearch(question, pool, scatters=True).price(
+            space.where(np.array([at]))
+        )
+        for name in TERMS:
+            assert alone.terms[name][0] == pytest.approx(priced.terms[name][at])
+        for name in MEMORY:
+            assert alone.memory[name][0] == pytest.approx(priced.memory[name][at])
+
+
+def test_the_plan_is_the_fastest_that_fits_and_no_baseline_is_faster(question) -> None:
+    decision = decide(question, Cluster.parse("8xH100"))
+    found = decision.found["none"].priced
+    fastest = found.worth_s[found.fits].min()
+    assert decision.plan.prediction.step_s == pytest.approx(float(fastest))
+    named = [one for one in decision.plan.alternatives if one.name]
+    assert {"data parallel", "fsdp"} <= {one.name for one in named}
+    assert all(one.step_s >= decision.plan.prediction.step_s for one in named)
+    assert decision.plan.prediction.step_s >= decision.plan.bound_s
+
+
+@pytest.fixture(scope="module")
+def small() -> Workload:
+    """So small that starts and messages are all: idle devices send nothing."""
+    params = {"w": jax.ShapeDtypeStruct((6, 3), F32)}
+    batch = {"x": jax.ShapeDtypeStruct((8, 6), F32)}
+    return of_loss(lambda p, b: jnp.sum(b["x"] @ p["w"]), ADAM, params, batch)
+
+
+def test_an_axis_that_divides_nothing_loses_if_it_is_not_far_faster(
+    small: Workload,
+) -> None:
+    decision = decide(small, Cluster.parse("8xH100"))
+    found = decision.found["none"].priced
+    step_s = decision.plan.prediction.step_s
+    assert step_s / IDLE < found.step_s[found.idle].min() < step_s
+    assert not found.idle[decision.at]
+    ranked = found.worth_s[found.ranking][: found.fits.sum()]
+    assert (ranked[1:] >= ranked[:-1] * (1 - 1e-8)).all()
+    assert "one device alone takes" in " ".join(map(str, find_lints(decision)))
+    text = why_not(decision, tensor=8)
+    assert "repeat the work of others" in text
+
+
+def test_an_axis_that_divides_nothing_wins_where_sending_takes_far_longer(
+    small: Workload,
+) -> None:
+    decision = decide(small, Cluster.parse("8xcpu"))
+    found = decision.found["none"].priced
+    used = found.step_s[found.fits & ~found.idle].min()
+    assert decision.plan.prediction.step_s < used / IDLE
+    assert found.idle[decision.at]
+    assert "do the work of one" in " ".join(map(str, find_lints(decision)))
+
+
+def test_data_parallel_gradients_are_summed_once(question) -> None:
+    plan = decide(question, Cluster.parse("8xcpu"), {"replica": 8}).plan
+    sums = [c for c in plan.collectives if c.kind == "all_reduce" and c.num_bytes > 4]
+    assert sum(c.num_bytes * c.trips for c in sums) == 2 * 64 * 256 * 4
+    assert all(c.axes == ("replica",) for c in plan.collectives)
+
+
+def test_parameters_that_a_step_leaves_alone_are_not_gathered_after_it() -> None:
+    def step(state, batch):
+        gradient = jax.grad(lambda up: loss({**state, "up": up}, batch))(state["up"])
+        return {"up": state["up"] - 0.1 * gradient, "down": state["down"]}, 0.0
+
+    frozen = of_step(step, PARAMS, BATCH)
+    plan = decide(frozen, Cluster.parse("8xcpu"), {"fsdp": 8, "zero": 1}).plan
+    gathered = [c.where for c in plan.collectives if c.kind == "all_gather"]
+    assert gathered == ["state/up"]

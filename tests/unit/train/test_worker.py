@@ -1,0 +1,142 @@
+"""A trainer's last words: what its agent is told of a failure, and how soon."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtft.checkpoint.managers.agent_link import AgentLink, listen_for_links
+from dtft.elastic.stack_dump import dump_stack
+from dtft.train import worker
+from dtft.train.drill_failure import DrillFailure
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def test_what_is_told_is_bounded_and_ends_with_the_cause() -> None:
+    def deep(depth: int) -> None:
+        if depth:
+            return deep(depth - 1)
+        raise NameError("momentun" * 1000)
+
+    with pytest.raises(NameError) as caught:
+        deep(500)
+    told = worker.failure(caught.value, ("step", 20))
+    assert (told["step"], told["phase"]) == (20, "step")
+    assert told["error"].startswith("NameError: momentun")
+    assert len(told["error"]) <= worker.ERROR_CHARACTERS
+    assert len(told["traceback"]) <= worker.TRACEBACK_CHARACTERS
+
+
+def test_an_error_of_the_users_program_has_its_traceback() -> None:
+    error = ValueError("shapes (3,) and (4,)")
+    assert "traceback" in worker._evidence(error, ("compile", 1))
+    assert "traceback" not in worker._evidence(error, ("start", 0))
+    nan = worker.NonFinite("step 3: loss is nan")
+    assert "traceback" not in worker._evidence(nan, ("step", 3))
+
+
+def test_an_agent_that_does_not_read_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker, "LAST_WORDS_S", 0.3)
+    here, there = socket.socketpair()
+    link = AgentLink(here)
+    begun = time.monotonic()
+    worker._last_words(link, "failed", traceback="x" * (8 << 20))
+    assert 0.3 <= time.monotonic() - begun < 10
+    there.close()
+    monkeypatch.setattr(worker, "LAST_WORDS_S", 20)
+    begun = time.monotonic()
+    worker._last_words(link, "failed", traceback="x")  # it has gone: no wait at all
+    assert time.monotonic() - begun < 10
+    link.close()
+
+
+def test_a_drill_fails_its_step_once_or_always(tmp_path: Path) -> None:
+    once = DrillFailure.parse(f"1:20:once:{tmp_path / 'failed'}")
+    once.strike(0, 20)
+    once.strike(1, 19)
+    with pytest.raises(RuntimeError, match="^drill: fail at step 20$"):
+        once.strike(1, 20)
+    once.strike(1, 20)
+    always = DrillFailure.parse("1:20:always:")
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            always.strike(1, 20)
+
+
+@pytest.mark.parametrize("text", ["1:20", "a:20:once:/x", "1:20:twice:/x", "1:2:once:"])
+def test_a_wrong_drill_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="DTFT_FAIL_AT"):
+        DrillFailure.parse(text)
+
+
+class Agent:
+    """The agent's end of a real trainer's link."""
+
+    def __init__(self, folder: Path) -> None:
+        self.log = folder / "trainer.log"
+        self._listener = listen_for_links(folder / "agent.sock")
+        with open(self.log, "ab") as log:
+            command = [sys.executable, "-m", "dtft.train.worker", "digits_cnn"]
+            self.process = subprocess.Popen(
+                command,
+                cwd=REPOSITORY,
+                env={**os.environ, "DTFT_AGENT_SOCKET": str(folder / "agent.sock")},
+                stderr=log,
+            )
+        self._listener.settimeout(50)
+        self.link = AgentLink(self._listener.accept()[0])
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.link.close()
+        self._listener.close()
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Agent]:
+    made = Agent(tmp_path)
+    yield made
+    made.close()
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_a_trainer_says_why_it_fails_and_waits_to_be_ended(
+    agent: Agent, tmp_path: Path
+) -> None:
+    assert agent.link.receive(50)["pid"] == agent.process.pid
+    agent.link.send("attached")
+    agent.process.send_signal(signal.SIGINT)  # of a Ctrl-C in the agent's terminal
+    assert "the stacks of" in dump_stack(agent.process.pid, agent.log, deadline_s=10.0)
+    assert "dtft/train/worker.py" in agent.log.read_text()
+    start: dict[str, Any] = {
+        **{"slot": 0, "num_slots": 1, "hosts": ["a"], "generation": 1, "attempt": 1},
+        **{"run_directory": str(tmp_path), "board": str(tmp_path / "no-board")},
+    }
+    agent.link.send("start", **start)
+    told = agent.link.receive(50)
+    assert told["op"] == "failed" and told["log"] == str(agent.log)
+    assert told["error"].startswith("FileNotFoundError: ")
+    assert (told["phase"], told["step"]) == ("start", 0)
+    assert "in __init__" in told["traceback"]
+    assert agent.process.poll() is None  # its agent ends it
+    agent.link.close()
+    until(lambda: agent.process.poll() is not None)
+    assert agent.process.returncode == 1
