@@ -123,7 +123,7 @@ class Pace:
     >>> pace = Pace(200, 100, lambda *it: told.append(it), lambda: now[0], sleep)
     >>> for nbytes in (0, 50, 150): pace.after(nbytes)
     >>> now, told
-    ([2.0], [(0, 200), (200, 200)])
+    ([2.0], [(0, 200), (200, 200), (200, 200)])
     """
 
     def __init__(
