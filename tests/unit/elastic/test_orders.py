@@ -19,9 +19,9 @@ from dtft.elastic.messages.orders import (
     order_fields,
 )
 from tests.unit.elastic.test_recovery import commit_of, layout, value
+from tests.unit.elastic.test_reports import ANYTHING, ASSIGNMENT
 from tests.unit.elastic.test_reshard import order as planned
 from tests.unit.elastic.test_reshard import saved
-from tests.unit.elastic.test_reports import ANYTHING, ASSIGNMENT
 
 STATE = layout(1, 2)
 KEYS = [piece.key for piece in STATE.slices(0)]
