@@ -133,13 +133,16 @@ def test_a_killed_coordination_service_costs_no_host(tmp_path):
     arguments = ("launch", *SMALL, "--hosts", "2", "--run-dir", str(run), *memory())
     process = start(*arguments, "--stop.steps", "300")
     until(lambda: len(commits(run)) > 20)
+    killed = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
             ours = str(run) in (path / "environ").read_text()
-            if ours and "elastic.coordination" in (path / "cmdline").read_text():
+            if ours and "coordination_process" in (path / "cmdline").read_text():
                 os.kill(int(path.name), signal.SIGKILL)
+                killed.append(path.name)
         except OSError:
             continue
+    assert killed
     output, _ = process.communicate(timeout=100)
     assert process.returncode == 0, output
     found = [event for event in read_events(run) if event["event"] == "recovery"]

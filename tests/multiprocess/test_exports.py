@@ -89,6 +89,7 @@ def test_an_export_that_hangs_is_given_up_for_the_next_order(
         host.until_told(1)
         assert host.told == [(1, True, "")]
         hung = _exporters()
+        assert hung
         for pid in hung:
             os.kill(pid, signal.SIGSTOP)
         host.order(holder, 2)
@@ -109,7 +110,7 @@ def _exporters() -> list[int]:
     children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
     found = [int(pid) for task in children for pid in _text(task).split()]
     return [
-        pid for pid in found if "checkpoint.exporter" in _text(f"/proc/{pid}/cmdline")
+        pid for pid in found if "storage.exporter" in _text(f"/proc/{pid}/cmdline")
     ]
 
 
