@@ -110,7 +110,7 @@ class Work(Protocol[Division]):
 
     @property
     def num_nodes(self) -> int:
-        """Nodes it is divided between."""
+        """Number of nodes that share the work."""
         ...
 
     def by_weight(self, weights: Floats) -> Division:

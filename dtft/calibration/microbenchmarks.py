@@ -146,7 +146,7 @@ def _turns(run: Callable[[int], float], budget_s: float) -> int:
 
 
 def agreed(seconds: float) -> float:
-    """The time that process 0 saw."""
+    """The seconds that process 0 measured, broadcast to every process."""
     if jax.process_count() == 1:
         return seconds
     found = multihost_utils.broadcast_one_to_all(np.float32(seconds))

@@ -378,7 +378,7 @@ class CheckpointLsCommand:
     source: _Checkpoints = field(default_factory=CheckpointFlags)
 
     def run(self) -> int:
-        """Prints them."""
+        """Prints the steps."""
         from dtft.cli import checkpoint
 
         return checkpoint.ls(self.source)
@@ -393,7 +393,7 @@ class CheckpointShowCommand:
     """Step; without, the newest."""
 
     def run(self) -> int:
-        """Prints them."""
+        """Prints the leaves, or the holders of the slices."""
         from dtft.cli import checkpoint
 
         return checkpoint.show(self.source, self.step)

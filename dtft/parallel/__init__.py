@@ -1,7 +1,8 @@
 """How a step runs on a mesh.
 
-* `functional_model` (a model as functions), `step` (`TrainStep`), `feed` (from rows to
-  arrays on the mesh), `validation` (whether an experiment fits a cluster).
+* `functional_model` (a model as functions), `step` (`TrainStep`: how parameters and
+  moments are divided on a config's mesh), `feed` (from rows to arrays on the mesh),
+  `validation` (whether an experiment fits a cluster).
 * `sharding`, `fsdp` (ZeRO level 3), `grad_accumulation`, `local_updates` (optimizers
   that reduce by themselves), `pipeline` (an SPMD pipeline over stages).
 * Packages: `planning` (a step as a plan says), `load_balancing` (uneven shares; which

@@ -267,7 +267,7 @@ class Workload:
 
     @cached_property
     def passes(self) -> Mapping[str, int]:
-        """For each argument's leaf, by how many passes of the model it is read."""
+        """Number of the model's passes that read each leaf of the arguments."""
         found = passes(self.graph)
         return {path: found[index] for path, index in self.graph.inputs.items()}
 

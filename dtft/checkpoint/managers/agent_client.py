@@ -420,7 +420,7 @@ class AttachedMemory(AgentCheckpointManager):
 
     @property
     def is_replicating(self) -> bool:
-        """Whether the step saved last is not safe yet."""
+        """Whether the leader has yet to release the step saved last."""
         with self._dialogue.condition:
             return self._released < self._saved
 

@@ -457,10 +457,13 @@ def hello(
 
 
 def find(given: str | None, environment: Mapping[str, str]) -> Path:
-    """The socket of this process's agent: named, or the only free one here.
+    """Finds the socket of this process's agent.
+
+    Takes `given`, else the environment variable, else the socket of the only free agent
+    on this machine.
 
     Raises:
-        NoAgent: there is none, or more than one.
+        NoAgent: no agent, or more than one, is free.
     """
     named = given or environment.get(AGENT_SOCKET_VARIABLE)
     if named:

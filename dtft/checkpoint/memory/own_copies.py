@@ -33,7 +33,7 @@ class _Staging:
 
 
 class Owning:
-    """The copies of own slices on one pool."""
+    """A host's copies of its own slices, by step, in one chunk pool."""
 
     def __init__(self, pool: ChunkPool) -> None:
         """Has no copy yet."""

@@ -1,6 +1,7 @@
 """Decisions about copies: values in, values out, without I/O and without JAX.
 
-* `copy_placement`: which slots copy which slices; `failure_domains`: which hosts share
+* `copy_placement`: which slots copy which slices, and which spare takes a lost slot so
+  that copies stay in different failure domains; `failure_domains`: which hosts share
   a rack or a power feed; `odds`: how likely several losses are survived.
 * `commit`: when a step counts as committed, and which commit can be restored.
 * `restore_plan`: what every host needs of a layout; `sender_assignment`: who sends it.

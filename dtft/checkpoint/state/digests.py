@@ -340,7 +340,7 @@ def is_digest_right(parts: Parts, digests: bytes, chunk_bytes: int) -> bool:
 
 
 def digests_of_parts(views: Iterable[memoryview], chunk_bytes: int) -> bytes:
-    """The digests of memory in pieces, each of whole chunks but for the last."""
+    """Chunk digests of memory in pieces; all pieces but the last are whole chunks."""
     return b"".join(chunk_digests(view, chunk_bytes) for view in views)
 
 

@@ -50,14 +50,14 @@ def copy_leaf(value: Any, record: LeafRecord, target: memoryview, chunk: int) ->
 def is_leaf_unchanged(
     value: Any, record: LeafRecord, saved: memoryview, digests: bytes, chunk: int
 ) -> bool:
-    """Whether a leaf is what was saved before; writes nothing.
+    """Whether a leaf equals its saved bytes; writes nothing.
 
     Args:
         value: the leaf.
-        record: what it is.
+        record: of the leaf.
         saved: the bytes that were saved.
-        digests: their digests, which are compared where the leaf lies in one piece:
-            equal ones (xxh3-128) stand for equal bytes.
+        digests: of `saved`. A leaf in one piece is compared by digest: equal digests
+            (xxh3-128) stand for equal bytes.
         chunk: bytes under one digest.
     """
     parts = _parts(value, record)

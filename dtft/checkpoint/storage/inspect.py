@@ -1,4 +1,4 @@
-"""Looks at a storage directory: its steps, what they hold, whether that is right.
+"""Inspects a storage directory: lists its steps, shows and verifies their contents.
 
 Lists by names and Orbax's own metadata, without Orbax; reads values through
 `StoredSteps`. Writes nothing except a copy of a step into another directory.

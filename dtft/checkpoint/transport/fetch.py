@@ -72,7 +72,7 @@ class FetchError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Fetched:
-    """What a fetch took."""
+    """Bytes that a fetch verified and received, and connections that broke."""
 
     nbytes: int
     """Size of what is there now, verified."""

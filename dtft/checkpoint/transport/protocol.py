@@ -171,9 +171,10 @@ class AuthenticationError(ConnectionError):
 
 @dataclass(frozen=True, kw_only=True)
 class Tls:
-    """A host's certificate and key (PEM files); it may be signed by itself.
+    """A host's certificate and private key, as PEM files.
 
-    Who only connects to hosts needs neither.
+    The certificate may be self-signed. A process that only connects to hosts needs
+    neither file.
     """
 
     certificate: Path | None = None

@@ -138,7 +138,7 @@ class Bucket:
             self._rate, self._free_at = rate, self._clock()
 
     def sent(self, nbytes: int) -> None:
-        """Some bytes were sent: pauses until more may be."""
+        """Pauses after `nbytes` were sent, to keep the rate; `LONGEST_S` at most."""
         with self._lock:
             if self._rate is None:
                 return

@@ -57,7 +57,7 @@ CHUNK_BYTES = 4 << 20
 
 
 class NotSalvaged(RuntimeError):
-    """No step was written; says why."""
+    """Salvage wrote no step to storage; the message has the reason."""
 
 
 # --------------------------------------------------------------------- the host's side

@@ -195,7 +195,8 @@ class CommitCoordinator:
             step: that it has staged.
             digests: of its slices.
             interval: steps until it stages the next; by default the config's.
-            window: what it measured since the step before, see `interval.Window`.
+            window: what it measured since the step before; the fields of
+                `snapshot_interval.Window`.
         """
         if step <= self.committed:
             return

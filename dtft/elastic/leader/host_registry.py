@@ -113,7 +113,7 @@ class HostRegistry:
         self._silent.add(host)
 
     def answered(self, host: str) -> None:
-        """A host has said what it holds."""
+        """Ends `leave_out` for a host, which has said what it holds."""
         self._silent.discard(host)
 
     def to_ask_again(self, now: float) -> list[str]:

@@ -250,7 +250,7 @@ class Rendezvous:
         pause_s = decision.not_before - self._loop.now()
         if pause_s <= 0:
             return True
-        self._journal.say(f"trying again in {pause_s:.0f} s")
+        self._journal.say(f"the next attempt to train begins in {pause_s:.0f} s")
         self.enter("pausing", pause_s)
         return False
 

@@ -137,7 +137,7 @@ class _Members:
 
     @property
     def first(self) -> tuple[str, int]:
-        """The member that calls and watches go to now."""
+        """The etcd member (host:port) that requests and watches use now."""
         return self._order[0]
 
     def failed(self, endpoint: tuple[str, int]) -> None:

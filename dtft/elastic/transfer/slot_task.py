@@ -78,7 +78,8 @@ class SlotTask:
         Args:
             step: that it has staged.
             interval: steps until it stages the next.
-            window: what it measured since the step before, see `interval.Window`.
+            window: what it measured since the step before; the fields of
+                `snapshot_interval.Window`.
         """
         self.turn += 1
         if self._pace is not None and window is not None:

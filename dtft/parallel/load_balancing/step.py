@@ -172,7 +172,7 @@ def load_balanced_step(experiment: Experiment, mesh: Mesh) -> TrainStep:
 
 
 def shared_by(train_step: TrainStep) -> SharedGradients:
-    """The gradients of a step of `load_balanced_step`."""
+    """The `SharedGradients` with which a `load_balanced_step` computes gradients."""
     assert isinstance(train_step.gradients, SharedGradients)
     return train_step.gradients
 

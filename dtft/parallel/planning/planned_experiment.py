@@ -36,12 +36,12 @@ def planned_mesh(plan: Plan, devices: Sequence[Any]) -> Mesh:
 
 
 def planned_train_step(experiment: Experiment, mesh: Mesh, plan: Plan) -> TrainStep:
-    """The step of an experiment as planned.
+    """Builds the train step of an experiment, divided as a plan says.
 
     Args:
         experiment: model, optimizer and seed.
         mesh: of `planned_mesh`.
-        plan: of `plan_question.asked_of(experiment)`.
+        plan: made for this experiment.
 
     Raises:
         ValueError: the plan cannot be run here, or was made for another state.

@@ -111,11 +111,12 @@ def gate(
     *,
     reserve: float = 0.05,
 ) -> Verdict:
-    """Whether a plan may be called fitting: never if any number is above the capacity.
+    """Whether a plan fits: no estimate of its bytes is above the capacity.
 
-    What was compiled for a GPU counts in full, and the reserve on top of it; what was
-    compiled for CPU counts with its arguments and outputs only, because its
-    temporaries are not those of another backend.
+    One estimate is the analytic model's. The other is the compiler's plus the reserve,
+    if the plan was compiled. Of a program compiled for CPU only arguments and outputs
+    count, because the temporaries of the CPU backend are not those of another backend.
+    A plan that failed to compile does not fit.
 
     Args:
         plan: what the analytic model says of the candidate.

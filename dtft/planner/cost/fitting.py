@@ -289,7 +289,7 @@ def fit_convolutions(
 
 
 def fit_peak(device: DeviceType, dtype: str, times: Sequence[MatmulTime]) -> DeviceType:
-    """The peak of a further dtype, at the efficiency that another one gave."""
+    """Fits the peak flops of one more dtype; keeps the device's efficiency."""
     m, n, k = np.array([(t.m, t.n, t.k) for t in times], float).T
 
     def predict(values: Mapping[str, float]) -> Any:

@@ -34,12 +34,13 @@ def elimination_order(
     max_entries: int,
     max_total: int,
 ) -> list[int] | None:
-    """An order in which no table becomes too large; None where none was found.
+    """Orders the variables for elimination so that no table exceeds its limit.
 
-    Greedy by fill (the edges that an elimination adds between variables), then by the
-    entries of the table unless nothing is added, then the highest number first: on a
-    chain and on a tree whose parents come before their children the order is the
-    reverse of the numbers.
+    Greedy: the next variable is the one whose elimination adds the fewest edges (fill).
+    Equal fill above 0 goes to the smallest table. Remaining ties go to the highest
+    number. On a chain, and on a tree whose parents come before their children, the
+    order is the reverse of the numbers. Returns None if the greedy order exceeds a
+    limit.
 
     Args:
         sizes: how many values each variable has; those with one are left out.

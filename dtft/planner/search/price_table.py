@@ -584,7 +584,7 @@ class Prices:
 def bundle_of(
     platform: str, group: OpGroup, done: OperatorWork, sent: CollectiveOp
 ) -> Bundle | None:
-    """What a collective of a group is sent together with; None if it stays alone."""
+    """The bundle that a group's collective is sent in; None if it is sent alone."""
     if not group.last:
         return None
     place = group.operator.within, group.region == "update"

@@ -300,7 +300,7 @@ class _Fabric:
         return collective_s("all_reduce", num_bytes, group_of(self.pool, mesh, "ends"))
 
     def scale_name(self, axis: str) -> str:
-        """The scalar of an axis: does it leave the host?"""
+        """Scalar of an axis: `network` if it leaves the host, else `fast_link`."""
         far = any(link.kind in NETWORKS for link in self.groups[axis].links)
         return "network" if far else "fast_link"
 
