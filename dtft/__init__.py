@@ -1,7 +1,6 @@
 """dtft: distributed training, fault tolerant.
 
-Importing this package is light: public names and packages load on first use. It decides
-nothing.
+`import dtft` is light: public names and subpackages load on first use.
 """
 
 import importlib
@@ -29,7 +28,7 @@ _PUBLIC = {
     "plan": "dtft.parallel.planning.api:plan",
 }
 _PACKAGES = ("checkpoint", "collectives", "optim", "planner", "train")
-"""Those with public names, so that `import dtft` is enough for `dtft.train.make_step`.
+"""Subpackages loaded as attributes: `import dtft` suffices for `dtft.train.make_step`.
 """
 
 __all__ = [

@@ -1,8 +1,9 @@
-"""Names of before 24 November 2026: they are accepted, and warn with the name of today.
+"""Accepts the public names from before 24 November 2026, with a warning.
 
-Modules by path, here; arguments and names of a package by `renamed` and `warn`, where
-they are. A FutureWarning, as Python shows no DeprecationWarning to most users. Imports
-nothing, so that importing `dtft` stays light.
+An import hook serves the old module paths. Functions and packages accept their old
+arguments and names through `renamed` and `warn`. The warning is a FutureWarning,
+because Python hides a DeprecationWarning from most users. This module imports only the
+standard library, so that importing `dtft` stays light.
 """
 
 import functools
@@ -34,22 +35,22 @@ MODULES = {
     "dtft.train.shampoo": "dtft.config",
     "dtft.train.sync_config": "dtft.config",
 }
-"""Modules that configs and the READMEs imported by path, and what has their names."""
+"""Old module path (used in configs and READMEs) to the package with its names today."""
 _NAMES = {"dtft.train.calibrate.measure": "measure_devices"}
-"""Names in them that are others today."""
+"""Full old name to the new name, for names of these modules that changed."""
 
 
 def warn(former: str, now: str, stacklevel: int = 3) -> None:
-    """Says that `former` is named `now`; `stacklevel` as of `warnings.warn`."""
+    """Warns that `former` is now called `now`; `stacklevel` as in `warnings.warn`."""
     text = f"{former} is an old name, which will go. Use {now}."
     warnings.warn(text, FutureWarning, stacklevel=stacklevel)
 
 
 def renamed(**former: str) -> Callable[[_Function], _Function]:
-    """Lets a function take arguments by their former names, too.
+    """Decorator: the function also accepts arguments under their former names.
 
     Args:
-        **former: old name of an argument to the one of today.
+        **former: old name of an argument to its current name.
 
     >>> @renamed(root_every="every")
     ... def roots(*, every=1):
@@ -74,7 +75,7 @@ def renamed(**former: str) -> Callable[[_Function], _Function]:
 
 
 def renamed_fields(**former: str) -> Callable[[type[_Kind]], type[_Kind]]:
-    """As `renamed`, for the fields of a dataclass; they are in `former_fields` too."""
+    """`renamed` for dataclass fields; also sets `kind.former_fields = former`."""
 
     def wrap(kind: type[_Kind]) -> type[_Kind]:
         kind.__init__ = renamed(**former)(kind.__init__)
@@ -87,10 +88,10 @@ def renamed_fields(**former: str) -> Callable[[type[_Kind]], type[_Kind]]:
 def in_full(
     what: str, given: Mapping[str, Any], former: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Arguments by the names of today.
+    """Maps the given arguments to their current names, with a warning per old name.
 
     Raises:
-        TypeError: one is given by both of its names.
+        TypeError: an argument is given under both its old and its current name.
     """
     arguments: dict[str, Any] = {}
     for key, value in given.items():
@@ -104,7 +105,7 @@ def in_full(
 
 
 class _Module(ModuleType):
-    """A module that hands on the names of another one."""
+    """A module under an old path that forwards its names to the package of today."""
 
     def __getattr__(self, name: str) -> Any:
         former = f"{self.__name__}.{name}"
@@ -129,7 +130,7 @@ class _Module(ModuleType):
 
 
 class _Finder:
-    """Finds former modules, after everybody else has found nothing."""
+    """Import finder of the former modules, last in `sys.meta_path`."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         del path, target
@@ -143,6 +144,6 @@ class _Finder:
 
 
 def install() -> None:
-    """From now on former modules can be imported."""
+    """Makes the former modules importable; a second call has no effect."""
     if not any(isinstance(it, _Finder) for it in sys.meta_path):
         sys.meta_path.append(_Finder())  # pyright: ignore[reportArgumentType]

@@ -1,10 +1,13 @@
-"""All use of private JAX API, behind a version check.
+"""All uses of JAX's private API in dtft, behind a version check.
 
-The coordination service as a process of its own (so that no trainer is special), a
-trainer's connection to it and what is told through it, the address of a CPU array's
-buffer, the compilation of a module that another process lowered, and which arguments a
-loop carries. Nothing else in dtft may import ``jax._src`` or ``jaxlib``'s private
-modules.
+* JAX's coordination service in a process of its own, so that no trainer is special, and
+  a trainer's connection to the service.
+* Text from process 0 to all processes through the coordination service.
+* The bytes of a CPU array's buffer.
+* Compilation of a module that another process lowered.
+* The number of constant and carried arguments of a `scan`.
+
+No other module of dtft may import ``jax._src`` or private modules of ``jaxlib``.
 """
 
 import ctypes
@@ -16,11 +19,11 @@ import jax
 import numpy as np
 
 _TESTED = ((0, 10), (0, 13))
-"""First tested version, and the first one that was not tested."""
+"""First tested version (major, minor), and the first untested version above."""
 
 
 def check_version(version: str | None = None) -> None:
-    """Refuses a JAX whose private API dtft was not tested with.
+    """Raises if dtft was not tested with this version of JAX's private API.
 
     Raises:
         RuntimeError: names the version found and the allowed range.
@@ -37,7 +40,7 @@ def check_version(version: str | None = None) -> None:
 def start_coordination_service(
     address: str, num_processes: int, heartbeat_s: float
 ) -> Any:
-    """Starts JAX's coordination service here; it lives as long as the result."""
+    """Starts JAX's coordination service, which runs as long as the result is alive."""
     check_version()
     from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
@@ -58,14 +61,14 @@ def join_world(
     heartbeat_s: float,
     timeout_s: float,
 ) -> None:
-    """`jax.distributed.initialize` without a service in process 0.
+    """Does `jax.distributed.initialize` without starting a service in process 0.
 
     Args:
         address: host:port of the coordination service.
-        process_id: dense id of this process.
+        process_id: index of this process, 0 to num_processes - 1.
         num_processes: size of the world, fixed for the life of the service.
-        heartbeat_s: JAX heartbeat in seconds.
-        timeout_s: how long to wait for the service.
+        heartbeat_s: heartbeat timeout of JAX, in seconds.
+        timeout_s: longest wait for the service, in seconds.
     """
     check_version()
     from jax._src import distributed
@@ -90,14 +93,15 @@ def join_world(
 
 
 def told_by_first(key: str, text: str, timeout_s: float) -> str:
-    """The text that process 0 of the world has; it may take its time to make it.
+    """Broadcasts the text of process 0 to every process, by the coordination service.
 
-    Through the coordination service: a collective would give up after seconds.
+    A collective would time out after seconds; here process 0 may take up to
+    `timeout_s` to produce the text.
 
     Args:
-        key: what is told, once in the life of the service.
-        text: of process 0; that of others does not count.
-        timeout_s: how long the others wait.
+        key: key of the text, used once in the life of the service.
+        text: the text to broadcast; ignored in all processes but process 0.
+        timeout_s: longest wait of the other processes, in seconds.
     """
     check_version()
     from jax._src import distributed
@@ -125,12 +129,12 @@ def cpu_buffer(array: jax.Array) -> memoryview:
 def compile_module(
     module: bytes, devices: Sequence[Any], options: Mapping[str, Any]
 ) -> Any:
-    """Compiles what `jit` lowered, as `jit` would, for devices of one's choice.
+    """Compiles a module lowered by `jit` as `jit` would, for the given devices.
 
     Args:
         module: StableHLO with shardings, as MLIR bytecode of this version of JAX.
-        devices: in the order of the mesh; those of a topology need not exist.
-        options: of XLA, such as `{"xla_backend_optimization_level": 0}`.
+        devices: devices in mesh order; devices of a topology need not exist.
+        options: XLA compiler options, such as `{"xla_backend_optimization_level": 0}`.
 
     Returns:
         XLA's executable, with `hlo_modules()` and `get_compiled_memory_stats()`.
@@ -169,10 +173,11 @@ def compile_module(
 
 
 def scan_arguments(eqn: Any) -> tuple[int, int]:
-    """How many arguments of a `scan` are constants, and how many the carry has.
+    """The numbers of constants and of carried values among the arguments of a `scan`.
 
-    They come first, in this order. Newer versions of JAX have no numbers of them among
-    the parameters, but the trees of the arguments (0.12: `ft_in`).
+    The constants come first, then the carry. Older versions of JAX have both numbers as
+    parameters of the equation; newer ones have the trees of the arguments (0.12:
+    `ft_in`).
     """
     if "ft_in" in eqn.params:
         constants, carry, _ = eqn.params["ft_in"].unpack()
@@ -181,7 +186,7 @@ def scan_arguments(eqn: Any) -> tuple[int, int]:
 
 
 def _is_placed(module: Any, ir: Any) -> tuple[list[bool], list[bool]]:
-    """Of each argument and result of a module, whether its sharding is given."""
+    """Whether the sharding is given, for each argument and each result of a module."""
     main = next(
         op for op in module.body.operations if op.attributes["sym_name"].value == "main"
     )

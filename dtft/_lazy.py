@@ -1,7 +1,6 @@
-"""Public names of a package that load on first use, so that importing it is light.
+"""Loads the public names of a package on first use, so that its import is light.
 
-Decides nothing; must not know which packages there are. `dtft.optim`, which stands
-alone, has its own.
+`dtft.optim` has its own copy, because `dtft.optim` works without the rest of dtft.
 """
 
 import importlib
@@ -13,12 +12,12 @@ from typing import Any
 def attributes(
     package: str, modules: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a package, which says in `__all__` what it has.
+    """Returns `__getattr__` and `__dir__` for a package that defines `__all__`.
 
     Args:
-        package: its name.
-        modules: public name to the module that has it: of the package, or another one
-            by its full name ("dtft...").
+        package: full name of the package.
+        modules: public name to the module that defines the name. A module of the
+            package is relative to the package; any other has its full name ("dtft...").
     """
 
     def load(name: str) -> Any:

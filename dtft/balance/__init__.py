@@ -1,12 +1,12 @@
-"""Load balancing: how load is divided anew between nodes, from measured seconds. Pure;
-decides only.
+"""Load balancing: divides load between nodes by measured seconds.
 
 * `balance`: `Balance`, one value per round: divide, train, measure, judge; the rules
   for accepting a division.
-* `speed_estimator`: what a unit of load takes on each node, by the divisions tried so
-  far, and drift.
-* `work`: what can be divided: microbatches of replicas, layers of pipeline stages;
-  `operators`: the operators of a placement. Only the latter imports JAX.
+* `speed_estimator`: seconds of a unit of load on each node, estimated from the tried
+  divisions, and their drift.
+* `work`: divisible work: microbatches of replicas, layers of pipeline stages.
+* `operators`: the operators of a placement as divisible work. Only this module imports
+  JAX.
 """
 
 from typing import TYPE_CHECKING

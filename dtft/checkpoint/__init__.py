@@ -1,6 +1,9 @@
-"""Slices, arenas, copies, commits and the storage tier.
+"""Replicated checkpoints: steps in the memory of several hosts, and in storage.
 
-Importing this package is light: public names load on first use.
+`state` describes leaves and slices, `memory` keeps their bytes, `replication` decides
+copies and commits, `transport` moves bytes between hosts, `storage` writes steps to a
+directory, and `managers` are the checkpoint managers of a training loop. Importing this
+package is light: public names load on first use.
 """
 
 from typing import TYPE_CHECKING

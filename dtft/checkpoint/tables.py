@@ -1,10 +1,12 @@
-"""Tables and sizes as text for people. Pure."""
+"""Formats tables and sizes in bytes as text for people."""
 
 from collections.abc import Sequence
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """Lines with columns as wide as their widest cell; numbers to the right.
+    """Formats a table as lines; each column is as wide as its widest cell.
+
+    A column of numbers only is aligned to the right.
 
     >>> for line in table(("step", "size"), [(5, "1 KiB"), (120, "2 KiB")]):
     ...     print(line)
@@ -28,7 +30,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
 
 
 def size_text(num_bytes: int) -> str:
-    """Bytes with a unit.
+    """Formats a number of bytes with a unit, from B to TiB.
 
     >>> size_text(512), size_text(3 << 20)
     ('512 B', '3.0 MiB')

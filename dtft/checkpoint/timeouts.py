@@ -1,47 +1,48 @@
-"""Every deadline of a job in one value, checked so that they fit together.
+"""Every timeout of a job in one value, checked for consistency.
 
-Decides only numbers. Who waits for what, and what happens after, is not known here.
+This module holds only the numbers; the waits themselves are in other modules.
 """
 
 from dataclasses import dataclass
 
 SHORTEST_STEP_S = 3.0
-"""Agents look at their trainers about every second."""
+"""Lower limit of `Timeouts.step`: agents check their trainers about once a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
-    """Deadlines in seconds. Each wait that runs out names the late host."""
+    """Timeouts in seconds. The error of a timeout names the late host."""
 
     lease: float = 5.0
-    """A silent host is dead after this long (a closed connection: at once)."""
+    """Silence after which a host counts as dead. A closed connection counts at once."""
     connect: float = 5.0
     """Opening a connection to a peer or to the store."""
     step: float | None = None
-    """A step of a trainer; one that takes longer is stuck. None: the larger of 10 s and
-    20 times the median step, and `start` until 3 steps have been seen."""
+    """One training step; a trainer that takes longer counts as stuck. None: the larger
+    of 10 s and 20 times the median step, and `start` until 3 steps have finished."""
     data: float = 60.0
-    """Reading one step's rows."""
+    """Reading the rows of one step."""
     evaluate: float = 60.0
     """Evaluating one batch after the last step."""
     save: float | None = None
-    """Waiting for the last snapshot to be safe, and copying the next. None: 30 s more
-    than `replicate`."""
+    """One save: waiting until the last snapshot is safe, and copying the next one.
+    None: 30 s more than `replicate`."""
     stage: float = 120.0
-    """From one snapshot to the next; trainers that hang longer are restarted."""
+    """From one snapshot to the next; trainers that exceed this limit are restarted."""
     replicate: float = 30.0
-    """From the first host's snapshot of a step to its commit."""
+    """From the first host's snapshot of a step to the commit of the step."""
     restore: float = 60.0
-    """Fetching and checking a slot's slices from peers."""
+    """Fetching a slot's slices from peers and checking the slices."""
     start: float = 180.0
-    """From starting trainers to their first finished step; also each compilation."""
+    """From the start of the trainers to the end of their first step; also the limit of
+    each compilation."""
     export: float = 300.0
-    """One export to storage; it is given up after that, training goes on."""
+    """One export to storage. A late export is given up, and training continues."""
     heartbeat: float = 10.0
-    """JAX's heartbeat between trainers and the coordination service."""
+    """JAX's heartbeat between trainers and the JAX coordination service."""
     stop: float = 10.0
-    """From Ctrl-C to the end of every process. A job that is late is ended by force;
-    only if memory then holds a step that storage lacks, its export takes up to 10 s."""
+    """From Ctrl-C to the end of every process. The processes of a late job are killed.
+    If memory then holds a step that storage lacks, an export takes up to 10 s more."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -81,5 +82,5 @@ class Timeouts:
 
     @property
     def save_limit(self) -> float:
-        """The limit of a save in seconds."""
+        """The limit of one save in seconds: `save`, or its default."""
         return self.replicate + 30.0 if self.save is None else self.save

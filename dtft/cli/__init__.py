@@ -1,4 +1,4 @@
-"""The command `dtft`: arguments in, calls out.
+"""The command `dtft`: turns command lines into calls.
 
 * `dispatch`: finds the command that is named, reads its flags and runs it. `commands`:
   the flags of each command, and what it calls; imports nothing heavy, so that help is

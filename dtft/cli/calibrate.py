@@ -61,7 +61,7 @@ def _runs(path: Path) -> list[PastRun]:
 
 
 def _devices(number: int | None) -> list[Any]:
-    """The devices to measure; on CPU as many as wanted are made."""
+    """The devices to measure; on CPU makes `number` devices."""
     import jax
 
     if number is not None and not 1 <= number <= _MOST:
@@ -78,7 +78,7 @@ def _devices(number: int | None) -> list[Any]:
 
 
 def table(found: Calibration) -> str:
-    """What was found, with errors, for people."""
+    """The calibration's figures with their errors, as a table for people."""
     efficiency = found.efficiency
     lines = [f"{found.num_devices} x {found.device}, {found.software}", ""]
     lines += [f"{'scalar':<44}{'value':>16}{'error':>9}"]

@@ -1,6 +1,6 @@
 """`dtft checkpoint ls|show|verify|export`, on a storage directory or on a live job.
 
-What is found is a plain value first (`--json`), and then lines for people.
+Results are plain values first (`--json`), from which lines for people are made.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 
 PROGRESS_S = 5.0
-"""From one line about a verification's progress to the next."""
+"""Seconds between two lines about a verification's progress."""
 
 
 def storage_lines(record: Record) -> list[str]:
@@ -180,7 +180,7 @@ def verify_record(state: "JobState") -> Record:
 
 
 def verify_lines(record: Record) -> tuple[list[str], bool]:
-    """What a job's copies came to when they were read, and whether all is well."""
+    """Lines on the verification of a job's copies, and whether all are right."""
     hosts, commits = record["hosts"], record["commits"]
     unread = {step for host in hosts for step in host["unread"]}
     rows = [
@@ -211,7 +211,7 @@ def verify_lines(record: Record) -> tuple[list[str], bool]:
         )
     read = [it for it in commits if it["step"] not in unread]
     well = well and all(it["health"] == "healthy" for it in read)
-    # Steps may be dropped faster than they are read: what was read is right then.
+    # Steps may be dropped before they are read; the bytes read must be right.
     well = well and bool(commits) and any(host["bytes_read"] for host in hosts)
     return lines if commits else [*lines, "nothing is committed yet"], well
 
@@ -225,7 +225,7 @@ Printed = tuple[Record, list[str], int]
 
 
 def ls(source: "CheckpointFlags") -> int:
-    """`dtft checkpoint ls`: what there is.
+    """`dtft checkpoint ls`: prints the steps of a directory or job.
 
     Raises:
         ValueError: wrong input, no such job, or another secret.
@@ -235,7 +235,7 @@ def ls(source: "CheckpointFlags") -> int:
 
 
 def show(source: "CheckpointFlags", step: int | None) -> int:
-    """`dtft checkpoint show`: what a step consists of; as `ls`."""
+    """`dtft checkpoint show`: prints the parts of a step. Raises as `ls`."""
     on_job = partial(_show_job, step=step)
     return _answer(source, partial(_show_directory, step=step), on_job)
 
@@ -243,7 +243,7 @@ def show(source: "CheckpointFlags", step: int | None) -> int:
 def verify(
     source: "CheckpointFlags", step: int | None, rate: int, timeout_s: float
 ) -> int:
-    """`dtft checkpoint verify`: whether everything can be read; as `ls`."""
+    """`dtft checkpoint verify`: reads and checks all bytes. Raises as `ls`."""
     if rate and source.directory:
         raise ValueError(
             f"--rate {rate} is for the hosts of a live job, but DIR is "
@@ -254,7 +254,7 @@ def verify(
 
 
 def export(source: "CheckpointFlags", step: int | None, to: str) -> int:
-    """`dtft checkpoint export`: writes a step elsewhere; as `ls`."""
+    """`dtft checkpoint export`: writes a step to storage. Raises as `ls`."""
     on_directory = partial(_export_directory, step=step, to=to)
     return _answer(source, on_directory, partial(_export_job, step=step, to=to))
 
@@ -264,7 +264,7 @@ def _answer(
     on_directory: Callable[[Path], Printed],
     on_job: "Callable[[Observer], Printed]",
 ) -> int:
-    """Prints what is found in a directory or in a live job; the exit code."""
+    """Prints the result for a directory or a live job; returns the exit code."""
     job = source.job
     is_live = bool(job.store or job.name)
     if is_live == bool(source.directory) or (is_live and not (job.name and job.store)):
@@ -405,14 +405,14 @@ def _verify_job(observer: "Observer", *, rate: int, timeout_s: float) -> Printed
 
 
 class _Progress:
-    """Says on stderr, now and then, how far the hosts of a job are."""
+    """Prints the progress of a job's hosts to stderr every `PROGRESS_S`."""
 
     def __init__(self) -> None:
         self._hosts: dict[str, tuple[int, int]] = {}
         self._lock, self._due = threading.Lock(), time.monotonic() + PROGRESS_S
 
     def told(self, host: str, read: int, total: int) -> None:
-        """A host has read so many of so many bytes."""
+        """Records a host's progress: `read` of `total` bytes."""
         with self._lock:
             self._hosts[host] = read, total
             if time.monotonic() < self._due:
@@ -459,7 +459,7 @@ def _observer(job: "JobFlags") -> "Iterator[Observer]":
 
 
 def _use_cpu() -> None:
-    """Reads on the CPU whatever devices there are, and 64-bit values as they are."""
+    """Makes JAX use the CPU and keep 64-bit values."""
     import jax
 
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells what is no news
@@ -469,7 +469,7 @@ def _use_cpu() -> None:
 
 
 def _without_echoes(shown: Callable[[Any], Any], unraisable: Any) -> None:
-    """Shows what is raised, but not the end of reads that nobody waits for any more.
+    """Shows an unraisable exception, unless an abandoned read caused the exception.
 
     When Orbax fails to read one array it gives up the others; TensorStore then has a
     traceback printed for each that ends later, which hides the one error that counts.

@@ -13,7 +13,7 @@ from tyro.conf import OmitArgPrefixes, Positional, UseAppendAction, arg
 
 
 def _hint(default: str) -> str:
-    """What help says of a default: nothing where a flag is just not given."""
+    """The help text of a default; empty if the flag is optional without a value."""
     return "" if default in ("", "''", "None") else f"(default: {default})"
 
 
@@ -36,7 +36,7 @@ _Texts = UseAppendAction[tuple[str, ...]]
 
 
 def _check_counts(**counts: int | None) -> None:
-    """Refuses numbers of things below 0, by the flags that gave them."""
+    """Refuses counts below 0; the error names the flag."""
     for name, count in counts.items():
         if count is not None and count < 0:
             raise ValueError(
@@ -63,7 +63,7 @@ class RunFlags:
         _check_counts(min_replicas=self.min_replicas)
 
     def keys(self) -> list[str]:
-        """The same as keys of the config, for any process that reads it."""
+        """The flags as keys of the config, for any process that loads the config."""
         words: list[str] = []
         if self.hosts is not None:
             words += ["--cluster.hosts", str(self.hosts)]

@@ -1,7 +1,7 @@
-"""The command `dtft`: finds the command that is named, reads its flags, and runs it.
+"""The command `dtft`: finds the named subcommand, reads its flags and runs it.
 
-`dtft/cli/commands.py` says which commands there are and which flags each has. Wrong
-input ends with one clear error and exit code 2.
+`dtft/cli/commands.py` defines the commands and their flags. Wrong input ends with one
+clear error and exit code 2.
 """
 
 import difflib
@@ -58,10 +58,10 @@ def _run(given: list[str]) -> int:
 
 
 def read(given: list[str]) -> tuple[Any, list[str]]:
-    """The command of a command line, and the words that it does not know itself.
+    """Parses a command line into its command and the words unknown to the command.
 
     Raises:
-        ValueError: it names no command.
+        ValueError: the words name no command.
         SystemExit: help was printed (0), or a flag is wrong (2).
     """
     name, words = _named(given)
@@ -77,7 +77,7 @@ def read(given: list[str]) -> tuple[Any, list[str]]:
 
 
 def _named(given: list[str]) -> tuple[str, list[str]]:
-    """The command that is named and the words beside its name; "" if there is none.
+    """Splits words into the command's name ("" if none) and the other words.
 
     A flag that belongs to the name may stand anywhere.
 
@@ -114,7 +114,7 @@ def _parsed(
 
 
 def _tell_keys(name: str, words: Sequence[str]) -> None:
-    """After a command's own help: that of the config, if the words name one."""
+    """Prints the config's help after a command's own, if the words name a config."""
     without = [word for word in words if word not in _HELP]
     try:
         command, _ = _parsed(name, without, quiet=True)
@@ -124,7 +124,7 @@ def _tell_keys(name: str, words: Sequence[str]) -> None:
 
 
 def _in_full(words: Sequence[str], bare: dict[str, str]) -> Iterator[str]:
-    """Words with a value for each flag that stands without its number.
+    """Adds the default value to each flag that stands without its number.
 
     tyro has no flag whose value may be left out.
 
@@ -138,7 +138,7 @@ def _in_full(words: Sequence[str], bare: dict[str, str]) -> Iterator[str]:
 
 
 def _without_command(given: list[str]) -> NoReturn:
-    """Lists the commands if that is asked for; refuses words that name none."""
+    """Lists the commands for --help; refuses words that name no command."""
     group = [name for name in COMMANDS if name.split()[:1] == given[:1]]
     prefix, words = ("dtft", given) if not group else (f"dtft {given[0]}", given[1:])
     known = [name.split()[-1] for name in group] or [*COMMANDS]

@@ -1,7 +1,7 @@
 """The commands of jobs: `dtft launch`, `agent` (also `--serve-only`) and `scale`.
 
-Each turns its flags into values of `dtft.elastic`, which does the work. Config and
-flags are checked before anything is started or written.
+Each command turns its flags into values for `dtft.elastic`, which does the work. Config
+and flags are checked before anything is started or written.
 """
 
 import contextlib
@@ -99,7 +99,7 @@ def run_agent(options: "AgentCommand", words: list[str]) -> int:
 
 
 def log_to_stderr() -> None:
-    """Sets up what an agent's process logs."""
+    """Sets up logging of an agent's process to stderr."""
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s"
     )
@@ -110,12 +110,12 @@ def run_at(
     make: Callable[[Store], Agent | ServingHost],
     leaving: Callable[[], None] = lambda: None,
 ) -> str:
-    """Runs a host's part in the job of an etcd; a signal makes it leave.
+    """Runs a host's part in a job; on a signal the host leaves the job.
 
     Args:
-        address: of etcd.
-        make: the host's part, given the store.
-        leaving: called when a signal has come, before the host leaves.
+        address: address of etcd.
+        make: makes the host's part from the store.
+        leaving: called on a signal, before the host leaves.
 
     Returns:
         What its `run` returns.
@@ -139,7 +139,7 @@ def run_at(
 
 
 def _exit_code(result: dict[str, Any], config: AgentConfig, stored: int) -> int:
-    """The exit code of a job that has ended, and a line that says how."""
+    """The exit code of an ended job; prints the job's outcome."""
     if result["status"] == "error":
         _complain(f"{result['message']} ({config.host})")
         return int(result["code"])
@@ -215,7 +215,7 @@ def _checkpoint_settings(checkpoint: CheckpointConfig) -> dict[str, Any]:
 
 
 def _digest(experiment: Experiment) -> str:
-    """Digest of everything that hosts must agree on: all but where files lie."""
+    """SHA-256 of the config without `log`, which must be equal on all hosts."""
     resolved = json.loads(to_json(experiment))
     text = json.dumps({**resolved, "log": None}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -228,14 +228,14 @@ _ONLY = f"`{_PROG}` trains nothing"
 
 
 def serve(options: "ServeCommand", words: list[str]) -> int:
-    """Runs the agent of one host until it is told to end.
+    """Runs the agent of one host until a signal or the job's end.
 
     Args:
         options: job and host.
         words: fields of `ServeConfig`, as they were typed.
 
     Raises:
-        ValueError: a flag does not fit, or the host may not take part.
+        ValueError: a flag is wrong, or the job refuses the host.
     """
     log_to_stderr()
     config = _serving_config(options, words)
@@ -335,7 +335,7 @@ def run(options: "ScaleCommand") -> int:
 
 
 def line(job: str, found: dict[str, Any]) -> str:
-    """What happened, for people.
+    """The outcome of a scaling, as a line for people.
 
     >>> line("j", {"replicas": 3, "before": 3, "hosts": 3})
     'job j trains with 3 replicas (3 hosts) already; nothing was changed'
@@ -357,10 +357,10 @@ def line(job: str, found: dict[str, Any]) -> str:
 
 
 def launch(command: "LaunchCommand", words: list[str]) -> int:
-    """Runs a local cluster until its job ends, and says how to continue.
+    """Runs a local cluster until its job ends, and prints the resume command.
 
     Args:
-        command: CONFIG, and what the cluster is told.
+        command: CONFIG, and the cluster's settings.
         words: keys of the config, as they were typed.
 
     Raises:

@@ -1,6 +1,6 @@
 """Files that commands write and read: refused by their flag, before any work is lost.
 
-Knows paths only.
+This module handles paths only.
 """
 
 from collections.abc import Mapping

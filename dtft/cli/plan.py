@@ -1,6 +1,6 @@
 """`dtft plan CONFIG`: the plan of a config for a cluster, in words, as JSON and HTML.
 
-Asks and writes; decides nothing of the plan. Without --cluster it is that of `dtft
+Calls the planner and writes the plan. Without --cluster the plan is that of `dtft
 train CONFIG --plan auto` on this machine. Runs no step but for a trial: a plan for a
 cluster that is elsewhere needs none of its devices.
 """
@@ -86,7 +86,7 @@ def _check_flags(options: "PlanCommand", calibration: str | None) -> None:
 def _checked(
     found: RunnablePlan, asked: PlannerInputs, options: "PlanCommand"
 ) -> tuple[RunnablePlan, tuple[Section, ...]]:
-    """The plan that a trial or the compiler prefers, and what is said of that."""
+    """The plan that a trial or the compiler prefers, and its report sections."""
     decision = found.decision
     if decision is None:
         return found, ()

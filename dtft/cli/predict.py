@@ -38,7 +38,7 @@ def run(options: "PredictCommand") -> int:
 
 
 def lines(table: "Table", found: Sequence["RowPrediction"]) -> list[str]:
-    """The predictions in words, one line each; what does not fit says so."""
+    """The predictions in words, one line each, with the bytes over capacity."""
     made = []
     for number, (cells, row) in enumerate(zip(table.cells, found, strict=True), 1):
         name = cells.get("model") or f"row {number}"

@@ -1,18 +1,20 @@
-"""Communication with explicit axis names; knows nothing of models or optimizers.
+"""Collective communication with explicit mesh axis names.
 
-* `all_reduce`: mean, sum or maximum, native or in a documented order.
-* `ring_reduce_scatter`, `ring_all_gather`, `broadcast`: the parts, for own designs.
-* `bytes_sent`: what an all-reduce costs.
-* `all_reduce_symmetric`: of matrices that the caller declares symmetric, at half the
-  bytes; `pack_lower`, `unpack_lower`, `unpack_triangle`: its packing;
-  `measure_wires`: what its wires cost here, for `wire="auto"`.
+* `all_reduce`: mean, sum or maximum, by XLA's collective or in a documented order.
+* `ring_reduce_scatter`, `ring_all_gather`, `broadcast`: building blocks of collectives.
+* `bytes_sent`: the bytes that the busiest device sends in an all-reduce.
+* `all_reduce_symmetric`: all-reduce of symmetric matrices at half the bytes.
+* `pack_lower`, `unpack_lower`, `unpack_triangle`: the packing of
+  `all_reduce_symmetric`.
+* `measure_wires`: times the wires of `all_reduce_symmetric`, for `wire="auto"`.
 * `cholesky_encode`, `cholesky_decode`, `broadcast_factor`, `qr_combine`,
-  `reduce_factors`: positive definite matrices as factors.
+  `reduce_factors`: positive definite matrices as Cholesky factors.
 * `reduced_gradients`, `reduce_in_backward`, `HostCommanded`: gradients averaged on the
   host's command, on each device, or layer by layer inside the backward pass.
 
-All but the last three are for the inside of `jax.shard_map`; with ``axis_name=None``
-they are the identity, so one code path serves one device and many.
+The functions with an ``axis_name`` are called inside `jax.shard_map`, except
+`reduced_gradients`, `HostCommanded` and `measure_wires`. With ``axis_name=None`` most
+of these functions communicate nothing, so the same code serves one device and many.
 """
 
 from dtft.collectives.all_reduce import Algorithm, Op, all_reduce, bytes_sent

@@ -1,9 +1,8 @@
-"""All-reduce with explicit axis names: the backend's own, or one whose order is known.
+"""All-reduce with explicit axis names: XLA's collective, or one of known order.
 
-Decides how values are combined and in what order. Knows nothing of gradients,
-optimizers or which arrays deserve it. For the inside of `jax.shard_map`. Under
-`jax.vmap` with an axis name only native, ring, and tree over a power of two work: there
-JAX's `ppermute` accepts only permutations in which every device sends.
+To be called inside `jax.shard_map`. Under `jax.vmap` with an axis name only ``native``,
+``ring``, and ``tree`` over a power of two devices work, because `ppermute` under `vmap`
+accepts only permutations in which every device sends.
 """
 
 from collections.abc import Callable
@@ -25,10 +24,10 @@ from dtft.collectives.hops import (
 from dtft.collectives.ring import ring_all_gather, ring_reduce_scatter
 
 Op = Literal["mean", "sum", "max"]
-"""How values are combined."""
+"""Reduction operation."""
 
 Algorithm = Literal["native", "ring", "tree", "gather"]
-"""Who talks to whom; `all_reduce` says what each is for."""
+"""Communication pattern of an all-reduce, as documented in `all_reduce`."""
 
 
 def all_reduce(
@@ -38,39 +37,41 @@ def all_reduce(
     op: Op = "sum",
     algorithm: Algorithm = "native",
 ) -> Any:
-    """Sums x over all devices of an axis; every device gets the same bits.
+    """Reduces x over all devices of an axis; every device gets the same bits.
 
-    * ``native`` (default, and always on accelerators): `lax.psum`, `lax.pmax`. The
-      backend chooses the order of summation and may choose another one next time.
+    * ``native`` (default, and the choice for accelerators): `lax.psum`, `lax.pmax`. The
+      backend chooses the order of summation, which may differ between runs.
     * ``ring``: reduce-scatter, then all-gather (`dtft.collectives.ring`). A fixed,
       documented order, hence the same bits in every run. For large arrays.
     * ``tree``: recursive doubling, about log2 p rounds of the whole array, also in a
-      fixed order: 0 with 1, then pairs with pairs, and so on. Where p is not a power of
-      two, the devices beyond it hand their value in first and get the result last. For
-      small arrays, where latency counts.
+      fixed order: 0 with 1, then pairs with pairs, and so on. If p is not a power of
+      two, the devices beyond the largest power of two first send their values to the
+      others and receive the result last. For small arrays, where latency dominates.
     * ``gather``: every device sends to device 0, which combines in device order and
       broadcasts. A host gather: p-1 arrays arrive on one link. For comparison.
 
     Partial results have x's dtype, so in bfloat16 and float16 ring and tree round after
     every addition (``gather`` computes sum and mean in float32 and rounds once). Cast x
-    to float32 first to avoid it. XLA's CPU backend sends bfloat16 as float32, so there
-    it saves no bytes (seen at the interface, jax 0.10.2). ``mean`` is the sum divided
-    by p, so it overflows where the sum does. Integer sums wrap. ``max`` with NaN: ring,
-    tree and gather keep it; ``native`` may lose it, as on CPU.
+    to float32 first to avoid this rounding. XLA's CPU backend sends bfloat16 as
+    float32, so bfloat16 saves no bytes on CPU (measured at the network interface, jax
+    0.10.2). ``mean`` is the sum divided by p, so the mean overflows if the sum does.
+    Integer sums wrap. ``max`` propagates NaN with ring, tree and gather; ``native`` may
+    drop a NaN, as on CPU.
 
     With `jax.shard_map(check_vma=True)` the result is typed as replicated, so
-    `out_specs=P()` holds. For that the ring's second phase is then `lax.all_gather`
-    (copies only: the same bits), and tree and gather add one all-gather of (p-1)/p of
-    the bytes; `check_vma=False` saves it.
+    `out_specs=P()` is accepted. The ring's second phase is then `lax.all_gather`
+    (copies only: the same bits). Tree and gather then add one all-gather of (p-1)/p of
+    the bytes; `check_vma=False` saves this all-gather.
 
     Reverse-mode differentiation works for mean and sum with every algorithm (the
-    transposed program uses the same one). ``max`` is not for differentiation: JAX has
-    no rule for the native one.
+    transposed program uses the same algorithm). ``max`` is not differentiable: JAX has
+    no differentiation rule for `lax.pmax`.
 
     Args:
-        x: an array or a pytree of arrays of any shape, each reduced for itself.
-        axis_name: mesh axis, or a tuple of axes used as one. None: one device, and x is
-            returned as it is, so the same code serves one device and many.
+        x: an array or a pytree of arrays of any shape, each reduced separately.
+        axis_name: mesh axis, or a tuple of axes used as one axis. None means one
+            device: x is returned unchanged, so the same code serves one device and
+            many.
         op: ``sum`` (default; not bool), ``mean`` (floating or complex) or ``max`` (not
             complex).
         algorithm: see above.
@@ -79,8 +80,8 @@ def all_reduce(
         A pytree like x.
 
     Raises:
-        ValueError: an unknown op or algorithm, an op that a leaf's dtype does not
-            have, a leaf that is no array, or an axis that is not bound.
+        ValueError: an unknown op or algorithm, an op that is undefined for a leaf's
+            dtype, a leaf that is not an array, or an axis that is not bound.
 
     >>> x = jnp.array([1.0, 2.0, 6.0])
     >>> ring = lambda v: all_reduce(v, "replica", algorithm="ring")
@@ -104,7 +105,7 @@ def all_reduce(
 def bytes_sent(num_bytes: int, num_devices: int, algorithm: Algorithm) -> int:
     """Bytes that the busiest device sends in one `all_reduce` of num_bytes.
 
-    ``native`` is counted as a ring, which is what backends use for large arrays. In
+    ``native`` is counted as a ring, which backends use for large arrays. In
     ``gather``, device 0 sends this much and *receives* (p-1) times num_bytes. The
     extra all-gather of `check_vma=True` is not counted.
 
@@ -132,7 +133,7 @@ def _reduce_leaf(x: Array, axis_name: AxisName, op: Op, algorithm: Algorithm) ->
     if algorithm == "native" or num == 1 or x.size == 0:
         if op == "max":
             return lax.pmax(x, axis_name)
-        # Not lax.pmean: strict promotion refuses its division of complex numbers.
+        # Not lax.pmean: strict dtype promotion refuses its division of complex numbers.
         return _finish(lax.psum(x, axis_name), op, num)
     combine = jnp.maximum if op == "max" else jnp.add
     if algorithm == "ring":
@@ -165,7 +166,7 @@ def _tree(
         x = _where(index < extra, combine(x, folded), x)
     distance = 1
     while distance < core:
-        # Addition and maximum commute bit for bit, so both partners get the same.
+        # Addition and maximum commute bit for bit, so both partners get equal results.
         partners = [(i, i ^ distance) for i in range(core)]
         x = combine(x, lax.ppermute(x, axis_name, partners))
         distance *= 2
@@ -197,7 +198,7 @@ def _where(condition: Array, x: Array, y: Array) -> Array:
 
 
 def check_algorithm(algorithm: str) -> None:
-    """Refuses an algorithm that `all_reduce` does not have."""
+    """Raises a ValueError for an algorithm that `all_reduce` does not have."""
     _check_name("algorithm", algorithm, get_args(Algorithm))
 
 

@@ -1,16 +1,16 @@
-"""Symmetric matrices from one stored triangle, a band of rows at a time.
+"""Fills symmetric matrices from one stored triangle, a band of rows at a time.
 
-For CPU: XLA reads the transpose of a large matrix element by element, in strides of a
-row, and joins it with the triangle through further copies of all of it. Here a narrow
-band is transposed while it is in the cache, and written where it belongs. Knows no
-packing: `packing` says which rectangle holds what.
+For CPU: XLA reads the transpose of a large matrix element by element, with the stride
+of a row, and merges the transpose with the triangle through further copies of the whole
+matrix. Here a narrow band is transposed while the band is in the cache, and then
+written to its place. `packing` defines which rectangle holds which triangle.
 """
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 BAND = 32
-"""Rows at a time."""
+"""Rows per band."""
 
 
 def mirror_into(
@@ -23,11 +23,11 @@ def mirror_into(
     j > i; otherwise stored [w, m], w = m, holds it at [i, j] for j > i, else at [j, i].
 
     Args:
-        out: [n, n].
-        stored: see above; w >= 1.
+        out: [n, n], the matrix to write into.
+        stored: [m, w] or [w, m], see above; w >= 1.
         row: first row of the block.
         column: first column of the block.
-        lower: which triangle is stored.
+        lower: whether `stored` holds the lower triangle.
 
     >>> stored = jnp.array([[1, 0], [2, 3], [4, 5]])
     >>> out = jnp.zeros((3, 3), stored.dtype)
@@ -40,7 +40,7 @@ def mirror_into(
     shape = (band, length)
 
     def start(index: Array | int) -> Array:
-        # The last band ends with the block, and may do rows of the one before again.
+        # The last band ends with the block, and may overlap the band before.
         return jnp.minimum(jnp.asarray(index, jnp.int32) * band, width - band)
 
     def crosswise(index: Array | int) -> Array:
@@ -56,7 +56,7 @@ def mirror_into(
         above = lax.broadcasted_iota(jnp.int32, shape, 1) > i
         values = jnp.where(above if lower else ~above, across, along)
         out = lax.dynamic_update_slice(out, values, (row + first, jnp.int32(column)))
-        # Carried over, so that XLA cannot draw the transpose into `where` again.
+        # Part of the carry, so that XLA cannot fuse the transpose into `where`.
         return out, crosswise(index + 1)
 
     return lax.fori_loop(0, num_bands, write, (out, crosswise(0)))[0]

@@ -1,10 +1,10 @@
-"""Positive definite matrices as their Cholesky factors: the codec, and what one can do.
+"""Cholesky factors of positive definite matrices: encoding, broadcast and reduction.
 
 A factor has as many numbers as the lower triangle, costs O(n^3) and cannot be added
-(factors 1 and 2 of D=1 and D=4 add to 3, whose square is 9, not 5). It is worth sending
-in two cases: rounding it to bfloat16 keeps D positive definite, which rounding D does
-not; and a receiver that needs the factor anyway need not compute it. Otherwise send the
-packed matrix (`dtft.collectives.symmetric`).
+(factors 1 and 2 of D=1 and D=4 add to 3, whose square is 9, not 5). Sending the factor
+pays in two cases. Rounding the factor to bfloat16 keeps D positive definite, but
+rounding D does not. A receiver that needs the factor need not compute the factor
+itself. Otherwise send the packed matrix (`dtft.collectives.symmetric`).
 
 Shapes: n rows; m = n(n+1)/2 packed numbers. Factors are lower triangular, L L^T = D.
 """
@@ -27,18 +27,18 @@ from dtft.collectives.packing import (
 )
 
 NUM_ATTEMPTS = 7
-"""Factorisations tried: without jitter, then with jitter times 1, 10, ..., 10^5."""
+"""Factorizations tried: without jitter, then with jitter times 1, 10, ..., 10^5."""
 
 
 class CholeskyCode(NamedTuple):
-    """Encoded matrices."""
+    """Packed Cholesky factors of a batch of matrices."""
 
     packed: Array
     """[..., n(n+1)/2]: the factor in the wire dtype; zeros where not `ok`."""
     jitter: Array
-    """[...]: what was added to the diagonal; 0 for a matrix that needed nothing."""
+    """[...]: value added to the diagonal; 0 if the matrix was factored unchanged."""
     ok: Array
-    """[...], bool: False where no attempt succeeded."""
+    """[...], bool: whether the matrix was encoded."""
 
 
 def cholesky_encode(
@@ -46,23 +46,27 @@ def cholesky_encode(
 ) -> CholeskyCode:
     """Factors symmetric positive definite matrices and packs the factors.
 
-    A matrix that cannot be factored is tried again with jitter * 10^i *
-    mean(|diagonal|) added to its diagonal (in float32 at least 1e-31), i = 0 to 5, each
-    matrix of a batch with the first that works. So a singular matrix (also all zeros)
-    is encoded as one beside it, and `jitter` says how far; what is more indefinite, not
-    finite, or has a factor that the wire dtype cannot hold (float16: elements of D
-    above 4e9, say), has `ok` False. Nothing is ever NaN.
+    If the factorization of a matrix fails, jitter * 10^i * mean(|diagonal|) is added to
+    the diagonal (in float32 at least 1e-31), for i = 0 to 5 until the factorization
+    succeeds, separately for each matrix of a batch. So a singular matrix (also all
+    zeros) is encoded as a nearby matrix, and the field `jitter` holds the shift. `ok`
+    is False for a matrix that is more indefinite or not finite. `ok` is also False if
+    the wire dtype cannot hold the factor (float16: elements of D above 4e9, say). No
+    field ever holds NaN.
 
-    Not differentiable in reverse mode (a loop of unknown length).
+    Not differentiable in reverse mode, because of a loop of unknown length.
 
     Args:
-        matrix: [..., n, n], floating; only the lower triangle is read. Below float32 it
-            is factored in float32.
-        jitter: relative to the mean absolute diagonal element.
-        wire_dtype: dtype of the packed factor; None keeps the one it was computed in.
+        matrix: [..., n, n], floating; only the lower triangle is read. Narrower dtypes
+            than float32 are factored in float32.
+        jitter: first shift of the diagonal, relative to the mean absolute diagonal
+            element.
+        wire_dtype: dtype of the packed factor; None keeps the dtype of the
+            factorization.
 
     Raises:
-        ValueError: not square, not floating, or jitter not positive.
+        ValueError: matrix is not square or not floating, jitter is not positive, or
+            wire_dtype is not floating.
 
     >>> code = cholesky_encode(jnp.array([[4.0, 2.0], [2.0, 5.0]]))
     >>> cholesky_decode(code.packed, 2).tolist(), bool(code.ok), float(code.jitter)
@@ -94,8 +98,8 @@ def cholesky_encode(
 def cholesky_decode(packed: Array, n: int) -> Array:
     """L L^T of packed factors: [..., n(n+1)/2] -> [..., n, n], exactly symmetric.
 
-    Computed and returned in float32 at least, at full precision (TF32 products would
-    lose what the factor keeps: definiteness).
+    Computed and returned in float32 at least, at full precision, because products in
+    TF32 could make the result indefinite.
     """
     factor = _at_least_float32(unpack_triangle(as_array("packed", packed), n))
     product = jnp.matmul(
@@ -112,24 +116,25 @@ def broadcast_factor(
     jitter: float = 1e-6,
     wire_dtype: DTypeLike | None = None,
 ) -> Array:
-    """The factor of the owner's matrix on every device; only the owner computes it.
+    """Broadcasts the factor of the owner's matrix; only the owner factors.
 
     Args:
-        matrix: [..., n, n] as for `cholesky_encode`; only the owner's counts.
+        matrix: [..., n, n] as in `cholesky_encode`; read on the owner only.
         owner: index along the axis of the device that factors.
         axis_name: axis or axes; None means one device.
-        jitter: as for `cholesky_encode`.
-        wire_dtype: dtype on the wire; every device, the owner too, gets the rounded
-            factor, so all are equal bit for bit.
+        jitter: as in `cholesky_encode`.
+        wire_dtype: dtype on the wire. Every device, the owner too, gets the rounded
+            factor, so all devices are equal bit for bit.
 
     Returns:
-        [..., n, n], lower triangular, in float32 at least. NaN where the
-        owner's matrix could not be encoded, so that it cannot be mistaken for a factor.
+        [..., n, n], lower triangular, in float32 at least. NaN for a matrix of the
+        owner that could not be encoded.
 
     Raises:
-        ValueError: as `cholesky_encode`; the owner is no static index along the axis;
-            or the call is differentiated, which has no derivative: factors travel as
-            integers. Broadcast the matrix and factor it where a derivative is needed.
+        ValueError: as `cholesky_encode`; the owner is not a static index along the
+            axis; or the call is differentiated, which is not supported because factors
+            are sent as integers. If a derivative is needed, broadcast the matrix and
+            factor the matrix on every device.
     """
     matrix = _undifferentiable(as_array("matrix", matrix), "broadcast_factor")
     n = check_square(matrix)
@@ -172,7 +177,7 @@ def _refuse(caller: str, primals: Any, tangents: Any) -> Any:
 def gather_codes(
     matrix: Array, axis_name: AxisName, wire_dtype: DTypeLike | None
 ) -> Array:
-    """Every device's packed factor on every device: [p, ..., m], NaN where not ok."""
+    """Gathers the packed factors of all devices: [p, ..., m], NaN if not ok."""
     axis_size(axis_name)  # refuses an axis that is not bound
     own = _poisoned(cholesky_encode(matrix, wire_dtype=wire_dtype))
     bits = lax.all_gather(_as_bits(own), axis_name, to="invarying")
@@ -180,17 +185,18 @@ def gather_codes(
 
 
 def qr_combine(first: Array, second: Array) -> Array:
-    """The factor of D1 + D2 from the factors of D1 and D2, without forming either.
+    """The factor of D1 + D2 from the factors of D1 and D2, without forming D1 or D2.
 
-    R = qr([L1^T; L2^T]) satisfies R^T R = L1 L1^T + L2 L2^T; the result is R^T, with
-    the signs chosen so that its diagonal is >= 0, which makes it unique.
+    R = qr([L1^T; L2^T]) satisfies R^T R = L1 L1^T + L2 L2^T. The result is R^T, with
+    signs such that the diagonal is >= 0, which makes the factor unique.
 
     Args:
         first: [..., n, n], lower triangular.
-        second: the same shape and dtype. Below float32 both are widened to it.
+        second: the same shape and dtype. Narrower dtypes than float32 are widened to
+            float32.
 
     Raises:
-        ValueError: not square, or unlike shapes or dtypes.
+        ValueError: the matrices are not square, or differ in shape or dtype.
 
     >>> one, two = jnp.array([[1.0]]), jnp.array([[2.0]])  # factors of 1 and 4
     >>> L = qr_combine(one, two)
@@ -210,23 +216,23 @@ def qr_combine(first: Array, second: Array) -> Array:
 
 
 def reduce_factors(factor: Array, axis_name: AxisName | None) -> Array:
-    """The factor of the sum of all devices' D, by one QR of all factors.
+    """The factor of the sum of D over all devices, by one QR of all factors.
 
-    The packed factors are gathered, (p-1) n(n+1)/2 numbers per device, and every device
-    does the same QR of [p n, n], so that all are equal. Better
-    conditioned than adding the matrices: no D is formed.
+    The packed factors are gathered, (p-1) n(n+1)/2 numbers per device. Every device
+    then computes the same QR of [p n, n], so the results are equal. This is better
+    conditioned than adding the matrices, because no D is formed.
 
     Args:
-        factor: [..., n, n], lower triangular; only that triangle is read. Below float32
-            it is widened to it.
-        axis_name: axis or axes of the `jax.shard_map` around it (not of a `jax.vmap`);
+        factor: [..., n, n]; only the lower triangle is read. Narrower dtypes than
+            float32 are widened to float32.
+        axis_name: axis or axes of the enclosing `jax.shard_map` (not of a `jax.vmap`);
             None means one device.
 
     Returns:
         [..., n, n], lower triangular with a diagonal >= 0, in float32 at least.
 
     Raises:
-        ValueError: not square, or an axis that is not bound.
+        ValueError: the factor is not square, or the axis is not bound.
     """
     factor = as_array("factor", factor)
     n = check_square(factor)
@@ -241,7 +247,7 @@ def reduce_factors(factor: Array, axis_name: AxisName | None) -> Array:
 
 
 def check_factorable(matrix: Array) -> int:
-    """The n of floating [..., n, n], or a ValueError."""
+    """Returns n of a floating matrix [..., n, n], else raises a ValueError."""
     if not jnp.issubdtype(matrix.dtype, jnp.floating):
         raise ValueError(
             f"matrix has dtype {matrix.dtype}. Allowed: floating. Integers and complex "
@@ -251,7 +257,7 @@ def check_factorable(matrix: Array) -> int:
 
 
 def check_wire_dtype(wire_dtype: DTypeLike | None) -> None:
-    """Refuses dtypes that values cannot be rounded to."""
+    """Raises a ValueError unless the wire dtype is floating or None."""
     try:
         dtype = None if wire_dtype is None else jnp.dtype(wire_dtype)
         floating = dtype is None or jnp.issubdtype(dtype, jnp.floating)
@@ -267,7 +273,7 @@ def check_wire_dtype(wire_dtype: DTypeLike | None) -> None:
 def _factor_with_retries(matrix: Array, jitter: float) -> tuple[Array, Array, Array]:
     n = matrix.shape[-1]
     diagonal = jnp.diagonal(matrix, axis1=-2, axis2=-1)
-    # The floor lets an all-zero matrix through, as a tiny multiple of the identity.
+    # With the floor an all-zero matrix is encoded as a tiny multiple of the identity.
     floor = float(jnp.finfo(matrix.dtype).tiny / jnp.finfo(matrix.dtype).eps)
     scale = jnp.maximum(jnp.mean(jnp.abs(diagonal), axis=-1), floor / jitter)
     identity = jnp.broadcast_to(jnp.eye(n, dtype=matrix.dtype), matrix.shape)
@@ -299,7 +305,7 @@ def _factor_with_retries(matrix: Array, jitter: float) -> tuple[Array, Array, Ar
 
 
 def _is_factor(lower: Array) -> Array:
-    """[...]: whether all is finite and the diagonal positive."""
+    """[...], bool: whether all elements are finite and the diagonal is positive."""
     diagonal = jnp.diagonal(lower, axis1=-2, axis2=-1)
     return jnp.isfinite(lower).all(axis=(-2, -1)) & (diagonal > 0).all(axis=-1)
 
@@ -314,7 +320,7 @@ def _factor_of_rows(rows: Array) -> Array:
 
 
 def _with_positive_diagonal(lower: Array) -> Array:
-    """The factor of the same matrix whose diagonal is >= 0."""
+    """Flips the signs of columns so that the diagonal is >= 0; L L^T is unchanged."""
     diagonal = jnp.diagonal(lower, axis1=-2, axis2=-1)
     sign = jnp.where(diagonal < 0, -jnp.ones_like(diagonal), jnp.ones_like(diagonal))
     return lower * sign[..., None, :]
@@ -326,7 +332,7 @@ def _poisoned(code: CholeskyCode) -> Array:
 
 
 def _as_bits(x: Array) -> Array:
-    """The same bytes as integers: XLA's CPU backend sends bfloat16 as float32."""
+    """Reinterprets x as integers: XLA's CPU backend would send bfloat16 as float32."""
     return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
 
 

@@ -1,21 +1,18 @@
-"""Gradients averaged over a mesh axis, and what triggers their reduction.
+"""Averages gradients over a mesh axis, with a choice of what triggers the reduction.
 
-Decides when the reduction starts: on the host's command, where a device is ready, or
-layer by layer inside the backward pass. How one array is reduced is `all_reduce`'s
-matter. Must not know models, optimizers or training loops.
+* `host`: the reduction starts after the host has seen that every device is done. If a
+  device is late, the hosts wait outside of any reduction.
+* `device`: the reduction starts on each device after its gradients are computed. The
+  other devices wait for a late device inside the reduction.
+* `layer`: the reduction of each leaf starts on each device after the leaf's gradient is
+  computed. The other devices wait at the leaf that the late device has not reached; the
+  leaves before are already reduced.
 
-* `host`: when the host has seen every device done. Where one device is late, the hosts
-  wait, outside of any reduction.
-* `device`: on each device once its gradients are there. The others wait for the late
-  one inside the reduction.
-* `layer`: on each device once the gradient of one leaf is there. The others wait at the
-  leaf that the late one has not reached; those before it are reduced already.
-
-XLA compiles data flow, not text: in a model whose layers are unrolled, `device` and
-`layer` are one program to it, and its combiner decides whether the reductions lie
-between backward operations (on CPU they do only with
-`XLA_FLAGS=--xla_disable_hlo_passes=cpu-all-reduce-combiner`). Where layers are stacked
-in a `lax.scan` the two differ under any flag: see `reduce_in_backward`.
+XLA compiles the data flow: if a model's layers are unrolled, `device` and `layer` are
+the same program to XLA. Its all-reduce combiner then decides whether reductions lie
+between backward operations (on CPU only with
+`XLA_FLAGS=--xla_disable_hlo_passes=cpu-all-reduce-combiner`). If layers are stacked in
+a `lax.scan`, the two programs differ under any flag: see `reduce_in_backward`.
 """
 
 import functools
@@ -48,27 +45,27 @@ def reduced_gradients(
     """`jax.value_and_grad(loss)` over a batch divided over one axis of the mesh.
 
     Each position of the axis differentiates `loss` on its own rows; the gradients, the
-    value and `aux` are then averaged over the axis. The rows are in equal shares, so
-    that is the gradient of the mean over all rows if `loss` is a plain mean over rows
-    (not one weighted by a count that differs between shares). `loss` runs inside
-    `jax.shard_map` with `axis_name` bound and contains no reduction over it.
+    value and `aux` are then averaged over the axis. All positions have equally many
+    rows, so the average is the gradient of the mean over all rows if `loss` is a plain
+    mean over rows (not weighted by a count that differs between positions). `loss` runs
+    inside `jax.shard_map` with `axis_name` bound and must not reduce over this axis.
 
-    All triggers give the same numbers within rounding (seen: bit for bit among the CPU
-    devices of one process, not over gloo). `device` and `layer` may be called inside
-    `jax.jit`, with the optimizer's update, say; `host` may not, because there the host
-    acts between two programs: it is a `HostCommanded`.
+    All triggers give the same numbers within rounding (measured: bit for bit among the
+    CPU devices of one process, not over gloo). `device` and `layer` may be called
+    inside `jax.jit`, for example with the optimizer's update. `host` may not, because
+    the host acts between two programs: the result is then a `HostCommanded`.
 
     Args:
-        loss: scalar mean over the rows it is given; with `has_aux` a pair of that and
-            a pytree of floating means.
+        loss: scalar mean over its rows; with `has_aux` a pair of the mean and a pytree
+            of floating means.
         mesh: any mesh with the axis; its other axes are left to the partitioner.
-        axis_name: the axis the batch is divided over; parameters are replicated on it.
-        trigger: what starts the reduction; see the top of this module.
-        algorithm: how gradients are reduced; value and `aux` always go natively.
+        axis_name: the axis that divides the batch; parameters are replicated over it.
+        trigger: what starts the reduction; see the module docstring.
+        algorithm: algorithm of `all_reduce` for gradients; value and `aux` use `pmean`.
         has_aux: whether `loss` returns a pair.
         reduced_by_loss: for `trigger="layer"`, top-level names of `params` that `loss`
-            itself passes through `reduce_in_backward`, inside a `lax.scan`, say. It
-            is the caller's word: a name that `loss` does not reduce comes back as this
+            itself passes through `reduce_in_backward`, for example inside a `lax.scan`.
+            This is not checked: if `loss` does not reduce a name, the result is this
             device's own gradient, typed as if it were the mean.
 
     Returns:
@@ -117,27 +114,27 @@ def reduce_in_backward(
     op: Literal["mean", "sum"] = "mean",
     algorithm: Algorithm = "native",
 ) -> Any:
-    """The parameters unchanged; their gradients are reduced the moment they exist.
+    """Returns the parameters unchanged; reduces their gradients in the backward pass.
 
-    The reduction becomes a part of the backward pass, one for each leaf, between the
-    backward operations of the layer that follows and of the one that precedes. Pass
-    each layer's parameters through it where they are used. A leaf used twice is to go
-    through it once, before both uses, so that its gradient is complete. For stacked
-    layers call it inside the body (also under `jax.checkpoint`), or the reduction has
-    to wait for the whole backward scan:
+    The backward pass gets one reduction for each leaf, between the backward operations
+    of the layer that follows and of the layer that precedes. Apply the function to each
+    layer's parameters at their use. Apply the function to a leaf with two uses once,
+    before both uses, so that the gradient is complete. For stacked layers apply the
+    function inside the body of the scan (also under `jax.checkpoint`), otherwise the
+    reduction waits for the whole backward scan:
 
         def body(h, layer):
             layer = reduce_in_backward(layer, "replica")
             return apply(layer, h), None
 
-    Leaves are not packed into one message per layer: that would copy every gradient
-    once more, and XLA's combiner does it where it pays.
+    Leaves are not packed into one message per layer, because packing would copy every
+    gradient once more, and XLA's combiner merges reductions where merging pays.
 
     Args:
         params: pytree of floating arrays, replicated over the axis.
         axis_name: bound axes (inside `jax.shard_map`), or None to reduce nothing.
-        op: `mean` where the loss is the mean of the local rows, `sum` where the local
-            losses add up to the loss.
+        op: `mean` if the loss is the mean of the local losses, `sum` if the loss is
+            their sum.
         algorithm: see `all_reduce`.
 
     Raises:

@@ -1,8 +1,8 @@
-"""Steps that every hand-written collective is made of: who am I, send, copy to all.
+"""Building blocks of hand-written collectives: axis size, send to neighbor, broadcast.
 
-Knows axes and neighbours; knows nothing of reductions. All functions are for the inside
-of `jax.shard_map`. Under `jax.vmap` with an axis name `broadcast` does not work: there
-JAX's `ppermute` accepts only permutations in which every device sends.
+To be called inside `jax.shard_map`. `broadcast` does not work under `jax.vmap` with an
+axis name, because `ppermute` under `vmap` accepts only permutations in which every
+device sends.
 """
 
 from typing import Any
@@ -14,14 +14,14 @@ from jax import Array, lax
 from jax.core import Tracer
 
 AxisName = str | tuple[str, ...]
-"""One mesh axis, or several used as one (row-major, as in `lax.axis_index`)."""
+"""A mesh axis, or several used as one axis (row-major, as in `lax.axis_index`)."""
 
 
 def axis_size(axis_name: AxisName) -> int:
-    """Number of devices along the axis, p: a Python int, known while tracing.
+    """The number p of devices along the axis, as a Python int known while tracing.
 
     Raises:
-        ValueError: no axis of that name is bound here, or it is no name.
+        ValueError: `axis_name` is not bound here, or is not a name.
     """
     _check_axis_name(axis_name)
     try:
@@ -35,10 +35,10 @@ def axis_size(axis_name: AxisName) -> int:
 
 
 def as_array(argument: str, value: Any) -> Array:
-    """The value as an array.
+    """Converts an array or a number to a JAX array.
 
     Raises:
-        ValueError: a list, another container, None or a string.
+        ValueError: the value is a list, another container, None or a string.
     """
     if isinstance(value, (jax.Array, np.ndarray, np.generic, int, float, complex)):
         return jnp.asarray(value)
@@ -50,13 +50,13 @@ def as_array(argument: str, value: Any) -> Array:
 
 
 def send_next(x: Any, axis_name: AxisName) -> Any:
-    """Every device i sends x to device i+1 of the ring; the last one to device 0."""
+    """Sends x from device i to device i+1, and from the last device to device 0."""
     num = axis_size(axis_name)
     return lax.ppermute(x, axis_name, [(i, (i + 1) % num) for i in range(num)])
 
 
 def to_chunks(x: Array, num: int) -> Array:
-    """Any array as [num, ceil(size / num)], padded with zeros at the end.
+    """Reshapes any array to [num, ceil(size / num)], padded with zeros at the end.
 
     >>> to_chunks(jnp.arange(5), 3).tolist()
     [[0, 1], [2, 3], [4, 0]]
@@ -66,7 +66,7 @@ def to_chunks(x: Array, num: int) -> Array:
 
 
 def from_chunks(chunks: Array, shape: tuple[int, ...]) -> Array:
-    """What `to_chunks` was given: the padding dropped, in its old shape."""
+    """Inverse of `to_chunks`: drops the padding and restores the shape."""
     size = 1
     for dim in shape:
         size *= dim
@@ -74,25 +74,25 @@ def from_chunks(chunks: Array, shape: tuple[int, ...]) -> Array:
 
 
 def varying_axes_are_tracked(axis_name: AxisName) -> bool:
-    """Whether we are inside `jax.shard_map(check_vma=True)` over this axis.
+    """Whether the call is inside `jax.shard_map(check_vma=True)` over this axis.
 
-    Only there do types say along which axes a value varies. A device's own index always
-    varies, so its type tells.
+    With `check_vma=True` the type of a value lists the axes along which the value
+    varies. The index along the axis always varies, so its type lists the axis.
     """
     kind = jax.typeof(lax.axis_index(axis_name))
-    # The attribute's name changed within the range of jax versions that we allow.
+    # The attribute's name differs between the allowed versions of JAX.
     manual = getattr(kind, "manual_axis_type", None)
     varying = kind.vma if manual is None else manual.varying  # pyright: ignore
     return bool(varying)
 
 
 def replicated(x: Array, axis_name: AxisName) -> Array:
-    """x, which is equal on all devices, with a type that says so where types do.
+    """Returns x, equal on all devices, with the type of a replicated value.
 
-    Under `check_vma=True` a value that came by `ppermute` is typed as varying, and an
-    `out_specs` of `P()` would be refused. There every device contributes its own 1/p
-    of x to an all-gather, whose result is replicated by type: (p-1)/p of x's bytes per
-    device. Elsewhere nothing is sent.
+    Under `check_vma=True` the result of `ppermute` is typed as varying, so `out_specs`
+    of `P()` would be refused. Then every device contributes its own 1/p of x to an
+    all-gather, whose result is typed as replicated, at (p-1)/p of x's bytes per device.
+    Without `check_vma=True` nothing is sent.
     """
     if not varying_axes_are_tracked(axis_name):
         return x
@@ -102,19 +102,20 @@ def replicated(x: Array, axis_name: AxisName) -> Array:
 
 
 def broadcast(x: Array, root: int, axis_name: AxisName | None) -> Array:
-    """The root's x on every device, bit for bit, in ceil(log2 p) rounds of a tree.
+    """Copies the root's x to every device, bit for bit, in ceil(log2 p) tree rounds.
 
     Args:
         x: any array, of the same shape and dtype on every device.
-        root: index of the device along the axis whose value counts.
+        root: index of the sending device along the axis.
         axis_name: axis or axes; None means one device, and x is returned.
 
     Returns:
-        The root's x. The root sends ceil(log2 p) times x's bytes, every other device
-        receives them once (under `check_vma=True` see `replicated`).
+        The root's x. The root sends ceil(log2 p) times x's bytes, and every other
+        device receives x once (`replicated` adds an all-gather under `check_vma=True`).
 
     Raises:
-        ValueError: x is not an array, the axis is not bound, or there is no such root.
+        ValueError: x is not an array, the axis is not bound, or the root is not an
+            index along the axis.
 
     >>> mesh = jax.sharding.Mesh(jax.devices(), ("replica",))
     >>> from_0 = jax.shard_map(
@@ -142,7 +143,7 @@ def broadcast(x: Array, root: int, axis_name: AxisName | None) -> Array:
 
 
 def check_root(argument: str, root: Any, num: int) -> None:
-    """Refuses what is no index along an axis of `num` devices."""
+    """Raises a ValueError unless `root` is a static index below `num`."""
     if isinstance(root, Tracer):
         raise ValueError(
             f"{argument} is a traced {jax.typeof(root)}. Allowed: a Python int, since "

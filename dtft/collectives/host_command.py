@@ -1,8 +1,4 @@
-"""The reduction of gradients as a program of its own, started on the host's command.
-
-Decides when the host may command it. Must not know how a reduction is done, nor what
-happens to the gradients afterwards.
-"""
+"""Reduces gradients in a separate program, started on the host's command."""
 
 import functools
 from collections.abc import Callable
@@ -20,26 +16,26 @@ from dtft.collectives.shares import Loss, ValueAndGradients, over_shares
 
 
 class HostCommanded:
-    """The reduction of gradients on the host's command: a synchronous step.
+    """Value and gradients of a loss, reduced in a second program on the host's command.
 
-    A call does three things, which are public so that a caller can time them or act in
-    between: `local_gradients` starts one program; `await_command` blocks until every
-    device of the mesh has its gradients and the reduction is commanded; `reduce` runs
-    the reduction as a second program.
+    A call has three steps, which are public so that a caller can time each step or act
+    between two steps. `local_gradients` starts the first program. `await_command`
+    blocks until every device of the mesh has its gradients and the reduction is
+    commanded. `reduce` runs the reduction as the second program.
 
     In a job of several processes each host sees only its own devices, so the command
     takes two messages, each a sum of one int32 per device over the whole mesh:
 
-    1. report: each host, having waited for its own devices, sends 1 for each of them.
-       When the sum is there, the commanding host (the one of the mesh's first device)
-       has seen that every device of every process is done.
-    2. command: only then does the commanding host enter the second sum, with what it
-       has seen; the others enter it at once, with 0, and start the reduction when they
-       have read its result.
+    1. report: each host waits for its own devices, then contributes 1 for each of its
+       devices. The completed sum tells the commanding host (the host of the mesh's
+       first device) that every device of every process is done.
+    2. command: the commanding host enters the second sum only after the first, and
+       contributes the first sum. The other hosts contribute 0, and start the reduction
+       after the result of the second sum has arrived.
 
-    The messages are programs on the same devices as the training, so the deadlines of
-    collectives (XLA's flags) hold for them, and a mesh that was formed anew after a
-    loss needs nothing else. With one process there is nothing to send.
+    The messages are programs on the training devices, so XLA's deadlines of collectives
+    apply, and a mesh re-formed after a failure needs no other channel. A job of one
+    process sends no messages.
     """
 
     def __init__(
@@ -51,7 +47,7 @@ class HostCommanded:
         algorithm: Algorithm = "native",
         has_aux: bool = False,
     ) -> None:
-        """See `reduced_gradients`."""
+        """Builds the programs; the arguments are documented in `reduced_gradients`."""
         self._local, self._reduce = _programs(loss, mesh, axis_name, algorithm, has_aux)
         own = jax.process_index()
         self._alone = all(d.process_index == own for d in mesh.devices.flat)
@@ -66,17 +62,17 @@ class HostCommanded:
         )
 
     def __call__(self, params: Any, batch: Any) -> ValueAndGradients:
-        """Value and gradients, reduced; returns once the reduction is dispatched."""
+        """Reduced value and gradients; returns once the reduction is dispatched."""
         rows = self.local_gradients(params, batch)
         self.await_command(rows)
         return self.reduce(rows)
 
     def local_gradients(self, params: Any, batch: Any) -> ValueAndGradients:
-        """Each position's own value and gradients, not waited for.
+        """Starts the program of each position's own value and gradients.
 
         Returns:
-            As `__call__`, each leaf with a leading replica dim: row i is of position i
-            of the axis and lies on its devices.
+            As `__call__`, each leaf with a leading replica dim: row i belongs to
+            position i of the axis and lies on its devices. The arrays may not be ready.
 
         Raises:
             ValueError: called inside `jax.jit`, or rows that cannot be divided evenly.
@@ -90,18 +86,18 @@ class HostCommanded:
 
     def await_command(self, rows: ValueAndGradients) -> None:
         """Blocks until every device is done and the reduction is commanded."""
-        jax.block_until_ready(rows)  # this host's devices; the others' cannot be seen
+        jax.block_until_ready(rows)  # only this host's devices can be observed
         if self._alone:
             return
         seen = self._exchange(1)
         self._exchange(seen if self._commands else 0)
 
     def reduce(self, rows: ValueAndGradients) -> ValueAndGradients:
-        """Averages what `local_gradients` returned over the axis."""
+        """Averages the rows of `local_gradients` over the axis."""
         return self._reduce(rows)
 
     def _exchange(self, value: int) -> int:
-        """The sum over all devices of the mesh of the values their hosts give."""
+        """Sums the hosts' values over all devices of the mesh."""
         flags = self._flags(lambda _: np.full((1,), value, np.int32))
         return int(self._sum(flags).addressable_data(0))
 
@@ -109,7 +105,7 @@ class HostCommanded:
 def _programs(
     loss: Loss, mesh: Mesh, axis_name: str, algorithm: Algorithm, has_aux: bool
 ) -> tuple[Callable[..., ValueAndGradients], Callable[..., ValueAndGradients]]:
-    """Local gradients as rows, and the reduction of rows."""
+    """The two jitted programs: local gradients as rows, and the reduction of rows."""
     by_share = PartitionSpec(axis_name)
 
     def local(params: Any, batch: Any) -> ValueAndGradients:

@@ -1,8 +1,8 @@
-"""Factorizations of a batch of matrices, one after the other on CPU.
+"""Factors the matrices of a batch one after the other on CPU, to avoid a deadlock.
 
-jaxlib 0.10.2 divides a batch for LAPACK over the thread pool and waits for it in a
-thread of that same pool: with as many batches at work as there are threads, none is
-left to do the work, and all wait for ever. A single matrix is done where it is called.
+jaxlib 0.10.2 divides a LAPACK batch over a thread pool and waits in a thread of the
+same pool. If as many batches run as the pool has threads, no thread is left for the
+work, and all batches wait forever. A single matrix is factored in the calling thread.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from jax import Array
 
 
 def in_turn_on_cpu(factorize: Callable[[Array], Any], matrices: Array) -> Any:
-    """`factorize(matrices)`, on CPU matrix by matrix.
+    """Computes `factorize(matrices)`, on CPU with one call per matrix.
 
     Args:
         factorize: maps [..., m, n] to one or more arrays with the same leading dims.

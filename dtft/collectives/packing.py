@@ -1,14 +1,14 @@
-"""Symmetric and triangular matrices as their lower triangle, half the bytes.
+"""Packs symmetric and triangular matrices as their lower triangle, half the bytes.
 
 The layout is rectangular full packed (RFP; Gustavson et al., LAPACK Working Note 199):
 the triangle is cut into two small triangles and a square, and the two triangles are
-fitted into one rectangle. Everything is static slices, a transpose and a mask: no index
-arrays in the program, exact for every n and dtype, and linear, so packed matrices can
-be summed. Must not know what is sent where. Shapes: n rows; k = n // 2; h = n - k.
+fitted into one rectangle. Packing uses static slices, a transpose and a mask, without
+index arrays in the program. Packing is exact for every n and dtype, and linear, so
+packed matrices can be summed. Shapes: n rows; k = n // 2; h = n - k.
 
-Two triangles are joined by adding them, each with zeros in the other's place, and not
-by `where(mask, a, b.T)`: XLA's CPU compiler (jaxlib 0.10.2) puts whole tiles of that on
-the stack and overruns it from about n = 1000
+Two triangles are merged by addition, each with zeros in place of the other, and not by
+`where(mask, a, b.T)`: XLA's CPU compiler (jaxlib 0.10.2) puts whole tiles of `where` on
+the stack, which overflows from about n = 1000
 (tests/multiprocess/test_large_matrices.py).
 """
 
@@ -23,11 +23,11 @@ from dtft.collectives.bands import mirror_into
 from dtft.collectives.hops import as_array
 
 LARGE = 512
-"""Rows from which on unpacking is done in bands on CPU: below it does not pay."""
+"""Smallest n that is unpacked in bands on CPU; below, bands do not pay."""
 
 
 def packed_size(n: int) -> int:
-    """Elements of the lower triangle with the diagonal.
+    """The number of elements of the lower triangle, diagonal included.
 
     >>> packed_size(4)
     10
@@ -36,18 +36,18 @@ def packed_size(n: int) -> int:
 
 
 def pack_lower(matrix: Array) -> Array:
-    """The lower triangle (with diagonal) of each matrix, as one vector.
+    """Packs the lower triangle (diagonal included) of each matrix into a vector.
 
     Args:
-        matrix: [..., n, n], any dtype. What is above the diagonal is not read: only the
-            caller knows that a matrix is symmetric (or lower triangular).
+        matrix: [..., n, n], any dtype, symmetric or lower triangular by the caller's
+            declaration. Elements above the diagonal are not used.
 
     Returns:
         [..., n(n+1)/2], the same dtype and exactly the same values (-0 may become 0).
         The order is RFP's, the same for every matrix of this n.
 
     Raises:
-        ValueError: not an array, or the last two dims are not a square.
+        ValueError: `matrix` is not an array, or its last two dims differ.
 
     >>> d = jnp.array([[1, 2, 4], [2, 3, 5], [4, 5, 6]])
     >>> sorted(pack_lower(d).tolist())
@@ -63,9 +63,9 @@ def pack_lower(matrix: Array) -> Array:
         matrix[..., h:, :h],
         matrix[..., h:, h:],
     )
-    # The second triangle is turned over and fills the place beside the first one. For
-    # even n both are of size n/2 and together need one more row; for odd n the first is
-    # larger by one, and what is left of its square is just the second.
+    # The transposed second triangle fills the rectangle beside the first. For even n
+    # both triangles have n/2 rows and together need one more row. For odd n the first
+    # has one row more, and the second exactly fills the rest of its square.
     first, second = jnp.tril(first), jnp.swapaxes(jnp.tril(second), -1, -2)
     leading = [(0, 0)] * (matrix.ndim - 2)
     if n % 2 == 0:
@@ -78,9 +78,7 @@ def pack_lower(matrix: Array) -> Array:
 
 
 def unpack_lower(packed: Array, n: int) -> Array:
-    """The symmetric matrices of `pack_lower`: [..., n(n+1)/2] -> [..., n, n].
-
-    Exactly symmetric, whatever was above the diagonal before packing.
+    """Unpacks to exactly symmetric matrices: [..., n(n+1)/2] -> [..., n, n].
 
     Raises:
         ValueError: the last dim is not n(n+1)/2.
@@ -93,7 +91,7 @@ def unpack_lower(packed: Array, n: int) -> Array:
 
 
 def unpack_triangle(packed: Array, n: int) -> Array:
-    """The lower triangular matrices of `pack_lower`, zeros above the diagonal.
+    """Unpacks to lower triangular matrices: [..., n(n+1)/2] -> [..., n, n].
 
     Raises:
         ValueError: the last dim is not n(n+1)/2.
@@ -106,13 +104,13 @@ def unpack_triangle(packed: Array, n: int) -> Array:
 
 
 def mirror_lower(matrix: Array) -> Array:
-    """[..., n, n] with what is below the diagonal also above it."""
+    """Copies the strict lower triangle of [..., n, n] into the upper triangle."""
     above = jnp.swapaxes(jnp.tril(matrix, -1), -1, -2)
     return jnp.tril(matrix) + above
 
 
 def check_square(matrix: Any) -> int:
-    """The n of an array [..., n, n], or a ValueError."""
+    """Returns n of an array [..., n, n], else raises a ValueError."""
     matrix = as_array("matrix", matrix)
     if matrix.ndim < 2 or matrix.shape[-1] != matrix.shape[-2]:
         raise ValueError(
@@ -144,7 +142,7 @@ def _unpack_in_bands(packed: Array, n: int) -> Array:
 
 
 def _lines(packed: Array, n: int) -> Array:
-    """The rectangle: [..., n + 1 - n % 2, h]."""
+    """Reshapes packed vectors to the RFP rectangle [..., n + 1 - n % 2, h]."""
     packed = as_array("packed", packed)
     if not isinstance(n, int) or n < 0:
         raise ValueError(f"n={n!r} is not a number of rows. Allowed: int, 0 or more.")
@@ -157,7 +155,10 @@ def _lines(packed: Array, n: int) -> Array:
 
 
 def _triangles(packed: Array, n: int) -> tuple[Array, Array, Array]:
-    """Both triangles [h, h], [k, k] (above their diagonals: anything), the square."""
+    """The parts of packed matrices: first triangle [h, h], square, second [k, k].
+
+    Elements above the diagonals of the two triangles are arbitrary.
+    """
     lines = _lines(packed, n)
     k, h = n // 2, n - n // 2
     if n % 2 == 0:

@@ -1,9 +1,9 @@
 """The two phases of a ring all-reduce: reduce-scatter, then all-gather.
 
-Each device talks only to its neighbours, p-1 times per phase, 1/p of the data at a
-time. The order in which a chunk is summed is part of the interface: chunk c starts at
-device c+1 and collects c+2, ..., p-1, 0, ..., c. It depends on nothing else, so the
-same inputs give the same bits in every run. Must not know of whole arrays or padding.
+Each device communicates only with its neighbors, p-1 times per phase, 1/p of the data
+at a time. The order of summation is part of the interface: chunk c starts at device c+1
+and collects c+2, ..., p-1, 0, ..., c. The order depends on nothing else, so the same
+inputs give the same bits in every run.
 """
 
 from collections.abc import Callable
@@ -24,18 +24,19 @@ def ring_reduce_scatter(
     Args:
         chunks: [p, ...], one chunk for each device of the axis.
         axis_name: axis of `jax.shard_map` or `jax.vmap`.
-        combine: elementwise and associative, `combine(received, own)`; this is the
-            place for work per hop.
+        combine: elementwise and associative reduction, called once per hop as
+            `combine(received, own)`.
 
     Returns:
         [...]: this device's chunk, reduced over all devices in the ring's order
         (like `lax.psum_scatter`, whose order is the backend's).
 
     Raises:
-        ValueError: not one chunk per device, or the axis is not bound.
+        ValueError: the number of chunks is not the number of devices, or the axis is
+            not bound.
 
-    The classic picture: devices 0 to 3 with chunks a, b, c, d. In each of three hops
-    every device passes on one partial sum and adds its own part to the one it gets::
+    Example: devices 0 to 3 with chunks a, b, c, d. In each of three hops every device
+    sends a partial sum and adds its own part to the received partial sum::
 
                   before        after hop 1    after hop 2    after hop 3
         device 0  a0 b0 c0 d0   c3+c0          b2+b3+b0       a1+a2+a3+a0
@@ -43,8 +44,8 @@ def ring_reduce_scatter(
         device 2  a2 b2 c2 d2   a1+a2          d0+d1+d2       c3+c0+c1+c2
         device 3  a3 b3 c3 d3   b2+b3          a1+a2+a3       d0+d1+d2+d3
 
-    Here a, b, c, d are 1, 2, 3, 4, and device i writes them in decimal place i, so a
-    sum shows whose parts it has:
+    Below a, b, c, d are 1, 2, 3, 4, and the parts of device i are in decimal place i,
+    so the digits of a sum show which devices contributed:
 
     >>> import jax
     >>> parts = jnp.array([[1, 2, 3, 4]]) * jnp.array([[1], [10], [100], [1000]])
@@ -64,7 +65,7 @@ def ring_reduce_scatter(
             f"chunks has shape {chunks.shape}, but the axis {axis_name!r} has {num} "
             "devices. Its first dim must be the number of devices: reshape or pad it."
         )
-    # In the order of use: what is sent first comes first, the own chunk last.
+    # In the order of use: the chunk sent first comes first, the own chunk last.
     order = (lax.axis_index(axis_name) - 1 - jnp.arange(num, dtype=jnp.int32)) % num
     ordered = jnp.take(chunks, order, axis=0, mode="clip")
     total = ordered[0]
@@ -74,7 +75,7 @@ def ring_reduce_scatter(
 
 
 def ring_all_gather(chunk: Array, axis_name: AxisName) -> Array:
-    """Collects every device's chunk on every device: [...] -> [p, ...].
+    """Gathers the chunks of all devices on every device: [...] -> [p, ...].
 
     >>> import jax
     >>> gather = jax.vmap(lambda x: ring_all_gather(x, "ring"), axis_name="ring")

@@ -1,8 +1,4 @@
-"""A function on each position of a mesh axis, with its share of a batch's rows.
-
-Decides how parameters and rows are divided and which batches are refused. Knows nothing
-of reductions.
-"""
+"""Runs a function at each position of a mesh axis on equal shares of a batch's rows."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +16,11 @@ ValueAndGradients = tuple[Any, Any]
 def over_shares(
     local: Callable[[Any, Any], Any], mesh: Mesh, axis_name: str, out: PartitionSpec
 ) -> Callable[[Any, Any], Any]:
-    """`local(params, batch)` on each position of the axis, with its share of rows."""
-    # check_vma=True would sum the gradients of replicated parameters by itself.
+    """Maps `local(params, batch)` over the axis: parameters replicated, rows divided.
+
+    The mapped function raises a ValueError for rows that cannot be divided evenly.
+    """
+    # With check_vma=True autodiff would sum the gradients of replicated parameters.
     mapped = jax.shard_map(
         local,
         mesh=mesh,

@@ -1,8 +1,4 @@
-"""All-reduce of symmetric matrices, at half the bytes.
-
-Decides what travels for a matrix that the caller declares symmetric. Never guesses that
-one is, and knows nothing of what the matrices are for.
-"""
+"""All-reduce of matrices that the caller declares symmetric, at half the bytes."""
 
 import functools
 from typing import Literal, get_args
@@ -31,7 +27,7 @@ from dtft.collectives.wire_costs import Wire, WireCosts
 Op = Literal["mean", "sum"]
 
 AnyWire = Wire | Literal["auto"]
-"""A wire, or the one that was measured to be the cheapest."""
+"""A wire format, or `auto` for the format that was measured as the cheapest."""
 
 
 def all_reduce_symmetric(
@@ -51,37 +47,36 @@ def all_reduce_symmetric(
       ill-conditioned matrix turn negative (and on CPU it saves nothing, see
       `all_reduce`).
     * ``full``: all n^2 numbers. For links faster than memory, and for comparison.
-    * ``cholesky``: the factors of positive definite matrices. They cannot be added, so
-      every device gets all p of them and adds the products: p/2 times the bytes of
-      ``packed`` and O(p n^3) work. Its merit: with wire_dtype bfloat16 the
-      result stays positive definite (`benchmarks/cholesky_wire.py`). Inside
-      `jax.shard_map` only, not under a `jax.vmap` with an axis name.
-    * ``auto``: the one of them that `measure_wires` found the cheapest for matrices of
-      this size on these devices and links; ``costs`` is what it returned.
+    * ``cholesky``: the factors of positive definite matrices. Factors cannot be added,
+      so every device gathers all p factors and adds the products L L^T: p/2 times the
+      bytes of ``packed`` and O(p n^3) work. With wire_dtype bfloat16 the result stays
+      positive definite (`benchmarks/cholesky_wire.py`). Inside `jax.shard_map` only,
+      not under a `jax.vmap` with an axis name.
+    * ``auto``: the wire that `measure_wires` found the cheapest for matrices of this
+      size on these devices and links, according to ``costs``.
 
-    Differentiable with every wire. The derivative of ``cholesky`` is that of the sum:
-    jitter and rounding count as constants.
+    Differentiable with every wire. The derivative of ``cholesky`` is the derivative of
+    the sum: jitter and rounding count as constants.
 
     Args:
-        matrix: [..., n, n], symmetric by the caller's word; only the lower triangle is
-            read.
-        axis_name: axis or axes; None means one device: the matrix of its lower
-            triangle.
+        matrix: [..., n, n], declared symmetric; only the lower triangle is read.
+        axis_name: axis or axes; None means one device: the result is the symmetric
+            matrix of the lower triangle.
         op: "sum" (default) or "mean".
-        algorithm: as for `all_reduce`; ``cholesky`` is gathered, so only "native".
+        algorithm: as in `all_reduce`; only "native" with ``cholesky``, which gathers.
         wire: see above.
-        wire_dtype: floating dtype that numbers of a floating matrix are rounded to
-            before they are sent (sums too, see `all_reduce`); None sends the matrix's
-            own.
-        costs: for ``auto``, and only for it: what `measure_wires` returned.
+        wire_dtype: floating dtype to which a floating matrix is rounded before sending
+            (partial sums too, see `all_reduce`); None keeps the matrix's dtype.
+        costs: the result of `measure_wires`, with ``auto`` only.
 
     Returns:
         [..., n, n] of matrix's dtype. With ``cholesky`` a singular matrix counts with
-        the jitter of `cholesky_encode`; one that cannot be encoded makes it all NaN.
+        the jitter of `cholesky_encode`, and a matrix that cannot be encoded makes the
+        whole result NaN.
 
     Raises:
-        ValueError: not square, an unknown option, options that do not go together, a
-            wire_dtype that would round integers, or an axis that is not bound.
+        ValueError: the matrix is not square, an option is unknown, options are
+            incompatible, wire_dtype would round integers, or the axis is not bound.
     """
     matrix = as_array("matrix", matrix)
     n = check_square(matrix)
@@ -123,7 +118,7 @@ def _tangent_of_sum(
     primals: tuple[Array],
     tangents: tuple[Array],
 ) -> tuple[Array, Array]:
-    # Factors travel as integers, which have no derivative; what they make is the sum.
+    # Factors are sent as integers, which have no derivative: differentiate the sum.
     total = _sum_of_products(*primals, axis_name, op, wire_dtype)
     return total, all_reduce_symmetric(*tangents, axis_name, op=op)
 
@@ -145,7 +140,7 @@ def check_options(
     wire_dtype: DTypeLike | None,
     costs: WireCosts | None = None,
 ) -> None:
-    """Refuses options of `all_reduce_symmetric` that do not exist or go together."""
+    """Raises for unknown or incompatible options of `all_reduce_symmetric`."""
     if op not in ("mean", "sum"):
         raise ValueError(f"op={op!r} is unknown here. Allowed: 'mean', 'sum'.")
     wires = (*get_args(Wire), "auto")

@@ -1,7 +1,7 @@
-"""What each wire of `all_reduce_symmetric` costs on the devices here, as measured.
+"""Measures the time of each wire format of `all_reduce_symmetric` on a mesh.
 
-Which wire is cheapest depends on the size of the matrices, the number of devices, the
-links and how fast a device factors. No formula is kept for it: the reduction is timed.
+The cheapest wire depends on the size of the matrices, the number of devices, the links
+and the speed of factorization. The reduction is timed instead of modeled.
 """
 
 import math
@@ -18,19 +18,23 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 Wire = Literal["full", "packed", "cholesky"]
-"""What is sent for a symmetric matrix."""
+"""Wire format of a symmetric matrix, as documented in `all_reduce_symmetric`."""
 
 WIRES: tuple[Wire, ...] = get_args(Wire)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WireCosts:
-    """Seconds of one all-reduce by rows n and wire, equal on all processes."""
+    """Measured seconds of one all-reduce, by n and wire; equal on all processes.
+
+    Attributes:
+        seconds: rows n to wire to seconds of one all-reduce.
+    """
 
     seconds: Mapping[int, Mapping[Wire, float]]
 
     def __post_init__(self) -> None:
-        """Refuses costs that hold nothing."""
+        """Raises a ValueError for empty costs or sizes below 1."""
         sizes = self.seconds if isinstance(self.seconds, Mapping) else {}
         if not sizes or min(sizes) < 1 or not all(sizes.values()):
             raise ValueError(
@@ -40,10 +44,10 @@ class WireCosts:
             )
 
     def cheapest(self, n: int, wires: Collection[Wire] = WIRES) -> Wire:
-        """The wire that took least at the measured size nearest to n, by ratio.
+        """The fastest wire at the measured size nearest to n by ratio.
 
         Raises:
-            ValueError: none of the wires was measured.
+            ValueError: none of the wires was measured at this size.
 
         >>> costs = WireCosts(seconds={
         ...     8: {"packed": 2e-4, "full": 1e-4}, 512: {"packed": 1e-3, "full": 2e-3}})
@@ -72,23 +76,24 @@ def measure_wires(
     wire_dtype: DTypeLike | None = None,
     rounds: int = 5,
 ) -> WireCosts:
-    """Times `all_reduce_symmetric` over an axis of a mesh; the wires take turns.
+    """Times `all_reduce_symmetric` over a mesh axis, alternating between the wires.
 
-    Every process of the mesh must call it. Each time is the median over the rounds on
-    the slowest process, so that all processes choose alike.
+    Every process of the mesh must call the function. Each time is the median over the
+    rounds on the slowest process, so all processes choose the same wire.
 
     Args:
-        mesh: Devices that will run the reduction.
-        axis_name: Axis of the mesh that is reduced over.
+        mesh: Devices of the reduction.
+        axis_name: Mesh axis of the reduction.
         sizes: Rows n of the matrices, 1 or more each.
-        wires: Wires to compare. Leave "cholesky" out where the jitter and the rounding
-            of factors do not do.
-        dtype: Of the matrices, floating.
-        wire_dtype: As for `all_reduce_symmetric`.
-        rounds: How often each is timed after a first run, 1 or more.
+        wires: Wires to compare. Leave "cholesky" out if the jitter or the rounding of
+            factors is not acceptable.
+        dtype: Floating dtype of the matrices.
+        wire_dtype: As in `all_reduce_symmetric`.
+        rounds: Timed runs of each wire after one untimed run, 1 or more.
 
     Raises:
-        ValueError: no size, size or rounds below 1, or an unknown axis or wire.
+        ValueError: `sizes` is empty, a size or `rounds` is below 1, or the axis or a
+            wire is unknown.
 
     >>> mesh = jax.make_mesh((2,), ("replica",), (jax.sharding.AxisType.Auto,))
     >>> costs = measure_wires(mesh, "replica", [8], rounds=1)
@@ -134,7 +139,7 @@ def _program(
 
 
 def _largest(own: np.ndarray, mesh: Mesh) -> np.ndarray:
-    """Elementwise over all processes of the mesh; equal on each."""
+    """The elementwise maximum over all processes of the mesh, equal on each process."""
     divided = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     rows = jax.make_array_from_callback(
         (mesh.size, len(own)), divided, lambda _: own[None]

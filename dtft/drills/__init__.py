@@ -1,9 +1,9 @@
-"""Drills: a run that is disturbed on purpose, beside the same run undisturbed.
+"""Drills: a run with injected faults, compared with the same run undisturbed.
 
-* `drill`: the two runs of `dtft drill`, and the faults at their steps. `compare`: what
-  is judged of them. `leftovers`: what an ended job left on this machine.
-* `bench`: `dtft bench`, what the memory tier costs a step.
-* `options`: what drills and commands of jobs read from their flags.
+* `drill`: the two runs of `dtft drill`, and the faults at their steps. `compare`:
+  judges both runs. `leftovers`: an ended job's remains on this machine.
+* `bench`: `dtft bench`, the memory tier's cost per step.
+* `options`: values that drills and commands of jobs read from their flags.
 
 Processes are killed and networks are cut by `dtft.elastic`.
 """

@@ -1,4 +1,4 @@
-"""`dtft bench`: what the memory tier costs, as wall time per step with it off and on.
+"""`dtft bench`: the memory tier's cost, as wall time per step with the tier off and on.
 
 Runs the same job on a local cluster again and again, off and on in turn, so that a
 noisy machine disturbs both alike; prints medians and their ratio. `on` is as the config
@@ -27,7 +27,7 @@ DEADLINE_S = 600.0
 
 
 def run_bench(options: "BenchCommand", words: list[str]) -> int:
-    """Prints the figures; 1 if a run failed.
+    """Runs the benchmark and prints its figures; returns the exit code 0.
 
     Args:
         options: CONFIG and rounds.
@@ -65,12 +65,12 @@ def tier_off(steps: int) -> list[str]:
 def measure_tier(
     experiment: Experiment, runs: Mapping[str, Sequence[str]], rounds: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """Runs of one experiment in turns.
+    """Runs several variants of one experiment in turns.
 
     Args:
         experiment: its cluster and name.
         runs: name to CONFIG and overrides, in the order of the turns.
-        rounds: so often each has its turn.
+        rounds: number of turns of each variant.
 
     Returns:
         Name to the summary.json of each run.

@@ -1,4 +1,4 @@
-"""What a drill found: the faulted run beside the undisturbed one, as record and text.
+"""Compares a drill's faulted run with the undisturbed run, as record and text.
 
 The final states must be equal as bytes, and every sample used exactly once. A run whose
 mesh or shares changed cannot end so: there the restored states must be the committed
@@ -27,7 +27,7 @@ Span = tuple[float, float]
 
 
 def fault_fields(strike: InjectedFault) -> dict[str, Any]:
-    """What the record says of a fault that lasts; nothing of one that does not.
+    """Record fields of a stop, cut or pause; empty for other faults.
 
     `stopped_s`: null where it was never ended. `killed_after_s`: when somebody had
     killed what was stopped.
@@ -64,7 +64,7 @@ def agents(
 
 
 def _stops(host: str, injected: Sequence[InjectedFault]) -> list[Span]:
-    """When a host's agent was stopped."""
+    """The time spans in which a host's agent was stopped."""
     return [
         (strike.at, strike.until or float("inf"))
         for strike in injected
@@ -94,7 +94,7 @@ def longest_call(
 
 
 def interruption_lines(record: dict[str, Any]) -> list[str]:
-    """What a drill's record says of this, for people."""
+    """Lines for people on a record's interruptions, event loops and leftovers."""
     said = []
     for entry in record["faults"]:
         if "stopped_s" not in entry:
@@ -132,7 +132,7 @@ Record = dict[str, Any]
 
 
 def attempts(directory: Path) -> list[Record]:
-    """Every start of trainers in a balanced run; none where shares are equal.
+    """Every start of trainers in a balanced run; empty without balancing.
 
     `replayed`: it began with the shares in force at the step that it restored.
     `found`: the shares in force at its end.
@@ -159,7 +159,7 @@ def judged(records: Sequence[Record]) -> list[Record]:
             found[-1]["found"] = record["next"]
             continue
         step, shares = record["step"], record["shares"]
-        # What a lost attempt found after the restored step counts no more.
+        # Shares that a lost attempt found after the restored step are void.
         in_force = [(at, it) for at, it in in_force if at <= step]
         before = in_force[-1][1] if in_force else shares
         # Another number of replicas has other shares; no commit could have them.
@@ -171,7 +171,7 @@ def judged(records: Sequence[Record]) -> list[Record]:
 
 
 def shares_lines(record: Record) -> list[str]:
-    """What a drill's record says of shares, for people."""
+    """Lines for people on a record's shares."""
     said = []
     for it in record.get("shares", [])[1:]:
         how = "replayed" if it["replayed"] else "NOT those of the commit"
@@ -201,11 +201,11 @@ every step. A row used twice or left out, or one wrong leaf, shows at 1e-3 and m
 Events = Sequence[dict[str, Any]]
 Epoch = tuple[int, int]
 Segments = Sequence[tuple[Epoch, int, int]]
-"""(epoch, after step, up to step) of what survived."""
+"""(epoch, after step, up to step) of the surviving steps."""
 
 
 def resizes(control: Path, events: Events) -> list[dict[str, Any]]:
-    """Every restore onto another mesh: what was committed, what was restored.
+    """Every restore onto another mesh: committed and restored digests.
 
     `control_root` is the digest over the undisturbed run's state at that step, where
     the disturbed one was on the same mesh until then; null otherwise.
@@ -272,7 +272,7 @@ def _losses(directory: Path) -> dict[tuple[Epoch, int], float]:
 
 
 def resize_lines(record: dict[str, Any]) -> list[str]:
-    """What a drill's record says of other sizes, for people."""
+    """Lines for people on a record's changes of size."""
     lines = []
     for it in record["resized"]:
         how = "equal bit for bit to" if it["bit_exact"] else "DIFFERENT from"
@@ -303,11 +303,11 @@ def judge(
 
     Args:
         control: directory of the undisturbed run.
-        faulted: directory of the run that was struck.
-        injector: who injected the faults; has ended.
-        experiment: what both ran.
+        faulted: directory of the faulted run.
+        injector: the ended injector of the faults.
+        experiment: the experiment of both runs.
         ended_in_time: whether the struck run ended before the drill's deadline.
-        left_behind: what it left on the machine.
+        left_behind: names of the struck run's leftovers on the machine.
     """
     events = read_events(faulted)
     ended = [event for event in events if event["event"] == "end"]
@@ -453,7 +453,7 @@ def _strike(strike: InjectedFault, events: Events) -> dict[str, Any]:
 
 
 def _outage(strike: InjectedFault, events: Events) -> dict[str, int]:
-    """What went on while the store was away, and that commits did after it."""
+    """Numbers of steps and commits during a store outage, and of commits after it."""
     back = strike.at + STORE_AWAY_S
     commits = [event["time"] for event in events if event["event"] == "commit"]
     return {

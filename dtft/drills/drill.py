@@ -1,7 +1,7 @@
 """`dtft drill`: an undisturbed run and a faulted run with one seed, compared.
 
-Runs both on local clusters, has the faults played at their steps, and has `compare`
-judge what they wrote. Takes no part in the recovery itself.
+Runs both on local clusters, plays the faults at their steps, and judges the runs' files
+with `compare`. Takes no part in the recovery itself.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ _LITTLE_MEMORY = 'mount -t tmpfs -o size="$1" dtft "$2" && shift 2 && exec "$@"'
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
-    """One run of a drill."""
+    """The outcome of one run of a drill."""
 
     injector: FaultInjector
     ended_in_time: bool
@@ -57,7 +57,7 @@ def run_drill(options: "DrillCommand", words: list[str]) -> int:
     """Runs the drill; 0 if the faulted run is as good as the undisturbed one.
 
     Args:
-        options: CONFIG, faults, and what the clusters are told.
+        options: CONFIG, faults, and the clusters' settings.
         words: keys of the config, as they were typed.
 
     Raises:
@@ -220,7 +220,7 @@ def _run(
 
 
 def _wait(cluster: LocalCluster, injector: FaultInjector, deadline_s: float) -> bool:
-    """Waits until every agent has ended that can; False if the deadline passed."""
+    """Waits until all agents but those held for ever end; False at the deadline."""
     end = time.monotonic() + deadline_s
     while time.monotonic() < end:
         if cluster.wait(0.1):
@@ -232,7 +232,7 @@ def _wait(cluster: LocalCluster, injector: FaultInjector, deadline_s: float) -> 
 
 
 def _failures(faults: Sequence[Fault], marker: Path) -> dict[str, str]:
-    """What tells a trainer to raise inside a step."""
+    """Environment that makes a trainer raise inside a step."""
     for fault in faults:
         if fault.kind == "fail":
             often = "always" if fault.always else "once"
@@ -244,7 +244,7 @@ def _failures(faults: Sequence[Fault], marker: Path) -> dict[str, str]:
 def _network(
     settings: ClusterOptions, faults: Sequence[Fault], options: "DrillCommand"
 ) -> Iterator[HostNamespaces | None]:
-    """The namespaces of all hosts, if one of them is to be cut off."""
+    """Makes the namespaces of all hosts, if a fault cuts one off."""
     if not any(fault.kind == "cut" for fault in faults):
         yield None
         return
@@ -261,7 +261,7 @@ def _network(
 def _placed(
     settings: ClusterOptions, network: HostNamespaces | None, limits: dict[str, int]
 ) -> ClusterOptions:
-    """The cluster with its hosts in their networks and with their memory."""
+    """The cluster's options with each host's network and memory limit."""
     place = partial(
         _place, network=network, limits=limits, memory=settings.arena_directory
     )

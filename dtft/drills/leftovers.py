@@ -1,6 +1,6 @@
-"""What a job that has ended left on this machine: processes, sockets, shared memory.
+"""Leftovers of an ended job on this machine: processes, sockets, shared memory.
 
-Looks and names; removes nothing. Linux only.
+Names the leftovers and removes nothing. Linux only.
 """
 
 import contextlib
@@ -14,15 +14,15 @@ from dtft.elastic.local_cluster import LocalCluster
 MARK = "DTFT_DRILL"
 """Environment variable of every process of a drill's cluster: the name of its job."""
 GRACE_S = 5.0
-"""A process that was told to end may take so long."""
+"""Seconds that a process may take to end."""
 
 
 def of_ended_hosts(cluster: LocalCluster, grace_s: float = GRACE_S) -> list[str]:
-    """What hosts whose agents have ended by themselves left behind.
+    """Leftovers of hosts whose agents have ended by themselves.
 
     Args:
-        cluster: before it is closed, which ends and removes whatever there is.
-        grace_s: how long to wait for it to vanish.
+        cluster: not closed yet, since closing removes all leftovers.
+        grace_s: seconds to wait for the leftovers to vanish.
     """
     end = time.monotonic() + grace_s
     while (found := _of_ended_hosts(cluster)) and time.monotonic() < end:
@@ -41,7 +41,7 @@ def _of_ended_hosts(cluster: LocalCluster) -> list[str]:
 
 
 def of_job(job: str, arena_directory: Path, run_directory: Path) -> list[str]:
-    """What there still is of a job whose cluster was closed."""
+    """Leftovers of a job whose cluster was closed."""
     found = [f"process {pid}: {_command(pid)}" for pid in _marked(job)]
     found += [f"memory: {path}" for path in arena_directory.glob(f"*{job}*")]
     found += [f"socket: {name}" for name in _sockets(job)]
@@ -60,7 +60,7 @@ def _marked(job: str) -> list[int]:
 
 
 def _sockets(job: str) -> list[str]:
-    """Unix sockets whose name has the job's in it."""
+    """Unix sockets whose name contains the job's name."""
     lines: Sequence[str] = Path("/proc/net/unix").read_text().splitlines()
     return sorted({line.split()[-1] for line in lines if job in line})
 

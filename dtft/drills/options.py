@@ -1,7 +1,7 @@
-"""What drills and commands of jobs read from their flags.
+"""Values that drills and commands of jobs read from their flags.
 
-Experiment, run directory and secret; where a host is, and how it talks. Flags become
-values, and what cannot be is refused in one line before anything is started.
+Experiment, run directory and secret; a host's failure domain and connections. Wrong
+flags are refused in one line before anything is started.
 """
 
 import os
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 def handed_on(flags: "HostFlags") -> list[str]:
-    """The flags of a cluster's agents, with paths that hold from anywhere.
+    """The flags of a cluster's agents, with absolute paths.
 
     Raises:
-        ValueError: a file cannot be read, or says what cannot be.
+        ValueError: a file cannot be read or has invalid contents.
     """
     paths = {
         "--domain-file": flags.domain_file,
@@ -46,7 +46,7 @@ def handed_on(flags: "HostFlags") -> list[str]:
 
 
 def tls_of(flags: "HostFlags") -> Tls | None:
-    """The certificate of --tls-cert and --tls-key, read once to see that it is good.
+    """The certificate of --tls-cert and --tls-key, read once as a check.
 
     Raises:
         ValueError: one of them is missing, or they cannot be read or used together.
@@ -71,10 +71,10 @@ def tls_of(flags: "HostFlags") -> Tls | None:
 
 
 def own_certificate(flags: "HostFlags", directory: Path) -> list[str]:
-    """For --tls: flags that name a certificate made for this run, which signs itself.
+    """Makes a self-signed certificate for --tls; returns the flags that name it.
 
-    It keeps what travels between hosts from being read on the way. Who is at the other
-    end is proved by the job's secret, not by the certificate.
+    The certificate encrypts the traffic between hosts. The job's secret, not the
+    certificate, authenticates the peers.
 
     Raises:
         ValueError: --tls-cert is given too, or `openssl` cannot make one.
@@ -99,7 +99,7 @@ def settings(flags: "HostFlags", place: "PlaceFlags", host: str) -> dict[str, An
     """The fields of one host's `AgentConfig` that the flags decide.
 
     Raises:
-        ValueError: a flag or a file says what cannot be.
+        ValueError: a flag or a file has an invalid value.
     """
     return {
         "domain": domain_of(flags, place, host),
@@ -208,10 +208,10 @@ def store_address(job: "JobFlags") -> StoreAddress:
 
 
 def host_name(place: "PlaceFlags") -> str:
-    """--host-name, or a name that no other process has.
+    """The name from --host-name, or a name that no other process has.
 
     Raises:
-        ValueError: no host can have this name.
+        ValueError: the name is not allowed for a host.
     """
     if place.host_name is None:
         return f"{socket.gethostname()}-{os.getpid()}"

@@ -1,7 +1,7 @@
-"""Elastic jobs: who takes part, who leads, and what happens when somebody dies.
+"""Elastic jobs: membership, leadership, and recovery from failures.
 
-One agent per host runs an event loop. It obeys the leader (`host`) and leads while it
-holds the leader key (`leader`).
+One agent per host runs an event loop. The agent obeys the leader (`host`) and leads
+while it holds the leader key (`leader`).
 
 * `store`: etcd, and the job's keys in it; `messages`: what hosts tell one another, over
   `links` and `network`; `transfer`: copies of slices, and restores.

@@ -1,6 +1,6 @@
-"""Whether a host may take part in a job: its name is free, its secret and config match.
+"""Checks whether a host may join a job: free name, same secret and config.
 
-Asked once, before the host registers.
+The checks run once, before the host registers.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from dtft.elastic.store import Store, claim, job_key, read_view
 
 PAUSE_S = 0.1
 SERVED = "--serve-only"
-"""What a job of the user's own processes has in place of the digest of a config."""
+"""Stands for the digest of a config in a job of the user's own processes."""
 
 
 class JobMismatch(ValueError):
@@ -24,7 +24,7 @@ class JobMismatch(ValueError):
 
 
 def proof_of(secret: bytes, job: str) -> str:
-    """What is kept in the store so that another secret is noticed; not the secret."""
+    """The stored proof of the secret, which does not reveal the secret."""
     return hmac.new(secret, job.encode(), hashlib.sha256).hexdigest()
 
 
@@ -62,7 +62,7 @@ def check_domain(store: Store, config: AgentConfig) -> None:
 
 
 def _fingerprint(config: AgentConfig) -> dict[str, Any]:
-    """What all hosts of a job have alike."""
+    """The settings that all hosts of a job share."""
     return {
         "secret": proof_of(config.secret, config.job),
         "config": config.config_digest,
@@ -71,7 +71,7 @@ def _fingerprint(config: AgentConfig) -> dict[str, Any]:
 
 
 def claims_of(config: AgentConfig) -> dict[str, bytes]:
-    """What a job has once in its store, by name, for a store that has lost it."""
+    """The job's unique values by name, for a store that has lost them."""
     claims = {"fingerprint": json.dumps(_fingerprint(config)).encode()}
     return claims | ({"terms": config.terms.encode()} if config.terms else {})
 

@@ -1,8 +1,8 @@
-"""How a formation spreads its copies over failure domains. Pure decisions.
+"""Pure decisions that spread a formation's copies over failure domains.
 
-Copies are placed by slot, once for as long as the arenas live: what a host keeps must
-not move because another host was replaced. So a spare is chosen that keeps the copies
-apart, and where none does, people are told.
+Copies are placed by slot, once for the lifetime of the arenas: a host's copies must not
+move because another host was replaced. So a spare is chosen that keeps the copies in
+separate domains; if no spare does, people are told.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ from dtft.elastic.store import View
 
 
 def known_domains(records: Iterable[HostRecord]) -> tuple[FailureDomains, str]:
-    """What the labels of all hosts say, and why they say nothing if they disagree."""
+    """The failure domains from all hosts' labels, and any disagreement as text."""
     try:
         return domains_from_labels(
             {record.host: record.domain for record in records}
@@ -36,7 +36,7 @@ def known_domains(records: Iterable[HostRecord]) -> tuple[FailureDomains, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """The failure domains of a job, for somebody who looks at it."""
+    """The failure domains of a job, as read from a view."""
 
     assignment: SlotAssignment | None
     domains: FailureDomains
@@ -45,7 +45,7 @@ class Surroundings:
 
     @classmethod
     def of(cls, view: View) -> "Surroundings":
-        """What the store says."""
+        """The failure domains in the store's view."""
         domains, _ = known_domains(view.hosts.values())
         level = view.assignment.spread.level if view.assignment else "host"
         hosts = list(view.hosts)
@@ -75,7 +75,7 @@ class Surroundings:
 
 
 def spread_over(slots: Sequence[str], domains: FailureDomains, copies: int) -> Spread:
-    """For a formation that begins without copies in memory."""
+    """The spread of a formation that starts without copies in memory."""
     if not domains.levels:
         return Spread(copies=copies)
     found = separate_copies(domains, slots, copies)

@@ -1,10 +1,10 @@
-"""Which host fills which slot, and how many slots a formation has. Pure.
+"""Pure functions that assign hosts to slots and choose the number of slots.
 
 `fill_slots` assigns hosts to slots; `next_epoch` decides whether a change makes a new
 generation. A replica group is the fewest hosts that together hold whole copies of the
-model: one copy, or as many as one host has. `size_for` decides how many whole groups a
-formation has, `choose_slots` and `seat` who sits where, and `resized` what the state
-looks like on another number of replicas.
+model: one copy, or as many copies as one host holds. `size_for` computes the number of
+whole groups in a formation, `choose_slots` its number of slots, `seat` the host of each
+slot, and `resized` the state's layout on another number of replicas.
 """
 
 import dataclasses
@@ -23,25 +23,26 @@ Source = Literal["memory", "storage", "init"]
 
 @dataclass(frozen=True, kw_only=True)
 class HostRecord:
-    """What a host says of itself when it registers."""
+    """A host's registration record."""
 
     host: str
     """Name, unique in the job."""
     address: str
-    """host:port of its transport."""
+    """host:port of the host's transport."""
     incarnation: str
-    """PROCESS.NUMBER: the process is another for every start of the agent, the number
-    for every registration after its lease ran out."""
+    """PROCESS.NUMBER: the process differs for every start of the agent, the number for
+    every registration after an expired lease."""
     joined_ns: int
     """Wall-clock time of registration; spares are taken in this order."""
     pid: int
-    """Process id of the agent, for people who look for it."""
+    """Process id of the agent, for people."""
     domain: str = ""
     """Label of its failure domains, as `checkpoint.domains` reads it."""
     process: int = -1
     """Index of the user's process that is attached to the agent, -1 for none."""
     attached_ns: int = 0
-    """Wall-clock time at which it attached; another one for every process."""
+    """Wall-clock time in nanoseconds at which the process attached; it identifies the
+    process."""
 
     def replaces(self, other: "HostRecord") -> bool:
         """Whether this is a later agent process under the same name."""
@@ -54,7 +55,7 @@ class HostRecord:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "HostRecord":
-        """Reads what `to_json` wrote.
+        """Parses the text of `to_json`.
 
         Raises:
             ValueError, TypeError: it is not a record.
@@ -69,16 +70,16 @@ class HostRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class SlotAssignment:
-    """Which host fills which slot, and from where the state comes."""
+    """The host of each slot, and the source of the restored state."""
 
     generation: int
-    """Changes when, and only when, the map slot -> host does."""
+    """Changes exactly when the map from slot to host changes."""
     attempt: int
     """Counts the formations of a generation; messages carry both."""
     slots: tuple[str, ...]
     """The host of each slot."""
     incarnations: tuple[str, ...]
-    """Of these hosts, in the same order."""
+    """Incarnations of the slots' hosts, in slot order."""
     source: Source
     """Where the state comes from."""
     step: int
@@ -86,12 +87,12 @@ class SlotAssignment:
     rung: int
     """Rung of the recovery ladder; 0 for the first formation of a job."""
     reason: str
-    """Why it was formed, for people."""
+    """The reason for the formation, for people."""
     spread: Spread = field(default_factory=Spread)
-    """By what the copies of its slots are kept apart."""
+    """The failure domains over which the slots' copies are spread."""
     asked_slots: int = 0
-    """Slots that somebody had asked for, 0 for nobody: hosts tell a store that has lost
-    it."""
+    """The requested number of slots, 0 for none; hosts report it to a store that has
+    lost it."""
 
     @functools.cached_property
     def slot_of(self) -> dict[str, int]:
@@ -109,7 +110,7 @@ class SlotAssignment:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "SlotAssignment":
-        """Reads what `to_json` wrote."""
+        """Parses the text of `to_json`."""
         raw = json.loads(text)
         return cls(
             **{
@@ -137,8 +138,8 @@ def process_of(incarnation: str) -> str:
 Choose = Callable[
     [Sequence[HostRecord | None], Sequence[HostRecord]], tuple[HostRecord | None, ...]
 ]
-"""From the host of each slot (None where it is empty) and the spares in order to the
-host of each slot."""
+"""Takes the host of each slot (None if empty) and the spares in order; returns the host
+of each slot."""
 
 
 def fill_slots(
@@ -194,28 +195,29 @@ def next_epoch(
 
 
 REPLICA_AXIS = "replica"
-"""The mesh axis along which jobs grow and shrink; its groups are neighbouring slots."""
+"""Mesh axis along which jobs grow and shrink; its groups are neighbouring slots."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SizeLimits:
-    """What a job's size must obey, whatever it is asked for."""
+    """Limits of a job's size."""
 
     min_replicas: int = 0
-    """When hosts are lost and no spare is left, the job goes on with this many
-    replicas or more; 0: it waits for a host."""
+    """Fewest replicas with which the job goes on after lost hosts without a spare; 0:
+    the job waits for a host."""
     global_batch: int = 0
-    """Rows of a step, which never change: every part of the mesh takes equally many;
-    0 if any number of parts will do."""
+    """Number of rows of a step, which is fixed: every part of the mesh takes equally
+    many rows. 0 allows any number of parts."""
     batch_axes: tuple[str, ...] = (REPLICA_AXIS,)
     """Mesh axes that divide the rows."""
     row_parts: int = 1
-    """Equal parts into which those rows are divided again, such as microbatches."""
+    """Number of equal parts, such as microbatches, into which the rows are divided
+    again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WantedSize:
-    """The size that somebody asked for, as it is kept in the store."""
+    """A requested size, as stored."""
 
     replicas: int
     slots: int
@@ -226,7 +228,7 @@ class WantedSize:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "WantedSize":
-        """Reads what `to_json` wrote."""
+        """Parses the text of `to_json`."""
         return cls(**json.loads(text))
 
 
@@ -241,7 +243,7 @@ class ReplicaGroups:
     replicas: int
     slots: int
     parts: int
-    """Parts that the rows of one replica are divided into."""
+    """Number of parts into which the rows of one replica are divided."""
 
     @classmethod
     def of(cls, layout: Layout, limits: SizeLimits) -> "ReplicaGroups":
@@ -267,7 +269,7 @@ class ReplicaGroups:
         return whole and limits.global_batch % (replicas * self.parts) == 0
 
     def slots_of(self, replicas: int) -> int:
-        """The slots of whole groups.
+        """The number of slots of the whole groups with this many replicas.
 
         >>> ReplicaGroups(replicas=2, slots=6, parts=3).slots_of(3)
         9
@@ -275,15 +277,15 @@ class ReplicaGroups:
         return replicas * self.slots // self.replicas
 
     def replicas_on(self, slots: int) -> int:
-        """The replicas of whole groups."""
+        """The number of replicas of the whole groups on this many slots."""
         return slots * self.replicas // self.slots
 
 
 def size_for(replicas: int, layout: Layout, limits: SizeLimits) -> WantedSize:
-    """The size of a job that shall have `replicas` replicas.
+    """The size of a job with `replicas` replicas.
 
     Args:
-        replicas: how many are asked for.
+        replicas: the requested number of replicas.
         layout: of the running job.
         limits: the job's.
 
@@ -321,7 +323,7 @@ def _unfit(replicas: int, groups: ReplicaGroups, limits: SizeLimits) -> str:
 
 
 def resized(layout: Layout, replicas: int) -> Layout:
-    """What the same state looks like on a mesh with another number of replicas.
+    """The layout of the same state on a mesh with another number of replicas.
 
     Raises:
         ValueError: replicas are not groups of neighbouring slots in this mesh.
@@ -371,10 +373,10 @@ def _in_order(slots: int, per_slot: int) -> tuple[int, ...]:
 
 
 def _with_rows(leaf: Leaf, before: int, replicas: int) -> Leaf:
-    """A leaf with a row for each replica has as many rows as there are replicas.
+    """Resizes a leaf that has one row per replica to `replicas` rows.
 
-    So its shape changes, and whoever compares refuses it by name: what belonged to one
-    replica means nothing to a new one.
+    The leaf's shape changes, so a comparison refuses the leaf by name: rows of one
+    replica have no meaning for a new replica.
     """
     rows = leaf.spec[:1] == ((REPLICA_AXIS,),) and leaf.shape[:1] == (before,)
     return dataclasses.replace(
@@ -391,19 +393,19 @@ def choose_slots(
     limits: SizeLimits,
     unfit: Collection[int] = (),
 ) -> int:
-    """How many slots the next formation has.
+    """The number of slots of the next formation.
 
-    As many as are wanted; with fewer hosts than that, the most whole groups that
-    `limits.min_replicas` allows, or the size in which the last step was committed: so
-    growing never costs the job its life. More than `available` means to wait.
+    The wanted number if there are enough hosts. With fewer hosts, the most whole groups
+    that `limits.min_replicas` allows, or the size of the newest commit, so growing
+    never ends the job. A result above `available` means to wait.
 
     Args:
-        wanted: what was asked for, or what the job began with.
-        committed: slots when the newest step was committed; 0 if none was.
-        available: hosts that can be given a slot.
+        wanted: the requested number of slots, or the number at the job's start.
+        committed: slots of the newest commit; 0 without a commit.
+        available: the number of hosts that can be given a slot.
         groups: of the running job; None if no live host knows its state.
         limits: the job's.
-        unfit: sizes that could not be restored or trained on.
+        unfit: sizes (slots) that could not be restored or trained on.
 
     >>> choose_slots(wanted=3, committed=2, available=2, groups=None,
     ...     limits=SizeLimits())
@@ -432,11 +434,11 @@ def seat(
     group_slots: int = 1,
     choose: Choose | None = None,
 ) -> tuple[HostRecord | None, ...]:
-    """Who fills which slot when there may be more or fewer of them than before.
+    """Assigns hosts to slots when the number of slots may have changed.
 
-    A live host keeps its slot if there still is one. An empty slot goes first to a
-    host whose slot is gone and which sat at the same position of its group, for it
-    has the very same slices; then as `fill_slots` has it.
+    A live host keeps its slot if the slot still exists. An empty slot goes first to a
+    host whose slot no longer exists and had the same position in its group: that host
+    has the same slices. The remaining slots are filled by `fill_slots`.
 
     Args:
         previous: (host, incarnation) of each slot before.

@@ -1,8 +1,8 @@
 """An agent's event loop: callables run one after the other, on one thread.
 
-What may take long runs on other threads and comes back as a `Future`: `aside` for one
-piece of work, a `Lane` for pieces that must keep their order. The longest calls are
-kept, because a loop that is blocked can neither renew its lease nor answer its leader.
+Long work runs on other threads and comes back as a `Future`: `aside` for one piece of
+work, a `Lane` for pieces in order. The longest calls are kept, because a blocked loop
+can neither renew its lease nor answer its leader.
 """
 
 import heapq
@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 KEPT_CALLS = 10
-"""So many of the longest calls are kept for the drill's record."""
+"""Number of longest calls kept for the drill's record."""
 IDLE_S = 5.0
-"""A lane's thread ends when it had nothing to do for so long."""
+"""Seconds without work after which a lane's thread ends."""
 
 Work = Callable[[], Any]
 Then = Callable[["Future[Any]"], None]
@@ -33,12 +33,12 @@ class Lane(Protocol):
         ...
 
     def close(self) -> None:
-        """Drops what has not begun."""
+        """Drops work that has not started."""
         ...
 
 
 class Loop(Protocol):
-    """What the parts of an agent ask of their event loop."""
+    """The interface of an agent's event loop."""
 
     def now(self) -> float:
         """Seconds on the monotonic clock."""
@@ -67,7 +67,7 @@ class Loop(Protocol):
         ...
 
     def run(self) -> None:
-        """Calls what is posted and due until `stop`."""
+        """Runs posted calls and due timers until `stop`."""
         ...
 
     def stop(self) -> None:
@@ -89,7 +89,7 @@ class EventLoop:
     """A `Loop` on threads. `run` owns the thread that calls it."""
 
     def __init__(self) -> None:
-        """Runs nothing yet."""
+        """Starts without a call."""
         # Not a Queue: a signal handler may interrupt `get` and post, on one thread.
         self._posted: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = (
             queue.SimpleQueue()
@@ -152,7 +152,7 @@ class EventLoop:
         self._posted.put((_nothing, ()))
 
     def run(self) -> None:
-        """Calls what is posted and due until `stop`.
+        """Runs posted calls and due timers until `stop`.
 
         What is due comes first: a queue that is never empty delays no deadline.
         """
@@ -199,7 +199,7 @@ class ThreadLane:
     """A `Lane` on a thread that exists while there is work."""
 
     def __init__(self, name: str, post: Callable[..., None]) -> None:
-        """Has nothing to do."""
+        """Starts without work or a thread."""
         self._name, self._post = name, post
         self._work: queue.Queue[tuple[Work, Then] | None] = queue.Queue()
         self._lock = threading.Lock()

@@ -167,13 +167,13 @@ class ProgressWatch:
     """Follows one host's trainers from look to look; on the agent's event loop."""
 
     def __init__(self, timeouts: Timeouts) -> None:
-        """Has seen nothing."""
+        """Starts without an observation."""
         self._timeouts = timeouts
         self._step_s: deque[float] = deque(maxlen=KEPT_STEPS)
         self.begin()
 
     def begin(self) -> None:
-        """Another trainer begins; the times of steps are kept."""
+        """Starts observing another trainer; the step times are kept."""
         self._last: tuple[float, Observation] | None = None
         self._counted_from: tuple[float, int] | None = None
         self._for_s = 0.0

@@ -68,7 +68,7 @@ class Verification:
 
 @dataclass(frozen=True, kw_only=True)
 class HostState:
-    """What one host answered."""
+    """The answer of one host."""
 
     record: HostRecord
     slot: int = -1
@@ -94,7 +94,7 @@ class HostState:
 
 @dataclass(frozen=True, kw_only=True)
 class JobState:
-    """What a job looks like at one moment."""
+    """The state of a job at one moment."""
 
     job: str
     store: str
@@ -125,7 +125,7 @@ class JobState:
 
 
 class Observer:
-    """Somebody who knows a job's secret and asks."""
+    """Queries a job from outside, with the job's secret."""
 
     def __init__(self, store: Store, address: str, job: str, secret: bytes) -> None:
         """Checks that there is such a job and that the secret is its own.

@@ -1,4 +1,4 @@
-"""What an agent needs to know of its job; filled by the command line, once."""
+"""The settings of an agent's job, made once by the command line."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,7 +63,7 @@ class AgentConfig:
     chunk_bytes: int = 4 << 20
     """Bytes under one digest."""
     timeouts: Timeouts = field(default_factory=Timeouts)
-    """Every deadline."""
+    """All deadlines, in seconds."""
     served: bool = False
     """The trainers are the user's own processes, which attach."""
     terms: str = ""

@@ -1,9 +1,9 @@
 """Control links between a job's agents: each host to the leader, the leader to hosts.
 
-Both ends send a sign of life where they send nothing else; an end that hears nothing
-for as long as a lease gives the link up. So a host that stands still or is cut off is
-noticed, in either direction, whatever its kernel still acknowledges. What a lost link
-means is not decided here.
+Both ends send a heartbeat when they send nothing else. An end that hears nothing for
+one lease closes the link. So a stalled or cut-off host is noticed in either direction,
+even if its kernel still acknowledges packets. `leader` and `host` decide how to react
+to a lost link.
 """
 
 import dataclasses
@@ -30,11 +30,11 @@ PROOF_PAUSE_S = 0.02
 """A dying process closes its sockets one after another, so one try is too few."""
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
-"""Between attempts to reach the leader."""
+"""Seconds between attempts to reach the leader."""
 
 
 class LeaderLink:
-    """A host's connection to whoever leads: at most one, to the newest leader."""
+    """A host's connection to the newest leader; at most one."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class LeaderLink:
         on_dead: Callable[[HostRecord], None],
         on_moved: Callable[[int, HostRecord], None],
     ) -> None:
-        """Connects to nobody yet.
+        """Starts without a connection.
 
         Args:
             me: this host's record.
@@ -63,22 +63,22 @@ class LeaderLink:
         self._me, self._network, self._loop, self._lease_s = me, network, loop, lease_s
         self._on_order, self._on_dead = on_order, on_dead
         self.term = 0
-        """Of the leader that is followed."""
+        """The term of the leader that is followed."""
         self._leader: HostRecord | None = None
         self._channel: ControlChannel | None = None
         self._dialing: HostRecord | None = None
-        """Who is being called; a newer leader does not wait for an older one."""
+        """The host being called; a newer leader does not wait for an older one."""
         self._heard_at = self._sent_at = self._opened_at = 0.0
         self._next_try, self._pause_s = 0.0, FIRST_PAUSE_S
 
     @property
     def hears(self) -> bool:
-        """Whether the leader was heard lately."""
+        """Whether the leader was heard recently."""
         silent_s = self._loop.now() - self._heard_at
         return self._channel is not None and silent_s < self._lease_s
 
     def follow(self, term: int, leader: HostRecord) -> None:
-        """Follows the leader of a term; a link to another one is ended."""
+        """Follows the leader of a term; closes a link to another leader."""
         known = self._leader
         if known is None or _who(known) != _who(leader):
             self._leave(term, leader)
@@ -163,7 +163,7 @@ class LeaderLink:
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
     def refuse(self, reason: str) -> None:
-        """The leader sent what is no order: the connection ends."""
+        """Closes the connection after an invalid order of the leader."""
         logger.error("an order is refused and the link closed: %s", reason)
         channel, self._channel = self._channel, None
         if channel is not None:
@@ -219,9 +219,9 @@ class _Follower:
 
 
 class FollowerLinks:
-    """The other hosts' connections to this one; who leads hears them.
+    """The connections from other hosts to this host; used while it leads.
 
-    At most one for each host: a later one takes the place of an earlier.
+    At most one connection for each host: a later one replaces an earlier one.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class FollowerLinks:
         on_dead: Callable[[HostRecord], None],
         on_moved: Callable[[int, HostRecord], None],
     ) -> None:
-        """Knows nobody yet.
+        """Starts without a connection.
 
         Args:
             network: reaches other agents.
@@ -258,18 +258,18 @@ class FollowerLinks:
 
     @property
     def records(self) -> tuple[HostRecord, ...]:
-        """Of the hosts that are connected."""
+        """The records of the connected hosts."""
         return tuple(link.record for link in self._links.values())
 
     @property
     def count(self) -> int:
-        """How many hosts are connected."""
+        """The number of connected hosts."""
         return len(self._links)
 
     def accept(
         self, hello: Message, channel: ControlChannel
     ) -> tuple[Heard, Closed] | None:
-        """A host calls.
+        """Handles a host's hello message on a new connection.
 
         Returns:
             What hears it and learns of its end; None if the hello is not one.
@@ -322,7 +322,7 @@ class FollowerLinks:
             self._on_report(link.record.host, message)
 
     def _described(self, link: _Follower, message: Message) -> None:
-        """A host says something else of itself, or has another incarnation."""
+        """Handles a changed record of a host."""
         try:
             record = HostRecord.from_json(message["record"])
         except (KeyError, TypeError, ValueError):
@@ -397,7 +397,7 @@ class FollowerLinks:
 
 
 def moved(term: int, leader: HostRecord) -> Message:
-    """The message by which a host tells who leads now."""
+    """The message that names the new leader."""
     return {"op": "moved", "term": term, "leader": leader.to_json()}
 
 
@@ -411,7 +411,7 @@ def _tell_moved(message: Message, tell: Callable[[int, HostRecord], None]) -> No
 
 
 def described(record: HostRecord) -> Message:
-    """The message by which a host says something else of itself.
+    """The message with a host's changed record.
 
     >>> record = HostRecord(
     ...     host="a", address="", incarnation="x.1", joined_ns=0, pid=1)

@@ -381,12 +381,12 @@ class StopAsked:
     """The signals that ask a process to end, in the order in which they came."""
 
     def __init__(self) -> None:
-        """Nobody has asked yet."""
+        """Starts without a request."""
         self._signals: list[tuple[float, int]] = []
 
     @property
     def times(self) -> int:
-        """How often somebody has asked."""
+        """The number of requests."""
         return presses(tuple(self._signals))
 
     @property

@@ -77,7 +77,7 @@ class Network(Protocol):
         ...
 
     def probe(self, address: str, then: Callable[[PortState], None]) -> None:
-        """Says what becomes of a connection to a port, whoever listens there."""
+        """Reports the outcome of connecting to a port, whoever listens there."""
         ...
 
 

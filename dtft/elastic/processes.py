@@ -1,4 +1,4 @@
-"""Small tools around processes: their end, groups, ports, room on disk. Linux only."""
+"""Process utilities: exit, process groups, ports, free disk space. Linux only."""
 
 import ctypes
 import errno
@@ -19,7 +19,7 @@ _LOWEST_PORT = 10_000
 
 
 def die_with_parent() -> None:
-    """As `preexec_fn`: the kernel kills this process when its parent is gone.
+    """For use as `preexec_fn`: the kernel kills the process when its parent is gone.
 
     The signal comes when the parent *thread* that forked ends, not the process: start
     the child from a thread that lives as long as the child shall. Survives `exec`. The
@@ -128,7 +128,7 @@ def room_problem(directory: Path, num_bytes: int) -> str:
 
 
 def state_letter(pid: int) -> str:
-    """The kernel's letter for what a process does ("R", "S", "T", "D", "Z"); "" gone.
+    """The kernel's state letter of a process ("R", "S", "T", "D", "Z"); "" if gone.
 
     >>> state_letter(os.getpid())
     'R'

@@ -1,9 +1,9 @@
-"""Which hosts do not reach each other, and which of them the job does without. Pure.
+"""Finds pairs of hosts cut off from each other, and chooses hosts to leave out.
 
-The leader reaches every host that answers a round, but two of these may be cut off from
-each other: then they can neither train nor exchange copies. So after a failure that a
-cut would explain, hosts say in their answer which of the others' ports they did not
-reach.
+The leader reaches every host that answers a round, but two of these hosts may be cut
+off from each other. Such hosts can neither train nor exchange copies. So after a
+failure that a cut would explain, hosts report in their answer which peers' ports they
+did not reach.
 """
 
 import bisect
@@ -11,24 +11,25 @@ import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 Pair = tuple[str, str]
-"""Two hosts, the one that sorts first before the other."""
+"""Two host names in sorted order."""
 
 MOST_TRIED = 64
-"""So many others a host tries in a round. Others follow in the next round."""
+"""Number of peers that a host tries in a round; other peers follow in the next
+round."""
 FIRST_PAUSE_S = 2.0
 LONGEST_PAUSE_S = 30.0
-"""From one look whether hosts reach each other to the next, while the job waits."""
+"""Seconds between two tries of unreachable pairs while the job waits."""
 
 
 def peers_to_try(
     host: str, hosts: Sequence[str], turn: int, most: int = MOST_TRIED
 ) -> list[str]:
-    """Whom a host tries to reach: its next neighbours, both ways, on a ring of all.
+    """The peers a host tries: its next neighbours, both ways, on a ring of all.
 
     The hosts are given in order.
 
-    If one host tries another, that one tries it as well. Turns after one another have
-    neighbours that are farther away, until all have been tried.
+    If one host tries another, the other tries the first as well. Successive turns use
+    neighbours farther away, until all peers have been tried.
 
     >>> peers_to_try("c", "abcde", 0)
     ['a', 'b', 'd', 'e']
@@ -52,10 +53,10 @@ def peers_to_try(
 def believed(
     tried: Mapping[str, Collection[str]], missed: Mapping[str, Collection[str]]
 ) -> set[Pair]:
-    """The pairs that do not reach each other, from what all hosts say.
+    """The pairs that do not reach each other, from the reports of all hosts.
 
-    One host's word is not enough, for it may be wrong: either both say so, or most of
-    those who tried a host, and at least two, say so of that host.
+    One host's report may be wrong and does not suffice: either both hosts of a pair
+    report it, or most hosts that tried a host, and at least two, report that host.
 
     Args:
         tried: per host that has answered, whom it was to try.
@@ -89,7 +90,7 @@ def pair(one: str, other: str) -> Pair:
 def set_aside(
     hosts: Collection[str], slots: Sequence[str], apart: Collection[Pair], leader: str
 ) -> list[str]:
-    """The hosts without which all others reach each other.
+    """The fewest-connected hosts to leave out, so that all others reach each other.
 
     One after the other, whoever most others do not reach. Of several, one that has no
     slot; else not the leader's; else the one with the highest slot.
@@ -122,10 +123,10 @@ def set_aside(
 
 
 class Reachability:
-    """What a leader knows of it, over its rounds. Times are on any one clock."""
+    """A leader's knowledge of unreachable pairs, over all its rounds."""
 
     def __init__(self) -> None:
-        """All hosts reach each other, as far as is known."""
+        """Starts without an unreachable pair."""
         self.apart: set[Pair] = set()
         """Pairs that did not reach each other when they were tried last."""
         self.is_suspected = False
@@ -138,7 +139,7 @@ class Reachability:
 
     @property
     def is_to_be_tried(self) -> bool:
-        """Whether hosts have to say in the next round whom they reach."""
+        """Whether hosts must report in the next round which peers they reach."""
         return self.is_suspected or bool(self.apart)
 
     def learn(
@@ -147,7 +148,7 @@ class Reachability:
         missed: Mapping[str, Collection[str]],
         now: float,
     ) -> set[Pair]:
-        """Takes what hosts have said, as `believed`; returns the pairs that are new.
+        """Updates the pairs from hosts' reports; returns the new pairs.
 
         What trains well together is left so, whatever else does not get through: pairs
         count only from when a cut is suspected. One that was not tried now stays.
@@ -164,7 +165,7 @@ class Reachability:
         return new
 
     def committed(self) -> None:
-        """A step is safe: those that have slots reach each other."""
+        """Handles a commit: hosts with slots reach each other."""
         self.is_suspected = False
 
     def is_due(self, now: float) -> bool:
@@ -176,7 +177,7 @@ class Reachability:
         return True
 
     def ask(self, connected: Collection[str]) -> dict[str, list[str]]:
-        """Whom hosts are to try again; pairs whose hosts are not there are dropped."""
+        """The peers that hosts try again; pairs with an absent host are dropped."""
         self.apart = {it for it in self.apart if set(it) <= set(connected)}
         asked: dict[str, list[str]] = {}
         for one, other in sorted(self.apart):
@@ -198,7 +199,7 @@ class Reachability:
         return sorted(gone)
 
     def text(self, host: str) -> str:
-        """Whom a host does not reach, for people; "" if it reaches all."""
+        """The peers that a host does not reach, for people; "" if none."""
         others = sorted(b if a == host else a for a, b in self.apart if host in (a, b))
         return f"{host} and {', '.join(others)} do not reach each other" * bool(others)
 

@@ -1,7 +1,7 @@
 """Asks a live job for another number of replicas, from outside.
 
-Asks whoever leads, and again if that host stops leading: the wish is in the store by
-then.
+Asks the leading host, and asks again if that host stops leading: the store keeps the
+requested size.
 """
 
 import time
@@ -15,15 +15,15 @@ PAUSE_S = 0.5
 
 
 class ScaleRefused(ValueError):
-    """The job may never have this size; says what is allowed."""
+    """The job may never have this size; the message has the allowed sizes."""
 
 
 def scale(observer: Observer, replicas: int, limit_s: float) -> dict[str, Any]:
-    """Returns when the job trains with `replicas` replicas.
+    """Changes the number of replicas; returns once the job trains with it.
 
     Args:
-        observer: of the job; knows its secret.
-        replicas: how many there shall be.
+        observer: the job's observer, which knows the job's secret.
+        replicas: the number of replicas.
         limit_s: deadline in seconds.
 
     Returns:
@@ -32,8 +32,8 @@ def scale(observer: Observer, replicas: int, limit_s: float) -> dict[str, Any]:
         first answer was lost with whoever led then.
 
     Raises:
-        ScaleRefused: the job may not have so many.
-        RuntimeError: it could not be done, or not in time; says why.
+        ScaleRefused: the job may not have this number of replicas.
+        RuntimeError: the change failed or was late; the message has the reason.
     """
     if observer.is_served:  # nobody leads it before its processes are there
         raise ScaleRefused(scale_refusal(observer.job))

@@ -1,4 +1,4 @@
-"""What differs between launched jobs and those of the user's own processes. Pure.
+"""The differences between launched jobs and jobs of the user's own processes.
 
 Both have one leader, one rendezvous and one kind of host; a `SeatPolicy` says who fills
 which slot and what follows when somebody comes, goes or fails. The slot of a user's
@@ -27,7 +27,7 @@ from dtft.elastic.store import StoreUnavailable
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What every process of a job must say alike; the first one decides."""
+    """Settings that every process of a job must share; the first process decides."""
 
     processes: int
     """Processes of the job, one per slot."""
@@ -164,7 +164,7 @@ ExitReport = tuple[str, dict[str, Any]] | None
 
 @dataclass(frozen=True, kw_only=True)
 class Seating:
-    """From what slots are filled."""
+    """The inputs for filling slots."""
 
     usable: Sequence[HostRecord]
     """Hosts that may be given a slot."""
@@ -229,7 +229,7 @@ def _gone_without_goodbye(code: int) -> ExitReport:
 
 @dataclass(frozen=True, kw_only=True)
 class SeatPolicy:
-    """How slots are filled, and what follows from what trainers do."""
+    """The policy that fills slots and reacts to the trainers of a job."""
 
     attached: bool
     """Trainers are the user's own processes. They decide when they save and restore,

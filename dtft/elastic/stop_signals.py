@@ -1,9 +1,9 @@
-"""How processes are asked to stop, and what people are told meanwhile.
+"""Stop signals of processes, and the messages printed meanwhile.
 
-The first signal asks the job to stop at a step boundary, the second one says what is
-waited for, the third one ends the job after an attempt to export its newest step, and
-the fourth one does without. SIGHUP asks as SIGTERM does, but never again: a terminal
-that closes sends it more than once.
+The first signal asks the job to stop at a step boundary, the second prints the reason
+for the wait, the third ends the job after an attempt to export its newest step, and the
+fourth ends it without that export. SIGHUP counts like SIGTERM, but only once: a closing
+terminal sends it several times.
 """
 
 import signal
@@ -27,7 +27,7 @@ def heard_signals() -> tuple[signal.Signals, ...]:
 
 
 def presses(signals: Sequence[tuple[float, int]]) -> int:
-    """How often somebody has asked, given (time, number) of each signal.
+    """The number of separate stop requests, given (time, number) of each signal.
 
     >>> interrupt, hang_up = int(signal.SIGINT), int(signal.SIGHUP)
     >>> presses([(0.0, hang_up), (5.0, hang_up)])
@@ -45,7 +45,7 @@ def presses(signals: Sequence[tuple[float, int]]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StopProgress:
-    """What can be seen of a job from outside, without store and leader."""
+    """A job's progress as seen from outside, without store and leader."""
 
     finished: Mapping[str, int] = field(default_factory=dict)
     """Host with a slot to the last step that its trainer has finished."""
@@ -60,18 +60,18 @@ class StopProgress:
     exporting: int = 0
     """A step that is being written to storage; 0 for none."""
     reforming: bool = False
-    """A formation is under way."""
+    """Whether a formation is in progress."""
     reason: str = ""
     """Why the last formation began."""
     missing: tuple[int, ...] = ()
     """Slots without a host, if the job waits for one."""
     store_serves: bool = True
     asked: bool = True
-    """The request to stop is recorded in the store."""
+    """Whether the stop request is recorded in the store."""
 
 
 def waits_for(progress: StopProgress) -> str:
-    """What the end of a job waits for.
+    """The condition for which the end of a job waits, as text.
 
     >>> waits_for(StopProgress(finished={"host-0": 12, "host-1": 11}, committed=11))
     'host-0 (step 12), host-1 (step 11) to reach a step boundary'
@@ -101,7 +101,7 @@ def waits_for(progress: StopProgress) -> str:
 
 
 def second_line(progress: StopProgress, left_s: float) -> str:
-    """What a second Ctrl-C is answered."""
+    """The line printed at a second Ctrl-C."""
     return (
         f"stopping; waiting for {waits_for(progress)}. {_safe(progress)} The job is "
         f"ended by force in {max(left_s, 0):.0f} s. Ctrl-C once more ends it now, "
@@ -118,7 +118,7 @@ def _safe(progress: StopProgress) -> str:
 
 
 def end_line(status: str, step: int, stored: int, where: str) -> str:
-    """How a job ended, once its result is recorded; what storage lacks is said.
+    """The line for the end of a job; it names the steps that storage lacks.
 
     >>> end_line("done", 100, 100, "run/checkpoints")
     'done at step 100, which is in run/checkpoints'
@@ -131,7 +131,7 @@ def end_line(status: str, step: int, stored: int, where: str) -> str:
 
 
 def left_line(host: str, job: str, committed: int, stored: int) -> str:
-    """What a host says that was told to leave a job before its end.
+    """The line of a host that was told to leave a job before its end.
 
     >>> left_line("a", "j", committed=9, stored=9)
     'a left job j before its end; storage has step 9'
@@ -147,7 +147,7 @@ def left_line(host: str, job: str, committed: int, stored: int) -> str:
 
 
 def lost_steps(newest: int, stored: int) -> str:
-    """Which finished steps nobody has; "" for none.
+    """The finished steps that are lost, as text; "" for none.
 
     >>> lost_steps(100, 1), lost_steps(5, 4), lost_steps(4, 4)
     ('steps 2 to 100 are lost', 'step 5 is lost', '')

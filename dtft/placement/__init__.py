@@ -1,13 +1,13 @@
-"""Placement: where each operator of a program runs, on nodes that are not alike. Pure;
-decides only.
+"""Placement: assigns the operators of a program to nodes of different types.
 
-* `api`: `place`, from a traced program and a cluster to a `Placement`; `result`: the
-  placement, its tables and pictures.
-* `kernels`: which devices can run what, and pins; `nodes`: devices one by one and what
-  reaches which; `problem`: tasks on nodes in plain numbers, and a bound.
-* `tasks`: operators, loops or layers as tasks; `list_scheduler`: when tasks run,
-  simulated.
-* `heuristics`: the candidates (HEFT, stretches, baselines) and moves of single tasks.
+* `api`: `place` makes a `Placement` from a traced program and a cluster.
+* `result`: the placement, its tables and pictures.
+* `kernels`: the operators that each device can run, and pins.
+* `nodes`: the devices of a cluster and the links between each pair.
+* `problem`: tasks on nodes as plain numbers, and a lower bound.
+* `tasks`: operators, loops or layers as tasks.
+* `list_scheduler`: simulates the times of tasks on nodes.
+* `heuristics`: candidates (HEFT, stretches, baselines) and moves of single tasks.
 """
 
 from typing import TYPE_CHECKING

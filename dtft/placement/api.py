@@ -1,8 +1,8 @@
-"""Where each operator of a program runs, on nodes that are not alike.
+"""Places the operators of a program on nodes of different types.
 
-`place` makes tasks of a traced program, prices them on every node of a cluster, and
-takes the best that the heuristics find: earliest finish with the transfer of inputs
-over the links there are, baselines, moves.
+`place` makes tasks of a traced program, prices each task on every node of a cluster,
+and takes the best candidate of the heuristics: earliest finish with transfers of inputs
+over the links, baselines, and moves of single tasks.
 """
 
 import operator
@@ -26,10 +26,10 @@ from dtft.planner.memory import RESERVE
 
 
 def check_program(graph: Any, cluster: Any) -> None:
-    """Refuses what is no traced program, or no cluster.
+    """Checks that the arguments are a traced program and a cluster.
 
     Raises:
-        ValueError: says how one is made.
+        ValueError: an argument is not; the message says how to make the argument.
     """
     if not isinstance(graph, Graph):
         raise ValueError(
@@ -45,10 +45,10 @@ def check_program(graph: Any, cluster: Any) -> None:
 
 
 def check_together(together: Any) -> Sequence[tuple[int, int]]:
-    """The stretches of operators that stay together.
+    """Converts the argument `together` to pairs of operator numbers.
 
     Raises:
-        ValueError: says what form one has.
+        ValueError: the argument has another form; the message shows the form.
 
     >>> check_together([[2, 5]])
     [(2, 5)]
@@ -91,31 +91,36 @@ def place(
 
     Args:
         graph: the program (`dtft.planner.trace`), of one microbatch.
-        cluster: its devices are the nodes; or its text (`Cluster.parse`).
-        weights: of each node; 1 is as fast as the cluster says, 0.5 half as fast, 0
-            takes none. Default: all 1.
-        kernels: which operators have kernels where, beside `DeviceType.kernels`.
-        affinity: operator (a primitive, a kind, or `dense`, `conv`, `activation`) to
-            the node, type of device or platform that it is wanted on. A primitive's
-            pin counts before its kind's; one that the program lacks is noted only.
-        order: in which tasks take their places: by upward rank, or `traversal`: as the
-            program has them.
-        grain: `operator`, or `block`: equal layers are one task each. Loops always are.
-        together: operators that stay on one node, first and after the last.
-        backward: whether the step has the backward pass of this program too: each task
-            again, on its node, and gradients of what is between `params` and the first
-            result, one from each node that reads it.
+        cluster: the cluster whose devices are the nodes, or its text (`Cluster.parse`).
+        weights: speed of each node relative to the cluster's figures: 0.5 is half as
+            fast, and a node of weight 0 gets no task. Default: all 1.
+        kernels: kernels of devices for operators, beside `DeviceType.kernels`.
+        affinity: map from an operator (a primitive, a kind, or `dense`, `conv`,
+            `activation`) to the wanted node, device type or platform. A primitive's pin
+            takes precedence over its kind's pin. A pin of an operator that the program
+            lacks is only noted.
+        order: order in which tasks are placed: `rank` is by upward rank, `traversal` is
+            the order of the program.
+        grain: `operator`, or `block`, in which each of equal layers is one task. Each
+            loop is always one task.
+        together: operators that stay on one node, as pairs of the first operator and
+            the operator after the last.
+        backward: whether the step also has the backward pass of this program. Each task
+            then runs again on its node, and each node that reads a value between
+            `params` and the first result sends a gradient of the value.
         params: path of the argument that is differentiated; default: the first one, as
             in `loss(params, batch)`.
-        microbatches: of one step, that follow each other through the nodes.
-        moves: tries to move a task to another node; default: what takes little time.
+        microbatches: the number of microbatches of a step, which follow each other
+            through the nodes.
+        moves: the number of tries to move a task to another node; by default as many as
+            take less than half a second.
 
     Returns:
         The best placement found, never worse than one of its baselines.
 
     Raises:
-        ValueError: an argument is something else than it may be, an operator without a
-            kernel, a pin that cannot be met, or not enough memory; says what there is.
+        ValueError: an argument is not allowed, an operator has no kernel, a pin cannot
+            be met, or memory does not suffice.
     """
     asked = PricedTasks.of(
         graph,
@@ -140,7 +145,7 @@ def place(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PricedTasks:
-    """A program's tasks with what they take on the nodes of a cluster."""
+    """A program's tasks with their seconds on the nodes of a cluster."""
 
     tasks: Tasks
     nodes: Nodes
@@ -159,7 +164,7 @@ class PricedTasks:
         backward: bool = False,
         params: str | None = None,
     ) -> "PricedTasks":
-        """Prices a program; arguments and errors as those of `place`."""
+        """Prices a program; arguments and errors are the same as of `place`."""
         check_program(graph, cluster)
         check_choice("grain", grain, Grain)
         check_flag("backward", backward)
@@ -188,7 +193,7 @@ def place_tasks(
     microbatches: int = 1,
     moves: int | None = None,
 ) -> Placement:
-    """The same for tasks that are priced already; `of`: what of a program they are.
+    """Places priced tasks; `of` maps the tasks to the operators of a program.
 
     Raises:
         ValueError: see `place`.

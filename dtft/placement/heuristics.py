@@ -1,4 +1,4 @@
-"""Finds where tasks run: greedy rules, baselines, then moves of single tasks.
+"""Heuristics of placement: greedy rules, baselines, then moves of single tasks.
 
 Earliest finish in the order of upward ranks (HEFT), with all nodes and without the
 slower ones; everything on one node, stretches of the program, and a random choice are
@@ -33,13 +33,14 @@ from dtft.placement.problem import Problem
 
 Floats = NDArray[np.float64]
 _MOST_STATES = 600
-"""Beyond so many sets of nodes only some orders are looked at."""
+"""Largest number of node sets for the exact split; above it only some orders are tried.
+"""
 _ORDERS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
-    """Items `start` to `stop`, without the latter, on a node."""
+    """Items from `start` up to, but not including, `stop` on a node."""
 
     node: int
     start: int
@@ -52,12 +53,12 @@ def split(
     num_bytes: Floats | None = None,
     capacity: Floats | None = None,
 ) -> tuple[Stretch, ...] | None:
-    """The stretches whose slowest is least; None where the items find no room.
+    """Splits items into stretches with the fastest slowest stretch; None without room.
 
     Args:
         seconds: `[items, nodes]`, infinite where a node cannot have an item.
-        num_bytes: of each item, `[items]`.
-        capacity: bytes that each node has, `[nodes]`.
+        num_bytes: bytes of each item, `[items]`.
+        capacity: bytes of memory of each node, `[nodes]`.
 
     Returns:
         Stretches in the order of items; nodes without items have none.
@@ -79,11 +80,11 @@ def split(
 
 
 _Under = Callable[[float], tuple[Stretch, ...] | None]
-"""The stretches of which none takes longer than a limit; None if there are none."""
+"""Function from a limit in seconds to stretches within the limit, or None."""
 
 
 class _Row:
-    """Items, added up, so that a stretch's seconds are a difference."""
+    """Cumulative sums of items: the seconds of a stretch are a difference."""
 
     def __init__(
         self, seconds: Floats, num_bytes: Floats | None, capacity: Floats | None
@@ -99,7 +100,7 @@ class _Row:
         self.capacity = np.asarray(most, float)
 
     def kinds(self) -> list[list[int]]:
-        """Nodes that are the same to this row."""
+        """Groups of nodes with equal seconds and capacity."""
         found: dict[bytes, list[int]] = {}
         for node in range(self.seconds.shape[1]):
             key = self.seconds[:, node].tobytes() + self.capacity[node].tobytes()
@@ -107,7 +108,7 @@ class _Row:
         return list(found.values())
 
     def reach(self, node: int, start: int, limit: float) -> int:
-        """The first item that a stretch from `start` has no room for on a node."""
+        """The first item after the longest stretch from `start` on a node."""
         upto = self.upto[:, node]
         by_time = int(np.searchsorted(upto, upto[start] + limit, "right")) - 1
         most = self.bytes[start] + self.capacity[node]
@@ -115,7 +116,7 @@ class _Row:
         return max(start, min(by_time, by_bytes, int(self.ends[start, node])))
 
     def along(self, order: Sequence[int], limit: float) -> tuple[Stretch, ...] | None:
-        """The stretches if nodes come in an order; None if items are left over."""
+        """The stretches for nodes in a given order; None if items are left over."""
         start, found = 0, []
         for node in order:
             stop = self.reach(node, start, limit)
@@ -265,7 +266,7 @@ class Climb:
     def _first(
         self, node_of: list[int], seconds: float, moves: Iterable[dict[int, int]]
     ) -> tuple[list[int], float]:
-        """The placement after the first of some moves that helps, or as it was."""
+        """The placement after the first move that helps, or the unchanged placement."""
         for move in moves:
             if self.left <= 0:
                 break
@@ -284,9 +285,9 @@ class Climb:
 def _neighbours(
     problem: Problem, groups: Sequence[Sequence[int]]
 ) -> list[tuple[int, int]]:
-    """Groups of which one reads what the other makes, or both read the same.
+    """Pairs of groups that share a value, as producer and reader or as readers.
 
-    What many read says little about two of them.
+    Values with many readers are skipped.
     """
     of = {task: number for number, group in enumerate(groups) for task in group}
     found: dict[tuple[int, int], None] = {}
@@ -298,18 +299,18 @@ def _neighbours(
     return list(found)
 
 
-# Which nodes are fast for what, by classes of tasks, and which are slow altogether.
+# Speeds of node types by class of tasks, and selection of the faster nodes.
 
 
 Speeds = Mapping[str, Mapping[str, float]]
-"""Class of tasks to type of node to seconds."""
+"""Map from a class of tasks to a map from a node type to seconds."""
 
 
 def speed_table(problem: Problem) -> Speeds:
     """Seconds of all tasks of a class on one node of a type, by class and type.
 
-    A type that has no kernel for one of them is left out, a class that no type has all
-    kernels for too.
+    A type without a kernel for a task of the class is left out. A class for which no
+    type has all kernels is left out too.
     """
     types, kinds = problem.nodes.alike(), np.array(problem.tasks.kinds)
     found: dict[str, dict[str, float]] = {}
@@ -325,7 +326,7 @@ def speed_table(problem: Problem) -> Speeds:
 
 
 def faster(problem: Problem) -> Iterator[list[int]]:
-    """All but the slower nodes: type by type, or half of many unlike ones."""
+    """Yields the nodes without the slower types, or the faster half of many types."""
     num, pace = len(problem.capacity), _pace(problem)
     distinct = sorted(set(pace), reverse=True)
     cuts = distinct[:-1] if len(distinct) <= 4 else [distinct[len(distinct) // 2 - 1]]
@@ -336,7 +337,7 @@ def faster(problem: Problem) -> Iterator[list[int]]:
 
 
 def _pace(problem: Problem) -> list[float]:
-    """How many times as long as the fastest node each takes, for what it can run."""
+    """Time of each node relative to the fastest node, over the tasks it can run."""
     best = problem.array.min(axis=1, keepdims=True).clip(1e-300)
     ratio = np.where(np.isfinite(problem.array), problem.array / best, np.nan)
     weights = np.where(np.isfinite(problem.array), best, 0.0)
@@ -348,7 +349,7 @@ def _pace(problem: Problem) -> list[float]:
 Order = Literal["rank", "traversal"]
 BASELINES = ("one node", "contiguous", "random")
 _TASKS_LOOKED_AT = 20_000
-"""Tasks that may be scheduled again while moves are tried, in all: about 0.5 s."""
+"""Total number of tasks scheduled again while moves are tried: about 0.5 s."""
 _SMALL = 30
 """Tasks up to which every move is looked at in all orders."""
 _FEW = 20
@@ -361,23 +362,23 @@ _STARTS = 6
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Found:
-    """The best schedule, and how good the baselines are."""
+    """The best schedule, and the step times of the baselines."""
 
     schedule: Schedule
     how: str
-    """Which rule found it."""
+    """Rule that found the schedule."""
     baselines: dict[str, float]
-    """Seconds of a step of those that can be run."""
+    """Seconds of a step of each baseline that can be run."""
     dropped: dict[str, float]
     """Seconds of a step of earliest finish without the slower nodes, by their names."""
     speeds: Speeds
 
 
 class Search:
-    """Candidates of one problem, the best of them at hand."""
+    """Search over candidates of one problem; keeps the best candidate."""
 
     def __init__(self, problem: Problem, order: Order, microbatches: int) -> None:
-        """Nothing is looked at yet."""
+        """Starts the search without candidates."""
         self.problem, self.microbatches = problem, microbatches
         self.order: Order = order
         self.best: Schedule | None = None
@@ -458,7 +459,7 @@ class Search:
             yield words, by_rank(self.problem, taken)
 
     def one_node(self) -> float | None:
-        """Everything on the node that is fastest, of those that can."""
+        """Places all tasks on the fastest node that can run all tasks."""
         sums = self.problem.array.sum(axis=0)
         for node in np.argsort(sums, kind="stable").tolist():
             if np.isfinite(sums[node]):
@@ -468,7 +469,7 @@ class Search:
         return None
 
     def contiguous(self) -> float | None:
-        """Stretches of the program, the slowest as fast as can be."""
+        """Places contiguous stretches so that the slowest stretch is fastest."""
         groups = self.problem.tasks.together
         rows = np.stack([self.problem.array[group].sum(0) for group in groups])
         num_bytes = np.array([self._bytes_of(group) for group in groups])
@@ -488,7 +489,7 @@ class Search:
         return None
 
     def _bytes_of(self, group: Sequence[int]) -> float:
-        """Bytes that a group brings to its node, if nothing is freed."""
+        """Bytes that a group adds to its node if nothing is freed."""
         problem, inside = self.problem, set(group)
         values = {v for task in group for v in problem.made[task] + problem.read[task]}
         return sum(
@@ -543,7 +544,7 @@ class Search:
         return min((s for s in found if s is not None), default=None)
 
     def improve(self, moves: int) -> None:
-        """Moves tasks while the step gets faster, from the best candidates."""
+        """Moves tasks of the best candidates while the step time falls."""
         ranked = sorted(self.seen.items(), key=lambda item: item[1])
         starts = [node_of for node_of, _ in ranked[:_STARTS]]
         if self.is_tight:
@@ -566,7 +567,7 @@ def find_placement(
     microbatches: int = 1,
     moves: int | None = None,
 ) -> Found | None:
-    """The best placement that the rules find; None where nothing fits into memory.
+    """Finds the best placement of all rules; None if no candidate fits into memory.
 
     Args:
         problem: tasks and nodes.

@@ -1,8 +1,7 @@
-"""Which devices have a kernel for which operators, where a user wants them, and which
-names are misspelt.
+"""Kernels of devices for operators, pins of operators to nodes, and checks of names.
 
-For platforms that JAX knows, lowering says it (`dtft.parallel.mpmd` asks, and hands in
-the answer); for everything else the registry is the only source.
+For JAX's platforms, lowering tells whether a kernel exists (`dtft.parallel.mpmd` lowers
+the operators). For other platforms the registry is the only source.
 """
 
 import difflib
@@ -20,22 +19,22 @@ from dtft.planner.ir import COUNTED, Operator, OperatorKind
 CLASSES: Mapping[str, str] = {
     "dense": "matmul", "conv": "convolution", "activation": "elementwise",
 }  # fmt: skip
-"""Words for kinds of operators (`graph.Kind`) that a registry or a pin may use."""
+"""Map from words of registries and pins to kinds of operators (`OperatorKind`)."""
 CUSTOM = frozenset({"pallas_call", "ffi_call", "custom_call"})
-"""Primitives that lower everywhere and run only where somebody wrote the kernel."""
+"""Primitives that lower on every platform and run only with a registered kernel."""
 PLATFORMS: Mapping[str, tuple[str, ...]] = {"gpu": ("cuda", "rocm")}
-"""Words for several of JAX's platforms."""
+"""Map from a word to several of JAX's platforms."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """What is known of kernels beside the cluster (`DeviceType.kernels`)."""
+    """Kernels of devices, beside the cluster's figures (`DeviceType.kernels`)."""
 
     registered: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """Type of device, or platform, to operators that it has kernels for: primitives,
-    kinds (`graph.Kind`), or words of `CLASSES`."""
+    """Map from a device type or platform to the operators with kernels: primitives,
+    kinds (`OperatorKind`), or words of `CLASSES`."""
     lacking: Mapping[str, frozenset[int]] = field(default_factory=dict)
-    """Platform of JAX to the numbers of operators that it cannot lower."""
+    """Map from a JAX platform to the numbers of operators that do not lower on it."""
 
     def has(self, device: DeviceType, operator: Operator, number: int) -> bool:
         """Whether a device has a kernel for an operator of the program.
@@ -71,18 +70,18 @@ class Kernels:
 
 
 def names_of(operator: Operator) -> frozenset[str]:
-    """What a registry or a pin may call an operator."""
+    """Names of an operator in registries and pins."""
     words = [word for word, kind in CLASSES.items() if kind == operator.kind]
     return frozenset((operator.primitive, operator.kind, *words))
 
 
 def platforms_of(device: DeviceType) -> tuple[str, ...]:
-    """What a registry or a pin may call the platform of a device."""
+    """Names of a device's platform in registries and pins."""
     return words_of_platform(device.platform)
 
 
 def words_of_platform(platform: str) -> tuple[str, ...]:
-    """What a platform may be called.
+    """Names of a platform: its own name and words for several platforms.
 
     >>> words_of_platform("cuda"), words_of_platform("cpu")
     (('cuda', 'gpu'), ('cpu',))
@@ -91,7 +90,7 @@ def words_of_platform(platform: str) -> tuple[str, ...]:
 
 
 def places_of(name: str, device: DeviceType) -> tuple[str, ...]:
-    """What a pin may call a node: its name, type (or its first part), or platform.
+    """Names of a node in pins: node name, device type (or its first part), platform.
 
     >>> from dtft.planner.cluster.catalog import device_type
     >>> places_of("fpga-u280:0", device_type("fpga-u280"))
@@ -103,9 +102,9 @@ def places_of(name: str, device: DeviceType) -> tuple[str, ...]:
 def pinned(
     affinity: Mapping[str, str], operator: Operator, nodes: Nodes
 ) -> frozenset[int] | None:
-    """The nodes that a user wants an operator on; None: any.
+    """Numbers of the nodes that a pin allows for an operator; None without a pin.
 
-    The primitive's pin comes before the one of its kind or class.
+    The primitive's pin takes precedence over the pin of its kind or class.
     """
     names = sorted(names_of(operator) & affinity.keys())
     if not names:
@@ -126,15 +125,15 @@ def pinned(
 def check_kernels(
     kernels: Kernels, nodes: Nodes, operators: Sequence[Operator]
 ) -> None:
-    """Refuses kernels of operators, and devices, that there are not.
+    """Checks that registered kernels name known operators, devices and platforms.
 
     Args:
-        kernels: what is registered.
-        nodes: with their types, which may list kernels too.
-        operators: of the program.
+        kernels: the registered kernels.
+        nodes: the nodes, whose device types may list kernels too.
+        operators: the operators of the program.
 
     Raises:
-        ValueError: names what is misspelt, and what is allowed.
+        ValueError: a name is unknown; the message has the name and the allowed names.
     """
     if not isinstance(kernels, Kernels):
         raise ValueError(
@@ -159,7 +158,7 @@ def check_kernels(
 
 
 def _check_form(kernels: Kernels) -> None:
-    """Refuses what is no mapping to sets."""
+    """Checks that `registered` and `lacking` are mappings to sets."""
     for name, of in (("registered", "names"), ("lacking", "numbers")):
         value = getattr(kernels, name)
         if not isinstance(value, Mapping) or not all(
@@ -172,7 +171,7 @@ def _check_form(kernels: Kernels) -> None:
 
 
 def _check_lacking(lacking: Mapping[str, Set[int]], num_operators: int) -> None:
-    """Refuses platforms that JAX does not lower for, and operators there are not."""
+    """Checks that `lacking` has JAX platforms and numbers of existing operators."""
     platforms = [name for name in get_args(Platform) if name != "other"]
     for platform, operators in lacking.items():
         if platform not in platforms:
@@ -193,13 +192,13 @@ def _check_lacking(lacking: Mapping[str, Set[int]], num_operators: int) -> None:
 def check_pins(
     affinity: Any, nodes: Nodes, operators: Sequence[Operator]
 ) -> tuple[str, ...]:
-    """Refuses pins of what is no operator, or to what is no node.
+    """Checks that pins name known operators and existing nodes.
 
     Returns:
-        Notes: pins of operators that this program does not have.
+        Notes on pins of operators that this program lacks.
 
     Raises:
-        ValueError: names the pin, and what may be pinned, and where.
+        ValueError: a pin is unknown; the message has the pin and the allowed names.
     """
     if not isinstance(affinity, Mapping):
         raise ValueError(
@@ -256,6 +255,6 @@ def _known(operators: Sequence[Operator]) -> frozenset[str]:
 
 @cache
 def _of_jax() -> frozenset[str]:
-    """Names that no program is needed for."""
+    """Known operator names without a program: primitives, kinds and words."""
     public = {p.name for p in vars(primitives).values() if isinstance(p, Primitive)}
     return frozenset((*public, *COUNTED, *CUSTOM, *CLASSES, *get_args(OperatorKind)))

@@ -1,6 +1,4 @@
-"""When tasks run on which node: list scheduling, with ports, transfers and memory
-simulated.
-"""
+"""List scheduling of tasks on nodes, with simulated ports, transfers and memory."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -11,23 +9,23 @@ import numpy as np
 
 from dtft.placement.problem import Problem
 
-# What happens when: time that is taken of a node or a port, bytes that a node holds.
+# Timelines: busy times of nodes and ports, and bytes that nodes hold.
 
 
 @dataclass(slots=True)
 class Line:
-    """What takes a node or a port, by time; nothing overlaps."""
+    """Busy intervals of a node or a port, ascending and without overlap."""
 
     starts: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
 
     @property
     def taken_s(self) -> float:
-        """Seconds for which it is taken in all."""
+        """Total seconds of the busy intervals."""
         return sum(self.ends) - sum(self.starts)
 
     def free(self, ready: float, seconds: float) -> float:
-        """The first moment from which on it is free for so long."""
+        """The first moment from `ready` on with a free gap of `seconds`."""
         ends = self.ends
         if not ends or ready >= ends[-1]:
             return ready
@@ -39,12 +37,12 @@ class Line:
         return ready
 
     def take(self, begin: float, end: float) -> None:
-        """Takes it for a time in which it is free, longer than nothing."""
+        """Adds a busy interval in a free gap; its length must be above 0."""
         starts, ends = self.starts, self.ends
         place = (
             len(ends) if not ends or begin >= ends[-1] else bisect_right(ends, begin)
         )
-        # What follows without a gap is one with what it follows: fewer are looked at.
+        # Adjacent intervals are merged, so that searches look at fewer intervals.
         if place and ends[place - 1] == begin:
             place -= 1
             ends[place] = end
@@ -56,7 +54,7 @@ class Line:
             del starts[place + 1], ends[place + 1]
 
     def leave(self, begin: float, end: float) -> None:
-        """Gives back a time for which it was taken."""
+        """Removes a busy interval that `take` added."""
         place = bisect_right(self.starts, begin) - 1
         first, last = self.starts[place], self.ends[place]
         parts = [(a, b) for a, b in ((first, begin), (end, last)) if b > a]
@@ -65,25 +63,25 @@ class Line:
 
 
 class Held:
-    """From when until when nodes hold values."""
+    """Intervals of time in which nodes hold values."""
 
     def __init__(self) -> None:
         self._times: dict[tuple[int, int], tuple[float, float]] = {}
 
     def add(self, value: int, node: int, begin: float, end: float) -> None:
-        """A node holds a value at least for this time, and for all between two."""
+        """Extends the interval in which a node holds a value."""
         first, last = self._times.get((value, node), (begin, end))
         self._times[value, node] = min(first, begin), max(last, end)
 
     def peaks(
         self, num_nodes: int, num_bytes: Sequence[float], stays: Sequence[bool]
     ) -> list[float]:
-        """Most bytes that each node holds at one time.
+        """Computes the peak bytes that each node holds.
 
         Args:
-            num_nodes: there are.
-            num_bytes: of each value.
-            stays: whether a value, once it is there, is held to the end.
+            num_nodes: the number of nodes.
+            num_bytes: bytes of each value.
+            stays: whether each value is held to the end.
         """
         changes: list[list[tuple[float, float]]] = [[] for _ in range(num_nodes)]
         for (value, node), (begin, end) in self._times.items():
@@ -94,7 +92,7 @@ class Held:
 
 
 def _peak(changes: list[tuple[float, float]]) -> float:
-    """The highest sum of changes up to any moment; what goes then goes first."""
+    """Highest running sum of changes; at equal times, releases count first."""
     if not changes:
         return 0.0
     changes.sort()
@@ -114,7 +112,7 @@ Sent = tuple[int, int, int, float, float]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Schedule:
-    """Tasks in time."""
+    """Nodes and times of all tasks and transfers."""
 
     node_of: tuple[int, ...]
     starts: tuple[float, ...]
@@ -122,11 +120,11 @@ class Schedule:
     sent: tuple[Sent, ...]
     makespan_s: float
     busy_s: tuple[float, ...]
-    """Of each node, tasks alone."""
+    """Seconds of the tasks on each node."""
     port_s: float
-    """Of the port that is taken longest."""
+    """Busy seconds of the busiest port."""
     memory_bytes: tuple[float, ...]
-    """Most that each node holds at a time."""
+    """Peak bytes of each node."""
 
 
 def schedule(
@@ -231,7 +229,7 @@ class _State:
         return ways
 
     def has_room(self, task: int, node: int) -> bool:
-        """Whether what a task reads and makes fits beside what is there."""
+        """Whether a task's inputs and outputs fit into the free memory of a node."""
         of = self.of
         more = of.made_bytes[task]
         for value in of.read[task]:
@@ -242,7 +240,7 @@ class _State:
         return self.live[node] + more <= of.capacity[node]
 
     def run(self, task: int, node: int) -> None:
-        """A task takes its place on a node, and what it reads is sent there."""
+        """Schedules a task on a node, and the transfers of its inputs."""
         of = self.of
         sent = self._bring(task, node)
         ready = max((end for *_, end in sent), default=0.0)
@@ -269,7 +267,7 @@ class _State:
         self._keep(task, node, end)
 
     def _keep(self, task: int, node: int, end: float) -> None:
-        """Memory after a task: what it made, without what nothing reads any more."""
+        """Adds a task's outputs to memory, and frees values without readers."""
         of = self.of
         for value in of.made[task]:
             self.home[value] = node
@@ -289,11 +287,11 @@ class _State:
                 self.live[node] -= self.of.held_bytes[value]
 
     def _local(self, task: int, node: int) -> float:
-        """When the last of what a task reads, and is there or comes, is there."""
+        """Time at which the last input of a task that is on the node arrived."""
         return max((self.at[v].get(node, 0.0) for v in self.of.read[task]), default=0.0)
 
     def _bring(self, task: int, node: int) -> list[Sent]:
-        """Sends what a task reads and its node lacks; what is ready first at first."""
+        """Sends the inputs that a task's node lacks, in the order of readiness."""
         of = self.of
         missing = [
             (self.at[value][self.home[value]], value)
@@ -343,7 +341,7 @@ class _State:
                 self.ports[port].leave(begin, end)
 
     def schedule(self) -> Schedule | None:
-        """What was found; None where memory, looked at in time, does not suffice."""
+        """The finished schedule; None if a node's peak memory exceeds its capacity."""
         of = self.of
         memory = self._memory()
         if any(most > has for most, has in zip(memory, of.capacity, strict=True)):
@@ -364,7 +362,7 @@ class _State:
         )
 
     def _memory(self) -> list[float]:
-        """Most bytes that each node holds at one time: tasks in time, not in order."""
+        """Peak bytes of each node, from the simulated times of tasks and transfers."""
         of, held = self.of, Held()
         for task, node in enumerate(self.node_of):
             for value in of.made[task]:
@@ -413,7 +411,7 @@ def by_rank_on(problem: Problem, node_of: Sequence[int]) -> list[int]:
 
 
 def as_they_come(problem: Problem) -> list[int]:
-    """Tasks in the order of the program: the seeds' plain traversal."""
+    """Tasks in the order of the program."""
     return list(range(len(problem.seconds)))
 
 

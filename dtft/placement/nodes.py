@@ -1,8 +1,8 @@
-"""The devices of a cluster one by one, and how each reaches the others.
+"""The devices of a cluster as nodes, with the links between each pair.
 
-For every pair: seconds of an empty message, seconds of each byte, and which ports are
-taken meanwhile. Two devices talk through the outermost level on which they differ
-(`Level`), or through the link between pools.
+Each pair has seconds of an empty message, seconds per byte, and the ports of a
+transfer. Two devices communicate through the outermost level (`Level`) on which both
+differ, or through the link between pools.
 """
 
 from collections import Counter
@@ -20,20 +20,20 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Nodes:
-    """What a placement has to know about nodes."""
+    """Names, memory, link speeds and ports of the nodes of a placement."""
 
     names: tuple[str, ...]
     memory_bytes: Floats
-    """`[nodes]`"""
+    """Bytes of memory of each node, `[nodes]`."""
     empty_s: Floats
     """Seconds of an empty message, `[from, to]`; 0 from a node to itself."""
     byte_s: Floats
-    """Seconds of each byte of it, `[from, to]`."""
+    """Seconds per byte of a message, `[from, to]`."""
     ports: Numbers
-    """Of what is sent, `[from, to, 2]`: the port that it leaves by, and the one that it
-    comes in by. A port sends, or receives, one value at a time."""
+    """Sending and receiving port of each transfer, `[from, to, 2]`. A port sends or
+    receives one value at a time."""
     devices: tuple[DeviceType, ...] = ()
-    """Type of each; empty where only figures are known."""
+    """Device type of each node; empty if only figures are known."""
 
     @classmethod
     def of(cls, cluster: Cluster, *, reserve: float = 0.0) -> "Nodes":
@@ -73,7 +73,7 @@ class Nodes:
         latency_s: float = 0.0,
         bandwidth: float = np.inf,
     ) -> "Nodes":
-        """Nodes that each have a port of their own to all others.
+        """Makes nodes that each have their own port to all other nodes.
 
         >>> Nodes.joined([1e9, 1e9], latency_s=1.0, bandwidth=2.0).byte_s.tolist()
         [[0.0, 0.5], [0.5, 0.0]]
@@ -92,18 +92,18 @@ class Nodes:
 
     @property
     def num(self) -> int:
-        """Nodes."""
+        """The number of nodes."""
         return len(self.names)
 
     def alike(self) -> list[str]:
-        """For each node the name of its type; its own name where that is not known."""
+        """Name of each node's device type; the node's own name if types are unknown."""
         if not self.devices:
             return list(self.names)
         return [device.name for device in self.devices]
 
 
 class _Routes:
-    """The tables, filled level by level."""
+    """Builder of the tables of speeds and ports, filled level by level."""
 
     def __init__(self, num: int) -> None:
         self.empty_s, self.byte_s = np.zeros((num, num)), np.zeros((num, num))
@@ -111,18 +111,18 @@ class _Routes:
         self._next = 0
 
     def inside(self, pool: Pool, start: int) -> None:
-        """A pool, of which `start` is the first device."""
+        """Fills the pairs within a pool whose first device has the number `start`."""
         numbers = np.arange(pool.num_devices)
         below = 1
         for level in pool.levels:
-            # Devices that are in different groups of the level below; levels farther
-            # out come later, and are written over this one.
+            # Pairs of devices in different groups of the level below. Outer levels
+            # come later and overwrite the entries of this level.
             apart = np.not_equal.outer(numbers // below, numbers // below)
             self.through(level.link, numbers + start, apart)
             below *= level.size
 
     def through(self, link: Link, devices: Numbers, apart: NDArray[np.bool_]) -> None:
-        """Pairs of some devices use a link where they are apart."""
+        """Fills the pairs of devices marked in `apart` with the figures of a link."""
         curve, place = link.curve, np.ix_(devices, devices)
         each = 1 / curve.bandwidth
         empty_s = curve.latency_s + curve.half_bytes * each

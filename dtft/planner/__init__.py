@@ -1,20 +1,23 @@
-"""Plans: from a step, its arrays and a cluster to a mesh, shardings and what they cost.
+"""The planner: chooses a mesh and shardings of a training step on a cluster.
 
-Decides and never runs a model. A step is traced (`ir`), its arrays get roles
-(`workload`), every candidate for the devices (`cluster`) is divided (`spmd`), priced
-(`cost`, `memory`) and ranked (`search`); the result is a `plan`, which is explained
-(`report`) and compared with what XLA compiles (`aot`). `transformer` predicts training
+The planner never runs a model. `ir` traces the step, and `workload` gives the step's
+arrays roles. Each candidate for the devices (`cluster`) is partitioned (`spmd`), priced
+(`cost`, `memory`) and ranked (`search`). The result is a `plan`, which `report`
+explains and `aot` compares with XLA's compiled program. `transformer` predicts training
 runs from a model's shape. Importing this package is light: names load on first use.
 
-* `Cluster`: what is planned for: `Cluster.parse("64x8xH100")`, a file, or JAX's
-  devices; made of `Pool`, `Level`, `Link`, `Curve` and `DeviceType` (`Efficiency`).
-* `Plan`: what is decided, with `Knobs`, `Prediction`, `Collective`, `Alternative` and
-  `AxisUse` in it. `dtft.Plan` is the same and can be run and asked.
-* `Calibration`: what `dtft calibrate` measured; `Lint`: what `plan.lints()` finds.
+* `Cluster`: the devices and links to plan for, from `Cluster.parse("64x8xH100")`, a
+  file, or JAX's devices. A cluster consists of `Pool`, `Level`, `Link`, `Curve` and
+  `DeviceType` (`Efficiency`).
+* `Plan`: the values of a plan, with `Knobs`, `Prediction`, `Collective`, `Alternative`
+  and `AxisUse`. `dtft.Plan` adds methods to run and query the plan.
+* `Calibration`: the measurements of `dtft calibrate`.
+* `Lint`: a finding of `plan.lints()`.
 * `CAPABILITIES`: the knobs that each entry point and backend can run.
-* `trace`: a function of arrays as a program, for `place`.
-* Of `dtft.placement` (operators on unlike nodes): `place`, `Placement`, `Kernels`,
-  `PricedTasks`; of `dtft.balance` (load divided by measured waits): `Balance`, `Rules`,
+* `trace`: traces a function of arrays into a program, for `place`.
+* From `dtft.placement` (operators on unlike nodes): `place`, `Placement`, `Kernels`,
+  `PricedTasks`.
+* From `dtft.balance` (load divided by measured waits): `Balance`, `Rules`,
   `Operators`, `Layers`, `Microbatches`.
 """
 

@@ -1,6 +1,6 @@
-"""Plain arguments that are something else than they may be: refused early, by name.
+"""Checks of plain arguments: whole numbers, choices, flags and finite numbers.
 
-Each check raises a ValueError that names the argument and what is allowed.
+Each check raises a ValueError that names the argument and its allowed values.
 """
 
 import math
@@ -10,10 +10,10 @@ from typing import Any, get_args
 
 
 def check_whole(name: str, value: Any, least: int) -> None:
-    """Refuses what is no whole number, or too small a one.
+    """Checks that an argument is a whole number and at least `least`.
 
     Raises:
-        ValueError: names the argument.
+        ValueError: the value is not; the message names the argument.
 
     >>> check_whole("moves", 2.0, 0)
     Traceback (most recent call last):
@@ -32,15 +32,15 @@ def check_whole(name: str, value: Any, least: int) -> None:
 
 
 def check_choice(name: str, value: Any, choices: Any) -> None:
-    """Refuses what is none of some words.
+    """Checks that an argument is one of the words of a `Literal`.
 
     Args:
-        name: of the argument.
-        value: its value.
-        choices: a `Literal`.
+        name: name of the argument.
+        value: value of the argument.
+        choices: the `Literal` type.
 
     Raises:
-        ValueError: names the argument, and the words.
+        ValueError: the value is not; the message names the argument and the words.
     """
     words = get_args(choices)
     if not isinstance(value, str) or value not in words:
@@ -48,20 +48,20 @@ def check_choice(name: str, value: Any, choices: Any) -> None:
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Refuses what is neither true nor false.
+    """Checks that an argument is a bool.
 
     Raises:
-        ValueError: names the argument.
+        ValueError: the value is not; the message names the argument.
     """
     if not isinstance(value, bool):
         raise ValueError(f"{name}={value!r:.80}. Allowed: True, False.")
 
 
 def check_number(name: str, value: Any, least: float, most: float = math.inf) -> None:
-    """Refuses what is no finite number, or out of its range.
+    """Checks that an argument is a finite number from `least` to `most`.
 
     Raises:
-        ValueError: names the argument and the range.
+        ValueError: the value is not; the message names the argument and the range.
 
     >>> check_number("step", 5.0, 0.001, 1.0)
     Traceback (most recent call last):
@@ -79,16 +79,17 @@ def check_number(name: str, value: Any, least: float, most: float = math.inf) ->
 def numbers(
     name: str, value: Any, each: str, names: Sequence[str] | None = None
 ) -> tuple[float, ...]:
-    """Finite numbers of 0 or more, as floats.
+    """Converts an argument to a tuple of finite floats of 0 or more.
 
     Args:
-        name: of the argument.
+        name: name of the argument.
         value: a sequence or array of numbers.
-        each: what they are for, in words: `each of 3 nodes`.
-        names: of what they are for; there must be as many.
+        each: the owners of the numbers in words, for errors: `each of 3 nodes`.
+        names: names of the owners; `value` must have one number per name.
 
     Raises:
-        ValueError: names the argument and what is allowed.
+        ValueError: a number is not allowed, or the count is wrong; the message names
+            the argument and the allowed values.
     """
     allowed = f"Allowed: a finite number of 0 or more for {each}."
     if isinstance(value, str | Mapping):

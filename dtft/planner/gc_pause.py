@@ -1,7 +1,7 @@
-"""Python's collector of cycles at rest for a while.
+"""Pauses Python's cyclic garbage collector.
 
-What a trace or a decision makes stays until its end, and the collector goes through all
-of it again and again: a fifth of the time. Knows nothing of planning.
+The objects of a trace or a search live until its end. The collector scans all of these
+objects repeatedly, which takes a fifth of the time.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """No collections within; afterwards they are as they were.
+    """Disables the garbage collector within the context, then restores its state.
 
     >>> with gc_paused():
     ...     gc.isenabled()

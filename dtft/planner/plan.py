@@ -1,6 +1,6 @@
-"""The plan: which mesh and shardings, which knobs, what they are predicted to cost.
+"""The plan: mesh, shardings, knobs, and the predicted step time and memory.
 
-Values only, with their JSON form.
+The classes here hold values only, with their JSON form.
 """
 
 from collections.abc import Mapping
@@ -15,49 +15,50 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Knobs:
-    """What a plan may set beside shardings."""
+    """Settings of a plan besides the mesh and the shardings."""
 
     microbatches: int = 1
-    """Parts of the batch whose gradients are accumulated, one after another."""
+    """The number of batch parts whose gradients are accumulated one after another."""
     remat: Remat = "none"
     zero: Literal[0, 1, 2, 3] = 0
-    """What is divided over data parallel devices: 1 optimizer state, 2 also gradients,
-    3 also parameters (the axis `fsdp`)."""
+    """ZeRO stage: the state divided over data-parallel devices. 0 is no state, 1 the
+    optimizer state, 2 also gradients, 3 also parameters (the axis `fsdp`)."""
     offload: bool = False
     """Whether optimizer state is kept in host memory between updates (`Plan.host`)."""
     virtual_stages: int = 1
-    """Parts of its layers that each pipeline stage has, one after another."""
+    """The number of chunks of layers on each pipeline stage (interleaving)."""
     schedule: Schedule = "1f1b"
-    """Of a pipeline; what plans without an axis `stage` have means nothing."""
+    """Schedule of the pipeline; without effect in plans without an axis `stage`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """Communication that the program does, of one kind at one place."""
+    """A collective of the program: one kind at one operator or array."""
 
     kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"]
     axes: tuple[str, ...]
     num_bytes: int
-    """Of the larger of a device's operand and its result, one execution."""
+    """Bytes of the larger of a device's operand and its result, for one execution."""
     trips: int
-    """Executions in a step."""
+    """The number of executions in a step."""
     where: str
-    """The operator or array it belongs to."""
+    """The operator or array of the collective."""
     seconds: float = 0.0
-    """All executions, before overlap."""
+    """Seconds of all executions in a step, before overlap."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AxisUse:
-    """Where the devices of a mesh axis lie, and how much of the work it divides."""
+    """Fabric levels of a mesh axis, and the share of the work that the axis divides."""
 
     levels: tuple[tuple[float, str], ...]
-    """Of each level of the fabric that it goes along, the fastest first: the devices
-    (or groups of the level before) that it joins there, and the kind of link. A
-    fraction where it does not fill the groups evenly."""
+    """For each fabric level of the axis, fastest first: the number of devices (or
+    groups of the level before) that the axis joins on the level, and the kind of link.
+    The number is a fraction if the axis does not fill the groups evenly."""
     work: float
-    """Share of the operations of matmuls and convolutions (of all, where there are
-    none) that it divides. What it does not divide its devices do alike."""
+    """Share of the matmul and convolution flops that the axis divides; in a program
+    without matmuls and convolutions, the share of all flops. The devices of the axis
+    replicate the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,15 +66,19 @@ class Prediction:
     """Seconds of one step, by term."""
 
     terms: Mapping[str, float]
-    """compute, collectives (exposed), bubble, optimizer, offload, launch; seconds.
-    Bubble and offload only where there are stages, or state in host memory."""
+    """Seconds of each term: compute, collectives (exposed), bubble, optimizer, offload,
+    launch.
+    The term bubble needs pipeline stages, the term offload needs state in host
+    memory."""
     low_s: float
     high_s: float
-    """The interval that the calibration supports."""
+    """Upper end of the prediction interval, in seconds; `low_s` is the lower end. The
+    errors of the calibration give the interval."""
     source: str
-    """Where the constants come from, such as `catalog (uncalibrated)`."""
+    """Origin of the constants, such as `catalog (uncalibrated)`."""
     scales: Mapping[str, float] = field(default_factory=dict)
-    """Term to the factor, in `terms` already, that past runs gave."""
+    """Map from a term to its factor fitted to past runs; `terms` includes the
+    factor."""
 
     @property
     def step_s(self) -> float:
@@ -83,7 +88,7 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """Another candidate, for the ranked table."""
+    """Another candidate of the search, for the ranked table."""
 
     name: str
     mesh: Mapping[str, int]
@@ -95,50 +100,53 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What the planner returns; the same for the same question."""
+    """The result of the planner; equal workloads and clusters give equal plans."""
 
     entry: Literal["step", "loss"]
-    """Which entry point it was made by, and can be run by."""
+    """Entry point that made the plan and can run the plan."""
     mesh: Mapping[str, int]
-    """Axis name to size, slowest-varying (outermost on the fabric) first."""
+    """Map from axis name to size, slowest-varying (outermost on the fabric) first."""
     axes: Mapping[str, AxisUse] = field(default_factory=dict)
-    """What each axis of the mesh is there for; empty in plans of older files."""
+    """Fabric levels and work share of each mesh axis; empty in plans of older
+    files."""
     knobs: Knobs
     state: Mapping[str, Spec]
-    """Path of each leaf of the state (entry loss: of the parameters) to its spec; the
-    path within that tree, so without the argument's name."""
+    """Map from the path of each state leaf (entry loss: of each parameter) to its spec.
+    The path is within the tree and lacks the argument's name."""
     batch: Mapping[str, Spec]
-    """Path of each leaf of the batch to its spec."""
+    """Map from the path of each leaf of the batch to its spec."""
     optimizer: Mapping[str, Spec] = field(default_factory=dict)
-    """Entry loss: path of each leaf of the optimizer state to its spec."""
+    """Entry loss: map from the path of each optimizer state leaf to its spec."""
     host: tuple[str, ...] = ()
-    """Entry loss: paths of the leaves of the optimizer state that are kept in host
-    memory between updates; empty without the knob `offload`."""
+    """Entry loss: paths of the optimizer state leaves that are kept in host memory
+    between updates; empty without the knob `offload`."""
     host_bytes: int = 0
-    """Bytes of host memory that each device needs for them."""
+    """Bytes of host memory that each device needs for the leaves of `host`."""
     constraints: Mapping[int, Spec] = field(default_factory=dict)
-    """Number of an operator to the spec of its first output. Entry step: of the step's
-    program; entry loss: of the program of `loss(params, batch)` alone, which is what
-    `make_step` differentiates, accumulates and rematerializes."""
+    """Map from the number of an operator to the spec of its first output. Entry step:
+    operators of the step's program. Entry loss: operators of the program of
+    `loss(params, batch)` alone, which `make_step` differentiates, accumulates and
+    rematerializes."""
     prediction: Prediction
     memory: Mapping[str, int]
     """Bytes of the fullest device by term: parameters, gradients, optimizer,
     activations, buffers, reserve."""
     capacity_bytes: int
-    """Memory of that device."""
+    """Memory of the fullest device, in bytes."""
     collectives: tuple[Collective, ...] = ()
     bound_s: float = 0.0
-    """No plan of this step on this cluster is faster than this."""
+    """Lower bound in seconds of the step time of any plan on this cluster."""
     alternatives: tuple[Alternative, ...] = ()
     runnable: bool = True
-    """False for what-if plans that this entry point or backend cannot run."""
+    """Whether the entry point and backend can run the plan; false for what-if
+    plans."""
     model_hash: str = ""
     cluster_hash: str = ""
     cluster: str = ""
-    """The cluster in words."""
+    """Description of the cluster in words."""
     predicted_for: str = ""
-    """The devices that the prediction is of (`Pool.fabric_words`); empty where it is of
-    none, as where the replicas were changed since, and in older files."""
+    """Devices that the prediction is for, in words (`Pool.fabric_words`). Empty without
+    such devices, for example after a change of the replicas, and in older files."""
 
     @property
     def memory_bytes(self) -> int:
@@ -147,20 +155,20 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the fullest device has room for it, the reserve included."""
+        """Whether the plan fits the memory of the fullest device, with the reserve."""
         return self.memory_bytes <= self.capacity_bytes
 
     def to_json(self) -> str:
-        """The plan as JSON, versioned; equal plans give equal text."""
+        """Writes the plan as versioned JSON; equal plans give equal text."""
         return serialization.write_versioned(self, SCHEMA)
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
-        """The plan of `to_json`.
+        """Reads a plan from the JSON that `to_json` writes.
 
         Raises:
-            ValueError: no JSON, another version, or not a plan: names the field that
-                is none of a plan's, and what is allowed.
+            ValueError: the text is not JSON, has another version, or is not a plan;
+                the message names the wrong field and its allowed values.
         """
         return serialization.read_versioned(
             text,
@@ -173,10 +181,10 @@ class Plan:
 
 
 def _check(plan: Plan) -> None:
-    """Refuses what a plan never has, whoever changed the file.
+    """Checks mesh, knobs, specs, axes and host paths of a plan read from a file.
 
     Raises:
-        ValueError: names the field.
+        ValueError: a field has a value that no plan has; the message names the field.
     """
     _check_choice("", plan.mesh, plan.knobs)
     for at, one in enumerate(plan.alternatives):
@@ -198,10 +206,10 @@ def _check(plan: Plan) -> None:
 
 
 def _check_choice(where: str, mesh: Mapping[str, int], knobs: Knobs) -> None:
-    """Refuses meshes and knobs that nothing can be run on.
+    """Checks that a mesh has known axes of size 1 or more, and knobs of 1 or more.
 
     Raises:
-        ValueError: names the field.
+        ValueError: a value is not allowed; the message names the field.
     """
     if not mesh or not mesh.keys() <= set(AXES) or min(mesh.values()) < 1:
         raise ValueError(

@@ -1,8 +1,7 @@
-"""Values as versioned JSON: dataclasses to text, and back with every field checked by
-its type.
+"""Versioned JSON of dataclasses: writes text, and reads text with typed fields.
 
-A key that stands twice in a mapping, a field that does not exist and a value of another
-type are errors that name their place in the file.
+Reading checks each field by its type. Errors name the place in the file of a duplicate
+key, an unknown field or a value of another type.
 """
 
 import functools
@@ -12,23 +11,23 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
-# Duplicate keys. Parsers keep the last of them silently, so an edit of the first would
-# have no effect.
+# Duplicate keys. Parsers silently keep the last value of a duplicate key, so an edit of
+# the first value would have no effect.
 
 
 class Twice(ValueError):
-    """A key stands more than once in its mapping."""
+    """Error for a key that stands more than once in its mapping."""
 
 
 def mapping_once(pairs: Iterable[tuple[Any, Any]], where: str) -> dict[Any, Any]:
-    """The mapping of its pairs.
+    """Builds a mapping from pairs and refuses duplicate keys.
 
     Args:
-        pairs: keys and values, as they stand in the file.
-        where: what errors call the mapping.
+        pairs: keys and values in the order of the file.
+        where: name of the mapping in errors.
 
     Raises:
-        Twice: names the key.
+        Twice: a key is duplicate; the message names the key.
 
     >>> mapping_once([("a", 1), ("b", 2), ("a", 3)], "m")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -46,11 +45,11 @@ def mapping_once(pairs: Iterable[tuple[Any, Any]], where: str) -> dict[Any, Any]
 
 
 def parse_once(text: str) -> Any:
-    """What JSON says.
+    """Parses JSON and refuses duplicate keys.
 
     Raises:
-        Twice: names the key, and those beside it.
-        json.JSONDecodeError: no JSON.
+        Twice: a key is duplicate; the message names the keys of its object.
+        json.JSONDecodeError: the text is not JSON.
 
     >>> parse_once('{"mesh": {"replica": 2}}')
     {'mesh': {'replica': 2}}
@@ -64,8 +63,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 # Typed decoding: dataclasses, lists (as tuples), objects (as mappings), `Literal`,
-# text, flags and numbers. Numbers must be finite and 0 or more, as in all that the
-# planner writes.
+# text, flags and numbers. Numbers must be finite and 0 or more: the planner writes no
+# other numbers.
 
 
 _PLAIN: Mapping[Any, tuple[tuple[type, ...], str]] = {
@@ -74,25 +73,26 @@ _PLAIN: Mapping[Any, tuple[tuple[type, ...], str]] = {
     int: ((int,), "a whole number of 0 or more"),
     float: ((int, float), "a finite number of 0 or more"),
 }
-"""Type to what JSON may have for it, and that in words."""
+"""Map from a type to its allowed JSON types, and the allowed values in words."""
 _MOST = 2**63
-"""Numbers are below it: of bytes, and of operations, there are no more."""
+"""Numbers must be below this bound, which exceeds all counts of bytes and flops."""
 
 
 def build_typed(kind: Any, item: Any, where: str = "") -> Any:
-    """A value of a type.
+    """Builds a value of a type from parsed JSON.
 
-    What an object lacks has the default of its dataclass, as in files of before there
-    was the field.
+    A field that the JSON object lacks gets the default of its dataclass. Older files
+    lack newer fields.
 
     Args:
         kind: the type: a dataclass, `tuple`, `Mapping`, `Literal`, `str`, `bool`,
-            `int` or `float`, with its arguments.
-        item: what JSON has for it.
-        where: what errors call it, such as `knobs.zero`.
+            `int` or `float`, with its type arguments.
+        item: the parsed JSON value.
+        where: name of the value in errors, such as `knobs.zero`.
 
     Raises:
-        ValueError: the item is something else: names it, and what is allowed.
+        ValueError: the item does not have the type; the message names the item and its
+            allowed values.
 
     >>> build_typed(tuple[int, ...], [1, 2], "sizes")
     (1, 2)
@@ -149,11 +149,11 @@ def _mapping(kinds: tuple[Any, ...], item: Any, where: str) -> dict[Any, Any]:
         (_key(key, name, where), build_typed(value, one, f"{where}[{name!r}]"))
         for name, one in item.items()
     )
-    return mapping_once(built, where)  # texts of one number: "2" and "02"
+    return mapping_once(built, where)  # "2" and "02" are the same number
 
 
 def _key(kind: Any, name: str, where: str) -> Any:
-    """A key, of which JSON has the text."""
+    """Builds a mapping key of a type from the text of a JSON key."""
     if kind is int:
         if not (name.isascii() and name.isdigit()):
             _refuse(f"a name in {where}", name, "a whole number of 0 or more")
@@ -173,7 +173,7 @@ def _tuple(kinds: tuple[Any, ...], item: Any, where: str) -> tuple[Any, ...]:
 
 
 def _choice(allowed: tuple[Any, ...], item: Any, where: str) -> Any:
-    for one in allowed:  # True is no 1, and a list is not looked for by its hash
+    for one in allowed:  # compares types, as True == 1; lists have no hash
         if type(one) is type(item) and one == item:
             return one
     _refuse(where, item, ", ".join(map(str, allowed)))
@@ -193,18 +193,18 @@ def _refuse(where: str, item: Any, allowed: str) -> NoReturn:
     raise ValueError(f"{where or 'it'}={item!r:.80}. Allowed: {allowed}")
 
 
-# Values as versioned JSON, and back: read and refused in one way.
+# Writing and reading versioned JSON, with the same errors for all dataclasses.
 
 
 Made = TypeVar("Made")
 
 
 def write_versioned(value: Any, schema: int) -> str:
-    """A dataclass as JSON; equal values give equal text.
+    """Writes a dataclass as versioned JSON; equal values give equal text.
 
     Args:
-        value: the dataclass.
-        schema: version of its fields.
+        value: the dataclass instance.
+        schema: version of the dataclass's fields.
     """
     return json.dumps({"schema": schema, **asdict(value)}, indent=1)
 
@@ -218,19 +218,20 @@ def read_versioned(
     again: str,
     check: Callable[[Made], None] | None = None,
 ) -> Made:
-    """The value of `write_versioned`.
+    """Reads a dataclass from the JSON that `write_versioned` writes.
 
     Args:
-        text: JSON.
-        kind: the dataclass that it is of.
-        name: what errors call it.
-        schema: the version that is read.
-        again: how a user makes another one, as a sentence.
-        check: refuses, by a ValueError, what no such value has.
+        text: the JSON text.
+        kind: the dataclass.
+        name: name of the dataclass in errors.
+        schema: the version that is accepted.
+        again: a sentence for users that says how to make a new file.
+        check: further check of the value, which raises a ValueError.
 
     Raises:
-        ValueError: no JSON, another version, other fields or values, or a key that
-            stands twice; names the first of them, and what is allowed.
+        ValueError: the text is not JSON, has another version, other fields or values,
+            or a duplicate key. The message names the first error and the allowed
+            values.
 
     >>> read_versioned('{"schema": 2}', dict, name="plan", schema=1, again="Replan.")
     Traceback (most recent call last):

@@ -1,19 +1,19 @@
-"""Names that every part of the planner shares: mesh axes, specs, rematerialization,
-schedules.
-"""
+"""Types shared by the planner: mesh axes, specs, rematerialization and schedules."""
 
 from typing import Literal
 
 AXES: tuple[str, ...] = ("replica", "stage", "fsdp", "expert", "sequence", "tensor")
-"""Axes of a mesh in the usual order on the fabric: what talks most lies innermost."""
+"""Mesh axes, outermost first: axes with the most communication lie innermost."""
 
 
 Spec = tuple[tuple[str, ...], ...]
-"""For each array dim the mesh axes that divide it, major first; as many as dims."""
+"""For each dim of an array, the mesh axes that divide the dim, major first."""
 
 Remat = Literal["none", "dots", "full"]
-"""What of the forward pass is kept: all; the results of matmuls; block inputs only."""
+"""Activations of the forward pass that are kept for the backward pass: `none` keeps all
+(no rematerialization), `dots` keeps results of matmuls, `full` keeps block inputs."""
 
 Schedule = Literal["1f1b", "gpipe", "circular"]
-"""In which order stages of a pipeline take microbatches: forward and backward in turn;
-all forward, then all backward; the same, going round as often as there are chunks."""
+"""Order in which pipeline stages process microbatches. `1f1b`: forward and backward in
+turn. `gpipe`: all forward, then all backward. `circular`: as `gpipe`, and each
+microbatch passes through the stages once per chunk."""

@@ -1,19 +1,19 @@
-"""Numbers and tables in words: what everything that explains a plan is written with.
+"""Formats numbers, units, meshes and tables as text for reports of a plan.
 
-Whoever has the numbers decides which of them are shown.
+The caller selects the numbers that are shown.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 _MANY = 10
-"""From so many times a reference on, percentages are hard to read."""
+"""Ratio to a reference from which `change` writes "times" instead of percent."""
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A heading, a table, and sentences below it."""
+    """A section of a report: a title, a table, and notes below the table."""
 
     title: str
     columns: tuple[str, ...] = ()
@@ -22,7 +22,7 @@ class Section:
 
 
 def number(value: float) -> str:
-    """Four significant digits, never with an exponent.
+    """Formats a number with four significant digits and never with an exponent.
 
     >>> number(12345.6), number(0.123456), number(8)
     ('12350', '0.1235', '8')
@@ -33,7 +33,7 @@ def number(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """A time in the unit that suits it; below half a nanosecond none.
+    """Formats seconds as s, ms or us; a time below half a nanosecond is `0 s`.
 
     >>> seconds(0.01978), seconds(-2.5e-7), seconds(0), seconds(1e-12)
     ('19.78 ms', '-0.25 us', '0 s', '0 s')
@@ -48,7 +48,7 @@ def seconds(value: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """A number of bytes in the unit that suits it.
+    """Formats a number of bytes in the largest binary unit below it.
 
     >>> size(1536), size(80 * 2**30), size(-3)
     ('1.5 KiB', '80 GiB', '-3 B')
@@ -62,7 +62,7 @@ def size(num_bytes: float) -> str:
 
 
 def signed(text: str) -> str:
-    """A number in words, with its sign also if it is not negative.
+    """Adds the sign `+` to a formatted number that is positive.
 
     >>> signed("3 ms"), signed("-3 ms"), signed("0 s")
     ('+3 ms', '-3 ms', '0 s')
@@ -71,7 +71,7 @@ def signed(text: str) -> str:
 
 
 def percent(share: float) -> str:
-    """A share of one; what is below a hundredth of a percent is not told apart.
+    """Formats a share of 1 as percent; a share below 0.01 % is `<0.01 %`.
 
     >>> percent(0.12345), percent(0.0), percent(2e-7), percent(-2e-7)
     ('12.35 %', '0 %', '<0.01 %', '-<0.01 %')
@@ -82,7 +82,7 @@ def percent(share: float) -> str:
 
 
 def change(value: float, reference: float) -> str:
-    """How much more or less than a reference; '' without one.
+    """Formats the change from a reference, as percent or times; '' for reference 0.
 
     >>> change(3.0, 2.0), change(1.0, 2.0), change(30.0, 2.0), change(1.0, 0.0)
     ('+50 %', '-50 %', '15 times', '')
@@ -96,7 +96,7 @@ def change(value: float, reference: float) -> str:
 
 
 def axes(names: Iterable[str]) -> str:
-    """Mesh axes taken together.
+    """Formats the names of mesh axes.
 
     >>> axes(("replica", "fsdp")), axes(())
     ('replica x fsdp', '-')
@@ -105,7 +105,7 @@ def axes(names: Iterable[str]) -> str:
 
 
 def mesh(sizes: Mapping[str, int]) -> str:
-    """A mesh, outermost axis first.
+    """Formats the axes and sizes of a mesh, outermost axis first.
 
     >>> mesh({"fsdp": 4, "tensor": 2})
     'fsdp=4 x tensor=2'
@@ -114,7 +114,7 @@ def mesh(sizes: Mapping[str, int]) -> str:
 
 
 def text(sections: Iterable[Section]) -> str:
-    """Sections as plain text with aligned columns."""
+    """Formats sections as plain text with aligned columns."""
     return "\n\n".join("\n".join(_lines(section)) for section in sections)
 
 
@@ -126,7 +126,7 @@ def _lines(section: Section) -> list[str]:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows below their headings, two spaces apart.
+    """Formats a table as lines: headings, then rows, with columns two spaces apart.
 
     >>> table(("axis", "size"), [("tensor", "8")])
     ['  axis    size', '  tensor  8']

@@ -1,8 +1,8 @@
-"""What is planned: a traced step, and what each of its arrays is.
+"""The workload of a plan: a traced step, and the roles of its arrays and dims.
 
-`of_step` and `of_loss` trace the user's functions and make a `Workload`: which leaves
-are parameters, optimizer state and batch, which dims index examples, positions and
-experts, and how often the model reads each argument. Nothing is computed.
+`of_step` and `of_loss` trace the user's functions and make a `Workload`. A workload
+says which leaves are parameters, optimizer state and batch, which dims index examples,
+positions and experts, and how many passes read each argument. Nothing is executed.
 """
 
 import hashlib
@@ -32,14 +32,15 @@ from dtft.planner.ir import (
 from dtft.planner.spmd import ShardingAssignment
 from dtft.planner.types import Remat
 
-# Expert dims follow from products alone. An expert dim is in both operands and in the
-# result of a product, and one of the three is a parameter or shaped like one, so each
-# entry has weights of its own. Layers of experts, ensembles and other stacks of small
-# models have such a dim.
+# Expert dims are found from matmuls alone. An expert dim is in both operands and in the
+# result of a matmul, and one of these three arrays is a parameter or has the dims of a
+# parameter: each index of the dim has weights of its own. Layers of experts, ensembles
+# and other stacks of small models have such a dim.
 
 
 Arrays = Mapping[frozenset[int], int]
-"""Dims of an array, as a set, to the one among them that is of experts."""
+"""Map from the set of an array's dims to the dim that is divided first, such as the
+expert dim."""
 
 
 def arrays_of_experts(
@@ -48,20 +49,20 @@ def arrays_of_experts(
     root: Callable[[int], int],
     examples: Container[int] = (),
 ) -> Arrays:
-    """Arrays that experts work on and make, each with its dim of experts.
+    """Finds the inputs and outputs of expert layers, each with its expert dim.
 
-    What goes to experts and comes from them. Where one axis of a mesh divides examples
-    and experts, it divides these by expert and all others by example; so that examples
-    are exchanged (all-to-all) on their way to the experts and back, and each device
-    has the weights of its own experts only.
+    A mesh axis may divide both examples and experts. The axis then divides these arrays
+    by expert and all other arrays by example. Examples are exchanged (all-to-all)
+    before and after the experts, and each device has the weights of its own experts
+    only.
 
     Args:
         graph: a traced step or loss.
-        parameters: values that are parameters.
-        root: dim to the dim that stands for it in equal layers.
-        examples: dims that are known to be of something else.
+        parameters: numbers of the values that are parameters.
+        root: function from a dim to the dim that represents it in equal layers.
+        examples: dims that are known to be no expert dims.
 
-    Source: GShard, arXiv 2006.16668, section 3.2; what XLA makes of it was read from
+    Source: GShard, arXiv 2006.16668, section 3.2. XLA's partitioning was read from
     compiled programs (`tests/compiled/test_expert_axis.py`).
     """
     found: dict[frozenset[int], int] = {}
@@ -76,9 +77,10 @@ def arrays_of_experts(
 def _products(
     graph: Graph, parameters: Sequence[int], root: Callable[[int], int]
 ) -> Iterator[tuple[tuple[frozenset[int], ...], frozenset[int]]]:
-    """Operands and result of each product with weights, as sets, and which are those.
+    """Yields the dim sets of each matmul with weights, and the dim set of the weights.
 
-    Of the gradient of weights the result is shaped as the weights are.
+    The dim sets are of both operands and the result. In a gradient of weights, the
+    result has the dims of the weights.
     """
 
     def dims_of(value: Value) -> frozenset[int]:
@@ -97,16 +99,17 @@ def _products(
 
 
 def passes(graph: Graph) -> dict[int, int]:
-    """For each argument, by how many passes (forward, backward) it is read.
+    """Counts the passes (forward, backward) that read each argument.
 
-    Reading it converted, transposed or slice by slice counts as reading it. What a loop
-    reads as it is, in every turn, is kept for the loop of the backward pass.
+    Reading a converted, transposed or sliced argument counts as reading the argument.
+    An argument that a loop reads whole in every iteration is kept for the loop of the
+    backward pass, and counts as read in the forward pass only.
 
     Args:
-        graph: of a step.
+        graph: the graph of a step.
 
     Returns:
-        Number of each argument's value to that of the passes.
+        Map from the value number of each argument to its number of passes.
     """
     source = {index: index for index in graph.inputs.values()}
     sliced = {inner: outer for loop in graph.loops for outer, inner in loop.sliced}
@@ -135,7 +138,7 @@ def passes(graph: Graph) -> dict[int, int]:
 
 
 def read_by_model(graph: Graph) -> set[int]:
-    """Arguments that the forward or backward pass reads as they are, or in slices."""
+    """Arguments that the forward or backward pass reads, whole or in slices."""
     inner = {inside: outer for loop in graph.loops for outer, inside in loop.sliced}
     found: set[int] = set()
     for operator in graph.operators:
@@ -150,17 +153,18 @@ def read_by_model(graph: Graph) -> set[int]:
 def arrays_of_weights(
     parameters: Sequence[Sequence[int]], loops: Container[int]
 ) -> Arrays:
-    """Arrays with the dims of a parameter, each with the dim that is divided first.
+    """Finds the arrays with the dims of a parameter, each with its first divided dim.
 
-    That is the dim that the fewest parameters have: a layer's own width, not the one
-    that all layers hand on. So where an axis divides both, a layer's two products work
-    on the same part of its width, and a gradient, whose dims JAX may give in another
-    order than its parameter's, is divided as the parameter is. XLA answers two weights
-    that disagree by gathering what is between them, in compiled steps up to 16 GiB.
+    The first divided dim is the dim that the fewest parameters have: a layer's inner
+    width, not the width that all layers share. If an axis divides both dims, a layer's
+    two matmuls then work on the same part of the inner width. A gradient is divided as
+    its parameter, although JAX may give the gradient's dims in another order. If two
+    weights are divided differently, XLA gathers the array between the two weights, up
+    to 16 GiB in compiled steps.
 
     Args:
-        parameters: dims of each; equal layers' as one.
-        loops: dims that a loop goes along: an array inside of it is without them.
+        parameters: dims of each parameter; dims of equal layers have one number.
+        loops: dims that a loop iterates over: arrays inside the loop lack these dims.
 
     >>> width, hidden, words, layers = 0, 1, 2, 3
     >>> up, down = [layers, width, hidden], [layers, hidden, width]
@@ -187,62 +191,63 @@ Role = Literal["parameter", "optimizer", "batch"]
 _ROLES: Mapping[str, Role] = {
     "params": "parameter", "optimizer": "optimizer", "batch": "batch",
 }  # fmt: skip
-"""First part of an argument's path to what it is; entry loss."""
+"""Map from the first part of an argument's path to its role; entry loss."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Workload:
-    """A step to be planned."""
+    """A traced training step, with the roles of its arrays and dims."""
 
     entry: Literal["step", "loss"]
     graph: Graph
     alias: Mapping[int, int]
-    """Dim to the dim that stands for it in equal layers."""
+    """Map from a dim to the dim that represents it in equal layers."""
     roles: Mapping[str, Role]
-    """Path of each argument's leaf to what it is."""
+    """Map from the path of each argument's leaf to its role."""
     program: Graph
-    """What constraints are numbered by: the loss alone, or the step itself."""
+    """Graph whose operators number the constraints: the loss alone (entry loss), or the
+    step itself (entry step)."""
     again: Callable[[Remat], Graph] | None = None
-    """Traces the step with parts of the loss computed again; entry loss only."""
+    """Function that traces the step with rematerialization; entry loss only."""
 
     def root(self, dim: int) -> int:
-        """The dim that stands for a dim."""
+        """The dim that represents a dim in equal layers."""
         return self.alias.get(dim, dim)
 
     @cached_property
     def groups(self) -> tuple[OpGroup, ...]:
-        """Operators that cost alike."""
+        """Groups of operators with equal cost."""
         return group_operators(self.graph, self.alias)
 
     @cached_property
     def batch_dims(self) -> tuple[int, ...]:
-        """Dims along which there are examples: the first of every batch leaf."""
+        """Dims that index examples: the first dim of every batch leaf."""
         return self._of_batch(0)
 
     @cached_property
     def sequence_dims(self) -> tuple[int, ...]:
-        """Dims along which an example goes: the second of the batch leaves' dims.
+        """Dims that index positions in an example: the second dim of each batch leaf.
 
-        Positions of tokens, rows of images; of examples that are vectors, features.
+        These are positions of tokens, rows of images, or features of vectors.
         """
         known = set(self.batch_dims)
         return tuple(dim for dim in self._of_batch(1) if dim not in known)
 
     @cached_property
     def expert_arrays(self) -> Arrays:
-        """Arrays that experts work on and make, each with its dim of experts."""
+        """Inputs and outputs of expert layers, each with its expert dim."""
         known = {*self.batch_dims, *self.sequence_dims}
         parameters = [self.graph.inputs[path] for path in self.paths("parameter")]
         return arrays_of_experts(self.graph, parameters, self.root, known)
 
     @cached_property
     def weights(self) -> Arrays:
-        """Arrays with the dims of a parameter, and which of these is divided first."""
+        """Arrays with the dims of a parameter, each with its first divided dim."""
         return arrays_of_weights(self._dims_of_parameters, self.loop_dims)
 
     @cached_property
     def weight_dims(self) -> frozenset[int]:
-        """Dims that parameters have, not only what is computed with them."""
+        """Dims of the parameters, without dims that only activations have."""
         return frozenset(dim for dims in self._dims_of_parameters for dim in dims)
 
     @cached_property
@@ -254,26 +259,26 @@ class Workload:
 
     @property
     def batch_size(self) -> int:
-        """Examples of a step; 0 without a batch dim."""
+        """The number of examples in a step; 0 without a batch dim."""
         dims = self.batch_dims
         return self.graph.dims[dims[0]].sizes[0] if dims else 0
 
     @property
     def is_batch_alike(self) -> bool:
-        """Whether all arrays of the batch have as many rows, so that parts of it can go
-        through one after another."""
+        """Whether all batch leaves have equally many rows, as microbatches require."""
         dims = [self.graph.dims[dim] for dim in self.batch_dims]
         return len({dim.sizes[0] for dim in dims}) < 2
 
     @cached_property
     def passes(self) -> Mapping[str, int]:
-        """Number of the model's passes that read each leaf of the arguments."""
+        """Map from the path of each argument's leaf to the number of passes that read
+        the leaf."""
         found = passes(self.graph)
         return {path: found[index] for path, index in self.graph.inputs.items()}
 
     @cached_property
     def loop_dims(self) -> frozenset[int]:
-        """Dims that loops go along."""
+        """Dims that loops iterate over."""
         return frozenset(n for n, dim in enumerate(self.graph.dims) if dim.loop)
 
     def changes(self, path: str) -> bool:
@@ -282,7 +287,7 @@ class Workload:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Twelve hexadecimal digits; the same for the same program."""
+        """Hash of the program: twelve hexadecimal digits, equal for equal programs."""
         values = [(value.shape, value.dtype, value.dims) for value in self.graph.values]
         operators = [
             (op.primitive, op.inputs, op.outputs, op.flops, op.trips, op.summed,
@@ -293,10 +298,10 @@ class Workload:
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def rematerialized(self, remat: Remat) -> "Workload":
-        """The same question with parts of the loss computed again.
+        """The same workload with rematerialization in the loss.
 
         Raises:
-            ValueError: the step is the user's own.
+            ValueError: the entry is `step`: the step is the user's own.
         """
         if self.again is None:
             raise ValueError(
@@ -311,11 +316,11 @@ class Workload:
 
     @cached_property
     def _rematerialized(self) -> dict[Remat, "Workload"]:
-        """What was traced already."""
+        """Cache of rematerialized workloads by policy."""
         return {}
 
     def aligned(self, division: ShardingAssignment) -> ShardingAssignment:
-        """A division of `graph` as one of `program`: what is the same is divided so."""
+        """Maps a sharding assignment of `graph` to the equal dims of `program`."""
         if self.program is self.graph:
             return division
         axes = {dim: division.of(other) for dim, other in self._same_dims.items()}
@@ -339,7 +344,7 @@ class Workload:
         return same_dims(self.program, self.graph)
 
     def paths(self, role: Role) -> tuple[str, ...]:
-        """Leaves of a role, in the order of the arguments."""
+        """Paths of the leaves with a role, in the order of the arguments."""
         return tuple(path for path, found in self.roles.items() if found == role)
 
     def _of_batch(self, place: int) -> tuple[int, ...]:
@@ -353,7 +358,7 @@ class Workload:
 
 @gc_paused()
 def of_step(step: Callable[..., Any], state: Any, batch: Any) -> Workload:
-    """A whole training step of the user: `step(state, batch) -> (state, ...)`."""
+    """Traces a user's whole training step: `step(state, batch) -> (state, ...)`."""
 
     def named(state: Any, batch: Any) -> Any:
         made = step(state, batch)
@@ -378,13 +383,14 @@ def of_loss(
     params: Any,
     batch: Any,
 ) -> Workload:
-    """A loss, from which `dtft.train.make_step` makes the step.
+    """Traces the step that `dtft.train.make_step` makes from a loss.
 
     Args:
-        loss: `loss(params, batch)`: a scalar, or a scalar and auxiliary values.
+        loss: function `loss(params, batch)` that returns a scalar, or a scalar and
+            auxiliary values.
         optimizer: an optax transform.
         params: tree of arrays or shapes.
-        batch: tree of arrays or shapes; the first dim of each leaf is that of examples.
+        batch: tree of arrays or shapes; the first dim of each leaf indexes examples.
     """
 
     def scalar(params: Any, batch: Any) -> jax.Array:
@@ -420,7 +426,7 @@ def of_loss(
 def _prepared(
     loss: Callable[..., jax.Array], remat: Remat, params: Any, batch: Any
 ) -> Callable[..., jax.Array]:
-    """The loss as `make_step` differentiates it."""
+    """The loss that `make_step` differentiates, with rematerialization."""
     if remat == "none":
         return loss
     program = jax.make_jaxpr(loss)(params, batch)

@@ -1,4 +1,4 @@
-"""The devices of this process: which there are, and whether freed memory is kept.
+"""The JAX devices of this process, and settings to keep freed memory.
 
 `dtft train` runs on them, `dtft plan` plans for them.
 """
@@ -21,16 +21,16 @@ _PAD_BYTES = 64 * 2**20
 
 
 def keep_freed(large: bool = False) -> bool:
-    """For the rest of this process; its size stays that of its largest moment.
+    """Keeps freed memory for the rest of this process, at its largest size.
 
     Args:
-        large: also what a thread has of more than 64 MiB at a time: the arenas that the
-            C library makes for threads cannot keep that. So all share the process's
-            own, for whose one lock the threads that compile wait. Call it before JAX
-            makes its devices; threads that are there keep their arenas.
+        large: also keeps more than 64 MiB of one thread: the C library's arenas for
+            threads cannot keep so much. All threads then share the main arena, and
+            compiling threads wait for its one lock. Call this function before JAX
+            makes its devices; existing threads keep their arenas.
 
     Returns:
-        Whether the C library can (glibc); if not, nothing changes.
+        Whether the C library supports this (glibc); otherwise nothing changes.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -65,11 +65,11 @@ def devices_of(experiment: Experiment) -> list[Any]:
 def keep_cpu_memory(*, large: bool) -> None:
     """Keeps freed memory for the next step if JAX can only find the CPU.
 
-    Must be called before JAX looks for devices. With an accelerator it changes
-    nothing: there the host's memory is not that of the step.
+    Must be called before JAX looks for devices. With an accelerator nothing
+    changes, since steps do not use the host's memory there.
 
     Args:
-        large: see `keep_freed`; so that steps take what plans predict.
+        large: see `keep_freed`; used so that steps need the time that plans predict.
     """
     import jax
 
@@ -81,7 +81,7 @@ def keep_cpu_memory(*, large: bool) -> None:
 
 
 def make_cpu_devices(number: int) -> None:
-    """How many devices JAX makes of the CPU, unless the user has said so.
+    """Sets the number of CPU devices in JAX, unless the user has set a number.
 
     Must be called before JAX looks for devices.
     """

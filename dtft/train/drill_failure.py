@@ -1,7 +1,7 @@
 """An exception in a training step, for a drill: ``DTFT_FAIL_AT=SLOT:STEP:WHEN:PATH``.
 
 WHEN is ``once`` or ``always``. ``once`` makes the file PATH first, and does not fail if
-there is one: trainers come and go, so a trainer cannot remember that it has failed.
+PATH exists: a restarted trainer cannot remember an earlier failure.
 """
 
 import os
@@ -13,7 +13,7 @@ VARIABLE = "DTFT_FAIL_AT"
 
 @dataclass(frozen=True, kw_only=True)
 class DrillFailure:
-    """Which step of which slot fails."""
+    """The slot and step of one injected failure."""
 
     slot: int
     step: int
@@ -28,10 +28,10 @@ class DrillFailure:
 
     @classmethod
     def parse(cls, text: str) -> "DrillFailure":
-        """Reads the variable.
+        """Parses the variable's value.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: the value has another format.
 
         >>> DrillFailure.parse("1:20:once:/tmp/failed").step
         20
@@ -47,10 +47,10 @@ class DrillFailure:
         return cls(slot=int(slot), step=int(step), once=when == "once", path=Path(path))
 
     def strike(self, slot: int, step: int) -> None:
-        """Fails if this is the step.
+        """Raises if this is the step and slot of the failure.
 
         Raises:
-            RuntimeError: it is.
+            RuntimeError: the slot and step are those of the failure.
         """
         if (slot, step) != (self.slot, self.step):
             return

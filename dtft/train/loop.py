@@ -42,14 +42,14 @@ from dtft.train.stop import Plateau, observe
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a run ended with."""
+    """The outcome of a run."""
 
     step: int
     """The last step."""
     state: State
-    """The state after it."""
+    """The state after the last step."""
     summary: dict[str, Any]
-    """What is written to summary.json."""
+    """The contents of summary.json."""
 
 
 def run(experiment: Experiment, runtime: Runtime) -> Result:
@@ -128,7 +128,7 @@ def run(experiment: Experiment, runtime: Runtime) -> Result:
 
 
 def train_step_of(experiment: Experiment, runtime: Runtime) -> TrainStep:
-    """The step: as planned, or by the config's mesh, in uneven shares or stages."""
+    """Makes the train step: planned, or by the config's mesh, shares or stages."""
     mesh = runtime.mesh(experiment)
     if runtime.choice is not None:
         return planned_train_step(experiment, mesh, runtime.choice.plan)
@@ -146,14 +146,14 @@ def balancer_of(
     source: Source,
     items: Items,
 ) -> Balancer | None:
-    """What balances a run; None where it is off.
+    """Makes the load balancer of a run; None if balancing is off.
 
     Args:
-        experiment: its field `balance` says how.
+        experiment: has the settings in its field `balance`.
         runtime: joined; names the hosts.
-        train_step: of `load_balanced_step`, where it is not off.
+        train_step: of `load_balanced_step`, unless balancing is off.
         source: the training data.
-        items: of the checkpoint that the run continues from; empty at the very start.
+        items: of the checkpoint that the run continues from; empty at step 0.
     """
     config = experiment.balance
     if config.policy == "off":
@@ -184,7 +184,7 @@ def balancer_of(
 class Watch:
     """Follows the metrics and decides boundaries and the end.
 
-    Every decision rests on values that are equal on all processes, and on steps.
+    Every decision depends only on step numbers and on values equal on all processes.
     """
 
     def __init__(
@@ -214,13 +214,15 @@ class Watch:
                 )
 
     def add(self, step: int, metrics: Metrics) -> None:
-        """Remembers the metrics of a dispatched step, without waiting for them."""
+        """Remembers the metrics of a dispatched step, without waiting for the
+        values.
+        """
         self._pending.append((step, metrics))
 
     def collect(self) -> list[Record]:
-        """The values of every remembered step, for the log; each once.
+        """Fetches the metrics of every remembered step, each once, for the log.
 
-        Fetches them, follows the plateau, refuses NaN.
+        Also follows the plateau and refuses a loss that is not finite.
         """
         records: list[Record] = []
         for step, metrics in self._pending:
@@ -237,12 +239,11 @@ class Watch:
         return self._saved == step
 
     def ended(self, step: int) -> bool:
-        """Whether the goal is reached.
+        """Whether the run's goal is reached: the last step or a plateau.
 
-        A plateau only counts where it is saved; with an automatic interval, only where
-        it is saved whatever the interval is: the end must not depend on timing. While
-        values are still to be collected the answer may be a yes that they turn into a
-        no, never the other way round.
+        A plateau counts only at a saved step. With an automatic interval it counts only
+        at multiples of `max_interval`, so that the end does not depend on timing.
+        Values that are not collected yet may turn a True into False, never the reverse.
         """
         stop, checkpoint = self._experiment.stop, self._experiment.checkpoint
         saved = step in (self.start, self._saved)
@@ -251,7 +252,7 @@ class Watch:
         return step >= stop.steps or (saved and self._plateau.converged(stop, step))
 
     def items(self, step: int) -> Items:
-        """What a checkpoint of `step` holds beside the arrays."""
+        """The items (no arrays) of a checkpoint of `step`."""
         return {
             "step": step,
             "position": self._position(step),

@@ -1,4 +1,4 @@
-"""The directory of a run: where it is, that it can be written to, by one run only."""
+"""The directory of a run: its path, its creation, and its use by one run only."""
 
 import os
 import time
@@ -21,10 +21,10 @@ def with_run_dir(experiment: Experiment) -> Experiment:
 
 
 def make_run_directory(directory: Path) -> None:
-    """Makes a run directory, if it is not there.
+    """Makes a run directory, if none exists.
 
     Raises:
-        ConfigError: it cannot be made, or not be written to.
+        ConfigError: the directory cannot be made or written to.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -42,11 +42,11 @@ def make_run_directory(directory: Path) -> None:
 def only_run_in(directory: Path) -> Iterator[None]:
     """Makes a run directory and keeps other runs out of it until the body ends.
 
-    A directory in which nothing was put, as the run was refused, is taken away again. A
-    process that dies lets go of it.
+    A directory that stays empty, as the run was refused, is removed again. The lock is
+    free once its process has ended.
 
     Raises:
-        ConfigError: it cannot be made or written to, or another run has it now.
+        ConfigError: the directory cannot be made or written to, or another run uses it.
     """
     make_run_directory(directory)
     with ExitStack() as held:

@@ -1,7 +1,7 @@
-"""What a run tells its user: banner, log lines, metrics files, samples, summary.
+"""The output of a run: banner, log lines, metrics files, samples, summary.
 
-Decides wording and file formats only, never what is computed. Only the leading process
-writes, except samples.
+Decides wording and file formats only, not the computation. Only the leading process
+writes, except that each process writes its samples.
 """
 
 import json
@@ -24,7 +24,7 @@ Record = tuple[int, dict[str, float]]
 
 
 class RunLog:
-    """Everything one process writes during a run. A context manager."""
+    """Writes one process's output during a run. A context manager."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class RunLog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Closes the files and prints how it ended; unfinished, how to resume."""
+        """Closes the files; prints the result, or how to resume an unfinished run."""
         for resource in (self._bar, self._metrics, self._samples, self._board):
             if resource is not None:
                 self._disk.attempt(resource.close)
@@ -86,7 +86,7 @@ class RunLog:
                 print(f"resume with: {self._runtime.resume_command}", flush=True)
 
     def samples(self, step: int, rows: Sequence[int], ids: Sequence[int]) -> None:
-        """Records which rows and samples this slot used for a step."""
+        """Records the global rows and sample ids that this slot used for a step."""
         if self._samples is None:
             return
         record = {
@@ -100,7 +100,7 @@ class RunLog:
         self._append(json.dumps(record), self._samples)
 
     def write(self, records: Sequence[Record]) -> None:
-        """Writes those of `records` that are due."""
+        """Writes the records that are due by `log.every`, and the last step's."""
         for step, values in records:
             if step == self._start + 1:  # compilation is over: time from here
                 self._timed_step, self._timed_at = step, time.monotonic()
@@ -121,7 +121,7 @@ class RunLog:
         self._calibration()
         stop, head = self._experiment.stop, "done"
         if not self._runtime.stores_its_end:
-            head = "training ended"  # the job has not: its last step is not stored yet
+            head = "training ended"  # the job goes on: its last step is not stored yet
         elif not self._completed:
             head = "stopped early"
         if self._completed and summary["step"] < stop.steps:
@@ -134,9 +134,9 @@ class RunLog:
         self._ended = "  ".join([f"{head} at step {summary['step']}", *values])
 
     def _calibration(self) -> None:
-        """Logs how long a step of this plan takes, to fit the planner to.
+        """Logs the measured step times of the plan, to correct the planner by.
 
-        Not of a plan whose prediction is of other devices: nothing is learnt from it.
+        A plan predicted for other devices is not logged, since its times teach nothing.
         """
         choice, path = self._runtime.choice, self._runtime.run_directory
         if choice is None or not choice.is_predicted or not self._step_s:
@@ -170,7 +170,7 @@ class RunLog:
             **timing,
         }
         self._append(dumps(record), self._metrics)
-        # TensorBoard's writer would die of a full disk and then block whoever adds.
+        # TensorBoard's writer dies of a full disk and then blocks its callers.
         if self._board is not None and self._disk.has_room():
             for name, value in {**values, **timing}.items():
                 self._board.add_scalar(name, value, step)
@@ -184,7 +184,7 @@ class RunLog:
 
 
 def throughput_unit(experiment: Experiment) -> tuple[str, int]:
-    """What is counted per second, and how many of it one step has."""
+    """The unit of throughput, and the number of units in one step."""
     tokens = experiment.data.tokens_per_example
     batch = experiment.data.global_batch
     return ("tokens", batch * tokens) if tokens else ("examples", batch)
@@ -244,7 +244,7 @@ def banner(
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that decide results."""
+    """Versions of the packages that influence results."""
     from importlib.metadata import version
 
     names = ("jax", "jaxlib", "flax", "optax")
@@ -285,7 +285,7 @@ def dumps(record: Mapping[str, Any], indent: int | None = None) -> str:
 def _tensorboard(folder: Path, start: int) -> Any:
     from tensorboardX import SummaryWriter
 
-    # What a lost attempt wrote after the restored step is hidden.
+    # Hides entries of a lost attempt after the restored step.
     return SummaryWriter(str(folder), purge_step=start + 1 if start else None)
 
 

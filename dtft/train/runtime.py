@@ -1,7 +1,7 @@
-"""What the training loop asks of the process it runs in.
+"""The interface between the training loop and its process.
 
-The loop decides steps; a runtime decides where state comes from and goes to. The
-elastic runtime is in `worker`, the one of `dtft train` in `single_process`.
+The loop decides steps; a runtime decides where state is restored from and saved to. The
+elastic runtime is in `worker`, the runtime of `dtft train` in `single_process`.
 """
 
 from pathlib import Path
@@ -15,13 +15,11 @@ from dtft.parallel import State
 from dtft.parallel.planning import PlanChoice
 
 Items = dict[str, Any]
-"""What a checkpoint holds beside arrays, as JSON: `step`, `position` (the number of
-global rows used), `stop` (the plateau's state) and `data_identity`; the plan and the
-shares in force, where there are any."""
+"""A checkpoint's values that are not arrays, as JSON:"""
 
 
 class Runtime(Protocol):
-    """The loop's view of its process. Called from the training thread only."""
+    """The loop's view of its process. Only the training thread calls the methods."""
 
     @property
     def slot(self) -> int:
@@ -55,7 +53,7 @@ class Runtime(Protocol):
 
     @property
     def run_directory(self) -> Path:
-        """The run directory; it exists."""
+        """The run directory, which exists."""
         ...
 
     @property
@@ -65,7 +63,7 @@ class Runtime(Protocol):
 
     @property
     def resume_command(self) -> str:
-        """What the user types to continue this run."""
+        """The command line that continues this run."""
         ...
 
     @property

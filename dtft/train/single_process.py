@@ -1,6 +1,6 @@
 """`dtft train`: one process, all local devices, no memory tier.
 
-Decides what happens on a signal; state goes to and comes from the storage tier.
+Handles signals; saves state to and restores state from the storage tier.
 """
 
 import shlex
@@ -66,7 +66,7 @@ def train(config: str, overrides: Sequence[str]) -> int:
 
 
 def resume_command(config: str, overrides: Sequence[str], made: str) -> str:
-    """What to type to continue: the same command, with its run directory.
+    """The command line that continues a run: the same words and the run directory.
 
     Args:
         config: path or name.
@@ -85,7 +85,7 @@ class UnreadableCheckpoint(RuntimeError):
 
 
 class LocalRuntime:
-    """A Runtime of one process, with the storage tier only."""
+    """The Runtime of a single process, with the storage tier only."""
 
     slot = 0
     num_slots = 1
@@ -130,7 +130,7 @@ class LocalRuntime:
         """A mesh over all local devices.
 
         Raises:
-            ConfigError: the plan that is asked for cannot be had, or not run here.
+            ConfigError: the requested plan cannot be found, or cannot run here.
             ValueError: the experiment's mesh does not fit the devices.
         """
         from dtft.parallel import make_mesh
@@ -147,10 +147,10 @@ class LocalRuntime:
         return make_mesh(experiment.mesh, self._devices)
 
     def restore(self, abstract_state: Any) -> tuple[Any, dict[str, Any]] | None:
-        """The newest checkpoint of the run directory, or None if it has none.
+        """Restores the run directory's newest checkpoint; None if there is none.
 
         Raises:
-            UnreadableCheckpoint: there is one, but it cannot be loaded.
+            UnreadableCheckpoint: a checkpoint exists but cannot be loaded.
         """
         from dtft.checkpoint.state import (
             from_paths,
@@ -177,11 +177,11 @@ class LocalRuntime:
         return from_paths(abstract_state, arrays), items
 
     def entered(self, phase: Phase, step: int) -> None:
-        """Remembers it, for whoever is told of a crash."""
+        """Remembers phase and step, for the error text of a crash."""
         self._at = phase, step
 
     def crash_text(self) -> str:
-        """Where training was, what is stored, and how to go on."""
+        """Text for a crash: phase and step, newest checkpoint, resume command."""
         phase, step = self._at
         stored = self._storage.latest_step()
         kept = (
@@ -194,31 +194,31 @@ class LocalRuntime:
         )
 
     def dispatched(self, step: int) -> None:
-        """Nobody else wants to know."""
+        """Does nothing: no agent follows this run."""
 
     def should_save(self, step: int) -> bool:
-        """At the config's interval; an automatic one spares what is not done here."""
+        """Whether `step` is a multiple of the interval; always True for `auto`."""
         interval = self._experiment.checkpoint.interval
         return interval == "auto" or step % interval == 0
 
     def takes(self, step: int) -> bool:
-        """Where storage is due."""
+        """Whether `step` is a multiple of the storage interval."""
         interval = self._experiment.checkpoint.storage_interval
         return interval > 0 and step % interval == 0
 
     def await_turn(self, step: int) -> None:
-        """There is no snapshot in memory to wait for."""
+        """Does nothing: there is no snapshot in memory to wait for."""
 
     def finished_step(self, step: int) -> None:
-        """Nobody else wants to know."""
+        """Does nothing: no agent follows this run."""
 
     def save(self, step: int, state: Any, items: dict[str, Any]) -> None:
-        """Saves to storage when it is due."""
+        """Saves the state to storage when a checkpoint is due."""
         if self.takes(step):
             self._store(step, state, items)
 
     def should_stop(self, step: int) -> bool:
-        """Whether a signal asked to end."""
+        """Whether a signal has asked to end the run."""
         return self._stopping
 
     def finish(
@@ -232,9 +232,10 @@ class LocalRuntime:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Ctrl-C, SIGTERM and SIGHUP end after the step; a second one ends at once.
+        """Ends the run after the step on Ctrl-C, SIGTERM or SIGHUP; at once on a
+        second.
 
-        Not a second SIGHUP: a terminal that closes sends more than one.
+        A second SIGHUP does not end the run at once: a closing terminal sends several.
         """
         before = {number: signal.getsignal(number) for number in heard_signals()}
 
@@ -255,7 +256,7 @@ class LocalRuntime:
     def _store(self, step: int, state: Any, items: dict[str, Any]) -> None:
         from dtft.checkpoint.state import to_paths, with_plain_keys
 
-        self._storage.wait_until_finished()  # raises what went wrong in the last one
+        self._storage.wait_until_finished()  # raises an error of the last save
         arrays = with_plain_keys(to_paths(state))
         if self._devices[0].platform == "cpu":
             # The next step donates these buffers. Orbax returns once it has copied

@@ -1,4 +1,4 @@
-"""The layout of a state: what the memory tier is told of its leaves and their mesh."""
+"""The layout of a state for the memory tier: its leaves and their mesh."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from dtft.parallel import State
 def layout_of(
     abstract_state: State, process_to_slot: Sequence[int], config: str
 ) -> Layout:
-    """The state's layout: what the memory tier is told of it.
+    """Makes the layout of a state for the memory tier.
 
     Args:
         abstract_state: leaves with NamedShardings, all on one mesh.

@@ -1,4 +1,4 @@
-"""When training has converged: a metric's plateau, as a pure fold over its values.
+"""Convergence of training: a metric's plateau, as a pure fold over its values.
 
 Decides from the config and the values alone, which are the same on every process.
 Its state travels in checkpoints as JSON.
@@ -55,7 +55,7 @@ class Plateau:
 def observe(
     plateau: Plateau, config: StopConfig, step: int, values: Mapping[str, float]
 ) -> Plateau:
-    """Checks one step's metrics and follows the watched one.
+    """Checks one step's metrics and updates the plateau of the watched metric.
 
     Raises:
         NonFinite: the loss is NaN or infinite.

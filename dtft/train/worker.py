@@ -1,9 +1,9 @@
 """The trainer process of one host in a launched job.
 
 ``python -m dtft.train.worker CONFIG [overrides]`` is started by an agent, does its
-imports, and waits on the agent's socket until it is given a slot; so a standby costs
-nothing when it is needed. Then runs the same loop as ``dtft train``, in an
-`AgentRuntime`. Disposable: it may be killed at any moment.
+imports, and waits on the agent's socket for a slot, so a standby starts without delay.
+Then the process runs the same loop as ``dtft train``, in an `AgentRuntime`. The process
+may be killed at any moment.
 """
 
 import contextlib
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
 
 AHEAD = 2
-"""Dispatching step s, the loop has heard of the end of step s - AHEAD."""
+"""Steps between dispatch and known end: at step s, step s - AHEAD has ended."""
 
 
 class WindowClock:
     """Times the steps between two snapshots, as the training loop sees them.
 
-    Steps are dispatched ahead: when the loop dispatches step s, it has just heard that
-    step s - 2 is finished, except right after a boundary, where it has waited for all.
-    From these moments follow the steps beside a replication and those without one.
+    Steps are dispatched ahead: at the dispatch of step s the loop knows that step s - 2
+    is finished; right after a boundary it has waited for all steps. From these moments
+    follow the steps during a replication and the steps without a replication.
 
     >>> clock = WindowClock()
     >>> clock.finished(10, 10.0, released_at=0.0, stall_s=0.0) is None
@@ -53,24 +53,24 @@ class WindowClock:
     """
 
     def __init__(self) -> None:
-        """Has seen nothing yet."""
+        """Starts without any recorded step."""
         self._last: tuple[int, float] | None = None
         self._dispatched: list[tuple[int, float]] = []
 
     def dispatched(self, step: int, now: float) -> None:
-        """A step was handed to the devices."""
+        """Records the moment at which a step was dispatched to the devices."""
         self._dispatched.append((step, now))
 
     def finished(
         self, step: int, now: float, *, released_at: float, stall_s: float
     ) -> Window | None:
-        """A boundary's step is finished.
+        """Computes the window that ends with a boundary's finished step.
 
         Args:
-            step: the step.
-            now: the moment, in seconds.
-            released_at: when the snapshot of the boundary before became safe.
-            stall_s: what it held up this thread.
+            step: the boundary's step.
+            now: monotonic time in seconds.
+            released_at: time at which the last boundary's snapshot became safe.
+            stall_s: seconds that this snapshot stalled the training thread.
 
         Returns:
             The window since the boundary before; None for the first one.
@@ -99,7 +99,7 @@ class WindowClock:
 logger = logging.getLogger(__name__)
 
 WARM_UP = 20
-"""Steps left out of the measured wall time per step: compilation, cold caches."""
+"""Steps excluded from the measured wall time per step: compilation, cold caches."""
 
 
 class AgentRuntime:
@@ -110,7 +110,7 @@ class AgentRuntime:
     """
 
     stores_its_end = False
-    """The leading agent has the last step exported, and says so."""
+    """Always False: the leading agent exports the last step and reports this."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class AgentRuntime:
         self._board = ProgressBoard(Path(start["board"]))
         self._board.set("trainer_pid", os.getpid())
         self.at: tuple[str, int] = "start", 0
-        """The phase, and the step that it makes; for whoever says what failed."""
+        """Current phase and step of training, for error reports."""
         self._board.enter("start", time.monotonic_ns())
         self._drill = DrillFailure.from_environment()
         self._manager: Any = None
@@ -172,7 +172,7 @@ class AgentRuntime:
         return make_mesh(scaled_mesh(experiment, self.num_slots, per_host), devices)
 
     def _recorded(self) -> dict[str, Any]:
-        """What the checkpoint that will be restored holds beside arrays."""
+        """The items (no arrays) of the checkpoint that will be restored."""
         from dtft.checkpoint.storage import StorageTier
 
         step = self._start["storage_step"]
@@ -189,7 +189,7 @@ class AgentRuntime:
         return self._start["storage_step"] or self._start["items"].get("step", 0)
 
     def restore(self, abstract_state: Any) -> tuple[Any, dict[str, Any]] | None:
-        """The state and items that the leader chose, or None at the very start."""
+        """Restores the state and items of the leader's step; None at step 0."""
         from dtft.checkpoint.managers import AgentCheckpointManager, RestoreArgs
         from dtft.checkpoint.state import (
             from_paths,
@@ -226,12 +226,12 @@ class AgentRuntime:
         return from_paths(abstract_state, with_typed_keys(arrays, abstract)), items
 
     def entered(self, phase: Phase, step: int) -> None:
-        """The agent reads the phase and its beginning on the board."""
+        """Writes the phase and its begin to the board, which the agent reads."""
         self._board.enter(phase, time.monotonic_ns())
         self.at = phase, step
 
     def dispatched(self, step: int) -> None:
-        """The step is on its way to the devices."""
+        """Records a dispatched step on the board; plays the drill's failure."""
         self._board.set("computing", step)
         self._dispatched_at.append(time.monotonic())
         self._clock.dispatched(step, self._dispatched_at[-1])
@@ -245,17 +245,17 @@ class AgentRuntime:
         return self._manager.should_save(step)
 
     def takes(self, step: int) -> bool:
-        """Every snapshot goes to memory."""
+        """Always True: every snapshot goes to memory."""
         del step
         return True
 
     def await_turn(self, step: int) -> None:
-        """At most one step runs ahead of replication."""
+        """Waits for the last snapshot: at most one step runs ahead of replication."""
         del step
         self._manager.wait_until_finished()
 
     def finished_step(self, step: int) -> None:
-        """A boundary's result is here."""
+        """Records a boundary's finished step and measures the window that it ends."""
         self._finished(step)
         stalls = self._manager.stalls_s
         self._window = self._clock.finished(
@@ -273,7 +273,7 @@ class AgentRuntime:
         self._tell_running()
 
     def save(self, step: int, state: Any, items: dict[str, Any]) -> None:
-        """One snapshot, at a step boundary."""
+        """Takes a snapshot at a step boundary."""
         from dtft.checkpoint.managers import SaveArgs
         from dtft.checkpoint.state import to_paths, with_plain_keys
 
@@ -296,7 +296,7 @@ class AgentRuntime:
     def finish(
         self, step: int, summary: dict[str, Any], state: Any, items: dict[str, Any]
     ) -> None:
-        """Training is over; what counts is already in the arena."""
+        """Waits for the last snapshot and completes the summary."""
         del step, state, items
         self._tell_running()
         self._manager.wait_until_finished()
@@ -309,7 +309,7 @@ class AgentRuntime:
 
 
 def speed(dispatched_at: Sequence[float], stalls_s: Sequence[float]) -> dict[str, Any]:
-    """Wall time per step, warm-up left out, and of the last half; and per snapshot.
+    """Wall time per step after warm-up, per step of the last half, and per snapshot.
 
     >>> speed([float(t) for t in range(30)], [0.5])
     {'step_s': 1.0, 'late_step_s': 1.0, 'snapshots': 1, 'stall_s': 0.5}
@@ -325,12 +325,12 @@ def speed(dispatched_at: Sequence[float], stalls_s: Sequence[float]) -> dict[str
 
 
 FATAL = (ValueError, NonFinite)
-"""Errors that would come again on any host: they end the job."""
+"""Errors that would occur again on any host and therefore end the job."""
 LAST_WORDS_S = 5.0
-"""So long does a trainer that has failed wait for its agent to end it."""
+"""Seconds that a failed trainer waits until its agent ends the process."""
 ERROR_CHARACTERS = 2000
 TRACEBACK_CHARACTERS = 8 << 10
-"""At most so much of an exception's text and traceback is told; the log has all."""
+"""Limits of an exception's text and traceback in a report; the log has all."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -340,7 +340,7 @@ def main(arguments: Sequence[str]) -> None:
     )
     logging.getLogger("absl").setLevel(logging.WARNING)
     accept_requests()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the agent's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the agent handles Ctrl-C
     _keep_stdout_for_people()
     config, *overrides = arguments
     experiment = load_experiment(config, overrides, prog="dtft.train.worker")
@@ -360,7 +360,7 @@ def main(arguments: Sequence[str]) -> None:
         _log_error()
         told = {"message": str(error), "code": _code(error)}
         _last_words(link, "fatal", **told, **_evidence(error, trainer.at))
-    except BaseException as error:  # SystemExit too: whoever calls it ends a trainer
+    except BaseException as error:  # SystemExit too: it also ends a trainer
         _log_error()
         _last_words(link, "failed", **failure(error, trainer.at))
         os._exit(1)
@@ -368,11 +368,11 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def failure(error: BaseException, at: tuple[str, int]) -> dict[str, Any]:
-    """The fields of `failed`: what the agent and its leader are told of an exception.
+    """The fields of the message `failed`, which reports an exception to the leader.
 
     Args:
-        error: that has ended training, with its traceback.
-        at: phase and step in which it came.
+        error: the exception that has ended training, with its traceback.
+        at: phase and step of the exception.
     """
     phase, step = at
     text = "".join(traceback.format_exception(error))
@@ -386,9 +386,9 @@ def failure(error: BaseException, at: tuple[str, int]) -> dict[str, Any]:
 
 
 def _evidence(error: Exception, at: tuple[str, int]) -> dict[str, Any]:
-    """The log, and a traceback where the text alone may not say enough.
+    """The log's path, and a traceback where the error may be the user's.
 
-    dtft's own errors say what to change; an error while steps are made may be of the
+    dtft's own errors name the remedy; an error during training steps may come from the
     user's model or data.
     """
     of_user = at[0] not in ("start", "restore")
@@ -402,7 +402,7 @@ def _cut(text: str, most: int) -> str:
 
 
 def _log_path() -> str:
-    """Where stderr goes; "" if that is no file."""
+    """Path of the file that stderr writes to; "" if stderr is no file."""
     try:
         path = os.readlink("/proc/self/fd/2")
     except OSError:
@@ -411,10 +411,9 @@ def _log_path() -> str:
 
 
 def _last_words(link: AgentLink, op: str, **fields: Any) -> None:
-    """Tells the agent how this ends, and leaves the end of this process to it.
+    """Reports the end of training to the agent, which then ends this process.
 
-    An agent that does not take the message, or does not end this process, is not
-    waited for longer than `LAST_WORDS_S`.
+    Waits at most `LAST_WORDS_S` for the agent to take the message and end this process.
     """
 
     def tell() -> None:
@@ -428,7 +427,7 @@ def _last_words(link: AgentLink, op: str, **fields: Any) -> None:
 
 
 class TrainerProcess:
-    """Trains in the slot that the agent gives."""
+    """Trains in the slot that the agent assigns."""
 
     def __init__(
         self, experiment: Experiment, link: AgentLink, arguments: Sequence[str]
@@ -439,11 +438,11 @@ class TrainerProcess:
 
     @property
     def at(self) -> tuple[str, int]:
-        """Phase and step of training."""
+        """Current phase and step of training."""
         return self._runtime.at if self._runtime is not None else ("start", 0)
 
     def train(self, start: dict[str, Any]) -> None:
-        """Runs the loop and tells the agent of its end."""
+        """Runs the training loop and reports its end to the agent."""
         from dtft.config import Disk
         from dtft.train.loop import run
         from dtft.train.run_log import write_config
@@ -461,16 +460,18 @@ class TrainerProcess:
 
 
 def _keep_stdout_for_people() -> None:
-    """What libraries write to file descriptor 1 (gloo does) goes to the log instead."""
+    """Redirects file descriptor 1, which libraries such as gloo write to, to the
+    log.
+    """
     people = io.BufferedWriter(ForPeople(os.dup(1)))
     sys.stdout = io.TextIOWrapper(people, line_buffering=True)
     os.dup2(2, 1)
 
 
 class ForPeople(io.RawIOBase):
-    """A stdout that may go away: what a closed terminal does not take is dropped.
+    """A stdout for people that drops output once the terminal is closed.
 
-    Training must not end because nobody reads what it says.
+    Training must not end because nobody reads its output.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -479,19 +480,21 @@ class ForPeople(io.RawIOBase):
         self._descriptor = descriptor
 
     def fileno(self) -> int:
-        """The file descriptor, for who asks whether it is a terminal."""
+        """The file descriptor of the stream."""
         return self._descriptor
 
     def isatty(self) -> bool:
-        """Whether it is a terminal."""
+        """Whether the stream is a terminal."""
         return os.isatty(self._descriptor)
 
     def writable(self) -> bool:
-        """It is."""
+        """Always True."""
         return True
 
     def write(self, data: Any) -> int:
-        """Writes what the reader takes; all of it if there is none any more."""
+        """Writes bytes; returns the number written, or all after the reader has
+        gone.
+        """
         content = memoryview(data)
         try:
             return os.write(self._descriptor, content)
@@ -509,9 +512,9 @@ def _code(error: Exception) -> int:
 
 
 def _import_everything(experiment: Any) -> None:
-    """Pays for imports (and data) now; must not touch a device."""
+    """Imports modules and makes datasets in advance; must not touch a device."""
     if experiment.cluster.devices_per_host > 0:
-        # Before there are threads; planned steps are to take what was predicted.
+        # Before threads start. Planned steps shall need the predicted time.
         keep_freed(large=bool(experiment.plan))
     import jax
 

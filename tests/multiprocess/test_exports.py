@@ -109,9 +109,7 @@ def _exporters() -> list[int]:
     """Exporter processes of this test that have not ended."""
     children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
     found = [int(pid) for task in children for pid in _text(task).split()]
-    return [
-        pid for pid in found if "storage.exporter" in _text(f"/proc/{pid}/cmdline")
-    ]
+    return [pid for pid in found if "storage.exporter" in _text(f"/proc/{pid}/cmdline")]
 
 
 def _text(path: Path | str) -> str:

@@ -1,6 +1,9 @@
 """What packages export: each name loads, and looking at the list loads nothing."""
 
+import ast
+import collections
 import importlib
+from pathlib import Path
 
 import pytest
 
@@ -63,3 +66,14 @@ def test_import_of_the_planner_is_light() -> None:
         "dtft._lazy",
         "dtft.planner",
     }
+
+
+def test_class_names_stand_once() -> None:
+    """A reader who searches for a class finds one."""
+    places: dict[str, list[str]] = collections.defaultdict(list)
+    for path in Path(dtft.__file__).parent.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(str(path))
+    twice = {name: found for name, found in places.items() if len(found) > 1}
+    assert not twice

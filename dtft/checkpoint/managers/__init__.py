@@ -1,11 +1,12 @@
-"""Checkpoint managers: what a training loop saves to and restores from.
+"""Checkpoint managers: a training loop saves steps to a manager and restores from it.
 
-* `replicated`: the public manager, for a stock Orbax loop, set up by `options`;
-  `local`: its work in a process of its own; `distributed`: in a job of several
-  processes; `save_clock`: what saves cost, for an automatic interval.
-* `agent_client`: the trainer's side of the memory tier, through its agent;
-  `agent_link`: the Unix socket between them; `progress`: where both are, in shared
-  memory. Agents import `agent_link` and `progress`, which import no JAX.
+* `replicated`: the public manager, for a loop written for stock Orbax; `options`: its
+  options; `local`: its implementation for one process; `distributed`: its
+  implementation for a job of several processes; `save_clock`: measures the cost of
+  saves for an automatic interval.
+* `agent_client`: the trainer's client of the memory tier, through the host's agent;
+  `agent_link`: the Unix socket between trainer and agent; `progress`: the progress of
+  both in shared memory. Agents import `agent_link` and `progress`, which import no JAX.
 
 The agent's side is in `dtft.elastic`.
 """

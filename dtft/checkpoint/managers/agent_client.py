@@ -1,7 +1,7 @@
-"""The trainer's side of the memory tier, through the agent that it is attached to.
+"""The trainer's client of the memory tier, through the agent of its host.
 
-`AgentCheckpointManager` has the shape of Orbax's CheckpointManager, for dtft's own
-trainers. `AttachedMemory` is what a process of a user's own job needs beside it.
+`AgentCheckpointManager` has the interface of Orbax's CheckpointManager, for dtft's own
+trainers. `AttachedMemory` extends it for the processes of a user's own job.
 """
 
 import contextlib
@@ -29,31 +29,32 @@ from dtft.checkpoint.state import Layout, pack_flags
 from dtft.checkpoint.storage import StorageTier, storage_steps
 
 ITEM = "interval"
-"""The item of a commit that says in how many steps the next one follows."""
+"""The item of a commit that holds the number of steps to the next commit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveArgs:
-    """What a commit holds."""
+    """The arrays and items of one save."""
 
     arrays: Mapping[str, jax.Array | np.ndarray]
-    """Leaf path to global array, all ready; or to a numpy array of all processes."""
+    """Leaf path to a ready global array, or to a numpy array that every process has
+    whole."""
     items: Mapping[str, Any] = field(default_factory=dict)
-    """What is not an array, as JSON values: data position and so on."""
+    """The items of the step as JSON values: data position and so on."""
     window: Window | None = None
-    """What the steps since the last snapshot took, for an automatic interval."""
+    """Durations of the steps since the last snapshot, for an automatic interval."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreArgs:
-    """What is wanted back."""
+    """The leaves to restore."""
 
     abstract: Mapping[str, jax.ShapeDtypeStruct]
     """Leaf path to shape, dtype and sharding."""
 
 
 class AgentCheckpointManager:
-    """Every saved step in several hosts' memory; see the module's text."""
+    """Saves every step into the memory of several hosts, through the host's agent."""
 
     def __init__(
         self,
@@ -68,19 +69,21 @@ class AgentCheckpointManager:
         automatic: bool = False,
         last: int | None = None,
     ) -> None:
-        """Announces the layout, if it is known, as `announce` does.
+        """Announces the layout if it is given; see `announce`.
 
         Args:
-            link: to the agent.
-            layout: of the state.
-            slot: whose slices these are.
+            link: the link to the agent.
+            layout: the layout of the state, None if it is not known yet.
+            slot: the slot of this process.
             chunk_bytes: bytes under one digest.
-            storage_directory: of the storage tier.
-            deadline_s: limit of every wait for the agent.
+            storage_directory: the directory of the storage tier.
+            deadline_s: limit of every wait for the agent, in seconds.
             cadence: after which steps `should_save`; by default after every step.
-            automatic: the leader changes the interval; commits hold it.
-            last: the last step of all, which is saved whatever the cadence is. If it is
-                given, room for a step is asked for when the one before it is safe.
+            automatic: whether the leader changes the interval; commits then hold the
+                interval.
+            last: the last step of the run, which is saved whatever the cadence is. If
+                it is given, buffers for the next step are requested as soon as the
+                saved step is safe.
 
         Raises:
             TimeoutError: the agent did not answer in time.
@@ -99,18 +102,18 @@ class AgentCheckpointManager:
         self._schedule = SnapshotSchedule.of(cadence or Cadence.every(1))
         self._automatic = automatic
         self.released_at = 0.0
-        """When the newest step became safe, on the monotonic clock."""
+        """Time at which the newest step became safe, by `time.monotonic()`."""
         self._arena: Arena | None = None
         self._mapping: threading.Thread | None = None
         self.bytes_from_storage = 0
         self.stalls_s: list[float] = []
-        """Seconds that each `save` held up the training thread."""
+        """Seconds for which each `save` blocked the training thread."""
         self._dialogue.start(self._take)
         if layout is not None:
             self.announce(layout)
 
     def announce(self, layout: Layout) -> None:
-        """Tells the layout and waits for what the agent was told to restore.
+        """Sends the layout to the agent and waits for the agent's restore order.
 
         Raises:
             TimeoutError: the agent did not answer in time.
@@ -147,7 +150,7 @@ class AgentCheckpointManager:
                 self._ask_ahead()
 
     def _ask_ahead(self) -> None:
-        """Asks for room for the next step, while the devices compute it."""
+        """Requests buffers for the next step while the devices compute the step."""
         if self._last_step is not None and self._saved < self._last_step:
             following = self._schedule.following(self._saved)
             self._ask(min(following, self._last_step))
@@ -159,32 +162,32 @@ class AgentCheckpointManager:
     # ------------------------------------------------------------- Orbax's shape
 
     def latest_step(self) -> int | None:
-        """The newest step that can be restored: commits, else what was restored."""
+        """The newest committed step, else the restored step; None without either."""
         return self._committed or None
 
     def all_steps(self) -> tuple[int, ...]:
-        """Steps on offer: the last commit and what storage holds, ascending."""
+        """The steps on offer: the last commit and the stored steps, ascending."""
         stored = storage_steps(self._storage_directory)
         return tuple(sorted({*stored, self._committed} - {0}))
 
     def should_save(self, step: int) -> bool:
-        """Whether a snapshot is taken after `step`; equal on all hosts.
+        """Whether a snapshot is due after `step`; the same on all hosts.
 
-        To be asked once every boundary before `step` was saved and waited for.
+        Every boundary before `step` must have been saved and waited for.
         """
         with self._dialogue.condition:
             return self._schedule.is_boundary(step)
 
     def interval(self) -> int:
-        """Steps from the last saved step to the next."""
+        """The number of steps from the last saved step to the next."""
         with self._dialogue.condition:
             return self._schedule.interval(after=self._saved)
 
     def save(self, step: int, *, args: SaveArgs) -> bool:
-        """Copies a step into this host's arena; the rest happens elsewhere.
+        """Copies a step into this host's arena; agents replicate and commit it.
 
-        What did not change since the last save is not written. The arrays may be
-        donated as soon as this returns.
+        Chunks that did not change since the last save are not written. The arrays may
+        be donated when this method has returned.
         """
         begun = time.monotonic()
         with self._dialogue.condition:
@@ -225,12 +228,15 @@ class AgentCheckpointManager:
     def restore(
         self, step: int | None = None, *, args: RestoreArgs
     ) -> tuple[dict[str, jax.Array], dict[str, Any]] | None:
-        """The state the leader chose for this formation, or None for a fresh start.
+        """Restores the step that the leader chose for this formation.
+
+        Returns:
+            The arrays by leaf path, and the items; None for a fresh start.
 
         Raises:
-            ValueError: `step` is not the one that the leader chose.
-            CorruptCopy: a copy in this host's memory is corrupt; all hosts must form
-                anew, and this copy will not be offered again.
+            ValueError: `step` is not the step that the leader chose.
+            CorruptCopy: a copy in this host's memory is corrupt. All hosts must form
+                again, and this copy will not be offered again.
         """
         order = self._order
         assert order is not None
@@ -279,10 +285,10 @@ class AgentCheckpointManager:
         )
 
     def wait_until_mapped(self) -> None:
-        """Waits until the arena is mapped here: saves before that take longer.
+        """Waits until this process has mapped the arena; earlier saves take longer.
 
         Raises:
-            TimeoutError: it is not in time.
+            TimeoutError: the arena was not mapped in time.
         """
         limit_s = self._dialogue.deadline_s
         if self._mapping is not None:
@@ -291,7 +297,7 @@ class AgentCheckpointManager:
                 raise TimeoutError(f"{limit_s:.0f} s mapping the arena; it goes on")
 
     def close(self) -> None:
-        """Detaches from the arena; its bytes stay."""
+        """Ends the sending thread and unmaps the arena; the arena's bytes remain."""
         self._dialogue.close()
         if self._arena is not None:
             self._arena.close()
@@ -299,32 +305,30 @@ class AgentCheckpointManager:
     # ---------------------------------------------------------------- for the loop
 
     def stop_at(self) -> int | None:
-        """The step after which all hosts shall stop, if a stop was asked for."""
+        """The step after which all hosts stop; None if no stop was requested."""
         with self._dialogue.condition:
             return self._stop_at
 
 
-# The memory tier of a user's own process, through the agent that it is attached to.
-#
-# What a trainer of dtft does over its link (`AgentCheckpointManager`), and what only a
-# user's process needs: it hears when all processes of the job are there, finds a
-# committed step again, asks for storage, and is told why its agent lets it go.
-
 LEAVE_S = 5.0
 NONE = -1
-"""No step; users count from 0."""
+"""The number for no step; users count steps from 0."""
 
 
 class NotHeld(LookupError):
-    """The agent does not hold this step (any more)."""
+    """The agent does not hold this step, or no longer holds it."""
 
 
 class NotBrought(RuntimeError):
-    """A step that memory has could not be brought onto the wanted shardings."""
+    """A step in memory could not be resharded to the wanted shardings."""
 
 
 class AttachedMemory(AgentCheckpointManager):
-    """This process's steps in the memory of several hosts."""
+    """The memory tier of one process of a user's job, through the attached agent.
+
+    In addition to `AgentCheckpointManager` it waits for all processes of the job, finds
+    and reads committed steps, requests storage, and reports why its agent detached it.
+    """
 
     def __init__(
         self, attached: Attached, *, slot: int, chunk_bytes: int, directory: Path
@@ -332,8 +336,8 @@ class AttachedMemory(AgentCheckpointManager):
         """Waits until every process of the job has attached.
 
         Raises:
-            TimeoutError: some did not in time; names them.
-            AgentGone: the agent has let go of this process, or has ended.
+            TimeoutError: some processes did not attach in time; names these processes.
+            AgentGone: the agent has ended, or has detached this process.
         """
         self._attached = attached
         self._formed: dict[str, Any] | None = None
@@ -343,7 +347,7 @@ class AttachedMemory(AgentCheckpointManager):
         self._flushed: dict[int, str] = {}
         self._tokens = itertools.count()
         self.storage_errors: list[str] = []
-        """Why steps did not reach storage; whoever raises them takes them out."""
+        """Errors of steps that did not reach storage, until a caller raises them."""
         super().__init__(
             attached.link,
             None,
@@ -352,7 +356,7 @@ class AttachedMemory(AgentCheckpointManager):
             storage_directory=directory,
             deadline_s=attached.deadline_s,
         )
-        if not self._dialogue.gone:  # or it was told why already
+        if not self._dialogue.gone:  # else the agent has already sent its reason
             self._dialogue.farewell = (
                 f"the agent of host {attached.host} (job {attached.job!r}, "
                 f"{attached.path}) has ended. Start it again, or another one, and "
@@ -395,7 +399,7 @@ class AttachedMemory(AgentCheckpointManager):
             super()._take(message)
 
     def announce(self, layout: Layout) -> None:
-        """Tells the layout; see `AgentCheckpointManager.announce`."""
+        """Sends the layout to the agent; see `AgentCheckpointManager.announce`."""
         super().announce(layout)
         assert self._order is not None
         if self._order["source"] == "init":
@@ -405,7 +409,7 @@ class AttachedMemory(AgentCheckpointManager):
 
     @property
     def in_memory(self) -> int | None:
-        """The committed step that memory has, if there is one."""
+        """The committed step in memory, or None."""
         with self._dialogue.condition:
             step = self._committed
         assert self._formed is not None
@@ -415,7 +419,7 @@ class AttachedMemory(AgentCheckpointManager):
 
     @property
     def saved(self) -> int | None:
-        """The newest step that was saved or restored here."""
+        """The newest step that this process saved or restored, or None."""
         return None if self._saved == NONE else self._saved
 
     @property
@@ -425,16 +429,16 @@ class AttachedMemory(AgentCheckpointManager):
             return self._released < self._saved
 
     def check(self) -> None:
-        """Raises AgentGone if the agent has let go of this process, or has ended."""
+        """Raises AgentGone if the agent has ended, or has detached this process."""
         self._dialogue.check()
 
     # ------------------------------------------------------------------ restore
 
     def locate(self, step: int) -> dict[str, Any]:
-        """Where a committed step lies: arena, buffers, digests, layout and items.
+        """Finds a committed step: its arena, buffers, digests, layout and items.
 
         Raises:
-            NotHeld: it is not here.
+            NotHeld: this host's agent does not hold the step.
         """
         self._located = None
         self._dialogue.send("locate", step=step)
@@ -447,7 +451,10 @@ class AttachedMemory(AgentCheckpointManager):
     def read(
         self, found: Mapping[str, Any], abstract: Mapping[str, jax.ShapeDtypeStruct]
     ) -> dict[str, Any]:
-        """The leaves of a located step, every byte checked; see `SnapshotPlan.read`."""
+        """Reads the leaves of a located step; every byte is verified.
+
+        See `SnapshotPlan.read`.
+        """
         plan = self._plan_of(found["layout"])
         buffers = np.frombuffer(found["buffers"], np.uint8)
         return self._read(plan, found, buffers, abstract)
@@ -455,15 +462,15 @@ class AttachedMemory(AgentCheckpointManager):
     def read_on(
         self, step: int, layout: Layout, abstract: Mapping[str, jax.ShapeDtypeStruct]
     ) -> dict[str, Any]:
-        """As `read`, on slices that this process did not save; the agents bring them.
+        """Reads a step on another layout; the agents bring the slices of this process.
 
         Args:
             step: the newest commit.
-            layout: how it is wanted; the same on every process.
+            layout: the wanted layout; the same on every process.
             abstract: leaf path to shape, dtype and sharding.
 
         Raises:
-            NotBrought: a host was lost meanwhile, memory is short, or a copy is wrong.
+            NotBrought: a host was lost, memory is short, or a copy is corrupt.
         """
         self._assembled, text = None, layout.to_json()
         self._dialogue.send("want", step=step, layout=text)
@@ -504,14 +511,14 @@ class AttachedMemory(AgentCheckpointManager):
     # ------------------------------------------------------------------ storage
 
     def flush(self, step: int, *, store: bool, limit_s: float) -> str:
-        """Waits until a step is committed, and with `store` in storage.
+        """Waits until a step is committed; with `store` until it is in storage.
 
         Returns:
-            "" or why it did not reach storage.
+            "", or the reason why the step did not reach storage.
 
         Raises:
-            AgentGone: the agent has let go of this process, or has ended.
-            TimeoutError: it took too long.
+            AgentGone: the agent has ended, or has detached this process.
+            TimeoutError: the wait took longer than `limit_s` seconds.
         """
         token = self.ask_storage(step, store=store)
         what = f"step {step} to be {'in storage' if store else 'committed'}"
@@ -519,15 +526,20 @@ class AttachedMemory(AgentCheckpointManager):
         return self._flushed.pop(token)
 
     def ask_storage(self, step: int, *, store: bool) -> int:
-        """As `flush`, without waiting."""
+        """Sends the request of `flush` without waiting.
+
+        Returns:
+            The token of the agent's answer.
+        """
         token = next(self._tokens)
         self._dialogue.send("flush", token=token, step=step, store=store)
         return token
 
     def leave(self) -> None:
-        """Lets go of the agent in good order; what is committed stays in memory.
+        """Detaches from the agent; committed steps stay in memory.
 
-        The step saved last is waited for, not long: its peers may have gone.
+        Waits up to `LEAVE_S` seconds for the step saved last, because peers may have
+        ended.
         """
         with contextlib.suppress(AgentGone, TimeoutError):
             what = f"step {self._saved}"

@@ -1,11 +1,10 @@
-"""The link between a trainer and the agent of its host: how it is found, and the
-messages.
+"""The link between a trainer and the agent of its host: discovery and messages.
 
-`attach` finds an agent for a user's process; a trainer that the agent started says
-`hello`. Each side first checks that the other belongs to the same user. A message is
-one msgpack map with a 4-byte length before it; bytes of state are in the arena and
-never travel here. `Dialogue` is a process's side: every wait has a limit, and ends at
-once when the agent has gone.
+`attach` finds and attaches to an agent for a user's process; a trainer started by the
+agent calls `hello`. Each side first checks that the other process belongs to the same
+user. A message is one msgpack map after a 4-byte length; the bytes of the state are in
+the arena and are never sent over the link. `Dialogue` is the trainer's side: every wait
+has a limit, and ends at once when the agent has ended.
 """
 
 import contextlib
@@ -28,12 +27,12 @@ import msgpack
 
 from dtft.checkpoint.memory import DEFAULT_DIRECTORY
 
-# Whether the two ends of a Unix socket belong to the same user.
+# Both ends of a Unix socket must belong to the same user, or to root.
 #
-# A process tells its agent where its state is, and does what the agent says; an agent
-# hands its memory to who attaches. So each side checks the other's user before it says
-# anything: by the owner of the socket's file and directory, and by what the kernel
-# knows of the process at the other end. root counts as everybody.
+# A process follows the orders of its agent, and an agent gives its memory to the
+# attached process. So each side checks the other's user before it sends a message: by
+# the owner of the socket's file and directory, and by the kernel's credentials of the
+# process at the other end.
 
 
 _CREDENTIALS = struct.Struct("3i")
@@ -41,18 +40,19 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class ForeignSocket(PermissionError):
-    """A socket, or the process behind it, is not this user's; says what to do."""
+    """A socket, or the process behind it, belongs to another user."""
 
 
 def check_path(path: Path) -> None:
-    """Checks who made a socket, before it is connected to.
+    """Checks the owner of a socket before a connection to the socket.
 
     Raises:
-        FileNotFoundError: there is none.
-        ForeignSocket: another user owns it or its directory, or could exchange it.
+        FileNotFoundError: no file exists at `path`.
+        ForeignSocket: another user owns the socket or its directory, or could replace
+            the socket.
     """
     directory = path.parent.stat()
-    found = path.stat()  # after its directory: who exchanged that is noticed
+    found = path.stat()  # after its directory, so an exchanged directory is noticed
     if not stat.S_ISSOCK(found.st_mode):
         raise ForeignSocket(
             f"{path} is not a socket. Allowed: the socket that an agent names in its "
@@ -77,7 +77,7 @@ def check_path(path: Path) -> None:
 def peer_of(connection: socket.socket) -> tuple[int, int]:
     """Process id and user id at the other end of a connected Unix socket.
 
-    At the end that connected they are those of who listens.
+    For the connecting side these are the ids of the listening process.
     """
     size = _CREDENTIALS.size
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
@@ -86,7 +86,7 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
 
 
 def foreign_peer(uid: int) -> str | None:
-    """Why the process of a user is not talked to; None for this user's and root's.
+    """The reason to refuse a process of a user; None for this user and for root.
 
     >>> foreign_peer(os.geteuid())
     """
@@ -100,7 +100,7 @@ def foreign_peer(uid: int) -> str | None:
 
 
 def user(uid: int) -> str:
-    """A user, for people.
+    """Formats a user's name and id as text.
 
     >>> user(0)
     'user root (0)'
@@ -115,19 +115,13 @@ def _trusted() -> tuple[int, int]:
     return os.geteuid(), 0
 
 
-# The local link between a trainer and its agent: messages over a Unix socket.
-#
-# One msgpack map per message with a 4-byte length before it. Bytes of state never
-# travel here; they are in the arena. What the messages mean is not known here.
-
-
 _LENGTH = struct.Struct("<I")
 _LARGEST = 256 << 20
 
 
 @contextlib.contextmanager
 def _address(path: Path) -> Iterator[str]:
-    """An address for a Unix socket at any path; they may only have 107 bytes."""
+    """A short address for a Unix socket at any path; addresses have up to 107 bytes."""
     directory = os.open(path.parent, os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{directory}/{path.name}"
@@ -136,7 +130,7 @@ def _address(path: Path) -> Iterator[str]:
 
 
 def listen_for_links(path: Path) -> socket.socket:
-    """A listening Unix socket at `path`."""
+    """Creates a listening Unix socket at `path`."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with _address(path) as address:
         listener.bind(address)
@@ -147,13 +141,13 @@ def listen_for_links(path: Path) -> socket.socket:
 def serve_links(
     listener: socket.socket, hear: Callable[["AgentLink"], None], send_s: int = 0
 ) -> None:
-    """Hears whoever connects, each on a thread of its own, until the listener ends.
+    """Accepts connections on a background thread until the listener is closed.
 
     Args:
         listener: from `listen_for_links`.
-        hear: is given each link.
-        send_s: a peer that does not read for so many seconds fails the send to it; 0
-            for no limit.
+        hear: called with each link, on its own thread.
+        send_s: limit of a send in seconds, after which the send to a peer that does not
+            read fails; 0 for no limit.
     """
 
     def accept() -> None:
@@ -171,10 +165,10 @@ def serve_links(
 
 
 def packed(op: str, fields: Mapping[str, Any]) -> bytes:
-    """A message as it is sent.
+    """Encodes a message as msgpack after a 4-byte length.
 
     Raises:
-        TypeError, ValueError, OverflowError: a value cannot be sent.
+        TypeError, ValueError, OverflowError: msgpack cannot encode a value.
     """
     body = msgpack.packb({"op": op, **fields})
     assert body is not None
@@ -182,15 +176,15 @@ def packed(op: str, fields: Mapping[str, Any]) -> bytes:
 
 
 class LinkClosed(ConnectionError):
-    """The process at the other end has gone."""
+    """The process at the other end has closed the link or has ended."""
 
 
 class NotReading(LinkClosed):
-    """The process at the other end is there, but has read nothing for the limit."""
+    """The process at the other end lives, but did not read within the send limit."""
 
 
 class AgentLink:
-    """One connected end; sending is thread-safe, one thread receives."""
+    """One end of a link. Sending is thread-safe; only one thread may receive."""
 
     def __init__(self, connection: socket.socket) -> None:
         """Wraps a connected stream socket."""
@@ -215,30 +209,30 @@ class AgentLink:
         """Sends one message.
 
         Raises:
-            LinkClosed: the other end has gone.
-            NotReading: it does not read; only with a limit, see `serve`.
+            LinkClosed: the other end is closed.
+            NotReading: the other end does not read within the limit of `serve_links`.
         """
         self.send_packed(packed(op, fields))
 
     def send_packed(self, message: bytes) -> None:
-        """As `send`, of what `packed` made."""
+        """Sends a message from `packed`; see `send`."""
         try:
             with self._lock:
                 self._socket.sendall(message)
-        except BlockingIOError as error:  # SO_SNDTIMEO, see `serve`
+        except BlockingIOError as error:  # SO_SNDTIMEO, see `serve_links`
             raise NotReading("nothing was read at the other end") from error
         except OSError as error:
             raise LinkClosed(f"sending failed: {error}") from error
 
     def receive(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """Waits for the next message; the other end's death ends the wait.
+        """Waits for the next message; the end of the other process ends the wait.
 
         Args:
-            timeout_s: limit of every wait for bytes, also of those after this one.
+            timeout_s: limit of every wait for bytes, also in later calls of the socket.
 
         Raises:
-            LinkClosed: the other end has gone.
-            TimeoutError: nothing came within `timeout_s`.
+            LinkClosed: the other end is closed.
+            TimeoutError: no bytes arrived within `timeout_s`.
         """
         try:
             self._socket.settimeout(timeout_s)
@@ -264,14 +258,14 @@ class AgentLink:
         return bytes(parts)
 
     def wait_closed(self) -> None:
-        """Waits until the other end has gone; takes nothing from who receives here."""
+        """Waits until the other end is closed, without receiving messages."""
         ended = select.poll()
         ended.register(self._socket, select.POLLRDHUP)
         ended.poll()
 
     @property
     def peer(self) -> tuple[int, int]:
-        """Process id and user id at the other end, from the kernel.
+        """Process id and user id at the other end, as reported by the kernel.
 
         Raises:
             OSError: the link was closed here.
@@ -279,7 +273,7 @@ class AgentLink:
         return peer_of(self._socket)
 
     def close(self) -> None:
-        """Closes the socket; a receiving thread gets LinkClosed."""
+        """Closes the socket; `receive` raises LinkClosed in a waiting thread."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -288,10 +282,11 @@ class AgentLink:
 
 
 class Outbox:
-    """Sends on a thread of its own, in order: whoever has more to do goes on at once.
+    """Sends messages in order on a background thread, so that callers never wait.
 
-    A send wakes the other end, which on a busy machine runs before the sender does; and
-    one to a process that does not read waits, which an event loop must not.
+    A send wakes the other process, which on a busy machine may run before the sender
+    continues. A send to a process that does not read blocks, and an event loop must not
+    block.
     """
 
     def __init__(
@@ -300,9 +295,10 @@ class Outbox:
         """Starts the thread.
 
         Args:
-            link: to send over.
-            failed: called once on the thread, which then ends, when a send fails. By
-                default nobody is told: whoever receives from the link knows.
+            link: the link to send over.
+            failed: called once on the thread when a send fails; the thread then ends.
+                By default a failure is not reported, because the receiver of the link
+                notices it.
         """
         self._link, self._failed = link, failed
         self._messages: queue.Queue[bytes | None] = queue.Queue()
@@ -311,16 +307,16 @@ class Outbox:
         self._thread.start()
 
     def send(self, op: str, **fields: Any) -> None:
-        """Queues one message. What cannot be sent is refused here: see `packed`."""
+        """Queues one message; raises for a value that `packed` cannot encode."""
         self._messages.put(packed(op, fields))
 
     def close(self, *, link: bool = False) -> None:
-        """Ends the thread once everything is sent, and with `link` the link then."""
+        """Ends the thread after all queued messages; `link` then closes the link."""
         self._closes_link = self._closes_link or link
         self._messages.put(None)
 
     def join(self, limit_s: float) -> None:
-        """Waits until the thread has ended, but not longer than `limit_s`."""
+        """Waits until the thread has ended, for at most `limit_s` seconds."""
         self._thread.join(limit_s)
 
     def _run(self) -> None:
@@ -334,22 +330,20 @@ class Outbox:
             self._link.close()
 
 
-# How a trainer attaches to the agent of its host, and how a user's process finds one.
-#
-# One exchange over the agent's Unix socket, before the first message of the memory tier
-# itself (a link carries both). A trainer that the agent has started names itself by
-# its process id (`hello`); a user's process says what the job must agree on, too
-# (`attach`). Decides which agent.
+# Attaching is one exchange over the agent's Unix socket, before the messages of the
+# memory tier over the same link. A trainer that the agent has started sends its process
+# id (`hello`); a user's process also sends the terms that all processes of the job must
+# agree on (`attach`).
 
 
 AGENT_SOCKET = "agent.sock"
 AGENT_SOCKET_VARIABLE = "DTFT_AGENT_SOCKET"
 TAKEN_S = 2.0
-"""The former process of an agent may just have ended: so long it is asked again."""
+"""Seconds for which a taken agent is asked again: its process may just have ended."""
 ATTACHED = "attached"
-"""The answer of an agent that takes a process; `refused` is the other."""
+"""The answer of an agent that accepts a process; the other answer is `refused`."""
 ANSWER_S = 10.0
-"""An agent answers at once; one that does not has hung."""
+"""Limit of an agent's answer in seconds; a late agent counts as hung."""
 
 _START = (
     "Start one per host: dtft agent --serve-only --store HOST:PORT --job NAME "
@@ -358,23 +352,23 @@ _START = (
 
 
 class NoAgent(RuntimeError):
-    """There is no agent that takes this process."""
+    """No agent accepts this process."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeenAgent:
-    """What an agent says of itself to whoever asks."""
+    """An agent's description of itself, in its answer to `ask`."""
 
     path: Path
     job: str
     host: str
     taken_by: int
-    """Process id of who is attached, 0 for nobody."""
+    """Process id of the attached process, 0 for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attached:
-    """This process's hold on its agent."""
+    """This process's attachment to its agent."""
 
     link: AgentLink
     path: Path
@@ -385,14 +379,15 @@ class Attached:
 
 
 def attach(given: str | None, terms: Mapping[str, Any]) -> Attached:
-    """Attaches to an agent; the rest of the job may still be missing.
+    """Attaches to an agent, without waiting for the other processes of the job.
 
     Args:
-        given: path of the agent's socket, or None to look for it.
-        terms: what the job must agree on, and who this process is.
+        given: path of the agent's socket, or None to search for it.
+        terms: the terms that all processes of the job must agree on, and the index of
+            this process.
 
     Raises:
-        NoAgent: there is none, or it refuses; says what to do.
+        NoAgent: there is no agent, or the agent refuses; says what to do.
     """
     until = time.monotonic() + TAKEN_S
     path = _found(given, until)
@@ -424,7 +419,11 @@ def _found(given: str | None, until: float) -> Path:
 
 
 def _ask_in(path: Path, terms: Mapping[str, Any]) -> tuple[AgentLink, dict[str, Any]]:
-    """Asks an agent to take this process; its answer."""
+    """Connects to an agent and asks it to accept this process.
+
+    Returns:
+        The link, and the agent's answer.
+    """
     link = _connect(path)
     try:
         return link, hello(link, terms, ANSWER_S)
@@ -438,19 +437,20 @@ def _ask_in(path: Path, terms: Mapping[str, Any]) -> tuple[AgentLink, dict[str, 
 def hello(
     link: AgentLink, terms: Mapping[str, Any], answer_s: float | None = None
 ) -> dict[str, Any]:
-    """Asks the agent at the end of a link to take this process.
+    """Asks the agent at the other end of a link to accept this process.
 
     Args:
-        link: to the agent; it carries everything after this, too.
-        terms: see `attach`; nothing for a trainer that the agent has started.
-        answer_s: limit of the wait; None for a child of the agent, which ends with it.
+        link: the link to the agent; all later messages use it, too.
+        terms: see `attach`; empty for a trainer that the agent has started.
+        answer_s: limit of the wait in seconds; None for a child of the agent, which
+            ends with the agent.
 
     Returns:
         The agent's answer: `attached`, or `refused` with its reason.
 
     Raises:
-        LinkClosed: it does not take this process, and says nothing.
-        TimeoutError: it does not answer in time.
+        LinkClosed: the agent closes the link without an answer.
+        TimeoutError: the agent does not answer in time.
     """
     link.send("attach", pid=os.getpid(), **terms)
     return link.receive(answer_s)
@@ -459,8 +459,8 @@ def hello(
 def find(given: str | None, environment: Mapping[str, str]) -> Path:
     """Finds the socket of this process's agent.
 
-    Takes `given`, else the environment variable, else the socket of the only free agent
-    on this machine.
+    The path is `given`, else the environment variable `AGENT_SOCKET_VARIABLE`, else the
+    socket of the only free agent on this machine.
 
     Raises:
         NoAgent: no agent, or more than one, is free.
@@ -478,7 +478,7 @@ def seen_here(directory: Path) -> list[SeenAgent]:
 
 
 def only_free(agents: Iterable[SeenAgent]) -> Path:
-    """The only agent to which nobody is attached.
+    """The socket of the only agent without an attached process.
 
     >>> taken = SeenAgent(path=Path("/a/agent.sock"), job="j", host="h", taken_by=7)
     >>> only_free([taken])
@@ -515,16 +515,20 @@ another agent.
 
 
 def ask(path: Path) -> SeenAgent | None:
-    """What the agent at `path` says of itself; None if none that serves answers."""
+    """Asks the agent at `path` for its description.
+
+    Returns:
+        None if no agent that serves other processes answers.
+    """
     try:
         link = own_link(path)
-    except OSError:  # also one that is another user's
+    except OSError:  # also ForeignSocket
         return None
     try:
         link.send("who")
         answer = link.receive(2.0)
     except (LinkClosed, TimeoutError):
-        return None  # an agent that has trainers of its own closes the link
+        return None  # an agent that started its own trainers closes the link
     finally:
         link.close()
     return SeenAgent(
@@ -533,11 +537,11 @@ def ask(path: Path) -> SeenAgent | None:
 
 
 def own_link(path: Path) -> AgentLink:
-    """Connects to the agent at `path`, which is this user's or root's.
+    """Connects to the agent at `path` if it belongs to this user or to root.
 
     Raises:
-        ForeignSocket: it is not; nothing was sent.
-        OSError: nobody listens there.
+        ForeignSocket: the agent belongs to another user; no message was sent.
+        OSError: no process listens at `path`.
     """
     check_path(path)
     link = AgentLink.connect(path, ANSWER_S)
@@ -564,35 +568,33 @@ def _connect(path: Path) -> AgentLink:
         ) from error
 
 
-# A process's talk with its agent: what it says, hears and waits for, until one ends.
-#
-# Every wait has a limit and ends at once when the agent has gone. What the messages
-# mean is said in `agent_client`.
-
-
 LAST_WORDS_S = 1.0
-"""Once the link is closed, the agent's reason for it is waited for so long."""
+"""Seconds to wait for the agent's reason after the link was closed."""
 
 
 class AgentGone(RuntimeError):
-    """The agent of this process has ended, or has let go of it; says why."""
+    """The agent of this process has ended, or has detached it; says why."""
 
 
 class Dialogue:
-    """One link to an agent. `condition` guards what messages change."""
+    """A process's exchange of messages with its agent over one link.
+
+    Every wait has a limit, and ends at once when the agent has ended. `condition`
+    guards the state that messages change. `agent_client` defines the messages.
+    """
 
     def __init__(self, link: AgentLink, deadline_s: float) -> None:
-        """Says nothing yet and does not listen; limits every wait to `deadline_s`."""
+        """Sends and receives nothing yet; every wait is limited to `deadline_s`."""
         self.condition = threading.Condition()
         self.gone = False
-        """Whether the agent has ended, or has let go of this process."""
+        """Whether the agent has ended, or has detached this process."""
         self.farewell = "this host's agent has ended"
-        """Why, if it is gone or should go without a word."""
+        """The reason given by `AgentGone`; the default until the agent sends one."""
         self._link, self.deadline_s = link, deadline_s
         self._outbox = Outbox(link)
 
     def start(self, take: Callable[[dict[str, Any]], None]) -> None:
-        """Listens from now on; `take` gets each message while `condition` is held."""
+        """Starts a receiving thread; `take` gets each message with `condition` held."""
         threading.Thread(target=self._hear, args=(take,), daemon=True).start()
 
     def _hear(self, take: Callable[[dict[str, Any]], None]) -> None:
@@ -608,7 +610,7 @@ class Dialogue:
                 self.condition.notify_all()
 
     def check(self) -> None:
-        """Raises AgentGone if the agent has let go of this process, or has ended."""
+        """Raises AgentGone if the agent has ended, or has detached this process."""
         with self.condition:
             if self.gone:
                 raise AgentGone(self.farewell)
@@ -616,16 +618,16 @@ class Dialogue:
     def wait(
         self, ready: Callable[[], bool], what: str, limit_s: float | None = None
     ) -> None:
-        """Waits until messages have made something true.
+        """Waits until `ready` returns True, checked after each message.
 
         Args:
-            ready: whether it is; called while `condition` is held.
-            what: is waited for, for the error.
-            limit_s: by default the dialogue's.
+            ready: the awaited condition; called with `condition` held.
+            what: names the awaited event in the error.
+            limit_s: limit in seconds; by default `deadline_s`.
 
         Raises:
-            TimeoutError: it did not become true in time.
-            AgentGone: the agent has ended.
+            TimeoutError: `ready` did not return True in time.
+            AgentGone: the agent has ended, or has detached this process.
         """
         limit_s = limit_s or self.deadline_s
         with self.condition:
@@ -646,14 +648,14 @@ class Dialogue:
         try:
             self._link.send(op, **fields)
         except LinkClosed as error:
-            with self.condition:  # the last words may still be on their way here
+            with self.condition:  # the agent's reason may not have been received yet
                 self.condition.wait_for(lambda: self.gone, timeout=LAST_WORDS_S)
             raise AgentGone(self.farewell) from error
 
     def queue(self, op: str, **fields: Any) -> None:
-        """Sends a message soon, in order with others that are queued; never fails."""
+        """Queues a message for the sending thread, in order; never blocks."""
         self._outbox.send(op, **fields)
 
     def close(self) -> None:
-        """Ends the queue once everything in it is sent; the link stays open."""
+        """Ends the sending thread after all queued messages; the link stays open."""
         self._outbox.close()

@@ -1,6 +1,6 @@
 """The steps of one process of several: in the memory of their hosts, some in storage.
 
-`JobSteps` is what `ReplicatedCheckpointManager` does in a `jax.distributed` job. Every
+`JobSteps` implements `ReplicatedCheckpointManager` in a `jax.distributed` job. Every
 process makes the same calls. The module turns trees into slices and back and chooses
 memory or storage, alike on every process; agents copy, replicate and commit the steps.
 """
@@ -96,7 +96,7 @@ def shardings_json(shardings: Sequence[Sharding | None]) -> dict[str, Any]:
 
 
 def _is_local(mesh: Mesh) -> bool:
-    """Whether it is one process's own, beside others."""
+    """Whether a mesh covers only some of the job's processes."""
     processes = {device.process_index for device in mesh.devices.flat}
     return len(processes) < jax.process_count()
 
@@ -155,7 +155,7 @@ def _mesh_on(raw: Mapping[str, Any], devices: Sequence[Any]) -> Mesh | None:
 def renumbered(
     wanted: Sequence[Numbered], there: Sequence[Numbered]
 ) -> list[Numbered] | None:
-    """The devices that stand for those that were saved on; None if there are too few.
+    """This run's devices in place of the saved devices; None if there are too few.
 
     Every process keeps its part; where ids have changed their order counts.
 
@@ -180,7 +180,7 @@ def renumbered(
 def placed(
     record: Record, wanted: Mapping[str, RestoreTarget | None]
 ) -> dict[str, RestoreTarget | None]:
-    """What is wanted, on the shardings of the save where none is stated.
+    """The targets, with the saved sharding for each target without a sharding.
 
     Raises:
         ValueError: a leaf's mesh cannot be made of this run's devices; names both.
@@ -315,7 +315,7 @@ logger = logging.getLogger(__name__)
 
 
 class JobSteps:
-    """See `ReplicatedCheckpointManager` for what each method promises."""
+    """Implements `ReplicatedCheckpointManager`, which documents the methods."""
 
     def __init__(self, directory: epath.Path, options: ReplicatedOptions) -> None:
         """Attaches to this host's agent and waits for the other processes.
@@ -336,10 +336,10 @@ class JobSteps:
             directory=Path(directory),
         )
         self._listed = self._stored.steps()
-        """What storage had when it could be listed last."""
+        """The stored steps, as of the last successful listing."""
         self._looks: tuple[Any, ...] | None = None
         self._layout: Layout | None = None
-        """What was announced, at the first save."""
+        """The layout that was announced at the first save."""
         self._shardings: dict[str, Any] | None = None
         """Of the leaves of the last save."""
 
@@ -483,7 +483,7 @@ class JobSteps:
         return stored[0] if stored else None
 
     def item_metadata(self, step: int) -> Any:
-        """A struct for every leaf, on the sharding that it had."""
+        """A `jax.ShapeDtypeStruct` for every leaf, on its saved sharding."""
         step = self._chosen(step)
         record = self._record(step)
         if record is None:
@@ -543,7 +543,7 @@ class JobSteps:
             manager.delete(step)
 
     def close(self) -> None:
-        """Brings the newest step to storage; it stays in the agents' memory, too."""
+        """Writes the newest step to storage; the step stays in the agents' memory."""
         try:
             error = self._flush(store=True) if self._layout is not None else ""
             self.check_for_errors()
@@ -553,7 +553,7 @@ class JobSteps:
             raise StorageFailed(error)
 
     def leave(self) -> None:
-        """The process ends in trouble: the agents keep what is committed."""
+        """Detaches after an error; the agents keep the committed steps."""
         self._memory.leave()
 
 

@@ -1,8 +1,8 @@
-"""The steps of one process: in its own memory, some of them in storage.
+"""The steps of one process: every step in its own memory, some steps in storage.
 
-`LocalSteps` is what `ReplicatedCheckpointManager` does without a job. `Reader` chooses
-which copy of a step is read. `Storing` decides which steps go to storage and when,
-without holding up training.
+`LocalSteps` implements `ReplicatedCheckpointManager` for one process. `Reader` chooses
+the copy of a step to read. `Storing` decides which steps go to storage and when,
+without blocking training.
 """
 
 import contextlib
@@ -41,13 +41,6 @@ from dtft.checkpoint.storage import (
     dynamic_part,
 )
 
-# Brings steps from this process's memory to storage, without holding up training.
-#
-# Decides when a step is written (one at a time; of those that become due meanwhile the
-# newest waits, and keeps its memory), which stored steps go, and who is told of a
-# failure.
-
-
 logger = logging.getLogger(__name__)
 
 
@@ -56,7 +49,11 @@ class StorageFailed(RuntimeError):
 
 
 class Storing:
-    """The storage side of one manager; the caller holds `condition`."""
+    """Writes steps from memory to storage; the caller holds `condition`.
+
+    One step is written at a time. Of the steps that become due meanwhile, only the
+    newest step waits and keeps its memory.
+    """
 
     def __init__(
         self,
@@ -65,29 +62,29 @@ class Storing:
         versions: Versions,
         condition: threading.Condition,
     ) -> None:
-        """Lists the directory; starts nothing yet."""
+        """Lists the directory; no exporter is started yet."""
         self._options, self._versions = options, versions
         self._condition = condition
         self._exporter: ExporterProcess | None = None
         self._opening: dict[str, Any] = {}
-        """What the exporter was told first."""
+        """The first message to the exporter."""
         self.stored = StoredSteps(directory)
         self._steps: set[int] = set()
         self._metrics: dict[int, Any] = {}
         self._writing: Version | None = None
         self._replaced: tuple[int, ...] = ()
-        """Steps that go once the one in writing is there."""
+        """Stored steps that are deleted once the step being written is stored."""
         self._waiting: list[Version] = []
-        """Due and pinned: one, and once the manager closes the newest step as well."""
+        """Due and pinned versions: at most one, and at close also the newest step."""
         self._closing = False
         self._failure: tuple[int, str] | None = None
-        """Step and reason of the last failure that nobody was told."""
+        """(step, reason) of the last failure that was not raised yet."""
         self.reload()
         self._tried = max(self._steps, default=None)
 
     @property
     def steps(self) -> frozenset[int]:
-        """The steps that storage has, as of the last write or `reload`."""
+        """The steps in storage, as of the last write or `reload`."""
         return frozenset(self._steps)
 
     def reload(self) -> None:
@@ -95,22 +92,23 @@ class Storing:
         self._steps = set(self.stored.steps())
 
     def committed(self, version: Version, *, at_once: bool) -> None:
-        """A step is in memory: it is written now, later or never."""
+        """Queues a step just committed to memory for storage, if it is due."""
         if at_once or is_storage_due(self._options, version.step, self._tried):
             self._tried = version.step
             self._drop_waiting()
             self._wait_for_turn(version)
             self._begin()
         elif self._exporter is None:
-            # The newest step is written at the latest when the process ends, and from
-            # Python 3.12 on no thread can be started then.
+            # The newest step is written when the process ends at the latest. From
+            # Python 3.12 on, no thread can be started then.
             with contextlib.suppress(RuntimeError):
                 self._exporter_for(version)
 
     def write_newest(self) -> None:
         """Writes the newest step in memory, if storage does not have it.
 
-        It goes first; what is due besides follows, if that is still worth keeping.
+        The newest step is written before other waiting steps, which follow if retention
+        keeps them.
         """
         self._closing = True
         newest = max(self._versions.steps, default=None)
@@ -122,7 +120,7 @@ class Storing:
             self._begin()
 
     def give_way(self) -> bool:
-        """Gives up steps that wait for storage; whether that made memory free."""
+        """Gives up the steps that wait for storage; whether a step was waiting."""
         return self._drop_waiting() > 0
 
     def _wait_for_turn(self, version: Version) -> None:
@@ -130,7 +128,7 @@ class Storing:
         self._waiting.append(version)
 
     def _drop_waiting(self, below: int | None = None) -> int:
-        """Forgets the steps that wait (`below` a step), and says how many."""
+        """Drops the waiting steps, with `below` only older ones; returns the number."""
         going = [one for one in self._waiting if below is None or one.step < below]
         for version in going:
             logger.info("step %d does not go to storage after all", version.step)
@@ -164,11 +162,11 @@ class Storing:
                 "delete": going,
             }
             exporter.save(lambda: fields, self._options.storage_timeout_s)
-        except Exception as error:  # there is no thread to be had, say
+        except Exception as error:  # for instance, no thread can be started
             self._done(f"{type(error).__name__}: {error}")
 
     def _exporter_for(self, version: Version) -> ExporterProcess:
-        """That of the step before, if the tree is the same; else a new one."""
+        """The running exporter if the tree is the same, else a new exporter."""
         record = version.record
         layout = dataclasses.replace(record.layout, config=config_of(record))
         opening = {
@@ -186,12 +184,12 @@ class Storing:
         return self._exporter
 
     def _heard(self, exporter: ExporterProcess, answer: dict[str, Any]) -> None:
-        """The exporter has written the step, failed, or ended. From another thread."""
+        """Handles an answer of the exporter; called on another thread."""
         with self._condition:
             if exporter is not self._exporter or answer.get("op") == "open":
                 return
             if not answer["ok"]:
-                self._end_exporter()  # Orbax's threads may still be at that step
+                self._end_exporter()  # Orbax's threads may still write that step
             if self._writing is not None:
                 self._done(None if answer["ok"] else answer["error"])
 
@@ -201,18 +199,18 @@ class Storing:
             exporter.close()
 
     def _going(self, step: int) -> tuple[int, ...]:
-        """The stored steps that go once `step` is there; none if that is not known."""
+        """The stored steps to delete once `step` is stored; none if scores fail."""
         stored = {*self._steps, step}
         try:
             return superfluous(self._options, stored, self.scores(stored))
-        except Exception as error:  # the user's function, or what storage holds
+        except Exception as error:  # from `best_fn`, or from reading storage
             logger.warning(
                 "step %d goes to storage, but none is removed for it: %s", step, error
             )
             return ()
 
     def _done(self, error: str | None) -> None:
-        """The step in writing is in storage, or why it is not."""
+        """Ends the write of a step; `error` is None if the step is in storage."""
         version, self._writing = self._writing, None
         assert version is not None
         self._versions.unpin(version)
@@ -232,7 +230,7 @@ class Storing:
             self._condition.notify_all()
 
     def _text(self, step: int, reason: str) -> str:
-        """What is told of a failure, and what follows from it."""
+        """Formats the message of a failure and its consequences."""
         later = max((one for one in self._steps if one > step), default=None)
         if later is not None:
             follows = f"Step {later} did, after it."
@@ -252,10 +250,11 @@ class Storing:
         )
 
     def wait(self) -> None:
-        """Waits for what is being written or due.
+        """Waits until no step is being written or waits to be written.
 
         Raises:
-            StorageFailed: that, or a write before, failed; or it took too long.
+            StorageFailed: one of these or an earlier write failed, or the wait took too
+                long.
         """
         self._wait_idle()
         self.check()
@@ -295,7 +294,7 @@ class Storing:
             return manager.metrics(step)
 
     def scores(self, steps: set[int]) -> dict[int, float | None]:
-        """The score of each step; none without `best_fn`."""
+        """Step to score; empty without `best_fn`."""
         if self._options.best_fn is None:
             return {}
         return {step: self.score(step, self.metrics(step)) for step in steps}
@@ -304,7 +303,7 @@ class Storing:
         """The score of a step with these metrics; None without metrics or `best_fn`.
 
         Raises:
-            ValueError: `best_fn` does not take them.
+            ValueError: `best_fn` fails for these metrics.
         """
         try:
             return self._options.score(metrics)
@@ -318,10 +317,10 @@ class Storing:
     # -------------------------------------------------------------------- ending
 
     def delete(self, step: int) -> None:
-        """Removes a stored step, after what is being written.
+        """Removes a step from storage, after the pending writes have ended.
 
         Raises:
-            StorageFailed: that takes too long.
+            StorageFailed: the pending writes take too long.
         """
         for version in [one for one in self._waiting if one.step == step]:
             self._waiting.remove(version)
@@ -341,7 +340,7 @@ class Storing:
         return self._writing is not None
 
     def end(self) -> None:
-        """Ends the exporter; a step that it was writing is not written."""
+        """Ends the exporter; the write of a current step is abandoned."""
         with self._condition:
             self._drop_waiting()
             self._end_exporter()
@@ -350,22 +349,19 @@ class Storing:
 
 
 def _short(error: str) -> str:
-    """The first line, without what Orbax prints of the values."""
+    """The first line of an error, cut to 300 characters, without Orbax's values."""
     line = error.partition("\n")[0]
     return line if len(line) < 300 else f"{line[:300]}..."
 
 
-# Which copy of a step is read: the one in memory, else the one in storage.
-#
-# Knows what is on offer in both, refuses a copy in memory that has a wrong byte, and
-# says what a step consists of.
-
-
 class Reader:
-    """The steps of one manager, for reading; the caller holds the manager's lock."""
+    """Reads steps from memory, else from storage; the caller holds `condition`.
+
+    A copy in memory with a wrong byte is refused.
+    """
 
     def __init__(self, versions: Versions, storing: Storing) -> None:
-        """Reads from both, memory first."""
+        """Refers to the steps in memory and the steps in storage."""
         self._versions, self._storing = versions, storing
 
     def steps(self) -> list[int]:
@@ -374,20 +370,20 @@ class Reader:
 
     @property
     def offered(self) -> str:
-        """The steps on offer, for messages."""
+        """The steps on offer as text, for messages."""
         return listed([str(step) for step in self.steps()])
 
     def chosen(self, step: int | None) -> int:
-        """The step, or the newest one on offer.
+        """The requested step, or the newest step on offer.
 
         Raises:
-            FileNotFoundError: it is not on offer, or nothing is.
+            FileNotFoundError: the step is not on offer, or no step is.
         """
         places = f"memory nor in {self._storing.stored.directory}"
         return chosen_step(step, self.steps(), places)
 
     def restore(self, step: int | None, args: Any) -> Any:
-        """A step as `args` asks for it; see the manager's `restore`."""
+        """Restores a step: see `ReplicatedCheckpointManager.restore`."""
         while True:
             chosen = self.chosen(step)
             if chosen not in self._versions.steps:
@@ -416,7 +412,7 @@ class Reader:
         return restore_result(record, values, items, wanted, [None] * len(values))
 
     def item_metadata(self, step: int) -> Any:
-        """A struct for every leaf, in the tree or trees that were saved."""
+        """A `jax.ShapeDtypeStruct` for every leaf, in the saved tree or trees."""
         step = self.chosen(step)
         if step in self._versions.steps:
             version = self._versions.get(step)
@@ -443,13 +439,13 @@ class Reader:
 
 
 class LocalSteps:
-    """See `ReplicatedCheckpointManager` for what each method promises."""
+    """Implements `ReplicatedCheckpointManager`, which documents the methods."""
 
     def __init__(self, directory: epath.Path, options: ReplicatedOptions) -> None:
         """Lists the directory; memory is reserved by the first save.
 
         Raises:
-            ValueError: an option makes sense with an agent only.
+            ValueError: the option `agent` is set.
         """
         if options.agent is not None:
             raise ValueError(
@@ -473,7 +469,7 @@ class LocalSteps:
             return self._reader.steps()
 
     def newest(self) -> int | None:
-        """The newest step on offer: what `should_save` goes by."""
+        """The newest step on offer, used by `should_save`; None without steps."""
         return max(self.all_steps(), default=None)
 
     def best_step(self) -> int | None:
@@ -487,9 +483,9 @@ class LocalSteps:
     def save(
         self, step: int, args: Any, metrics: Any, custom_metadata: Any, at_once: bool
     ) -> None:
-        """Copies a step into memory; it goes to storage when due, or `at_once`."""
+        """Copies a step into memory; the step goes to storage if due or `at_once`."""
         record, values = record_of(args, metrics, custom_metadata)
-        self._storing.score(step, record.metrics)  # refuses what it could not go by
+        self._storing.score(step, record.metrics)  # refuses metrics without a score
         with self._condition:
             if step in self._reader.steps():
                 raise StepAlreadyExistsError(
@@ -502,18 +498,18 @@ class LocalSteps:
     def _write(self, step: int, record: Record, values: list[Any]) -> Version:
         try:
             return self._versions.write(step, record, values)
-        except OSError:  # a step that waits for storage may hold up none
+        except OSError:  # a step that waits for storage must not prevent a save
             if not self._storing.give_way():
                 raise
         return self._versions.write(step, record, values)
 
     def restore(self, step: int | None, args: Any) -> Any:
-        """A step, from memory or else from storage."""
+        """Restores a step from memory, else from storage."""
         with self._condition:
             return self._reader.restore(step, args)
 
     def item_metadata(self, step: int) -> Any:
-        """A struct for every leaf, in the tree or trees that were saved."""
+        """A `jax.ShapeDtypeStruct` for every leaf, in the saved tree or trees."""
         with self._condition:
             return self._reader.item_metadata(step)
 
@@ -528,7 +524,7 @@ class LocalSteps:
             return self._storing.metrics(self._reader.chosen(step))
 
     def wait_until_finished(self) -> None:
-        """Waits until storage has what was due; memory has every step at once."""
+        """Waits until every step due for storage is stored."""
         with self._condition:
             self._storing.wait()
 
@@ -551,7 +547,7 @@ class LocalSteps:
                 self._versions.drop(step)
 
     def close(self) -> None:
-        """Brings the newest step to storage, then gives all memory back."""
+        """Writes the newest step to storage, then frees all memory."""
         try:
             with self._condition:
                 self._storing.write_newest()
@@ -562,5 +558,5 @@ class LocalSteps:
                 self._versions.close()
 
     def leave(self) -> None:
-        """The process ends, well or not: the newest step goes to storage."""
+        """Closes the manager when the process ends, even after an error."""
         self.close()

@@ -1,7 +1,7 @@
-"""What a user sets on the checkpoint manager, and what follows from it.
+"""Options of the checkpoint manager, and the decisions that follow from the options.
 
-Decides from step numbers and metrics alone: is a step saved, does it go to storage,
-which stored steps go, which is the best.
+From step numbers and metrics alone this module decides which steps are saved, which
+steps go to storage, which stored steps are deleted, and which step is the best.
 """
 
 import math
@@ -25,12 +25,12 @@ _WORDS: Mapping[str, Mapping[Any, str]] = {
     "save_interval_steps": {"auto": ", or 'auto'"},
     "max_to_keep": {None: ", or None for all"},
 }
-"""What some options may be besides a count, and how messages say so."""
+"""Values that an option may have besides a count, each with its text for messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicatedOptions:
-    """Intervals, retention and limits; names as in Orbax where the meaning is Orbax's.
+    """Intervals, retention and limits; options with Orbax's meaning have Orbax's names.
 
     >>> ReplicatedOptions(max_to_keep=0)
     Traceback (most recent call last):
@@ -39,37 +39,39 @@ None for all. Set ReplicatedOptions(max_to_keep=...).
     """
 
     save_interval_steps: int | Literal["auto"] = 1
-    """`save` takes steps that are a multiple of this into memory, and the first.
-    `auto`: as many as the stall budget allows, measured in this loop."""
+    """`save` copies the first step and every multiple of this number into memory.
+    `auto`: the shortest interval that `stall_budget` allows, from measured saves."""
     stall_budget: float = Automatic.budget
-    """With `auto`: part of the wall time that saves may cost."""
+    """With `auto`: the fraction of the wall time that saves may cost."""
     max_interval_steps: int = Automatic.maximum
-    """With `auto`: most steps between saves; multiples of it are always saved."""
+    """With `auto`: the most steps between saves; its multiples are always saved."""
     storage_interval_steps: int = 100
-    """A saved step goes to storage when a multiple of this was reached or passed."""
+    """A saved step goes to storage if a multiple of this number was reached or passed
+    since the last step that went to storage."""
     max_to_keep: int | None = 3
-    """Steps that storage keeps: the newest; with `best_fn` the best, and the newest one
-    beyond them. None: all."""
+    """The number of steps that storage keeps: the newest steps, or with `best_fn` the
+    best steps. The newest step is always kept, too. None: storage keeps all steps."""
     memory_to_keep: int = 1
-    """Steps that memory keeps, those saved last. It needs room for two more, and for a
-    third while one waits for storage."""
+    """The number of steps that memory keeps, the last saved ones. Memory needs room for
+    two more steps, and for a third while a step waits for storage."""
     best_fn: Callable[[Any], float] | None = None
-    """From the metrics given to `save` to the number that tells the best step."""
+    """Computes from the metrics given to `save` the number that ranks the step."""
     best_mode: Literal["max", "min"] = "max"
-    """Whether the largest or the smallest number is the best."""
+    """Whether the largest or the smallest number of `best_fn` is the best."""
     chunk_bytes: int = 4 << 20
-    """Every so many bytes have a digest of their own."""
+    """Size of a chunk in bytes; every chunk has its own digest."""
     storage_timeout_s: float = 300.0
-    """Limit of one write to storage; training never waits for it, `close` does."""
+    """Limit of one write to storage in seconds. Training never waits for a write;
+    `close` does."""
     agent: str | None = None
-    """In a job of several processes: path of the socket of this process's agent. By
-    default $DTFT_AGENT_SOCKET, or the only agent of this machine that is free."""
+    """Path of the agent's socket, in a job of several processes. By default
+    $DTFT_AGENT_SOCKET, else the socket of the only free agent on this machine."""
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
             value = getattr(self, name)
             if value not in list(_WORDS.get(name, {})):
-                # Plain numbers: they travel as JSON.
+                # A plain int: options are sent as JSON.
                 object.__setattr__(self, name, _count(name, value))
         for name, below in (("storage_timeout_s", math.inf), ("stall_budget", 1)):
             number = _number(name, getattr(self, name), below)
@@ -92,11 +94,15 @@ None for all. Set ReplicatedOptions(max_to_keep=...).
 
     @property
     def automatic(self) -> Automatic:
-        """The bounds of an automatic interval."""
+        """The stall budget and the longest interval of an automatic interval."""
         return Automatic(budget=self.stall_budget, maximum=self.max_interval_steps)
 
     def score(self, metrics: Any) -> float | None:
-        """The higher the better, whatever `best_mode` is; None without metrics."""
+        """The score of a step from its metrics; higher is better in both `best_mode`s.
+
+        Returns:
+            None without metrics or without `best_fn`.
+        """
         if self.best_fn is None or metrics is None:
             return None
         value = float(self.best_fn(metrics))
@@ -104,13 +110,13 @@ None for all. Set ReplicatedOptions(max_to_keep=...).
 
 
 def checked(options: Any) -> ReplicatedOptions:
-    """The options that a manager is given; without any the defaults.
+    """Checks the type of a manager's options; None gives the defaults.
 
     >>> checked(None).max_to_keep
     3
 
     Raises:
-        ValueError: they are something else, Orbax's for instance.
+        ValueError: `options` has another type, for instance Orbax's options.
     """
     if options is None:
         return ReplicatedOptions()
@@ -125,7 +131,7 @@ def checked(options: Any) -> ReplicatedOptions:
 
 
 def _count(name: str, value: Any) -> int:
-    """An option that is a whole number."""
+    """Checks an option that is a whole number, and returns it as a plain int."""
     longest = name == "max_interval_steps"
     least = LEAST_MAXIMUM if longest else 1
     is_count = hasattr(value, "__index__") and not isinstance(value, bool)
@@ -140,7 +146,7 @@ def _count(name: str, value: Any) -> int:
 
 
 def _number(name: str, value: Any, below: float) -> float:
-    """An option that is a number above 0."""
+    """Checks an option that is a number between 0 and `below`, both excluded."""
     is_number = hasattr(value, "__float__") and not isinstance(value, bool)
     if is_number and 0 < float(value) < below:
         return float(value)
@@ -151,7 +157,12 @@ def _number(name: str, value: Any, below: float) -> float:
 
 
 def is_due(cadence: Cadence, step: int, latest: int | None) -> bool:
-    """Whether `save` takes a step, as Orbax decides it.
+    """Whether `save` saves a step, by Orbax's rule: the first step, then boundaries.
+
+    Args:
+        cadence: after which steps a save is due.
+        step: the step.
+        latest: the newest step on offer, None if there is none.
 
     >>> cadence = Cadence.every(5)
     >>> [is_due(cadence, step, latest) for step, latest in [(3, None), (4, 3), (5, 3)]]
@@ -165,7 +176,7 @@ def is_due(cadence: Cadence, step: int, latest: int | None) -> bool:
 def is_storage_due(
     options: ReplicatedOptions, step: int, last_stored: int | None
 ) -> bool:
-    """Whether a saved step goes to storage.
+    """Whether a saved step goes to storage; `last_stored` went there before it.
 
     >>> options = ReplicatedOptions(storage_interval_steps=10)
     >>> [is_storage_due(options, 12, last) for last in (None, 9, 10)]
@@ -182,8 +193,10 @@ def superfluous(
     stored: Collection[int],
     scores: Mapping[int, float | None],
 ) -> tuple[int, ...]:
-    """The stored steps that go, ascending. The newest never does: it is the one to
-    go on from. Steps without a score are never the best.
+    """The stored steps that retention deletes, ascending.
+
+    The newest step is never deleted, because training resumes from it. A step without a
+    score ranks below every step with a score.
 
     >>> superfluous(ReplicatedOptions(max_to_keep=2), [1, 2, 3], {})
     (1,)
@@ -201,15 +214,15 @@ def superfluous(
 
 
 def chosen_step(step: int | None, steps: Collection[int], places: str) -> int:
-    """The step that is asked for, or the newest one.
+    """The requested step, or the newest step on offer.
 
     Args:
-        step: what is asked for; None for the newest.
-        steps: those on offer.
-        places: where they were looked for: "memory nor in DIRECTORY".
+        step: the requested step; None for the newest step.
+        steps: the steps on offer.
+        places: the searched places, for the error: "memory nor in DIRECTORY".
 
     Raises:
-        FileNotFoundError: it is not on offer, or nothing is.
+        FileNotFoundError: the step is not on offer, or no step is.
 
     >>> [chosen_step(step, [3, 7], "memory") for step in (None, 3)]
     [7, 3]
@@ -224,7 +237,10 @@ def chosen_step(step: int | None, steps: Collection[int], places: str) -> int:
 
 
 def best(steps: Collection[int], scores: Mapping[int, float | None]) -> int | None:
-    """The step with the best score, the newest of equal ones; None if none has one.
+    """The step with the best score; of equal scores the newest step.
+
+    Returns:
+        None if no step has a score.
 
     >>> best([1, 2, 3], {1: 0.5, 2: 0.9}), best([1], {})
     (2, None)
@@ -234,5 +250,5 @@ def best(steps: Collection[int], scores: Mapping[int, float | None]) -> int | No
 
 
 def _rank(score: float | None) -> float:
-    """NaN, like no score at all, is never the best."""
+    """A score for sorting: NaN and a missing score rank lowest."""
     return float("-inf") if score is None or score != score else score

@@ -1,7 +1,7 @@
-"""A host's progress board: a few numbers in shared memory, written without a call.
+"""A host's progress board: a few numbers in shared memory, written without a syscall.
 
-The trainer and its agent write where they are; whoever watches (the agent's stuck
-detection, a drill that wants to strike at a phase) reads.
+The trainer and its agent write their progress. Readers are the agent's hang detection
+and drills that inject a fault in a given phase.
 """
 
 import mmap
@@ -24,28 +24,29 @@ ProgressField = Literal[
     "trainer_pid",
     "phase",
 ]
-"""Steps, except `generation`, `attempt`, `recovering` (1 while this host is being
-re-formed), `trainer_pid` and `phase` (see `Board.enter`); 0 means none."""
+"""Cells of the board. A cell holds a step, except `generation`, `attempt`, `recovering`
+(1 while this host is being re-formed), `trainer_pid` and `phase` (see
+`ProgressBoard.enter`). 0 means none."""
 
 Phase = Literal["", "start", "compile", "data", "step", "evaluate", "save"]
-"""What a trainer is doing: nothing that is watched; start (imports, joining the world,
-restoring); compile (tracing and compiling); data (reading rows); step (computing, and
-waiting for the devices); evaluate; save (waiting for the last snapshot to be safe, and
-copying the next)."""
+"""Phase of a trainer. "": a phase without a timeout; start: imports, joining the world,
+restoring; compile: tracing and compiling; data: reading rows; step: computing, and
+waiting for the devices; evaluate; save: waiting until the last snapshot is safe, and
+copying the next one."""
 
 FIELDS: tuple[str, ...] = get_args(ProgressField)
 PHASES: tuple[Phase, ...] = get_args(Phase)
 _INDEX = {name: index for index, name in enumerate(FIELDS)}
 _NUMBER = {name: index for index, name in enumerate(PHASES)}
-_FORMAT = struct.Struct("@Q")  # native: an aligned cell is read and written whole
+_FORMAT = struct.Struct("@Q")  # native: an aligned cell is read and written atomically
 _PHASE_BITS = 3
 
 
 class ProgressBoard:
-    """Fixed cells of 8 bytes; each cell has one writer, so no lock is needed."""
+    """A board of 8-byte cells; each cell has one writer, so no lock is needed."""
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
-        """Maps the board at `path`, which is made anew when `create` is set."""
+        """Maps the board at `path`; with `create` the file is created or emptied."""
         flags = os.O_RDWR | (os.O_CREAT | os.O_TRUNC if create else 0)
         descriptor = os.open(path, flags, 0o600)
         try:
@@ -64,22 +65,23 @@ class ProgressBoard:
         return _FORMAT.unpack_from(self._memory, _FORMAT.size * _INDEX[field])[0]
 
     def enter(self, phase: Phase, now_ns: int) -> None:
-        """Writes the trainer's phase and when it began, in one cell.
+        """Writes the trainer's phase and its start time, both into one cell.
 
-        A reader never sees the phase of one moment with the time of another.
+        One cell is written atomically, so a reader never combines the phase of one
+        moment with the time of another.
 
         Args:
-            phase: what begins now; "" for nothing that is watched.
-            now_ns: `time.monotonic_ns()`, which all processes of a machine share.
+            phase: the phase that starts now; "" for a phase without a timeout.
+            now_ns: `time.monotonic_ns()`, a clock shared by all processes of a machine.
         """
         self.set("phase", now_ns << _PHASE_BITS | _NUMBER[phase] if phase else 0)
 
     def phase(self) -> tuple[Phase, int]:
-        """The trainer's phase and the `time.monotonic_ns()` at which it began."""
+        """The trainer's phase and its start time by `time.monotonic_ns()`."""
         cell = self.get("phase")
         number = cell & (1 << _PHASE_BITS) - 1
         return (PHASES[number] if number < len(PHASES) else ""), cell >> _PHASE_BITS
 
     def close(self) -> None:
-        """Unmaps the board; the file stays."""
+        """Unmaps the board; the file remains."""
         self._memory.close()

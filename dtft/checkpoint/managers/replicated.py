@@ -1,8 +1,8 @@
 """The public checkpoint manager: every saved step in memory, some of them in storage.
 
-Has the shape of Orbax's `AbstractCheckpointManager`, so that a loop written for
-`ocp.CheckpointManager` swaps it in. Holds the promises and the arguments; the work is
-done by `LocalSteps` in a process of its own, by `JobSteps` in one of several.
+The manager implements Orbax's `AbstractCheckpointManager`, so it replaces
+`ocp.CheckpointManager` in an existing loop. `LocalSteps` does the work in a job of one
+process, `JobSteps` in a job of several processes.
 """
 
 import atexit
@@ -28,11 +28,11 @@ from dtft.checkpoint.managers.save_clock import SaveClock
 
 
 LARGEST = 2**63 - 1
-"""What every place that a step is written to can hold."""
+"""The largest step that every file format and message can hold."""
 
 
 def step_number(step: Any) -> int:
-    """The step as a plain int.
+    """Converts a step to a plain int.
 
     Args:
         step: an int, or what stands for one exactly: a numpy or jax integer scalar.
@@ -281,8 +281,9 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
     def delete(self, step: int) -> None:
         """Removes a step from memory and from storage.
 
-        In a job of several processes from storage only, by the same call of all; the
-        newest step in memory, from which lost hosts come back, is refused.
+        In a job of several processes the step is removed from storage only, and all
+        processes make the same call. The newest step in memory is refused, because lost
+        hosts restore from it.
 
         Raises:
             FileNotFoundError: there is no such step.
@@ -291,11 +292,11 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         self._work.delete(step_number(step))
 
     def close(self) -> None:
-        """Brings the newest step to storage, then gives all memory back.
+        """Writes the newest step to storage, then frees all memory.
 
         Raises:
-            StorageFailed: it did not get there, or another step did not and nobody was
-                told yet; the memory is given back all the same.
+            StorageFailed: this write failed, or an earlier write failed and was not
+                raised yet. The memory is freed in both cases.
         """
         if self._end():
             self._work.close()

@@ -1,8 +1,8 @@
-"""Measures what saves cost in a loop of one process, for an automatic interval.
+"""Measures the cost of saves in a loop of one process, for an automatic interval.
 
-From the end of one save to the moment at which the state of the next is computed, all
-time belongs to steps; from there to its end, to the save. What follows from it is
-decided by `snapshot_interval`.
+The time from the end of one save until the next state to save is computed counts as
+steps. The time from there to the end of the next save counts as the save. The interval
+is chosen by `dtft.checkpoint.replication.snapshot_interval`.
 """
 
 import time
@@ -23,7 +23,10 @@ from dtft.checkpoint.replication import (
 
 
 class SaveClock:
-    """Says which steps are saved; of a fixed interval it measures nothing."""
+    """Decides after which steps a save is due, and adapts an automatic interval.
+
+    With a fixed interval nothing is measured.
+    """
 
     def __init__(
         self,
@@ -31,11 +34,16 @@ class SaveClock:
         allowed: Automatic,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begins with every step, if `interval` is None.
+        """Starts with interval 1 if `interval` is None, else keeps `interval`.
+
+        Args:
+            interval: steps between saves; None for an automatic interval.
+            allowed: bounds of an automatic interval.
+            clock: seconds on a monotonic clock.
 
         Raises:
-            ValueError: the interval is automatic and this is one process of several,
-                which would measure different things and save different steps.
+            ValueError: the interval is automatic and the job has several processes,
+                which would measure different times and save different steps.
         """
         self._automatic = interval is None
         if self._automatic and jax.distributed.is_initialized():
@@ -57,7 +65,7 @@ class SaveClock:
 
     @contextmanager
     def saving(self, step: int, args: Any) -> Iterator[None]:
-        """Around the save of a step; `args` are what Orbax's `save` is given."""
+        """Measures the save of a step; `args` are the arguments of Orbax's `save`."""
         if not self._automatic:
             yield
             return
@@ -83,7 +91,7 @@ class SaveClock:
 
 
 def _arrays(args: Any) -> list[jax.Array]:
-    """The arrays of all items; which leaves cannot be saved is told by the save."""
+    """The undeleted jax arrays of all items; other leaves are checked by `save`."""
     parts = args.values() if isinstance(args, ocp.args.Composite) else [args]
     leaves = jax.tree.leaves([getattr(part, "item", None) for part in parts])
     arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]

@@ -1,13 +1,13 @@
-"""The memory tier of one process: which versions of which slices it keeps, and where.
+"""The memory tier of one process: versions of slices and their place in memory.
 
 * `arena`: shared memory that outlives a trainer; `chunk_pool`: several buffers for each
   chunk, so that a version is staged while the last commit is kept.
-* `replica_store`: what a host keeps of its own slices (`own_copies`) and its peers'
-  (`incoming`), in one arena; `verification` reads it again.
-* `local_store`: the steps of one process without an agent. `snapshot`: from devices
-  into an arena and back. These two import JAX, the others do not.
+* `replica_store`: a host's copies of its own slices (`own_copies`) and of its peers'
+  slices (`incoming`), in one arena; `verification` reads and checks the copies again.
+* `local_store`: the steps of one process without an agent; `snapshot`: copies slices
+  from devices into an arena and back. Both import JAX; the other modules do not.
 
-Which copies there should be is decided in `replication`; bytes travel in `transport`.
+`replication` decides which host keeps which copies; `transport` moves the bytes.
 """
 
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dtft.checkpoint.memory.local_store import Corrupt, Version, Versions
     from dtft.checkpoint.memory.replica_store import ReplicaStore
     from dtft.checkpoint.memory.snapshot import Snapshot, SnapshotPlan
-    from dtft.checkpoint.memory.verification import Verified
+    from dtft.checkpoint.memory.verification import VerifiedCopies
 
 _PUBLIC = {
     "AlignedAllocator": "arena",
@@ -36,7 +36,7 @@ _PUBLIC = {
     "ReplicaStore": "replica_store",
     "Snapshot": "snapshot",
     "SnapshotPlan": "snapshot",
-    "Verified": "verification",
+    "VerifiedCopies": "verification",
     "Version": "local_store",
     "Versions": "local_store",
     "arena_bytes": "arena",
@@ -51,7 +51,7 @@ __all__ = [
     "ReplicaStore",
     "Snapshot",
     "SnapshotPlan",
-    "Verified",
+    "VerifiedCopies",
     "Version",
     "Versions",
     "arena_bytes",

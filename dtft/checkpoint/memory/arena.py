@@ -1,8 +1,8 @@
-"""Shared memory that outlives processes, and where the chunks of each slice lie in it.
+"""Shared memory that outlives processes, and the place of each slice's chunks in it.
 
-`Arena` reserves one file in memory, all of it at once, and hands out views. `ArenaMap`
-divides it among a host's slices and its peers'. `AlignedAllocator` hands out memory of
-a process's own, in huge pages, for arrays that are restored.
+`Arena` reserves one file in memory, all of it at once, and returns views. `ArenaMap`
+divides an arena among a host's own slices and its peers' slices. `AlignedAllocator`
+allocates private memory in huge pages for restored arrays.
 """
 
 import contextlib
@@ -19,40 +19,35 @@ import numpy as np
 from dtft.checkpoint.replication import CopyPlacement, Push
 from dtft.checkpoint.state import Chunks, Layout, offsets_of
 
-# Shared memory that outlives processes.
-#
-# Reserves one file in memory, all of it at once, and hands out views.
-
-
 DEFAULT_DIRECTORY = Path("/dev/shm")
-"""Where arenas go unless told otherwise: memory, as large as the host allows."""
+"""Default directory of arenas: a file system in memory, limited by the host."""
 
 _LOWEST = 19
 """Niceness of the thread that maps pages."""
 _PIECE = 1 << 20
-"""Mapped at a time, so that `close` need not wait for all of it."""
+"""Bytes mapped at a time, so that `close` does not wait for the whole arena."""
 
 
 class Arena:
     """One shared-memory file: created by the agent, attached by the trainer.
 
-    Views keep the memory alive: after `close`, and even after `unlink`, a view taken
-    before stays readable until it is dropped.
+    Views keep the memory alive: a view taken before `close` or `unlink` stays readable
+    until the view is dropped.
     """
 
     def __init__(self, path: Path, memory: mmap.mmap) -> None:
-        """Wraps a mapped file; use `create` or `attach`."""
+        """Wraps a mapped file; callers use `create` or `attach`."""
         self.path, self.size = path, len(memory)
         self._memory: mmap.mmap | None = memory
 
     @classmethod
     def create(cls, path: Path | str, size: int) -> "Arena":
-        """Reserves `size` bytes; a relative path is taken from /dev/shm.
+        """Creates an arena of `size` bytes; a relative path is relative to /dev/shm.
 
         Raises:
             ValueError: `size` is not positive.
-            FileExistsError: there is a file at `path`.
-            OSError: the memory is not there; names bytes needed and available.
+            FileExistsError: a file exists at `path`.
+            OSError: too little memory; names the bytes needed and available.
         """
         path = DEFAULT_DIRECTORY / path
         if size < 1:
@@ -75,7 +70,7 @@ class Arena:
             return cls(path, mmap.mmap(descriptor, size))
         except OSError as error:
             os.unlink(path)
-            if error.errno == errno.ENOSPC:  # someone was faster than our check
+            if error.errno == errno.ENOSPC:  # taken by another process since the check
                 raise _too_small(path, size) from error
             raise
         finally:
@@ -83,10 +78,10 @@ class Arena:
 
     @classmethod
     def reserve(cls, path: Path, size: int, before: "Arena | None") -> "Arena":
-        """Takes over an arena that is large enough, or replaces it by a new one.
+        """Returns `before` if it is large enough, else replaces it by a new arena.
 
         Raises:
-            OSError: the memory is not there; names bytes needed and available.
+            OSError: too little memory; names the bytes needed and available.
         """
         if before is not None and before.size >= size:
             return before
@@ -102,7 +97,7 @@ class Arena:
         """Maps an arena that another process created.
 
         Raises:
-            FileNotFoundError: nothing is there.
+            FileNotFoundError: no file exists at `path`.
         """
         path = DEFAULT_DIRECTORY / path
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -112,7 +107,7 @@ class Arena:
             os.close(descriptor)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """A writable view of part of the arena.
+        """A writable view of `nbytes` bytes of the arena from `offset`.
 
         Raises:
             ValueError: the part is not inside the arena, or the arena is closed.
@@ -127,13 +122,13 @@ class Arena:
         return memoryview(self._memory)[offset : offset + nbytes]
 
     def prefault(self) -> threading.Thread:
-        """Maps every page into this process, while nothing else wants the cores.
+        """Maps every page into this process, on a background thread of lowest priority.
 
-        Memory that is reserved is still mapped page by page when it is first used,
-        which makes a first copy several times slower than later ones.
+        Reserved memory is otherwise mapped page by page at its first use, which makes
+        the first copy several times slower than later copies.
 
         Returns:
-            The thread that does it.
+            The thread that maps the pages.
         """
         thread = threading.Thread(target=self._map_pages, daemon=True)
         thread.start()
@@ -146,21 +141,22 @@ class Arena:
                 view = self.view(offset, min(_PIECE, self.size - offset))
             except ValueError:
                 return  # closed meanwhile
-            # Reads, for madvise(MADV_POPULATE_WRITE) holds the lock of the process's
-            # address space: at this priority, threads that start would wait for it.
+            # Reads the pages, because madvise(MADV_POPULATE_WRITE) holds the lock of
+            # the process's address space. At this low priority, starting threads would
+            # wait for that lock.
             np.frombuffer(view, np.uint8)[:: mmap.PAGESIZE].max()
 
     def close(self) -> None:
-        """Gives up this process's hold on the memory; the file stays."""
+        """Unmaps the arena in this process; the file remains."""
         memory, self._memory = self._memory, None
         try:
             if memory is not None:
                 memory.close()
         except BufferError:
-            pass  # views are still in use; the last one to go unmaps the memory
+            pass  # views are still in use; dropping the last view unmaps the memory
 
     def unlink(self) -> None:
-        """Removes the file; the memory is free once no process maps it."""
+        """Removes the file; its memory is freed once no process maps the file."""
         self.path.unlink(missing_ok=True)
 
 
@@ -184,20 +180,16 @@ def _too_small(path: Path, size: int) -> OSError:
     )
 
 
-# Where in a host's arena the buffers of each slice's chunks lie.
-#
-# The host's own slices come first, with all their buffers; then, peer by peer, what
-# each pushes. Pure: knows the layout and the placement.
-
-
 OWN_BUFFERS = 4
-"""Last commit, replicated but not yet committed, being staged, being exported."""
+"""Buffers of each chunk of an own slice: one each for the last commit, a step that is
+replicated but not yet committed, a step being staged, and a step being exported."""
 HOSTED_BUFFERS = 3
-"""As above, without the export: storage gets every slice from an owner."""
+"""Buffers of each chunk of a peer's slice: as `OWN_BUFFERS`, without the export,
+because every slice is exported by an owner."""
 
 
 def arena_bytes(layout: Layout, slot: int, placement: CopyPlacement) -> int:
-    """Bytes of the whole arena of one slot's host; cuts nothing into chunks."""
+    """Bytes of the whole arena of one slot's host, computed without cutting chunks."""
     incoming = [p.slices for p in placement.pushes if p.target == slot]
     hosted = sum(offsets_of(slices)[1] for slices in incoming)
     return OWN_BUFFERS * offsets_of(layout.slices(slot))[1] + HOSTED_BUFFERS * hosted
@@ -205,16 +197,20 @@ def arena_bytes(layout: Layout, slot: int, placement: CopyPlacement) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ArenaMap:
-    """Chunks, offsets and sizes; sizes and offsets are in bytes."""
+    """Places of a host's chunk buffers in its arena; offsets and sizes are in bytes.
+
+    All buffers of the host's own slices come first. The buffers of the peers' pushes
+    follow, peer by peer.
+    """
 
     own: Chunks
-    """The host's own slices; their buffers begin with the arena."""
+    """Chunks of the host's own slices; their buffers start at offset 0."""
     incoming: Mapping[int, Push]
-    """By the slot that sends: what peers push to this host."""
+    """Sending slot to its push to this host."""
     hosted: Mapping[int, Chunks]
-    """By the slot that sends: the chunks of its push, in the push's order."""
+    """Sending slot to the chunks of its push, in the push's order."""
     hosted_starts: Mapping[int, int]
-    """By the slot that sends: where the buffers of its push begin."""
+    """Sending slot to the offset of the buffers of its push."""
     size: int
     """Bytes of the whole arena."""
 
@@ -222,7 +218,7 @@ class ArenaMap:
     def of(
         cls, layout: Layout, slot: int, placement: CopyPlacement, chunk_bytes: int
     ) -> "ArenaMap":
-        """The map of one slot's host."""
+        """The arena map of one slot's host."""
         own = Chunks.of(layout.slices(slot), chunk_bytes)
         incoming = {p.source: p for p in placement.pushes if p.target == slot}
         hosted = {s: Chunks.of(p.slices, chunk_bytes) for s, p in incoming.items()}
@@ -235,24 +231,23 @@ class ArenaMap:
         )
 
 
-# New memory for arrays that are restored, in huge pages where the system has them.
-#
-# The first write to new memory maps it page by page, while the training waits; huge
-# pages are 512 times fewer. Leaves share slabs, so that small ones have huge pages
-# too, and slabs are small enough that one leaf which stays does not keep a whole state.
-
-
 ALIGNMENT = 64
-"""Of XLA's CPU arrays, in bytes: memory so aligned is taken over and not copied."""
+"""Alignment of XLA's CPU arrays in bytes; XLA uses aligned memory without a copy."""
 SLAB_BYTES = 32 << 20
 _HUGE_PAGE = 2 << 20
 
 
 class AlignedAllocator:
-    """Hands out memory; a slab is freed with the last array that was cut from it."""
+    """Allocates memory for restored arrays, in huge pages where the system has them.
+
+    The first write to new memory maps it page by page while training waits; there are
+    512 times fewer huge pages. Leaves share slabs, so small leaves use huge pages, too.
+    A slab is freed with the last array cut from it. Slabs are small, so that one
+    surviving leaf does not keep the memory of a whole state.
+    """
 
     def __init__(self, total: int) -> None:
-        """Takes nothing yet; `total` is how many bytes will be asked for."""
+        """Allocates nothing yet; `total` is the bytes that will be requested in all."""
         self._left = total
         self._slab = np.empty(0, np.uint8)
 
@@ -273,12 +268,17 @@ class AlignedAllocator:
 
 
 def _new_slab(nbytes: int) -> np.ndarray:
-    """At least `nbytes`; from a huge page on, it begins with one."""
+    """Allocates at least `nbytes` bytes; a slab of a huge page or more is aligned to
+    huge pages.
+
+    Returns:
+        [bytes] uint8.
+    """
     step = _HUGE_PAGE if nbytes >= _HUGE_PAGE else ALIGNMENT
     size = -(-nbytes // step) * step
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, size + step, flags=flags)
-    with contextlib.suppress(OSError):  # a kernel without them
+    with contextlib.suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     slab = np.frombuffer(memory, np.uint8)
     start = -slab.ctypes.data % step

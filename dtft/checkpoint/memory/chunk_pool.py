@@ -1,8 +1,8 @@
-"""A pool of chunk buffers: each chunk has several, so that a copy can be staged beside
-the last commit.
+"""A pool of chunk buffers: each chunk has several, so a new copy can be staged while
+the last commit is kept.
 
-`ChunkPool` holds copies of some slices; a `Copy` says in which buffer each of its
-chunks is, and equal chunks are shared. `BufferRefCounts` counts the references to each
+`ChunkPool` holds copies of some slices. A `Copy` holds the buffer number of each of its
+chunks, and copies share equal chunks. `BufferRefCounts` counts the references to each
 buffer.
 """
 
@@ -21,16 +21,14 @@ from dtft.checkpoint.state import (
     equal_chunks,
 )
 
-# Which buffers of which chunks are in use, by reference count.
-#
-# Every chunk has the same number of buffers. A version refers to one buffer of each of
-# its chunks; versions that share a chunk refer to the same buffer, which is free again
-# when the last of them has gone. Vectorised: a version of 10^5 chunks costs little. Not
-# thread-safe.
-
 
 class BufferRefCounts:
-    """Reference counts of buffers.
+    """Reference counts of chunk buffers. Not thread-safe.
+
+    Every chunk has the same number of buffers. A version refers to one buffer of each
+    of its chunks, and versions that share a chunk refer to the same buffer. A buffer is
+    free when no version refers to it. All operations are vectorised over the chunks,
+    so a version of 10^5 chunks costs little.
 
     >>> ref_counts = BufferRefCounts(num_chunks=2, num_buffers=2)
     >>> first = ref_counts.acquire(np.array([0, 1]))
@@ -55,18 +53,18 @@ class BufferRefCounts:
 
     @property
     def free_buffers(self) -> np.ndarray:
-        """[buffers] bool: whether no chunk is there."""
+        """[buffers] bool: whether the buffer is free for every chunk."""
         return (self._counts == 0).all(axis=1)
 
     def acquire(self, numbers: np.ndarray) -> np.ndarray | None:
-        """A free buffer of each of some chunks, now referred to once.
+        """Takes a free buffer for each of some chunks, with a reference count of 1.
 
         Args:
-            numbers: the numbers of the chunks, each at most once.
+            numbers: [n] the numbers of the chunks, each at most once.
 
         Returns:
-            [chunks] uint8, absent for the other chunks; None, and nothing is taken, if
-            one of them has no free buffer.
+            [chunks] uint8: the buffer of each chunk, `ABSENT` for the other chunks.
+            None if one of the chunks has no free buffer; then no buffer is taken.
         """
         free = self._counts[:, numbers] == 0
         if not free.any(axis=0).all():
@@ -77,15 +75,15 @@ class BufferRefCounts:
         return buffers
 
     def absent(self) -> np.ndarray:
-        """[chunks] uint8: a version that has no chunk."""
+        """[chunks] uint8: the buffers of a version without chunks, all `ABSENT`."""
         return np.full(self._counts.shape[1], ABSENT, np.uint8)
 
     def retain(self, buffers: np.ndarray) -> None:
-        """One more reference to the buffer of each chunk that is not absent."""
+        """Adds a reference to the buffer of each chunk that is not `ABSENT`."""
         self._counts[self._in_use(buffers)] += 1
 
     def release(self, buffers: np.ndarray) -> None:
-        """One reference less; a buffer that nobody refers to is free."""
+        """Removes a reference to each buffer; a buffer without references is free."""
         self._counts[self._in_use(buffers)] -= 1
 
     def _in_use(self, buffers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -100,68 +98,73 @@ class BufferRefCounts:
         return at
 
 
-# Memory for some slices with several buffers for every chunk, and copies in it.
-#
-# A copy says in which buffer each of its chunks is; copies share the chunks that are
-# equal.
-
-
 Read = dict[tuple[int, int], bytes]
-"""(buffer, chunk) to the digest of the bytes there, read just now."""
+"""(buffer, chunk) to the digest of the bytes in that buffer, as just read."""
 
 
 @dataclass(kw_only=True)
 class Copy:
-    """What one version has of a pool's slices. Holds a reference to its buffers."""
+    """One version of a pool's slices. A copy holds a reference to each of its buffers.
+
+    Copies share the buffers of equal chunks.
+    """
 
     buffers: np.ndarray
-    """[chunks] uint8: the buffer of each chunk."""
+    """[chunks] uint8: the buffer of each chunk, `ABSENT` for a missing chunk."""
     digests: list[bytes]
-    """Per slice 16 bytes for each chunk; empty if this version has not got it."""
+    """Per slice 16 bytes for each chunk; empty if the copy lacks the slice."""
 
 
 class ChunkPool:
-    """The buffers of some slices' chunks. Not thread-safe."""
+    """The buffers of the chunks of some slices. Not thread-safe."""
 
     def __init__(
         self, chunks: Chunks, num_buffers: int, memory: Callable[[], memoryview]
     ) -> None:
-        """`memory` gives `num_buffers` times `chunks.nbytes` bytes, always the same."""
+        """Starts with every buffer free.
+
+        Args:
+            chunks: the chunks of the slices.
+            num_buffers: buffers of each chunk.
+            memory: returns the pool's memory, `num_buffers` times `chunks.nbytes`
+                bytes; every call returns the same memory.
+        """
         self.chunks, self._memory = chunks, memory
         self.ref_counts = BufferRefCounts(chunks.num_chunks, num_buffers)
         self.index = {piece: at for at, piece in enumerate(chunks.slices)}
         self.rotten: set[tuple[int, int]] = set()
-        """(buffer, chunk) whose bytes were found wrong, until they are written anew."""
+        """(buffer, chunk) of corrupt bytes; an entry stays until the next `acquire`
+        of that buffer."""
 
     def acquire(self, numbers: np.ndarray) -> np.ndarray | None:
-        """Free buffers of some chunks, to be written; see `BufferRefCounts.acquire`."""
+        """Takes free buffers for chunks to write: see `BufferRefCounts.acquire`."""
         found = self.ref_counts.acquire(numbers)
         if found is not None and self.rotten:
             self.rotten -= {(int(found[number]), int(number)) for number in numbers}
         return found
 
     def rotten_in(self, copy: Copy) -> list[int]:
-        """The chunks of a copy that were found wrong."""
+        """The numbers of a copy's chunks that were found corrupt."""
         return [
             number for buffer, number in self.rotten if copy.buffers[number] == buffer
         ]
 
     def parts(self, copy: Copy, index: int) -> Parts:
-        """The bytes of one slice, in as few pieces as there are."""
+        """The bytes of one slice of a copy, in as few pieces as possible."""
         return self.chunks.parts(self._memory(), copy.buffers, index)
 
     def chunk(self, buffers: np.ndarray, number: int) -> memoryview:
-        """The bytes of one chunk."""
+        """The bytes of one chunk of the copy with these buffers."""
         return self.at(int(buffers[number]), number)
 
     def at(self, buffer: int, number: int) -> memoryview:
-        """The bytes of one chunk at one of its buffers."""
+        """The bytes of one chunk in one of its buffers."""
         return self.chunks.chunk(self._memory(), buffer, number)
 
     def held(self, copy: Copy) -> Iterator[tuple[Slice, Parts, bytes]]:
-        """Every slice that a copy has, with its bytes and digests; reads nothing.
+        """Every slice of a copy with its bytes and digests, without reading bytes.
 
-        One with a chunk that was found wrong does not count.
+        A slice with a chunk that was found corrupt is left out.
         """
         wrong = self.chunks.owners_of(self.rotten_in(copy)) if self.rotten else ()
         for index, digests in enumerate(copy.digests):
@@ -169,12 +172,13 @@ class ChunkPool:
                 yield self.chunks.slices[index], self.parts(copy, index), digests
 
     def right(self, copy: Copy, index: int, read: Read) -> bool:
-        """Whether every byte of a slice is what its digests say.
+        """Whether the bytes of a slice match its digests.
 
         Args:
             copy: the copy.
-            index: which of the slices; a slice that the copy lacks is not right.
-            read: what was read just now; not read again, and added to.
+            index: index of the slice; False for a slice that the copy lacks.
+            read: digests of chunks read just now. These chunks are not read again; the
+                digests of further chunks are added.
         """
         if not copy.digests[index]:
             return False
@@ -192,15 +196,15 @@ class ChunkPool:
         return b"".join(found) == copy.digests[index]
 
     def fits(self, digests: list[bytes]) -> bool:
-        """Whether there are as many digests as there are chunks, slice by slice."""
+        """Whether each slice has one digest per chunk."""
         counts = np.diff(self.chunks.first) * DIGEST_BYTES
         return [len(one) for one in digests] == counts.tolist()
 
     def unchanged(self, copy: Copy, digests: list[bytes]) -> np.ndarray:
-        """[chunks] bool: where a copy has the bytes that other digests describe.
+        """[chunks] bool: whether the digest of a copy's chunk equals that in `digests`.
 
-        Bytes are taken to be equal because their digests (xxh3-128) are: a changed
-        chunk is mistaken for the old one by accident with a chance of 2^-128.
+        Equal digests (xxh3-128) are taken for equal bytes. A changed chunk has the
+        digest of the old chunk by accident with a probability of 2^-128.
         """
         missing = [b"\0" * len(one) for one in digests]
         known = [one or none for one, none in zip(copy.digests, missing, strict=True)]
@@ -210,5 +214,5 @@ class ChunkPool:
         return equal & (copy.buffers != ABSENT)
 
     def release(self, copy: Copy) -> None:
-        """Gives up a copy; chunks that no other copy has are free."""
+        """Releases the buffers of a copy; buffers without another copy are free."""
         self.ref_counts.release(copy.buffers)

@@ -1,9 +1,10 @@
-"""Pushes on their way into this host: which chunks are here, and what they may write.
+"""Receiving pushes from peers: which chunks have arrived, and where chunks are written.
 
-A push says the digests of all its chunks before it sends any. Chunks that the last
-version from the same peer has are kept, not sent; a push that was cut goes on with what
-had been verified. Several connections may bring one push: each chunk is written by one
-of them at a time, only into a buffer that no copy refers to.
+A push announces the digests of all its chunks before it sends a chunk. Chunks that are
+equal in the last version from the same peer are kept and not sent. An interrupted push
+resumes with the chunks that were already verified. Several connections may carry one
+push: each chunk is written by one connection at a time, and only into a buffer that no
+copy refers to.
 """
 
 import threading
@@ -18,29 +19,39 @@ _LACKING, _ARRIVING, _HERE = 0, 1, 2
 
 
 class Receiving:
-    """One push of one step from one peer, until it is complete or given up."""
+    """One push of one step from one peer, until the push is complete or given up."""
 
     def __init__(
         self, pool: ChunkPool, digests: list[bytes], lock: threading.RLock
     ) -> None:
-        """Has nothing yet; `lock` is the one that guards the pool."""
+        """Starts without chunks.
+
+        Args:
+            pool: the pool of the sending slot.
+            digests: of each slice of the push, 16 bytes per chunk.
+            lock: the lock that guards the pool.
+        """
         self.pool, self.digests, self._lock = pool, digests, lock
         self.buffers = pool.ref_counts.absent()
         self.states = np.full(len(self.buffers), _LACKING, np.uint8)
         self.users = 0
-        """Connections that bring it."""
+        """The number of connections that carry this push."""
         self.given_up = False
-        """The step was dropped: what arrives is of no use."""
+        """Whether the push was given up; chunks that still arrive are discarded."""
         self._expected = b"".join(digests)
 
     def keep(self, copy: Copy) -> None:
-        """Takes over the chunks that another version has already."""
+        """Takes over the equal chunks of another version, with a reference to each."""
         same = self.pool.unchanged(copy, self.digests)
         self.buffers[same], self.states[same] = copy.buffers[same], _HERE
         self.pool.ref_counts.retain(self.buffers)
 
     def reserve(self) -> bool:
-        """Takes a free buffer for every chunk without one; False if one is missing."""
+        """Takes a free buffer for every chunk that has no buffer yet.
+
+        Returns:
+            False if a chunk has no free buffer; then no buffer is taken.
+        """
         found = self.pool.acquire(np.flatnonzero(self.buffers == ABSENT))
         if found is None:
             return False
@@ -48,25 +59,29 @@ class Receiving:
         return True
 
     def lacks(self) -> np.ndarray:
-        """[chunks] bool: what is neither here nor arriving."""
+        """[chunks] bool: whether a chunk is neither received nor being written."""
         with self._lock:
             return self.states == _LACKING
 
     @property
     def root(self) -> str:
-        """One digest over all slices, as `commit.push_root` has it."""
+        """One digest over all slices: `push_root` of `replication.commit`."""
         pairs = zip(self.pool.chunks.slices, self.digests, strict=True)
         return digest_root((piece.key, told) for piece, told in pairs)
 
     @property
     def complete(self) -> bool:
-        """Every chunk is here and verified."""
+        """Whether every chunk was received and verified."""
         return bool((self.states == _HERE).all())
 
     def claim(self, numbers: Sequence[int]) -> list[memoryview] | None:
-        """Where some chunks go; None if another connection was faster with one.
+        """Claims chunks for one connection to write.
 
-        Whoever is given memory calls `arrived` or `failed` with the same numbers.
+        The caller then calls `arrived` or `failed` with the same numbers.
+
+        Returns:
+            The memory of each chunk. None if the push was given up, or if another
+            connection has claimed or written one of the chunks.
         """
         at = np.array(numbers, np.int64)
         with self._lock:
@@ -76,7 +91,7 @@ class Receiving:
             return [self.pool.chunk(self.buffers, number) for number in numbers]
 
     def arrived(self, numbers: Sequence[int]) -> None:
-        """Chunks were written whole; those with wrong bytes are lacking again."""
+        """Verifies chunks that were written whole; a corrupt chunk is lacking again."""
         for number in numbers:
             start = number * DIGEST_BYTES
             good = self._expected[start : start + DIGEST_BYTES]
@@ -85,11 +100,15 @@ class Receiving:
             self.states[number] = _HERE if found == good else _LACKING
 
     def failed(self, numbers: Sequence[int]) -> None:
-        """Chunks were written in part, or not at all."""
+        """Marks claimed chunks that were not written whole as lacking again."""
         self.states[np.array(numbers, np.int64)] = _LACKING
 
     def release(self, *, unverified_only: bool) -> None:
-        """Gives up buffers; nobody may be writing."""
+        """Releases the buffers; no connection may be writing.
+
+        Args:
+            unverified_only: keep the buffers of verified chunks.
+        """
         going = self.states != _HERE if unverified_only else self.buffers != ABSENT
         self.pool.ref_counts.release(
             np.where(going, self.buffers, ABSENT).astype(np.uint8)
@@ -98,7 +117,7 @@ class Receiving:
 
     @property
     def nothing_here(self) -> bool:
-        """Not one chunk would be lost by giving it up."""
+        """Whether no chunk is received and verified."""
         return not (self.states == _HERE).any()
 
 
@@ -106,24 +125,28 @@ class Hosting:
     """The copies that this host keeps for its peers, by step and sending slot."""
 
     def __init__(self, pools: Mapping[int, ChunkPool], lock: threading.RLock) -> None:
-        """One pool for each slot that sends; `lock` is the store's."""
+        """Starts without copies; `pools` has one pool per sending slot.
+
+        `lock` is the lock of the `ReplicaStore`.
+        """
         self.pools, self._lock = pools, lock
         self.copies: dict[int, dict[int, Copy]] = {}
-        """step -> slot that sent -> the copy, complete and verified."""
+        """step -> sending slot -> the complete and verified copy."""
         self.items: dict[int, dict] = {}
         self.receiving: dict[tuple[int, int], Receiving] = {}
 
     def has(self, step: int, source: int, digests: Sequence[bytes]) -> bool:
-        """Whether the very bytes of a push are here already, verified."""
+        """Whether a verified copy of the same bytes as a push is already held."""
         copy = self.copies.get(step, {}).get(source)
         return copy is not None and copy.digests == list(digests)
 
     def begin(self, step: int, source: int, digests: list[bytes]) -> Receiving | None:
-        """Lets one connection bring a push; each `begin` needs one `end`.
+        """Admits one connection that carries a push; each `begin` needs one `end`.
 
         Returns:
-            None if the push is not one that comes here, if other bytes of the same step
-            are here or on their way (nothing overwrites them), or if no buffer is free.
+            None if the placement has no such push to this host, if a copy of the same
+            step and slot is held, if a connection carries other bytes for them, or if
+            no buffer is free. Held bytes are never overwritten.
         """
         pool = self.pools.get(source)
         if pool is None or not pool.fits(digests):
@@ -154,7 +177,11 @@ class Hosting:
         return found
 
     def _reserved(self, wanted: Receiving, source: int) -> bool:
-        """Places for all that is lacking; unfinished pushes of other steps give way."""
+        """Whether every chunk of a push has a buffer.
+
+        Unfinished pushes of other steps from the same slot are given up if their
+        buffers are needed and no connection carries them.
+        """
         if wanted.reserve():
             return True
         for step, other in list(self.receiving):
@@ -164,7 +191,11 @@ class Hosting:
         return wanted.reserve()
 
     def conclude(self, step: int, source: int, found: Receiving, items: dict) -> bool:
-        """Makes a push that is complete a copy; True for the first who asks."""
+        """Turns a complete push into a copy.
+
+        Returns:
+            Whether this call made the copy; False for every later call.
+        """
         if self.receiving.get((step, source)) is not found or not found.complete:
             return False
         del self.receiving[step, source]
@@ -174,7 +205,7 @@ class Hosting:
         return True
 
     def end(self, step: int, source: int, found: Receiving) -> None:
-        """One connection brings no more; what it had verified waits for the next."""
+        """Removes one connection from a push; verified chunks stay for the next one."""
         found.users -= 1
         if found.users:
             return
@@ -188,25 +219,30 @@ class Hosting:
     def _give_up(self, step: int, source: int) -> None:
         found = self.receiving.pop((step, source))
         found.given_up = True
-        if not found.users:  # else the last of them lets go of the buffers
+        if not found.users:  # else the last connection releases the buffers in `end`
             found.release(unverified_only=False)
 
     def forget_rotten(self) -> None:
-        """Drops copies that are known to have a wrong byte; see `ChunkPool.rotten`."""
+        """Drops copies with a chunk in `ChunkPool.rotten`."""
         for copies in self.copies.values():
             for source, copy in list(copies.items()):
                 if self.pools[source].rotten_in(copy):
                     self.pools[source].release(copies.pop(source))
 
     def forget(self, step: int, keys: Sequence[str]) -> None:
-        """Drops copies that have a wrong byte, so that they can be sent again."""
+        """Drops the corrupt copies of a step, so that peers can send them again.
+
+        Args:
+            step: the step.
+            keys: keys of the corrupt slices; a copy with one of them is dropped.
+        """
         for source in list(self.copies.get(step, {})):
             pool = self.pools[source]
             if not {piece.key for piece in pool.chunks.slices}.isdisjoint(keys):
                 pool.release(self.copies[step].pop(source))
 
     def drop(self, needed: Callable[[int], bool]) -> None:
-        """Drops what is of steps that are not needed."""
+        """Drops the copies and unfinished pushes of steps that are not needed."""
         for step, source in list(self.receiving):
             if not needed(step):
                 self._give_up(step, source)

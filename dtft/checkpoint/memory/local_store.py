@@ -1,8 +1,8 @@
 """The steps that one process keeps in its own memory, with digests and a commit log.
 
-A step is staged beside those that are there, then committed; the oldest is dropped. A
-leaf that did not change stays where the step before has it. The memory has no name in
-any directory, so nothing is left behind however the process ends.
+A new step is staged beside the kept steps and then committed; the oldest step is
+dropped. An unchanged leaf shares the buffer of the step before. The memory has no name
+in any directory, so the system frees it however the process ends.
 """
 
 import os
@@ -29,24 +29,17 @@ from dtft.checkpoint.state import (
     verify_digests,
 )
 
-# This process's memory for leaves: several buffers for each, taken when needed.
-#
-# Place p of a leaf is where it lies in the p-th of several extents that are laid out
-# alike. Steps that have a leaf in common refer to one buffer (`BufferRefCounts` counts
-# them), so a leaf that does not change needs no more memory than one.
-
-
 MAX_BUFFERS = ABSENT - 1
 
 
 class Extent:
-    """Memory for every leaf once, shared with the exporter by `path`."""
+    """Memory for one buffer of every leaf; the exporter opens it by `path`."""
 
     def __init__(self, nbytes: int) -> None:
-        """Reserves it.
+        """Reserves `nbytes` bytes.
 
         Raises:
-            OSError: the memory is not there; names the bytes needed and available.
+            OSError: too little memory; names the bytes needed and available.
         """
         name = f"dtft-{os.getpid()}-{secrets.token_hex(4)}"
         self.arena = Arena.create(name, max(nbytes, 1))
@@ -57,13 +50,17 @@ class Extent:
         self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Frees the memory."""
         self.arena.close()
         os.close(self._descriptor)
 
 
 class LeafMemory:
     """The buffers of the leaves of one layout. Not thread-safe.
+
+    Buffer p of a leaf lies in the p-th extent; all extents have the same layout, and
+    an extent is reserved when a step first needs it. Steps with the same leaf refer to
+    one buffer, counted by `BufferRefCounts`, so an unchanged leaf takes memory once.
 
     >>> leaf = Slice(path="w", start=(0,), stop=(4,), dtype="uint8")
     >>> memory = LeafMemory((leaf,))
@@ -77,17 +74,20 @@ class LeafMemory:
     """
 
     def __init__(self, slices: tuple[Slice, ...]) -> None:
-        """Reserves nothing yet; each of `slices` is a whole leaf."""
+        """Reserves no memory yet; each of `slices` is a whole leaf."""
         self.slices = slices
         self._offsets, self._nbytes = offsets_of(slices)
         self.ref_counts = BufferRefCounts(len(slices), MAX_BUFFERS)
         self._extents: dict[int, Extent] = {}
 
     def acquire(self) -> np.ndarray:
-        """[leaves] uint8: a free buffer of each leaf, the lowest, referred to once.
+        """Takes the lowest free buffer of each leaf, with a reference count of 1.
+
+        Returns:
+            [leaves] uint8: the buffer of each leaf.
 
         Raises:
-            OSError: the memory is not there; names the bytes needed and available.
+            OSError: too little memory; names the bytes needed and available.
             RuntimeError: all buffers of a leaf are in use.
         """
         buffers = self.ref_counts.acquire(np.arange(len(self.slices)))
@@ -102,31 +102,31 @@ class LeafMemory:
         return buffers
 
     def view(self, buffer: int, index: int) -> memoryview:
-        """The bytes of one leaf at one of its buffers."""
+        """The bytes of one leaf in one of its buffers."""
         arena = self._extents[buffer].arena
         return arena.view(self._offsets[index], self.slices[index].nbytes)
 
     @property
     def paths(self) -> dict[int, str]:
-        """Of each extent in use its path, which the exporter opens."""
+        """Buffer number to the path of its extent, which the exporter opens."""
         return {buffer: extent.path for buffer, extent in self._extents.items()}
 
     def trim(self) -> bool:
-        """Gives back what nobody refers to; whether that is all of it."""
+        """Frees every extent without references; whether no extent is left."""
         free = self.ref_counts.free_buffers
         for buffer in [buffer for buffer in self._extents if free[buffer]]:
             self._extents.pop(buffer).close()
         return not self._extents
 
     def close(self) -> None:
-        """Gives all of it back."""
+        """Frees all extents."""
         for extent in self._extents.values():
             extent.close()
         self._extents.clear()
 
 
 class Corrupt(ValueError):
-    """A copy in memory does not match its digests; it was dropped."""
+    """A step in memory does not match its digests; the step was dropped."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -137,13 +137,14 @@ class Version:
     record: Record
     memory: LeafMemory
     buffers: np.ndarray
-    """[leaves] uint8: where in `memory` each leaf is."""
+    """[leaves] uint8: the buffer of each leaf in `memory`."""
     kept: np.ndarray
-    """[leaves] bool: it is where the step before has it, for it did not change."""
+    """[leaves] bool: whether the leaf did not change since the step before; then both
+    steps have the same buffer."""
     digests: tuple[bytes, ...]
-    """Of each leaf, 16 bytes per chunk."""
+    """Digests of each leaf, 16 bytes per chunk."""
     shardings: tuple[Any, ...]
-    """Of each leaf that was a jax array, else None."""
+    """The sharding of each leaf that is a jax array; None for other leaves."""
 
     def views(self) -> list[memoryview]:
         """The bytes of each leaf."""
@@ -154,19 +155,26 @@ class Version:
 
     @property
     def exported(self) -> list[str]:
-        """Of each leaf the path of the extent that it is in, for the exporter."""
+        """For each leaf the path of its extent, for the exporter."""
         paths = self.memory.paths
         return [paths[buffer] for buffer in self.buffers.tolist()]
 
 
 class Versions:
-    """The `keep` steps that were committed last, and the newest. Not thread-safe."""
+    """The last `keep` committed steps, and the step of the largest number.
+
+    Not thread-safe.
+    """
 
     def __init__(self, *, keep: int, chunk_bytes: int) -> None:
-        """Reserves nothing before the first step shows how much is needed.
+        """Reserves no memory; the first `write` reserves the size of its step.
+
+        Args:
+            keep: the number of steps that stay in memory.
+            chunk_bytes: bytes under one digest.
 
         Raises:
-            ValueError: `keep` is more than there are buffers.
+            ValueError: `keep` exceeds the number of buffers of a leaf, less 2.
         """
         if keep > MAX_BUFFERS - 2:
             raise ValueError(
@@ -177,7 +185,8 @@ class Versions:
         self._log = MemoryCommitLog()
         self._versions: dict[int, Version] = {}
         self._memories: list[LeafMemory] = []
-        """The last is that of the newest step; before it those of another shape."""
+        """The memories of steps with different leaf shapes; the last memory is used
+        for the next step."""
         self._trusted = True
 
     @property
@@ -186,16 +195,17 @@ class Versions:
         return tuple(sorted(self._versions))
 
     def get(self, step: int) -> Version:
-        """A step, unchecked."""
+        """The version of a step; its bytes are not checked."""
         return self._versions[step]
 
     def write(self, step: int, record: Record, values: Sequence[Any]) -> Version:
-        """Copies a new step into memory and commits it; the values may go afterwards.
+        """Copies a new step into memory and commits it.
 
-        Whatever goes wrong, the steps that were there stay.
+        The values may be deleted or donated afterwards. If an error is raised, the
+        steps committed before stay readable.
 
         Raises:
-            OSError: the memory is not there.
+            OSError: too little memory; names the bytes needed and available.
         """
         jax.block_until_ready([v for v in values if isinstance(v, jax.Array)])
         memory = self._memory_for(_slices(record))
@@ -208,7 +218,7 @@ class Versions:
             memory.ref_counts.release(buffers)
         self._versions[step], self._trusted = version, True
         for old in list(self._versions)[: -self._keep]:
-            if old != self.steps[-1]:  # the one to go on from
+            if old != self.steps[-1]:  # training resumes from the newest step
                 self.drop(old)
         return version
 
@@ -220,10 +230,11 @@ class Versions:
         memory: LeafMemory,
         buffers: np.ndarray,
     ) -> Version:
-        """Writes to `buffers` what may have changed since the step written last.
+        """Writes to `buffers` the leaves that may differ from the step written last.
 
-        A leaf that changed last time is copied and digested in one pass; one that did
-        not is only digested, as in `snapshot`.
+        A leaf that changed at the last step is copied and digested in one pass. A leaf
+        that did not change at the last step is first compared with its saved digests
+        or bytes, and copied only if it differs.
         """
         base = next(reversed(self._versions.values()), None)
         if base is None or base.memory is not memory or not self._trusted:
@@ -256,11 +267,14 @@ class Versions:
         )
 
     def read(self, step: int) -> tuple[Version, list[np.ndarray]]:
-        """A step and views of its leaves, every byte checked just now.
+        """Reads a step and checks every byte against the digests and the commit.
+
+        Returns:
+            The version, and an array per leaf that is a view of the memory.
 
         Raises:
-            KeyError: the step is not here.
-            Corrupt: a byte is wrong; names the leaves. The step is not here any more.
+            KeyError: the step is not in memory.
+            Corrupt: a byte is wrong; names the leaves. The step was dropped.
         """
         version = self._versions[step]
         views = version.views()
@@ -283,16 +297,16 @@ class Versions:
         return version, [as_array(view, leaf) for view, leaf in leaves]
 
     def distrust(self) -> None:
-        """The next step is written whole: what it would keep may be damaged."""
+        """Makes the next `write` copy every leaf, as kept leaves may be corrupt."""
         self._trusted = False
 
     def drop(self, step: int) -> None:
-        """Forgets a step; its memory is used again unless it is pinned."""
+        """Drops a step; its buffers are free unless the step is pinned."""
         self._log.forget(step)
         self.unpin(self._versions.pop(step))
 
     def pin(self, version: Version) -> None:
-        """Keeps the bytes of a step as they are until `unpin`."""
+        """Prevents the buffers of a step from being overwritten until `unpin`."""
         version.memory.ref_counts.retain(version.buffers)
 
     def unpin(self, version: Version) -> None:
@@ -301,7 +315,7 @@ class Versions:
         self._trim()
 
     def close(self) -> None:
-        """Gives all memory back; nothing may be pinned."""
+        """Drops all steps and frees all memory; no step may be pinned."""
         for step in self.steps:
             self.drop(step)
         for memory in self._memories:
@@ -310,12 +324,12 @@ class Versions:
 
     def _memory_for(self, slices: tuple[Slice, ...]) -> LeafMemory:
         if not self._memories or self._memories[-1].slices != slices:
-            self._memories.append(LeafMemory(slices))  # the state has another shape
+            self._memories.append(LeafMemory(slices))  # the leaves have other shapes
             self._trim()
         return self._memories[-1]
 
     def _trim(self) -> None:
-        """Gives back what only states of another shape needed."""
+        """Frees unused extents of the memories for states of other shapes."""
         former = [memory for memory in self._memories[:-1] if not memory.trim()]
         self._memories[:-1] = former
 

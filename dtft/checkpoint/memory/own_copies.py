@@ -1,6 +1,6 @@
 """A host's copies of its own slices, by step: staged, pinned, restored, dropped.
 
-A step shares with the one before it the chunks that did not change. Not thread-safe.
+A step shares its unchanged chunks with the step before. Not thread-safe.
 """
 
 import itertools
@@ -16,17 +16,17 @@ from dtft.checkpoint.state import ABSENT, Parts, Slice, chunk_digests, unpack_fl
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """Where the trainer may write a step; plain values, for its link."""
+    """The buffers to which the trainer may write a step, as values for its link."""
 
     base: int
-    """The step whose chunks may be kept where they did not change; -1 for none."""
+    """The step whose unchanged chunks may be kept and not written; -1 for none."""
     buffers: bytes
-    """A free buffer for each chunk, one byte each."""
+    """The number of a free buffer for each chunk, one byte per chunk."""
 
 
 @dataclass(kw_only=True)
 class _Staging:
-    """A step that is being written; refers to its buffers and to those of its base."""
+    """A step being written; it holds references to its buffers and its base's."""
 
     base: Copy
     buffers: np.ndarray
@@ -36,25 +36,25 @@ class Owning:
     """A host's copies of its own slices, by step, in one chunk pool."""
 
     def __init__(self, pool: ChunkPool) -> None:
-        """Has no copy yet."""
+        """Starts without copies."""
         self.pool = pool
         self.copies: dict[int, Copy] = {}
         self.items: dict[int, dict[str, Any]] = {}
         self._staging: dict[int, _Staging] = {}
         self.pins: dict[int, tuple[int, Copy]] = {}
-        """Number of the pin to the step and the copy that it keeps."""
+        """Pin number to the pinned step and its copy."""
         self._pin_numbers = itertools.count()
 
     # ---------------------------------------------------------------- staging
 
     def begin_stage(self, step: int) -> Room:
-        """Reserves a buffer for every chunk.
+        """Takes a free buffer for every chunk of a step that the trainer will write.
 
         Raises:
             RuntimeError: a chunk has no free buffer, so a commit or export is stuck.
         """
         for asked in list(self._staging):
-            self._cancel(asked)  # there is one trainer, and it writes one step
+            self._cancel(asked)  # the only trainer writes one step at a time
         ref_counts = self.pool.ref_counts
         buffers = self.pool.acquire(np.arange(self.pool.chunks.num_chunks))
         if buffers is None:
@@ -65,7 +65,7 @@ class Owning:
             )
         newest = max(self.copies, default=-1)
         if newest in self.copies and self.pool.rotten_in(self.copies[newest]):
-            newest = -1  # every chunk is written anew
+            newest = -1  # no base: every chunk is written
         base = self.copies.get(newest) or self._nothing()
         ref_counts.retain(base.buffers)
         self._staging[step] = _Staging(base=base, buffers=buffers)
@@ -74,7 +74,7 @@ class Owning:
     def staged(
         self, step: int, digests: Sequence[bytes], items: dict, kept: bytes
     ) -> None:
-        """The step has been written; see `ReplicaStore.staged`."""
+        """Records a step that the trainer has written: see `ReplicaStore.staged`."""
         staging, chunks = self._staging.pop(step), self.pool.chunks
         is_kept = unpack_flags(kept, chunks.num_chunks)
         copied = chunks.mask([i for i, one in enumerate(digests) if one])
@@ -101,7 +101,7 @@ class Owning:
     # -------------------------------------------------------------- retention
 
     def drop(self, needed: Callable[[int], bool]) -> None:
-        """Drops what is of steps that are not needed."""
+        """Drops the copies and the staging of steps that are not needed."""
         for step in [step for step in self._staging if not needed(step)]:
             self._cancel(step)
         for step in [step for step in self.copies if not needed(step)]:
@@ -113,7 +113,11 @@ class Owning:
             self.items.pop(step)
 
     def pin(self, step: int) -> int:
-        """Keeps a copy's bytes until `unpin`, though the step be dropped."""
+        """Keeps the bytes of a step's copy until `unpin`, even if the step is dropped.
+
+        Returns:
+            The number of the pin.
+        """
         copy = self.copies[step]
         self.pool.ref_counts.retain(copy.buffers)
         number = next(self._pin_numbers)
@@ -122,10 +126,11 @@ class Owning:
         return number
 
     def complete(self, pin: int) -> tuple[dict[Slice, Parts], int]:
-        """Places for the slices that a pinned copy lacks, and where they are.
+        """Takes buffers for the slices that a pinned copy lacks.
 
         Returns:
-            The memory, and one more pin, which whoever writes there ends afterwards.
+            The memory of each lacking slice, and the number of another pin. The caller
+            ends this pin when it has written the memory.
 
         Raises:
             RuntimeError: a chunk has no free buffer.
@@ -145,13 +150,18 @@ class Owning:
         return memory, guard
 
     def completed(self, pin: int, digests: Mapping[str, bytes]) -> None:
-        """Slices (key to digests) that a pinned copy lacked are there, verified."""
+        """Records slices that a pinned copy lacked as fetched and verified.
+
+        Args:
+            pin: the number of the pin.
+            digests: slice key to digests.
+        """
         copy = self.pins[pin][1]
         for index, piece in enumerate(self.pool.chunks.slices):
             copy.digests[index] = copy.digests[index] or digests.get(piece.key, b"")
 
     def pinned(self, pin: int) -> tuple[bytes, list[bytes]]:
-        """The buffer of each chunk of a pinned copy, one byte each, and its digests."""
+        """The buffers of a pinned copy, one byte per chunk, and its digests."""
         copy = self.pins[pin][1]
         return copy.buffers.tobytes(), list(copy.digests)
 
@@ -164,18 +174,19 @@ class Owning:
     def begin_restore(
         self, step: int, expected: Sequence[bytes | None], items: dict, read: bool
     ) -> list[int]:
-        """Makes a copy in which every slice that is right has its buffer already.
+        """Makes a copy of a step that keeps the slices whose bytes are right.
 
         Args:
             step: the step.
-            expected: the digests of every slice; None for one that is to be made of
-                others, which nobody has yet.
+            expected: the digests of every slice; None for a slice that is not in the
+                commit and will be assembled from other slices.
             items: the items of the step.
-            read: whether what is recorded to be right is read and checked now.
+            read: whether slices recorded as right are read and checked now.
 
         Returns:
-            The slices that are absent or not right. They have buffers of their own now,
-            to which nobody else refers, and count as held once `restored` was called.
+            The indices of the slices that are missing or not right. Each of them has
+            new buffers to which no other copy refers, and counts as held after
+            `restored`.
         """
         old = self.copies.get(step) or self._nothing()
         known: Read = {}
@@ -195,7 +206,7 @@ class Owning:
             buffers=np.where(mask, fresh, old.buffers), digests=list(old.digests)
         )
         for index in lacking:
-            # Nobody sends what has no bytes: every host has it.
+            # A slice without bytes is never sent, and is held by every host.
             empty = not self.pool.chunks.slices[index].nbytes
             nothing = chunk_digests(b"", 1) if empty else b""
             good = expected[index] in (None, nothing)
@@ -204,13 +215,13 @@ class Owning:
         return [index for index in lacking if not copy.digests[index]]
 
     def fill(self, step: int, index: int, source: Parts, digests: bytes) -> None:
-        """Copies a slice from elsewhere in this host's memory; it is held then."""
+        """Copies a slice from other memory of this host and records it as held."""
         copy = self.copies[step]
         self.pool.parts(copy, index).fill(source)
         copy.digests[index] = digests
 
     def restored(self, step: int, digests: Mapping[str, bytes]) -> None:
-        """Slices (key to digests) were fetched and verified: they are held now."""
+        """Records fetched and verified slices as held; `digests` is by slice key."""
         for index, piece in enumerate(self.pool.chunks.slices):
             if piece.key in digests:
                 self.copies[step].digests[index] = digests[piece.key]

@@ -1,8 +1,8 @@
-"""What one host holds: its own slices and its peers', by step, in one arena.
+"""One host's copies of its own slices and of its peers' slices, by step, in one arena.
 
-`ReplicaStore` keeps the last commit until the next is complete, and answers which
-verified copies are here; it is thread-safe. `HeldCopies` looks through own and peers'
-copies of a step.
+`ReplicaStore` keeps the last commit until the next commit is complete, and lists the
+verified copies of this host; it is thread-safe. `HeldCopies` searches the own and the
+hosted copies of a step.
 """
 
 import threading
@@ -24,21 +24,20 @@ from dtft.checkpoint.memory.verification import CopyVerifier
 from dtft.checkpoint.replication import CopyPlacement, Push
 from dtft.checkpoint.state import Chunks, Layout, Parts, Slice
 
-# Which copies one host has of a step, own and peers' together, and which are right.
-#
-# Looks through both kinds of pools: for what can be sent, what a check finds, and
-# what a restore can take from here. Not thread-safe.
-
 
 class HeldCopies:
-    """All copies on one host."""
+    """A host's copies of its own and its peers' slices. Not thread-safe.
+
+    Lists the copies that can be sent, the copies with their digests, and the copies
+    that a restore can take from this host.
+    """
 
     def __init__(self, own: Owning, hosting: Hosting) -> None:
-        """Looks at both whenever it is asked."""
+        """Refers to both; each call reads their current copies."""
         self._own, self._hosting = own, hosting
 
     def steps(self) -> tuple[int, ...]:
-        """The steps of which something is held, ascending."""
+        """The steps with at least one copy on this host, ascending."""
         return tuple(sorted({*self._own.copies, *self._hosting.copies}))
 
     def items(self, step: int) -> dict[str, Any]:
@@ -53,7 +52,7 @@ class HeldCopies:
             yield self._hosting.pools[source], copy
 
     def listed(self, step: int) -> list[tuple[str, Parts, bytes]]:
-        """Slice key, bytes and recorded digest of every copy of `step`, not read."""
+        """Slice key, bytes and recorded digests of every copy of `step`, unread."""
         return [
             (piece.key, parts, digests)
             for pool, copy in self._copies(step)
@@ -61,7 +60,11 @@ class HeldCopies:
         ]
 
     def sendable(self, step: int) -> dict[str, Parts]:
-        """Every slice of `step` that peers can have, pinned ones too; reads nothing."""
+        """Every slice of `step` that can be sent to peers, also from pinned copies.
+
+        Returns:
+            Slice key to bytes, which are not read.
+        """
         found = {key: parts for key, parts, _ in self.listed(step)}
         for pinned, copy in self._own.pins.values():
             if pinned == step:
@@ -72,9 +75,9 @@ class HeldCopies:
     # --------------------------------------------------------------- verified
 
     def recorded(self) -> dict[int, dict[str, bytes]]:
-        """step -> slice key -> digest of every copy, as when it was last verified.
+        """step -> slice key -> digests of every copy, as of its last verification.
 
-        Copies for peers that are known to be wrong are forgotten.
+        Hosted copies that are known to be corrupt are dropped first.
         """
         self._hosting.forget_rotten()
         copies = {
@@ -88,7 +91,7 @@ class HeldCopies:
     def begin_restore(
         self, step: int, digests: Mapping[str, bytes], items: dict, read: bool
     ) -> list[Slice]:
-        """Begins an own copy of `step` with every byte of it that is here and right.
+        """Begins an own copy of `step` from the right slices on this host.
 
         Returns:
             The own slices that must be fetched; see `ReplicaStore.begin_restore`.
@@ -108,7 +111,10 @@ class HeldCopies:
         return missing
 
     def _hosted_right(self, step: int) -> dict[tuple[str, bytes], Parts]:
-        """Verified hosted slices: a spare that hosted one before may own it now."""
+        """(slice key, digests) to the verified bytes of hosted slices owned here.
+
+        A host that formerly hosted a slice for a peer may own the slice now.
+        """
         found = {}
         for source, copy in self._hosting.copies.get(step, {}).items():
             pool, read = self._hosting.pools[source], Read()
@@ -120,7 +126,7 @@ class HeldCopies:
 
 
 class ReplicaStore:
-    """All copies on one host for one layout and slot."""
+    """All copies on one host, for one layout and slot. Thread-safe."""
 
     def __init__(
         self,
@@ -132,16 +138,16 @@ class ReplicaStore:
         chunk_bytes: int,
         reserved: Arena | None = None,
     ) -> None:
-        """Reserves the arena at `path`, or takes over one that is large enough.
+        """Reserves the arena at `path`, or takes over `reserved` if it is large enough.
 
         Raises:
-            OSError: the memory is not there; names the bytes needed and available.
+            OSError: too little memory; names the bytes needed and available.
         """
         self.layout, self.slot, self.placement = layout, slot, placement
         self.chunk_bytes = chunk_bytes
         self.own_slices = layout.slices(slot)
         self.outgoing = tuple(p for p in placement.pushes if p.source == slot)
-        # Before the state is cut into chunks: it may be far too large.
+        # Checked before the state is cut into chunks: the state may be far too large.
         needed = arena_bytes(layout, slot, placement)
         self.arena = Arena.reserve(path, max(needed, 1), reserved)
         self.path = self.arena.path
@@ -169,7 +175,7 @@ class ReplicaStore:
     # ------------------------------------------------------------- own slices
 
     def begin_stage(self, step: int) -> Room:
-        """Reserves a buffer for every chunk of this host's own slices of `step`.
+        """Takes a free buffer for every chunk of this host's own slices of `step`.
 
         Raises:
             RuntimeError: a chunk has no free buffer, so a commit or export is stuck.
@@ -180,25 +186,26 @@ class ReplicaStore:
     def staged(
         self, step: int, digests: Sequence[bytes], items: dict, kept: bytes = b""
     ) -> None:
-        """Records that the trainer has a step's own slices in the arena.
+        """Records that the trainer has written a step's own slices to the arena.
 
         Args:
             step: the step, after its `begin_stage`.
-            digests: per own slice; empty for one that was not copied.
+            digests: digests of each own slice; empty for a slice that was not copied.
             items: the items (data position and so on) of the step.
-            kept: packed, the chunks that are as in the base and were not written.
+            kept: a bit per chunk, from `pack_flags`: whether the chunk is as in the
+                base and was not written.
         """
         with self._lock:
             self._own.staged(step, digests, items, kept)
 
     def own_parts(self, step: int, piece: Slice) -> Parts:
-        """The bytes of one own slice of a step, or where a fetch puts them."""
+        """The memory of one own slice of a step, to read or to fetch into."""
         with self._lock:
             pool = self._own.pool
             return pool.parts(self._own.copies[step], pool.index[piece])
 
     def own_digests(self, step: int, slices: Sequence[Slice]) -> list[bytes]:
-        """Digests of some of the own slices of a staged step."""
+        """Digests of some own slices of a staged step, 16 bytes per chunk."""
         with self._lock:
             known, index = self._own.copies[step].digests, self._own.pool.index
             return [known[index[piece]] for piece in slices]
@@ -208,14 +215,20 @@ class ReplicaStore:
         return self.own_digests(step, self.own_slices)
 
     def own_buffers(self, step: int) -> bytes:
-        """The buffer of each chunk of the own slices of a step, one byte each."""
+        """The buffers of the chunks of a step's own slices, one byte per chunk."""
         with self._lock:
             return self._own.copies[step].buffers.tobytes()
 
     def push_chunks(
         self, step: int, push: Push, numbers: Sequence[int]
     ) -> list[memoryview]:
-        """The bytes of some chunks of what is pushed, counted through its slices."""
+        """The bytes of some chunks of a push.
+
+        Args:
+            step: the step.
+            push: a push of this host.
+            numbers: chunk numbers, counted through the slices of the push.
+        """
         with self._lock:
             buffers, sent = self._own.copies[step].buffers, self._sent[push.target]
             return [self._own.pool.chunk(buffers, int(sent[n])) for n in numbers]
@@ -228,23 +241,24 @@ class ReplicaStore:
     # ---------------------------------------------------------- hosted slices
 
     def has_received(self, step: int, source: int, digests: Sequence[bytes]) -> bool:
-        """Whether the very bytes of a push are here already, verified."""
+        """Whether a verified copy of the same bytes as a push is already held."""
         with self._lock:
             return self._hosting.has(step, source, digests)
 
     def begin_receive(
         self, step: int, source: int, digests: list[bytes]
     ) -> Receiving | None:
-        """Lets a connection bring a push; needs an `end_receive`.
+        """Admits a connection that carries a push; needs one `end_receive`.
 
         Args:
             step: the step.
-            source: the slot that sends.
+            source: the sending slot.
             digests: of each slice of the push, 16 bytes per chunk.
 
         Returns:
-            None if the push does not belong here, if other bytes of the same step are
-            here or on their way (nothing overwrites them), or if no buffer is free.
+            None if the placement has no such push to this host, if a copy of the same
+            step and slot is held, if a connection carries other bytes for them, or if
+            no buffer is free. Held bytes are never overwritten.
         """
         with self._lock:
             return self._hosting.begin(step, source, digests)
@@ -252,16 +266,17 @@ class ReplicaStore:
     def received(
         self, step: int, source: int, receiving: Receiving, items: dict
     ) -> bool:
-        """Keeps a push whose every byte has arrived and was verified.
+        """Turns a push into a copy if all its chunks were received and verified.
 
         Returns:
-            Whether it became a copy by this call: once, and never if it was dropped.
+            Whether this call made the copy. True at most once for a push, and never
+            for a push that was dropped.
         """
         with self._lock:
             return self._hosting.conclude(step, source, receiving, items)
 
     def end_receive(self, step: int, source: int, receiving: Receiving) -> None:
-        """A connection brings no more; what it had verified waits for the next."""
+        """Removes a connection from a push; verified chunks stay for the next one."""
         with self._lock:
             self._hosting.end(step, source, receiving)
 
@@ -299,15 +314,16 @@ class ReplicaStore:
             self._own.unpin(pin)
 
     def pinned(self, pin: int) -> tuple[bytes, list[bytes]]:
-        """The buffer of each chunk of a pinned copy, one byte each, and its digests."""
+        """The buffers of a pinned copy, one byte per chunk, and its digests."""
         with self._lock:
             return self._own.pinned(pin)
 
     def complete_pin(self, pin: int) -> tuple[dict[Slice, Parts], int]:
-        """Memory for the own slices that a pinned copy lacks, to be fetched into.
+        """Takes buffers for the own slices that a pinned copy lacks.
 
         Returns:
-            The memory, and one more pin, which whoever writes there ends afterwards.
+            The memory of each lacking slice, and the number of another pin. The caller
+            ends this pin when the slices were fetched into the memory.
 
         Raises:
             RuntimeError: a chunk has no free buffer.
@@ -317,7 +333,7 @@ class ReplicaStore:
             return self._own.complete(pin)
 
     def completed(self, pin: int, digests: Mapping[str, bytes]) -> None:
-        """Slices (key to digests) of a pinned copy were fetched and verified.
+        """Records fetched and verified slices of a pinned copy, by slice key.
 
         Raises:
             KeyError: the pin has ended.
@@ -330,17 +346,18 @@ class ReplicaStore:
     def holdings(
         self, read: bool = True
     ) -> tuple[dict[int, dict[str, bytes]], list[str]]:
-        """Every slice held.
+        """Lists every good and every corrupt copy of a slice.
+
+        Corrupt hosted copies are dropped, so that peers can send them again.
 
         Args:
-            read: read every chunk again and check it now, without holding up others; a
-                copy for a peer that is wrong is forgotten, so that it can be sent
-                again. Otherwise what was verified when it came counts, unless it was
-                found corrupt since; whoever takes it verifies it.
+            read: read and check every chunk now, without blocking other threads.
+                Otherwise the last verification of a copy counts, and the reader of the
+                copy verifies it.
 
         Returns:
-            step -> slice key -> digest of each good copy, and a description of each
-            bad one ("step 12: params/w[0:4]:float32").
+            step -> slice key -> digests of each good copy, and a description of each
+            corrupt copy ("step 12: params/w[0:4]:float32").
         """
         for number in range(self.verifier.num_chunks if read else 0):
             self.verifier.read(number)
@@ -349,12 +366,12 @@ class ReplicaStore:
             return self._held.recorded(), known
 
     def steps(self) -> tuple[int, ...]:
-        """The steps of which something is held, ascending."""
+        """The steps with at least one copy on this host, ascending."""
         with self._lock:
             return self._held.steps()
 
     def copies(self, step: int) -> list[tuple[str, Parts, bytes]]:
-        """Slice key, bytes and recorded digest of every copy of `step`, not read."""
+        """Slice key, bytes and recorded digests of every copy of `step`, unread."""
         with self._lock:
             return self._held.listed(step)
 
@@ -362,13 +379,13 @@ class ReplicaStore:
         """The bytes of the named slices of `step`, from own, hosted or pinned copies.
 
         Raises:
-            KeyError: a slice is not held here for that step.
+            KeyError: this host has no copy of a slice for `step`.
         """
         here = self.here(step)
         return [here[key] for key in keys]
 
     def here(self, step: int) -> dict[str, Parts]:
-        """Every slice of `step` that can be sent to peers, by key; reads nothing."""
+        """Slice key to bytes of every slice of `step` that can be sent, unread."""
         with self._lock:
             return self._held.sendable(step)
 
@@ -377,31 +394,31 @@ class ReplicaStore:
     def begin_restore(
         self, step: int, digests: Mapping[str, bytes], items: dict, read: bool = True
     ) -> list[Slice]:
-        """Makes `step` the only version; own slices that are right stay.
+        """Makes `step` the only version, and keeps its right own slices.
 
         Args:
             step: the step to restore.
-            digests: slice key to digest. An own slice without one is not the commit's,
-                but is to be made of those.
+            digests: slice key to digests. An own slice without digests is not in the
+                commit and will be assembled from slices of the commit.
             items: the items of the commit.
-            read: read what is recorded to be here (a new host reads nothing) and check
-                it now; otherwise only the records are compared, and whoever loads it
-                verifies it.
+            read: read and check the copies recorded on this host now; a new host has
+                none. Otherwise only the recorded digests are compared, and the loader
+                of a slice verifies it.
 
         Returns:
-            The own slices that must be fetched (absent, or not matching). Each has a
-            buffer of its own now, and counts as held once `restored` was called.
+            The own slices that must be fetched: missing, or not matching. Each of them
+            has new buffers, and counts as held after `restored`.
         """
         with self._lock:
             self.keep_only({step})
             return self._held.begin_restore(step, digests, items, read)
 
     def restored(self, step: int, digests: Mapping[str, bytes]) -> None:
-        """Slices (key to digests) were fetched and verified: they are held now."""
+        """Records fetched and verified slices as held; `digests` is by slice key."""
         with self._lock:
             self._own.restored(step, digests)
 
     def close(self) -> None:
-        """Frees the arena's memory."""
+        """Unmaps the arena and removes its file."""
         self.arena.close()
         self.arena.unlink()

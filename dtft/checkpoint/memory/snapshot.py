@@ -1,8 +1,8 @@
-"""Copies a step's slices from devices into an arena, and back, verified.
+"""Copies a step's slices from devices into an arena, and back with verification.
 
 Runs in the trainer, at a step boundary: every array must be ready, and the next step
-(which donates the buffers) must not have been dispatched. What did not change since the
-last snapshot is not written.
+(which donates the buffers) must not have been dispatched. Chunks that did not change
+since the last snapshot are not written.
 """
 
 import os
@@ -33,24 +33,21 @@ from dtft.checkpoint.state import (
     unpack_flags,
 )
 
-# Slices out of shared memory into memory of their own, verified, on several threads.
-#
-# A copy is digested while a cache has it, so what is handed out is what was checked.
-# One thread copies no faster than one core reads; memory is faster than that.
-
-
 THREADS = 4
-"""At most; more than cores are of no use."""
+"""The most threads that copy slices out of an arena, and never more than cores."""
 NICENESS = 5
-"""Of these threads."""
+"""Niceness of the copying threads."""
 RANGE_BYTES = 16 << 20
-"""Copied at a time by one thread, unless a chunk is larger."""
+"""Bytes copied at a time by one thread; a larger chunk is copied whole."""
 
 
 def copied_out(
     sources: Sequence[Parts], digests: Sequence[bytes], chunk_bytes: int
 ) -> tuple[list[np.ndarray], list[int]]:
-    """Copies slices and checks the copies.
+    """Copies slices into new memory and verifies the copies, on several threads.
+
+    Several threads are used because memory is faster than one core. Each copy is
+    digested while it is in cache, so the verified bytes are those of the copy.
 
     Args:
         sources: of each slice, its bytes in pieces of whole chunks.
@@ -58,8 +55,8 @@ def copied_out(
         chunk_bytes: bytes under one digest.
 
     Returns:
-        [bytes] uint8 per slice, aligned for XLA; and the slices that do not match
-        their digests, ascending, whose copies are of no use.
+        [bytes] uint8 per slice, aligned for XLA; and the ascending indices of the
+        slices whose copies do not match their digests and must not be used.
 
     >>> from dtft.checkpoint.state import chunk_digests
     >>> good = chunk_digests(b"abcdef", chunk_bytes=2)
@@ -97,14 +94,17 @@ def copied_out(
 
 
 def _give_way() -> None:
-    """This host's agent may be sending to one that still fetches: that goes first."""
+    """Lowers the priority of the thread below this host's agent.
+
+    The agent may be sending slices to a host that still fetches.
+    """
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def _is_loaded(
     part: Part, source: Parts, target: np.ndarray, digests: bytes, chunk_bytes: int
 ) -> bool:
-    """Copies whole chunks of one slice; whether the copy is right."""
+    """Copies whole chunks of one slice; whether the copy matches its digests."""
     found, begun = [], part.start
     for view in source.cut(part.start, part.stop):
         copy = target[begun : begun + view.nbytes].data
@@ -117,27 +117,29 @@ def _is_loaded(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Snapshot:
-    """A step in the arena, as the trainer remembers it until the next one."""
+    """Digests of a step in the arena, kept by the trainer until the next snapshot."""
 
     step: int
     digests: tuple[bytes, ...]
-    """One string per slice, 16 bytes per chunk; empty for one that is not there."""
+    """Digests of each slice, 16 bytes per chunk; empty for a slice not copied."""
     kept: np.ndarray
-    """[chunks] bool: the bytes are those of the snapshot before, in its place."""
+    """[chunks] bool: whether the chunk equals that of the snapshot before, and is kept
+    in the same buffer."""
 
 
 class CorruptCopy(RuntimeError):
-    """A copy in this host's memory does not match its digest; it was not loaded."""
+    """A copy in this host's memory does not match its digests and was not loaded."""
 
 
 class SnapshotPlan:
-    """Where each slice of a slot is on the devices and in the arena.
+    """Copies the slices of a slot between devices and the arena.
 
-    Built once per layout; `write` then only copies and digests.
+    The places of the slices are computed once per layout. `write` then only copies and
+    digests.
     """
 
     def __init__(self, layout: Layout, slot: int, chunk_bytes: int) -> None:
-        """Lays the slices of `slot` side by side, in the layout's order."""
+        """Lays out the slices of `slot` side by side, in the layout's order."""
         self.slices: tuple[Slice, ...] = layout.slices(slot)
         self.chunks = Chunks.of(self.slices, chunk_bytes)
         self._first: list[int] = self.chunks.first.tolist()
@@ -151,24 +153,25 @@ class SnapshotPlan:
         base: Snapshot | None = None,
         copied: np.ndarray | None = None,
     ) -> Snapshot:
-        """Copies every slice, but for the chunks that are as they were.
+        """Copies every slice to the arena, except its unchanged chunks.
 
-        A chunk that changed last time is copied and digested in one pass, and taken for
-        unchanged afterwards if the digests agree; one that did not is only digested.
-        Equal digests (xxh3-128) stand for equal bytes: a change goes unnoticed by
-        accident with a chance of 2^-128. What an unchanged chunk's buffer holds is
-        checked by whoever reads it, as every byte in the arena is.
+        A chunk that changed at the last snapshot is copied and digested in one pass; it
+        counts as unchanged if its digest equals the last one. A chunk that did not
+        change at the last snapshot is first only digested, and copied if its digest
+        differs. Equal digests (xxh3-128) stand for equal bytes: a change is missed by
+        accident with a probability of 2^-128. The buffer of an unchanged chunk is not
+        verified here; every reader of the arena verifies the bytes.
 
         Args:
             step: number of the step.
-            arrays: leaf path to global array, all ready; or to a numpy array of which
-                every process has all.
+            arrays: leaf path to a ready global array, or to a numpy array that every
+                process has whole.
             memory: the arena, from its start.
             buffers: [chunks] uint8, a free buffer for each chunk.
-            base: the last snapshot, if it still is in the arena.
+            base: the last snapshot, if the arena still holds it.
             copied: [slices] bool, which slices to copy; by default all.
         """
-        # Lists, for a state may have many leaves that are small.
+        # Lists, because a state may have many small leaves.
         where = (buffers * np.int64(self.chunks.nbytes) + self.chunks.starts).tolist()
         calm = base.kept.tolist() if base is not None else [False] * len(where)
         digests = []
@@ -192,14 +195,17 @@ class SnapshotPlan:
         known: bytes,
         calm: Sequence[bool],
     ) -> list[bytes]:
-        """The digests of a slice's chunks, after writing those that may be new.
+        """Writes the chunks of a slice that may have changed.
 
         Args:
             raw: the slice's bytes.
             memory: the arena.
-            where: of each chunk, where in `memory` it may be written.
-            known: the digests of the last snapshot; empty if that has not got it.
-            calm: of each chunk, whether it did not change last time.
+            where: of each chunk, the offset in `memory` to write the chunk to.
+            known: the slice's digests in the last snapshot; empty without them.
+            calm: of each chunk, whether it did not change at the last snapshot.
+
+        Returns:
+            The digest of each chunk.
         """
         source, size = np.frombuffer(raw, np.uint8), self.chunks.chunk_bytes
         found: list[bytes] = []
@@ -214,7 +220,7 @@ class SnapshotPlan:
         return found
 
     def _equal(self, digests: Sequence[bytes], before: Sequence[bytes]) -> np.ndarray:
-        """[chunks] bool: where both snapshots have the same bytes."""
+        """[chunks] bool: whether both snapshots have the same digest of a chunk."""
         if not before:
             return np.zeros(self.chunks.num_chunks, bool)
         here = self.chunks.mask([i for i, one in enumerate(digests) if one])
@@ -227,11 +233,11 @@ class SnapshotPlan:
         return here & equal_chunks(new, last)
 
     def copied(self, packed: bytes) -> np.ndarray | None:
-        """[slices] bool from what the agent says is to be copied; None for all."""
+        """[slices] bool: which slices to copy, from the agent's flags; None for all."""
         return unpack_flags(packed, len(self.slices)) if packed else None
 
     def recalled(self, step: int, digests: Sequence[bytes]) -> Snapshot:
-        """A restored step: what of it changes from step to step is not known yet."""
+        """The snapshot of a restored step, in which every chunk counts as changed."""
         kept = np.zeros(self.chunks.num_chunks, bool)
         return Snapshot(step=step, digests=tuple(digests), kept=kept)
 
@@ -242,15 +248,17 @@ class SnapshotPlan:
         digests: Sequence[bytes],
         abstract: Mapping[str, jax.ShapeDtypeStruct],
     ) -> dict[str, Any]:
-        """Builds the global arrays from an arena, checking every digest.
+        """Builds the global arrays from an arena, and verifies every digest.
 
         Args:
             memory: the arena, from its start.
             buffers: [chunks] uint8, the buffer of each chunk.
-            digests: of every slice.
-            abstract: leaf path to shape, dtype and sharding.
+            digests: of every slice, 16 bytes per chunk.
+            abstract: leaf path to shape, dtype and sharding. A leaf without a sharding
+                becomes a numpy array.
 
-        A leaf whose struct has no sharding becomes a numpy array.
+        Returns:
+            Leaf path to array.
 
         Raises:
             CorruptCopy: names the first slice whose bytes do not match.

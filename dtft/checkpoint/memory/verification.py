@@ -1,8 +1,8 @@
-"""Reads one host's copies again, chunk by chunk, and remembers which are corrupt.
+"""Reads one host's copies again, chunk by chunk, and records corrupt chunks.
 
-A chunk that never changes is kept by reference and never written or sent again, so
-only a load, a fetch or a verification finds a bit that flips in it. A corrupt copy is
-given to nobody any more; the next step writes it anew, and a peer is asked to send it
+An unchanged chunk is kept by reference and never written or sent again. Only a load, a
+fetch or a verification therefore finds a flipped bit in it. A corrupt copy is never
+used again: the next step writes an own copy anew, and the peer sends a hosted copy
 again.
 """
 
@@ -18,43 +18,44 @@ from dtft.checkpoint.memory.own_copies import Owning
 from dtft.checkpoint.state import ABSENT, DIGEST_BYTES, chunk_digests
 
 Kept = dict[tuple[int, bytes], list[int]]
-"""(buffer, right digest) of one chunk to the steps that have it there."""
+"""(buffer, right digest) of one chunk to the steps whose copies have this buffer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkRead:
-    """What came of reading one chunk in every buffer that is in use."""
+    """Result of reading one chunk in every buffer in use."""
 
     nbytes: int
     """Bytes read."""
     corrupt: tuple[tuple[int, str], ...]
-    """Step and slice key of each copy that was found corrupt just now."""
+    """(step, slice key) of each copy that this read found corrupt."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verified:
-    """What came of reading all copies of one replica store."""
+class VerifiedCopies:
+    """Result of reading all copies of one replica store."""
 
     copies: int
-    """Slices of steps that were read; what steps share counts for each of them."""
+    """The number of slices over all steps; a shared slice counts once per step."""
     nbytes: int
-    """Bytes read; what steps share was read once."""
+    """Bytes read; a buffer that steps share is read once."""
     held: Mapping[int, Mapping[str, bytes]]
     """Step to slice key to digests of the copies that were not found corrupt."""
     corrupt: tuple[str, ...]
     """Corrupt copies, as "step 12: KEY"."""
     unread: tuple[int, ...]
-    """Steps that were dropped or replaced before all of them was read."""
+    """Steps that were dropped or replaced before all their chunks were read."""
 
 
 class CopyVerifier:
-    """All chunks of one replica store, numbered from 0. Thread-safe.
+    """Verifies all chunks of one replica store, numbered from 0. Thread-safe.
 
-    Takes no lock while it reads: only what seems corrupt is read again under it.
+    Chunks are read without the store's lock. Only a chunk that seems corrupt is read
+    again with the lock held.
     """
 
     def __init__(self, own: Owning, hosting: Hosting, lock: threading.RLock) -> None:
-        """Has read nothing; `lock` is the store's."""
+        """Reads no chunk yet; `lock` is the lock of the `ReplicaStore`."""
         self._own, self._hosting, self._lock = own, hosting, lock
         self._pools: list[tuple[int | None, ChunkPool]] = [
             (None, own.pool),
@@ -63,7 +64,7 @@ class CopyVerifier:
 
     @property
     def num_chunks(self) -> int:
-        """How many chunks there are, in whatever buffers."""
+        """The number of chunks of all slices, each counted once for all its buffers."""
         return sum(pool.chunks.num_chunks for _, pool in self._pools)
 
     @property
@@ -81,7 +82,7 @@ class CopyVerifier:
         return total
 
     def known(self) -> list[str]:
-        """Corrupt copies that are still held, as "step 12: KEY"."""
+        """The corrupt copies that are still held, as "step 12: KEY"."""
         return _told(self._known())
 
     def _known(self) -> set[tuple[int, str]]:
@@ -94,15 +95,15 @@ class CopyVerifier:
                 for index in pool.chunks.owners_of(pool.rotten_in(copy))
             }
 
-    def verify(self, after: Callable[[int], None] = lambda _: None) -> Verified:
+    def verify(self, after: Callable[[int], None] = lambda _: None) -> VerifiedCopies:
         """Reads every copy once, while training goes on.
 
         Args:
-            after: called with the bytes of each chunk once it was read; may wait, and
-                ends the verification if it raises.
+            after: called after each chunk with the number of bytes read. The function
+                may wait; an exception from it ends the verification.
 
         Raises:
-            ValueError: the memory was given up.
+            ValueError: the arena was closed.
         """
         with self._lock:
             before = self._by_step()
@@ -126,7 +127,7 @@ class CopyVerifier:
                 for step, listed in before.items()
             }
             corrupt |= self._known()
-        return Verified(
+        return VerifiedCopies(
             copies=count,
             nbytes=nbytes,
             held=held,
@@ -139,11 +140,11 @@ class CopyVerifier:
         )
 
     def read(self, number: int) -> ChunkRead:
-        """Reads a chunk in every buffer in which some copy has it.
+        """Reads a chunk in every buffer that a copy refers to.
 
         Raises:
-            IndexError: there are not so many chunks.
-            ValueError: the memory was given up.
+            IndexError: `number` is not below `num_chunks`.
+            ValueError: the arena was closed.
         """
         for source, pool in self._pools:
             if number < pool.chunks.num_chunks:
@@ -164,7 +165,13 @@ class CopyVerifier:
     def _confirmed(
         self, source: int | None, pool: ChunkPool, number: int, at: tuple[int, bytes]
     ) -> list[tuple[int, str]]:
-        """Marks what is corrupt, unless the buffer was given to others meanwhile."""
+        """Reads a chunk again with the lock held, and marks it if it is corrupt.
+
+        A buffer that no copy uses for this digest any more is not marked.
+
+        Returns:
+            (step, slice key) of each corrupt copy.
+        """
         with self._lock:
             steps = self._kept(source, pool, number).get(at)
             if steps is None or _is_right(pool, at[0], number, at[1]):
@@ -175,7 +182,7 @@ class CopyVerifier:
         return [(step, key) for step in sorted(set(steps))]
 
     def _kept(self, source: int | None, pool: ChunkPool, number: int) -> Kept:
-        """Where a chunk lies that is not known to be corrupt, and its right digest."""
+        """The buffers of a chunk not known to be corrupt, with their right digests."""
         (index,) = pool.chunks.owners_of([number])
         start = (number - int(pool.chunks.first[index])) * DIGEST_BYTES
         kept: Kept = {}
@@ -187,7 +194,7 @@ class CopyVerifier:
         return kept
 
     def _by_step(self) -> dict[int, list[tuple[ChunkPool, Copy]]]:
-        """The copies of each step that has any, without those that are only pinned."""
+        """Step to its copies; copies that are only pinned are left out."""
         found: dict[int, list[tuple[ChunkPool, Copy]]] = {}
         for step, copy in self._own.copies.items():
             found.setdefault(step, []).append((self._own.pool, copy))

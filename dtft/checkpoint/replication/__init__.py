@@ -1,13 +1,15 @@
-"""Decisions about copies: values in, values out, without I/O and without JAX.
+"""Decisions about replication: pure functions of values, without I/O and without JAX.
 
-* `copy_placement`: which slots copy which slices, and which spare takes a lost slot so
-  that copies stay in different failure domains; `failure_domains`: which hosts share
-  a rack or a power feed; `odds`: how likely several losses are survived.
-* `commit`: when a step counts as committed, and which commit can be restored.
-* `restore_plan`: what every host needs of a layout; `sender_assignment`: who sends it.
-* `snapshot_interval`: after which steps a snapshot is taken.
+* `copy_placement`: assigns copies of slices to slots, and spares to lost slots, so that
+  copies stay in different failure domains.
+* `failure_domains`: the racks and power feeds that hosts share.
+* `odds`: the probability that the state survives the loss of several hosts.
+* `commit`: decides when a step is committed, and which commit can be restored.
+* `restore_plan`: plans the transfers of a restore onto any layout.
+* `sender_assignment`: divides the bytes of these transfers over their senders.
+* `snapshot_interval`: decides after which steps a snapshot is taken.
 
-Who asks and who carries it out is in `dtft.elastic`.
+`dtft.elastic` requests and executes these decisions.
 """
 
 from typing import TYPE_CHECKING

@@ -1,9 +1,9 @@
-"""When a step counts as committed, which commit can be restored, and how safe it is.
+"""Commits: when a step is committed, which commit can be restored, and its health.
 
-Decided from reports alone: whether every slice of a step is in enough places with equal
-digests (`StepTracker`), which slices of a commit are where (`locate`), whom to believe
-where hosts contradict each other (`adding_up`), and what a person is told
-(`commit_health`).
+All decisions use only the reports of hosts. `StepTracker` decides whether every slice
+of a step has enough copies with equal digests. `locate` finds the hosts with copies of
+a commit's slices. `adding_up` resolves contradictory digests with the commit's root
+digest. `commit_health` summarizes a commit for display.
 """
 
 import json
@@ -14,29 +14,28 @@ from typing import Literal
 from dtft.checkpoint.replication.copy_placement import CopyPlacement, Push, place_copies
 from dtft.checkpoint.state import Layout, digest_root
 
-# Whom to believe where hosts contradict each other about a commit's bytes.
-#
-# Each host has checked its bytes against its own digests, so a flipped bit is no claim;
-# a host that keeps another step's bytes under the commit's number is. The commit's root
-# digest says which claims are of it.
-
-
 Claims = Mapping[str, Mapping[bytes, Sequence[str]]]
-"""Slice key -> digest -> the hosts that say so."""
+"""Slice key -> digest -> the hosts that report this digest."""
 
 MAX_SUSPECTS = 16
-"""So many hosts are left out in turn, where hosts contradict each other."""
+"""Most hosts that are excluded in turn to resolve contradictory digests."""
 
 
 def adding_up(root: str, claims: Claims) -> dict[str, bytes] | None:
-    """The digest of each slice that the commit is of; None if that is not found.
+    """Finds the digest of each slice that matches the commit's root digest.
 
-    What most hosts say; with two copies of a slice there is no majority. One host that
-    is wrong, in as many slices as it likes, is then found by leaving it out.
+    Tries the majority of the hosts first. With two copies of a slice there is no
+    majority, so then each host with a disputed slice is excluded in turn; this finds
+    one wrong host, in any number of slices. Hosts verify their bytes against their own
+    digests, so bit flips cause no contradiction. A host that keeps bytes of another
+    step under the commit's step causes one.
 
     Args:
         root: digest over the digests of all slices, from the commit.
-        claims: of every slice.
+        claims: reported digests of every slice.
+
+    Returns:
+        Slice key to digest; None if no tried combination matches the root.
 
     >>> right, wrong = {"u": b"1", "v": b"2"}, {"u": b"1", "v": b"3"}
     >>> told = {"u": {b"1": ["a", "b"]}, "v": {b"3": ["a"], b"2": ["b"]}}
@@ -58,7 +57,7 @@ def adding_up(root: str, claims: Claims) -> dict[str, bytes] | None:
 
 
 def _most(claims: Claims, without: str) -> dict[str, bytes]:
-    """What most hosts say of each slice, but for one of them."""
+    """The digest of each slice that most hosts report, excluding the host `without`."""
     return {
         key: max(told, key=lambda value: sum(host != without for host in told[value]))
         if len(told) > 1
@@ -68,7 +67,7 @@ def _most(claims: Claims, without: str) -> dict[str, bytes]:
 
 
 def dissenters(claims: Claims, chosen: Mapping[str, bytes]) -> tuple[str, ...]:
-    """The hosts that say something else of some slice.
+    """The hosts that report another digest than the chosen one for any slice.
 
     >>> dissenters({"v": {b"3": ["a"], b"2": ["b"]}}, {"v": b"2"})
     ('a',)
@@ -89,38 +88,38 @@ Share = Literal["full", "divided"]
 
 @dataclass(frozen=True, kw_only=True)
 class Commit:
-    """The record that makes a step restorable. Only a few hundred bytes."""
+    """The record that makes a step restorable; a few hundred bytes as JSON."""
 
     step: int
     generation: int
     attempt: int
     root: str
-    """Digest over every slice's digest."""
+    """Root digest over the digests of all slices."""
     layout: str
-    """Digest of the layout, which names mesh, leaves and config."""
+    """Digest of the layout, which has mesh, leaves and config."""
     holders: tuple[str, ...]
     """The host of each slot when the step was committed."""
     copies: int
-    """Copies every slice has at least."""
+    """Least number of copies of every slice."""
     share: Share = "full"
-    """Whether every slot copied all its slices, or its share of them."""
+    """Whether every slot copied all its slices ("full") or its share ("divided")."""
     interval: int = 1
     """Steps from this commit to the next."""
 
     def to_json(self) -> str:
-        """JSON; inverse of `from_json`."""
+        """Encodes the commit as JSON; inverse of `from_json`."""
         return json.dumps(vars(self), sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Commit":
-        """Reads what `to_json` wrote."""
+        """Parses a commit from JSON; inverse of `to_json`."""
         raw = json.loads(text)
         return cls(**{**raw, "holders": tuple(raw["holders"])})
 
 
 @dataclass
 class MemoryCommitLog:
-    """The commits that a process knows, until it ends."""
+    """The commits that a process knows, kept in its memory."""
 
     _commits: list[Commit] = field(default_factory=list)
 
@@ -129,7 +128,7 @@ class MemoryCommitLog:
         self._commits.insert(0, commit)
 
     def forget(self, step: int) -> None:
-        """Drops the commits of a step whose bytes are not kept any more."""
+        """Removes the commits of a step whose bytes are no longer kept."""
         self._commits = [known for known in self._commits if known.step != step]
 
     def commits(self) -> tuple[Commit, ...]:
@@ -142,30 +141,30 @@ class Divergence(Exception):
 
 
 class Mislabelled(Exception):
-    """A copy is of other bytes than the step that it is said to be of."""
+    """A copy's bytes are not those of the step under which it is reported."""
 
 
 def push_root(push: Push, digests: Mapping[str, bytes]) -> str:
-    """One digest over what a push brings, given every slice's.
+    """Computes one digest over the digests of all slices of a push.
 
     Raises:
-        KeyError: a slice's digest is not known.
+        KeyError: `digests` lacks a slice of the push.
     """
     return digest_root((piece.key, digests[piece.key]) for piece in push.slices)
 
 
 def check_copy(push: Push, step: int, digests: Mapping[str, bytes], told: str) -> None:
-    """Compares what a host says that it holds of a push with what was staged.
+    """Compares a target's reported copy of a push with the staged slices.
 
     Args:
-        push: which copy.
-        step: of which step.
-        digests: slice key to the digest of what was staged; a push of slices that are
-            not among them cannot be compared.
-        told: the digest that the host told, see `push_root`.
+        push: the push that made the copy.
+        step: the step of the copy, for messages.
+        digests: slice key to the digest of the staged slice. A push with a slice that
+            is not in `digests` is not compared.
+        told: the `push_root` that the target's host reported.
 
     Raises:
-        Mislabelled: they differ.
+        Mislabelled: the digests differ.
     """
     known = all(piece.key in digests for piece in push.slices)
     if known and push_root(push, digests) != told:
@@ -184,23 +183,24 @@ class StepTracker:
     step: int
     digests: dict[str, bytes] = field(default_factory=dict)
     copied: dict[str, list[int]] = field(default_factory=dict)
-    """Slice key to the slots that copied it, in the order of their reports."""
+    """Slice key to the slots that copied the slice, in the order of their reports."""
     _staged: set[int] = field(default_factory=set)
     _held: dict[tuple[int, int], str] = field(default_factory=dict)
-    """Source and target of each push that arrived, to the digest that was told."""
+    """Source and target of each push that arrived, to the reported `push_root`."""
     _right: set[tuple[int, int]] = field(default_factory=set)
-    """Those that were compared with what the source staged."""
+    """Source and target of each push whose copy matches the staged slices."""
 
     def staged(self, slot: int, digests: Sequence[bytes]) -> None:
-        """A slot has its own slices in its host's memory, or its share of them.
+        """Records that a slot's slices, or its share, are in its host's memory.
 
         Args:
             slot: the slot.
-            digests: per own slice; empty for one that it did not copy.
+            digests: digest of each of the slot's own slices; empty for a slice that the
+                slot did not copy.
 
         Raises:
-            Divergence: another slot has other bytes for one of these slices.
-            Mislabelled: a peer holds other bytes under this step's number.
+            Divergence: another slot has different bytes for one of these slices.
+            Mislabelled: a peer holds different bytes under this step's number.
         """
         pieces = self.layout.slices(slot)
         for piece, value in zip(pieces, digests, strict=True):
@@ -219,16 +219,21 @@ class StepTracker:
         self._compare(slot)
 
     def held(self, source: int, target: int, root: str) -> None:
-        """The host of slot `target` holds a verified copy of a push.
+        """Records that the host of slot `target` holds a verified copy of a push.
+
+        Args:
+            source: slot that owns the slices.
+            target: slot that keeps the copy.
+            root: the copy's `push_root`.
 
         Raises:
-            Mislabelled: it is not of what slot `source` has staged; see `push_root`.
+            Mislabelled: the copy differs from the slices that slot `source` has staged.
         """
         self._held[source, target] = root
         self._compare(source)
 
     def _compare(self, source: int) -> None:
-        """What peers hold of a slot with what that slot has staged, once it has."""
+        """Compares the peers' copies of a slot with its staged slices, once staged."""
         for push in self.placement.pushes_of(source) if source in self._staged else ():
             pair = push.source, push.target
             if pair in self._held and pair not in self._right:
@@ -237,14 +242,14 @@ class StepTracker:
 
     @property
     def complete(self) -> bool:
-        """Every slice has its verified holders."""
+        """Whether every slot has staged and every slice has its verified copies."""
         everyone = len(self._staged) == self.layout.mesh.num_slots
-        # Asked at every report: what costs more with every host comes last.
+        # Evaluated at every report: the check whose cost grows with hosts is last.
         all_right = len(self._right) == len(self.placement.pushes)
         return everyone and all_right and not self._short()
 
     def _short(self) -> list[str]:
-        """Keys of slices that too few slots copied."""
+        """Keys of the slices that too few of their owners have copied."""
         owners, wanted = self.layout.owners, self.placement.effective_copies
         return [
             piece.key
@@ -255,7 +260,7 @@ class StepTracker:
 
     @property
     def missing(self) -> str:
-        """What is still waited for, for messages."""
+        """The snapshots and copies that are still missing, as text for messages."""
         slots = sorted(set(range(self.layout.mesh.num_slots)) - self._staged)
         pushes = {(push.source, push.target) for push in self.placement.pushes}
         copies = sorted(pushes - self._right)
@@ -272,19 +277,19 @@ class StepTracker:
 
 @dataclass(frozen=True, kw_only=True)
 class Located:
-    """A commit whose every slice was found, verified, on some live host."""
+    """A commit of which live hosts hold a verified copy of every slice."""
 
     commit: Commit
     digests: Mapping[str, bytes]
     """Slice key to digest."""
     holders: Mapping[str, tuple[str, ...]]
-    """Slice key to the hosts that hold a good copy."""
+    """Slice key to the hosts that hold a verified copy with this digest."""
     odd: tuple[str, ...] = ()
-    """Hosts that hold other bytes under the commit's step; they are no holders."""
+    """Hosts that hold different bytes under the commit's step for some slice."""
 
 
 Holdings = Mapping[str, Mapping[int, Mapping[str, bytes]]]
-"""host -> step -> slice key -> digest of a copy that was verified on that host."""
+"""Host -> step -> slice key -> digest of a copy that was verified on that host."""
 
 
 def locate(
@@ -293,17 +298,17 @@ def locate(
     holdings: Holdings,
     placed: Sequence[str] = (),
 ) -> tuple[Located | None, list[str]]:
-    """The newest commit that live memory can restore completely.
+    """Finds the newest commit that can be restored completely from live memory.
 
     Args:
         commits: recorded commits, newest first.
-        layout: the layout of the running job, if any host knows it.
-        holdings: what live hosts hold, verified.
-        placed: per slot the failure domain by which copies were placed, for messages;
-            empty if every slot was its own.
+        layout: the layout of the running job; None if no live host knows it.
+        holdings: verified copies of the live hosts.
+        placed: the failure domain of each slot by which copies were placed, for
+            messages; empty if every slot was a domain of its own.
 
     Returns:
-        The located commit or None, and a reason for each commit passed over.
+        The located commit or None, and a reason for each newer commit that was skipped.
     """
     reasons = []
     for commit in commits:
@@ -324,7 +329,7 @@ def _locate_one(
     wanted = {piece.key for piece in layout.owners}
     for host in sorted(holdings):
         for key, value in holdings[host].get(commit.step, {}).items():
-            if key in wanted:  # hosts may hold what another layout divides otherwise
+            if key in wanted:  # hosts may hold slices of another layout
                 claims.setdefault(key, {}).setdefault(value, []).append(host)
     lost = [piece for piece in layout.owners if piece.key not in claims]
     if lost:
@@ -342,41 +347,36 @@ def _locate_one(
     return Located(commit=commit, digests=chosen, holders=holders, odd=odd), ""
 
 
-# How safe a committed step is, from what hosts say they hold. Pure decisions.
-#
-# For people who look at a job.
-
-
 @dataclass(frozen=True, kw_only=True)
 class SliceCopies:
-    """One slice and the hosts that have it."""
+    """The copies of one slice of a commit."""
 
     key: str
     num_bytes: int
     hosts: tuple[str, ...]
     copies: int
-    """Failure domains that it is in."""
+    """Number of failure domains that have a copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommitHealth:
-    """One commit as live memory has it."""
+    """Health of one commit in live memory, for display."""
 
     step: int
     generation: int
     wanted: int
-    """Copies every slice had when it was committed."""
+    """Least copies of every slice when the step was committed."""
     interval: int = 1
-    """Steps until the next commit was to come."""
+    """Steps from this commit to the next, as planned at the commit."""
     slices: tuple[SliceCopies, ...] = ()
     problem: str = ""
-    """Why live memory cannot restore it; empty if it can."""
+    """The reason why live memory cannot restore the commit; empty if it can."""
 
     @property
     def copies(self) -> tuple[int, int]:
-        """Copies of the slice with the fewest, and of the one with the most.
+        """The least and the greatest number of copies of any slice.
 
-        Those in one failure domain count once.
+        Copies in the same failure domain count once.
         """
         counts = [piece.copies for piece in self.slices]
         return min(counts, default=0), max(counts, default=0)
@@ -388,13 +388,17 @@ class CommitHealth:
 
     @property
     def state(self) -> Literal["healthy", "degraded", "lost"]:
-        """Degraded: it can be restored, but slices have fewer copies than wanted."""
+        """State of the commit.
+
+        "lost" cannot be restored from live memory. "degraded" can be restored, but some
+        slices have fewer copies than wanted.
+        """
         if self.problem:
             return "lost"
         return "healthy" if self.copies[0] >= self.wanted else "degraded"
 
     def slices_on(self, host: str) -> int:
-        """How many slices a host has."""
+        """The number of slices of which a host has a copy."""
         return sum(host in piece.hosts for piece in self.slices)
 
 
@@ -406,15 +410,16 @@ def commit_health(
     placed: Sequence[str] = (),
     domains: Mapping[str, str] | None = None,
 ) -> CommitHealth:
-    """What became of one commit.
+    """Computes the health of one commit.
 
     Args:
-        commit: the record.
-        layout: of the running job, if any live host knows it.
-        holdings: what live hosts hold.
-        placed: per slot the domain by which copies were placed, for messages.
-        domains: host to the failure domain in which its copy counts; by default each
-            host is one.
+        commit: the commit.
+        layout: the layout of the running job; None if no live host knows it.
+        holdings: verified copies of the live hosts.
+        placed: the failure domain of each slot by which copies were placed, for
+            messages.
+        domains: host to the failure domain in which its copy counts; a host without an
+            entry is a domain of its own.
     """
     located, reasons = locate([commit], layout, holdings, placed)
     names = domains or {}
@@ -442,9 +447,10 @@ def commit_health(
 
 
 def worth_showing(found: Iterable[CommitHealth]) -> Sequence[CommitHealth]:
-    """Newest first, and only the best: hosts drop a commit for a newer one.
+    """Selects the commits to display, newest first: only those in the best state.
 
-    A commit that is degraded or lost says something only where no other is better.
+    Hosts drop older commits for newer ones. So a degraded or lost commit matters only
+    if no commit is in a better state. If all are lost, only the newest is selected.
     """
     ordered = sorted(found, key=lambda health: health.step, reverse=True)
     for state in ("healthy", "degraded"):

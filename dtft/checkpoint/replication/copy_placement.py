@@ -1,9 +1,10 @@
-"""Which slots hold copies of which slices, how far apart, and which copy at which
-commit.
+"""Placement of copies: assigns the copies of every slice to slots in several domains.
 
-`place_copies` spreads copies over failure domains. `Spread` says how far apart they
-are; `choose_spares` picks the spares that keep them so. `Shares` divides the copying of
-slices that several slots own, in turn from commit to commit.
+`place_copies` places copies in different failure domains. `Spread` has the number of
+copies and the level of the domains. `choose_spares` assigns spares to lost slots so
+that copies stay in different domains. `Shares` rotates the copying of replicated slices
+among their owners from commit to commit. All decisions are pure and deterministic, so
+every host computes the same result.
 """
 
 import functools
@@ -24,50 +25,47 @@ from dtft.checkpoint.state import (
     partition_of,
 )
 
-# Which slots hold copies of which slices.
-#
-# Decides, from the layout and the failure domains alone, who sends which slices to whom
-# so that every slice is in enough domains. Pure and deterministic, so that every host
-# computes the same. Decided per way of being divided (`state.partition`); slices appear
-# only when they are asked for.
-
 
 @dataclass(frozen=True, kw_only=True)
 class Push:
-    """Slices that one slot sends to another at every step."""
+    """Slices that one slot sends to another slot at every snapshot."""
 
     source: int
     """The slot that owns the slices."""
     target: int
-    """The slot that keeps copies of them."""
+    """The slot that keeps copies of the slices."""
     slices: tuple[Slice, ...]
-    """In the order in which the source owns them."""
+    """The slices, in the order of the source's own slices."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedLeaves:
-    """Leaves that are divided alike and whose copies go the same ways."""
+    """Leaves with the same partition and the same sources and targets of copies."""
 
     leaves: tuple[int, ...]
     """Positions in `layout.leaves`."""
     spec: Spec
-    """How they are divided."""
+    """Mesh axes that divide each dimension of the leaves."""
     sources: tuple[int, ...]
-    """Per part the owner that sends it, -1 where the owners suffice."""
+    """The owner of each part that sends it; -1 if the owners are in enough domains."""
     targets: tuple[tuple[int, ...], ...]
-    """Per part the slots that it is sent to."""
+    """The slots to which each part is sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CopyPlacement:
-    """Where every copy of the state is."""
+    """The slots of all copies of a state.
+
+    Stored per partition (`state.partition`), in `tables`; slices are computed on
+    demand.
+    """
 
     effective_copies: int
-    """Failure domains that every slice is in, at least."""
+    """Least number of failure domains that have a copy of a slice."""
     layout: Layout = field(repr=False)
-    """What was placed."""
+    """The layout whose slices were placed."""
     tables: tuple[PlacedLeaves, ...] = field(repr=False)
-    """Every leaf in one table."""
+    """The placed leaves; every leaf is in one table."""
 
     @functools.cached_property
     def _routes(self) -> dict[tuple[int, int], list[tuple[int, int]]]:
@@ -100,7 +98,7 @@ class CopyPlacement:
         return tuple(self._push(*route) for route in self._routes)
 
     def pushes_of(self, source: int) -> tuple[Push, ...]:
-        """The pushes of one slot."""
+        """The pushes from one slot."""
         return self._by_source.get(source, ())
 
     @functools.cached_property
@@ -110,7 +108,7 @@ class CopyPlacement:
 
     @functools.cached_property
     def holders(self) -> Mapping[Slice, tuple[int, ...]]:
-        """For every slice the slots that have it: owners, then those it is sent to."""
+        """Every slice to the slots with a copy: owners first, then push targets."""
         targets = {
             partition.slice_of(self.layout.leaves[leaf], part): slots
             for table, partition in zip(self.tables, self._partitions, strict=True)
@@ -121,7 +119,7 @@ class CopyPlacement:
         return {piece: slots + targets[piece] for piece, slots in owners}
 
     def hosted(self, target: int) -> tuple[Slice, ...]:
-        """The slices that a slot keeps for others: by source, then as in the push."""
+        """The slices that other slots push to a slot, by source, then in push order."""
         routes = [route for route in self._routes if route[1] == target]
         return tuple(piece for route in routes for piece in self._push(*route).slices)
 
@@ -129,17 +127,19 @@ class CopyPlacement:
 def place_copies(
     layout: Layout, copies: int, domains: Sequence[str] | None = None
 ) -> CopyPlacement:
-    """Chooses the slots that keep copies.
+    """Chooses the slots that keep copies of each slice.
 
-    Data-parallel owners count as copies. What is missing goes to the other slots of
-    the owner's group, or along a ring where groups do not come out even.
+    Data-parallel owners count as copies. Additional copies go to the other slots of the
+    sender's group. If the slots do not divide into groups evenly, the last slots form a
+    ring, and copies go to the next slots of the ring.
 
     Args:
         layout: mesh and leaves.
-        copies: domains that every slice shall be in, its owners included.
-        domains: per slot the name of what fails together (host, rack); by default
-            every slot is a domain of its own. Names may be nested, "power/rack": the
-            whole name is the domain, and neighbours are of different power first.
+        copies: number of domains in which every slice should have a copy, its owners
+            included.
+        domains: the failure domain (host, rack) of each slot; by default every slot is
+            a domain of its own. Names may be nested, "power/rack": the whole name is
+            the domain, and neighbours differ in power first.
 
     Raises:
         ValueError: `copies` is below 1, or `domains` does not fit the layout.
@@ -186,7 +186,7 @@ def _place_alike(
     turn: int,
     chooser: "_Chooser",
 ) -> PlacedLeaves:
-    """Places leaves that are divided alike; `turn` says which owner sends."""
+    """Places leaves of one partition; `turn` selects the owner that sends."""
     sources, targets = [], []
     for part, (owners, few) in enumerate(zip(partition.owners, short, strict=True)):
         source = owners[(turn + part) % len(owners)] if few else -1
@@ -198,7 +198,7 @@ def _place_alike(
 
 
 def _take_turns(sizes: Sequence[int], loads: list[int]) -> list[int]:
-    """For each size whose turn it is: who has least so far. Adds to `loads`."""
+    """Assigns each size to the turn with the least load; adds the sizes to `loads`."""
     heap = [(load, turn) for turn, load in enumerate(loads)]
     heapq.heapify(heap)
     taken = []
@@ -211,7 +211,7 @@ def _take_turns(sizes: Sequence[int], loads: list[int]) -> list[int]:
 
 
 class _Chooser:
-    """The slots that get copies, for any owner and its fellow owners."""
+    """Chooses the slots that get copies from an owner; caches the choices."""
 
     def __init__(self, domains: Sequence[str], wanted: int) -> None:
         self._domains, self._wanted = domains, wanted
@@ -219,11 +219,11 @@ class _Chooser:
         self._known: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
 
     def short(self, owners: tuple[int, ...]) -> bool:
-        """The owners alone are in too few domains."""
+        """Whether the owners are in too few domains."""
         return len({self._domains[slot] for slot in owners}) < self._wanted
 
     def targets(self, source: int, owners: tuple[int, ...]) -> tuple[int, ...]:
-        """The slots that bring a slice into enough domains."""
+        """The slots that need a copy from `source`, for copies in enough domains."""
         if (source, owners) not in self._known:
             self._known[source, owners] = _choose(
                 self._neighbours.of(source), owners, self._domains, self._wanted
@@ -237,7 +237,7 @@ def _choose(
     domains: Sequence[str],
     wanted: int,
 ) -> tuple[int, ...]:
-    """The first candidates that bring the slice into `wanted` domains."""
+    """The first candidates in new domains, until copies are in `wanted` domains."""
     used = {domains[slot] for slot in owners}
     chosen: list[int] = []
     while len(used) < wanted:
@@ -249,10 +249,11 @@ def _choose(
 
 
 class _Neighbours:
-    """For every slot the others, nearest first: its group or ring, then the rest.
+    """Orders the other slots for each slot: its group or ring first, then all slots.
 
-    Groups make the loss of several hosts less likely to take all copies of a slice
-    than a ring would; the ring takes up the slots that do not fill a group.
+    With groups, the loss of several hosts is less likely to take all copies of a slice
+    than with one ring. The ring is formed by the slots that do not fill a group and the
+    last whole group.
     """
 
     def __init__(self, domains: Sequence[str], group_size: int) -> None:
@@ -261,7 +262,7 @@ class _Neighbours:
         self._size = group_size
         num_slots = len(self._order)
         num_groups, rest = divmod(num_slots, group_size)
-        # The ring is one group larger than the rest, which alone might be too small.
+        # The ring includes one whole group, because the rest is smaller than a group.
         self._ring_start = (num_groups - 1) * group_size if rest else num_slots
 
     def of(self, slot: int) -> Iterator[int]:
@@ -278,9 +279,9 @@ class _Neighbours:
 
 
 def interleaved(domains: Sequence[str]) -> list[int]:
-    """Slots in an order in which neighbours are of different domains.
+    """Orders slots so that neighbours are in different domains as far as possible.
 
-    Nested names ("power/rack") are told apart at the widest level first.
+    Neighbours with nested names ("power/rack") differ at the widest level first.
 
     >>> interleaved(["a", "a", "b", "b"])
     [0, 2, 1, 3]
@@ -302,43 +303,39 @@ def _woven(slots: list[int], names: list[list[str]], level: int) -> list[int]:
     return [slot for taken in rounds for slot in taken if slot is not None]
 
 
-# By what copies are kept apart, how far apart they are, and which spare keeps them so.
-#
-# Decides from a placement and the failure domain of each slot's host.
-
-
 Groups = tuple[tuple[int, ...], ...]
-"""Sets of slots that keep copies of the same slices, each set once."""
+"""Sets of slots that keep copies of the same slices, without repetition."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """How many copies are asked for, and what they are kept apart by."""
+    """The requested copies and the failure domains that separate the copies."""
 
     copies: int = 2
-    """Copies of every slice that were asked for."""
+    """Requested number of copies of every slice."""
     level: str = "host"
     """Level of the failure domains: "power", "rack" or "host"."""
     domains: tuple[str, ...] = ()
-    """Per slot the domain by which copies are placed; empty: each slot is one."""
+    """Failure domain of each slot; empty if each slot is a domain of its own."""
 
     def place(self, layout: Layout) -> CopyPlacement:
-        """Where the copies of a state go.
+        """Places the copies of a layout's slices with `place_copies`.
 
         Raises:
-            ValueError: the layout has another number of slots.
+            ValueError: the layout has another number of slots than `domains`, or
+                `copies` is below 1.
         """
         return _placed(layout, self.copies, self.domains)
 
 
 @functools.lru_cache(maxsize=4)
 def _placed(layout: Layout, copies: int, domains: tuple[str, ...]) -> CopyPlacement:
-    """As `place_copies`: a leader asks several times for every formation."""
+    """As `place_copies`, cached: a leader calls it several times per formation."""
     return place_copies(layout, copies, domains or None)
 
 
 def copy_groups(placement: CopyPlacement) -> Groups:
-    """The slots that keep copies together, owners among them."""
+    """The sets of slots that keep copies of the same slices, owners included."""
     mesh = placement.layout.mesh
     found: dict[tuple[int, ...], None] = {}
     for table in placement.tables:
@@ -349,11 +346,11 @@ def copy_groups(placement: CopyPlacement) -> Groups:
 
 
 def domains_reached(groups: Groups, domains: Sequence[str]) -> int:
-    """Failure domains that every slice is in, at least.
+    """The least number of failure domains that have a copy of a slice.
 
     Args:
-        groups: of a placement.
-        domains: per slot the domain of its host.
+        groups: the groups of a placement.
+        domains: the failure domain of each slot's host.
 
     >>> domains_reached(((0, 1), (2, 3)), ["a", "b", "c", "c"])
     1
@@ -367,19 +364,20 @@ def choose_spares(
     spares: Sequence[str],
     wanted: int,
 ) -> tuple[int | None, ...]:
-    """Which spare takes which empty slot, so that copies stay apart.
+    """Assigns spares to empty slots so that copies stay in different domains.
 
-    For one slot after the other the spare that brings most of its slices into one more
-    domain that they still need; the first of those that do so equally well.
+    Fills one slot after the other. A slot gets the spare that adds a new domain to most
+    of the slot's groups with too few domains, and of equal spares the first.
 
     Args:
-        groups: of the placement; none if nothing is placed yet.
-        seats: per slot the domain of its host, None where it is empty.
-        spares: the domain of each spare, in the order in which they are to be taken.
-        wanted: domains that every slice shall be in.
+        groups: the groups of the placement; empty if no copies are placed yet.
+        seats: the failure domain of each slot's host; None for an empty slot.
+        spares: the failure domain of each spare, in order of preference.
+        wanted: number of domains in which every slice should have a copy.
 
     Returns:
-        Per slot the position of its spare, None where it has a host or none is left.
+        The position of each slot's spare; None if the slot has a host or no spare is
+        left.
 
     >>> choose_spares(((0, 1),), ["a", None], ["a", "b"], 2)
     (None, 1)
@@ -399,7 +397,7 @@ def choose_spares(
             for group in groups_of.get(slot, ())
             if len(found := _domains(group, filled)) < wanted
         ]
-        best = left[0]  # where all do equally well
+        best = left[0]  # the first, if all are equal
         if needy:
             gain = {it: sum(it not in found for found in needy) for it in {*spares}}
             best = max(left, key=lambda at: gain[spares[at]])
@@ -412,17 +410,14 @@ def _domains(group: tuple[int, ...], filled: Sequence[str | None]) -> set[str]:
     return {domain for slot in group if (domain := filled[slot]) is not None}
 
 
-# Which slots copy which of their slices at a commit, when the work is divided.
-#
-# A slice that d slots own needs only `copies` of them to copy it. Who does rotates from
-# commit to commit, so that each of them does copies/d of the work, and the bytes of all
-# are compared within ceil(d / copies) commits. Slices with too few owners are copied by
-# all of them, and pushed, as ever. Pure and deterministic, so that every host computes
-# the same.
-
-
 class Shares:
-    """The shares of every slot of a layout, turn by turn.
+    """Divides the copying of replicated slices among their owners, in rotation.
+
+    A slice with d owners is copied by only `copies` of the owners at each commit, or
+    more if needed for enough domains. The copying owners rotate from commit to commit.
+    So each owner does about copies/d of the copying, and the bytes of all owners are
+    compared within ceil(d / copies) commits. A slice with too few owners is copied by
+    all owners and pushed.
 
     >>> from dtft.checkpoint.state.slices import Leaf, MeshLayout
     >>> mesh = MeshLayout(axis_names=("replica",), axis_sizes=(3,), slots=(0, 1, 2))
@@ -435,12 +430,12 @@ class Shares:
     def __init__(
         self, layout: Layout, copies: int, domains: Sequence[str] | None = None
     ) -> None:
-        """Decides in which order the owners of each slice take turns.
+        """Chooses the order in which the owners of each slice take turns.
 
         Args:
             layout: mesh and leaves.
-            copies: failure domains that every slice shall be in.
-            domains: per slot the name of what fails together, as in `place_copies`.
+            copies: number of domains in which every slice should have a copy.
+            domains: the failure domain of each slot, as in `place_copies`.
 
         Raises:
             ValueError: `domains` does not fit the layout.
@@ -460,9 +455,9 @@ class Shares:
         self._begins = _begins(layout)
 
     def of(self, slot: int, turn: int) -> np.ndarray:
-        """[slices of the slot] bool: whether it copies each of them at this turn.
+        """Whether the slot copies each of its slices at this turn: [slices] bool.
 
-        A slice without bytes costs nothing and is copied by all.
+        A slice without bytes is copied by all owners, as this costs nothing.
         """
         slices, turns = self.layout.slices(slot), self._turns(slot)
         return np.array(
@@ -477,7 +472,10 @@ class Shares:
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 (lives as long as the host's layout)
     def _turns(self, slot: int) -> tuple[tuple[tuple[int, ...], int], ...]:
-        """For every slice of a slot its owners, in turn, and who of them begins."""
+        """For each slice of a slot, its owners in order, and an offset into the owners.
+
+        The offset, modulo the number of owners, is the first owner to copy at turn 0.
+        """
         found = {}
         for spec, leaves in leaves_by_spec(self.layout).items():
             partition = partition_of(self.layout.mesh, spec)
@@ -493,7 +491,10 @@ class Shares:
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019
     def _copiers(self, owners: tuple[int, ...], begin: int) -> frozenset[int]:
-        """The first owners from `begin` on, round and round, in enough domains."""
+        """The owners that copy: from `begin` on, cyclically, until enough.
+
+        Enough are `copies` owners (or all) in as many domains as wanted.
+        """
         chosen: list[int] = []
         domains: set[str] = set()
         for slot in owners[begin:] + owners[:begin]:
@@ -505,7 +506,10 @@ class Shares:
 
 
 def _begins(layout: Layout) -> list[int]:
-    """Per leaf a number that says who begins: as many bytes begin with each owner."""
+    """Chooses for each leaf the owner that copies first, as an offset.
+
+    The offsets balance the bytes over the owners.
+    """
     begins = [0] * len(layout.leaves)
     loads: dict[int, list[int]] = {}
     for spec, leaves in leaves_by_spec(layout).items():

@@ -1,27 +1,29 @@
-"""Failure domains: which hosts share a rack or a power feed.
+"""Failure domains: the racks and power feeds that hosts share.
 
-Reads them from a label per host or from a file, checks that they make sense, and
-decides at which level copies are kept apart.
+Parses the failure domains from a label per host or from a file, checks that they are
+consistent, and chooses the level at which copies are separated.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 LEVELS = ("power", "rack")
-"""Levels that a label can name, widest first. Below them is the host itself."""
+"""Levels that a label can name, widest first. The host is a level below these."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailureDomains:
-    """The nested domain of every host."""
+    """The nested failure domains of all hosts."""
 
     levels: tuple[str, ...]
-    """Those in use, widest first; the same for all hosts."""
+    """Levels that the labels name, widest first; the same for all hosts."""
     names: Mapping[str, str]
     """Host to the names of its domains, joined by "/": "power-1/rack-3"."""
 
     def of(self, hosts: Iterable[str]) -> Mapping[str, str]:
-        """The domains of some hosts, as `plan_restore` takes them.
+        """The domains of the given hosts, in the form of `plan_restore`'s argument.
+
+        Without labels, each host is its own domain.
 
         Raises:
             ValueError: a host has no label though others have.
@@ -39,24 +41,25 @@ class FailureDomains:
 
 @dataclass(frozen=True, kw_only=True)
 class Separation:
-    """How copies are kept apart."""
+    """The level at which copies are separated, and the domain of each slot there."""
 
     level: str
     """The level: one of `LEVELS`, or "host"."""
     domains: tuple[str, ...]
-    """Per slot the domain at that level, as `place_copies` takes them."""
+    """Domain of each slot at that level, in the form of `place_copies`'s argument."""
     effective_copies: int
-    """min(copies, live domains at that level)."""
+    """min(copies, distinct domains at that level)."""
 
 
 def parse_domain_label(text: str) -> dict[str, str]:
-    """Reads one host's label.
+    """Parses the label of one host: level to name.
 
     >>> parse_domain_label("rack=r7,power=p1")
     {'power': 'p1', 'rack': 'r7'}
 
     Raises:
-        ValueError: it is not of the form "power=NAME,rack=NAME" (either may be absent).
+        ValueError: the label is not of the form "power=NAME,rack=NAME", in which either
+            part may be absent.
     """
     found: dict[str, str] = {}
     for word in text.replace(",", " ").split():
@@ -74,13 +77,14 @@ def parse_domain_label(text: str) -> dict[str, str]:
 
 
 def parse_domain_file(text: str) -> FailureDomains:
-    """Reads a file: a host and its label on each line, `#` begins a comment.
+    """Parses a file with a host and its label on each line; `#` begins a comment.
 
     >>> parse_domain_file("h0 power=p1 rack=r1  # left\\nh1 power=p1 rack=r2\\n").names
     {'h0': 'p1/r1', 'h1': 'p1/r2'}
 
     Raises:
-        ValueError: a line cannot be read, a host occurs twice, or as `from_labels`.
+        ValueError: a line cannot be parsed, a host occurs twice, or the labels are
+            inconsistent, as for `domains_from_labels`.
     """
     labels: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), start=1):
@@ -93,14 +97,14 @@ def parse_domain_file(text: str) -> FailureDomains:
 
 
 def domains_from_labels(labels: Mapping[str, str]) -> FailureDomains:
-    """Checks the labels of all hosts together.
+    """Parses the labels of all hosts and checks that they are consistent.
 
     Args:
-        labels: host to its label; empty labels mean that nothing is known.
+        labels: host to its label; empty labels mean that no domains are known.
 
     Raises:
-        ValueError: a label cannot be read, hosts name different levels, or a rack is
-            said to be in two power domains.
+        ValueError: a label cannot be parsed, hosts name different levels, or a rack is
+            in two power domains.
     """
     parsed = {host: parse_domain_label(label) for host, label in labels.items()}
     levels: tuple[str, ...] = ()
@@ -121,15 +125,15 @@ def domains_from_labels(labels: Mapping[str, str]) -> FailureDomains:
 def separate_copies(
     domains: FailureDomains, slots: Sequence[str], copies: int
 ) -> Separation:
-    """The widest level with enough domains for all copies; the hosts if there is none.
+    """Chooses the widest level with enough domains for all copies; else the hosts.
 
-    At a narrow level copies still go to different wide domains first, see
-    `place_copies`.
+    At a narrower level `place_copies` still prefers different domains of the wider
+    levels.
 
     Args:
-        domains: what is known about hosts.
+        domains: the failure domains of the hosts.
         slots: the host of each slot.
-        copies: domains that every slice shall be in.
+        copies: number of domains in which every slice should have a copy.
 
     >>> two_racks = domains_from_labels({"a": "rack=1", "b": "rack=1", "c": "rack=2"})
     >>> separate_copies(two_racks, ["a", "b", "c"], 2).domains
@@ -154,7 +158,7 @@ def separate_copies(
 def domains_at(
     domains: FailureDomains, hosts: Sequence[str], level: str
 ) -> tuple[str, ...]:
-    """The domain of each host at one level, with the wider ones before it.
+    """The domain of each host at one level, with its wider domains as a prefix.
 
     >>> racks = domains_from_labels({"a": "power=p rack=1", "b": "power=p rack=2"})
     >>> domains_at(racks, ["b"], "rack"), domains_at(racks, ["b"], "host")

@@ -1,8 +1,9 @@
-"""How likely the state survives when several hosts are lost at once.
+"""Probability that the state survives the simultaneous loss of several hosts.
 
-For state that is divided over N hosts with m copies of every slice, placed in groups of
-m and a ring for the remainder (`copy_placement`). Counts exactly, gives GEMINI's bound
-beside it, and simulates losses on real placements.
+The state is divided over N hosts with m copies of every slice, placed in groups of m
+and a ring for the remainder (`copy_placement`). The module computes the exact
+probability and GEMINI's lower bound, and simulates losses on the placements of
+`place_copies`.
 """
 
 import math
@@ -17,19 +18,20 @@ TRIALS = 20_000
 
 
 def survival(num_hosts: int, copies: int, losses: int) -> float:
-    """Probability that k simultaneous losses leave a copy of every slice. Exact.
+    """Computes the exact probability that k losses leave a copy of every slice.
 
-    All sets of k hosts are equally likely. A set is survived if it contains no whole
-    group and no m neighbours on the ring; such sets are counted for the groups by
-    inclusion and exclusion and for the ring by enumeration of its losses.
+    All sets of k hosts are equally likely. The state survives the loss of a set that
+    contains no whole group and no m neighbours on the ring. Such sets are counted by
+    inclusion-exclusion, separately for groups and ring, and summed over the number of
+    losses on the ring.
 
     >>> survival(16, 2, 1), round(survival(16, 2, 2), 3)
     (1.0, 0.933)
 
     Args:
-        num_hosts: N, each with slices of its own.
-        copies: m, the owner's included.
-        losses: k.
+        num_hosts: N, the number of hosts, each with slices of its own.
+        copies: m, the copies of every slice, the owner's included.
+        losses: k, the number of hosts lost at once.
 
     Raises:
         ValueError: N or m is below 1, or k is not between 0 and N.
@@ -44,11 +46,12 @@ def survival(num_hosts: int, copies: int, losses: int) -> float:
 
 
 def gemini_bound(num_hosts: int, copies: int, losses: int) -> float:
-    """GEMINI's lower bound of the same: 1 - N C(N-m, k-m) / (m C(N, k)).
+    """Computes GEMINI's lower bound of `survival`: 1 - N C(N-m, k-m) / (m C(N, k)).
 
-    Source: GEMINI (SOSP 2023), for N a multiple of m. It adds the chances of the N / m
-    groups as if they excluded each other, so it is exact for k < 2m and below the truth
-    beyond. Where there is a remainder, the runs of m on the ring are added as well.
+    Source: GEMINI (SOSP 2023), for N a multiple of m. The bound adds the probabilities
+    of losing each of the N / m groups as if these events excluded each other. So it is
+    exact for k < 2m and too low for larger k. If N is not a multiple of m, the runs of
+    m hosts on the ring are added as well.
 
     >>> round(gemini_bound(1024, 2, 8), 3)
     0.973
@@ -73,19 +76,19 @@ def simulate(
     trials: int = TRIALS,
     seed: int = 0,
 ) -> float:
-    """The same by trial: random losses on what `place_copies` really decides.
+    """Estimates `survival` by random losses on the placement of `place_copies`.
 
     Args:
-        num_hosts: N.
-        copies: m.
-        losses: k.
-        domains: per host what fails together, as for `place_copies`; hosts are lost
-            alone.
-        trials: sets of hosts that are tried.
-        seed: of the random sets.
+        num_hosts: N, the number of hosts.
+        copies: m, the copies of every slice.
+        losses: k, the number of hosts lost at once.
+        domains: the failure domain of each host, as for `place_copies`; affects only
+            the placement, as hosts are lost independently of their domains.
+        trials: number of random sets of lost hosts.
+        seed: seed of the random sets.
 
     Returns:
-        Fraction survived.
+        Fraction of the trials in which the state survives.
 
     Raises:
         ValueError: as `survival`.
@@ -104,13 +107,13 @@ def simulate(
 def odds_table(
     num_hosts: int, copies: int, *, max_losses: int = 8, trials: int = TRIALS
 ) -> str:
-    """The text of `dtft checkpoint odds`: a line for each k = 1, 2, ...
+    """Formats the table of `dtft checkpoint odds`: a line for each k = 1, 2, ...
 
     Args:
-        num_hosts: N.
-        copies: m.
-        max_losses: the greatest k shown; not above N.
-        trials: of the simulation; its error shown is two standard errors.
+        num_hosts: N, the number of hosts.
+        copies: m, the copies of every slice.
+        max_losses: the greatest k shown, at most N.
+        trials: trials of the simulation; the error shown is two standard errors.
 
     Raises:
         ValueError: as `survival`.
@@ -135,7 +138,7 @@ def odds_table(
 
 
 def standard_error(probability: float, trials: int) -> float:
-    """Of the fraction found in as many independent trials."""
+    """Computes the standard error of a fraction estimated from independent trials."""
     return math.sqrt(probability * (1 - probability) / trials)
 
 
@@ -151,14 +154,14 @@ def _check(num_hosts: int, copies: int, losses: int) -> None:
 
 
 def _shape(num_hosts: int, copies: int) -> tuple[int, int, int]:
-    """(groups, hosts on the ring, size of a group) as `place_copies` makes them."""
+    """The (groups, hosts on the ring, hosts per group) of `place_copies`."""
     size = min(copies, num_hosts)
     groups, rest = divmod(num_hosts, size)
     return (groups - 1, size + rest, size) if rest else (groups, 0, size)
 
 
 def _group_sets(groups: int, size: int, lost: int) -> int:
-    """Sets of `lost` hosts of the groups that contain no whole group."""
+    """Counts the sets of `lost` hosts in groups that contain no whole group."""
     return sum(
         (-1) ** whole
         * math.comb(groups, whole)
@@ -168,11 +171,12 @@ def _group_sets(groups: int, size: int, lost: int) -> int:
 
 
 def _ring_sets(ring: int, size: int, lost: int) -> int:
-    """Sets of `lost` hosts of a ring without `size` neighbours in a row.
+    """Counts the sets of `lost` hosts on a ring without `size` neighbours in a row.
 
-    Those who are left cut the ring into as many runs of lost hosts, each shorter than
-    `size`. Counted from a host that is left: compositions of `lost` into such runs,
-    times the ring's turns, each counted once for every host that is left.
+    The `left` remaining hosts cut the ring into `left` runs of lost hosts, each shorter
+    than `size`. The count is the number of compositions of `lost` into such runs, times
+    the rotations of the ring, divided by `left`, because each set is counted once per
+    remaining host.
     """
     left = ring - lost
     if left <= 0:
@@ -187,7 +191,7 @@ def _ring_sets(ring: int, size: int, lost: int) -> int:
 
 
 def _holders(num_hosts: int, copies: int, domains: Sequence[str] | None) -> np.ndarray:
-    """[hosts, copies]: who holds each host's slice, on a mesh that divides it."""
+    """The holders of each host's slice: [hosts, copies] int, on a mesh of all hosts."""
     mesh = MeshLayout(
         axis_names=("fsdp",), axis_sizes=(num_hosts,), slots=tuple(range(num_hosts))
     )

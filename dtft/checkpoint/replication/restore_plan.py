@@ -1,9 +1,10 @@
-"""Who sends what to whom, so that every host has its slices of any layout.
+"""Plans the transfers that give every host its slices of any layout.
 
-The one planner of restores: after a loss, onto another mesh, and for exports. A slice
-is identified by leaf path, global index range and dtype. `Inventory` is who holds what;
-needs follow from the overlaps of old and new slices; `plan_restore` puts them together.
-Decided once per way of being divided, so it takes a second or two at 10,000 hosts.
+All restores use `plan_restore`: after a loss, onto another mesh, and for exports. A
+slice is identified by leaf path, global index range and dtype. `Inventory` has the
+verified holders of every slice. `find_needs` computes the needs of every host from the
+overlaps of old and new slices. Leaves with the same partition are planned together, so
+a plan takes a second or two at 10,000 hosts.
 """
 
 import functools
@@ -27,45 +28,44 @@ from dtft.checkpoint.state import (
     partition_of,
 )
 
-# Which hosts hold which slices of a commit, verified.
-#
-# The compact form of what hosts report slice by slice: leaves whose parts have the same
-# holders share one table. Pure values.
-
-
 Holders = tuple[tuple[int, ...], ...]
-"""Per part the hosts that hold it: positions in `Inventory.hosts`, ascending."""
+"""The hosts that hold each part: positions in `Inventory.hosts`, ascending."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldLeaves:
-    """Leaves that are divided alike and whose parts have the same holders."""
+    """Leaves with the same partition and the same holders of each part."""
 
     leaves: tuple[int, ...]
     """Positions in `layout.leaves`."""
     spec: Spec
-    """How they are divided."""
+    """Mesh axes that divide each dimension of the leaves."""
     holders: Holders
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inventory:
-    """Verified holders of every slice of a commit."""
+    """Verified holders of every slice of a commit.
+
+    A compact form of the reports per slice: leaves with the same partition and holders
+    share a table.
+    """
 
     layout: Layout = field(repr=False)
     """The layout in which the state was committed."""
     hosts: tuple[str, ...]
-    """Everyone who holds something, ascending."""
+    """All hosts that hold a slice, ascending."""
     tables: tuple[HeldLeaves, ...] = field(repr=False)
-    """Every leaf in one table."""
+    """The leaves and their holders; every leaf is in one table."""
 
 
 def inventory_of(layout: Layout, holders: Mapping[str, Collection[str]]) -> Inventory:
-    """From what was reported slice by slice, e.g. `Located.holders`.
+    """Makes an inventory from the holders of each slice, e.g. `Located.holders`.
 
     Args:
-        layout: in which the state was committed.
-        holders: slice key to the hosts with a verified copy; absent means none.
+        layout: the layout in which the state was committed.
+        holders: slice key to the hosts with a verified copy; a slice without an entry
+            has no copy.
 
     >>> from dtft.checkpoint.state.slices import Leaf, MeshLayout
     >>> mesh = MeshLayout(axis_names=("fsdp",), axis_sizes=(2,), slots=(0, 1))
@@ -94,10 +94,10 @@ def inventory_of(layout: Layout, holders: Mapping[str, Collection[str]]) -> Inve
 
 
 def check_slots(layout: Layout, slots: Sequence[str | None]) -> None:
-    """Checks that each slot has one host, or None.
+    """Checks that `slots` has one entry per slot, each a distinct host or None.
 
     Raises:
-        ValueError: there are too few or too many, or a host has two slots.
+        ValueError: the number of entries is wrong, or a host has two slots.
     """
     hosts = [host for host in slots if host is not None]
     if len(slots) != layout.mesh.num_slots or len(set(hosts)) != len(hosts):
@@ -114,19 +114,13 @@ def _keys(layout: Layout, leaf: int, partition: Partition) -> list[str]:
     ]
 
 
-# What every host needs of a new layout: what it has itself, and what it lacks.
-#
-# Decides which pieces of committed slices make up the slices of the new layout, and who
-# could send each.
-
-
 MAX_NAMED = 8
-"""Lost slices that are named one by one."""
+"""Most lost slices that are named in a message."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class WantedCells:
-    """Cells that targets want, one row for each target and cell."""
+    """Cells (overlaps of an old and a new slice) that targets need, a row for each."""
 
     target: np.ndarray
     """[rows] int64: position in the plan's hosts."""
@@ -135,21 +129,21 @@ class WantedCells:
     cell: np.ndarray
     """[rows] int64: position in the bundle's cells."""
     nbytes: np.ndarray
-    """[rows] int64: bytes of the cell, all leaves of the bundle."""
+    """[rows] int64: bytes of the cell in all leaves of the bundle."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lost:
-    """Why no plan exists: needed slices that no live host holds."""
+    """The result without a plan: needed slices that no live host holds."""
 
     slices: tuple[Slice, ...]
-    """The first of them."""
+    """The first lost slices, at most `MAX_NAMED`."""
     num_slices: int
     nbytes: int
 
     @property
     def reason(self) -> str:
-        """For messages."""
+        """Description of the lost slices for messages."""
         named = ", ".join(piece.key for piece in self.slices)
         more = "" if self.num_slices == len(self.slices) else ", ..."
         return (
@@ -160,13 +154,19 @@ class Lost:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FoundCells:
-    """Everything that is needed."""
+    """The cells that the targets need, divided by whether the target holds the cell.
+
+    Attributes:
+        bundles: the bundles to which the cells belong.
+        own: cells that their targets hold in their own memory.
+        absent: cells that their targets lack.
+    """
 
     bundles: tuple[LeafBundle, ...]
     own: WantedCells
     absent: WantedCells
     needs: Needs
-    """Row by row as `absent`."""
+    """Rows of `absent` with the hosts that can send each cell."""
 
 
 def find_needs(
@@ -176,17 +176,21 @@ def find_needs(
     slots: Sequence[str | None],
     alive: Collection[str],
 ) -> FoundCells | Lost:
-    """Compares what is needed with what is held.
+    """Computes the cells that each target needs and the hosts that can send each cell.
 
     Args:
         holdings: verified holders, in the layout of the commit.
-        new_layout: what is needed.
-        hosts: all hosts, ascending; positions in the result refer to them.
-        slots: the host of each slot of the new layout, None where nothing is needed.
+        new_layout: the layout to restore.
+        hosts: all hosts, ascending; positions in the result refer to `hosts`.
+        slots: the host of each slot of the new layout; None if the slot needs no
+            slices.
         alive: hosts that can send.
 
+    Returns:
+        The cells, or the needed slices that no live host holds.
+
     Raises:
-        ValueError: a leaf of the new layout is not one of the commit's.
+        ValueError: a leaf of the new layout is not a leaf of the commit.
     """
     at = {host: index for index, host in enumerate(hosts)}
     number = np.array([at[host] for host in holdings.hosts], np.int64)
@@ -219,7 +223,7 @@ def find_needs(
 
 
 class _Senders:
-    """Distinct sets of hosts."""
+    """Numbers distinct sets of hosts."""
 
     def __init__(self) -> None:
         self.sets: list[np.ndarray] = []
@@ -284,7 +288,10 @@ def _lost(found: Sequence[tuple[LeafBundle, np.ndarray]]) -> Lost:
 def _bundles(
     holdings: Inventory, new_layout: Layout
 ) -> tuple[tuple[LeafBundle, ...], list[tuple[tuple[int, ...], ...]]]:
-    """Leaves that are divided alike, before and after, and held alike; the holders."""
+    """Bundles leaves with the same old partition, new partition and holders.
+
+    Returns the bundles and the holders of each bundle's old parts.
+    """
     old_leaves = holdings.layout.leaves
     specs = new_specs(holdings.layout, new_layout)
     old_mesh, new_mesh = holdings.layout.mesh, new_layout.mesh
@@ -315,10 +322,10 @@ def _bundles(
 
 
 def new_specs(old_layout: Layout, new_layout: Layout) -> dict[int, Spec]:
-    """For each needed leaf, as a position in the old layout, how it is now divided.
+    """Maps each needed leaf, by position in the old layout, to its spec in the new one.
 
     Raises:
-        ValueError: a leaf was not committed, or has another shape or dtype now.
+        ValueError: a leaf was not committed, or its shape or dtype differs.
     """
     known: Mapping[str, int] = {
         leaf.path: index for index, leaf in enumerate(old_layout.leaves)
@@ -342,14 +349,14 @@ def new_specs(old_layout: Layout, new_layout: Layout) -> dict[int, Spec]:
 
 
 def _flat(held: tuple[tuple[int, ...], ...]) -> tuple[np.ndarray, np.ndarray]:
-    """([pairs] part, [pairs] holder), by part, then holder."""
+    """Flattens holders to ([pairs] part, [pairs] holder), by part, then holder."""
     lengths = [len(found) for found in held]
     holder = np.fromiter((h for found in held for h in found), np.int64, sum(lengths))
     return np.repeat(np.arange(len(held)), lengths), holder
 
 
 def _cells_of(bundle: LeafBundle, seat: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """([rows] target, [rows] cell): the cells of the parts of slots with a host."""
+    """Lists the cells of slots with a host, as ([rows] target, [rows] cell)."""
     part, slot = bundle.new.owned
     part, slot = part[seat[slot] >= 0], slot[seat[slot] >= 0]
     by_part = np.argsort(bundle.cells.new, kind="stable")
@@ -362,47 +369,48 @@ def _cells_of(bundle: LeafBundle, seat: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 WHOLE_BYTES = 64 << 20
-"""A piece of a slice of at most this many bytes is not cut between senders. Whoever
-sends a part of it sends the whole chunks around that part (4 MiB each by default)."""
+"""Largest piece of a slice, in bytes, that is never cut between senders. A sender of a
+part of a piece sends whole chunks, which are 4 MiB by default."""
 GRAINS = 64
-"""Pieces above this fraction of a sender's even load may be cut to even it out."""
+"""Divisor of the even load of a sender: only pieces above the quotient may be cut to
+even the loads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SliceTransfer:
-    """What one host fetches from another."""
+    """The regions that one host fetches from another host."""
 
     source: str
     target: str
     regions: tuple[Region, ...]
-    """In the order of the target's leaves."""
+    """The regions, sorted by the key of the moved slice."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that travel."""
+        """Bytes that are transferred."""
         return sum(region.moved.nbytes for region in self.regions)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RestorePlan:
-    """Every needed byte exactly once: in own memory, or in one transfer.
+    """A plan that has every needed byte once: in own memory or in one transfer.
 
-    Kept as numbers; a host's regions are made when it is asked for. Leaves without
-    elements have nothing to move and appear nowhere.
+    The plan is stored as arrays; the regions of a host are computed on demand. Leaves
+    without elements are not part of the plan.
     """
 
     hosts: tuple[str, ...]
-    """Everyone concerned, ascending."""
+    """All holders and targets, ascending."""
     bundles: tuple[LeafBundle, ...]
     own_cells: WantedCells
-    """What targets hold themselves."""
+    """Cells that their targets hold in their own memory."""
     absent_cells: WantedCells
-    """What targets lack."""
+    """Cells that their targets lack."""
     routes: Routes
-    """Where that comes from; sorted by target, then source."""
+    """Senders of the absent cells; sorted by target, then source."""
 
     def own(self, host: str) -> tuple[Region, ...]:
-        """What a host takes from its own memory."""
+        """The regions that a host takes from its own memory."""
         wanted, rows = self.own_cells, self._own_rows(host)
         return _ordered(
             region
@@ -413,12 +421,12 @@ class RestorePlan:
         )
 
     def read_by(self, host: str) -> list[str]:
-        """Keys of the committed slices that a host's slices are made of."""
+        """Keys of the committed slices from which a host's slices are assembled."""
         fetched = (it for one in self.transfers_to(host) for it in one.regions)
         return sorted({region.old.key for region in (*self.own(host), *fetched)})
 
     def moves_whole(self, host: str) -> bool:
-        """Every slice of a host is a committed one, and comes from one place."""
+        """Whether each slice of a host is a committed slice and has a single source."""
         own = np.unique(self.own_cells.bundle[self._own_rows(host)])
         fetched = (it for one in self.transfers_to(host) for it in one.regions)
         return all(self.bundles[index].unchanged for index in own) and all(
@@ -426,7 +434,7 @@ class RestorePlan:
         )
 
     def transfers_to(self, host: str) -> tuple[SliceTransfer, ...]:
-        """What a host fetches, by source."""
+        """The transfers to a host, sorted by source."""
         at = self._at(host)
         first, last = np.searchsorted(self._targets, [at, at + 1])
         found: dict[int, list[Region]] = {}
@@ -449,7 +457,7 @@ class RestorePlan:
 
     @functools.cached_property
     def sent(self) -> Mapping[str, int]:
-        """Host to the bytes that it sends to others; who sends nothing is absent."""
+        """Host to the bytes that it sends; hosts that send nothing are absent."""
         sent = np.zeros(len(self.hosts), np.int64)
         np.add.at(sent, self.routes.source, self.routes.stop - self.routes.start)
         return {self.hosts[at]: int(sent[at]) for at in np.flatnonzero(sent)}
@@ -499,25 +507,27 @@ def plan_restore(
 ) -> RestorePlan | Lost:
     """Plans all transfers of a restore onto any layout.
 
-    A host uses its own memory first. The rest is shared evenly over the hosts that hold
-    it, several at once, near ones first as far as no sender has more than 1.2 times its
-    share for it.
+    A host uses its own memory first. Absent cells are divided evenly over the hosts
+    that hold them, and one cell may have several senders. Near senders are preferred as
+    long as the greatest load is at most `MAX_UNEVEN` times that of even shares.
 
     Args:
         holdings: verified holders of the commit's slices, in the layout of the commit.
-        new_layout: what is needed; its leaves must be those of the commit, or some.
-        slots: the host of each slot of the new layout; None if nobody there needs its
+        new_layout: the layout to restore; its leaves are all or some leaves of the
+            commit.
+        slots: the host of each slot of the new layout; None if the slot needs no
             slices.
-        alive: hosts that can send. All in `slots` are taken to be alive.
-        domains: host to its failure domain, "power/rack"; hosts not named are near to
-            nobody.
-        whole_bytes: pieces of slices of at most so many bytes are not cut.
+        alive: hosts that can send; all hosts in `slots` count as alive.
+        domains: host to its failure domain, "power/rack"; a host without an entry is
+            near to no other host.
+        whole_bytes: largest piece of a slice, in bytes, that is never cut.
 
     Returns:
-        The plan, or what no live host holds.
+        The plan, or the needed slices that no live host holds.
 
     Raises:
-        ValueError: the arguments do not fit together, or a leaf is not the commit's.
+        ValueError: `slots` does not fit the new layout, or a leaf was not committed
+            with the same shape and dtype.
     """
     check_slots(new_layout, slots)
     targets = {host for host in slots if host is not None}
@@ -545,13 +555,15 @@ def plan_restore(
 def _settled(
     routes: Routes, absent: WantedCells, bundles: Sequence[LeafBundle], grain: int
 ) -> Routes:
-    """The routes with ends where cells can be cut, by target, then source.
+    """Moves the ends of routes to places where cells can be cut; sorts the routes.
 
-    A piece that several hosts share, but that cannot be cut, is sent by the one that is
-    furthest behind its shares of such pieces so far. The largest piece comes first.
+    A piece that several senders share, but that cannot be cut, is sent by one of these
+    senders: the one whose shares of such pieces exceed most the bytes of the pieces it
+    was already given. The largest piece is assigned first. The result is sorted by
+    target, then source.
     """
     need, names = routes.need, routes.source.tolist()
-    right = np.flatnonzero(routes.start)  # rows whose need begins in the row before
+    right = np.flatnonzero(routes.start)  # rows that continue the need of the row above
     low, high = _cuts(right, routes, absent, bundles, grain)
     pieces: dict[tuple[int, int, int], list[int]] = {}
     piece_of = zip(need[right].tolist(), low.tolist(), high.tolist(), strict=True)
@@ -589,7 +601,7 @@ def _cuts(
     bundles: Sequence[LeafBundle],
     grain: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """As `Bundle.cuts`, for the starts of some rows of the routes."""
+    """As `LeafBundle.cuts`, for the starts of the given rows of the routes."""
     need, offset = routes.need[rows], routes.start[rows]
     low, high = offset.copy(), offset.copy()
     for index in np.unique(absent.bundle[need]):
@@ -600,8 +612,11 @@ def _cuts(
 
 
 def _numbered(hosts: Sequence[str], domains: Mapping[str, str]) -> np.ndarray:
-    """[hosts, levels]: a number for each domain at each level, widest first."""
-    # A host without a domain is one of its own, whose name no domain can have.
+    """Numbers the domain of each host at each level: [hosts, levels] int64.
+
+    The widest level is first. Without domains there are no levels.
+    """
+    # A host without a domain gets a unique name that no domain can have.
     names = [domains.get(host, f"\0{host}").split("/") for host in hosts]
     num_levels = max(len(name) for name in names) if domains else 0
     numbers = np.zeros((len(hosts), num_levels), np.int64)

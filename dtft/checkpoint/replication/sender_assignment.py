@@ -1,8 +1,7 @@
-"""Who sends which part of what is lacking: even over senders, near ones preferred.
+"""Assigns the bytes of a restore to senders: evenly, near senders preferred.
 
-`share_out` minimizes the sum of squared loads, which also has the least maximum: it
-fills one demand after the other to a common level until nothing changes. `route`
-applies it to the needs of a restore, given as numbers.
+`share_out` divides demands over senders so that the sum of squared loads is minimal.
+`route` applies `share_out` to the needs of a restore, given as arrays of numbers.
 """
 
 from collections.abc import Sequence
@@ -10,45 +9,44 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Shares a demand for bytes over those who can send it, evenly.
-#
-# Pure numbers: who the senders are, what is sent and why some are preferred is not
-# known here. The shares are those of the convex problem "least sum of squared loads",
-# whose optimum also has the least maximum; it is solved by filling one demand after the
-# other to a common level, as with water, until nothing changes.
-
-
 MAX_SWEEPS = 12
 SETTLED = 1e-3
-"""Change of a load, relative to the greatest, below which a sweep changed nothing."""
+"""Largest change of any load in a sweep, relative to the greatest load, at which
+`share_out` stops."""
 SMALL = 16
-"""Up to this many candidates plain Python is faster than numpy."""
+"""Up to this number of candidates plain Python is faster than numpy."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Demand:
-    """Bytes that any of some candidates can send."""
+    """Bytes that any of several candidates can send."""
 
     nbytes: int
     candidates: np.ndarray
-    """[n] int64: senders, none twice, at least one."""
+    """[n] int64: distinct senders, at least one."""
     distance: np.ndarray | None = None
-    """[n] float64, 0 near to 1 far; None where it does not matter."""
+    """[n] float64: distance of each candidate, from 0 (near) to 1 (far); None if
+    distances do not matter."""
 
 
 def share_out(
     demands: Sequence[Demand], num_senders: int, slack: float
 ) -> list[np.ndarray]:
-    """Divides every demand over its candidates.
+    """Divides every demand over its candidates with even loads.
+
+    Minimizes the sum of squared loads, a convex problem whose optimum also has the
+    least maximum load. The solver water-fills one demand after the other to a common
+    level of load, in sweeps, until the loads no longer change.
 
     Args:
-        demands: what is to be sent.
-        num_senders: candidates are below this.
-        slack: load, as a fraction of the even one, that a near sender may take on
-            before one at distance 1 is used.
+        demands: the demands.
+        num_senders: number of senders; candidates are below this number.
+        slack: extra load of a sender at distance 0 before a sender at distance 1 is
+            used, as a fraction of the even load.
 
     Returns:
-        Per demand [n] int64 bytes of each candidate, which add up to the demand.
+        For each demand, the bytes of each candidate, [n] int64; their sum is the
+        demand.
 
     >>> all_of, first = np.array([0, 1, 2]), np.array([0])
     >>> demands = [
@@ -65,7 +63,7 @@ def share_out(
     penalty = slack * total / max(1, int(useful.sum()))
     load = np.zeros(num_senders)
     shares = [np.zeros(len(demand.candidates)) for demand in demands]
-    # Those with few candidates go first: the others then flow around them.
+    # Demands with few candidates go first; the others adapt to their loads.
     order = sorted(range(len(demands)), key=lambda i: len(demands[i].candidates))
     for sweep in range(MAX_SWEEPS):
         before = load.copy()
@@ -74,7 +72,7 @@ def share_out(
             level = load[demand.candidates] - shares[index]
             base = level
             if demand.distance is not None and penalty:
-                # At first all is near; later sweeps hand on what is too much.
+                # The first sweep uses near senders only; later sweeps even the loads.
                 weight = penalty if sweep else 10.0 * total
                 base = level + weight * demand.distance
             shares[index] = _fill(base, demand.nbytes)
@@ -88,7 +86,7 @@ def share_out(
 
 
 def _fill(base: np.ndarray, amount: int) -> np.ndarray:
-    """Water on uneven ground: what lies on each column when `amount` is poured."""
+    """Water-fills columns of heights `base` with `amount`; returns the parts, [n]."""
     if len(base) == 1:
         return np.array([float(amount)])
     if len(base) <= SMALL:
@@ -107,7 +105,7 @@ def _fill(base: np.ndarray, amount: int) -> np.ndarray:
 
 
 def _whole_bytes(share: np.ndarray, nbytes: int) -> np.ndarray:
-    """Rounded up or down so that the sum is exact: the largest fractions go up.
+    """Rounds shares to whole bytes with sum `nbytes`; the largest fractions round up.
 
     >>> _whole_bytes(np.array([0.5, 2.25, 1.25]), 4).tolist()
     [1, 2, 1]
@@ -117,45 +115,38 @@ def _whole_bytes(share: np.ndarray, nbytes: int) -> np.ndarray:
     left = nbytes - int(whole.sum())
     if 0 <= left <= len(whole):
         whole[np.argsort(whole - exact, kind="stable")[:left]] += 1
-    else:  # so many bytes that a float does not count them one by one
+    else:  # above 2^53 bytes float64 is not exact
         whole[whole.argmax()] += left
     return whole
 
 
-# Who sends which part of what is lacking to whom. Vectorised.
-#
-# Decides, from needs given as numbers, the bytes that each sender gives to each need:
-# even over senders, near ones preferred.
-
-
 SLACKS = (0.15, 0.05)
-"""Extra load of near senders, as a fraction of the even one; the first that fits."""
+"""Values of `slack` that are tried in order, until the greatest load is allowed."""
 MAX_UNEVEN = 1.2
-"""Greatest load allowed for the sake of nearness, as a multiple of the least possible.
-"""
+"""Greatest load allowed for near senders, as a multiple of the greatest even load."""
 MAX_SOURCES = 16
-"""Hosts that one target fetches from, about, if more could send. More streams are no
-faster, and small shares of everybody would be thousands of connections.
-"""
+"""Approximate limit of the hosts from which one target fetches, if more can send. More
+streams are no faster, and small shares of all hosts would need thousands of
+connections."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Needs:
-    """What is lacking, one row for each target and cell."""
+    """Cells that hosts lack, one row for each target and cell."""
 
     target: np.ndarray
-    """[needs] int64: the host that lacks it."""
+    """[needs] int64: the host that lacks the cell."""
     nbytes: np.ndarray
-    """[needs] int64, above 0."""
+    """[needs] int64: bytes of the cell, above 0."""
     candidates: np.ndarray
-    """[needs] int64: position in `senders`."""
+    """[needs] int64: position in `senders` of the set of hosts that hold the cell."""
     senders: Sequence[np.ndarray]
-    """The sets of hosts that can send something, each ascending and not empty."""
+    """Sets of hosts, each ascending and not empty."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Routes:
-    """Spans of needs and who sends them; together all of every need, once."""
+    """Spans of needs with their senders; each byte of every need is in one span."""
 
     need: np.ndarray
     """[routes] int64: row of the need."""
@@ -168,13 +159,15 @@ class Routes:
 
 
 def route(needs: Needs, domains: np.ndarray) -> Routes:
-    """Chooses the senders.
+    """Chooses the senders of all needs, with vectorised operations.
 
-    Needs that the same hosts can meet, at the same distances, are laid in a line, and
-    so are the shares of those hosts: what lies side by side is sent.
+    Needs with the same candidates at the same distances form a group. `share_out`
+    divides each group's bytes over its senders. The needs of a group are concatenated,
+    and so are the shares of its senders: each sender sends the bytes at the positions
+    of its share.
 
     Args:
-        needs: what is lacking.
+        needs: the cells that hosts lack.
         domains: [hosts, levels] int64: the failure domain of every host, widest level
             first, numbered so that equal numbers mean the same domain.
     """
@@ -186,10 +179,10 @@ def route(needs: Needs, domains: np.ndarray) -> Routes:
     group_ends = need_ends[
         np.searchsorted(group[order], np.arange(len(firsts)) + 1) - 1
     ]
-    # Rounded up, but not for what the sum of fractions is off.
+    # Rounded up, except for floating-point errors of the sum.
     limits = np.ceil(np.bincount(group, weights=_streams(needs)) - 1e-6)
     if len(np.unique(np.concatenate(needs.senders))) <= MAX_SOURCES:
-        limits[:] = MAX_SOURCES  # there are not too many to be asked by one
+        limits[:] = MAX_SOURCES  # a target may use all senders
     demands = [
         _demand(needs, row, int(nbytes), max(1, int(limit)), domains)
         for row, nbytes, limit in zip(
@@ -212,7 +205,12 @@ def route(needs: Needs, domains: np.ndarray) -> Routes:
 
 
 def _groups(needs: Needs, domains: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """([needs] group, [groups] a need of each): same senders at the same distances."""
+    """Groups needs that have the same senders at the same distances.
+
+    Returns:
+        The group of each need, [needs] int64, and the first need of each group,
+        [groups] int64.
+    """
     key = needs.candidates.copy()
     members = np.concatenate(needs.senders)
     lengths = [len(found) for found in needs.senders]
@@ -220,7 +218,7 @@ def _groups(needs: Needs, domains: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     for level in domains.T:
         span = int(level.max()) + 1
         near = needs.candidates * span + level[needs.target]
-        # A domain in which nobody can send is as far as any other.
+        # Domains without a sender are equivalent.
         some = np.isin(near, owner * span + level[members])
         domain = np.where(some, level[needs.target], -1)
         key = np.unique(key * (span + 1) + domain + 1, return_inverse=True)[1]
@@ -228,13 +226,13 @@ def _groups(needs: Needs, domains: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     used[key] = True
     group = (np.cumsum(used) - 1)[key]
     firsts = np.zeros(int(used.sum()), np.int64)
-    # Of several rows of a group the last one written stays: the first.
+    # The rows are written in reverse, so the first row of each group remains.
     firsts[group[::-1]] = np.arange(len(group))[::-1]
     return group, firsts
 
 
 def _streams(needs: Needs) -> np.ndarray:
-    """[needs]: the sources that each may have; a target's are shared by its bytes."""
+    """Divides `MAX_SOURCES` of each target over its needs by their bytes: [needs]."""
     of_target = np.bincount(needs.target, weights=needs.nbytes)[needs.target]
     return MAX_SOURCES * needs.nbytes / of_target
 
@@ -247,7 +245,7 @@ def _demand(
     if domains.shape[1] and len(candidates) > 1:
         distance = (domains[candidates] != domains[target]).mean(axis=1)
     if len(candidates) > limit:
-        # The nearest, and of these the next ones: each target starts elsewhere.
+        # The nearest candidates, and among equals those that follow the target.
         places = np.arange(len(candidates)) - np.searchsorted(candidates, target)
         turn = places % len(candidates)
         far = np.zeros(len(candidates)) if distance is None else distance
@@ -258,7 +256,10 @@ def _demand(
 
 
 def _shares(demands: Sequence[Demand], num_hosts: int) -> list[np.ndarray]:
-    """Even shares, leaning to near senders as far as the greatest load permits."""
+    """Computes shares that prefer near senders while the greatest load is allowed.
+
+    Tries `SLACKS` in order and falls back to even shares.
+    """
     even = share_out(demands, num_hosts, slack=0.0)
     if all(demand.distance is None for demand in demands):
         return even

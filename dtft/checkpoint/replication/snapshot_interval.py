@@ -1,8 +1,9 @@
-"""After which steps a snapshot is taken, and how often one is affordable.
+"""The snapshot interval: after which steps a snapshot is taken, within a cost budget.
 
 `Cadence` decides from step numbers alone, so that all hosts take snapshots after the
-same steps. `next_interval` returns the smallest interval whose cost, spread over all
-steps, stays within a budget; where less is known of the cost, more is assumed.
+same steps. `next_interval` chooses the smallest interval whose cost, averaged over all
+steps, is within a budget. The cost estimate includes its standard error, so a cost
+known from fewer measurements is assumed to be higher.
 """
 
 from collections.abc import Sequence
@@ -10,15 +11,15 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 KEPT_CHANGES = 3
-"""Changes that a schedule remembers: the last may not be in force yet, and the one
-before it may still be asked for."""
+"""Changes that a schedule keeps: the last may not be in force yet, and earlier steps
+are still looked up in the one before."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cadence:
-    """Every so many steps; counting begins anew at every multiple of `period`.
+    """A snapshot every `interval` steps, counted from each multiple of `period`.
 
-    So every multiple of `period` has a snapshot, whatever the interval is.
+    Every multiple of `period` has a snapshot, for any interval.
 
     >>> cadence = Cadence(interval=3, period=8)
     >>> [step for step in range(1, 17) if cadence.is_boundary(step)]
@@ -30,7 +31,7 @@ class Cadence:
     interval: int = 1
     """Steps from one snapshot to the next."""
     period: int = 1
-    """Where counting begins anew. As large as the interval: no more than that."""
+    """Steps after which counting restarts; equal to the interval, it has no effect."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.interval <= self.period:
@@ -41,11 +42,11 @@ class Cadence:
 
     @classmethod
     def every(cls, interval: int) -> "Cadence":
-        """The same interval for ever."""
+        """Makes a cadence with a fixed interval."""
         return cls(interval=interval, period=interval)
 
     def is_boundary(self, step: int) -> bool:
-        """Whether a snapshot is taken after `step`."""
+        """Whether a snapshot is taken after `step` (the step is a boundary)."""
         return step % self.period % self.interval == 0
 
     def following(self, step: int) -> int:
@@ -55,13 +56,13 @@ class Cadence:
         return begin + min(within, self.period)
 
     def at(self, interval: int) -> "Cadence":
-        """The same period with another interval, at most the period."""
+        """Returns a cadence with another interval, limited to 1 to the period."""
         return replace(self, interval=max(1, min(interval, self.period)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotSchedule:
-    """A cadence that changes now and then, each change told before it is in force.
+    """A cadence whose interval changes at boundaries; changes are known in advance.
 
     >>> schedule = SnapshotSchedule.of(Cadence(interval=1, period=8))
     >>> schedule = schedule.changed(4, after=2)
@@ -72,17 +73,17 @@ class SnapshotSchedule:
     """
 
     changes: tuple[tuple[int, Cadence], ...]
-    """Step and the cadence that is in force after it, ascending."""
+    """Pairs of a step and the cadence that is in force after the step, ascending."""
 
     @classmethod
     def of(cls, cadence: Cadence) -> "SnapshotSchedule":
-        """One cadence from the beginning."""
+        """Makes a schedule with one cadence for all steps."""
         return cls(changes=((-1, cadence),))
 
     def changed(self, interval: int, *, after: int) -> "SnapshotSchedule":
-        """With another interval in force after step `after`, a boundary.
+        """Returns the schedule with another interval after step `after`, a boundary.
 
-        What is known already, or was overtaken, changes nothing.
+        A change to the present interval, or not after the last change, has no effect.
         """
         last, cadence = self.changes[-1]
         if after <= last or interval == cadence.interval:
@@ -95,7 +96,7 @@ class SnapshotSchedule:
         return self._in_force(step - 1).is_boundary(step)
 
     def following(self, step: int) -> int:
-        """The first boundary after `step`, a boundary.
+        """The first boundary after `step`, which must be a boundary.
 
         >>> schedule = SnapshotSchedule.of(Cadence(interval=2, period=8))
         >>> schedule = schedule.changed(4, after=2)
@@ -114,30 +115,31 @@ class SnapshotSchedule:
 
 
 KEPT_WINDOWS = 32
-"""Snapshots, and quiet spans, whose measurements count."""
+"""Newest windows, and newest quiet spans, that the cost estimate uses."""
 WARM_WINDOWS = 8
-"""Snapshots before anything is decided: the first steps are slow."""
+"""Windows before the first decision, because the first steps are slow."""
 PROBE_STEPS = 16
-"""An interval long enough that steps without replication are seen."""
+"""Interval that is long enough to have quiet steps (without replication)."""
 LEAST_MAXIMUM = 8
-"""Intervals up to here need not have a step without replication."""
+"""Least allowed maximum interval; shorter intervals may have no quiet step."""
 PROBE_EVERY = 1000
-"""Where no such steps occur by themselves they are looked for after so many steps."""
+"""Steps without a quiet step after which the interval is raised to `PROBE_STEPS`."""
 AIM = 0.8
-"""A new interval is to cost this part of the budget; it is kept while it costs less
-than the whole."""
+"""Fraction of the budget that a new interval may cost; the interval is kept while its
+cost is within the whole budget."""
 WORTHWHILE = 0.8
-"""An interval is given up for a shorter one only if that is at most so much as long."""
+"""Greatest ratio of a shorter interval to the current interval at which the shorter one
+is adopted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Automatic:
-    """What a user allows."""
+    """Limits that a user sets for automatic snapshot intervals."""
 
     budget: float = 0.01
-    """Part of the wall time that snapshots may cost."""
+    """Fraction of the wall time that snapshots may cost."""
     maximum: int = 64
-    """Most steps from one snapshot to the next, whatever they cost."""
+    """Most steps from one snapshot to the next, for any cost."""
 
     def __post_init__(self) -> None:
         if not 0 < self.budget < 1:
@@ -155,50 +157,50 @@ class Automatic:
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """What was measured from one finished boundary to the next one.
+    """Measurements from one boundary to the next.
 
-    The steps at the beginning pay for the snapshot and for what is done with it in the
-    background; those at the end, if there are any, are quiet.
+    The first steps are affected by the snapshot and its replication in the background.
+    The last steps, if any, are quiet: no replication runs.
     """
 
     affected_steps: int
     affected_s: float
-    """Wall time of the affected steps, the snapshot among it, in seconds."""
+    """Wall time of the affected steps, including the snapshot, in seconds."""
     quiet_steps: int = 0
     quiet_s: float = 0.0
     """Wall time of the quiet steps, in seconds."""
     stall_s: float = 0.0
-    """Seconds that taking the snapshot held up the training thread."""
+    """Seconds for which the snapshot blocked the training thread."""
 
     @property
     def step_s(self) -> float:
-        """Wall time per step, of all of them."""
+        """Mean wall time per step of the window, in seconds."""
         steps = self.affected_steps + self.quiet_steps
         return (self.affected_s + self.quiet_s) / steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What is known of steps and snapshots, in seconds."""
+    """Estimated costs of steps and snapshots, in seconds."""
 
     step_s: float
-    """A step without snapshot or replication."""
+    """Wall time of a step without snapshot or replication."""
     snapshot_s: float
-    """What one snapshot adds to the wall time, at most (as far as is known)."""
+    """Upper estimate of the wall time that one snapshot adds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experience:
-    """The newest measurements. A value: `and_window` makes the next one."""
+    """The newest measurements, as an immutable value."""
 
     windows: tuple[Window, ...] = ()
     quiet_step_s: tuple[float, ...] = ()
-    """Seconds per step of quiet spans."""
+    """Seconds per step of each quiet span."""
     unseen_steps: int = 0
-    """Steps since the last quiet one."""
+    """Steps since the last quiet step."""
 
     def and_window(self, window: Window) -> "Experience":
-        """With one more window; the oldest is forgotten."""
+        """Returns the measurements with another window; drops the oldest."""
         windows = (*self.windows, window)[-KEPT_WINDOWS:]
         if not window.quiet_steps:
             unseen = self.unseen_steps + window.affected_steps
@@ -208,7 +210,7 @@ class Experience:
 
     @property
     def costs(self) -> Costs | None:
-        """What it comes to; None as long as no quiet step was seen.
+        """The estimated costs; None before the first quiet step.
 
         >>> seen = Experience()
         >>> for _ in range(3):
@@ -226,14 +228,20 @@ class Experience:
 
 
 def _at_most(values: Sequence[float]) -> float:
-    """The median and its standard error, both from ranks: single outliers are many."""
+    """Upper estimate of the typical value: the median plus its standard error.
+
+    The standard error is computed from the median absolute deviation, because outliers
+    are frequent.
+    """
     middle = median(values)
     spread = 1.48 * median(abs(value - middle) for value in values)
     return middle + 1.25 * spread / len(values) ** 0.5
 
 
 def inflation(interval: int, costs: Costs, maximum: int) -> float:
-    """The part of the wall time that snapshots add at an interval.
+    """Computes the fraction of wall time that snapshots add at an interval.
+
+    The fraction is relative to the wall time of the steps without snapshots.
 
     >>> costs = Costs(step_s=0.5, snapshot_s=0.25)
     >>> inflation(1, costs, maximum=64), inflation(16, costs, maximum=64)
@@ -244,7 +252,7 @@ def inflation(interval: int, costs: Costs, maximum: int) -> float:
 
 
 def affordable(costs: Costs, budget: float, maximum: int) -> int:
-    """The smallest interval whose inflation is within the budget, else `maximum`.
+    """Computes the smallest interval with inflation within the budget, else `maximum`.
 
     >>> affordable(Costs(step_s=0.1, snapshot_s=0.01), budget=0.01, maximum=64)
     11
@@ -258,11 +266,13 @@ def affordable(costs: Costs, budget: float, maximum: int) -> int:
 
 
 def next_interval(current: int, seen: Experience, allowed: Automatic) -> int:
-    """The interval to go on with.
+    """Computes the next interval from the measurements.
 
-    At first every step has a snapshot; then a longer interval shows what a step takes
-    without one; then the interval follows from the costs, and changes only when it
-    must (it costs more than the budget) or when that is worth while.
+    During the first `WARM_WINDOWS` windows the interval does not change. Without known
+    costs, or after `PROBE_EVERY` steps without a quiet step, the interval is raised to
+    `PROBE_STEPS` to measure quiet steps. Otherwise the costs determine the interval: it
+    grows if its cost exceeds the budget. It shrinks only to at most `WORTHWHILE` times
+    the current interval.
     """
     maximum, costs = allowed.maximum, seen.costs
     if len(seen.windows) < WARM_WINDOWS:

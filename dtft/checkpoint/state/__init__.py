@@ -1,13 +1,13 @@
 """The state of a job as values: its leaves and slices, and the digests of their bytes.
 
-* `slices`: leaves, slices and which slot owns which; `partition`: the same for
-  thousands of hosts at once, and how two layouts overlap; `digests`: chunks and their
-  digests; `ranges`: what a fetch asks for; `sealed_items`: JSON under a digest. These
-  import no JAX.
+* `slices`: leaves, slices and the slots that own each slice; `partition`: ownership
+  for thousands of hosts at once, and the overlaps of two layouts; `digests`: chunks and
+  their digests; `ranges`: the byte ranges of a fetch; `sealed_items`: JSON with a
+  digest. These modules import no JAX.
 * `tree`, `record`, `leaf_codec`: a user's tree as named leaves, as a JSON record, and
-  as bytes and back; `array_bytes`: bytes and fingerprints of device arrays.
+  as bytes; `array_bytes`: bytes and fingerprints of device arrays.
 
-Where bytes are kept, and how they travel, is in the packages above.
+`dtft.checkpoint.memory` and `storage` keep the bytes; `transport` moves them.
 """
 
 from typing import TYPE_CHECKING

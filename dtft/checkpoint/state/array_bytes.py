@@ -1,4 +1,4 @@
-"""Bytes of arrays on devices: read without keeping the array, and fingerprinted.
+"""Bytes and fingerprints of arrays on devices, read without a reference to the array.
 
 `host_bytes` returns one device's array in row-major order. `fingerprints` returns a
 checksum per array that does not depend on how the array is sharded.
@@ -13,22 +13,21 @@ import numpy as np
 
 from dtft import _jax_internals
 
-# A fingerprint per array that does not depend on how the array is sharded.
-#
-# Orbax does not notice a flipped bit in its files, so every stored leaf carries one. It
-# is a sum modulo 2**32 (in two lanes) over mixed words and positions: any single
-# changed word changes it for certain.
-
-
 _LANES = ((0x9E3779B1, 0x85EBCA77), (0xC2B2AE3D, 0x27D4EB2F))
-"""Odd multipliers of the mixing function, per lane."""
+"""The two odd multipliers of the mixing function, per lane."""
 
 
 def fingerprints(arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, str]:
-    """Sixteen hex digits per array, equal for equal words in equal places.
+    """Computes a fingerprint per array that does not depend on the array's sharding.
 
-    Arrays that span processes need all of them to make the same call. Empty arrays
-    have none and may not be given.
+    A fingerprint is a sum modulo 2**32 (in two lanes) over mixed words and positions.
+    Any single changed word changes it for certain. Every stored leaf has a fingerprint,
+    because Orbax does not detect a flipped bit in its files. For arrays that span
+    processes, all these processes must make the same call. Empty arrays have no
+    fingerprint and are not allowed.
+
+    Returns:
+        Sixteen hex digits per array, equal for equal words in equal positions.
 
     >>> zero = np.zeros(1, np.float32)
     >>> fingerprints({"a": zero}) == fingerprints({"a": -zero})
@@ -39,7 +38,7 @@ def fingerprints(arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, str]
     for path, array in words.items():
         groups.setdefault(_devices(array), []).append(path)
     found: dict[str, str] = {}
-    for paths in groups.values():  # one computation cannot mix sets of devices
+    for paths in groups.values():  # one computation has one set of devices
         sums = np.asarray(_sums([words[path] for path in paths])).tolist()
         found |= {p: f"{a:08x}{b:08x}" for p, (a, b) in zip(paths, sums, strict=True)}
     return {path: found[path] for path in arrays}
@@ -50,7 +49,7 @@ def _devices(array: jax.Array | np.ndarray) -> frozenset[Any]:
 
 
 def _host_words(array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
-    """Numpy arrays as unsigned words: jax would narrow 64-bit values."""
+    """Views a numpy array as unsigned words, because jax would narrow 64-bit values."""
     if isinstance(array, jax.Array):
         return array
     if array.dtype.kind == "c":
@@ -79,14 +78,14 @@ def _words(array: jax.Array) -> jax.Array:
 
 
 def is_packed(dtype: np.dtype) -> bool:
-    """Whether numbers are smaller than a byte, so that devices may pack them."""
+    """Whether numbers of a dtype are smaller than a byte, so devices may pack them."""
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.iinfo(dtype).bits < 8
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 8
 
 
 def _whole_bytes(dtype: np.dtype) -> np.dtype:
-    """A dtype for the same values whose numbers are whole bytes."""
+    """A dtype that holds the same values in whole bytes."""
     if not is_packed(dtype):
         return dtype
     if jnp.issubdtype(dtype, jnp.floating):
@@ -110,21 +109,18 @@ def _sum(words: jax.Array) -> jax.Array:
 
 
 def _mix(words: jax.Array, first: int, second: int) -> jax.Array:
-    """A bijection of 32-bit words."""
+    """Mixes 32-bit words by a bijection; `first` and `second` are odd."""
     words = (words ^ (words >> jnp.uint32(16))) * jnp.uint32(first)
     words = (words ^ (words >> jnp.uint32(13))) * jnp.uint32(second)
     return words ^ (words >> jnp.uint32(16))
 
 
-# The bytes of one device's array in row-major order, without keeping the array.
-#
-# `np.asarray` of a CPU array keeps a view on it, and a view silently cancels donation,
-# so the buffer is read directly; that shows the numbers as they lie there, which need
-# not be row by row.
-
-
 def host_bytes(array: jax.Array) -> memoryview:
-    """What is in a ready array on one device, as long as that lives undonated.
+    """The bytes of a ready array on one device, in row-major order.
+
+    The view is valid until the array is deleted or donated. The buffer of a CPU array
+    is read directly: `np.asarray` would keep a view of the array, and a view silently
+    cancels donation. A buffer that is not in row-major order is copied.
 
     >>> import jax.numpy as jnp
     >>> array = jax.block_until_ready(jnp.array([1, 258], jnp.int16))
@@ -133,7 +129,7 @@ def host_bytes(array: jax.Array) -> memoryview:
     """
     if not array.size:
         return memoryview(b"")
-    # Numbers of less than a byte may lie packed on the device; numpy unpacks them.
+    # The device may pack numbers smaller than a byte; numpy unpacks such numbers.
     if next(iter(array.devices())).platform != "cpu" or is_packed(array.dtype):
         return np.asarray(array).reshape(-1).view(np.uint8).data
     raw = _jax_internals.cpu_buffer(array)

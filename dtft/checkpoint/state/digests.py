@@ -1,8 +1,8 @@
-"""Slices cut into chunks, and 16 bytes of digest (xxh3-128) for every chunk.
+"""Slices cut into chunks, and a digest of 16 bytes (xxh3-128) for every chunk.
 
-`Chunks` says where the chunks of a version lie; `Parts` is memory in several pieces
-that is read and written as one. A digest finds an accident and names the chunk; it does
-not detect forgery.
+`Chunks` holds the offsets and sizes of chunks; `Parts` is memory in several pieces that
+is read and written as one. Digests detect accidental corruption and name the corrupt
+chunk; they do not detect forgery.
 """
 
 import bisect
@@ -13,9 +13,6 @@ import numpy as np
 import xxhash
 
 from dtft.checkpoint.state.slices import Slice, offsets_of
-
-# Memory in several pieces that is read and written as if it were one.
-
 
 _EMPTY = memoryview(bytearray())
 
@@ -31,7 +28,7 @@ class Parts:
     __slots__ = ("_starts", "nbytes", "views")
 
     def __init__(self, views: Sequence[memoryview]) -> None:
-        """Keeps views of bytes, in order; one view is one piece."""
+        """Joins views of bytes, in order; each view is one piece."""
         self.views = [view.cast("B") if view.nbytes else _EMPTY for view in views]
         self._starts = [0]
         for view in self.views:
@@ -45,7 +42,7 @@ class Parts:
         return b"".join(self.views)
 
     def cut(self, start: int, stop: int) -> list[memoryview]:
-        """The pieces of bytes `start` to `stop`, one empty piece for no bytes."""
+        """The pieces of bytes `start` to `stop`; one empty piece for an empty range."""
         if start >= stop:
             return [_EMPTY]
         found = []
@@ -60,7 +57,7 @@ class Parts:
         return found
 
     def fill(self, source: "Parts | memoryview") -> None:
-        """Overwrites all of it with as many bytes from elsewhere."""
+        """Overwrites all pieces with the bytes of a source of the same size."""
         given = source if isinstance(source, Parts) else Parts([source])
         begun = 0
         for view in self.views:
@@ -69,40 +66,38 @@ class Parts:
             begun += view.nbytes
 
     def whole(self) -> memoryview:
-        """All of it in one piece: the memory itself, or a copy if it is scattered."""
+        """All bytes in one piece: a single piece itself, a copy of several pieces."""
         return self.views[0] if len(self.views) == 1 else memoryview(bytes(self))
 
 
-# Slices cut into chunks, and where the chunks of one version lie.
-#
-# A chunk never crosses a slice, and a slice that is smaller than a chunk is one chunk.
-# Every chunk has the same few buffers in memory: buffer p of a chunk is where it lies
-# in the p-th of several versions laid out one after the other. So what changes at every
-# step stays in one piece, and what does not change stays where it is.
-
-
 ABSENT = 255
-"""In place of a buffer's number: this version does not have the chunk."""
+"""The buffer number of a chunk that a version does not have."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Chunks:
-    """The chunks of some slices, numbered slice by slice."""
+    """The chunks of some slices, numbered slice by slice.
+
+    A chunk never crosses slices, and a slice smaller than a chunk is one chunk. Every
+    chunk has the same number of buffers in memory. Buffer p of a chunk lies in the p-th
+    of several versions laid out one after the other. So adjacent changed chunks are
+    contiguous, and unchanged chunks keep their buffers.
+    """
 
     slices: tuple[Slice, ...]
     chunk_bytes: int
     nbytes: int
-    """Size of a version: the slices where `offsets_of` puts them."""
+    """Bytes of a version, with the slices at the offsets of `offsets_of`."""
     first: np.ndarray
-    """[slices + 1] int64: number of the first chunk of each slice, then of all."""
+    """[slices + 1] int64: number of each slice's first chunk, then of all chunks."""
     starts: np.ndarray
-    """[chunks] int64: where in a version each chunk begins."""
+    """[chunks] int64: offset of each chunk in a version, in bytes."""
     sizes: np.ndarray
     """[chunks] int64: bytes of each chunk."""
 
     @classmethod
     def of(cls, slices: Sequence[Slice], chunk_bytes: int) -> "Chunks":
-        """Cuts slices.
+        """Cuts slices into chunks of `chunk_bytes` bytes.
 
         >>> one = Slice(path="w", start=(0,), stop=(10,), dtype="uint8")
         >>> empty = Slice(path="e", start=(0,), stop=(0,), dtype="uint8")
@@ -111,7 +106,7 @@ class Chunks:
         ([0, 3, 4, 7], [4, 4, 2, 0, 4, 4, 2])
 
         Raises:
-            ValueError: `chunk_bytes` is not a size.
+            ValueError: `chunk_bytes` is below 1.
         """
         if chunk_bytes < 1:
             raise ValueError(
@@ -135,7 +130,7 @@ class Chunks:
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks of all slices."""
+        """The number of chunks of all slices."""
         return len(self.sizes)
 
     def numbers(self, index: int) -> slice:
@@ -143,32 +138,32 @@ class Chunks:
         return slice(int(self.first[index]), int(self.first[index + 1]))
 
     def numbers_of(self, indices: Sequence[int]) -> np.ndarray:
-        """[chunks of these slices] int64: their numbers, slice by slice."""
+        """[chunks of these slices] int64: the chunk numbers, slice by slice."""
         found = [np.arange(self.first[i], self.first[i + 1]) for i in indices]
         return np.concatenate([np.arange(0), *found])
 
     def mask(self, indices: Sequence[int]) -> np.ndarray:
-        """[chunks] bool: whether a chunk is of one of these slices."""
+        """[chunks] bool: whether a chunk belongs to one of these slices."""
         chosen = np.zeros(len(self.slices), bool)
         chosen[list(indices)] = True
         return np.repeat(chosen, np.diff(self.first))
 
     def owners_of(self, numbers: Sequence[int]) -> set[int]:
-        """Which of the slices some chunks are of."""
+        """The indices of the slices that some chunks belong to."""
         return set((np.searchsorted(self.first, numbers, side="right") - 1).tolist())
 
     def chunk(self, memory: memoryview, buffer: int, number: int) -> memoryview:
-        """One chunk at one of its buffers."""
+        """The memory of one chunk in one of its buffers."""
         start = buffer * self.nbytes + int(self.starts[number])
         return memory[start : start + int(self.sizes[number])]
 
     def parts(self, memory: memoryview, buffers: np.ndarray, index: int) -> Parts:
-        """Where one slice of a version lies: in as few pieces as there are.
+        """The memory of one slice of a version, in as few pieces as possible.
 
         Args:
             memory: all buffers, version after version.
             buffers: [chunks] uint8, the buffer of each chunk in this version.
-            index: which of the slices; none of its chunks may be absent.
+            index: index of the slice; none of its chunks may be `ABSENT`.
         """
         numbers = self.numbers(index)
         mine = buffers[numbers]
@@ -184,7 +179,7 @@ class Chunks:
 
 
 def pack_flags(flags: np.ndarray) -> bytes:
-    """Booleans as bits, for a message.
+    """Packs booleans into bits, for a message.
 
     >>> unpack_flags(pack_flags(np.array([True, False, True])), 3).tolist()
     [True, False, True]
@@ -193,10 +188,10 @@ def pack_flags(flags: np.ndarray) -> bytes:
 
 
 def unpack_flags(packed: bytes, count: int) -> np.ndarray:
-    """[count] bool from `pack_flags`; no bytes at all mean that none is set.
+    """[count] bool: unpacks the bits of `pack_flags`; all False without bytes.
 
     Raises:
-        ValueError: there are too few or too many bytes.
+        ValueError: the number of bytes does not fit `count`.
     """
     if not packed:
         return np.zeros(count, bool)
@@ -208,25 +203,19 @@ def unpack_flags(packed: bytes, count: int) -> np.ndarray:
     return np.unpackbits(np.frombuffer(packed, np.uint8), count=count).astype(bool)
 
 
-# Digests of slices: 16 bytes (xxh3-128) for every chunk.
-#
-# Computes and compares digests of memory, so that a corrupt copy is found and named by
-# chunk. They detect accidents, not forgery.
-
-
 Buffer = bytes | bytearray | memoryview
 
 DIGEST_BYTES = 16
 """Size of the digest of one chunk."""
 _BLOCK_BYTES = 1 << 20
-"""Copied, then digested while a cache has it: a chunk may be too large for that, and
-smaller copies are slower."""
+"""Bytes copied and then digested while they are in cache. A chunk may exceed the cache,
+and smaller copies are slower."""
 
 
 def chunk_digests(buffer: Buffer, chunk_bytes: int) -> bytes:
-    """The digests of all chunks, one after the other.
+    """Computes the digests of all chunks of a buffer, concatenated.
 
-    An empty buffer has one chunk, which is empty.
+    An empty buffer has one empty chunk.
 
     >>> len(chunk_digests(b"four chunks", chunk_bytes=3))
     64
@@ -241,7 +230,7 @@ def chunk_digests(buffer: Buffer, chunk_bytes: int) -> bytes:
 
 
 def is_same(buffer: Buffer, digests: bytes, chunk_bytes: int) -> bool:
-    """Whether a buffer has these digests; reads as far as the first that differs.
+    """Whether a buffer has these digests; stops at the first differing chunk.
 
     >>> digests = chunk_digests(b"abcdef", chunk_bytes=4)
     >>> is_same(b"abcdef", digests, 4), is_same(b"Abcdef", digests, 4)
@@ -265,7 +254,7 @@ def copy_and_digest(
         The same as `chunk_digests(destination, chunk_bytes)` afterwards.
 
     Raises:
-        ValueError: the two differ in size.
+        ValueError: `source` and `destination` differ in size.
     """
     target = _flat(destination)
     if len(_flat(source)) != len(target):
@@ -281,13 +270,13 @@ def copy_and_digest(
 
 
 def copy_chunk(source: np.ndarray, target: memoryview) -> bytes:
-    """Copies one chunk and returns the digest of the copy; one pass over the source.
+    """Copies one chunk and returns the digest of the copy, in one pass over the source.
 
     Args:
         source: [bytes] uint8.
-        target: as many bytes.
+        target: memory of the same size.
     """
-    # numpy copies without holding the interpreter lock, slice assignment holds it.
+    # numpy copies without holding the interpreter lock; slice assignment holds it.
     to_array = np.frombuffer(target, np.uint8)
     if len(target) <= _BLOCK_BYTES:
         np.copyto(to_array, source)
@@ -301,10 +290,10 @@ def copy_chunk(source: np.ndarray, target: memoryview) -> bytes:
 
 
 def verify_digests(buffer: Buffer, digests: bytes, chunk_bytes: int) -> tuple[int, ...]:
-    """The numbers of the chunks that do not match; empty if all is well.
+    """The numbers of the chunks that do not match their digests.
 
-    A wrong number of digests makes every chunk bad, so a cut or longer buffer never
-    passes.
+    With a wrong number of digests no chunk matches, so a buffer of another number of
+    chunks never passes.
 
     >>> good = chunk_digests(b"abcdef", chunk_bytes=2)
     >>> [verify_digests(it, good, chunk_bytes=2) for it in (b"abcdef", b"abXdef")]
@@ -314,7 +303,9 @@ def verify_digests(buffer: Buffer, digests: bytes, chunk_bytes: int) -> tuple[in
 
 
 def differing(actual: bytes, digests: bytes) -> tuple[int, ...]:
-    """The numbers of the chunks whose digests are not as they should be.
+    """The numbers of the chunks whose actual digests differ from `digests`.
+
+    If the number of digests differs, every chunk differs.
 
     >>> differing(b"a" * 16 + b"b" * 16, b"a" * 16 + b"c" * 16)
     (1,)
@@ -329,7 +320,7 @@ def differing(actual: bytes, digests: bytes) -> tuple[int, ...]:
 
 
 def is_digest_right(parts: Parts, digests: bytes, chunk_bytes: int) -> bool:
-    """Whether memory in pieces of whole chunks is what its digests say.
+    """Whether memory in pieces of whole chunks matches its digests.
 
     >>> good = chunk_digests(b"abcdef", chunk_bytes=2)
     >>> parts = Parts([memoryview(b"abcd"), memoryview(b"ef")])
@@ -345,7 +336,7 @@ def digests_of_parts(views: Iterable[memoryview], chunk_bytes: int) -> bytes:
 
 
 def equal_chunks(one: bytes, other: bytes) -> np.ndarray:
-    """[chunks] bool: where two strings of as many digests agree.
+    """[chunks] bool: whether a digest is equal in two strings of as many digests.
 
     >>> equal_chunks(b"a" * 16 + b"b" * 16, b"a" * 16 + b"c" * 16).tolist()
     [True, False]
@@ -357,10 +348,10 @@ def equal_chunks(one: bytes, other: bytes) -> np.ndarray:
 def check_copies(
     copies: Iterable[tuple[str, Parts, bytes]], chunk_bytes: int
 ) -> tuple[dict[str, bytes], list[str]]:
-    """Reads copies, given as (key, bytes, digests that they should have).
+    """Reads copies, given as (key, bytes, expected digests), and checks the digests.
 
     Returns:
-        Key to digests of each good copy, and the keys of bad ones.
+        Key to digests of each good copy, and the keys of the corrupt copies.
 
     >>> good = chunk_digests(b"abcdef", chunk_bytes=2)
     >>> a, b = Parts([memoryview(b"abcdef")]), Parts([memoryview(b"abXdef")])
@@ -379,7 +370,7 @@ def check_copies(
 
 
 def digest_root(entries: Iterable[tuple[str, bytes]]) -> str:
-    """One hex digest over the digests of many slices, whatever their order.
+    """Computes one hex digest over the digests of many slices, in any order.
 
     >>> entries = [("a", b"1"), ("b", b"2")]
     >>> digest_root(entries) == digest_root(reversed(entries))
@@ -387,7 +378,7 @@ def digest_root(entries: Iterable[tuple[str, bytes]]) -> str:
     """
     root = xxhash.xxh3_128()
     for key, digests in sorted(entries):
-        # Lengths first: without them ("a", b"bc") and ("ab", b"c") would agree.
+        # Lengths first: without lengths ("a", b"bc") and ("ab", b"c") would be equal.
         name = key.encode()
         root.update(b"%d,%d:" % (len(name), len(digests)))
         root.update(name)

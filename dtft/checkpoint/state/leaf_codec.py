@@ -1,7 +1,8 @@
-"""Leaves as bytes, and back into what a restore asks for: array, key, number.
+"""Encodes leaves as bytes, and decodes them into arrays, PRNG keys and numbers.
 
-A restore's arguments become a `RestoreTarget` per item, checked against what was saved.
-The leaves are put into the user's tree, or into the tree that stock Orbax would return.
+The arguments of a restore become a `RestoreTarget` per item, checked against the saved
+record. The leaves are put into the user's tree, or into the tree that stock Orbax would
+return.
 """
 
 import functools
@@ -33,10 +34,10 @@ _PYTHON = {"bool": bool, "int": int, "float": float}
 
 
 def copy_leaf(value: Any, record: LeafRecord, target: memoryview, chunk: int) -> bytes:
-    """Copies a leaf into `target` and returns its digests.
+    """Copies a leaf into `target` and returns its digests, 16 bytes per chunk.
 
-    Neither a reference nor a view stays: np.asarray of a CPU array would keep one, and
-    a view silently cancels donation.
+    No reference to the leaf and no view of it is kept. np.asarray of a CPU array would
+    keep a view, and a view silently cancels donation.
     """
     parts = _parts(value, record)
     if isinstance(parts, memoryview):
@@ -54,10 +55,10 @@ def is_leaf_unchanged(
 
     Args:
         value: the leaf.
-        record: of the leaf.
-        saved: the bytes that were saved.
-        digests: of `saved`. A leaf in one piece is compared by digest: equal digests
-            (xxh3-128) stand for equal bytes.
+        record: the record of the leaf.
+        saved: the saved bytes.
+        digests: the digests of `saved`. A leaf in one piece is compared by digest:
+            equal digests (xxh3-128) stand for equal bytes.
         chunk: bytes under one digest.
     """
     parts = _parts(value, record)
@@ -68,13 +69,13 @@ def is_leaf_unchanged(
 
 
 def _words(array: np.ndarray) -> np.ndarray:
-    """[..., words] unsigned: equal where the bytes are, unlike floats."""
+    """[..., words] unsigned: views an array as words, which compare by their bytes."""
     size = array.dtype.itemsize
     return array[..., None].view(f"u{min(size, 8)}")
 
 
 def _same(one: np.ndarray, other: np.ndarray) -> bool:
-    """Compares block by block: a comparison needs memory of its own."""
+    """Whether two arrays are equal, compared in blocks to limit temporary memory."""
     rows = max(1, _BLOCK_BYTES // max(1, one[:1].nbytes))
     starts = range(0, len(one), rows)
     return all(
@@ -86,8 +87,7 @@ def _same(one: np.ndarray, other: np.ndarray) -> bool:
 def _parts(
     value: Any, record: LeafRecord
 ) -> memoryview | list[tuple[tuple[slice, ...], np.ndarray]]:
-    """The bytes of a leaf; of one that is divided over devices each part's index and
-    array."""
+    """The bytes of a leaf, or the index and array of each shard of a divided leaf."""
     if record.kind == "key":
         value = jax.random.key_data(value)
     if not isinstance(value, jax.Array):
@@ -110,7 +110,7 @@ def _parts(
 
 
 def as_array(view: memoryview, record: LeafRecord) -> np.ndarray:
-    """The bytes of a leaf as an array; no copy."""
+    """Views the bytes of a leaf as an array, without a copy."""
     dtype = np.dtype(record.dtype)
     if not view.nbytes:
         return np.zeros(record.shape, dtype)
@@ -129,13 +129,13 @@ def _start(shard: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
 def as_wanted(
     value: np.ndarray | jax.Array, record: LeafRecord, target: Any, sharding: Any
 ) -> Any:
-    """What the user gets for a leaf.
+    """Converts a leaf to the value that a restore returns.
 
     Args:
-        value: the bytes as an array; it may be a view on memory that changes later.
-        record: what was saved.
-        target: the user's leaf (array, struct, number), or None for what was saved.
-        sharding: for an array whose target states none.
+        value: the bytes as an array; may be a view of memory that changes later.
+        record: the record of the saved leaf.
+        target: the user's leaf (array, struct, number); None for the saved kind.
+        sharding: the sharding of an array whose target has no sharding.
 
     Raises:
         ValueError: the target has another shape or dtype.
@@ -170,24 +170,25 @@ def as_wanted(
 
 
 def is_free_target(target: Any) -> bool:
-    """Whether it is an array that jax may move: on its device only by default.
+    """Whether a target is an uncommitted jax array, which jax may move.
 
-    `jax.jit` takes such arrays beside divided ones, and refuses those that somebody put
-    on one device: a counter that an optimizer made has to come back as it was.
+    `jax.jit` accepts uncommitted arrays together with arrays divided over devices, but
+    refuses arrays committed to one device. So an uncommitted array, such as an
+    optimizer's counter, is restored uncommitted.
     """
     return isinstance(target, jax.Array) and not target.committed
 
 
 def stated_sharding(target: Any) -> Any:
-    """The sharding that a target asks for; None if it states none."""
+    """The sharding of a target; None without a sharding or for an uncommitted array."""
     return None if is_free_target(target) else getattr(target, "sharding", None)
 
 
 def kind_wanted(target: Any, record: LeafRecord) -> str:
-    """What a leaf becomes for the user's `target`: a `Kind`.
+    """The `Kind` to which a leaf is restored for the user's `target`.
 
     Raises:
-        ValueError: the target is nothing that a leaf could become.
+        ValueError: a leaf cannot be restored to the type of the target.
     """
     if target is None:
         return record.kind
@@ -210,15 +211,15 @@ def kind_wanted(target: Any, record: LeafRecord) -> str:
 
 
 def refuse_unfit(record: LeafRecord, target: Any, fallback: Any) -> None:
-    """Refuses what shows before a byte is read: a shape, a sharding that cannot be.
+    """Checks the shape and the sharding of a target before bytes are read.
 
     Args:
-        record: what was saved.
-        target: the user's leaf, or None for what was saved.
-        fallback: the sharding where the target states none, or None.
+        record: the record of the saved leaf.
+        target: the user's leaf; None for the saved kind.
+        fallback: the sharding of a target without a sharding, or None.
 
     Raises:
-        ValueError: names the leaf and what does not fit it.
+        ValueError: the shape differs, or the sharding does not divide the shape.
     """
     if kind_wanted(target, record) not in ("array", "key"):
         return
@@ -239,7 +240,10 @@ def refuse_unfit(record: LeafRecord, target: Any, fallback: Any) -> None:
 
 
 def _fitting(value: Any, record: LeafRecord, target: Any) -> Any:
-    """A Python number has no dtype of its own: it takes the target's if it fits."""
+    """Checks that a value has the target's shape and dtype.
+
+    A saved Python number is cast to the target's dtype if the cast loses nothing.
+    """
     if record.kind in _PYTHON and tuple(target.shape) == ():
         host = np.asarray(value)
         cast = host.astype(target.dtype)
@@ -275,8 +279,8 @@ def _on_devices(value: Any, sharding: Any, record: LeafRecord) -> jax.Array:
     elif sharding is None:
         array = jax.device_put(np.array(value, copy=True))
     else:
-        # True copies: a device array may alias aligned host memory, and the memory
-        # here is written again while the array is still in use.
+        # Copies: a device array may alias aligned host memory, and the memory of
+        # `value` is overwritten while the array is still in use.
         array = jax.make_array_from_callback(
             value.shape, sharding, lambda index: np.array(value[index], copy=True)
         )
@@ -295,7 +299,7 @@ def refuse_narrowed(found: Any, record: LeafRecord, expected: Any = None) -> Non
 
 
 def struct_of(record: LeafRecord, sharding: Any) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and sharding of a leaf as the user sees it."""
+    """Shape, dtype and sharding of a leaf; a PRNG key has its typed key dtype."""
     struct = jax.ShapeDtypeStruct(record.shape, np.dtype(record.dtype))
     if record.kind == "key":
         wrap = functools.partial(jax.random.wrap_key_data, impl=record.impl)
@@ -304,26 +308,29 @@ def struct_of(record: LeafRecord, sharding: Any) -> jax.ShapeDtypeStruct:
 
 
 def default_sharding() -> jax.sharding.Sharding:
-    """Where arrays go for which nobody states a sharding."""
+    """The sharding of arrays without a stated sharding: the first local device."""
     return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreTarget:
-    """What a restore asks of one item; `targets` by leaf number of the record."""
+    """The request of a restore for one item."""
 
     targets: Mapping[int, Any] = field(default_factory=dict)
-    """The leaf that the user's tree has there."""
+    """Leaf number of the record to the leaf of the user's tree."""
     order: tuple[int, ...] = ()
     """Leaf numbers in the order of the user's tree."""
     treedef: Any = None
     """The user's tree; None for the tree that stock Orbax returns."""
     fallback: Any = None
-    """Sharding for targets that state none."""
+    """Sharding of targets without a sharding."""
 
 
 def restore_targets(record: Record, args: Any) -> dict[str, RestoreTarget | None]:
-    """What Orbax's arguments ask of a save, by item; None for an item that is JSON.
+    """Item name to the `RestoreTarget` that Orbax's arguments request.
+
+    Returns:
+        None in place of the target of an item that is JSON.
 
     Raises:
         ValueError: the arguments or the user's tree do not fit the save.
@@ -405,7 +412,7 @@ def restore_result(
     wanted: Mapping[str, RestoreTarget | None],
     shardings: Sequence[Any],
 ) -> Any:
-    """What the user gets: an item, or a Composite of them."""
+    """Builds the value that a restore returns: one item, or a Composite of items."""
     items: dict[str, Any] = {}
     for name, item in wanted.items():
         if item is None:
@@ -429,7 +436,7 @@ def restore_result(
 
 
 def item_metadata(record: Record, shardings: Sequence[Any]) -> Any:
-    """A struct for every leaf, in the tree or trees that were saved."""
+    """A `jax.ShapeDtypeStruct` for every leaf, in the saved tree or trees."""
     structs = [
         struct_of(leaf, sharding)
         for leaf, sharding in zip(record.leaves, shardings, strict=True)

@@ -1,9 +1,8 @@
-"""How leaves are divided into parts, how two divisions overlap, and how overlaps are
-cut.
+"""Partitions of leaves over a mesh, the overlaps of two partitions, and their cuts.
 
-Vectorised: decided once per way of being divided, not once per slice. The last part
-moves bytes: a piece is cut out of old slices whose chunks were checked against the
-commit, and becomes a piece of a new slice.
+All is vectorised and computed once per partition spec, not once per slice.
+`move_regions` copies the bytes of an overlap from an old slice, whose chunks were
+checked against the commit, to a new slice.
 """
 
 import dataclasses
@@ -17,20 +16,18 @@ import numpy as np
 from dtft.checkpoint.state.digests import DIGEST_BYTES
 from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout, Slice
 
-# How leaves are divided into parts, and which slots own each part. Vectorised.
-#
 # Leaves with the same partition spec have the same owners, part by part, whatever their
-# shapes. Decisions about placement and restore are therefore taken once per way of
-# being divided, not once per slice: that is what makes them fast at 10,000 hosts.
+# shapes. Placement and restore are therefore decided once per partition spec, not once
+# per slice, which is fast even at 10,000 hosts.
 
 
 Spec = tuple[tuple[str, ...], ...]
-"""Per dim the mesh axes that divide it; normal form: see `normal_spec`."""
+"""The mesh axes that divide each dim; for the normal form see `normal_spec`."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Partition:
-    """One way to divide a leaf over a mesh. Parts count in row-major order of dims."""
+    """A division of leaves over a mesh. Parts count in row-major order of dims."""
 
     counts: tuple[int, ...]
     """Parts per dim; missing trailing dims are undivided."""
@@ -41,19 +38,19 @@ class Partition:
 
     @property
     def num_parts(self) -> int:
-        """Number of parts of every leaf that is divided so."""
+        """The number of parts of every leaf with this partition."""
         return math.prod(self.counts)
 
     @functools.cached_property
     def owned(self) -> tuple[np.ndarray, np.ndarray]:
-        """([pairs] part, [pairs] slot): who owns what, by part, then slot."""
+        """([pairs] part, [pairs] slot): each part with each owning slot, sorted."""
         num_slots = int(self.slot_of_device.max()) + 1
         pairs = np.unique(self.part_of_device * num_slots + self.slot_of_device)
         return pairs // num_slots, pairs % num_slots
 
     @functools.cached_property
     def owners(self) -> tuple[tuple[int, ...], ...]:
-        """For every part the slots that own it, ascending."""
+        """The slots that own each part, ascending."""
         part, slot = self.owned
         ends = np.searchsorted(part, np.arange(self.num_parts), side="right")
         slots, begun, owners = slot.tolist(), 0, []
@@ -63,7 +60,7 @@ class Partition:
         return tuple(owners)
 
     def slice_of(self, leaf: Leaf, part: int) -> Slice:
-        """The slice of a leaf that is a part."""
+        """The slice of a leaf for a part."""
         start, stop = [0] * len(leaf.shape), list(leaf.shape)
         for dim, index in enumerate(self.index(part)):
             width = leaf.shape[dim] // self.counts[dim]
@@ -82,10 +79,10 @@ class Partition:
 
 
 def normal_spec(mesh: MeshLayout, leaf: Leaf) -> Spec:
-    """The spec of a leaf without what divides nothing.
+    """The spec of a leaf without the axes that divide nothing.
 
     Axes of size 1, the axes of dims without elements and trailing undivided dims are
-    left out, so that equal specs mean equal slices and unequal ones do not.
+    left out, so that equal specs mean equal slices and unequal specs unequal slices.
 
     >>> mesh = MeshLayout(
     ...     axis_names=("fsdp", "tensor"), axis_sizes=(2, 1), slots=(0, 1)
@@ -120,7 +117,7 @@ def normal_spec(mesh: MeshLayout, leaf: Leaf) -> Spec:
 
 
 def leaves_by_spec(layout: Layout) -> dict[Spec, list[int]]:
-    """The leaves of a layout, as positions in `layout.leaves`, by normal spec."""
+    """Normal spec to the positions of its leaves in `layout.leaves`."""
     found: dict[Spec, list[int]] = {}
     for index, leaf in enumerate(layout.leaves):
         found.setdefault(normal_spec(layout.mesh, leaf), []).append(index)
@@ -128,7 +125,7 @@ def leaves_by_spec(layout: Layout) -> dict[Spec, list[int]]:
 
 
 def partition_of(mesh: MeshLayout, spec: Spec) -> Partition:
-    """How a mesh divides leaves of a normal spec.
+    """The partition of leaves of a normal spec over a mesh.
 
     >>> mesh = MeshLayout(
     ...     axis_names=("replica", "fsdp"), axis_sizes=(2, 2), slots=(0, 1, 2, 3)
@@ -156,16 +153,13 @@ def nbytes_of(leaf: Leaf) -> int:
     return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
 
 
-# How two ways to divide the same leaves overlap, and how overlaps are cut.
-#
-# A cell is where one part of the old division meets one of the new: what a host needs
-# of a new slice is assembled from cells, and each lies in exactly one old slice. Leaves
-# that are divided alike before and after share the cells, in units that scale with the
-# leaf.
+# A cell is the overlap of one part of the old partition and one part of the new. A new
+# slice is assembled from cells, and each cell lies in exactly one old slice. Leaves
+# with the same partitions share the cells, in units that scale with the leaf.
 
 
 EVEN_ROWS = 64
-"""A dim of at least this many rows can be cut evenly enough."""
+"""A dim of at least this many rows can be cut into pieces of about equal size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,41 +167,41 @@ class Region:
     """A piece of an old slice that becomes a piece of a new one."""
 
     old: Slice
-    """The slice, as committed, that the bytes are read from."""
+    """The committed slice to read the bytes from."""
     new: Slice
-    """The slice of the new layout that they become part of."""
+    """The slice of the new layout to write the bytes to."""
     moved: Slice
-    """What is moved: inside both."""
+    """The moved piece, inside both `old` and `new`."""
 
     @property
     def whole(self) -> bool:
-        """The old slice is the new one, and all of it is moved."""
+        """Whether the old slice equals the new slice and is moved whole."""
         return self.old == self.moved == self.new
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Cells:
-    """All overlaps of an old and a new division. Together they are the whole leaf."""
+    """All overlaps of an old and a new partition; together they cover the leaf."""
 
     units: tuple[int, ...]
-    """Units per dim: the least that both divisions divide."""
+    """Units per dim: the least common multiple of the parts of both partitions."""
     old: np.ndarray
     """[cells] int64: the old part."""
     new: np.ndarray
     """[cells] int64: the new part."""
     start: np.ndarray
-    """[cells, dims] int64: first unit."""
+    """[cells, dims] int64: first unit of the cell."""
     width: np.ndarray
-    """[cells, dims] int64: units."""
+    """[cells, dims] int64: number of units of the cell."""
 
     @functools.cached_property
     def volume(self) -> np.ndarray:
-        """[cells] int64: units of volume."""
+        """[cells] int64: volume of each cell, the product of its widths in units."""
         return self.width.prod(axis=1, dtype=np.int64)
 
 
 def overlap(old: Partition, new: Partition) -> Cells:
-    """The cells of two divisions, in row-major order.
+    """The cells of an old and a new partition, in row-major order.
 
     >>> def halves(counts):
     ...     nobody = np.zeros(1, np.int64)
@@ -243,9 +237,9 @@ def overlap(old: Partition, new: Partition) -> Cells:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LeafBundle:
-    """Leaves, none of them empty, that are divided alike, before and after.
+    """Non-empty leaves that share the old partition and share the new partition.
 
-    A cell of the bundle is that cell of every leaf, one after the other.
+    A cell of the bundle is the concatenation of this cell of every leaf.
     """
 
     leaves: tuple[Leaf, ...]
@@ -255,7 +249,7 @@ class LeafBundle:
 
     @property
     def unchanged(self) -> bool:
-        """Every old slice is a new one."""
+        """Whether every old slice is also a new slice."""
         return self.old.counts == self.new.counts
 
     @functools.cached_property
@@ -266,12 +260,12 @@ class LeafBundle:
 
     @functools.cached_property
     def ends(self) -> np.ndarray:
-        """[leaves + 1] int64: bytes of the leaves before each, per unit of volume."""
+        """[leaves + 1] int64: cumulative bytes before each leaf, per unit of volume."""
         return np.concatenate([[0], np.cumsum(self.unit_bytes)])
 
     @property
     def nbytes(self) -> np.ndarray:
-        """[cells] int64: bytes of each cell, all leaves."""
+        """[cells] int64: bytes of each cell over all leaves."""
         return self.cells.volume * self.ends[-1]
 
     @functools.cached_property
@@ -286,9 +280,9 @@ class LeafBundle:
         return shapes, units
 
     def rows(self, leaf: np.ndarray, cell: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The dim along which cells are cut, and their extent there.
+        """The dim along which each cell is cut, and the cell's extent in this dim.
 
-        The first dim with enough rows to be cut evenly, else the longest.
+        The dim is the first with at least `EVEN_ROWS` rows, else the longest dim.
 
         Args:
             leaf: [n] position in `leaves`.
@@ -316,7 +310,8 @@ class LeafBundle:
             grain: bytes up to which a leaf's cell stays whole.
 
         Returns:
-            ([n] at most `offset`, [n] at least `offset`): equal where it can be cut.
+            ([n] at most `offset`, [n] at least `offset`), in bytes; both are equal if
+            the cell can be cut at `offset`.
         """
         volume = self.cells.volume[cell]
         leaf = np.searchsorted(self.ends, offset // volume, side="right") - 1
@@ -327,12 +322,12 @@ class LeafBundle:
         return low, np.where(low == offset, low, low + step)
 
     def regions(self, cell: int, start: int, stop: int) -> Iterator[Region]:
-        """The regions between two offsets that `cuts` gave, by leaf.
+        """Yields the regions of a cell between two offsets from `cuts`, leaf by leaf.
 
         Args:
             cell: position in `cells`.
-            start: bytes from the beginning of the cell.
-            stop: bytes from the beginning of the cell.
+            start: offset in the cell in bytes.
+            stop: offset in the cell in bytes.
         """
         volume = int(self.cells.volume[cell])
         first = int(np.searchsorted(self.ends, start // volume, side="right")) - 1
@@ -377,21 +372,17 @@ def _narrowed(piece: Slice, dim: int, start: int, stop: int) -> Slice:
     return dataclasses.replace(piece, start=tuple(starts), stop=tuple(stops))
 
 
-# Pieces of old slices that become pieces of new ones, as bytes in memory.
-#
-# A region is cut out of a slice that was committed with a digest for every chunk. So
-# what is read of the old slice are always whole chunks, checked against the commit
-# before a byte of them is used; digests that a sender made on the way would only prove
-# that the bytes arrived as they were sent. Bytes are moved as they are, whatever the
-# dtype.
+# A region is cut out of a slice that was committed with a digest for every chunk. So an
+# old slice is read in whole chunks, which are checked against the commit before use. A
+# digest made by the sender would only prove that the bytes arrived as they were sent.
 
 
 Span = tuple[int, int]
-"""First byte of a slice, and one past the last."""
+"""A byte range of a slice: its first byte, and one past its last byte."""
 
 
 def span_of(regions: Sequence[Region], chunk_bytes: int) -> Span:
-    """The whole chunks of one old slice that hold all of these regions.
+    """The span of whole chunks of one old slice that contains all these regions.
 
     Args:
         regions: not empty, all cut from the same old slice.
@@ -417,25 +408,25 @@ def span_of(regions: Sequence[Region], chunk_bytes: int) -> Span:
 
 
 def digests_in(digests: bytes, span: Span, chunk_bytes: int) -> bytes:
-    """Of a slice's digests those of the chunks in a span that `span_of` made."""
+    """The digests of a slice's chunks in a span from `span_of`."""
     first, last = span[0] // chunk_bytes, -(-span[1] // chunk_bytes)
     return digests[first * DIGEST_BYTES : last * DIGEST_BYTES]
 
 
 def move_regions(region: Region, old: memoryview, new: memoryview) -> None:
-    """Copies a region.
+    """Copies the bytes of a region from its old slice to its new slice.
 
     Args:
-        region: what is moved.
-        old: the bytes of the old slice; only those of the region are read.
-        new: the bytes of the new slice; only those of the region are written.
+        region: the region.
+        old: the bytes of the old slice; only the region is read.
+        new: the bytes of the new slice; only the region is written.
     """
     source = _array(old, region.old)[_index(region.moved, region.old)]
     _array(new, region.new)[_index(region.moved, region.new)] = source
 
 
 def _array(memory: memoryview, piece: Slice) -> np.ndarray:
-    # Uninterpreted items: copying floats as floats may change the payload of a NaN.
+    # Opaque items: copying floats as floats may change the payload of a NaN.
     raw = np.dtype((np.void, np.dtype(piece.dtype).itemsize))
     return np.frombuffer(memory, raw).reshape(piece.shape)
 

@@ -1,7 +1,7 @@
-"""What is asked for at a time: byte ranges of slices, in whole chunks.
+"""Byte ranges of slices in whole chunks, each fetched by one request.
 
-Splits the wanted memory into ranges of about equal size, and finds which chunks of a
-range are not right yet. Pure values over memory.
+Splits the slices to fetch into ranges of about equal size, and finds the chunks of a
+range that do not match their digests.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,19 +11,19 @@ from dtft.checkpoint.state import digests
 from dtft.checkpoint.state.digests import DIGEST_BYTES, Parts
 
 MAX_PARTS = 1024
-"""Most parts of one range."""
+"""The most parts of one range."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WantedSlice:
-    """One slice to be fetched: its key, where it goes, and what it must be."""
+    """One slice to be fetched: its key, its memory and its digests."""
 
     key: str
     memory: Parts
-    """Exactly the slice's bytes, in pieces of whole chunks; they may be written at any
-    time."""
+    """Memory of the slice's size, in pieces of whole chunks; the fetch may write to it
+    at any time."""
     digests: bytes
-    """Digest of every chunk."""
+    """Digests of the slice, 16 bytes per chunk."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Part:
     """Whole chunks of one wanted slice."""
 
     index: int
-    """Which of the wanted slices."""
+    """Index of the wanted slice."""
     start: int
-    """First byte."""
+    """First byte of the slice."""
     stop: int
     """One past the last byte."""
 
@@ -44,15 +44,16 @@ class Part:
 
 
 Range = tuple[Part, ...]
-"""What is asked for and answered as one frame."""
+"""Parts that are requested and answered as one frame."""
 
 
 def split_ranges(
     sizes: Sequence[int], chunk_bytes: int, range_bytes: int
 ) -> list[Range]:
-    """Every byte of every slice once, in ranges of at most `range_bytes`.
+    """Splits slices of these sizes in bytes into ranges of at most `range_bytes`.
 
-    A range is never less than one chunk, nor more than `MAX_PARTS` parts.
+    Every byte of every slice is in one range. A range has at least one chunk, which may
+    exceed `range_bytes`, and at most `MAX_PARTS` parts.
 
     >>> for one in split_ranges([10, 0, 3], chunk_bytes=4, range_bytes=8):
     ...     print([(part.index, part.start, part.stop) for part in one])
@@ -78,7 +79,7 @@ def _pieces(sizes: Sequence[int], step: int) -> Iterator[Part]:
 
 
 def range_memory(range_: Range, wanted: Sequence[WantedSlice]) -> list[memoryview]:
-    """Where the bytes of a range go."""
+    """The memory of the wanted slices for the bytes of a range, in order."""
     return [
         piece
         for part in range_
@@ -113,7 +114,9 @@ def not_right(range_: Range, wanted: Sequence[WantedSlice], chunk_bytes: int) ->
 
 
 def cut_lent(pieces: Sequence[tuple[int, int]], part: Part) -> list[tuple[int, int]]:
-    """The lent memory of a part, as (address, size), from that of its slice.
+    """The lent memory of a part, cut from `pieces`, the lent memory of its slice.
+
+    Both are lists of (address, size), in bytes.
 
     >>> cut_lent([(100, 8), (300, 8)], Part(0, 4, 12))
     [(104, 4), (300, 4)]

@@ -1,8 +1,8 @@
-"""What one save holds: which items, which leaves, and how they make up the trees.
+"""The record of one save: its items, its leaves and the structures of its trees.
 
-The arguments of `save` become a plain record (JSON beside the bytes) and a flat list of
-leaves. A tree's structure is plain values, too: what Orbax makes of dicts, lists and
-classes.
+The arguments of `save` become a record, which is stored as JSON beside the bytes, and a
+flat list of leaves. The structure of a tree is JSON, too, in Orbax's form of dicts,
+lists and classes.
 """
 
 import functools
@@ -19,20 +19,15 @@ import orbax.checkpoint as ocp
 from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
 from dtft.checkpoint.state.tree import nested
 
-# The tree of an item as plain values: what Orbax makes of dicts, lists and classes.
-#
-# Turns a tree into a structure that is JSON, with numbers for leaves, and a structure
-# into the tree that stock Orbax returns.
-
-
 Structure = Sequence[Any]
-"""("d", {name: structure}), ("l", [structure]), ("x", leaf number), ("t",) for an empty
-tuple, ("n",) for None and other empty nodes: what Orbax makes of a tree."""
+"""A tree in Orbax's form, as JSON with numbers for leaves: ("d", {name: structure}),
+("l", [structure]), ("x", leaf number), ("t",) for an empty tuple, ("n",) for None and
+other empty nodes."""
 
 
 @functools.lru_cache(maxsize=32)
 def structure_of(treedef: Any) -> tuple[Structure, tuple[str, ...]]:
-    """What Orbax makes of a tree, and the path of each leaf in tree order."""
+    """The structure of a tree in Orbax's form, and each leaf's path in tree order."""
     numbers = treedef.unflatten(range(treedef.num_leaves))
     structure = _encoded(ocp.tree.serialize_tree(numbers, keep_empty_nodes=True))
     paths: list[str] = [""] * treedef.num_leaves
@@ -61,7 +56,7 @@ def _encoded(node: Any) -> Structure:
 def leaves_of(
     structure: Structure, keys: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Keys and number of every leaf."""
+    """Yields the keys and the number of every leaf."""
     if structure[0] == "x":
         yield keys, structure[1]
     elif structure[0] == "d":
@@ -73,7 +68,7 @@ def leaves_of(
 
 
 def shifted(structure: Structure, by: int) -> Structure:
-    """The same with other leaf numbers."""
+    """The structure with every leaf number increased by `by`."""
     return _mapped(structure, lambda number: ("x", number + by))
 
 
@@ -88,7 +83,7 @@ def _mapped(structure: Structure, leaf: Any) -> Structure:
 
 
 def build(structure: Structure, values: Any) -> Any:
-    """The tree of a structure with `values[number]` as leaves.
+    """Builds the tree that stock Orbax returns, with `values[number]` as leaves.
 
     >>> build(("d", {"a": ("l", [("x", 1), ("t",)]), "b": ("n",)}), ["zero", "one"])
     {'a': ['one', ()], 'b': None}
@@ -103,12 +98,12 @@ def build(structure: Structure, values: Any) -> Any:
 
 
 def escaped(name: str) -> str:
-    """A key as part of a path, which "/" divides."""
+    """Escapes "%" and "/" in a key, because "/" separates the keys of a path."""
     return name.replace("%", "%25").replace("/", "%2F")
 
 
 def unescaped(name: str) -> str:
-    """The key that was `escaped`.
+    """The original key of an `escaped` key.
 
     >>> unescaped(escaped("50%2F/a"))
     '50%2F/a'
@@ -119,10 +114,10 @@ def unescaped(name: str) -> str:
 DEFAULT = "default"
 """Orbax's name for the only item of a checkpoint that has no names."""
 RECORD = "dtft"
-"""The item in which the record itself travels to storage."""
+"""The item that holds the record itself in storage."""
 RESERVED = (DEFAULT, RECORD, "metrics")
 STATE, ITEMS = "state", "items"
-"""The items of an experiment's step: its arrays by path, and what is no array."""
+"""The items of an experiment's step: its arrays by path, and its JSON values."""
 
 _STORABLE = """
     bool int2 int4 int8 int16 int32 int64 uint8 uint16 uint32 uint64
@@ -131,7 +126,7 @@ _STORABLE = """
     float8_e5m2 float8_e5m2fnuz float8_e8m0fnu
 """
 STORABLE = frozenset(_STORABLE.split())
-"""Names of the dtypes that TensorStore, by which Orbax writes, can store."""
+"""Names of the dtypes that TensorStore, which Orbax writes with, can store."""
 
 Kind = Literal["array", "key", "numpy", "scalar", "bool", "int", "float"]
 """jax array, jax PRNG key, numpy array, numpy scalar, Python scalars."""
@@ -139,18 +134,18 @@ Kind = Literal["array", "key", "numpy", "scalar", "bool", "int", "float"]
 
 @dataclass(frozen=True, kw_only=True)
 class LeafRecord:
-    """One leaf as bytes."""
+    """The path, kind, shape and dtype of one saved leaf."""
 
     path: str
-    """Item and keys, joined by "/"."""
+    """Item name and keys, joined by "/"."""
     kind: Kind
-    """What the user gave."""
+    """Kind of the value that the user saved."""
     shape: tuple[int, ...]
-    """Shape of the bytes; of a key, that of its data."""
+    """Shape of the saved array; of a PRNG key, the shape of its data."""
     dtype: str
-    """Numpy (or ml_dtypes) name of the dtype of the bytes."""
+    """Numpy (or ml_dtypes) name of the dtype of the saved array."""
     impl: str = ""
-    """Of a PRNG key the implementation."""
+    """Implementation of a PRNG key; empty for other leaves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,29 +153,30 @@ class Record:
     """One save, without the bytes."""
 
     default: bool
-    """Whether it is one item without a name."""
+    """Whether the save is one item without a name."""
     structures: Mapping[str, Structure]
-    """Item name to the tree of its leaves, which are counted over all items."""
+    """Item name to its structure; leaf numbers count over all items."""
     json_items: Mapping[str, Any]
     """Item name to JSON value."""
     leaves: tuple[LeafRecord, ...]
     metrics: Any = None
     custom_metadata: Any = None
     shardings: Mapping[str, Any] | None = None
-    """In a job of several processes what `managers.distributed` keeps of each leaf."""
+    """The leaves' shardings as `shardings_json` of `managers.distributed` encodes them;
+    None outside a job of several processes."""
 
     @functools.cached_property
     def layout(self) -> Layout:
-        """The leaves as a layout of one slot that owns each of them whole."""
+        """The leaves as a layout of one slot that owns every leaf whole."""
         return _layout(self.leaves)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values; inverse of `from_json`."""
+        """Encodes the record as JSON values; the inverse of `from_json`."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> "Record":
-        """Reads what `to_json` made."""
+        """Decodes a record from the JSON values of `to_json`."""
         leaves = [
             LeafRecord(**{**leaf, "shape": tuple(leaf["shape"])})
             for leaf in raw["leaves"]
@@ -195,7 +191,7 @@ class Record:
 def record_of(
     args: Any, metrics: Any = None, custom_metadata: Any = None
 ) -> tuple[Record, list[Any]]:
-    """What Orbax's arguments ask to save, and the leaves as they are.
+    """The record of a save with Orbax's arguments, and the leaves in record order.
 
     Raises:
         ValueError: arguments, leaves or names that cannot be saved; says which.
@@ -236,11 +232,11 @@ def record_of(
 def experiment_record(
     arrays: Mapping[str, jax.Array], items: Mapping[str, Any]
 ) -> tuple[Record, list[Any]]:
-    """What an experiment saves, and its arrays in the record's order.
+    """The record of an experiment's step, and its arrays in the record's order.
 
     Args:
         arrays: leaf path to array.
-        items: what is not an array, as JSON values.
+        items: the JSON values of the step.
 
     Raises:
         ValueError: two paths would have one name in Orbax, or every array is empty.
@@ -256,13 +252,13 @@ def experiment_record(
 
 
 def is_experiment(record: Record) -> bool:
-    """Whether `experiment_record` made it."""
+    """Whether a record was made by `experiment_record`."""
     items = set(record.structures), set(record.json_items)
     return not record.default and items == ({STATE}, {ITEMS})
 
 
 def leaf_path(path: str) -> str:
-    """What the record calls the leaf at a path of an experiment's state.
+    """The record's path of a leaf, from its path in an experiment's state.
 
     >>> leaf_path("params/100%/w"), state_path(leaf_path("params/100%/w"))
     ('state/params/100%25/w', 'params/100%/w')
@@ -271,7 +267,7 @@ def leaf_path(path: str) -> str:
 
 
 def state_path(path: str) -> str:
-    """The path of an experiment's leaf, from what the record calls it."""
+    """The path of a leaf in an experiment's state, from the record's path."""
     return "/".join(map(unescaped, path.split("/")[1:]))
 
 
@@ -346,7 +342,7 @@ def _refuse_deleted(path: str, array: jax.Array) -> None:
 
 
 def _refuse_subclass(path: str, array: np.ndarray) -> None:
-    # A memmap's numbers are all that there is of it; a mask would be lost.
+    # A memmap holds only numbers and is saved whole; the mask of a masked array is not.
     if type(array) not in (np.ndarray, np.memmap):
         raise ValueError(
             f"leaf {path!r} is {type(array).__name__}, which would come back as plain "
@@ -371,7 +367,7 @@ def _refuse_odd_dtype(path: str, dtype: np.dtype) -> None:
 
 
 def _as_json(what: str, value: Any) -> Any:
-    """A detached copy, and what storage would give back."""
+    """Copies a value by a round trip through JSON, as storage would return it."""
     if value is None:
         return None
     try:
@@ -384,7 +380,7 @@ def _as_json(what: str, value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """Metrics are often scalar arrays."""
+    """Converts a scalar array to a number for JSON; metrics are often such arrays."""
     if getattr(value, "shape", None) == ():
         return value.item()
     raise TypeError(f"{type(value).__name__} is no JSON value")

@@ -1,7 +1,6 @@
-"""JSON values that travel beside the arrays of a step, under a digest of their own.
+"""JSON values that are saved beside the arrays of a step, with their own digest.
 
-Arrays have digests of their chunks; what is no array has one here (xxh3-128, of the
-very text that is kept).
+The digest (xxh3-128) is of the stored text. Arrays have chunk digests instead.
 """
 
 import json
@@ -11,15 +10,15 @@ from typing import Any
 import xxhash
 
 _FORM = frozenset({"json", "digest"})
-"""What sealed items have; more may lie beside it."""
+"""The keys of sealed items; other keys may be added."""
 
 
 class CorruptItems(RuntimeError):
-    """What was kept beside a step's arrays does not match its digest."""
+    """The items saved beside a step's arrays do not match their digest."""
 
 
 def json_digest(value: Any) -> str:
-    """Hex digest of a JSON value; of one that JSON would change, what it becomes.
+    """Computes the hex digest of a value after a round trip through JSON.
 
     >>> json_digest({"a": (1, 2), "b": 0.1}) == json_digest({"b": 0.1, "a": [1, 2]})
     True
@@ -30,7 +29,7 @@ def json_digest(value: Any) -> str:
 
 
 def sealed(value: Any) -> dict[str, str]:
-    """A JSON value as text, with the digest of the text.
+    """Encodes a JSON value as text, with the digest of the text.
 
     >>> unsealed(sealed({"position": 2**70, "loss": float("inf")}))
     {'position': 1180591620717411303424, 'loss': inf}
@@ -40,10 +39,10 @@ def sealed(value: Any) -> dict[str, str]:
 
 
 def unsealed(items: Mapping[str, Any]) -> Any:
-    """The value that was sealed.
+    """Decodes the value of sealed items, after checking their digest.
 
     Raises:
-        CorruptItems: the text or its digest has changed, or is missing.
+        CorruptItems: the text or its digest was changed, or is missing.
     """
     if not items.keys() >= _FORM or not items_are_right(items):
         raise CorruptItems(
@@ -55,7 +54,7 @@ def unsealed(items: Mapping[str, Any]) -> Any:
 
 
 def items_are_right(items: Mapping[str, Any]) -> bool:
-    """Whether items match their digest; those that were not sealed have none.
+    """Whether items match their digest; True for items that were not sealed.
 
     >>> items_are_right({"step": 3}), items_are_right(sealed(3) | {"json": "4"})
     (True, False)

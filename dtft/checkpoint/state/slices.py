@@ -1,8 +1,7 @@
-"""What the state is made of: leaves, slices and who owns which.
+"""Leaves and slices of the state, and the slots that own each slice.
 
-Decides the identity of every piece of state (leaf path, global index range, dtype)
-and, from a mesh and partition specs alone, which slices each slot owns. Pure values:
-this module.
+A slice is identified by leaf path, global index range and dtype. The slices that each
+slot owns follow from a mesh and partition specs alone. This module has no side effects.
 """
 
 import dataclasses
@@ -17,12 +16,12 @@ import numpy as np
 import xxhash
 
 ALIGNMENT = 64
-"""Every slice starts at a multiple of this many bytes, so JAX can alias it."""
+"""Every slice starts at a multiple of this many bytes, so JAX can alias the slice."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """One piece of state. Its identity never contains a rank or a host.
+    """One piece of a leaf. Its identity never contains a rank or a host.
 
     >>> Slice(path="params/w", start=(0, 4), stop=(2, 8), dtype="float32").nbytes
     32
@@ -58,7 +57,7 @@ class Slice:
 
 @dataclass(frozen=True, kw_only=True)
 class Leaf:
-    """One array of the state, as a global array."""
+    """One global array of the state."""
 
     path: str
     """Path in the state tree, keys joined by "/"."""
@@ -67,17 +66,17 @@ class Leaf:
     dtype: str
     """Numpy (or ml_dtypes) name of the dtype."""
     spec: tuple[tuple[str, ...], ...] = ()
-    """Per dim the mesh axes that divide it; missing trailing dims are undivided."""
+    """The mesh axes that divide each dim; missing trailing dims are undivided."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshLayout:
-    """A mesh by position: axis names, sizes and the slot of each device."""
+    """A mesh by position: axis names, axis sizes and the slot of each device."""
 
     axis_names: tuple[str, ...]
-    """Names, slowest-varying first."""
+    """Axis names, slowest-varying first."""
     axis_sizes: tuple[int, ...]
-    """Sizes, in the order of the names."""
+    """Axis sizes, in the order of the names."""
     slots: tuple[int, ...]
     """The slot of each device, devices in row-major mesh order."""
 
@@ -91,7 +90,7 @@ class MeshLayout:
 
     @functools.cached_property
     def num_slots(self) -> int:
-        """Number of distinct slots."""
+        """The number of slots, counted from 0 to the largest slot."""
         return max(self.slots) + 1
 
     @functools.cached_property
@@ -103,18 +102,18 @@ class MeshLayout:
         return {slot: tuple(found) for slot, found in positions.items()}
 
     def positions(self, slot: int) -> tuple[tuple[int, ...], ...]:
-        """Mesh coordinates of a slot's devices, in mesh order."""
+        """The mesh coordinates of a slot's devices, in mesh order."""
         return self._positions.get(slot, ())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The whole state: mesh, leaves and the config that made them."""
+    """The layout of the whole state: mesh, leaves and experiment config."""
 
     mesh: MeshLayout
     leaves: tuple[Leaf, ...]
     config: str = ""
-    """The resolved experiment config as JSON; it travels into every commit."""
+    """The resolved experiment config as JSON; every commit holds it."""
 
     @functools.cached_property
     def digest(self) -> str:
@@ -127,7 +126,7 @@ class Layout:
 
     def slices(self, slot: int) -> tuple[Slice, ...]:
         """The distinct slices that a slot owns, in leaf order then mesh order."""
-        # Kept per slot: one host of thousands must not pay for the slices of all.
+        # Cached per slot: one of thousands of hosts needs only its own slices.
         if slot not in self._slices_by_slot:
             self._slices_by_slot[slot] = _distinct(
                 slice_at(self.mesh, leaf, position)
@@ -138,7 +137,7 @@ class Layout:
 
     @functools.cached_property
     def owners(self) -> dict[Slice, tuple[int, ...]]:
-        """For every distinct slice the slots that own it, in slot order."""
+        """Every distinct slice to the slots that own the slice, in slot order."""
         owners: dict[Slice, list[int]] = {}
         for slot in range(self.mesh.num_slots):
             for piece in self.slices(slot):
@@ -146,7 +145,7 @@ class Layout:
         return {piece: tuple(slots) for piece, slots in owners.items()}
 
     def to_json(self) -> str:
-        """Canonical JSON; inverse of `from_json`."""
+        """Encodes the layout as canonical JSON; the inverse of `from_json`."""
         return self._json
 
     @functools.cached_property
@@ -163,7 +162,7 @@ class Layout:
 
     @classmethod
     def from_json(cls, text: str) -> "Layout":
-        """Reads what `to_json` wrote."""
+        """Decodes a layout from the JSON of `to_json`."""
         raw = json.loads(text)
         mesh = {key: tuple(value) for key, value in raw["mesh"].items()}
         leaves = tuple(
@@ -182,7 +181,7 @@ def slice_at(mesh: MeshLayout, leaf: Leaf, position: Sequence[int]) -> Slice:
     """The slice of a leaf on the device at a mesh position.
 
     Raises:
-        ValueError: if a dim cannot be divided evenly by its mesh axes.
+        ValueError: a dim cannot be divided evenly by its mesh axes.
     """
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     coordinate = dict(zip(mesh.axis_names, position, strict=True))
@@ -202,7 +201,9 @@ def slice_at(mesh: MeshLayout, leaf: Leaf, position: Sequence[int]) -> Slice:
 
 
 def offsets_of(slices: Sequence[Slice]) -> tuple[tuple[int, ...], int]:
-    """Where each slice starts when they are laid side by side, and the total bytes.
+    """The offset of each slice laid out side by side, and the total size, in bytes.
+
+    Offsets are multiples of `ALIGNMENT`.
 
     >>> a = Slice(path="a", start=(0,), stop=(3,), dtype="uint8")
     >>> offsets_of([a, a])

@@ -1,9 +1,8 @@
-"""Leaves of a state tree by path, and typed PRNG keys as the words that they are made
-of.
+"""Leaves of a state tree by path, and typed PRNG keys as uint32 words.
 
 A path joins dict keys, attribute names and sequence indices with "/". A typed key array
-has a dtype of JAX's own; memory, wire and storage carry its words, which are uint32
-with one dim more.
+has a dtype of JAX's own. Memory, network and storage hold its words instead, which are
+uint32 with one more dim.
 """
 
 import functools
@@ -14,11 +13,13 @@ import jax
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 _SHOWN = 8
-"""Paths listed in an error before the rest is only counted."""
+"""The number of paths that an error lists by name; further paths are only counted."""
 
 
 def to_paths(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by path, in tree order; None is not a leaf.
+    """Maps the path of each leaf of a tree to the leaf, in tree order.
+
+    None is not a leaf.
 
     >>> to_paths({"b": [1, 2], "a": {"w": 3, "none": None}})
     {'a/w': 3, 'b/0': 1, 'b/1': 2}
@@ -32,7 +33,7 @@ def to_paths(tree: Any) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=16)
 def _paths(structure: Any) -> tuple[str, ...]:
-    """Of a treedef. Every step has the same structure: its leaves are named once."""
+    """The path of each leaf of a treedef; cached, because treedefs are reused."""
     paths: dict[str, None] = {}
     numbers = jax.tree_util.tree_unflatten(structure, range(structure.num_leaves))
     for keys, _ in jax.tree_util.tree_flatten_with_path(numbers)[0]:
@@ -47,13 +48,13 @@ def _paths(structure: Any) -> tuple[str, ...]:
 
 
 def from_paths(like: Any, mapping: Mapping[str, Any]) -> Any:
-    """A tree of the structure of `like` with the leaves of `mapping`.
+    """Builds a tree with the structure of `like` and the leaves of `mapping`.
 
     >>> from_paths({"a": [0, 0]}, {"a/0": 1, "a/1": 2})
     {'a': [1, 2]}
 
     Raises:
-        ValueError: the paths differ; lists what is missing and what is unexpected.
+        ValueError: the paths differ; lists the missing and the unexpected paths.
     """
     expected = to_paths(like)
     if expected.keys() != mapping.keys():
@@ -69,14 +70,14 @@ def from_paths(like: Any, mapping: Mapping[str, Any]) -> Any:
 
 
 def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Leaves by path as a dict of dicts, the form in which Orbax stores them.
+    """Builds a dict of dicts from leaves by path, the form that Orbax stores.
 
     >>> nested({"a/b": 1, "c": 2})
     {'a': {'b': 1}, 'c': 2}
 
     Raises:
-        ValueError: two paths differ only by "." for "/". Orbax joins keys by "." and
-            would write one leaf over the other.
+        ValueError: two paths differ only by "." instead of "/". Orbax joins keys by
+            "." and would overwrite one leaf with the other.
     """
     tree: dict[str, Any] = {}
     names: dict[str, str] = {}
@@ -96,7 +97,7 @@ def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def listed(paths: list[str]) -> str:
-    """Paths as text for an error, the first few by name.
+    """Formats paths for an error: the first few by name, the rest as a count.
 
     >>> listed([]), listed(["a", "b"])
     ('none', 'a, b')
@@ -129,7 +130,7 @@ def _name(key: Any) -> str:
 
 
 def with_plain_keys(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves, every typed key array as its words, ready.
+    """Replaces every typed key array by its uint32 words, which are ready.
 
     Args:
         leaves: path to array or to `jax.ShapeDtypeStruct`.
@@ -145,7 +146,7 @@ def with_plain_keys(leaves: Mapping[str, Any]) -> dict[str, Any]:
 def with_typed_keys(
     leaves: Mapping[str, Any], like: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The leaves, words as keys where `like` has keys; undoes `with_plain_keys`.
+    """Turns words into typed keys where `like` has keys; undoes `with_plain_keys`.
 
     Args:
         leaves: path to array.
@@ -172,7 +173,7 @@ def _words(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array):
         return jax.block_until_ready(jax.random.key_data(leaf))
     found = jax.eval_shape(jax.random.key_data, leaf)
-    # The words of a key lie together: the spec is that of the keys.
+    # The dim of the words is not divided, so the sharding of the keys fits the words.
     return jax.ShapeDtypeStruct(found.shape, found.dtype, sharding=leaf.sharding)
 
 

@@ -1,15 +1,20 @@
-"""Steps in a storage directory: written by a process of its own, read, looked at.
+"""The storage tier: writes, reads and inspects the steps of a storage directory.
 
-* `directory`: the storage tier, a directory of Orbax checkpoints; `orbax_manager`: the
-  Orbax manager below it; `stored_steps`: reads steps; `job_layout`: a user's tree as
-  slices of a job, and back.
-* `exporter`: the process that writes (`python -m dtft.checkpoint.storage.exporter`);
-  `exporter_client`: the side that starts it; `export_plan`: which slots write.
-* `inspect`: what `dtft checkpoint` shows of a directory; `step_directories`: which
-  steps it has; `directory_lock`: one writer at a time. These three, `export_plan` and
-  `exporter_client` import neither JAX nor Orbax when they are loaded.
+* `directory`: the storage tier, a directory of Orbax checkpoints.
+* `orbax_manager`: the Orbax manager that the storage tier uses.
+* `stored_steps`: reads and verifies steps.
+* `job_layout`: converts a user's tree to slices of a job, and back.
+* `exporter`: the process that writes steps
+  (`python -m dtft.checkpoint.storage.exporter`).
+* `exporter_client`: starts an exporter process and sends steps to it.
+* `export_plan`: chooses the slots that write a step.
+* `inspect`: lists, describes, verifies and copies steps for `dtft checkpoint`.
+* `step_directories`: lists the complete steps of a directory.
+* `directory_lock`: a lock for one writer at a time.
 
-When a step is written is decided in `managers` and in `dtft.elastic`.
+The last three modules, `export_plan` and `exporter_client` import neither JAX nor Orbax
+when they are loaded. `dtft.checkpoint.managers` and `dtft.elastic` decide when a step
+is written.
 """
 
 from typing import TYPE_CHECKING

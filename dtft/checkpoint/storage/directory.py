@@ -1,8 +1,9 @@
 """The storage tier: a directory of Orbax checkpoints, one per step.
 
-Stock Orbax reads every item of a step under the name that it was saved with. An
-experiment has two: `state`, a nested dict of arrays, and `items`, JSON. Beside them is
-the item `dtft`, see `stored_steps`. `compare_steps` compares two stored steps as bytes.
+Stock Orbax can read each item of a step by the item's name. A step of an experiment has
+the items `state`, a nested dict of arrays, and `items`, JSON. Each step that dtft
+writes also has the item `dtft`, described in `stored_steps`. `compare_steps` compares
+two stored steps bit for bit.
 """
 
 import os
@@ -33,14 +34,14 @@ from dtft.checkpoint.storage.stored_steps import CheckpointUnreadable, StoredSte
 
 
 class WrittenByAnother(RuntimeError):
-    """A step in storage is not the one that was saved here."""
+    """A stored step differs from the step that this process was to save."""
 
 
 class StorageTier:
-    """The checkpoints in one directory, oldest dropped first.
+    """Saves and restores the checkpoints of one directory; keeps the newest steps.
 
-    In a world of several processes every one of them makes the same calls; Orbax
-    brings them together. Listing steps needs no other process.
+    In a world of several processes, all processes must make the same calls, which Orbax
+    synchronizes. Listing steps needs no other process.
     """
 
     def __init__(
@@ -52,14 +53,17 @@ class StorageTier:
         read_only: bool = False,
         scored: bool = False,
     ) -> None:
-        """Touches nothing yet: Orbax opens the directory at the first save.
+        """Sets the options; Orbax opens the directory at the first save.
 
         Args:
-            directory: where the steps are; made by the first save.
-            max_to_keep: how many of the newest steps a save leaves in place; None: all.
-            timeout_s: limit of the asynchronous part of one save.
-            read_only: refuse to save.
-            scored: whether Orbax writes the metrics of a step, too.
+            directory: directory of the steps; the first save creates it.
+            max_to_keep: number of the newest steps that a save keeps; None keeps all.
+            timeout_s: limit of the asynchronous part of one save, in seconds.
+            read_only: whether saves are refused.
+            scored: whether Orbax also writes the metrics of a step.
+
+        Raises:
+            ValueError: `max_to_keep` is below 1.
         """
         if max_to_keep is not None and max_to_keep < 1:
             raise ValueError(
@@ -77,23 +81,27 @@ class StorageTier:
     def save(
         self, step: int, arrays: Mapping[str, jax.Array], items: Mapping[str, Any]
     ) -> None:
-        """Begins to write an experiment's step, as `write` does.
+        """Begins to write a step of an experiment, as `write` does.
 
         Args:
             step: the step.
             arrays: leaf path to global array.
-            items: what is not an array, as JSON values.
+            items: name to JSON value, for state that is not an array.
 
         Raises:
-            ValueError: two paths would have one name in Orbax, or all leaves are empty.
+            ValueError: two paths have the same name in Orbax, all leaves are empty, or
+                the storage tier is read-only.
         """
         self.write(step, StepToStore(*experiment_record(arrays, items)))
 
     def write(self, step: int, stored: "StepToStore") -> None:
-        """Begins to write a step; `wait_until_finished` says when it is safe.
+        """Begins to write a step; `wait_until_finished` waits until it is complete.
 
-        The arrays must stay as they are until then. A step that exists already is
-        replaced: the run that saves now is the one that counts.
+        The arrays must not change before the step is complete. An existing step of the
+        same number is replaced.
+
+        Raises:
+            ValueError: the storage tier is read-only.
         """
         if self._read_only:
             raise ValueError(
@@ -104,13 +112,14 @@ class StorageTier:
         self._opened.save(step, stored.items, record.metrics, record.custom_metadata)
 
     def write_once(self, step: int, stored: "StepToStore") -> None:
-        """Writes a step and waits for it, unless it is there already.
+        """Writes a step and waits until it is complete, unless the step exists.
 
-        A step that is there is left alone, and right if it is what `stored` is: the
-        answer to an earlier attempt may have been lost. To be called by one process.
+        An existing step is kept and accepted if its digest equals that of `stored`: an
+        earlier attempt may have succeeded although its answer was lost. Must be called
+        by one process only.
 
         Raises:
-            WrittenByAnother: the step is there, but it is another one.
+            WrittenByAnother: the step exists with another digest.
         """
         self._opened.reload()
         if step not in self.all_steps():
@@ -124,26 +133,28 @@ class StorageTier:
             )
 
     def delete(self, steps: Iterable[int]) -> None:
-        """Removes those of the steps that are there."""
+        """Removes the given steps; steps that do not exist are ignored."""
         for step in set(steps) & set(self.all_steps()):
             self._opened.delete(step)
 
     def wait_until_finished(self) -> None:
-        """Waits until the last save is complete; raises what went wrong in it."""
+        """Waits until the last save is complete; raises the error of a failed save."""
         self._opened.wait_until_finished()
 
     def restore(
         self, step: int, abstract: Mapping[str, jax.ShapeDtypeStruct]
     ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
-        """The arrays of a step, bit for bit, on the wanted shardings, and its items.
+        """Reads the arrays of a step onto the wanted shardings, and its items.
+
+        The restored arrays are bit-identical to the saved arrays.
 
         Args:
             step: one of `all_steps()`.
             abstract: leaf path to shape, dtype and sharding.
 
         Raises:
-            ValueError: the directory has no such step, or its leaves differ from
-                `abstract` in path, shape or dtype; lists expected against found.
+            ValueError: the directory has no such step, or the step's leaves differ from
+                `abstract` in path, shape or dtype; the message lists the differences.
             CheckpointUnreadable: the step exists but cannot be read.
         """
         record, prints = self._experiment(step)
@@ -161,9 +172,9 @@ class StorageTier:
         return arrays, items[ITEMS]
 
     def load_numpy(self, step: int) -> dict[str, np.ndarray]:
-        """All arrays of a step in host memory, by path; for looking, not training."""
+        """Reads all arrays of a step into host memory, by path; for inspection."""
         record, prints = self._record(step)
-        # A step that several processes wrote is only read onto a stated sharding.
+        # Orbax reads a step of several processes only onto an explicit sharding.
         here = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
         wanted = dict.fromkeys(record.structures, RestoreTarget(fallback=here))
         values, _ = self._stored.read(step, record, prints, wanted)
@@ -171,7 +182,7 @@ class StorageTier:
         return dict(sorted(zip(shown_paths(record), arrays, strict=True)))
 
     def items(self, step: int) -> dict[str, Any]:
-        """What was saved beside the arrays of an experiment's step."""
+        """The JSON items that were saved with the arrays of an experiment's step."""
         return self._experiment(step)[0].json_items[ITEMS]
 
     def all_steps(self) -> tuple[int, ...]:
@@ -183,7 +194,7 @@ class StorageTier:
         return max(self.all_steps(), default=None)
 
     def close(self) -> None:
-        """Waits for a save under way and lets go of the directory."""
+        """Waits for a running save and closes the directory."""
         self._opened.close()
 
     def _record(self, step: int) -> tuple[Record, dict[str, str]]:
@@ -213,40 +224,40 @@ class StorageTier:
 
 
 def load_numpy(directory: Path | str, step: int) -> dict[str, np.ndarray]:
-    """All arrays of a step in host memory, by path."""
+    """Reads all arrays of a step into host memory, by path."""
     return StorageTier(directory, read_only=True).load_numpy(step)
 
 
 def orbax_options(
     max_to_keep: int | None, timeout_s: int, *, scored: bool = False
 ) -> ocp.CheckpointManagerOptions:
-    """How Orbax's manager treats a directory of ours."""
+    """Makes the options of the Orbax manager of a storage directory."""
     return ocp.CheckpointManagerOptions(
         max_to_keep=max_to_keep,
         cleanup_tmp_directories=True,
-        # Orbax writes metrics only if there is a function of them; which steps go is
-        # decided by the process that has the user's function.
+        # Orbax writes metrics only if it has a `best_fn`. The process with the user's
+        # function decides which steps are deleted.
         best_fn=(lambda metrics: 0.0) if scored else None,
         async_options=ocp.options.AsyncOptions(timeout_secs=timeout_s),
     )
 
 
 class StepToStore:
-    """What Orbax is asked to save: the items of a record, and the record beside them.
+    """Arguments of Orbax for saving a step: the record's items and the record itself.
 
     Attributes:
-        record: what the step consists of.
+        record: structure, leaves and JSON items of the step.
         items: item name to `ocp.args.StandardSave` or `JsonSave`.
-        digest: of the record and the fingerprints of the leaves.
+        digest: digest of the record and the fingerprints of the leaves.
     """
 
     def __init__(self, record: Record, values: Sequence[Any]) -> None:
-        """Takes the fingerprints.
+        """Computes the fingerprints of the leaves and the digest.
 
         Args:
-            record: what the step consists of.
-            values: the leaves by number; arrays are global arrays. In the place of an
-                empty array, which Orbax refuses, it stores None.
+            record: structure, leaves and JSON items of the step.
+            values: the leaves by number; arrays are global arrays. Empty arrays, which
+                Orbax refuses, are stored as None.
         """
         full = [
             None if 0 in leaf.shape else value
@@ -265,7 +276,7 @@ class StepToStore:
 
 
 def _fingerprints(record: Record, values: Iterable[Any]) -> dict[str, str]:
-    """Of every leaf that is not empty, by path."""
+    """Computes the fingerprint of every leaf that is not empty, by path."""
     plain: dict[str, Any] = {}
     for leaf, value in zip(record.leaves, values, strict=True):
         if value is None:
@@ -279,7 +290,7 @@ def _fingerprints(record: Record, values: Iterable[Any]) -> dict[str, str]:
 
 
 def shown_paths(record: Record) -> list[str]:
-    """What people call each leaf: an experiment's by its path in the state."""
+    """The path of each leaf for display; for an experiment, its path in the state."""
     paths = [leaf.path for leaf in record.leaves]
     return list(map(state_path, paths)) if is_experiment(record) else paths
 
@@ -320,7 +331,10 @@ def _empty_array(leaf: jax.ShapeDtypeStruct) -> jax.Array:
 def compare_steps(
     directory_a: Path | str, step_a: int, directory_b: Path | str, step_b: int
 ) -> list[str]:
-    """Paths of the leaves that differ in presence, shape, dtype or any bit, sorted.
+    """Compares two stored steps.
+
+    Returns:
+        Paths of the leaves that differ in presence, shape, dtype or any bit, sorted.
 
     Raises:
         ValueError: a directory does not have the step.

@@ -1,7 +1,7 @@
-"""One process at a time writes to a storage directory, where its file system can tell.
+"""A lock on a storage directory, so that one process at a time writes to it.
 
-Two writers of one step would share Orbax's temporary directory, and the files of both
-could end in one step.
+Two writers of one step would share Orbax's temporary directory, and the step could mix
+the files of both. On file systems without locks the writers are not separated.
 """
 
 import fcntl
@@ -12,26 +12,27 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _LOOK_S = 0.05
-"""Between two attempts to get the lock."""
+"""Seconds between two attempts to take the lock."""
 
 
 class StorageBusy(OSError):
-    """Another process has been writing to the directory all the while."""
+    """Another process held the directory's lock for the whole time limit."""
 
 
 @contextmanager
 def alone_in(directory: Path, limit_s: float) -> Iterator[None]:
-    """Holds the directory's lock; a process that dies lets go of it.
+    """Holds an exclusive lock on the directory while the context lasts.
 
-    The lock leaves no file. Some network file systems have none: there the body runs
-    all the same, and what is there afterwards has to be looked at.
+    The kernel releases the lock when its process dies, and the lock creates no file. On
+    a file system without locks the body runs unlocked, and the caller must check the
+    written step.
 
     Args:
-        directory: exists.
-        limit_s: how long another writer is waited for.
+        directory: an existing directory.
+        limit_s: longest wait for another writer, in seconds.
 
     Raises:
-        StorageBusy: the other one did not end in time.
+        StorageBusy: another writer held the lock for `limit_s`.
     """
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -52,6 +53,6 @@ def _lock(handle: int, directory: Path, limit_s: float) -> None:
                     f"another process has been writing to {directory} for "
                     f"{limit_s:.0f} s. Give each job a directory of its own."
                 ) from error
-        except OSError:  # no locks there
+        except OSError:  # the file system has no locks
             return None
         time.sleep(_LOOK_S)

@@ -1,6 +1,6 @@
-"""Which slots write a step to storage, and the mesh they write it on.
+"""Chooses the slots that write a step to storage, and their mesh.
 
-Pure: a layout in, the export world out.
+The decision is a pure function of the layout.
 """
 
 from dataclasses import dataclass
@@ -10,18 +10,19 @@ from dtft.checkpoint.state import Layout, MeshLayout
 
 @dataclass(frozen=True, kw_only=True)
 class ExportWorld:
-    """The slots that together hold every slice, and their part of the mesh."""
+    """Slots that together own every slice, and their sub-mesh."""
 
     slots: tuple[int, ...]
     """Slots in rank order: the slot of rank r is `slots[r]`."""
     mesh: MeshLayout
-    """The sub-mesh, with the axes of the full mesh; its slots are the layout's."""
+    """The sub-mesh, with the axis names of the full mesh and the layout's slot numbers.
+    """
 
 
 def export_world(layout: Layout) -> ExportWorld:
-    """The part of the mesh that holds every slice, without idle copies.
+    """Computes the sub-mesh that owns every slice, without redundant replicas.
 
-    Of every axis that divides no leaf only index 0 is kept (size 1), so a position in
+    Every axis that divides no leaf is reduced to its index 0 (size 1). So a position in
     the sub-mesh owns the slices of the same position in the full mesh.
 
     >>> from dtft.checkpoint.state.slices import Leaf
@@ -42,7 +43,7 @@ def export_world(layout: Layout) -> ExportWorld:
             for axis, index in zip(mesh.axis_names, position, strict=True)
         )
     ]
-    kept.sort(key=lambda pair: pair[1])  # back to row-major mesh order
+    kept.sort(key=lambda pair: pair[1])  # row-major order of the mesh
     return ExportWorld(
         slots=tuple(sorted({slot for slot, _ in kept})),
         mesh=MeshLayout(

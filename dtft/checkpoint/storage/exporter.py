@@ -1,10 +1,10 @@
-"""Writes steps from memory to storage: a disposable process.
+"""The exporter: a disposable process that writes steps from memory to storage.
 
-``python -m dtft.checkpoint.storage.exporter`` reads one JSON object per line on stdin
-and answers one per line on stdout; it saves one step at a time, none beyond its limit.
-Of a job, the exporting hosts' processes form a CPU world of their own; a manager of one
-process has one exporter. The memory is seen as read-only views, whose digests are
-checked: what went wrong in memory must not get a good fingerprint.
+``python -m dtft.checkpoint.storage.exporter`` reads a JSON object per line on stdin and
+answers with a JSON object per line on stdout. It saves one step at a time, each with a
+time limit. The exporters of a job form a JAX world of their own on CPU; a manager of
+one process has one exporter. An exporter maps the memory of the slices read-only and
+checks its digests, so that bytes corrupted in memory do not get valid fingerprints.
 """
 
 import contextlib
@@ -42,29 +42,27 @@ from dtft.checkpoint.storage.directory_lock import alone_in
 from dtft.checkpoint.storage.export_plan import ExportWorld, export_world
 from dtft.checkpoint.storage.job_layout import record_in
 
-# The last check of what leaves memory for storage.
-#
-# A step has digests from its snapshot on; in storage it has fingerprints. Where the one
-# kind ends and the other begins, a bit that flipped in memory would get a good
-# fingerprint.
-
 
 def refuse_corrupt(
     step: int,
     copies: Iterable[tuple[str, Parts, bytes]],
     chunk_bytes: int,
 ) -> None:
-    """Reads the bytes of a step again; call it once the fingerprints are taken.
+    """Checks the bytes of a step against their digests, after the fingerprints.
 
-    Fingerprints taken of right bytes tell of bytes that go wrong later, for ever.
+    A step has digests from its snapshot on, and fingerprints in storage. A bit that
+    flipped in memory before the fingerprints were computed would get a valid
+    fingerprint; this check, which must follow them, detects it. Later errors are
+    detected by the fingerprints.
 
     Args:
         step: the step.
-        copies: name, bytes, and the digests that they should have.
-        chunk_bytes: bytes under one digest.
+        copies: (name, bytes, expected digests) of each slice.
+        chunk_bytes: bytes per digest.
 
     Raises:
-        ValueError: a byte is wrong; names up to eight.
+        ValueError: bytes differ from their digests; the message names up to eight
+            slices.
     """
     bad = check_copies(copies, chunk_bytes)[1]
     if bad:
@@ -76,7 +74,7 @@ def refuse_corrupt(
 
 
 def from_hex(digests: Sequence[str]) -> list[bytes]:
-    """Digests out of a JSON message.
+    """Decodes digests from the hexadecimal strings of a JSON message.
 
     >>> from_hex(["00ff"])
     [b'\\x00\\xff']
@@ -84,36 +82,41 @@ def from_hex(digests: Sequence[str]) -> list[bytes]:
     return [bytes.fromhex(text) for text in digests]
 
 
-# An exporter process's talk with whoever started it: one JSON object per line.
-#
-# Reads messages on stdin, has one step saved at a time, none beyond its limit, and
-# answers on stdout.
-
-
 SAVE_S = 300.0
-"""Limit of one save; "timeout_s" in a message changes it."""
+"""Limit of one message's work in seconds, unless the message has "timeout_s"."""
 
 
 class Saver(Protocol):
-    """What writes steps; the fields of a "save" message are its arguments."""
+    """Interface of the object that writes steps for a `SaveServer`."""
 
     @property
     def save(self) -> Callable[..., int]:
-        """Writes one step, waits for it, and returns its bytes."""
+        """Function that writes one step, waits until it is complete, and returns bytes.
+
+        Its arguments are the fields of a "save" message.
+        """
         ...
 
 
 class SaveServer:
-    """Answers messages; one save at a time, and none beyond its limit."""
+    """Answers the messages of the process's starter, one at a time.
+
+    A message that exceeds its time limit ends the process.
+    """
 
     def __init__(self, out: TextIO, opener: Callable[[dict[str, Any]], Saver]) -> None:
-        """Answers go to `out`; `opener` gets the fields of the first message."""
+        """Stores the arguments.
+
+        Args:
+            out: file for the answers, one JSON object per line.
+            opener: makes the `Saver` from the fields of the "open" message.
+        """
         self._out, self._opener = out, opener
         self._exporter: Saver | None = None
         self._failure = "no message {'op': 'open'} came before"
 
     def answer(self, message: dict[str, Any]) -> None:
-        """Does what one message asks and writes one line."""
+        """Executes one message and writes its answer as one line."""
         op = message.get("op")
         reply: dict[str, Any] = {"op": op}
         if "step" in message:
@@ -159,12 +162,13 @@ class SaveServer:
 
 
 def _read(messages: queue.Queue[dict[str, Any]]) -> None:
-    """Ends the process at once on "close" or the end of stdin, also during a save.
+    """Reads messages from stdin; ends the process on "close" or the end of stdin.
 
-    An unfinished step is a temporary directory, which the next exporter removes; the
-    shutdown barrier of jax.distributed would wait for hosts that may be gone.
+    The process ends at once, also during a save. An unfinished step is a temporary
+    directory, which the next exporter removes. An orderly exit would run the shutdown
+    barrier of jax.distributed, which may wait for lost hosts.
     """
-    code = 1  # a line that is not JSON: the other end is not an agent
+    code = 1  # a line was not JSON: the sender is not an agent
     try:
         for line in sys.stdin:
             message = json.loads(line)
@@ -179,10 +183,10 @@ def _read(messages: queue.Queue[dict[str, Any]]) -> None:
 
 
 def serve(opener: Callable[[dict[str, Any]], Saver]) -> None:
-    """Answers messages on stdin until told to close."""
+    """Answers messages on stdin until "close" or the end of stdin; does not return."""
     logging.getLogger("absl").setLevel(logging.WARNING)
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not mix with the answers
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
     messages: queue.Queue[dict[str, Any]] = queue.Queue()
     threading.Thread(target=_read, args=(messages,), daemon=True).start()
     server = SaveServer(out, opener)
@@ -191,50 +195,51 @@ def serve(opener: Callable[[dict[str, Any]], Saver]) -> None:
 
 
 JOIN_S = 60
-"""The processes of one export start within this time of each other, or give up."""
+"""Timeout of jax.distributed.initialize in seconds, within which all processes of an
+export must start."""
 HEARTBEAT_S = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Opening:
-    """What the first message says."""
+    """Fields of the first message, "open"."""
 
     directory: str
     """Storage directory."""
     layout: str
     """The layout as JSON."""
     chunk_bytes: int
-    """Bytes under one digest."""
+    """Bytes per digest."""
     slot: int = 0
     """The slot whose own slices are in memory."""
     rank: int = 0
-    """This process in the export world."""
+    """Rank of this process in the export world."""
     world: int = 1
     """Number of exporting processes."""
     coordinator: str = ""
-    """host:port that rank 0 serves; "" in a world of one."""
+    """host:port that rank 0 serves; "" in a world of one process."""
     devices: int = 1
-    """CPU devices of this process: at least the slot's part of the sub-mesh."""
+    """CPU devices of this process, at least the slot's positions in the sub-mesh."""
     max_to_keep: int | None = None
-    """Steps that storage keeps; None for all but those that saves name."""
+    """Number of steps that storage keeps; None keeps all that no save deletes."""
     scored: bool = False
-    """Whether Orbax writes the metrics of a step, too."""
+    """Whether Orbax also writes the metrics of a step."""
     shared: bool = False
-    """False where whoever orders exports orders one at a time: a step replaces one of
-    the same number. True where others may write to the directory: they are waited for,
-    and a step that is there stays."""
+    """Whether other writers may use the directory. True: a save waits for the other
+    writers and keeps an existing step. False: a save replaces a step of the same
+    number."""
     limit_s: float = 300.0
-    """Limit of the asynchronous part of one save."""
+    """Limit of the asynchronous part of one save, in seconds."""
 
 
 class Exporter:
-    """One slot's part of the exports: views of memory in, a step in storage out."""
+    """Writes one slot's slices of each exported step from memory to storage."""
 
     def __init__(self, opening: Opening) -> None:
         """Joins the export world.
 
         Raises:
-            ValueError: the message does not fit the layout.
+            ValueError: `opening` does not fit the layout.
         """
         self._opening, self._layout = opening, Layout.from_json(opening.layout)
         self._world = export_world(self._layout)
@@ -262,25 +267,30 @@ class Exporter:
         items: dict[str, Any],
         delete: Sequence[int] = (),
     ) -> int:
-        """Writes one step and waits for it; returns the bytes of this slot's slices.
+        """Writes one step and waits until it is complete.
 
         Args:
             step: the step.
-            memory: one file for all of this slot's own slices, or one for each.
-            buffers: in hex, the buffer of each chunk in the file of its slice.
-            digests: in hex, of each of the slot's slices in the layout's order.
-            items: what is not an array.
-            delete: steps that go once this one is complete.
+            memory: path of one file with all of this slot's own slices, or of one file
+                for each slice.
+            buffers: the buffer number of each chunk in its file, a byte each, in hex.
+            digests: digests of each of the slot's slices in the layout's order, in hex.
+            items: JSON values of the state that is not an array.
+            delete: steps to delete from a shared directory once the step is complete.
+
+        Returns:
+            The bytes of this slot's slices.
 
         Raises:
-            ValueError: the buffers are not in the memory, or do not match the digests.
-            StorageBusy: another process did not stop writing to a shared directory.
-            WrittenByAnother: a shared directory has another step of that number.
+            ValueError: the buffers are not in the memory, or the bytes do not match the
+                digests.
+            StorageBusy: another process kept the lock of a shared directory.
+            WrittenByAnother: a shared directory has a different step of this number.
         """
         parts = self._parts(memory, bytes.fromhex(buffers))
         record, values = self._values(parts, items)
         keys = [piece.key for piece in self._chunks.slices]
-        stored = StepToStore(record, values)  # takes the fingerprints
+        stored = StepToStore(record, values)  # computes the fingerprints
         copies = zip(keys, parts, from_hex(digests), strict=True)
         refuse_corrupt(step, copies, self._chunks.chunk_bytes)
         if self._opening.shared:
@@ -293,8 +303,8 @@ class Exporter:
         return int(self._chunks.sizes.sum())
 
     def _parts(self, memory: list[str], buffers: bytes) -> list[Parts]:
-        """The bytes of each of the slot's slices."""
-        # Mapped for each save: an agent may replace a file by one of another size.
+        """Maps the memory files; returns the bytes of each of the slot's slices."""
+        # Mapped at each save: an agent may replace a file by a file of another size.
         mapped = {path: _mapped(path) for path in set(memory)}
         at = np.frombuffer(buffers, np.uint8)
         least = min(map(len, mapped.values()), default=0) // max(self._chunks.nbytes, 1)
@@ -315,7 +325,7 @@ class Exporter:
     def _values(
         self, parts: Sequence[Parts], items: dict[str, Any]
     ) -> tuple[Record, list[Any]]:
-        """What the step consists of, and its leaves as they were given to be saved."""
+        """Makes the record of the step and its leaves, of the kinds that were saved."""
         leaves = {leaf.path: leaf for leaf in self._layout.leaves}
         record = record_in(self._layout, items)
         if record is not None:
@@ -354,12 +364,16 @@ class Exporter:
         )
 
     def _turn(self) -> contextlib.AbstractContextManager[None]:
-        """Keeps other writers out of a shared directory."""
+        """A context that holds the lock of a shared directory.
+
+        An object store (a directory with "://") has no locks; the context is then
+        empty.
+        """
         if "://" in self._opening.directory:
-            return contextlib.nullcontext()  # an object store has no locks
+            return contextlib.nullcontext()
         directory = Path(self._opening.directory)
         directory.mkdir(parents=True, exist_ok=True)
-        # Told here, before the server gives up the save without a reason.
+        # Shorter than the save's limit, so that the answer names the busy directory.
         return alone_in(directory, 0.8 * self._opening.limit_s)
 
 
@@ -387,10 +401,10 @@ def _check(opening: Opening, world: ExportWorld, needed: int) -> None:
 
 
 def _join(opening: Opening) -> None:
-    """Makes the CPU world; nothing may have touched a device before."""
+    """Joins the export world on CPU; must run before JAX initializes its backends."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", opening.devices)
-    jax.config.update("jax_enable_x64", True)  # or 64-bit leaves would be narrowed
+    jax.config.update("jax_enable_x64", True)  # keeps 64-bit leaves
     if opening.world == 1:
         return
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -419,7 +433,7 @@ def _mesh(world: ExportWorld, rank: int) -> jax.sharding.Mesh:
 
 
 def _view(parts: Parts, piece: Slice) -> np.ndarray:
-    """A slice as an array: a view on the memory, unless it lies there in pieces."""
+    """A slice as an array: a view of the memory, or a copy of discontiguous chunks."""
     dtype = np.dtype(piece.dtype)
     if not piece.nbytes:
         return np.zeros(piece.shape, dtype)

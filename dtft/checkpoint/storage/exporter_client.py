@@ -1,8 +1,8 @@
-"""One storage exporter process, from the side that starts it.
+"""Starts a storage exporter process and sends steps to the process.
 
-Starts `exporter`, hands it one step at a time and reports how each went. Storage may
-be slow, full or broken; nothing here may hold up or end training, so every failure is
-only reported.
+`ExporterProcess` runs `exporter` as a subprocess and passes its answers to a callback.
+Every failure of storage or of the process is only reported to the callback, because
+slow, full or broken storage must not block or end training.
 """
 
 import contextlib
@@ -18,15 +18,17 @@ from concurrent.futures import Future
 from typing import IO, Any
 
 EXPORTER_START_S = 60.0
-"""What an exporter may take beyond the limit of a save: its imports."""
+"""Time in seconds beyond the limit of a save until the exporter is killed; covers its
+imports."""
 
 Hear = Callable[["ExporterProcess", dict[str, Any]], None]
-"""Called from other threads with each answer: `ok`, else `error`; `op` and `step`, if
-the answer is to a message; `ended`, if the process will answer no more."""
+"""Callback that receives each answer, on other threads. An answer has `ok`, and `error`
+if it failed. It has `op` and `step` if it answers a message, and `ended` if the process
+sends no more answers."""
 
 
 class ExporterProcess:
-    """A process that writes steps; a new one is started after it has ended."""
+    """A subprocess that writes steps to storage; ended processes are not restarted."""
 
     def __init__(
         self,
@@ -36,19 +38,19 @@ class ExporterProcess:
         open_log: Callable[[], IO[bytes]] | None = None,
         preexec_fn: Callable[[], None] | None = None,
     ) -> None:
-        """Begins to start the process, which opens the directory named in `opening`.
+        """Starts the process on a thread; the process then opens its directory.
 
-        A thread starts it, as that can take long on a busy machine, and stays while it
-        runs. If it cannot be started, that is told as its end. No thread is started
-        later: from Python 3.12 on none can be while the interpreter shuts down, which
-        is when a manager that nobody closed saves its newest step.
+        Starting a process can take long on a busy machine, so a thread does it. A
+        process that cannot be started is reported as ended. All threads are started
+        here, because from Python 3.12 on no thread can be started while the interpreter
+        shuts down. A manager that was not closed saves its newest step at that time.
 
         Args:
             opening: the fields of `exporter.Opening`.
-            hear: gets every answer, and the end.
-            open_log: gives the file to which the process writes its log; by default the
-                caller's stderr.
-            preexec_fn: called in the new process before it is an exporter.
+            hear: receives every answer and the end of the process.
+            open_log: opens the file for the process's stderr; by default the process
+                inherits the caller's stderr.
+            preexec_fn: called in the new process before the exporter runs.
 
         Raises:
             RuntimeError: no thread can be started.
@@ -58,7 +60,8 @@ class ExporterProcess:
         self._closed = False
         self._ended = False
         self._deadline_s: float | None = None
-        """When the process is ended, on the monotonic clock; None if it owes nothing"""
+        """When the process is killed, on the monotonic clock; None without a running
+        save."""
         self._condition = threading.Condition()
         self._messages: queue.Queue[Callable[[], tuple[str, float]] | None]
         self._messages = queue.Queue()
@@ -67,18 +70,20 @@ class ExporterProcess:
             for run in (self._listen, self._guard, self._speak):
                 threading.Thread(target=run, name="dtft exporter", daemon=True).start()
         except RuntimeError as error:
-            self._process.set_exception(OSError(str(error)))  # ends those that run
+            self._process.set_exception(OSError(str(error)))  # ends started threads
             raise
 
     def save(self, fields: Callable[[], dict[str, Any]], limit_s: float) -> None:
-        """Begins to write one step, which is given up after `limit_s` seconds.
+        """Begins to write one step, with a limit of `limit_s` seconds.
 
-        The process ends itself then; if it hangs, it is ended `START_S` later.
+        The process ends itself at the limit. A process that hangs is killed
+        `EXPORTER_START_S` later.
 
         Args:
-            fields: gives the arguments of `exporter.Exporter.save`. Called on a thread,
-                for it may have to fetch slices first; if it raises, that is answered.
-            limit_s: of the save, from the moment at which `fields` has returned.
+            fields: returns the arguments of `exporter.Exporter.save`. Called on a
+                thread, as it may have to fetch slices. An exception of `fields` is
+                reported as an answer.
+            limit_s: limit of the save in seconds, from the return of `fields`.
         """
 
         def message() -> tuple[str, float]:
@@ -88,7 +93,7 @@ class ExporterProcess:
         self._messages.put(message)
 
     def close(self) -> None:
-        """Ends the process, and does not wait: storage that hangs may hold it."""
+        """Kills the process without waiting for its end, which storage may delay."""
         self._messages.put(None)
         with self._condition:
             self._closed = True
@@ -110,7 +115,10 @@ class ExporterProcess:
             )
 
     def _speak(self) -> None:
-        """Starts the process and writes to it, whose pipe may be full: on a thread."""
+        """Starts the process and writes messages to its stdin.
+
+        Runs on a thread, because the process's pipe may be full.
+        """
         try:
             process = self._start()
         except (OSError, subprocess.SubprocessError) as error:
@@ -121,7 +129,7 @@ class ExporterProcess:
             if self._closed:
                 process.kill()
         assert process.stdin is not None
-        with contextlib.suppress(OSError):  # its end is reported by `_listen`
+        with contextlib.suppress(OSError):  # `_listen` reports the end of the process
             with process.stdin as pipe:
                 while (message := self._messages.get()) is not None:
                     try:
@@ -134,13 +142,13 @@ class ExporterProcess:
                     pipe.flush()
 
     def _expect(self, limit_s: float) -> None:
-        """Ends the process unless it answers in time; 0 for no limit."""
+        """Sets the time in seconds after which the process is killed; 0 removes it."""
         with self._condition:
             self._deadline_s = time.monotonic() + limit_s if limit_s else None
             self._condition.notify_all()
 
     def _guard(self) -> None:
-        """Ends the process at its deadline, until it has ended."""
+        """Kills the process at its deadline; returns when the process has ended."""
         with self._condition:
             while not self._ended:
                 if self._deadline_s is None:
@@ -152,7 +160,7 @@ class ExporterProcess:
                     self._process.result().kill()
 
     def _listen(self) -> None:
-        """Tells of answers and of the end."""
+        """Passes the answers and the end of the process to the callback."""
         try:
             process = self._process.result()
         except (OSError, subprocess.SubprocessError) as error:

@@ -1,7 +1,7 @@
-"""Inspects a storage directory: lists its steps, shows and verifies their contents.
+"""Inspects a storage directory: lists, describes, verifies and copies its steps.
 
-Lists by names and Orbax's own metadata, without Orbax; reads values through
-`StoredSteps`. Writes nothing except a copy of a step into another directory.
+Listing uses file names and Orbax's metadata files, without importing Orbax. Values are
+read through `StoredSteps`. Only `copy_step` writes, into another directory.
 """
 
 import json
@@ -23,18 +23,15 @@ if TYPE_CHECKING:
     from dtft.checkpoint.storage.stored_steps import StoredSteps
 
 
-# Whether the directory of one stored step has all of its parts.
-#
-# Looks at names and at Orbax's own metadata only, so that listing costs little; values
-# are read by `verify_step`.
-
-
 _METADATA = "_CHECKPOINT_METADATA"
 _TREE, _JSON = "StandardCheckpointHandler", "JsonCheckpointHandler"
 
 
 def items_in(step: Path) -> dict[str, Any] | None:
-    """Names of the items that Orbax says a step has; None if it says nothing."""
+    """Reads a step's items from Orbax's metadata: name to handler.
+
+    Returns None if the metadata is unreadable.
+    """
     try:
         found = json.loads((step / _METADATA).read_text())
         items = found["item_handlers"]
@@ -44,10 +41,11 @@ def items_in(step: Path) -> dict[str, Any] | None:
 
 
 def missing_from(step: Path) -> str:
-    """What a step lacks, in words; "" for nothing that can be seen from outside.
+    """Describes the missing files of a step; "" if none is missing.
 
-    Orbax gives a step its name when all of it is there, so this is what a copy that was
-    interrupted looks like, or a directory that somebody has deleted from.
+    Checks file names and Orbax's metadata only, so the check is cheap; `verify_step`
+    reads values. Orbax names a step's directory when the step is complete. So missing
+    files point to an interrupted copy or to deleted files.
     """
     names = items_in(step)
     if names is None:
@@ -65,9 +63,9 @@ def missing_from(step: Path) -> str:
 
 
 def _missing_file(item: Path, handler: str) -> str:
-    """What Orbax cannot read an item without, beside its values; "" if it is there.
+    """The name of a missing metadata file of an item; "" if none is missing.
 
-    A JSON file may have another name where the user gave Orbax one.
+    The file of a JSON item may have any name, because a user can configure it in Orbax.
     """
     if handler == _JSON:
         files = {path.name for path in item.iterdir()}
@@ -84,15 +82,15 @@ def _missing_file(item: Path, handler: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredStep:
-    """One step's directory."""
+    """The directory of one stored step."""
 
     step: int
     num_bytes: int
-    """Of its files."""
+    """Total size of its files in bytes."""
     written: float
-    """Seconds since the epoch."""
+    """Modification time of the directory, in seconds since the epoch."""
     problem: str = ""
-    """What is missing, as far as can be seen without reading it."""
+    """Description of missing files, without reading values; "" if none is missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,11 +105,13 @@ class StoredLeaf:
 
 
 def checkpoints_in(directory: Path | str) -> Path:
-    """The storage directory: itself, or `checkpoints` in a run directory; absolute.
+    """Finds the storage directory: `checkpoints` in a run directory, else the argument.
+
+    The result is absolute.
 
     Raises:
-        FileNotFoundError: there is neither.
-        ValueError: it is the directory of one step.
+        FileNotFoundError: the directory does not exist.
+        ValueError: the directory is that of one step, or an item in one.
     """
     path = Path(directory).absolute()
     if not path.is_dir():
@@ -131,7 +131,7 @@ def checkpoints_in(directory: Path | str) -> Path:
 
 
 def list_steps(directory: Path) -> tuple[list[StoredStep], list[str]]:
-    """The steps, ascending, and the names of what is unfinished."""
+    """Lists the complete steps, ascending, and the names of unfinished directories."""
     steps = [_described(directory / str(it)) for it in storage_steps(directory)]
     unfinished = [path.name for path in directory.glob(f"*{UNFINISHED}*")]
     return steps, sorted(unfinished)
@@ -147,10 +147,11 @@ def _described(path: Path) -> StoredStep:
 
 
 def pick_step(directory: Path, step: int | None) -> int:
-    """The wanted step, or the newest from which nothing is missing.
+    """Returns the wanted step, or for None the newest step without missing files.
 
     Raises:
-        ValueError: the directory does not have it; names those it has.
+        ValueError: the directory does not have the step, or files are missing; the
+            message names the steps of the directory or the missing files.
     """
     found = list_steps(directory)[0]
     problems = {it.step: it.problem for it in found if it.problem}
@@ -168,10 +169,12 @@ def pick_step(directory: Path, step: int | None) -> int:
 def describe_step(
     directory: Path, step: int
 ) -> tuple[list[StoredLeaf], dict[str, Any]]:
-    """The leaves of a step by path, and its items; reads no values.
+    """Describes a step without reading values.
 
-    Of an experiment these are the leaves of its state and what was saved beside it; of
-    a step of stock Orbax, only leaves, without fingerprints.
+    Returns:
+        The leaves sorted by path, and the JSON items, metrics and custom metadata. For
+        an experiment, the leaves of its state and its items. For a step of stock Orbax,
+        the leaves without fingerprints, and no items.
 
     Raises:
         CheckpointUnreadable: the step is damaged.
@@ -210,7 +213,7 @@ def _stock_leaves(metadata: Any) -> list[StoredLeaf]:
 def _leaf(
     path: str, shape: tuple[int, ...], dtype: Any, impl: str = "", fingerprint: str = ""
 ) -> StoredLeaf:
-    """A leaf with the size of its values; `impl` is that of a PRNG key."""
+    """Makes a leaf with the size of its values; `impl` is the PRNG key's, or ""."""
     import numpy as np
 
     found = np.dtype(dtype)
@@ -224,10 +227,10 @@ def _leaf(
 
 
 def verify_step(directory: Path, steps: Iterable[int]) -> dict[int, str]:
-    """Reads every value of steps and compares fingerprints.
+    """Reads all values of the steps and compares their fingerprints.
 
     Returns:
-        For each step "" if all is right, or what is wrong.
+        Step to a description of the error; "" if the step is intact.
     """
     from dtft.checkpoint.storage.stored_steps import CheckpointUnreadable
 
@@ -259,14 +262,15 @@ def _read_all(directory: Path, step: int) -> None:
 
 
 def copy_step(directory: Path, step: int, target: Path) -> int:
-    """Copies the files of a step to another directory; returns bytes.
+    """Copies the files of a step to another directory; returns the bytes of the copy.
 
-    The step is read and checked before it is copied, and the copy afterwards.
+    The step is read and verified before the copy, and the copy afterwards.
 
     Raises:
-        ValueError: the target is the source, or has the step already; or stock Orbax
-            wrote the step, so that nothing can be checked.
-        CheckpointUnreadable: the step is damaged; nothing was written.
+        ValueError: the target is the source or has the step already, files of the step
+            are missing, or stock Orbax wrote the step, without fingerprints.
+        CheckpointUnreadable: the step is corrupt (then nothing was written), or its
+            copy is.
     """
     if target.resolve() == directory.resolve() or (target / str(step)).exists():
         raise ValueError(
@@ -285,7 +289,7 @@ def _stored(directory: Path) -> "StoredSteps":
 
     from dtft.checkpoint.storage.stored_steps import StoredSteps
 
-    return StoredSteps(epath.Path(directory.absolute()))  # Orbax takes no other
+    return StoredSteps(epath.Path(directory.absolute()))  # Orbax needs an absolute path
 
 
 def _bytes_below(directory: Path) -> int:

@@ -1,8 +1,8 @@
-"""The layout of a user's tree in a job of several processes, and what it says back.
+"""Converts a user's tree to the layout of a job of several processes, and back.
 
-Turns leaves and their shardings into slices per process (slot = process index), and
-keeps what the tree looks like in the layout itself, so that it travels with the copies
-and into storage.
+`layout_of` turns leaves and their shardings into slices per process (slot = process
+index). The tree's structure is stored in the layout's config, so it is kept with the
+copies and in storage. `record_in` reads the structure back.
 """
 
 import json
@@ -24,7 +24,7 @@ from dtft.checkpoint.state import (
 )
 
 MARK = "dtft_tree"
-"""In a layout's config: this state is a user's tree, not that of an experiment."""
+"""Key in a layout's config that marks the state as a user's tree, not an experiment."""
 
 
 def layout_of(
@@ -33,20 +33,21 @@ def layout_of(
     num_processes: int,
     config: str = "",
 ) -> Layout:
-    """Which process owns which slices of the leaves.
+    """Computes the layout: which process owns which slices of the leaves.
 
     Args:
-        leaves: what there is.
-        shardings: of each leaf; None for what is no jax array.
-        num_processes: processes of the job; each is one slot.
-        config: what travels with the layout, see `config_of`.
+        leaves: the leaves of the tree.
+        shardings: the sharding of each leaf; None for a leaf that is not a jax.Array.
+        num_processes: number of processes of the job; each process is one slot.
+        config: text that is stored in the layout, see `config_of`.
 
     Returns:
-        A layout whose slots are process indices. Leaves that every process has whole
-        (numpy arrays, numbers, arrays of one process) count as copies of one value.
+        A layout whose slots are process indices. A leaf that every process has whole (a
+        numpy array, a number, an array of one process) counts as replicas of one value.
 
     Raises:
-        ValueError: a sharding cannot be expressed; names the leaf.
+        ValueError: a sharding cannot be expressed as a layout, or the mesh does not
+            have devices of all processes; the message names the leaf or the mesh.
     """
     mesh = _mesh(leaves, shardings)
     divided = tuple(
@@ -63,14 +64,17 @@ def layout_of(
 
 
 def config_of(record: Record) -> str:
-    """What does not change from step to step, as text for the layout."""
+    """Encodes the part of a record that is the same at all steps, for a layout."""
     raw = record.to_json()
     static = {name: raw[name] for name in ("default", "structures", "leaves")}
     return json.dumps({MARK: static}, sort_keys=True)
 
 
 def dynamic_part(record: Record) -> dict[str, Any]:
-    """What may change from step to step, with its digest; each of them has it along."""
+    """The part of a record that may change from step to step, sealed with its digest.
+
+    It is stored with each step.
+    """
     return sealed(
         {
             "json_items": record.json_items,
@@ -82,10 +86,12 @@ def dynamic_part(record: Record) -> dict[str, Any]:
 
 
 def record_in(layout: Layout, items: Mapping[str, Any]) -> Record | None:
-    """The record of a step; None if the state is not a user's tree.
+    """Joins the record of a step from its layout and items.
+
+    Returns None if the state is not a user's tree.
 
     Raises:
-        CorruptItems: `items` are not what `dynamic_part` made.
+        CorruptItems: `items` do not match the digest that `dynamic_part` added.
     """
     static = _static_part(layout)
     return None if static is None else Record.from_json(static | unsealed(items))
@@ -99,7 +105,7 @@ def _static_part(layout: Layout) -> dict[str, Any] | None:
 
 
 def same_slices(saved: Layout, wanted: Layout) -> bool:
-    """Whether every process finds its wanted slices among those that it saved.
+    """Whether every process's wanted slices are among the slices that it saved.
 
     >>> mesh = MeshLayout(axis_names=("x",), axis_sizes=(2,), slots=(0, 1))
     >>> leaf = Leaf(path="w", shape=(4,), dtype="float32")
@@ -118,7 +124,7 @@ def same_slices(saved: Layout, wanted: Layout) -> bool:
 
 
 def moved_leaf(saved: Layout, wanted: Layout) -> str:
-    """The first leaf that some process wants otherwise than it saved it, for messages.
+    """Describes the first leaf of which a process did not save its wanted slice.
 
     >>> one, other = (MeshLayout(axis_names=("x",), axis_sizes=(2,), slots=slots)
     ...     for slots in ((0, 1), (1, 0)))
@@ -148,7 +154,7 @@ def _text_on(layout: Layout, path: str) -> str:
 
 
 def layout_difference(before: Layout, now: Layout) -> str:
-    """What differs between two layouts, the first thing found, for messages.
+    """Describes the first difference between two layouts, for messages.
 
     >>> mesh = MeshLayout(axis_names=("x",), axis_sizes=(1,), slots=(0,))
     >>> one, other = (Layout(mesh=mesh, leaves=(Leaf(
@@ -175,7 +181,11 @@ def _text(leaf: Leaf) -> str:
 def _mesh(
     leaves: Sequence[LeafRecord], shardings: Sequence[Sharding | None]
 ) -> jax.sharding.Mesh | None:
-    """The mesh of the leaves that span processes, or that are divided at all."""
+    """The mesh shared by all leaves that are divided; None if no leaf is divided.
+
+    Raises:
+        ValueError: a divided leaf has no NamedSharding, or is on another mesh.
+    """
     found: jax.sharding.Mesh | None = None
     for leaf, sharding in zip(leaves, shardings, strict=True):
         if sharding is None or _is_whole(leaf, sharding):
@@ -207,7 +217,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _is_whole(leaf: LeafRecord, sharding: Sharding) -> bool:
-    """Whether each process has the whole leaf, or (a local array) its own of it."""
+    """Whether each process has the whole leaf: it is fully replicated or a scalar."""
     return sharding.is_fully_replicated or not leaf.shape
 
 

@@ -1,8 +1,9 @@
-"""One storage directory as Orbax sees it: opened late, given up if it moved or failed.
+"""The Orbax manager of one storage directory, opened lazily and reopened after failure.
 
-A directory can vanish while a step is written (an unmounted file system, a rename), and
-Orbax then makes a new one of the same name with half of the step in it. So a step is
-only given its name while the directory is the one in which the step was begun.
+A directory can vanish while a step is written (an unmounted file system, a rename).
+Orbax then creates a directory of the same name with a part of the step. So a step's
+directory gets its final name only if the storage directory is still the one in which
+the step was begun.
 """
 
 import contextlib
@@ -25,22 +26,22 @@ class StorageMoved(OSError):
 class OpenedDirectory:
     """The Orbax manager of one directory, opened at its first use.
 
-    After a save that failed it is opened anew, because the old manager counts the step
-    that is not there and would drop an older one for it.
+    After a failed save a new manager is opened. The old manager would count the missing
+    step towards `max_to_keep` and delete an older step too early.
     """
 
     def __init__(
         self, directory: epath.Path, options: ocp.CheckpointManagerOptions
     ) -> None:
-        """Touches nothing yet.
+        """Stores the arguments; does not access the directory.
 
         Args:
-            directory: of the steps.
-            options: of Orbax.
+            directory: directory of the steps.
+            options: options of the Orbax manager.
         """
         self.directory, self._options = directory, options
         self._kinds: dict[str, type] = {}
-        """Item name to the kind of what is saved of it, of the last save."""
+        """Item name to the class of its save arguments, of the last save."""
         self._opened: ocp.CheckpointManager | None = None
         self._home: tuple[int, int] | None = None
         self._saving: int | None = None
@@ -48,7 +49,7 @@ class OpenedDirectory:
 
     @property
     def manager(self) -> ocp.CheckpointManager:
-        """The manager; opens the directory if need be."""
+        """The Orbax manager; opens the directory at first use."""
         if self._opened is None:
             self._opened = ocp.CheckpointManager(
                 self.directory,
@@ -69,8 +70,8 @@ class OpenedDirectory:
         finalize, generation = last.finalize, self._generation
 
         def checked(directory: Any) -> None:
-            # Called when all bytes are written and before the step gets its name. An
-            # override in a class of ours would be named in the checkpoint's metadata.
+            # Called after all bytes are written and before the step gets its name. A
+            # subclass of the handler would be named in the checkpoint's metadata.
             self._check_still_wanted(generation)
             finalize(directory)
 
@@ -78,10 +79,13 @@ class OpenedDirectory:
         return handlers
 
     def _check_still_wanted(self, generation: int) -> None:
-        """Refuses what a manager writes on after its save was said to have failed.
+        """Refuses to complete a step whose save failed or whose directory was replaced.
 
-        Orbax reports the first of several failures; the others' threads go on, and
-        the directory may be back before they are done.
+        Orbax reports the first of several failures while its other threads continue.
+        The directory may be available again before these threads end.
+
+        Raises:
+            StorageMoved: the save failed, or the directory was replaced.
         """
         if generation != self._generation:
             raise StorageMoved(f"a save to {self.directory} was given up before")
@@ -98,13 +102,14 @@ class OpenedDirectory:
         metrics: Any = None,
         custom_metadata: Any = None,
     ) -> None:
-        """Begins to write a step, in place of one of the same number.
+        """Begins to write a step; replaces a step of the same number.
 
         Args:
             step: the step.
             items: item name to `ocp.args.StandardSave` or `JsonSave`; the last is JSON.
-            metrics: what Orbax keeps beside them if its options have a `best_fn`.
-            custom_metadata: what Orbax keeps beside them.
+            metrics: metrics of the step; Orbax stores them if its options have a
+                `best_fn`.
+            custom_metadata: metadata that Orbax stores with the step.
         """
         if self._opened is not None and _identity(self.directory) != self._home:
             self._forget()
@@ -129,7 +134,7 @@ class OpenedDirectory:
             raise
 
     def wait_until_finished(self) -> None:
-        """Waits until the last save is complete; raises what went wrong in it."""
+        """Waits until the last save is complete; raises the error of a failed save."""
         if self._opened is None:
             return
         try:
@@ -140,7 +145,7 @@ class OpenedDirectory:
         self._saving = None
 
     def reload(self) -> None:
-        """Lists the directory again, where others write to it, too."""
+        """Makes Orbax list the directory again, for steps of other writers."""
         if self._opened is not None:
             self._try(lambda manager: manager.reload())
 
@@ -156,7 +161,7 @@ class OpenedDirectory:
             raise
 
     def _forget(self) -> None:
-        """Lets go after a failure and frees what the unfinished step takes."""
+        """Drops the manager after a failure; removes the unfinished step's files."""
         self._opened, step, self._saving = None, self._saving, None
         self._generation += 1
         if step is not None and jax.process_index() == 0:
@@ -164,14 +169,17 @@ class OpenedDirectory:
                 _remove(path)
 
     def close(self) -> None:
-        """Waits for a save under way and lets go of the directory."""
+        """Waits for a running save and closes the manager."""
         if self._opened is not None:
             self._opened.close()
             self._opened = None
 
 
 def _remove(path: epath.Path) -> None:
-    """Removes what can be; the next one that opens the directory does the rest."""
+    """Removes a directory, ignoring errors.
+
+    The next manager that opens the storage directory removes the remaining files.
+    """
     if "://" not in str(path):
         shutil.rmtree(path, ignore_errors=True)
         return
@@ -180,7 +188,7 @@ def _remove(path: epath.Path) -> None:
 
 
 def said(error: Exception) -> str:
-    """An error of Orbax for people: its first line, without TensorStore's own spec.
+    """Shortens an error of Orbax to its first line, without the TensorStore spec.
 
     >>> said(ValueError("a chunk is gone [tensorstore_spec='{...}']"))
     'ValueError: a chunk is gone'
@@ -190,7 +198,7 @@ def said(error: Exception) -> str:
 
 
 def _identity(directory: epath.Path) -> tuple[int, int] | None:
-    """What a directory is, whatever it is called; None if there is none."""
+    """The device and inode number of a directory; None if it cannot be accessed."""
     try:
         found = os.stat(directory)
     except OSError:

@@ -1,4 +1,4 @@
-"""Which steps a storage directory holds. Imports neither JAX nor Orbax."""
+"""Lists the complete steps of a storage directory; imports neither JAX nor Orbax."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,19 +8,21 @@ if TYPE_CHECKING:
 
 
 UNFINISHED = ".orbax-checkpoint-tmp"
-"""What Orbax adds to the name of a step's directory until the step is complete."""
+"""Suffix that Orbax gives to the name of a step's directory until the step is complete.
+"""
 COMMIT_FILE = "commit_success.txt"
-"""What Orbax puts into a complete step where directories cannot be renamed (gs://)."""
+"""File that marks a complete step where directories cannot be renamed (gs://)."""
 
 
 def storage_steps(directory: "Path | epath.Path") -> tuple[int, ...]:
-    """The complete steps in a storage directory, ascending; () if there is none.
+    """Lists the complete steps in a storage directory, ascending.
 
-    A step is a directory whose name is its number: Orbax gives it that name once it is
-    complete.
+    A complete step is a directory whose name is the step's number; on gs:// it must
+    also have `COMMIT_FILE`. Orbax gives a directory this name once the step is
+    complete. The result is empty if the storage directory does not exist.
 
     Raises:
-        OSError: the directory is there, but cannot be listed.
+        OSError: the directory exists but cannot be listed.
     """
     if not directory.is_dir():
         return ()

@@ -1,8 +1,9 @@
-"""Reads the steps of a storage directory.
+"""Reads and verifies the steps of a storage directory.
 
-A step that dtft wrote has the item `dtft` beside the user's items: the `Record` and a
-fingerprint per leaf, against which its leaves are checked. A step without a record is
-in the format of jobs before commit 3d5ab71, or stock Orbax's own, and Orbax reads it.
+A step that dtft wrote has the item `dtft` in addition to the user's items. It has the
+`Record` and a fingerprint per leaf, which verifies the leaf's values. A step without a
+record was written by a job of commit 3d5ab71 or earlier, or by stock Orbax. Orbax reads
+the values of all steps.
 """
 
 import json
@@ -38,35 +39,37 @@ from dtft.checkpoint.state import (
 from dtft.checkpoint.storage.orbax_manager import said
 from dtft.checkpoint.storage.step_directories import storage_steps
 
-# Reads steps that jobs stored before commit 3d5ab71 or at it, without a record.
-#
-# They have two items: `state`, the arrays by path, and `items`, a JSON object of the
-# caller's items, the leaves that Orbax refuses (empty arrays) and the fingerprints. To
-# be removed with the release after 0.1.
+# Former format: steps without a record, written by jobs of commit 3d5ab71 or earlier.
+# To be removed with the release after 0.1.
 
 
 _ENTRIES = frozenset({"items", "empty", "fingerprints"})
-"""What the JSON item has."""
+"""Keys of the JSON item `items` in the former format: the caller's items, the empty
+arrays, which Orbax refuses, and the fingerprints. The other item is `state`, the arrays
+by path."""
 
 
 def former_items(value: Any) -> Any:
-    """The caller's items in the JSON item; None if the format is another one."""
+    """The caller's items in the JSON item; None if it is not in the former format."""
     is_former = isinstance(value, dict) and _ENTRIES <= value.keys()
     return value["items"] if is_former else None
 
 
 def former_record(step: epath.Path, value: Any) -> tuple[Record, dict[str, str]] | None:
-    """Record and fingerprints of a step; None if the format is another one.
+    """Makes the record and fingerprints of a step in the former format.
 
-    Every leaf is an array. The tree that Orbax has is without empty arrays, and so is
-    the record's.
+    Every leaf is an array. The tree structure of the record, like that in Orbax, has no
+    empty arrays.
 
     Args:
         step: the step's directory.
-        value: what its JSON item holds.
+        value: value of its JSON item.
+
+    Returns:
+        The record and the fingerprints by path; None for another format.
 
     Raises:
-        Exception: what Orbax raises if it cannot read its own metadata.
+        Exception: any exception of Orbax on unreadable metadata.
     """
     if former_items(value) is None:
         return None
@@ -101,10 +104,10 @@ class CheckpointUnreadable(RuntimeError):
 
 
 class StoredSteps:
-    """The steps in one directory, for reading."""
+    """Reads the steps in one directory."""
 
     def __init__(self, directory: epath.Path) -> None:
-        """Touches nothing."""
+        """Stores the path; does not access the directory."""
         self.directory = directory
 
     def steps(self) -> tuple[int, ...]:
@@ -112,10 +115,10 @@ class StoredSteps:
         return storage_steps(self.directory)
 
     def record(self, step: int) -> tuple[Record, dict[str, str]] | None:
-        """Record and fingerprints of a step; None if stock Orbax wrote it.
+        """Reads the record and fingerprints of a step; None if stock Orbax wrote it.
 
         Raises:
-            CheckpointUnreadable: there is one, but it cannot be read.
+            CheckpointUnreadable: the step has a record that cannot be read.
         """
         path = self.directory / str(step)
         try:
@@ -127,14 +130,14 @@ class StoredSteps:
             if digest is not None and digest != json_digest(beside):
                 raise ValueError("its record does not match its digest")
             return Record.from_json(beside["record"]), beside["fingerprints"]
-        except Exception as error:  # whatever Orbax or damage makes of it
+        except Exception as error:  # Orbax and corrupt files raise any exception
             raise self._unreadable(step, error) from error
 
     def digest(self, step: int) -> str | None:
-        """The digest beside the record of a step; None if there is none to be read."""
+        """Reads the digest of a step's record; None if the step has no readable one."""
         try:
             return _json(self.directory / str(step) / RECORD)["digest"]
-        except (KeyError, TypeError, ValueError, OSError):  # stock Orbax wrote it, say
+        except (KeyError, TypeError, ValueError, OSError):  # e.g. a stock Orbax step
             return None
 
     def read(
@@ -144,16 +147,16 @@ class StoredSteps:
         prints: Mapping[str, str],
         wanted: Mapping[str, RestoreTarget | None],
     ) -> tuple[list[Any], dict[str, Any]]:
-        """The leaves of the wanted items, each checked, and the wanted JSON items.
+        """Reads and verifies the leaves of the wanted items and the wanted JSON items.
 
         Args:
             step: the step.
-            record: its record.
-            prints: its fingerprints.
-            wanted: item name to what is wanted of it, or None for JSON.
+            record: the step's record.
+            prints: the step's fingerprints.
+            wanted: item name to the targets of its leaves, or to None for a JSON item.
 
         Returns:
-            Arrays by leaf number (None for leaves nobody wants), and the JSON values.
+            Values by leaf number (None for leaves of other items), and the JSON values.
 
         Raises:
             CheckpointUnreadable: the step cannot be read, or is corrupt.
@@ -191,7 +194,11 @@ class StoredSteps:
         }
 
     def _right(self, step: int, record: Record, name: str, value: Any) -> Any:
-        """An item in JSON, which the record has, too."""
+        """Compares a JSON item that was read with the record's; returns its value.
+
+        Raises:
+            CheckpointUnreadable: the item differs from the record's.
+        """
         if not (self.directory / str(step) / RECORD).exists():
             value = former_items(value)
         if json_digest(value) != json_digest(record.json_items[name]):
@@ -216,21 +223,21 @@ class StoredSteps:
             raise self._unreadable(step, ValueError(f"corrupt leaves: {listed(bad)}"))
 
     def stock(self, step: int, args: Any) -> Any:
-        """A step without a record, as stock Orbax restores it."""
+        """Restores a step without a record through a stock Orbax manager."""
         with self.manager() as manager:
             return manager.restore(step, args=args)
 
     def manager(
         self, *, read_only: bool = True, best_fn: Any = None
     ) -> ocp.CheckpointManager:
-        """A stock manager of the directory, to look or to delete."""
+        """Opens a stock Orbax manager of the directory, for reading or deleting."""
         options = ocp.CheckpointManagerOptions(
             read_only=read_only, create=False, save_interval_steps=0, best_fn=best_fn
         )
         return ocp.CheckpointManager(self.directory, options=options)
 
     def stock_metadata(self, step: int) -> Any:
-        """What stock Orbax says of the items of a step that it wrote."""
+        """Reads Orbax's item metadata of a step that stock Orbax wrote."""
         unnamed = (self.directory / str(step) / DEFAULT).exists()
         with ocp.CheckpointManager(
             self.directory,
@@ -258,13 +265,16 @@ class StoredSteps:
 
 
 def _json(item: epath.Path) -> Any:
-    """What a JSON item holds; None if there is no such item, or it is a tree."""
+    """Reads the value of a JSON item; None if the item has no JSON file."""
     file = item / "metadata"
     return json.loads(file.read_text()) if file.exists() else None
 
 
 def _abstract(leaf: LeafRecord, number: int, wanted: RestoreTarget | None) -> Any:
-    """What Orbax is asked for: the kind that was saved, where the user wants it."""
+    """Makes Orbax's restore argument of a leaf: its saved kind, the wanted sharding.
+
+    The result is None for an empty leaf.
+    """
     assert wanted is not None
     dtype = np.dtype(leaf.dtype)
     if 0 in leaf.shape:
@@ -272,14 +282,14 @@ def _abstract(leaf: LeafRecord, number: int, wanted: RestoreTarget | None) -> An
     if leaf.kind in _NUMBERS:
         return _NUMBERS[leaf.kind]
     if leaf.kind in ("numpy", "scalar"):
-        return np.broadcast_to(np.zeros((), dtype), leaf.shape)  # no memory
+        return np.broadcast_to(np.zeros((), dtype), leaf.shape)  # needs no memory
     target = wanted.targets.get(number)
     sharding = getattr(target, "sharding", None) or wanted.fallback
     return struct_of(leaf, sharding or default_sharding())
 
 
 def _plain(leaf: LeafRecord, value: Any) -> Any:
-    """The array whose bytes were saved."""
+    """Converts a restored leaf to the array whose fingerprint was saved."""
     if leaf.kind == "key":
         return jax.random.key_data(value)
     if not isinstance(value, jax.Array):

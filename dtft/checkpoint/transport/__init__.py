@@ -1,12 +1,16 @@
-"""Bytes between hosts: authenticated connections, pushes and fetches of slices. No JAX.
+"""Transport between hosts: authenticated connections, pushes and fetches of slices.
 
-* `dialing`: addresses, and connections to them; `protocol`: frames, seals and the
-  handshake as values; `connection`: one socket that sends and receives frames;
-  `server`: connections opened and served; `outbound`: messages that nobody waits for.
-* `push`, `fetch`: slices to and from a peer, checked chunk by chunk; `rdma`: the same
-  through NIXL; `bench`: `dtft bench transport`.
+* `dialing`: parses and connects to addresses.
+* `protocol`: frames, seals and the handshake as values.
+* `connection`: one socket that sends and receives frames.
+* `server`: opens and serves authenticated connections.
+* `outbound`: queues messages, so that the sender never waits.
+* `push`, `fetch`: send slices to a peer and read slices from a peer, with a digest per
+  chunk.
+* `rdma`: reads slices from a peer's memory through NIXL.
+* `bench`: `dtft bench transport`.
 
-What is sent to whom is decided by the caller.
+The caller decides which slices are sent to which host. The package does not import JAX.
 """
 
 from typing import TYPE_CHECKING

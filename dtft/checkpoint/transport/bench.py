@@ -1,9 +1,9 @@
-"""`dtft bench transport`: how fast slices are fetched, against raw sockets.
+"""`dtft bench transport`: throughput of fetching slices, compared with raw sockets.
 
-Both move the same bytes over the same number of connections at the same time, from
-another process into memory that exists already, in turn, so that a noisy machine
-disturbs both alike. The fetch checks every byte's digest, and can be asked to encrypt;
-the raw sockets do nothing but receive. Sets no target.
+Fetches and raw transfers alternate, so that a noisy machine disturbs both alike. Both
+move the same bytes from another process into preallocated memory, over at most
+`streams` connections at a time. The fetch checks the digests of all chunks and can
+encrypt; the raw sockets only receive. The benchmark sets no target.
 """
 
 import json
@@ -30,30 +30,30 @@ from dtft.checkpoint.transport.rdma import Nixl
 from dtft.checkpoint.transport.server import TransportServer
 
 LIMIT_S = 120.0
-"""Deadline of each transfer."""
+"""Deadline of each fetch, and timeout of each raw socket operation, in seconds."""
 LIFE_S = 3600.0
-"""The peer process ends by then, whatever happens to this one."""
+"""Longest lifetime of the peer process, in seconds; it ends earlier with its parent."""
 _JOB = "bench"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransportBench:
-    """What `dtft bench transport` measures."""
+    """Parameters of `dtft bench transport`."""
 
     mib: int = 256
-    """Size of the slices of one fetch, in MiB."""
+    """Total size of the slices of one fetch, in MiB."""
     num_slices: int = 16
-    """Slices that the bytes are divided into."""
+    """Number of equal slices that the bytes are divided into."""
     chunk_mib: int = 4
-    """Size of what one digest covers, in MiB."""
+    """Size of a chunk in MiB; each chunk has one digest."""
     streams: int = STREAMS
-    """Most connections of one fetch, and as many raw sockets."""
+    """Most connections of one fetch, and the number of raw sockets."""
     rounds: int = 7
-    """Fetches and raw transfers, in turn."""
+    """Number of rounds; each has one fetch and one raw transfer."""
     tls: Tls | None = None
-    """Certificate and key, to measure an encrypted fetch; raw stays plain."""
+    """Certificate and key for an encrypted fetch; the raw sockets stay plain."""
     nixl: bool = False
-    """Fetch with NIXL, which must be installed; raw stays TCP."""
+    """Whether the fetch uses NIXL, which must be installed; the raw sockets use TCP."""
 
     def __post_init__(self) -> None:
         for name in ("mib", "num_slices", "chunk_mib", "streams", "rounds"):
@@ -65,12 +65,15 @@ class TransportBench:
 
     @property
     def slice_bytes(self) -> int:
-        """Size of one slice."""
+        """Size of one slice in bytes."""
         return max((self.mib << 20) // self.num_slices, 1)
 
 
 def bench_transport(config: TransportBench) -> dict[str, Any]:
-    """Measures, prints one line a round and the figures as JSON; returns them."""
+    """Runs the benchmark and returns its figures.
+
+    Prints a line for each round, then the figures as JSON.
+    """
     memory = np.zeros((config.num_slices, config.slice_bytes), np.uint8)
     secret = os.urandom(32)
     seconds: dict[str, list[float]] = {"fetch": [], "raw": []}
@@ -98,7 +101,10 @@ def bench_transport(config: TransportBench) -> dict[str, Any]:
 
 
 def summarize(seconds: dict[str, list[float]], nbytes: int) -> dict[str, Any]:
-    """Medians over rounds, and the ratio fetch / raw of each round's seconds.
+    """Computes throughputs from the median seconds, and the ratios fetch / raw.
+
+    Each round has a ratio of the fetch's seconds to the raw transfer's seconds; "ratio"
+    is their median.
 
     >>> figures = summarize({"fetch": [2.0, 3.0], "raw": [1.0, 2.0]}, 3_000_000_000)
     >>> figures["fetch_gb_per_s"], figures["raw_gb_per_s"], figures["ratio"]
@@ -116,7 +122,7 @@ def summarize(seconds: dict[str, list[float]], nbytes: int) -> dict[str, Any]:
     }
 
 
-# ------------------------------------------------------------------ this side
+# ------------------------------------------------------------- receiving side
 
 
 def _fetch(
@@ -142,7 +148,10 @@ def _fetch(
 
 
 def _raw(config: TransportBench, address: str, wanted: Sequence[WantedSlice]) -> float:
-    """The same bytes over as many sockets, each with an equal share of slices."""
+    """Receives all slices over `streams` raw sockets; returns the seconds.
+
+    Each socket receives an equal share of the slices.
+    """
     failed: list[OSError] = []
 
     def receive(share: Sequence[WantedSlice]) -> None:
@@ -178,14 +187,19 @@ def _receive_raw(address: str, share: Sequence[WantedSlice]) -> None:
                 at += received
 
 
-# ------------------------------------------------------------------- the peer
+# --------------------------------------------------------------- peer process
 
 
 @contextmanager
 def _peer(
     config: TransportBench, secret: bytes
 ) -> Iterator[tuple[str, str, list[bytes]]]:
-    """Another process that has the slices: its two addresses, and their digests."""
+    """Runs a peer process that serves the slices while the context lasts.
+
+    Yields:
+        The address for fetches, the address of the raw sockets, and the chunk digests
+        of each slice.
+    """
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_serve, args=(config, secret, there), daemon=True)
@@ -196,7 +210,7 @@ def _peer(
             raise TimeoutError(f"the peer process was not ready in {LIMIT_S} s")
         yield here.recv()
     finally:
-        here.close()  # ends it
+        here.close()  # the peer process ends when its pipe is closed
         process.join(10)
         if process.is_alive():
             process.kill()

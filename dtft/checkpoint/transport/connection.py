@@ -1,8 +1,8 @@
 """One TCP connection between two hosts: sends and receives frames, plain or under TLS.
 
-Sends from and receives into memory that others own, without copies, and gives every
-wait a deadline. Keepalive notices a silent peer; seals notice frames that were changed,
-lost, repeated or reordered.
+Payloads are sent from and received into the caller's memory without copies. Every wait
+has a deadline. TCP keepalive detects a silent peer. Seals detect frames that were
+changed, lost, repeated or reordered.
 """
 
 import contextlib
@@ -19,41 +19,38 @@ from typing import Any
 from dtft.checkpoint.transport import protocol
 from dtft.checkpoint.transport.protocol import Tls
 
-# The bytes under a channel: a TCP socket that never blocks, plain or under TLS.
-#
-# Decides how bytes enter and leave one socket. TLS hides them; who the peer is, is
-# proved by the handshake of `server`, which is bound to the server's certificate,
-# so a certificate that signs itself is enough.
-
-
 _BUFFERS_PER_CALL = 512  # the kernel takes at most 1024
-_TLS_BYTES_PER_CALL = 1 << 18  # one call encrypts it all, holding the lock
+_TLS_BYTES_PER_CALL = 1 << 18  # one call encrypts all its bytes, holding the lock
 
 
 class WouldBlock(Exception):
-    """Nothing can be done until the socket has `event` (POLLIN or POLLOUT)."""
+    """A socket call would block; `event` (POLLIN or POLLOUT) says when to try again."""
 
     def __init__(self, event: int) -> None:
-        """Keeps what to poll for."""
+        """Stores the event to poll for."""
         super().__init__(event)
         self.event = event
 
 
 class SocketStream:
-    """A plain TCP connection. One thread may send while another receives."""
+    """A plain TCP connection on a nonblocking socket.
+
+    One thread may send while another receives.
+    """
 
     binding = b""
-    """What the handshake's proofs are bound to; nothing without TLS."""
+    """Hash of the server's certificate for the handshake's proofs; empty without TLS.
+    """
     keeps_unsent = False
-    """Whether a `send` that would block has begun all the same: the next one must be
-    given the same bytes."""
+    """Whether a `send` that raises WouldBlock must be repeated with the same bytes."""
 
     def __init__(self, connection: socket.socket, silence_ms: int) -> None:
         """Takes over a connected socket.
 
         Args:
             connection: the socket.
-            silence_ms: a peer whose kernel acknowledges nothing for so long is gone.
+            silence_ms: longest time in milliseconds without an acknowledgement of sent
+                bytes (TCP_USER_TIMEOUT); the kernel then ends the connection.
         """
         self.socket = connection
         connection.setblocking(False)
@@ -65,10 +62,10 @@ class SocketStream:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, silence_ms)
 
     def send(self, buffers: Sequence[memoryview]) -> int:
-        """Sends some of the bytes; returns how many.
+        """Sends a prefix of the buffers; returns the number of bytes sent.
 
         Raises:
-            WouldBlock: there is no room now.
+            WouldBlock: the socket's send buffer is full.
             OSError: the connection has ended.
         """
         try:
@@ -77,10 +74,12 @@ class SocketStream:
             raise WouldBlock(select.POLLOUT) from None
 
     def receive_into(self, buffers: Sequence[memoryview]) -> int:
-        """Receives some bytes into the buffers, in order; 0 at the stream's end.
+        """Receives bytes into the buffers, in order; returns their number.
+
+        The number is 0 at the stream's end.
 
         Raises:
-            WouldBlock: there is nothing now.
+            WouldBlock: no bytes have arrived.
             OSError: the connection has ended.
         """
         try:
@@ -89,47 +88,53 @@ class SocketStream:
             raise WouldBlock(select.POLLIN) from None
 
     def poll(self, event: int, timeout_s: float) -> bool:
-        """Waits until `event`; False if it did not come in time."""
+        """Waits until the socket has `event`; returns False after `timeout_s`."""
         poller = select.poll()
         poller.register(self.socket, event)
         return bool(poller.poll(max(timeout_s, 0) * 1000))
 
     def end(self) -> None:
-        """Ends the connection both ways; threads that wait in `poll` wake."""
+        """Shuts the connection down in both directions; wakes threads in `poll`."""
         with contextlib.suppress(OSError):
-            # Not SSLSocket's own, which would let another thread read plain bytes.
+            # SSLSocket.shutdown would let another thread read the raw bytes.
             socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Gives the descriptor back; nobody may use the stream any more."""
+        """Closes the descriptor; no thread may use the stream afterwards."""
         self.socket.close()
 
 
 class TlsStream(SocketStream):
-    """A TCP connection under TLS 1.3."""
+    """A TCP connection under TLS 1.3.
+
+    TLS only encrypts. The handshake of `server` proves the peer's identity and is bound
+    to the server's certificate, so a self-signed certificate suffices.
+    """
 
     keeps_unsent = True
 
     def __init__(
         self, connection: socket.socket, silence_ms: int, tls: Tls, *, server: bool
     ) -> None:
-        """Takes over a connected socket; call `greet` before anything else."""
+        """Takes over a connected socket; `greet` must be called before any transfer."""
         super().__init__(connection, silence_ms)
         self._tls, self._server, self._lock = tls, server, threading.Lock()
         self._ended = False
 
     def greet(self, deadline: float) -> None:
-        """TLS's own handshake; sets `binding`. Reads the certificate's files.
+        """Runs the TLS handshake and sets `binding`; reads the certificate's files.
 
         Raises:
             TimeoutError: the monotonic clock has passed `deadline`.
-            OSError: the peer speaks no TLS, or has gone; or the files cannot be read.
+            OSError: the peer does not speak TLS, the connection has ended, or the files
+                cannot be read.
         """
-        # Not when the connection is accepted: a slow disk would keep others out.
+        # The files are read here and not in `__init__`, which the accepting thread
+        # calls: a slow disk would delay other connections.
         self.socket = self._secure = _context(self._tls, self._server).wrap_socket(
             self.socket, server_side=self._server, do_handshake_on_connect=False
         )
-        if self._ended:  # meanwhile, which the new object was not told
+        if self._ended:  # `end` was called on the socket that has been replaced
             super().end()
         while True:
             try:
@@ -147,12 +152,12 @@ class TlsStream(SocketStream):
         self.binding = hashlib.sha256(certificate).digest()
 
     def end(self) -> None:
-        """As `Stream.end`."""
+        """As `SocketStream.end`."""
         self._ended = True
         super().end()
 
     def send(self, buffers: Sequence[memoryview]) -> int:
-        """As `Stream.send`."""
+        """As `SocketStream.send`, but sends bytes of the first buffer only."""
         with self._lock:
             try:
                 return self._secure.send(buffers[0][:_TLS_BYTES_PER_CALL])
@@ -160,7 +165,7 @@ class TlsStream(SocketStream):
                 raise WouldBlock(_event(error)) from None
 
     def receive_into(self, buffers: Sequence[memoryview]) -> int:
-        """As `Stream.receive_into`."""
+        """As `SocketStream.receive_into`, but fills the first buffer only."""
         with self._lock:
             try:
                 return self._secure.recv_into(buffers[0])
@@ -168,7 +173,7 @@ class TlsStream(SocketStream):
                 raise WouldBlock(_event(error)) from None
 
     def poll(self, event: int, timeout_s: float) -> bool:
-        """As `Stream.poll`; bytes that are decrypted already count as POLLIN."""
+        """As `SocketStream.poll`; bytes that are already decrypted count as POLLIN."""
         if event == select.POLLIN:
             with self._lock:
                 if self._secure.pending():
@@ -177,10 +182,11 @@ class TlsStream(SocketStream):
 
 
 def check_tls(tls: Tls) -> None:
-    """Reads a server's certificate and key.
+    """Checks that a server's certificate and key can be loaded.
 
     Raises:
-        ValueError: one is missing or unreadable, or they do not belong together.
+        ValueError: a file is missing or unreadable, or the key does not belong to the
+            certificate.
     """
     try:
         if tls.certificate is None or tls.key is None:
@@ -201,7 +207,7 @@ def _context(tls: Tls, server: bool) -> ssl.SSLContext:
     if server:
         assert tls.certificate is not None
         context.load_cert_chain(tls.certificate, tls.key)
-    else:  # the proof of the secret, bound to the certificate, says who it is
+    else:  # the proof of the secret, bound to the certificate, identifies the server
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context
 
@@ -221,21 +227,22 @@ Buffer = bytes | bytearray | memoryview
 Header = dict[str, Any]
 Memory = memoryview | Sequence[memoryview]
 Sink = Callable[[Header, int], Memory | None]
-"""From header and payload size to the memory for the payload, in one or more parts;
-None discards it."""
+"""Function from a frame's header and payload size in bytes to memory for the payload,
+in one or more parts; None discards the payload."""
 
 SILENCE_MS = 10_000
-"""A peer whose kernel acknowledges nothing for this long is gone."""
+"""Longest time in milliseconds without an acknowledgement of sent bytes from the peer's
+kernel; the connection then ends."""
 SILENCE_S = 10.0
-"""A peer that stops for this long in the middle of a frame is given up."""
+"""Longest pause in seconds in the middle of a frame; the channel is then closed."""
 _SCRATCH_BYTES = 1 << 20
 
 
 def no_payload(_: Header, size: int) -> None:
-    """A sink for frames that have no payload.
+    """A sink that accepts only frames without a payload.
 
     Raises:
-        WireError: it has one.
+        WireError: the frame has a payload.
     """
     if size:
         raise protocol.WireError(
@@ -244,35 +251,39 @@ def no_payload(_: Header, size: int) -> None:
 
 
 class ChannelClosed(ConnectionError):
-    """The connection has ended, from either side."""
+    """The connection has ended, closed by this host or the peer."""
 
 
 class Unsent:
-    """A frame without payload that has not left this host, or not all of it."""
+    """A frame without payload that the socket has not taken completely."""
 
     def __init__(self, header: Header) -> None:
-        """Packs the header, which may change afterwards.
+        """Packs the header; the caller may change the header afterwards.
 
         Raises:
             ValueError: the header is too large.
         """
         self.plain = protocol.encode_header(header, 0)
         self.rest: memoryview | None = None
-        """What the socket has not taken; None while the frame has no place in the
-        connection's order."""
+        """Sealed bytes that the socket has not taken; None until the frame is sealed
+        with its number in the connection's order."""
 
 
 class Channel:
-    """One connection, authenticated. Sending is thread-safe; one thread receives."""
+    """One authenticated connection that sends and receives frames.
+
+    Sending is thread-safe. Only one thread may receive.
+    """
 
     def __init__(self, stream: SocketStream, address: str) -> None:
-        """Takes over a connected stream; `address` is for messages."""
+        """Takes over a connected stream; `address` is used in messages."""
         self.address = address
         self.peer: Header = {}
-        """What the client said in its hello; at the client, the server's answer."""
+        """The client's hello; at the client, the server's answer to the hello."""
         self.stream = stream
         self.paced: Callable[[int], None] | None = None
-        """Called with every number of bytes sent; pauses, to send more slowly."""
+        """Called after each write with the number of bytes sent; pauses to limit the
+        rate."""
         self._sealer: protocol.Sealer | None = None
         self._opener: protocol.Opener | None = None
         self._sending = threading.Lock()
@@ -280,7 +291,7 @@ class Channel:
         self._users, self._closed = 0, False
 
     def protect(self, send_key: bytes, receive_key: bytes) -> None:
-        """Gives the keys of the seals; before that there are no frames."""
+        """Sets the keys of the seals; frames can be sent and received afterwards."""
         self._sealer, self._opener = (
             protocol.Sealer(send_key),
             protocol.Opener(receive_key),
@@ -295,12 +306,12 @@ class Channel:
     def send(
         self, header: Header, payload: Sequence[Buffer] = (), *, timeout_s: float
     ) -> None:
-        """Sends one frame; the payload's parts are received as one.
+        """Sends one frame; its payload is the concatenation of the parts.
 
         Raises:
             ChannelClosed: the connection has ended.
-            TimeoutError: the peer did not take it in time. Unless nothing was sent
-                yet, the channel is closed.
+            TimeoutError: the frame was not sent in time. If a part of the frame was
+                sent, the channel is closed.
             ValueError: header or payload is too large.
         """
         deadline = time.monotonic() + timeout_s
@@ -318,14 +329,15 @@ class Channel:
                 self._sending.release()
 
     def send_some(self, unsent: Unsent) -> int | None:
-        """Sends what the socket takes now, without waiting.
+        """Sends the bytes that the socket takes now, without waiting.
 
-        From its first call until it is done, no other frame can be sent; who gives up
-        before calls `give_up`.
+        The call that seals the frame takes the sending lock and keeps it until the
+        frame is sent: no other frame can be sent meanwhile. A caller that abandons the
+        frame must call `give_up`.
 
         Returns:
-            None: the frame is sent. 0: another thread is sending. Otherwise what to
-            poll for before the next call: POLLOUT, or POLLIN (TLS).
+            None: the frame is sent. 0: another thread is sending. Otherwise the event
+            to poll for before the next call: POLLOUT, or POLLIN (TLS).
 
         Raises:
             ChannelClosed: the connection has ended.
@@ -349,7 +361,7 @@ class Channel:
             return None
 
     def give_up(self, unsent: Unsent) -> None:
-        """Closes the channel on account of a frame that cannot be sent."""
+        """Closes the channel because a frame cannot be sent; frees the sending lock."""
         self.close()
         if unsent.rest:
             unsent.rest = None
@@ -357,7 +369,7 @@ class Channel:
 
     @contextlib.contextmanager
     def descriptor(self) -> Iterator[int]:
-        """The socket's descriptor, which is nobody else's until the block ends.
+        """Yields the socket's descriptor, which stays open until the block ends.
 
         Raises:
             ChannelClosed: the connection has ended.
@@ -373,25 +385,26 @@ class Channel:
         begin_s: float | None = None,
         max_header: int = protocol.MAX_HEADER,
     ) -> tuple[Header, memoryview]:
-        """Waits for the next frame.
+        """Waits for the next frame and receives it.
 
         Args:
-            timeout_s: limit for the whole frame.
-            sink: asked once per frame, also when the payload is empty, for memory of
-                the payload's size. Without it small payloads get new memory.
-            begin_s: limit for the frame to begin, if that is less.
-            max_header: largest header that is accepted, in bytes; it also bounds of
-                how many values a header may be made.
+            timeout_s: limit for the whole frame, in seconds.
+            sink: called once per frame, also for an empty payload; returns memory of
+                the payload's size. Without a sink, small payloads get new memory.
+            begin_s: limit until the frame's first byte, in seconds; `timeout_s` if
+                that is less.
+            max_header: largest header that is accepted, in bytes; also limits the
+                number of values in the header.
 
         Returns:
-            The header, and the memory with the payload (empty if discarded, or if the
-            sink gave it in parts).
+            The header, and the memory with the payload. The memory is empty if the
+            payload was discarded or the sink gave several parts.
 
         Raises:
             ChannelClosed: the connection has ended.
-            TimeoutError: no whole frame in time. If it had begun, the channel is
-                closed.
-            WireError: the peer sent no valid frame; the channel is closed.
+            TimeoutError: no whole frame arrived in time. If a part of the frame
+                arrived, the channel is closed.
+            WireError: the peer sent an invalid frame; the channel is closed.
         """
         now = time.monotonic()
         wait_s = timeout_s if begin_s is None else min(timeout_s, begin_s)
@@ -400,7 +413,7 @@ class Channel:
             try:
                 return self._next_frame(now + timeout_s, sink, max_header)
             except BaseException:
-                self.close()  # what comes next would not be the start of a frame
+                self.close()  # the next bytes would not be the start of a frame
                 raise
 
     def _next_frame(
@@ -424,7 +437,7 @@ class Channel:
         return header, memory[0] if len(memory) == 1 else memoryview(b"")
 
     def close(self) -> None:
-        """Ends the connection; threads that wait on it get ChannelClosed."""
+        """Ends the connection; threads that wait on the channel get ChannelClosed."""
         with self._state:
             if self._closed:
                 return
@@ -435,7 +448,11 @@ class Channel:
 
     @contextlib.contextmanager
     def _use(self) -> Iterator[None]:
-        """The last user closes the descriptor, so no other gets its number early."""
+        """Counts the caller as a user of the descriptor while the context lasts.
+
+        After `close`, the last user closes the descriptor, so that its number is not
+        reused while a thread still uses the descriptor.
+        """
         with self._state:
             if self._closed:
                 raise ChannelClosed(f"channel to {self.name} was closed on this host")
@@ -451,7 +468,7 @@ class Channel:
 
     @property
     def name(self) -> str:
-        """The peer, for messages: its host name if it told one, and its address."""
+        """The peer in messages: its host name, if known from the hello, and address."""
         host = self.peer.get("host")
         return f"{host} ({self.address})" if host else self.address
 
@@ -469,7 +486,7 @@ class Channel:
             raise self._late(what)
 
     def write(self, *parts: Buffer, deadline: float) -> None:
-        """Sends bytes that are no frame; for the handshake.
+        """Sends bytes without framing; used by `send` and the handshake.
 
         Raises:
             ChannelClosed: the connection has ended.
@@ -496,14 +513,14 @@ class Channel:
                     raise self._late("the rest of a frame to be taken")
         except TimeoutError:
             if begun:
-                self.close()  # the peer has part of a frame
+                self.close()  # the peer has a part of a frame
             raise
         except OSError as error:
             self.close()
             raise self._ended(error) from error
 
     def read(self, size: int, *, deadline: float) -> bytearray:
-        """Receives bytes that are no frame; for the handshake.
+        """Receives `size` bytes without framing; used by the handshake.
 
         Raises:
             ChannelClosed: the connection has ended.
@@ -518,7 +535,7 @@ class Channel:
 
     def _fill(self, memory: Sequence[memoryview], deadline: float) -> None:
         rest = [part for part in memory if len(part)]
-        rest.reverse()  # what comes next is at the end
+        rest.reverse()  # the next part to fill is the last of the list
         while rest:
             try:
                 got = self.stream.receive_into(rest[: -_BUFFERS_PER_CALL - 1 : -1])

@@ -1,7 +1,7 @@
-"""Addresses as text ("host:port"), and connections to them.
+"""Parses addresses of the form "host:port" and connects to them.
 
-`dial` has one deadline over look-up and connection. The host of an address is a name,
-an IPv4 address, or an IPv6 address in brackets, as in URLs.
+`dial` has one deadline for name lookup and connection together. The host of an address
+is a name, an IPv4 address, or an IPv6 address in brackets, as in URLs.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ _LONGEST = 300  # a DNS name has at most 253 characters
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Host, without brackets, and port.
+    """Splits an address into its host, without brackets, and its port.
 
     >>> parse_address("10.0.0.5:7000")
     ('10.0.0.5', 7000)
@@ -24,7 +24,7 @@ def parse_address(address: str) -> tuple[str, int]:
     ('::1', 80)
 
     Raises:
-        ValueError: it is not "host:port"; says what is allowed.
+        ValueError: the address is not "host:port"; the message says what is allowed.
     """
     host, colon, port = address.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
@@ -46,7 +46,7 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def format_address(host: str, port: int) -> str:
-    """The text of an address; `parse_address` reads it.
+    """Joins host and port to an address; inverse of `parse_address`.
 
     >>> format_address("::1", 80)
     '[::1]:80'
@@ -55,7 +55,7 @@ def format_address(host: str, port: int) -> str:
 
 
 def with_port(address: str, port: int) -> str:
-    """Another port of the same host.
+    """Replaces the port of an address.
 
     >>> with_port("[::1]:80", 443)
     '[::1]:443'
@@ -66,18 +66,12 @@ def with_port(address: str, port: int) -> str:
     return format_address(parse_address(address)[0], port)
 
 
-# Finds and connects to "host:port", with one deadline over all of it.
-#
-# The system's resolver has no deadline, so a name is looked up on a thread of its own,
-# which is left behind when it hangs; an IP address needs no lookup.
-
-
 Found = list[tuple[int, Any]]
-"""Address families and socket addresses, the best first."""
+"""Pairs of address family and socket address, in the resolver's order of preference."""
 
 
 class _Lookup:
-    """One lookup of one name; everybody who wants it waits for the same one."""
+    """A lookup of one name in progress; all callers that need the name wait for it."""
 
     def __init__(self) -> None:
         self.done = threading.Event()
@@ -90,27 +84,27 @@ _lookups: dict[tuple[str, int], _Lookup] = {}
 
 
 def dial(address: str, timeout_s: float) -> socket.socket:
-    """Connects to the first address of a host that answers.
+    """Connects to the first address of a host that accepts a connection.
 
     Args:
         address: "host:port".
-        timeout_s: limit for the lookup and all tries.
+        timeout_s: limit for the lookup and all attempts together, in seconds.
 
     Returns:
-        The socket; its timeout is what was left.
+        The socket; its timeout is the time limit of the successful attempt.
 
     Raises:
-        ValueError: it is not "host:port".
-        ConnectionRefusedError: nobody listens at any of the host's addresses.
-        TimeoutError: not done in time.
-        OSError: the name is not known, or there is no way there.
+        ValueError: the address is not "host:port".
+        ConnectionRefusedError: all of the host's addresses refused the connection.
+        TimeoutError: the lookup or an attempt exceeded its time.
+        OSError: the name is not known, or no address is reachable.
     """
     deadline = time.monotonic() + timeout_s
     found = resolve(*parse_address(address), timeout_s)
     refused: OSError | None = None
     other: OSError | None = None
     for number, (family, target) in enumerate(found):
-        # One of many that drops packets must not take the time of those after it.
+        # An address that drops packets must leave time for the addresses after it.
         left = max(deadline - time.monotonic(), 0.001) / (len(found) - number)
         connection = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -130,10 +124,13 @@ def dial(address: str, timeout_s: float) -> socket.socket:
 
 
 def resolve(host: str, port: int, timeout_s: float) -> Found:
-    """The addresses of a host.
+    """Resolves a host's name to socket addresses.
+
+    The system's resolver has no deadline. So a name is looked up on a thread, which is
+    abandoned if the resolver hangs. An IP address needs no lookup.
 
     Raises:
-        TimeoutError: the resolver has not answered in time.
+        TimeoutError: the resolver has not answered within `timeout_s` seconds.
         OSError: the name is not known.
     """
     with contextlib.suppress(socket.gaierror):
@@ -176,7 +173,7 @@ def _ask(host: str, port: int, flags: int) -> Found:
 
 
 def unreachable(host: str) -> str | None:
-    """Why other hosts could not connect to an address of this host; None if they could.
+    """The reason why peers cannot connect to an address of this host; None without one.
 
     >>> unreachable("::")
     'it stands for all addresses'

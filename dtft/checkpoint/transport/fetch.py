@@ -1,10 +1,10 @@
-"""Fetches slices from one peer over several connections, and answers such fetches.
+"""Fetches slices from one peer over several connections, and serves such fetches.
 
-Bytes go straight into the memory they are wanted in, and count chunk by chunk once
-their digests match. A connection that is cut is made again and goes on after the last
-verified chunk. A chunk that arrives wrong is asked for again, and is the peer's corrupt
-copy if it stays wrong. At most `DEPTH` answers per connection are on their way, so
-memory stays bounded on both sides.
+Bytes are received directly into their target memory and verified chunk by chunk against
+digests. A broken connection is opened again; verified chunks are not requested again. A
+chunk with a wrong digest is requested again, and after `TRIES` wrong copies its slice
+is reported as corrupt. Each connection has at most `DEPTH` requests without an answer,
+so memory use stays bounded on both sides.
 """
 
 import contextlib
@@ -36,24 +36,29 @@ logger = logging.getLogger(__name__)
 STREAMS = 4
 """Most connections of one fetch."""
 STREAM_BYTES = 32 << 20
-"""A further connection costs a handshake: it is made for every so many bytes."""
+"""Bytes per connection of a fetch: more connections are opened only for more bytes,
+because each costs a handshake."""
 RANGE_BYTES = 8 << 20
-"""What is asked for at a time, unless a chunk is larger."""
+"""Bytes of one request, unless a chunk is larger."""
 DEPTH = 2
-"""Answers on their way on one connection: one is checked while the next arrives."""
+"""Most requests without an answer on one connection: an answer is verified while the
+next one arrives."""
 BEGIN_S = 10.0
-"""A peer that does not begin to answer for this long is given up and tried again."""
+"""Longest wait in seconds for the first byte of an answer; the connection is then
+opened again."""
 READ_S = 30.0
-"""One read of a peer's lent memory takes at most this long."""
+"""Limit of one read of a peer's lent memory, in seconds."""
 TRIES = 4
-"""Attempts of one connection without a byte gained, and of one chunk."""
+"""Most attempts in a row of one connection without a verified byte, and most attempts
+to fetch one chunk."""
 _PAUSE_S = 0.05
 
 
 def streams_each(num_peers: int) -> int:
-    """Connections to each peer when so many are fetched from at once.
+    """Computes the connections per peer of fetches from `num_peers` peers at once.
 
-    They share those of one fetch: the receiving host is the same for all of them.
+    The peers share the connections of one fetch, because one host receives from all of
+    the peers. Each peer has at least one connection.
 
     >>> [streams_each(num_peers) for num_peers in (1, 2, 3, 9)]
     [4, 2, 1, 1]
@@ -62,24 +67,24 @@ def streams_each(num_peers: int) -> int:
 
 
 class FetchError(Exception):
-    """Slices could not be had from a peer; says why."""
+    """Slices could not be fetched from a peer; the message gives the reason."""
 
     def __init__(self, reason: str, corrupt: Sequence[str] = ()) -> None:
-        """Keeps the keys of slices that the peer has, but not intact."""
+        """Stores the keys of the slices whose copies on the peer are corrupt."""
         super().__init__(reason)
         self.corrupt = tuple(corrupt)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fetched:
-    """Bytes that a fetch verified and received, and connections that broke."""
+    """Counts of one fetch: verified bytes, received bytes and broken connections."""
 
     nbytes: int
-    """Size of what is there now, verified."""
+    """Verified bytes in the target memory."""
     received: int
-    """Bytes that arrived in whole answers, repeated ones included."""
+    """Bytes received in whole answers, repeated chunks included."""
     cuts: int
-    """Connections that broke and were made again."""
+    """Number of times that a connection broke."""
 
 
 def fetch_slices(
@@ -99,17 +104,18 @@ def fetch_slices(
     Args:
         address: "host:port" of the peer's server.
         credentials: the job and its secret.
-        hello: chooses the peer's handler; that must be `serve`.
-        request: what the peer's `find` is asked; "keys" is added.
+        hello: selects the peer's handler, which must call `serve_fetches`.
+        request: argument of the peer's `find`; "keys" is added.
         wanted: the slices. On failure their memory has unspecified contents.
-        chunk_bytes: size of the chunks of the digests.
-        limit_s: limit for all of it, in seconds.
-        streams: most connections at a time.
-        nixl: reads the bytes if the peer has NIXL too, with one connection beside it;
-            the peer's answers carry them otherwise.
+        chunk_bytes: bytes per digest.
+        limit_s: limit of the whole fetch, in seconds.
+        streams: most connections at a time; 1 with NIXL.
+        nixl: reads the bytes from the peer's memory if the peer has NIXL too. Otherwise
+            the bytes arrive in the peer's answers.
 
     Raises:
-        FetchError: the peer is gone, lacks a slice, is too late or sent corrupt bytes.
+        FetchError: the peer is unreachable, lacks a slice, is too late or sent corrupt
+            bytes.
     """
     work = _Work(wanted, chunk_bytes, nixl)
     asked = {**request, "keys": [one.key for one in wanted]}
@@ -134,7 +140,7 @@ def fetch_slices(
 
 
 class _Work:
-    """What is still to be done, shared by the connections of one fetch."""
+    """Ranges that are still to be fetched, shared by the connections of one fetch."""
 
     def __init__(
         self, wanted: Sequence[WantedSlice], chunk_bytes: int, nixl: Nixl | None
@@ -149,13 +155,15 @@ class _Work:
         self._lock = threading.Lock()
 
     def next(self) -> Range | None:
-        """A range to ask for; None if none is waiting."""
+        """Takes the next range to request; None if no range is waiting."""
         with self._lock:
             return self.waiting.popleft() if self.waiting else None
 
     def arrived(self, range_: Range) -> None:
-        """A whole answer is in memory: what is wrong is asked for again, at most so
-        often that a passing fault is over."""
+        """Verifies a received range; queues its wrong chunks to be requested again.
+
+        After `TRIES` wrong copies of a chunk, its slice is recorded as corrupt.
+        """
         bad = not_right(range_, self.wanted, self.chunk_bytes)
         with self._lock:
             self._received += _nbytes(range_)
@@ -169,7 +177,17 @@ class _Work:
                     self._corrupt[self.wanted[part.index].key] = None
 
     def cut(self, begun: Range, others: Sequence[Range], error: str) -> int:
-        """A connection broke; `begun` may be there in part. Returns bytes gained."""
+        """Records a broken connection and queues its ranges that are not verified.
+
+        Args:
+            begun: the range whose answer may have arrived in part; its chunks with
+                right digests count as verified.
+            others: the other ranges that were requested on the connection.
+            error: the reason, for messages.
+
+        Returns:
+            The verified bytes of `begun`.
+        """
         bad = not_right(begun, self.wanted, self.chunk_bytes)
         gained = _nbytes(begun) - _nbytes(bad)
         with self._lock:
@@ -180,7 +198,11 @@ class _Work:
         return gained
 
     def outcome(self) -> Fetched:
-        """What was fetched, or why not all of it."""
+        """The counts of the finished fetch.
+
+        Raises:
+            FetchError: slices are corrupt or incomplete.
+        """
         if self._corrupt:
             text = f"{len(self._corrupt)} corrupt slices"
             raise FetchError(text, tuple(self._corrupt))
@@ -201,9 +223,10 @@ def _stream(
     asked: dict[str, Any],
     deadline: float,
 ) -> None:
-    """One connection, made again after every cut, until nothing waits any more.
+    """Fetches ranges over one connection until none waits; reconnects after a break.
 
-    When it gives up, what it had goes back to `work` for the others.
+    Ranges that are not verified when the connection breaks return to `work`. The other
+    connections can then fetch these ranges.
     """
     tries = 0
     while tries < TRIES and work.waiting:
@@ -232,7 +255,7 @@ def _stream(
             begun = flying.popleft() if flying else ()
             gained[0] += work.cut(begun, tuple(flying), str(error))
             if isinstance(error, ConnectionRefusedError):
-                return  # nobody listens there any more
+                return  # the peer's server no longer listens
             tries = 0 if gained[0] else tries + 1
             time.sleep(min(_PAUSE_S, max(left, 0)))
 
@@ -240,7 +263,14 @@ def _stream(
 def _opened(
     channel: Channel, sizes: Sequence[int], deadline: float
 ) -> dict[str, Any] | None:
-    """Hears whether the peer has what is wanted; returns what it lends, if it does."""
+    """Receives the peer's first answer and compares its slice sizes with `sizes`.
+
+    Returns:
+        The peer's NIXL offer; None if the peer lends no memory.
+
+    Raises:
+        FetchError: the peer lacks a slice, or the sizes differ.
+    """
     left = min(deadline - time.monotonic(), BEGIN_S)
     reply, _ = channel.receive(left, no_payload, max_header=protocol.MAX_DATA_HEADER)
     if "error" in reply:
@@ -251,7 +281,7 @@ def _opened(
 
 
 def _ask(work: _Work, flying: deque[Range]) -> Iterator[dict[str, Any]]:
-    """What to send so that as much as may be is on its way, which is in `flying`."""
+    """Yields requests until `DEPTH` ranges are in `flying` or no range waits."""
     while len(flying) < DEPTH and (range_ := work.next()) is not None:
         flying.append(range_)
         parts = [(part.index, part.start, part.stop) for part in range_]
@@ -265,7 +295,10 @@ def _pump(
     gained: list[int],
     deadline: float,
 ) -> None:
-    """Asks and receives until nothing waits; `flying` is what was asked for."""
+    """Requests and receives ranges until none waits; adds verified bytes to `gained`.
+
+    `flying` has the ranges that were requested and not yet received, in order.
+    """
     while True:
         for asked in _ask(work, flying):
             channel.send(asked, timeout_s=deadline - time.monotonic())
@@ -292,7 +325,11 @@ def _read(
     gained: list[int],
     deadline: float,
 ) -> None:
-    """Reads the lent memory until nothing waits; the peer says that it still holds."""
+    """Reads ranges from the peer's lent memory with NIXL until none waits.
+
+    After each read the peer answers an empty request, which shows that it still lends
+    the memory.
+    """
     assert work.nixl is not None
     own = [view for one in work.wanted for view in one.memory.views]
     with work.nixl.receiving(own), work.nixl.borrow(offer):
@@ -315,18 +352,13 @@ def _read(
             gained[0] += _nbytes(range_)
 
 
-# Answers the fetches of `fetch_slices`: opens slices, then sends ranges of them.
-#
-# Sends straight from the memory that `find` gives, one answer at a time, and only what
-# lies inside.
-
-
 OPEN_S = 10.0
-"""A peer says what it wants within this time."""
+"""Longest wait in seconds for a peer's first request, and to send the answer to the
+request."""
 IDLE_S = 60.0
-"""A connection on which nothing is asked for this long is ended."""
+"""Longest wait in seconds for a peer's next request; the connection is then ended."""
 MAX_ANSWER = 256 << 20
-"""Largest answer in bytes; chunks must be smaller."""
+"""Largest answer in bytes; a chunk must not be larger."""
 
 
 def serve_fetches(
@@ -334,15 +366,20 @@ def serve_fetches(
     find: Callable[[dict[str, Any]], Sequence[Parts]],
     nixl: Nixl | None = None,
 ) -> None:
-    """Answers one connection of a peer's `fetch_slices` until the peer ends it.
+    """Serves one connection of a peer's `fetch_slices` until the peer ends it.
+
+    Answers are sent one at a time, directly from the memory that `find` returns. Parts
+    outside of the slices are refused.
 
     Args:
         channel: the connection.
-        find: from the peer's request, which is not to be trusted, to the slices' bytes.
-        nixl: lends those bytes to a peer that has NIXL too.
+        find: function from the peer's request, which is untrusted, to the slices'
+            bytes; raises KeyError if a slice is not held.
+        nixl: lends the slices' memory to a peer that has NIXL too.
 
     Raises:
-        WireError: the peer asks for what it may not.
+        WireError: the peer requests parts that are malformed, outside of the slices or
+            too large.
     """
     request, _ = channel.receive(
         OPEN_S, no_payload, max_header=protocol.MAX_DATA_HEADER
@@ -362,10 +399,10 @@ def serve_fetches(
 
 
 def _let_go(channel: Channel) -> None:
-    """Reads on until the peer ends the connection.
+    """Reads and ignores requests until the peer ends the connection, for `OPEN_S`.
 
-    It has asked for parts already: ending here with those unread would reset the
-    connection, and what it was told could be lost.
+    The peer has already requested parts. Closing a socket with unread bytes resets the
+    connection, and the error sent to the peer could be lost.
     """
     deadline = time.monotonic() + OPEN_S
     with contextlib.suppress(ChannelClosed, TimeoutError):
@@ -387,10 +424,11 @@ def _answer(channel: Channel, slices: Sequence[Parts], opened: dict[str, Any]) -
 
 
 def _cut_out(slices: Sequence[Parts], parts: object) -> list[memoryview]:
-    """The bytes that a peer asks for.
+    """Cuts the parts that a peer requests out of the slices, without copies.
 
     Raises:
-        WireError: they are not inside the slices, or too many.
+        WireError: a part is malformed or outside of its slice, or the parts have more
+            than `MAX_ANSWER` bytes.
     """
     found: list[memoryview] = []
     size = 0

@@ -1,9 +1,10 @@
-"""Sends messages over channels without ever making the sender wait.
+"""Sends messages over channels without blocking the sender.
 
-For an event loop: a peer that stops reading must not stop it. A message that the socket
-does not take at once is queued; one thread for all channels of the process sends what
-is queued and lives only as long as anything is. Decides when a peer takes too little:
-then its channel is closed, which the channel's receiver notices.
+A message that the socket does not take at once is queued. One thread sends the queued
+messages of all channels of the process; the thread ends when all queues are empty. A
+peer that takes messages too slowly is given up: its channel is closed, which the
+channel's receiver notices. Intended for event loops, which a peer that stops reading
+must not block.
 """
 
 import contextlib
@@ -20,17 +21,19 @@ from dtft.checkpoint.transport.connection import Channel, ChannelClosed, Header,
 logger = logging.getLogger(__name__)
 
 DEADLINE_S = 10.0
-"""A peer that has not taken a message this long after it was posted is given up."""
+"""Longest time in seconds from posting a message to its sending; the peer is then given
+up."""
 MAX_MESSAGES = 10_000
-"""So many messages may wait for one peer."""
+"""Most messages that may be queued for one peer."""
 MAX_BYTES = 64 << 20
-"""So many bytes of messages may wait for one peer; one message has at most 16 MiB."""
-_BUSY_S = 0.01  # another thread sends on the channel; nothing tells when it has ended
+"""Most bytes of messages that may be queued for one peer; one message has at most
+16 MiB."""
+_BUSY_S = 0.01  # polling interval while another thread sends on the channel
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutboundLimits:
-    """When a peer that takes too little is given up."""
+    """Limits of a peer's queue; a peer that exceeds one is given up."""
 
     deadline_s: float = DEADLINE_S
     max_messages: int = MAX_MESSAGES
@@ -40,12 +43,12 @@ class OutboundLimits:
 class Outbound:
     """The sending side of one channel. Thread-safe; messages keep their order.
 
-    `Channel.send` may still be used on the same channel; it waits for a frame that is
-    half sent, and overtakes those that are queued.
+    `Channel.send` may still be used on the same channel. Such a call waits for a frame
+    that is partly sent, and overtakes the queued messages.
     """
 
     def __init__(self, channel: Channel, limits: OutboundLimits | None = None) -> None:
-        """Sends nothing yet; the channel has done its handshake."""
+        """Takes a channel whose handshake is done; sends nothing yet."""
         self.channel = channel
         self._limits = limits or OutboundLimits()
         self._state = threading.Condition()
@@ -57,17 +60,17 @@ class Outbound:
 
     @property
     def waiting(self) -> int:
-        """How many messages are queued."""
+        """The number of queued messages; 0 after the channel has ended."""
         return 0 if self._ended else len(self._queue)
 
     def post(self, message: Header) -> bool:
-        """Sends a message now or later, without waiting.
+        """Sends a message at once or queues it, without waiting.
 
-        The message is packed at once and may be changed afterwards.
+        The message is packed at once; the caller may change it afterwards.
 
         Returns:
-            Whether it was sent or queued; False if the channel has ended. True does not
-            say that the peer got it.
+            Whether the message was sent or queued; False if the channel has ended. True
+            does not mean that the peer has received the message.
 
         Raises:
             ValueError: the message is larger than a header may be.
@@ -90,7 +93,7 @@ class Outbound:
         return alive
 
     def _begin(self) -> None:
-        """Sends the only message of the queue, or has the writer do it."""
+        """Sends the only message of the queue, or hands the queue to the writer."""
         try:
             event = self.channel.send_some(self._queue[0][1])
             if event is None:
@@ -106,22 +109,28 @@ class Outbound:
             self._give_up(f"cannot be sent later: {error}")
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits until nothing is queued; False if the channel ended or time ran out."""
+        """Waits until the queue is empty.
+
+        Returns False if the channel has ended or `timeout_s` seconds have passed.
+        """
         with self._state:
             self._state.wait_for(lambda: self._ended or not self._queue, timeout_s)
             return not self._ended and not self._queue
 
     def close(self) -> None:
-        """Ends the channel; what is queued is lost."""
+        """Closes the channel; queued messages are lost."""
         with self._state:
             self._end()
         self.channel.close()
 
     def send_queued(self) -> int | None:
-        """Sends what the socket takes now; for the writer's thread alone.
+        """Sends queued messages while the socket takes bytes.
+
+        Called only by the writer's thread.
 
         Returns:
-            What to poll for (0: ask again soon), or None if nothing is queued.
+            The event to poll for before the next call (0: call again soon), or None if
+            the queue is empty.
         """
         while True:
             self._say()
@@ -132,7 +141,7 @@ class Outbound:
                     self._drained = False
                     return None
                 posted, unsent = self._queue[0]
-            # Not under the lock: whoever posts would wait for all that the peer takes.
+            # Without the lock: otherwise `post` would wait for this send.
             try:
                 event = self.channel.send_some(unsent)
             except ChannelClosed:
@@ -148,7 +157,7 @@ class Outbound:
                     return event
 
     def due_in(self) -> float:
-        """Seconds until the peer is given up, if it takes nothing."""
+        """Seconds until the deadline of the oldest queued message; 0 without one."""
         with self._state:
             if not self._queue:
                 return 0.0
@@ -169,7 +178,7 @@ class Outbound:
         self._end()
 
     def _say(self) -> None:
-        """Logs why the peer was given up; not under the lock, for logs can hang."""
+        """Logs why the peer was given up; without the lock, as logging may hang."""
         complaint, self._complaint = self._complaint, ""
         if complaint:
             logger.warning("%s", complaint)
@@ -178,13 +187,13 @@ class Outbound:
         if self._ended:
             return
         self._ended = True
-        self.channel.close()  # which wakes the writer
+        self.channel.close()  # also wakes the writer
         if not self._drained:
             self._drop()
         self._state.notify_all()
 
     def _drop(self) -> None:
-        """Empties the queue; called by whoever may be sending its first message."""
+        """Empties the queue; called only by the thread that may send from the queue."""
         if self._queue:
             self.channel.give_up(self._queue[0][1])
         self._queue.clear()
@@ -193,16 +202,16 @@ class Outbound:
 
 @dataclass(frozen=True, eq=False)
 class _Backlog:
-    """An `Outbound` with messages that its socket did not take."""
+    """An `Outbound` whose queue the writer sends."""
 
     outbound: Outbound
     descriptor: int
     held: contextlib.ExitStack
-    """Keeps the descriptor from being closed."""
+    """Keeps the descriptor open until the queue is empty."""
 
 
 class _Writer:
-    """One thread that sends what is queued, for all channels of this process."""
+    """One thread that sends the queued messages of all channels of this process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -210,11 +219,13 @@ class _Writer:
         self._wake: int | None = None  # an eventfd while the thread runs
 
     def add(self, backlog: _Backlog, event: int) -> None:
-        """Sends what `backlog` has queued, as soon as `event` lets it.
+        """Hands a queue to the thread, which sends it once the socket has `event`.
+
+        Starts the thread if it is not running.
 
         Raises:
-            OSError: there are no more descriptors.
-            RuntimeError: there are no more threads.
+            OSError: the process has no more descriptors.
+            RuntimeError: no thread can be started.
         """
         with self._lock:
             if self._wake is None:
@@ -249,7 +260,10 @@ class _Writer:
     def _take_new(
         self, backlogs: dict[int, _Backlog], busy: set[int], poller: select.poll
     ) -> bool:
-        """Whether there were new ones; if there is nothing at all, the thread ends."""
+        """Registers the new backlogs; returns whether there were any.
+
+        Without any backlog, new or old, closes the eventfd: the thread then ends.
+        """
         with self._lock:
             new, self._new = self._new, []
             if not new and not backlogs and self._wake is not None:
@@ -272,7 +286,7 @@ class _Writer:
         backlog = backlogs[at]
         try:
             event = backlog.outbound.send_queued()
-        except Exception:  # one channel's fault must not end the others' messages
+        except Exception:  # an error of one channel must not stop the other channels
             logger.exception("peer %s: sending failed", backlog.outbound.channel.name)
             backlog.outbound.close()
             event = backlog.outbound.send_queued()

@@ -1,9 +1,9 @@
-"""What travels between hosts, as values: frames, their seals, and the handshake.
+"""The wire protocol as pure values: frames, their seals, and the handshake.
 
-The handshake proves who knows the job's secret and makes the keys of the seals. A seal
-proves a frame's header and its place in the order. A peer's msgpack is counted before
-it is decoded, because five bytes can announce four billion elements. Encryption is
-TLS's.
+The handshake proves that both sides know the job's secret and derives the keys of the
+seals. A seal authenticates a frame's header and its position in the order of frames.
+The elements of a peer's msgpack are counted before it is decoded, because five bytes
+can announce four billion elements. The protocol does not encrypt; TLS does.
 """
 
 import hashlib
@@ -17,24 +17,18 @@ from typing import Any, Literal, NoReturn
 
 import msgpack
 
-# Decodes msgpack that a peer sent, without taking much more memory than it has bytes.
-#
-# One byte can stand for an empty list, which takes eighty, and five can announce four
-# billion elements, for which msgpack would reserve memory at once. So the elements are
-# counted before any is made.
-
-
 BYTES_PER_ITEM = 16
-"""A header may have so many bytes, and one more value for each of these. A digest has
-more, so a header full of them reaches the limit of bytes first."""
+"""Bytes of a header's size limit per value that the header may have. A packed digest
+has more bytes, so a header of digests reaches the limit of bytes first."""
 MAX_DEPTH = 64
 """Deepest nesting of lists and maps."""
 _SMALL = 2048
-"""So few bytes are decoded uncounted: msgpack's own depth bounds what they take."""
+"""Largest packed size in bytes that is decoded without counting; msgpack's own limit of
+nesting bounds the memory of such values."""
 
 
 def max_items(max_bytes: int) -> int:
-    """How many values may be packed where `max_bytes` bytes are allowed.
+    """Computes how many values a packed form of at most `max_bytes` bytes may have.
 
     >>> max_items(1 << 20)
     65536
@@ -43,7 +37,11 @@ def max_items(max_bytes: int) -> int:
 
 
 def unpack(data: bytes | bytearray, limit: int) -> Any:
-    """The value that `data` packs, if it is made of at most `limit` values.
+    """Decodes msgpack that has at most `limit` values.
+
+    The values are counted before any of them is decoded, which bounds the memory: an
+    empty list has one packed byte and takes 80 bytes, and msgpack reserves memory for
+    all announced elements at once.
 
     >>> unpack(msgpack.packb({"step": 7}), limit=3)
     {'step': 7}
@@ -60,19 +58,20 @@ def unpack(data: bytes | bytearray, limit: int) -> Any:
 
 
 def count(data: bytes | bytearray, limit: int) -> int:
-    """How many values a packed one is made of, keys, lists and maps included.
+    """Counts the values in a packed value: itself, keys, elements, lists and maps.
 
-    Announced elements count before they are looked at, so little work is done for
-    what is refused.
+    The announced elements of a list or map are added before they are read, so input
+    that exceeds the limit is refused early.
 
     >>> count(msgpack.packb([1, "two", {"three": None}]), limit=9)
     6
 
     Raises:
-        ValueError: more than `limit`, deeper than `MAX_DEPTH`, or cut short.
+        ValueError: the data has more than `limit` values, is nested deeper than
+            `MAX_DEPTH`, or is truncated.
     """
     at, found, end = 0, 1, len(data)
-    open_ = [1]  # values still to come, in every list or map that is begun
+    open_ = [1]  # values still to be read of each open list or map
     while open_:
         if not open_[-1]:
             open_.pop()
@@ -82,7 +81,7 @@ def count(data: bytes | bytearray, limit: int) -> int:
             raise ValueError("not msgpack: it is cut short")
         kind, size, is_many = _KINDS[data[at]]
         at += 1
-        if kind:  # a length follows in so many bytes
+        if kind:  # the length follows in `kind` bytes
             size += int.from_bytes(data[at : at + kind], "big") * (is_many or 1)
             at += kind
         if not is_many:
@@ -99,9 +98,12 @@ def count(data: bytes | bytearray, limit: int) -> int:
 
 
 def _kind(code: int) -> tuple[int, int, int]:
-    """Of a first byte: bytes of the length after it, fixed size, values per element.
+    """Describes a msgpack type by its first byte.
 
-    The last is 0 for what is no list or map; then the size is in bytes.
+    Returns:
+        The bytes of the length field, the fixed size, and the values per element. The
+        values per element are 1 for lists, 2 for maps, and 0 for other types. The size
+        is in values for lists and maps, and in bytes for other types.
     """
     if 0x80 <= code <= 0x8F:
         return 0, 2 * (code & 15), 2
@@ -126,47 +128,40 @@ def _kind(code: int) -> tuple[int, int, int]:
 _KINDS = tuple(_kind(code) for code in range(256))
 
 
-# What travels between hosts: frames, and the handshake before the first of them.
-#
-# Turns headers into bytes and back, and decides whether a peer knows the job's secret.
-# The handshake proves who connects and makes the keys that a `Sealer` protects headers
-# with; it hides nothing, which is TLS's work. Pure values.
-
-
 MAGIC = b"DTFT"
 VERSION = 2
 MAX_HEADER = 16 << 20
-"""Largest header, packed, in bytes."""
+"""Largest packed header of any frame, in bytes."""
 MAX_DATA_HEADER = 4 << 20
-"""Largest header of a connection that moves slices."""
+"""Largest packed header on a connection that moves slices, in bytes."""
 MAX_REQUEST_HEADER = 64 << 10
-"""Largest header of a hello, and of a question with few fields."""
+"""Largest packed header of a hello or of a request with few fields, in bytes."""
 MAX_PAYLOAD = 1 << 40
-"""Largest payload in bytes; it is only ever received into memory given by a sink."""
+"""Largest payload in bytes; above `MAX_UNPLACED` it needs memory from a sink."""
 MAX_UNPLACED = 64 << 20
 """Largest payload in bytes that is received without a sink."""
 
 _PREFIX = struct.Struct("<4sB3xIQ")
 PREFIX_BYTES = _PREFIX.size
-"""Size of what precedes every header: magic, version, header and payload length."""
+"""Size in bytes of a frame's prefix: magic, version, header and payload length."""
 
 NONCE_BYTES = 32
-"""Size of each side's nonce, at the end of its greeting."""
+"""Size in bytes of each side's nonce, at the end of its greeting."""
 _GREETING = struct.Struct(f"<4sB3x{NONCE_BYTES}s")
 GREETING_BYTES = _GREETING.size
-"""Size of each side's first handshake message: magic, version and nonce."""
+"""Size in bytes of each side's first handshake message: magic, version and nonce."""
 PROOF_BYTES = 32
-"""Size of each side's second handshake message: an HMAC-SHA256."""
+"""Size in bytes of each side's second handshake message: an HMAC-SHA256."""
 REFUSAL = bytes(PROOF_BYTES)
-"""What a server answers instead of its proof when the client's is wrong."""
+"""The server's answer in place of its proof when the client's proof is wrong."""
 
 
 class WireError(ConnectionError):
-    """A peer sent what is not a frame of this version, or one over the limits."""
+    """A peer sent bytes that violate the protocol of this version or its limits."""
 
 
 class AuthenticationError(ConnectionError):
-    """A peer does not have the job's secret; names the peer and what to check."""
+    """A peer does not have the job's secret; the message names what to check."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,21 +173,22 @@ class Tls:
     """
 
     certificate: Path | None = None
-    """What the host shows to peers that connect."""
+    """The certificate that the host presents to peers that connect."""
     key: Path | None = None
     """The certificate's private key."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Credentials:
-    """What the hosts of one job share, and nobody else; and how they hide it."""
+    """The job's name and secret, which its hosts share, and this host's TLS files."""
 
     job: str
     """Name of the job."""
     secret: bytes = field(repr=False)
     """Contents of the secret file."""
     tls: Tls | None = None
-    """This host's certificate; without it nothing is encrypted. All hosts or none."""
+    """This host's certificate and key; None sends unencrypted. All hosts of a job must
+    use TLS, or none."""
 
     def __post_init__(self) -> None:
         if not self.secret:
@@ -203,16 +199,16 @@ class Credentials:
 
 
 class Packed(list[Any]):
-    """A list that is in many headers and does not change: it is packed once."""
+    """A constant list that is packed once and used in many headers."""
 
     def __init__(self, values: Iterable[Any]) -> None:
-        """Packs the values now."""
+        """Packs the values."""
         super().__init__(values)
         self.data: bytes = msgpack.packb(list(self)) or b""
 
 
 def pack(header: Mapping[str, Any]) -> bytes:
-    """A header without its prefix.
+    """Packs a header as msgpack, without a prefix.
 
     >>> pack({"hosts": Packed("ab")}) == pack({"hosts": ["a", "b"]})
     True
@@ -227,7 +223,7 @@ def pack(header: Mapping[str, Any]) -> bytes:
 
 
 def encode_header(header: dict[str, Any], payload_bytes: int) -> bytes:
-    """Prefix and header of a frame whose payload has `payload_bytes` bytes.
+    """Encodes prefix and header of a frame whose payload has `payload_bytes` bytes.
 
     >>> frame = encode_header({"op": "push"}, payload_bytes=5)
     >>> decode_prefix(frame[:PREFIX_BYTES])
@@ -240,7 +236,7 @@ def encode_header(header: dict[str, Any], payload_bytes: int) -> bytes:
             values.
     """
     packed = pack(header)
-    if len(packed) > max_items(MAX_HEADER):  # at least one byte each
+    if len(packed) > max_items(MAX_HEADER):  # each value has at least one byte
         count(packed, max_items(MAX_HEADER))
     if len(packed) > MAX_HEADER or payload_bytes > MAX_PAYLOAD:
         raise ValueError(
@@ -252,10 +248,11 @@ def encode_header(header: dict[str, Any], payload_bytes: int) -> bytes:
 
 
 def decode_prefix(data: bytes | bytearray) -> tuple[int, int]:
-    """Length of the header and of the payload, both within the limits.
+    """Decodes the lengths of header and payload in bytes, and checks their limits.
 
     Raises:
-        WireError: not a frame of this version, or over the limits.
+        WireError: the prefix is not of a frame of this version, or a length exceeds its
+            limit.
     """
     if len(data) != PREFIX_BYTES:
         raise WireError(f"a frame's prefix has {PREFIX_BYTES} bytes, not {len(data)}")
@@ -272,14 +269,15 @@ def decode_prefix(data: bytes | bytearray) -> tuple[int, int]:
 def decode_header(
     data: bytes | bytearray, max_header: int = MAX_HEADER
 ) -> dict[str, Any]:
-    """The header from its packed form.
+    """Decodes a header from its packed form.
 
     Args:
         data: the packed form.
-        max_header: how large it might have been; `unpack` allows values by that.
+        max_header: limit of the packed size in bytes, from which `max_items` derives
+            the limit of values.
 
     Raises:
-        WireError: not msgpack, not a map, or made of too many values.
+        WireError: the data is not msgpack, not a map, or has too many values.
     """
     try:
         header = unpack(data, max_items(max_header))
@@ -291,16 +289,16 @@ def decode_header(
 
 
 def greeting() -> tuple[bytes, bytes]:
-    """A first handshake message and the new nonce in it."""
+    """Makes a first handshake message; returns the message and its new nonce."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     return _GREETING.pack(MAGIC, VERSION, nonce), nonce
 
 
 def read_greeting(data: bytes | bytearray) -> bytes:
-    """The nonce of the other side's first message.
+    """Reads the nonce of the other side's first handshake message.
 
     Raises:
-        WireError: not a greeting of this version.
+        WireError: the data is not a greeting of this version.
     """
     if len(data) != GREETING_BYTES:
         raise WireError(f"a greeting has {GREETING_BYTES} bytes, not {len(data)}")
@@ -311,23 +309,24 @@ def read_greeting(data: bytes | bytearray) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Handshake:
-    """What both sides know after the greetings."""
+    """The values that both sides have after the greetings: nonces and TLS binding."""
 
     client_nonce: bytes
     server_nonce: bytes
     binding: bytes = b""
-    """Hash of the server's certificate under TLS: another one's proofs differ."""
+    """SHA-256 of the server's certificate under TLS, empty without TLS; proofs with
+    another certificate differ."""
 
 
 def proof(
     credentials: Credentials, role: Literal["client", "server"], handshake: Handshake
 ) -> bytes:
-    """What only a holder of the secret can say, in this role, in this handshake."""
+    """Computes the proof that a side knows the secret, in its role in a handshake."""
     return _derive(credentials, role, handshake)
 
 
 def session_keys(credentials: Credentials, handshake: Handshake) -> tuple[bytes, bytes]:
-    """The keys of the frames from client to server, and from server to client."""
+    """Derives the keys of frames from client to server and from server to client."""
     return (
         _derive(credentials, "frames to server", handshake),
         _derive(credentials, "frames to client", handshake),
@@ -337,7 +336,7 @@ def session_keys(credentials: Credentials, handshake: Handshake) -> tuple[bytes,
 def _derive(credentials: Credentials, use: str, handshake: Handshake) -> bytes:
     job = credentials.job.encode()
     bound = b"|".join((b"dtft handshake 2", use.encode(), b"%d" % len(job), job))
-    # The nonces have fixed sizes, and so has a binding that is not empty.
+    # The nonces have fixed sizes, and so does a binding that is not empty.
     message = bound + handshake.client_nonce + handshake.server_nonce
     return hmac.digest(credentials.secret, message + handshake.binding, "sha256")
 
@@ -346,7 +345,7 @@ def check_proof(received: bytes | bytearray, expected: bytes, peer: str) -> None
     """Compares proofs in constant time.
 
     Raises:
-        AuthenticationError: they differ; names the peer.
+        AuthenticationError: the proofs differ; the message names the peer.
     """
     if hmac.compare_digest(bytes(received), expected):
         return
@@ -370,30 +369,28 @@ def _check_version(magic: bytes, version: int) -> None:
         )
 
 
-# Seals of one connection: every frame's place in the order, and its header, proved.
-#
-# Each direction has its own key, made from the job's secret and both nonces of the
-# handshake, and counts its frames. So a flipped bit, a frame that is missing, repeated,
-# out of order, reflected or taken from another connection is noticed before its header
-# is used or a byte of its payload is stored. The payload's size is sealed and its bytes
-# are not: whoever receives them checks digests.
-
-
 SEAL_BYTES = 16
-"""Size of a seal; one follows the prefix, another the header."""
+"""Size of a seal in bytes; one seal follows the prefix, another the header."""
 FRAME_START_BYTES = PREFIX_BYTES + SEAL_BYTES
-"""What is read first of every frame: the prefix and its seal."""
+"""Size in bytes of the part of a frame that is read first: the prefix and its seal."""
 
 
 class Sealer:
-    """The sending side of one direction of one connection."""
+    """Seals the frames of one direction of one connection.
+
+    Each direction has its own key, derived from the job's secret and both nonces of the
+    handshake, and numbers its frames. The seals cover header, payload size and frame
+    number. So the `Opener` detects changed, missing, repeated, reordered, reflected and
+    foreign frames before the header is used or a byte of the payload is stored. The
+    payload's bytes are not sealed; its receiver checks digests.
+    """
 
     def __init__(self, key: bytes) -> None:
-        """`key` is one of `wire.session_keys`."""
+        """Takes one of the keys of `session_keys`."""
         self._key, self._count = key, 0
 
     def frame(self, header: dict[str, Any], payload_bytes: int) -> bytes:
-        """All of the next frame that goes before its payload.
+        """Encodes the next frame up to its payload: prefix, header and their seals.
 
         >>> start = Sealer(b"key").frame({"op": "push"}, payload_bytes=5)
         >>> opener = Opener(b"key")
@@ -408,30 +405,34 @@ class Sealer:
         return self.seal(encode_header(header, payload_bytes))
 
     def seal(self, plain: bytes) -> bytes:
-        """As `frame`, from what `wire.encode_header` made."""
+        """As `frame`, from prefix and header as encoded by `encode_header`."""
         prefix, packed = plain[:PREFIX_BYTES], plain[PREFIX_BYTES:]
         first = _seal(self._key, self._count, b"p", prefix)
         second = _seal(self._key, self._count, b"h", plain)
         return b"".join((prefix, first, packed, second))
 
     def advance(self) -> None:
-        """The frame has been sent; the next one has the next number."""
+        """Advances the frame number; called after a frame was sent."""
         self._count += 1
 
 
 class Opener:
-    """The receiving side of one direction; `start`, then `header`, for each frame."""
+    """Verifies the frames of one direction: `start`, then `header`, for each frame."""
 
     def __init__(self, key: bytes) -> None:
-        """`key` is one of `wire.session_keys`."""
+        """Takes one of the keys of `session_keys`."""
         self._key, self._count = key, 0
         self._prefix = b""
 
     def start(self, data: bytes | bytearray) -> tuple[int, int]:
-        """Length of the header, without its seal, and of the payload.
+        """Verifies a frame's prefix.
+
+        Returns:
+            The lengths in bytes of the header, without its seal, and of the payload.
 
         Raises:
-            WireError: not the next frame of this connection, or over the limits.
+            WireError: the data is not the start of the next frame of this connection,
+                or a length exceeds its limit.
         """
         self._prefix = bytes(data[:PREFIX_BYTES])
         lengths = decode_prefix(self._prefix)
@@ -442,11 +443,15 @@ class Opener:
     def header(
         self, data: bytes | bytearray, max_header: int = MAX_HEADER
     ) -> dict[str, Any]:
-        """The header of the frame that `start` began, from its bytes and their seal.
+        """Verifies and decodes the header of the frame that `start` began.
+
+        Args:
+            data: the packed header and its seal.
+            max_header: limit of the packed size in bytes, for the number of values.
 
         Raises:
-            WireError: it is not what the peer sent, not msgpack, not a map, or has
-                more values than a header of at most `max_header` bytes may.
+            WireError: the seal is wrong, or the header is not msgpack, not a map, or
+                has more values than a header of `max_header` bytes may have.
         """
         packed = data[:-SEAL_BYTES]
         if not self._sealed(b"h", self._prefix + packed, data[-SEAL_BYTES:]):

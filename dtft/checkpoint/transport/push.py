@@ -1,8 +1,8 @@
-"""How a push travels, and how fast.
+"""Pushes: sends the chunks of a step that a peer lacks, at a chosen pace.
 
-The receiver says which chunks it lacks; only those are sent, over more connections
-where there is much to send. A chunk counts once its digest is right. `PushPace` sends
-at full speed, or spread over the time until the next snapshot.
+`send_push` announces the digests of all chunks; the receiver answers which chunks it
+lacks, and only those are sent. Large pushes use several connections. `PushPace` decides
+whether a push is sent at full speed or spread over the time until the next snapshot.
 """
 
 import contextlib
@@ -22,40 +22,38 @@ from dtft.checkpoint.state import pack_flags, unpack_flags
 from dtft.checkpoint.transport import protocol
 from dtft.checkpoint.transport.connection import Channel
 
-# How fast a step's copies are sent: at full speed, or spread over the time there is.
-#
-# Sending at full speed is over sooner, but takes processor and network from the steps
-# beside it. Whether steps become shorter when pushes are spread is found out by trying,
-# now and then anew. Decides from the steps' wall times.
-
-
 logger = logging.getLogger(__name__)
 
 SETTLE = 8
-"""Pushes at the beginning that are not counted: the first steps are slow."""
+"""Pushes at the beginning that a trial ignores, because the first steps are slow."""
 TRIED = 16
-"""Pushes of each kind that are compared."""
+"""Pushes of each kind (full speed, spread) that a trial compares."""
 AGAIN = 1024
-"""After so many pushes both are tried anew."""
+"""Pushes after which a new trial begins."""
 GAIN = 0.98
-"""Pushes are spread if that makes steps at most this much as long."""
+"""Greatest ratio of the step time with spread pushes to that with full-speed pushes at
+which pushes are spread."""
 SPREAD = 0.5
-"""Part of the time until the next snapshot over which a push is spread: the rest is for
-checking, committing, and being late."""
+"""Fraction of the time until the next snapshot over which a push is spread; the rest is
+for verification, the commit, and delays."""
 MOST_STEPS = 2
-"""As if the next snapshot came after so many steps at most: until a push has ended, a
-loss costs the steps of the snapshot before."""
+"""Most steps over whose time a push is spread, even if the next snapshot is later: a
+host lost before the push has ended costs the steps since the snapshot before."""
 LIMIT_PART = 0.25
-"""A push is never spread over more than this part of its deadline."""
+"""Largest fraction of a push's deadline over which the push is spread."""
 SMALL_BYTES = 1 << 20
-"""Less than this is sent in one piece in any case."""
+"""Least bytes of a push whose pace is chosen; smaller pushes go at full speed."""
 LONGEST_S = 0.25
-"""One pause is no longer than this."""
+"""Longest single pause in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """Wall times of steps beside pushes of both kinds. A value.
+    """Compares step times with pushes at full speed and with spread pushes. A value.
+
+    A push at full speed ends sooner, but takes processor time and network bandwidth
+    from the steps that run meanwhile. The trial measures `TRIED` pushes of each kind;
+    after `AGAIN` pushes a new trial begins.
 
     >>> trial = Trial()
     >>> for number in range(SETTLE + 2 * TRIED):
@@ -65,11 +63,12 @@ class Trial:
     """
 
     count: int = -SETTLE
-    """Pushes counted, from the beginning of the present trial."""
+    """Pushes since the beginning of the trial, negative while `SETTLE` pushes are
+    ignored."""
     full_s: tuple[float, ...] = ()
-    """Seconds per step while pushes went at full speed."""
+    """Seconds per step with each push at full speed."""
     spread_s: tuple[float, ...] = ()
-    """Seconds per step while they were spread."""
+    """Seconds per step with each spread push."""
 
     @property
     def spread(self) -> bool:
@@ -81,7 +80,7 @@ class Trial:
         return median(self.spread_s) <= GAIN * median(self.full_s)
 
     def text(self, rate: float) -> str:
-        """What both kinds came to, for the log."""
+        """The trial's result as text for the log; `rate` is in bytes per second."""
         how = f"spread, {rate / 1e6:.1f} MB/s" if self.spread else "at full speed"
         return (
             f"pushes go on {how}: a step takes {median(self.full_s) * 1e3:.1f} ms at "
@@ -89,7 +88,7 @@ class Trial:
         )
 
     def observed(self, step_s: float) -> "Trial":
-        """After one more push, beside which steps took `step_s`."""
+        """Returns the trial with one more push, during which a step took `step_s`."""
         count = self.count + 1
         if count >= AGAIN:
             return Trial(count=0)
@@ -101,10 +100,13 @@ class Trial:
 
 
 def spread_rate(nbytes: int, step_s: float, interval: int, limit_s: float) -> float:
-    """Bytes per second at which a push ends well before the next snapshot.
+    """Computes the rate, in bytes per second, of a push that is spread.
+
+    At this rate the push takes `SPREAD` of the time until the next snapshot, but no
+    longer than `MOST_STEPS` and `LIMIT_PART` allow.
 
     Args:
-        nbytes: of the push.
+        nbytes: size of the push in bytes.
         step_s: wall time of a step, in seconds.
         interval: steps until the next snapshot.
         limit_s: deadline of a push, in seconds.
@@ -119,26 +121,26 @@ def spread_rate(nbytes: int, step_s: float, interval: int, limit_s: float) -> fl
 
 
 class Bucket:
-    """Holds senders to a rate that they share; thread-safe."""
+    """Limits senders to a shared rate by pauses; thread-safe."""
 
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Holds up nobody yet."""
+        """Starts without a limit."""
         self._clock, self._sleep = clock, sleep
         self._lock = threading.Lock()
         self._rate: float | None = None
         self._free_at = 0.0
 
     def limit(self, rate: float | None) -> None:
-        """From now on at most `rate` bytes per second; None: no limit."""
+        """Sets the rate in bytes per second; None removes the limit."""
         with self._lock:
             self._rate, self._free_at = rate, self._clock()
 
     def sent(self, nbytes: int) -> None:
-        """Pauses after `nbytes` were sent, to keep the rate; `LONGEST_S` at most."""
+        """Pauses after `nbytes` were sent, to keep the rate; at most `LONGEST_S`."""
         with self._lock:
             if self._rate is None:
                 return
@@ -149,19 +151,24 @@ class Bucket:
 
 
 class PushPace:
-    """The pace of one host's pushes, from what its trainer measures."""
+    """The pace of one host's pushes, chosen by a `Trial` of its step times."""
 
     def __init__(self, nbytes: int, limit_s: float) -> None:
-        """Of pushes of `nbytes` in all, each with a deadline of `limit_s`."""
+        """Starts the trial.
+
+        Args:
+            nbytes: bytes of all pushes of one snapshot.
+            limit_s: deadline of a push, in seconds.
+        """
         self._nbytes, self._limit_s, self._trial = nbytes, limit_s, Trial()
         self.bucket = Bucket()
 
     def staged(self, step_s: float, interval: int) -> None:
-        """A snapshot is about to be pushed.
+        """Sets the rate of the pushes of a new snapshot.
 
         Args:
-            step_s: wall time per step since the last one, in seconds.
-            interval: steps until the next one.
+            step_s: wall time per step since the last snapshot, in seconds.
+            interval: steps until the next snapshot.
         """
         if self._nbytes < SMALL_BYTES:
             return
@@ -172,27 +179,18 @@ class PushPace:
             logger.info("%s", self._trial.text(rate))
 
 
-# How a push travels: what a peer lacks of a step is asked first, and only that sent.
-#
-# The sender says the digests of all chunks; the receiver answers which it lacks, and
-# those come in frames of some chunks each, over more connections where there is much to
-# send. A chunk counts once its digest is right; after a cut the next try begins with
-# what is still lacking. At most a frame per connection is under way, straight from and
-# into the hosts' arenas.
-
-
 FRAME_BYTES = 8 << 20
-"""Chunks that are sent as one frame, unless one chunk is larger."""
+"""Most bytes of chunks in one frame, unless one chunk is larger."""
 MAX_NUMBERS = 1024
 """Most chunks of one frame."""
 STREAMS = 4
-"""Connections of one push, if there is enough for each to do."""
+"""Most connections of one push."""
 STREAM_BYTES = 64 << 20
-"""What makes one more connection worth opening."""
+"""Bytes to send per connection: more connections are opened only for more bytes."""
 ANSWER_S = 10.0
-"""A receiver's answer is taken by its peer within this time."""
+"""Limit in seconds for the receiver to send which chunks it lacks."""
 IDLE_S = 60.0
-"""A sender that sends nothing for this long in the middle of a push is given up."""
+"""Longest wait in seconds for the next frame of a push; the receiver then gives up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,21 +198,23 @@ class Outgoing:
     """One push to one peer."""
 
     header: dict[str, Any]
-    """What is said first; its "digests" are those of all chunks, slice by slice."""
+    """First message of the push; "digests" has the digests of all chunks, slice by
+    slice."""
     sizes: np.ndarray
     """[chunks] int64: bytes of each chunk."""
     chunks: Callable[[Sequence[int]], list[memoryview]]
-    """The bytes of some chunks, by number."""
+    """Function from chunk numbers to the bytes of those chunks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PushedBytes:
-    """How one try to push ended."""
+    """Result of one attempt to push."""
 
     done: bool
-    """The peer has all of it, or wants none of it ever."""
+    """Whether no further attempt is needed: the peer has the whole push, or will never
+    accept the push."""
     nbytes: int
-    """Bytes of the chunks that it lacked."""
+    """Bytes of the chunks that the peer lacked."""
 
 
 def send_push(
@@ -223,18 +223,23 @@ def send_push(
     connect: Callable[[float], Channel],
     deadline: float,
 ) -> PushedBytes:
-    """Brings one push to a peer, or what it lacks of it.
+    """Sends the chunks of a push that a peer lacks.
+
+    The chunks are sent in frames, directly from the memory that `outgoing.chunks`
+    returns, with at most one frame per connection in flight. After an error, another
+    attempt sends only the chunks that the peer still lacks.
 
     Args:
-        channel: to the peer; on an error its next use would be misunderstood.
-        outgoing: what to send.
-        connect: opens one more channel to the same peer, by a deadline.
-        deadline: of all of it, on the monotonic clock.
+        channel: connection to the peer; must not be used again after an error.
+        outgoing: the push.
+        connect: opens another channel to the same peer, by a deadline on the monotonic
+            clock.
+        deadline: of the whole push, on the monotonic clock.
 
     Raises:
         ChannelClosed: the connection has ended.
         TimeoutError: the deadline has passed.
-        KeyError: `outgoing.chunks` does not have them any more.
+        KeyError: `outgoing.chunks` does not have the chunks any more.
     """
     answer = _announce(channel, outgoing, deadline)
     if "done" in answer:
@@ -253,7 +258,7 @@ def send_push(
     try:
         _send_frames(channel, outgoing, frames, deadline)
     finally:
-        frames.clear()  # after an error the others have nothing more to do
+        frames.clear()  # after an error, stops the other connections
         for thread in helpers:
             thread.join()  # each ends by the deadline
     return PushedBytes(done=_end(channel, deadline), nbytes=nbytes)
@@ -297,7 +302,10 @@ def _help(
     frames: deque[list[int]],
     deadline: float,
 ) -> None:
-    """One more connection; what it does not bring, the next try does."""
+    """Sends frames over another connection; ignores errors.
+
+    The next attempt sends the chunks of a failed connection.
+    """
     with contextlib.suppress(OSError, TimeoutError, KeyError):
         with connect(deadline) as channel:
             if "done" not in _announce(channel, outgoing, deadline):
@@ -306,7 +314,9 @@ def _help(
 
 
 def frames_of(numbers: np.ndarray, sizes: np.ndarray) -> list[list[int]]:
-    """Chunks in groups of at most `FRAME_BYTES` and `MAX_NUMBERS`, one at least.
+    """Groups chunks into frames of at most `FRAME_BYTES` and `MAX_NUMBERS` chunks.
+
+    A chunk of more than `FRAME_BYTES` is alone in its frame.
 
     >>> frames_of(np.array([0, 2, 3]), np.array([1, 1, 6 << 20, 6 << 20]))
     [[0, 2], [3]]
@@ -324,12 +334,12 @@ def frames_of(numbers: np.ndarray, sizes: np.ndarray) -> list[list[int]]:
 
 
 def receive_chunks(channel: Channel, receiving: Receiving) -> None:
-    """Says what is lacking and receives until the sender says that this was all.
+    """Requests the lacking chunks and receives them until the sender ends the push.
 
     Raises:
         ChannelClosed: the connection has ended.
         TimeoutError: the sender has stopped.
-        WireError: the sender sent what is not part of this push.
+        WireError: a frame has chunks that are not of this push.
     """
     lacks = pack_flags(receiving.lacks())
     channel.send({"lacks": lacks}, timeout_s=ANSWER_S)
@@ -356,10 +366,11 @@ def receive_chunks(channel: Channel, receiving: Receiving) -> None:
 
 
 def _announced(header: dict[str, Any], size: int, receiving: Receiving) -> list[int]:
-    """The numbers of the chunks in a frame.
+    """Reads the numbers of the chunks in a frame from its header.
 
     Raises:
-        WireError: they are not chunks of this push, or not as large.
+        WireError: the chunks are not of this push, or their sizes do not add up to
+            `size`, the payload's bytes.
     """
     numbers, sizes = header.get("chunks", []), receiving.pool.chunks.sizes
     if (

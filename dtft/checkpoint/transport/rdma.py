@@ -1,14 +1,14 @@
-"""Slices read straight out of a peer's memory: NIXL, over RDMA where there is some.
+"""Reads slices directly from a peer's memory through NIXL, over RDMA where available.
 
-Optional: without the `nixl` package fetches go over TCP alone. Each side's `Nixl` lends
-memory to peers and reads what peers lend. What a reader needs to know travels on the
-authenticated connection of `fetch`, which also checks digests and proves that the
-lender still holds its side.
+NIXL is optional: without the `nixl` package all fetches use TCP. Each host's `Nixl`
+lends memory to peers and reads the memory that peers lend. The lender's offer is sent
+on the authenticated connection of `fetch`. `fetch` also checks digests and confirms
+that the lender still lends its memory.
 
-A read that was given up may still write until NIXL has let go of it: what a failed
-fetch was to fill must not be trusted. Whoever can send packets to the fabric's own
-ports, and has learned a lender's keys, reaches the lent memory: use it in networks
-whose hosts trust one another.
+A read that timed out may still write to its targets until NIXL releases the transfer,
+so the target memory of a failed fetch must not be used. A machine that can send packets
+to the fabric's ports and knows a lender's keys can access the lent memory: use NIXL
+only in networks whose hosts trust one another.
 """
 
 import importlib
@@ -29,21 +29,21 @@ from dtft.checkpoint.state import Parts
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.0002
-_TOO_LONG_S = 0.02  # after this a transfer is not polled so often
+_TOO_LONG_S = 0.02  # a transfer is polled less often after this time
 
 
 class NixlError(OSError):
-    """A read did not happen; the peer may be gone."""
+    """A NIXL operation failed; the peer may be unreachable."""
 
 
 class Nixl:
-    """This process's NIXL agent; one for all fetches, from any thread."""
+    """The NIXL agent of this process, shared by all fetches; thread-safe."""
 
     def __init__(self) -> None:
         """Starts the agent.
 
         Raises:
-            ImportError: NIXL is not installed; says how.
+            ImportError: NIXL is not installed; the message says how to install it.
         """
         try:
             nixl: Any = importlib.import_module("nixl")
@@ -59,10 +59,11 @@ class Nixl:
 
     @contextmanager
     def lend(self, slices: Sequence[Parts]) -> Iterator[dict[str, Any]]:
-        """Makes memory readable to peers while the context lasts.
+        """Registers memory, so that peers can read it while the context lasts.
 
         Yields:
-            What a peer's `read` needs, as plain values.
+            The offer that a peer needs for `borrow` and `read`, as plain values: the
+            agent's "name" and "metadata", and the "addresses" and sizes in bytes.
         """
         addresses = [
             [(_address(view), view.nbytes) for view in parts.views] for parts in slices
@@ -77,7 +78,7 @@ class Nixl:
         """Connects to a lender while the context lasts.
 
         Raises:
-            NixlError: the offer is not one of NIXL.
+            NixlError: NIXL rejects the offer.
         """
         with self._lock, _as_errors("the peer's offer"):
             self._agent.add_remote_agent(offer["metadata"])
@@ -103,7 +104,7 @@ class Nixl:
 
     @contextmanager
     def receiving(self, views: Sequence[memoryview]) -> Iterator[None]:
-        """Makes own memory a place that `read` may write to."""
+        """Registers own memory as a target of `read` while the context lasts."""
         with self._registered(views):
             yield
 
@@ -114,12 +115,16 @@ class Nixl:
         targets: Sequence[memoryview],
         deadline: float,
     ) -> None:
-        """Reads a peer's memory, (address, size) by (address, size), into `targets`.
+        """Reads a peer's memory into `targets`.
 
-        The two may be cut into pieces in different ways.
+        Args:
+            lender: name of the peer's agent.
+            sources: (address, size in bytes) of each piece of the peer's memory.
+            targets: own memory, which may be cut into other pieces than the sources.
+            deadline: on the monotonic clock.
 
         Raises:
-            NixlError: the peer is gone, or does not lend that memory.
+            NixlError: the peer is unreachable, or does not lend the memory.
             TimeoutError: the monotonic clock has passed `deadline`.
         """
         here = [(_address(view), view.nbytes) for view in targets if view.nbytes]
@@ -158,20 +163,20 @@ class Nixl:
 
 
 def start_nixl() -> Nixl | None:
-    """This process's NIXL agent; None, and one line in the log, if there is none."""
-    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # it prints to stdout otherwise
+    """Starts this process's NIXL agent; logs a warning and returns None on failure."""
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # NIXL prints to stdout otherwise
     try:
         return Nixl()
     except ImportError as error:
         logger.warning("%s", error)
-    except Exception as error:  # its own exceptions have no public base class
+    except Exception as error:  # NIXL's own exceptions have no public base class
         logger.warning("NIXL does not start (%r): fetches go over TCP.", error)
     return None
 
 
 @contextmanager
 def _as_errors(what: str) -> Iterator[None]:
-    """NIXL's own exceptions have no public base class."""
+    """Turns exceptions of NIXL, which have no public base class, into NixlError."""
     try:
         yield
     except Exception as error:
@@ -181,7 +186,9 @@ def _as_errors(what: str) -> Iterator[None]:
 def _paired(
     sources: Sequence[tuple[int, int]], targets: Sequence[tuple[int, int]]
 ) -> list[tuple[int, int, int]]:
-    """(address there, address here, size) of every piece that is whole on both sides.
+    """Pairs sources with targets, cut into pieces that are contiguous on both sides.
+
+    Returns (source address, target address, size in bytes) of each piece.
 
     >>> _paired([(100, 5), (200, 3)], [(7, 2), (50, 6)])
     [(100, 7, 2), (102, 50, 3), (200, 53, 3)]

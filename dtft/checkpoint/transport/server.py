@@ -1,7 +1,8 @@
-"""Opens authenticated connections between hosts, and serves them.
+"""Opens and serves authenticated connections between hosts.
 
-Both sides run the handshake: TLS if the job has it, then proofs of the job's secret.
-Each proves itself before it believes or tells anything; a stranger learns one nonce.
+Both sides run the handshake: TLS if the job uses it, then proofs of the job's secret.
+No frame is sent or accepted before both proofs are checked. A client without the secret
+learns only the server's nonce (and its certificate under TLS).
 """
 
 import contextlib
@@ -35,7 +36,7 @@ from dtft.checkpoint.transport.protocol import Credentials
 def open_channel(
     connection: socket.socket, address: str, credentials: Credentials, *, server: bool
 ) -> Channel:
-    """A channel over a connected socket, which must still prove itself."""
+    """Makes a channel over a connected socket; the handshake must still run."""
     if credentials.tls is None:
         return Channel(SocketStream(connection, SILENCE_MS), address)
     stream = TlsStream(connection, SILENCE_MS, credentials.tls, server=server)
@@ -45,7 +46,7 @@ def open_channel(
 def _greet_tls(channel: Channel, deadline: float) -> None:
     if isinstance(channel.stream, TlsStream):
         try:
-            with channel.descriptor():  # or a close from outside frees its number
+            with channel.descriptor():  # keeps the descriptor if another thread closes
                 channel.stream.greet(deadline)
         except OSError as error:
             raise type(error)(
@@ -57,11 +58,12 @@ def _greet_tls(channel: Channel, deadline: float) -> None:
 def prove_as_client(
     channel: Channel, credentials: Credentials, deadline: float
 ) -> None:
-    """The client's half of the handshake, which gives the channel its keys.
+    """Runs the client's half of the handshake; sets the channel's keys.
 
     Raises:
-        AuthenticationError: the server does not know the secret, or refuses ours.
-        WireError: the server speaks something else.
+        AuthenticationError: the server does not know the secret, or refused the
+            client's proof.
+        WireError: the server speaks another protocol or version.
         TimeoutError: the monotonic clock has passed `deadline`.
     """
     _greet_tls(channel, deadline)
@@ -85,11 +87,14 @@ def prove_as_client(
 def prove_as_server(
     channel: Channel, credentials: Credentials, deadline: float
 ) -> None:
-    """The server's half of the handshake: reads 72 bytes at most, of fixed sizes.
+    """Runs the server's half of the handshake; sets the channel's keys.
+
+    Apart from TLS, reads messages of fixed sizes, 72 bytes together.
 
     Raises:
-        AuthenticationError: the client does not know the secret; it has been told.
-        WireError: the client speaks something else.
+        AuthenticationError: the client does not know the secret; the refusal was sent.
+        WireError: the client speaks another protocol or version.
+        TimeoutError: the monotonic clock has passed `deadline`.
     """
     _greet_tls(channel, deadline)
     other = protocol.read_greeting(
@@ -116,10 +121,10 @@ def prove_as_server(
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_S = 5.0
-"""A client that has not proved itself by then is dropped."""
+"""Limit in seconds of the handshake and the hello together, at the server."""
 MAX_STRANGERS = 256
-"""Clients that have not proved themselves yet; one more, and the oldest is dropped, so
-that strangers cannot keep members out."""
+"""Most connections in the handshake; one more closes the oldest, so that clients
+without the secret cannot block the job's hosts."""
 
 
 def connect(
@@ -129,20 +134,21 @@ def connect(
     timeout_s: float,
     following: Sequence[Header] = (),
 ) -> Channel:
-    """Opens a channel; both sides have proved that they know the secret.
+    """Opens an authenticated channel to a server and sends the hello.
 
     Args:
         address: "host:port" of a TransportServer.
         credentials: the job and its secret.
-        hello: who calls and what for; its "op" chooses the handler.
-        timeout_s: limit for all of it.
-        following: what the handler reads first, sent without waiting for its welcome.
+        hello: first message; its "op" selects the server's handler.
+        timeout_s: limit of connection, handshake and hello together, in seconds.
+        following: further messages for the handler, sent without waiting for the
+            server's answer to the hello.
 
     Raises:
-        ConnectionRefusedError: nobody listens there.
+        ConnectionRefusedError: no server listens at the address.
         AuthenticationError: the secrets or the job names differ.
-        ChannelClosed: the peer closed the connection, or does not serve that op.
-        TimeoutError: not done in time; names the peer.
+        ChannelClosed: the peer closed the connection, or does not serve the op.
+        TimeoutError: the limit was exceeded; the message names the peer.
     """
     deadline = time.monotonic() + timeout_s
     parse_address(address)
@@ -156,7 +162,7 @@ def connect(
             "the host is up, that its name is known (DNS) and that no firewall drops "
             "the port."
         ) from error
-    except OSError as error:  # with its number it stays ConnectionRefusedError etc.
+    except OSError as error:  # errno keeps the subclass, e.g. ConnectionRefusedError
         raise OSError(
             error.errno, f"cannot connect to peer {address}: {error.strerror}"
         ) from error
@@ -179,9 +185,9 @@ def connect(
 
 
 class TransportServer:
-    """Listens, and runs one handler in one thread for each connection.
+    """Listens, and runs a handler in a thread of its own for each connection.
 
-    What clients send never ends it; at worst it drops them.
+    Invalid input of a client closes the client's connection and never ends the server.
     """
 
     def __init__(
@@ -195,11 +201,16 @@ class TransportServer:
         """Starts to listen.
 
         Args:
-            bind: "host:port" that peers can reach; port 0 chooses one.
+            bind: "host:port" that peers can reach; port 0 chooses a free port.
             credentials: the job and its secret.
-            handlers: what to run for each "op" of a hello. The handler owns the
-                channel until it returns.
-            max_connections: more than this at a time are closed at once.
+            handlers: "op" of a hello to its handler. The handler owns the channel until
+                it returns.
+            max_connections: most connections at a time; further connections are closed
+                at once.
+
+        Raises:
+            ValueError: peers cannot reach the address, or the certificate or key cannot
+                be loaded.
         """
         host, port = parse_address(bind)
         if (why := unreachable(host)) is not None:
@@ -226,9 +237,9 @@ class TransportServer:
         self._acceptor.start()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Stops listening and ends all connections.
+        """Stops listening and closes all connections.
 
-        Waits for their handlers until `timeout_s` is over.
+        Waits at most `timeout_s` seconds in all for the handlers to return.
         """
         deadline = time.monotonic() + timeout_s
         self._closed.set()

@@ -1,11 +1,12 @@
-"""Fault injection: faults that a drill plays on a local cluster, from outside.
+"""Fault injection: plays a drill's faults on a local cluster, from outside.
 
-* `schedule`: the faults there are, and how they are written (`kill-host:1@150`).
-* `injector` waits for the moment and strikes; `interruptions`: stops, cuts and pauses,
-  which end again; `network_namespaces`: hosts that can be cut off from one another.
+* `schedule`: the kinds of faults and their notation (`kill-host:1@150`).
+* `injector` waits for a fault's moment and strikes; `interruptions`: stops, cuts and
+  pauses, which are undone later; `network_namespaces`: hosts that can be cut off from
+  one another.
 
-Nothing here takes part in what it tests; comparing the outcome with an undisturbed run
-is `dtft drill`'s.
+Nothing here takes part in the recovery under test. `dtft drill` compares the outcome
+with an undisturbed run.
 """
 
 from typing import TYPE_CHECKING

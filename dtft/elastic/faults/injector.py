@@ -1,9 +1,9 @@
 """Plays faults on a local cluster, from outside, by signals and cuts.
 
 Reads the hosts' progress boards to find the moment, freezes the victims, makes sure the
-moment has not passed, and kills. What lasts (a stop, a cut, a pause) is ended when its
-seconds are over, while later faults strike. Knows processes and boards, no models, and
-takes no part in what it tests.
+moment has not passed, and kills. A stop, cut or pause is undone when its seconds are
+over, while later faults strike. The injector knows processes and boards, no models, and
+takes no part in the recovery under test.
 """
 
 import functools
@@ -34,7 +34,7 @@ STORE_AWAY_S = 5.0
 FIRST_EXPORT_S = 50.0  # below `timeouts.stage`: held trainers are not taken for hung
 SCALE_S = 240.0
 HEALED_S = 5.0
-"""So long after its stop or cut is a host left before a `healed` fault strikes."""
+"""Seconds after the end of stops and cuts until a `healed` fault strikes."""
 SAMPLE_S = 0.05
 WARM_STEPS = 10
 """Steps left out of measured speeds: compilation, cold caches."""
@@ -49,32 +49,32 @@ _PHASE_FIELD: dict[str, ProgressField] = {
 
 @dataclass(kw_only=True)
 class InjectedFault:
-    """One fault as it really happened."""
+    """One fault as it happened: victims, times and steps."""
 
     fault: Fault
     hosts: tuple[str, ...] = ()
     at: float = 0.0
-    """Wall-clock time of the blow."""
+    """Wall-clock time of the fault."""
     finished: int = 0
     """Last step that any trainer had finished at that moment."""
     computing: int = 0
     committed: int = 0
     steps_seen: tuple[int, int] = (0, 0)
-    """kill-store: last finished step when the store went, and when it came back."""
+    """kill-store: last finished step at the store's kill, and at its restart."""
     until: float | None = None
-    """Wall-clock time at which what lasts was ended; None: it never was."""
+    """Wall-clock time at which a stop, cut or pause was undone; None: never."""
     gone_s: float | None = None
-    """Seconds after which somebody had killed every process that was stopped."""
+    """Seconds from the fault until every stopped process had been killed."""
     steps_per_s: float | None = None
-    """pause-store: for as long before the pause as it lasted."""
+    """pause-store: steps per second before the pause, over an equally long time."""
     steps_per_s_during: float | None = None
     corrupted_bytes: int = 0
     reply: dict[str, Any] = field(default_factory=dict)
-    """scale: what whoever asked was told; empty until then."""
+    """scale: the job's reply to the request; empty until the reply."""
 
 
 class FaultInjector(threading.Thread):
-    """Plays the faults, one after the other, while a cluster runs."""
+    """Thread that plays the faults in order while a cluster runs."""
 
     def __init__(
         self,
@@ -90,14 +90,14 @@ class FaultInjector(threading.Thread):
         """Strikes nothing yet.
 
         Args:
-            cluster: whom the faults hit.
+            cluster: the local cluster that the faults hit.
             faults: in any order.
-            seed: of the moment within a step.
+            seed: of the random moment within a step.
             rejoin_s: seconds after which a killed host comes back, and a new host comes
                 in place of one that is stopped or cut for ever; None: never.
             network: the hosts' namespaces; needed for cuts.
             fail_marker: exists once a trainer has raised for a `fail`.
-            last_step: of the run; speeds are not measured beyond it.
+            last_step: last step of the run; speeds are measured up to this step.
         """
         super().__init__(daemon=True)
         self._cluster = cluster
@@ -141,7 +141,7 @@ class FaultInjector(threading.Thread):
 
     @property
     def done(self) -> bool:
-        """Every fault has struck, is over, and requests for a size were answered."""
+        """Whether every fault has struck and ended, and scale requests are answered."""
         expected = [fault for fault in self._faults if fault.kind != "corrupt"]
         open_ = [
             it for it in self.injected if it.fault.kind == "scale" and not it.reply
@@ -151,7 +151,7 @@ class FaultInjector(threading.Thread):
 
     @property
     def not_over(self) -> list[str]:
-        """Faults that have not struck, or that last although they should be over."""
+        """Faults that have not struck, or last longer than their seconds."""
         struck = [strike.fault for strike in self.injected]
         found = [str(it) for it in self._faults if it not in struck]
         lasts = [it.fault for it in self.injected if it.until is None]
@@ -162,7 +162,9 @@ class FaultInjector(threading.Thread):
 
     @property
     def held(self) -> frozenset[str]:
-        """Hosts that are stopped or cut for ever: nobody waits for their end."""
+        """Hosts that are stopped or cut for ever, whose end the drill does not
+        await.
+        """
         return frozenset(
             host
             for strike in self.injected
@@ -173,7 +175,7 @@ class FaultInjector(threading.Thread):
     # ----------------------------------------------------------------- watching
 
     def _watch(self) -> None:
-        """Ends what has lasted long enough, and samples how fast training is."""
+        """Undoes faults whose seconds are over, and samples the finished step."""
         now = time.time()
         for strike, interruption in list(self._open):
             if strike.gone_s is None and interruption.gone:
@@ -200,7 +202,7 @@ class FaultInjector(threading.Thread):
     # ------------------------------------------------------------------ looking
 
     def _look(self) -> None:
-        """Learns the slots anew, at most every 20 ms."""
+        """Reads the slots' hosts from the event log, at most every 20 ms."""
         if time.monotonic() < self._read_at + 0.02:
             return
         self._read_at = time.monotonic()
@@ -234,7 +236,7 @@ class FaultInjector(threading.Thread):
         return tuple(self._slots[slot] for slot in fault.slots)
 
     def _leader(self) -> str:
-        """Who has the leader's key; who led last, while a fault pauses the store."""
+        """Host that holds the leader's key; the last leader if the store is away."""
         store = EtcdStore(self._cluster.store_address)
         try:
             pair = store.get(job_key(self._cluster.options.job, "m/leader"))
@@ -282,7 +284,9 @@ class FaultInjector(threading.Thread):
             time.sleep(POLL_S)
 
     def _try(self, fault: Fault, corrupting: Sequence[Fault]) -> bool:
-        """Freezes, looks again, and strikes; False if the moment had passed."""
+        """Freezes the victims, checks again, and strikes; False if the moment
+        passed.
+        """
         if fault.kind == "scale":
             self._scale(fault)
             return True
@@ -306,7 +310,7 @@ class FaultInjector(threading.Thread):
         for host in victims:
             self._cluster.signal_host(host, signal.SIGSTOP)
         if fault.phase == "collective" or corrupting:
-            time.sleep(0.15)  # the others arrive in the collective, and stay there
+            time.sleep(0.15)  # the others arrive in the collective and block
         elif fault.phase in _PHASE_FIELD and not self._reached(fault):
             for host in victims:
                 self._cluster.signal_host(host, signal.SIGCONT)
@@ -315,7 +319,7 @@ class FaultInjector(threading.Thread):
         return True
 
     def _interrupt(self, fault: Fault, victims: tuple[str, ...]) -> bool:
-        """Begins what lasts; False, and all as before, if the moment had passed."""
+        """Begins a stop, cut or pause; undoes it and returns False if too late."""
         if fault.phase is None:
             time.sleep(self._random.uniform(0.0, 0.05))
         if fault.phase == "stored":
@@ -335,13 +339,15 @@ class FaultInjector(threading.Thread):
         return True
 
     def _resume_held(self, fault: Fault, victims: tuple[str, ...]) -> None:
-        """Lets trainers go on that were held for `stored`, unless they are hit."""
+        """Resumes trainers that were held for `stored`, unless the fault stops them."""
         if fault.phase == "stored" and fault.kind in ("stop-agent", "cut"):
             for pid in filter(None, (self._cell(it, "trainer_pid") for it in victims)):
                 os.kill(pid, signal.SIGCONT)
 
     def _failed_at(self, fault: Fault) -> float:
-        """When a trainer first raised, by its marker or its log; 0.0: not yet."""
+        """Wall-clock time of a trainer's first exception, by marker or log; 0.0:
+        none.
+        """
         if self._raised_at or time.monotonic() < self._log_read_at + 0.1:
             return self._raised_at
         self._log_read_at = time.monotonic()
@@ -355,7 +361,7 @@ class FaultInjector(threading.Thread):
         return self._raised_at
 
     def _noted(self, fault: Fault, victims: tuple[str, ...]) -> InjectedFault:
-        """What is so at this moment."""
+        """Record of a fault with the present time and steps."""
         return InjectedFault(
             fault=fault,
             hosts=victims,
@@ -432,7 +438,10 @@ class FaultInjector(threading.Thread):
         return flipped
 
     def _scale(self, fault: Fault) -> None:
-        """Asks as `dtft scale` does; other faults may strike while it is waited for."""
+        """Asks for another size as `dtft scale` does, on a thread of its own.
+
+        Other faults may strike before the reply.
+        """
         strike = InjectedFault(fault=fault, at=time.time())
         strike.finished, strike.committed = (
             self._most("finished"),
@@ -457,7 +466,7 @@ class FaultInjector(threading.Thread):
             store.close()
 
     def _strike_store(self, fault: Fault) -> None:
-        """Takes the store away; `crash-store` leaves its return to its supervisor."""
+        """Kills the store and restarts it; after `crash-store` its supervisor does."""
         strike = self._noted(fault, ())
         etcd = self._cluster.etcd
         if fault.kind == "crash-store":
@@ -483,15 +492,15 @@ class FaultInjector(threading.Thread):
 def rate(
     samples: Iterable[tuple[float, int]], begin: float, end: float, last_step: int
 ) -> float | None:
-    """Steps per second within a time; None if nothing was seen in it.
+    """Steps per second within an interval; None with fewer than two samples.
 
-    The time ends early with the run's last step.
+    The interval ends early at the run's last step.
 
     Args:
-        samples: (time, last finished step), in order of time.
-        begin: of the time.
-        end: of the time.
-        last_step: of the run; 0: unknown.
+        samples: (time in seconds, last finished step), in order of time.
+        begin: start of the interval, in seconds.
+        end: end of the interval, in seconds.
+        last_step: last step of the run; 0: unknown.
 
     >>> samples = [(float(t), 10 * t) for t in range(100)]
     >>> rate(samples, 20.0, 40.0, last_step=1000)

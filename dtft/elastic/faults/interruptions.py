@@ -1,7 +1,7 @@
-"""What a drill begins and can end again: stopped processes, cut hosts, a paused store.
+"""Reversible faults of a drill: stopped processes, cut hosts, a paused store.
 
 Each interruption is a pair of actions on a local cluster, by signals or by the hosts'
-network namespaces. Who is hit, and when, is decided by `injector`.
+network namespaces. The `injector` decides the victims and the moment.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from dtft.elastic.local_cluster import LocalCluster
 from dtft.elastic.processes import process_alive
 
 INTERRUPTIONS = ("stop-agent", "stop-host", "stop-trainer", "cut", "pause-store")
-"""Kinds of faults that last, and end after their seconds."""
+"""Kinds of faults that last, and can be undone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +25,13 @@ class Interruption:
     """One fault that has begun."""
 
     pids: tuple[int, ...]
-    """stop-trainer, stop-agent: the processes that are stopped."""
+    """Process ids of the stopped processes; empty for a cut."""
     end: Callable[[], None]
-    """Undoes it; what has died meanwhile stays dead."""
+    """Undoes the fault; processes that have died meanwhile stay dead."""
 
     @property
     def gone(self) -> bool:
-        """Whether all processes that it stopped have been killed by somebody."""
+        """Whether all processes that the fault stopped have been killed."""
         return bool(self.pids) and not any(map(process_alive, self.pids))
 
 
@@ -42,12 +42,12 @@ def begin(
     network: HostNamespaces | None,
     trainer_pids: Sequence[int],
 ) -> Interruption:
-    """Stops, cuts or pauses at once.
+    """Begins a fault at once: stops, cuts or pauses.
 
     Args:
-        fault: of one of the kinds in `INTERRUPTIONS`.
-        hosts: whom it hits.
-        cluster: whose processes they are.
+        fault: of a kind in `INTERRUPTIONS`.
+        hosts: names of the hosts that the fault hits.
+        cluster: the local cluster of these hosts.
         network: the hosts' namespaces; needed for cuts.
         trainer_pids: the training processes of the hosts, for stop-trainer.
     """
@@ -74,7 +74,7 @@ def begin(
 
 
 def session(leader: int) -> list[int]:
-    """The processes of a session, its leader first: those of one host."""
+    """Process ids of a session (one host), the session's leader first."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -90,14 +90,14 @@ def _stopped(pids: Sequence[int]) -> Interruption:
         _send(pid, signal.SIGSTOP)
 
     def end() -> None:
-        for pid in reversed(stopped):  # an agent sees its trainers run
+        for pid in reversed(stopped):  # an agent goes on after its trainers
             _send(pid, signal.SIGCONT)
 
     return Interruption(pids=stopped, end=end)
 
 
 def _store_paused(cluster: LocalCluster) -> Interruption:
-    """Stops etcd; its supervisor, which would restart it, lets it be meanwhile."""
+    """Stops etcd, and turns off the supervisor that would restart etcd."""
     cluster.etcd.supervised = False
     stopped = _stopped([cluster.etcd.pid])
 

@@ -1,12 +1,12 @@
-"""Hosts of a local cluster in network namespaces of their own, and their cuts.
+"""Network namespaces for a local cluster's hosts, and cuts between hosts.
 
 Every host has two interfaces, on two bridges of this machine: one leads to the other
 hosts, one to the store. So a host can be cut from the store alone. A cut is silent, as
 a partition of a real network is: an interface leaves its bridge (both directions), or
 neighbour entries name a hardware address that nobody has (one direction). Interfaces
-stay up and addresses stay resolved, so nobody gets an error, only no answer. Needs
-Linux, root and `ip` (iproute2). Names carry the pid of the process that made them;
-`remove_leftovers` takes down those of processes that have ended.
+stay up and addresses stay resolved, so a sender gets no error, only no answer. Needs
+Linux, root and `ip` (iproute2). Names of namespaces contain the pid of their
+maker; `remove_leftovers` removes the namespaces of processes that have ended.
 """
 
 import contextlib
@@ -23,16 +23,16 @@ from dtft.elastic.faults.schedule import Reach
 
 PREFIX = "dtft"
 NETNS_ETC = Path("/etc/netns")
-"""`ip netns exec NAME` lays NETNS_ETC/NAME/hosts over /etc/hosts."""
+"""Directory of `/etc/hosts` replacements: `ip netns exec NAME` mounts NAME/hosts."""
 NETWORKS = 8192
-"""Pairs of networks to choose from: 10.64.0.0/24 to 10.127.255.0/24."""
+"""Number of pairs of networks to choose from: 10.64.0.0/24 to 10.127.255.0/24."""
 MOST_HOSTS = 100
 _GATEWAY = 254
 _NOBODY = "02:ff:ff:ff:ff:ff"
 
 
 class NoNamespacesError(ValueError):
-    """This machine does not let us cut hosts off; the text says what is missing."""
+    """This machine cannot cut hosts off; the message names the missing part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +42,14 @@ class HostNamespace:
     name: str
     number: int
     outer: tuple[str, str]
-    """Its interfaces' other ends: on the bridge of the hosts, on that of the store."""
+    """Outer ends of the interfaces: on the hosts' bridge, on the store's bridge."""
 
 
 class HostNamespaces:
     """The namespaces of a cluster's hosts; `close` removes all of them."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
-        """Makes a namespace for each of the hosts named.
+        """Makes a network namespace for each host.
 
         Raises:
             NoNamespacesError: not root, `ip` is missing, or the kernel refuses.
@@ -90,11 +90,11 @@ class HostNamespaces:
         return f"{self._networks[0]}.{self._hosts[host].number}"
 
     def prefix(self, host: str) -> tuple[str, ...]:
-        """What to put in front of a command to run it in the host's namespace."""
+        """Words before a command that run the command in the host's namespace."""
         return ("ip", "netns", "exec", self._hosts[host].name)
 
     def cut(self, host: str, reach: Reach) -> None:
-        """Drops a host's packets, without a word to anybody."""
+        """Drops a host's packets silently."""
         found = self._hosts[host]
         match reach:
             case "all" | "store":
@@ -106,7 +106,7 @@ class HostNamespaces:
                 self._make_known(found, _NOBODY)
 
     def part(self, one: str, other: str) -> None:
-        """Drops what two hosts send each other, without a word to them."""
+        """Drops the packets between two hosts silently."""
         ends = self._hosts[one], self._hosts[other]
         for here, there in (ends, ends[::-1]):
             _batch(here.name, [self._neighbour(0, there.number, "eth0", _NOBODY)])
@@ -135,7 +135,7 @@ class HostNamespaces:
     def _add(self, host: HostNamespace) -> None:
         etc = NETNS_ETC / host.name
         etc.mkdir(parents=True)
-        # gloo binds to what the machine's name resolves to.
+        # gloo binds to the address that the machine's name resolves to.
         own = f"{self._networks[0]}.{host.number}"
         (etc / "hosts").write_text(
             f"127.0.0.1 localhost\n{own} {socket.gethostname()}\n"
@@ -161,18 +161,18 @@ class HostNamespaces:
         self._make_known(host)
 
     def _mac(self, side: int, number: int) -> str:
-        """The hardware address that belongs to an address."""
+        """The hardware address (MAC) of the address `number` in a network."""
         parts = [int(part) for part in self._networks[side].split(".")] + [number]
         return "02:00:" + ":".join(f"{part:02x}" for part in parts)
 
     def _set_neighbours(self, host: HostNamespace, mac: str | None = None) -> None:
-        """Tells a host where the others are; all of them at `mac`, if that is given."""
+        """Sets a host's neighbour entries for the others; all to `mac`, if given."""
         others = {it.number for it in self._hosts.values()} - {host.number}
         ends = [(0, number) for number in sorted(others | {_GATEWAY})] + [(1, _GATEWAY)]
         _batch(host.name, [self._neighbour(*end, f"eth{end[0]}", mac) for end in ends])
 
     def _make_known(self, host: HostNamespace, mac: str | None = None) -> None:
-        """Tells the others where a host is."""
+        """Sets the other hosts' and bridges' neighbour entries for a host."""
         made = set(_names("netns"))
         for other in self._hosts.values():
             if other is not host and other.name in made:
@@ -192,7 +192,7 @@ class HostNamespaces:
 
 
 def check_namespaces() -> None:
-    """Refuses a machine on which hosts cannot be cut off.
+    """Refuses a machine that cannot cut hosts off.
 
     Raises:
         NoNamespacesError: not root, or `ip` is missing.
@@ -210,21 +210,21 @@ def check_namespaces() -> None:
 
 
 def remove_leftovers() -> None:
-    """Takes down what processes that no longer run have left behind; needs root."""
+    """Removes namespaces and interfaces of processes that have ended; needs root."""
     for pid in {int(re.findall(r"\d+", name)[0]) for name in existing_namespaces()}:
         if not Path(f"/proc/{pid}").exists():
             _remove(f"{PREFIX}{pid}")
 
 
 def sweep_namespaces() -> None:
-    """As `remove_leftovers`; where this machine has no namespaces, nothing to do."""
+    """As `remove_leftovers`; does nothing on a machine without namespaces."""
     with contextlib.suppress(NoNamespacesError):
         check_namespaces()
         remove_leftovers()
 
 
 def existing_namespaces(pid: int | None = None) -> list[str]:
-    """Namespaces and interfaces that drills have made; of one process, if given."""
+    """Names of drills' namespaces and interfaces; of one process, if `pid` is given."""
     names = [*_names("netns"), *_names("link")]
     number = r"\d+" if pid is None else str(pid)
     own = re.compile(rf"{PREFIX}{number}[a-z]\d*")
@@ -232,7 +232,7 @@ def existing_namespaces(pid: int | None = None) -> list[str]:
 
 
 def _free_networks() -> tuple[str, str]:
-    """The first three numbers of two networks in which this machine has no address."""
+    """First three numbers of two networks without an address of this machine."""
     taken = set(re.findall(r"inet (\d+\.\d+\.\d+)\.", _run("ip", "-o", "-4", "addr")))
     for offset in range(NETWORKS):
         number = 2 * ((os.getpid() + offset) % NETWORKS)
@@ -246,11 +246,11 @@ def _free_networks() -> tuple[str, str]:
 
 
 def _remove(base: str) -> None:
-    """Everything whose name begins with base and goes on with a letter."""
+    """Removes interfaces, namespaces and files named `base` and then a letter."""
     for kind in ("link", "netns"):
         for name in _names(kind):
             if re.match(rf"{base}[a-z]", name):
-                # Some are gone already, with the namespace of their other end.
+                # An interface vanishes with the namespace of its other end.
                 command = ["ip", kind, "del", name]
                 subprocess.run(command, check=False, capture_output=True, timeout=30)
     for folder in NETNS_ETC.glob(f"{base}[a-z]*"):
@@ -260,7 +260,7 @@ def _remove(base: str) -> None:
 
 
 def _names(kind: str) -> list[str]:
-    """Of namespaces or interfaces that drills have made."""
+    """Names of namespaces or interfaces that drills have made."""
     command = ("netns", "list") if kind == "netns" else ("-o", "link")
     return re.findall(rf"\b({PREFIX}\d+[a-z]\d*)\b", _run("ip", *command))
 

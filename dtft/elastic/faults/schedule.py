@@ -1,12 +1,12 @@
-"""The faults a drill can play, and how they are written.
+"""The kinds of faults that a drill can play, and their notation.
 
 ``KIND[:WHOM]@STEP[:OPTION...]``, for example ``kill-host:1@150``,
 ``kill-host:0+2@40:replicate``, ``stop-agent:leader@20:10`` or ``cut:1@30:store:20``.
-WHOM is a slot, several slots joined by ``+``, or a role when the fault strikes:
+WHOM is a slot, several slots joined by ``+``, or a role at the moment of the fault:
 ``leader``, or ``follower``, the host of the lowest slot that does not lead (of a pair:
 the two lowest). An option is a phase, a number of seconds, what a cut separates, or
-``always``; which of them a kind takes is in `RULES`. Seconds left out mean for ever.
-Pure parsing; how a fault strikes is `injector`.
+``always``; which of them a kind takes is in `RULES`. Without seconds the fault lasts
+for ever. This module only parses; `injector` carries the faults out.
 """
 
 import re
@@ -40,13 +40,9 @@ Phase = Literal[
     "stored",
     "healed",
 ]
-"""What the job is doing when the fault strikes. `recovery`: at a recovery from the
-fault before. `stored`: the victims' trainers are held at STEP until storage has a
-checkpoint, so that the outcome does not depend on how fast the first export is.
-`healed`: some seconds after every stop, cut and pause before it is over."""
+"""The job's activity at the moment of the fault."""
 Reach = Literal["all", "store", "out", "in", "pair"]
-"""What a cut drops: all packets of a host; those to and from the store; what the host
-sends to anybody; what anybody sends to the host; what two hosts send each other."""
+"""The packets that a cut drops: all of a host;"""
 
 KINDS: tuple[str, ...] = get_args(Kind)
 PHASES: tuple[str, ...] = get_args(Phase)
@@ -63,7 +59,7 @@ _SECONDS = re.compile(r"\d+(\.\d+)?")
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What a kind of fault takes."""
+    """The parts of the notation that a kind of fault allows."""
 
     whom: Literal["none", "slots", "slots or role", "replicas"] = "none"
     phase: bool = False
@@ -98,13 +94,12 @@ RULES: dict[str, Rule] = {
     "empty-store": Rule(phase=True),
     "fail": Rule(whom="slots", always=True),
 }
-"""Every kind's rule. `kill-store`: the drill starts the store again after some seconds;
-`crash-store`: whoever supervises the store has to."""
+"""The rule of each kind of fault."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault: what, whom, when, for how long.
+    """One fault: kind, victims, step and duration.
 
     `corrupt` freezes the slots' hosts together with the next `kill-host` of the same
     step and flips bytes in every copy they hold before that kill.
@@ -115,15 +110,15 @@ class Fault:
     step: int
     phase: Phase | None
     role: Role | None = None
-    """The host that has this role is meant, instead of `slots`."""
+    """Role of the victim at the moment of the fault; replaces `slots`."""
     seconds: float | None = None
-    """How long a stop, a cut or a pause lasts; None: for ever."""
+    """Duration of a stop, cut or pause in seconds; None: for ever."""
     reach: Reach = "all"
-    """`cut`: what the host is separated from."""
+    """`cut`: which packets are dropped."""
     always: bool = False
-    """`fail`: every time the step is reached; otherwise once."""
+    """`fail`: whether the step fails every time; False: only once."""
     replicas: int = 0
-    """`scale`: how many there shall be."""
+    """`scale`: the number of replicas to ask for."""
 
     def __str__(self) -> str:
         numbers = (self.replicas,) if self.kind == "scale" else self.slots
@@ -142,7 +137,7 @@ class Fault:
 
     @property
     def holds(self) -> bool:
-        """Whether its hosts cannot be used as long as it lasts, though they exist."""
+        """Whether the fault makes its hosts unusable, though alive, while it lasts."""
         held = self.kind in ("stop-agent", "stop-host", "cut")
         return held and self.reach != "pair"
 
@@ -152,7 +147,7 @@ def _number(seconds: float) -> str:
 
 
 def parse_fault(text: str, num_slots: int) -> Fault:
-    """Reads one fault.
+    """Parses the notation of one fault.
 
     Raises:
         ValueError: says what is wrong with the text and what is allowed.
@@ -192,7 +187,7 @@ def parse_fault(text: str, num_slots: int) -> Fault:
 def _slots(
     text: str, kind: str, rule: Rule, whom: str, num_slots: int
 ) -> tuple[int, ...]:
-    """The slots that are meant; none if it is a role or nobody."""
+    """Parses the victims' slots; empty for a role or a kind without victims."""
     if whom in ROLES and rule.whom == "slots or role":
         return ()
     if whom and not whom[0].isdigit():
@@ -222,7 +217,7 @@ def _slots(
 def _options(
     text: str, kind: str, rule: Rule, options: Sequence[str]
 ) -> dict[str, object]:
-    """The fields that stand behind the step; each at most once, in any order."""
+    """Parses the options after the step: each at most once, in any order."""
     found: dict[str, object] = {}
     for option in options:
         name, value, taken = _option(rule, option)
@@ -271,7 +266,7 @@ def _scale(text: str, sizes: str, step: int, options: Sequence[str]) -> Fault:
 
 
 def check_together(faults: Sequence[Fault]) -> None:
-    """Refuses faults that one run cannot play together.
+    """Refuses a set of faults that one run cannot play together.
 
     Raises:
         ValueError: names the faults and what to change.
@@ -285,9 +280,9 @@ def check_together(faults: Sequence[Fault]) -> None:
 
 
 def in_order(faults: Sequence[Fault]) -> list[Fault]:
-    """By step; a fault during recovery stays behind the one it was given after.
+    """Sorts faults by step; a `recovery` fault stays behind the fault given before.
 
-    So does one that waits until the faults before it have healed.
+    A `healed` fault also stays behind the fault given before.
 
     >>> texts = ["kill-host:0@40", "kill-host:1@1:recovery", "kill-leader@20"]
     >>> [str(f) for f in in_order([parse_fault(t, num_slots=2) for t in texts])]

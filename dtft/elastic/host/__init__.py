@@ -1,15 +1,15 @@
-"""One host: its agent process, its port, its trainers and its part in exports.
+"""One host of a job: agent process, port, trainers and exports.
 
 * `agent`: the event loop that passes what happens to `follower` (this host's duties)
-  and to the leader; `edges`: what an agent needs of the world; a simulation has its
-  own.
+  and to the leader; `edges`: an agent's access to time, network, files and
+  processes, which a simulation replaces.
 * `serve`: an agent for the user's own processes (`--serve-only`).
 * `listening`: the host's port; `inspection` and `salvage` answer there.
 * `trainers`, `coordination_service` (with `coordination_process`) and `export` start
-  and end processes; `memory_directory`: where the host's memory lies, and its lock.
+  and end processes; `memory_directory`: the host's directory in memory, and its lock.
 
-No module of an agent imports JAX; `coordination_process` runs alone. How bytes travel
-is in `dtft.elastic.transfer`.
+No module of an agent imports JAX; `coordination_process` is a separate process.
+`dtft.elastic.transfer` moves the bytes.
 """
 
 from typing import TYPE_CHECKING

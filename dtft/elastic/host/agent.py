@@ -1,9 +1,8 @@
 """One host's agent: an event loop between store, peers, leader and trainers.
 
-Passes what happens to `Follower` (this host's duties) and, while this host leads, to
-the `Leader` that `Leadership` has. Contains no decision of its own about the job. It
-must never import JAX: a JAX client aborts its process when the coordination service
-dies.
+Passes events to `Follower` (this host's duties) and, while this host leads, to the
+`Leader` in `Leadership`. Decides nothing about the job itself. This module must never
+import JAX: a JAX client aborts its process when the coordination service dies.
 """
 
 import contextlib
@@ -30,11 +29,11 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
 RANK_S = 0.02
-"""Hosts try to lead one after the other, so much apart, by name."""
+"""Seconds between the campaigns of two hosts; hosts take turns in order of names."""
 
 
 class Agent:
-    """Runs until the job has a result, or this host is told to leave."""
+    """One host's agent: runs until the job has a result or this host must leave."""
 
     def __init__(
         self,
@@ -46,14 +45,16 @@ class Agent:
         """Opens this host's port; joins nothing yet.
 
         Args:
-            config: of this host.
-            store: of the job.
-            trainers: listen already; by default the agent starts its own.
-            edges: the world; by default this machine.
+            config: settings of this host.
+            store: the job's store.
+            trainers: already listening; by default the agent starts its own.
+            edges: access to time, network, files and processes; by default this
+                machine's.
 
         Raises:
             JobMismatch: a live host has the name.
-            ValueError: the arena directory is not there, or the port cannot be opened.
+            ValueError: the arena directory does not exist, or the port cannot be
+                opened.
         """
         if edges is None:
             refuse_taken_name(store, config)
@@ -110,7 +111,7 @@ class Agent:
         )
         self._service = edges.service()
         self._hint: tuple[int, HostRecord] | None = None
-        """Term and record of a leader that a peer has told of."""
+        """Term and record of a leader that a peer has named."""
         self._store_up = True
         self._leaderless_since: float | None = None
         self._isolated_since: float | None = None
@@ -118,7 +119,7 @@ class Agent:
         self._result = ""
 
     def _describe(self) -> HostRecord:
-        """What the store is told of this host."""
+        """Builds the record of this host for the store."""
         return HostRecord(
             host=self._config.host,
             address=self._server.address,
@@ -150,7 +151,7 @@ class Agent:
             self.close()
 
     def start(self) -> None:
-        """Registers this host and begins to take part.
+        """Registers this host in the store and starts the periodic tick.
 
         Raises:
             StoreUnavailable: the store cannot be reached.
@@ -171,7 +172,7 @@ class Agent:
 
     def close(self) -> None:
         """Ends every process, connection and registration of this host."""
-        with contextlib.ExitStack() as parts:  # each, whatever comes of the others
+        with contextlib.ExitStack() as parts:  # each, even if others fail
             parts.callback(self._edges.close)
             parts.callback(self._server.close)
             parts.callback(self._links.close)
@@ -184,7 +185,7 @@ class Agent:
     def _tick(self) -> None:
         now = self._loop.now()
         late_s = now - self._ticked_at - TICK_S
-        # What others said while this process stood still is still to be heard.
+        # Messages that arrived while this process was stopped are not read yet.
         paused_s = late_s if late_s > self._config.timeouts.lease / 5 else 0.0
         self._ticked_at = now
         self._membership.tick()
@@ -201,7 +202,7 @@ class Agent:
     # ---------------------------------------------------------------- the store
 
     def _see(self, view: View) -> None:
-        """The store says something new."""
+        """Handles a new view of the store: result, leader, hosts and assignment."""
         if view.result is not None:
             self._finish(view.result)
             return
@@ -212,9 +213,9 @@ class Agent:
         self._retire_if_replaced(view)
 
     def _retire_if_replaced(self, view: View) -> None:
-        """Stands down when a newer generation does without this host.
+        """Gives up the slot when a newer generation does not contain this host.
 
-        So a host that was frozen, or cut off, comes back as a spare.
+        So a host that was stopped or cut off comes back as a spare.
         """
         newer = view.assignment
         if newer is None or newer.epoch <= self._follower.epoch:
@@ -226,7 +227,7 @@ class Agent:
             self._follower.retire()
 
     def _lapsed(self) -> None:
-        """Others may have taken this host for dead: it says who it is now."""
+        """Handles a lapsed lease: sends this host's new record to the leader."""
         self._tell_record()
 
     def _tell_record(self) -> None:
@@ -237,12 +238,12 @@ class Agent:
             self._leader_link.send(described(record))
 
     def describe(self, record: HostRecord) -> None:
-        """This host has something else to say of itself."""
+        """Publishes a changed record of this host in the store and to the leader."""
         self._membership.describe(record)
         self._tell_record()
 
     def _replaced(self, by: HostRecord) -> None:
-        """A later agent has this host's name: this one was stopped for long."""
+        """Ends this agent because a later agent has taken this host's name."""
         logger.error(
             "host name %s is taken by process %d now: this agent ends", by.host, by.pid
         )
@@ -255,9 +256,10 @@ class Agent:
     # ------------------------------------------------------------ who leads
 
     def _campaign_if_free(self) -> None:
-        """Tries to lead where nobody does; hosts take turns, by name.
+        """Campaigns for leadership while there is no leader; hosts take turns by name.
 
-        A leader whose lease ran out comes first, and a host that still hears it waits.
+        A leader whose lease ran out campaigns first; a host that still hears this
+        leader waits half a lease longer.
         """
         view, now, me = self._membership.view, self._loop.now(), self._config.host
         if view.leader is not None or not view.hosts:
@@ -300,7 +302,7 @@ class Agent:
             leader.connected(record)
 
     def _newest_leader(self) -> tuple[int, HostRecord] | None:
-        """Term and record of whoever leads, as far as this host knows."""
+        """Term and record of the newest leader that this host knows."""
         view = self._membership.view
         if self._hint is not None and self._hint[0] > view.term and not self._store_up:
             return self._hint
@@ -308,20 +310,22 @@ class Agent:
         return (view.term, leader) if leader is not None else None
 
     def _moved_message(self) -> Message | None:
-        """Tells hosts that take this one for the leader who leads; None if it does."""
+        """Message that names the leader; None if unknown, or if this host leads."""
         newest = self._newest_leader()
         if newest is None or newest[1].host == self._config.host:
             return None
         return moved(*newest)
 
     def _let_followers_go(self) -> None:
-        """This host does not lead any more; some hosts may not see the store."""
+        """Closes the followers' links after leadership; tells them the new leader."""
         self._links.close(self._moved_message())
 
     def _accept(
         self, hello: Message, channel: ControlChannel
     ) -> tuple[Heard, Closed] | None:
-        """A host calls, because it takes this one for the leader."""
+        """Accepts a host's control connection; names the leader if this host does not
+        lead.
+        """
         found = self._links.accept(hello, channel)
         last = self._moved_message() if self._leadership.leader is None else None
         if found is not None and last is not None:
@@ -329,7 +333,9 @@ class Agent:
         return found
 
     def _step_down_if_isolated(self, leader: Leader) -> None:
-        """Lets another host lead if too few hosts reach this one, though they live."""
+        """Gives up leadership if too few of the live hosts are connected for two
+        leases.
+        """
         needed = min(leader.num_slots, len(leader.view.hosts))
         if self._links.count + 1 >= needed:
             self._isolated_since = None
@@ -342,9 +348,9 @@ class Agent:
             self._leadership.let_go(leader.view, why)
 
     def _leader_moved(self, term: int, record: HostRecord) -> None:
-        """A host that followed this one tells who leads now."""
+        """Follows the leader that a host names, while the store does not answer."""
         if self._store_up or term <= self._membership.view.term:
-            return  # the store says so itself, or knows better
+            return  # the store's view is as new or newer
         if self._hint is not None and term < self._hint[0]:
             return
         self._hint = term, record
@@ -352,7 +358,7 @@ class Agent:
         self._follow()
 
     def _follow(self) -> None:
-        """Keeps the link to the newest leader that is known."""
+        """Links this host to the newest known leader."""
         newest = self._newest_leader()
         if self._leadership.leader is not None or newest is None:
             return
@@ -360,7 +366,7 @@ class Agent:
             self._leader_link.follow(*newest)
 
     def _leader_dead(self, leader: HostRecord) -> None:
-        """The leader's port refuses connections, and all shall know."""
+        """Expels a leader whose port refuses connections from the store."""
         view = self._membership.view
         if view.leader == leader.host:
             self._membership.expel(view.leader_lease)
@@ -368,7 +374,7 @@ class Agent:
     # ------------------------------------------------------ towards the leader
 
     def _report(self, op: str, **fields: Any) -> None:
-        """Sends a report of this host to whoever leads."""
+        """Sends a report of this host to the leader, which may be this host."""
         message = {"op": op, **fields}
         if self._leadership.leader is not None:
             self._loop.post(self._host_reports, self._config.host, message)
@@ -376,13 +382,13 @@ class Agent:
             self._leader_link.send(message)
 
     def _obey_leader(self, message: Message) -> None:
-        """An order of the leader; what is none ends the connection."""
+        """Obeys a valid order of the leader; an invalid order ends the connection."""
         fault = fault_of_order(message, self._config.host)
         if fault is not None:
             self._leader_link.refuse(fault)
             return
         if message["op"] == "reform":
-            self._service.end()  # it has served the world of a former leader
+            self._service.end()  # the service belongs to a former leader's world
         self._obey({"op": message["op"], **order_fields(message)})
 
     def _order(self, host: str, op: str, **fields: Any) -> None:
@@ -400,7 +406,7 @@ class Agent:
             self._follower.obey(message)
 
     def _emit(self, kind: str, *values: Any) -> None:
-        """Something has happened on this host; from any thread."""
+        """Posts an event of this host to the event loop, from any thread."""
         self._loop.post(self._happened, kind, *values)
 
     def _happened(self, kind: str, *values: Any) -> None:
@@ -427,7 +433,7 @@ class Agent:
         self._with_leader(lambda leader: leader.disconnected(record, why))
 
     def _host_dead(self, record: HostRecord) -> None:
-        """A host's port refuses connections: its process is gone."""
+        """Expels a host whose port refuses connections and tells the leader's logic."""
         view = self._membership.view
         known = view.hosts.get(record.host)
         if known is not None and known.address == record.address:

@@ -1,9 +1,9 @@
-"""JAX's coordination service in a process of its own, on the leading host.
+"""JAX's coordination service in a separate process on the leading host.
 
 ``python -m dtft.elastic.host.coordination_process`` does its imports, then waits for
-one line on stdin: ``ADDRESS NUM_PROCESSES HEARTBEAT_S``. It prints one line when it
-serves and ends when stdin closes, that is with its agent. A new generation gets a new
-process. It is the only module of elastic that imports JAX.
+one line on stdin: ``ADDRESS NUM_PROCESSES HEARTBEAT_S``. The process prints one
+line when it serves, and ends when stdin closes, that is, with its agent. A new
+generation gets a new process. Only this module of `dtft.elastic` imports JAX.
 """
 
 import os
@@ -13,7 +13,7 @@ from dtft import _jax_internals
 
 
 def main() -> None:
-    """Serves until stdin closes."""
+    """Serves the coordination service until stdin closes."""
     words = sys.stdin.readline().split()
     if not words:
         os._exit(0)

@@ -1,7 +1,7 @@
 """Starts and ends the JAX coordination service beside the leading agent.
 
-One process for each formation, on a fresh port. Reports readiness to whoever asked;
-what it is for is not known here. No process is waited for on the event loop.
+Each formation gets one process on a fresh port. The caller is told when the service is
+ready. The event loop never waits for a process.
 """
 
 import contextlib
@@ -21,10 +21,10 @@ KILL_S = 10.0
 
 
 class CoordinationService:
-    """One coordination service that serves, and one that waits with imports done."""
+    """One serving coordination service, and a standby process with imports done."""
 
     def __init__(self, config: AgentConfig, loop: Loop) -> None:
-        """Starts the waiting one."""
+        """Starts the standby process."""
         self._config, self._loop = config, loop
         self._serving: subprocess.Popen | None = None
         self._waiting = self._spawn()
@@ -47,12 +47,12 @@ class CoordinationService:
         ready: Callable[[str], None],
         failed: Callable[[str], None],
     ) -> None:
-        """Has a service serve a world of `num_processes`.
+        """Starts serving a world of `num_processes` with the standby process.
 
         Args:
             num_processes: trainers of the world.
-            ready: called with its address once it serves.
-            failed: called with the reason if it cannot, or was ended before.
+            ready: called with the service's address once it serves.
+            failed: called with the reason if the service cannot serve or has ended.
         """
         self.end()
         try:
@@ -69,7 +69,7 @@ class CoordinationService:
                 process.stdin.write(f"{address} {num_processes} {heartbeat_s}\n")
                 process.stdin.flush()
                 return process.stdout.readline().strip() == "serving"
-            except (OSError, ValueError):  # it died, or was ended before this
+            except (OSError, ValueError):  # the process died or was ended before
                 return False
 
         self._loop.aside(
@@ -80,7 +80,7 @@ class CoordinationService:
         )
 
     def _take(self) -> subprocess.Popen:
-        """The process that waits; another one waits from now on."""
+        """Takes the standby process and starts a new standby."""
         if self._waiting.poll() is not None:
             self._kill(self._waiting)
             self._waiting = self._spawn()
@@ -98,7 +98,7 @@ class CoordinationService:
             self._kill(process)
 
     def close(self) -> None:
-        """Ends both processes."""
+        """Ends the serving and the standby process."""
         self.end()
         self._kill(self._waiting)
 
@@ -106,7 +106,7 @@ class CoordinationService:
         process.kill()
 
         def reap() -> None:
-            # One that is in an uninterruptible call ends when that does.
+            # A process in an uninterruptible call ends when the call returns.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=KILL_S)
             for pipe in (process.stdin, process.stdout):

@@ -1,8 +1,7 @@
-"""What an agent's logic needs of the world, as one value.
+"""An agent's access to time, network, store, files and processes, as one value.
 
-Time, threads, connections, the store's watches, files and processes come from here;
-`local_edges` makes the real ones. A simulation hands in its own, and runs the same
-agent, leader and follower.
+`local_edges` makes the real edges of this machine. A simulation passes its own edges,
+and runs the same agent, leader and follower.
 """
 
 import contextlib
@@ -41,11 +40,11 @@ Accept = Callable[[Message, ControlChannel], tuple[Heard, Closed] | None]
 
 
 class HostServer(Protocol):
-    """The port of this host."""
+    """The server at this host's port."""
 
     @property
     def address(self) -> str:
-        """host:port for peers."""
+        """Address host:port for peers."""
         ...
 
     def close(self) -> None:
@@ -62,21 +61,23 @@ class Service(Protocol):
         ready: Callable[[str], None],
         failed: Callable[[str], None],
     ) -> None:
-        """Serves a new world; `ready` takes its address, `failed` why there is none."""
+        """Serves a new world; calls `ready` with its address or `failed` with a
+        reason.
+        """
         ...
 
     def end(self) -> None:
-        """Ends the world that is served."""
+        """Ends the service of the current world."""
         ...
 
     def close(self) -> None:
-        """Ends everything."""
+        """Ends all processes of the service."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What people may ask a host for over its port."""
+    """Handlers of users' requests to a host's port."""
 
     export: Callable[[Answer], None]
     scale: Callable[[int, Answer], None]
@@ -84,25 +85,25 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Edges:
-    """See the module's text."""
+    """An agent's access to the outside; see the module's docstring."""
 
     loop: Loop
     mirrors: MirrorSource
     network: Network
     follower: Callable[[Callable[..., None], Callable[..., None]], Follower]
-    """Makes this host's follower from `emit` and `report`."""
+    """Makes this host's follower from its `emit` and `report` functions."""
     listen: Callable[[Inbox, Accept, Asked], HostServer]
-    """Opens the port."""
+    """Opens this host's port."""
     journal: Callable[[], Journal]
     service: Callable[[], Service]
     list_steps: Callable[[Path], Iterable[int]]
-    """Which steps a storage directory holds."""
+    """The steps in a storage directory."""
     close: Callable[[], None]
-    """Frees what is left when the agent has ended."""
+    """Frees the board and the memory directory after the agent's end."""
 
 
 class NoService:
-    """In place of a coordination service where users' processes have one already."""
+    """Stands in for a coordination service where users' processes have their own."""
 
     def start(
         self,
@@ -110,29 +111,29 @@ class NoService:
         ready: Callable[[str], None],
         failed: Callable[[str], None],
     ) -> None:
-        """It serves at once."""
+        """Calls `ready` at once with an empty address."""
         ready("")
 
     def end(self) -> None:
-        """Nothing runs."""
+        """Does nothing: no process runs."""
 
     def close(self) -> None:
-        """Nothing runs."""
+        """Does nothing: no process runs."""
 
 
 def local_edges(
     config: AgentConfig, store: Store, trainers: Trainers | None = None
 ) -> Edges:
-    """The edges of an agent on this machine.
+    """Makes the edges of an agent on this machine.
 
     Args:
-        config: of the agent.
-        store: of the job.
-        trainers: listen already, in memory that is there already; by default both are
-            made here.
+        config: the agent's settings.
+        store: the job's store.
+        trainers: already listening in an existing memory directory; by default both
+            are made here.
 
     Raises:
-        ValueError: the arena directory is not there.
+        ValueError: the arena directory does not exist.
     """
     if trainers is None:
         make_memory_directory(config.memory_directory)
@@ -171,7 +172,7 @@ def local_edges(
 
 
 def _write_record(config: AgentConfig, loop: EventLoop) -> None:
-    """Leaves the loop's longest calls in the run directory, for drills."""
+    """Writes the event loop's longest calls to the run directory, for drills."""
     record: dict[str, Any] = {"host": config.host, **loop.record()}
     path = config.run_directory / f"loop-{config.host}.json"
     with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
 """One host's part in exports to storage.
 
-Pins a committed step, hands it to this host's exporter process and lets it go. Storage
-may be slow or broken: nothing here may hold up training, so every failure is only
+Pins a committed step, hands the step to this host's exporter process and unpins it.
+Storage may be slow or broken: exports must not delay training, so every failure is only
 reported.
 """
 
@@ -23,7 +23,10 @@ from dtft.elastic.transfer import FetchFailed, borrow
 def start_exporter(
     opening: dict[str, Any], log_path: Path, hear: Hear
 ) -> ExporterProcess:
-    """Begins to start an exporter that dies with this process; see its class."""
+    """Starts, without waiting, an exporter that is killed when this process ends.
+
+    See `ExporterProcess`.
+    """
     return ExporterProcess(
         opening,
         hear,
@@ -39,14 +42,14 @@ def save_fields(
     digests: Sequence[bytes],
     items: dict[str, Any],
 ) -> dict[str, Any]:
-    """What an exporter is told of a step.
+    """The fields of the message that tells an exporter to save a step.
 
     Args:
         step: the step.
-        memory: the arena.
-        buffers: of each chunk of the slot's own slices its buffer in the arena.
+        memory: path of the arena.
+        buffers: number of the arena buffer of each chunk of the slot's own slices.
         digests: of each slice.
-        items: what is not an array.
+        items: the checkpoint's values that are not arrays.
     """
     return {
         "step": step,
@@ -58,7 +61,7 @@ def save_fields(
 
 
 class HostExports:
-    """This host's part in exports: pins a step, hands it over, lets it go."""
+    """This host's part in exports: pins a step, hands over the step, and unpins it."""
 
     def __init__(
         self,
@@ -68,7 +71,10 @@ class HostExports:
         emit: Callable[..., None],
         exported: Callable[[int, bool, str], None],
     ) -> None:
-        """`exported(step, ok, error)` is called once for each step begun."""
+        """Starts no exporter yet.
+
+        `exported(step, ok, error)` is called once for each export that has begun.
+        """
         self._config, self._credentials, self._board = config, credentials, board
         self._emit, self._exported = emit, exported
         self._exporter: ExporterProcess | None = None
@@ -77,10 +83,10 @@ class HostExports:
         self._lent: tuple[ReplicaStore, int] | None = None
 
     def begin(self, holder: ReplicaStore | None, order: dict[str, Any]) -> None:
-        """Begins to write one committed step, which `holder` should have.
+        """Starts the export of one committed step, which `holder` should have.
 
-        A step still in writing is given up: the leader orders one export at a time, so
-        it has heard of a failure on another host that this host's part waits for.
+        An export that still runs is given up: the leader orders one export at a time,
+        so the export has failed on another host for which this host waits.
         """
         step = order["step"]
         if holder is None:
@@ -98,7 +104,9 @@ class HostExports:
     def _save(
         self, exporter: ExporterProcess, holder: ReplicaStore, order: dict[str, Any]
     ) -> None:
-        """Hands over a pinned step, once what this host did not copy is borrowed."""
+        """Hands a pinned step to the exporter, after fetching slices not copied
+        here.
+        """
         step = order["step"]
         self._board.set("exporting", step)
         items = {**holder.items(step), "config": holder.layout.config}
@@ -117,10 +125,11 @@ class HostExports:
         exporter.save(fields, limit_s)
 
     def _open(self, holder: ReplicaStore, order: dict[str, Any]) -> ExporterProcess:
-        """Keeps the exporter of the last step if its world is the same.
+        """Returns the exporter of the last step if its world is the same, or starts
+        one.
 
-        After a failure none of a world's processes is kept, on any host: the old ones
-        would wait for one that is gone.
+        After a failure no host keeps its exporter: the old exporters would wait for the
+        exporter that has ended.
         """
         opening = {
             "directory": str(self._config.storage_directory),
@@ -146,7 +155,7 @@ class HostExports:
         return self._exporter
 
     def answer(self, exporter: ExporterProcess, message: dict[str, Any]) -> None:
-        """The exporter has written a step, failed, or ended."""
+        """Handles the exporter's answer: step written, failure, or exit."""
         if exporter is not self._exporter or message.get("op") == "open":
             return
         ok, error = bool(message.get("ok")), message.get("error", "")
@@ -158,8 +167,10 @@ class HostExports:
             self.close()
 
     def lend(self, holder: ReplicaStore | None, step: int) -> None:
-        """Keeps a committed step until the next call, for peers to fetch from; -1 keeps
-        none. One that was dropped is missed by who asks for it."""
+        """Pins a committed step until the next call, for peers to fetch; -1 pins none.
+
+        A dropped step is not pinned; peers that fetch the step get an error.
+        """
         if holder is None:
             return
         if self._lent is not None:
@@ -176,7 +187,7 @@ class HostExports:
         self._board.set("exporting", 0)
 
     def close(self) -> None:
-        """Ends the exporter; a step that it was writing is not written."""
+        """Ends the exporter; a step being written is given up."""
         exporter, self._exporter = self._exporter, None
         if exporter is not None:
             exporter.close()
@@ -184,7 +195,7 @@ class HostExports:
             self._let_go(step)
 
     def stand_down(self) -> None:
-        """Ends the exporter, and what is kept for others."""
+        """Ends the exporter, and unpins the step kept for peers."""
         self.close()
         if self._lent is not None:
             self.lend(self._lent[0], -1)

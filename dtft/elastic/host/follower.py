@@ -1,11 +1,11 @@
-"""What every host does for its job: it obeys the leader and reports to it.
+"""One host's duties in a job: carries out the leader's orders and reports to the
+leader.
 
-Has the trainer begin and end, keeps the copies, replicates, restores and exports. A
-user's process (`SeatPolicy.attached`) decides when it saves and restores: it learns the
-step on offer at once, tells its layout at its first save, and asks for what it wants.
-All methods run on the agent's event loop; what takes long runs on threads that answer
-with events. Decides nothing about the job: which slot, which step and which peers are
-told.
+Starts and ends the trainer, keeps the copies, replicates, restores and exports. A
+user's process (`SeatPolicy.attached`) decides itself when to save and restore: the
+process is told the restorable step at once, sends its layout at its first save, and
+asks for the steps that it wants. All methods run on the agent's event loop; long work
+runs on threads that answer with events. The leader decides slot, step and peers.
 """
 
 import functools
@@ -43,41 +43,41 @@ from dtft.elastic.transfer import (
 logger = logging.getLogger(__name__)
 
 REPORTED = ("step", "digests", "interval", "window")
-"""What the leader is told of a staged step."""
+"""Fields of the report to the leader about a staged step."""
 WANTED, FLUSHED, LEFT = ("step", "layout"), ("token", "step", "store"), ("step",)
-"""What it is told of a user's process's wish, and of its goodbye."""
+"""Fields of the reports about requests and the departure of a user's process."""
 
 Message = Mapping[str, Any]
 Handler = Callable[[SlotTask, Message], None]
 
 
 LOOK_S = 1.0
-"""From one look at the trainer to the next."""
+"""Seconds between two checks of the trainer's progress."""
 WARM_S = 5.0
-"""A standby trainer that could not be started is tried again after that."""
+"""Seconds until a failed start of a standby trainer is tried again."""
 KEPT_COMMITS = 2
-"""So many of the newest commits a host knows for the store."""
+"""Number of the newest commits that a host remembers for a store without them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostParts:
-    """What a follower works with on its host."""
+    """The host's parts that a follower works with."""
 
     board: ProgressBoard
     trainers: Trainers
     copies: Copies
     exports: HostExports
     resharding: Resharding | None
-    """Of a host whose process is the user's."""
+    """Reshards steps for the user's process; None on a launched job's host."""
     restore: Callable[[dict[str, Any]], dict[str, Any]]
-    """Restores what a leader's order says; see `restore_copies`. Takes long."""
+    """Restores the step of a leader's order; see `restore_copies`. Blocks for long."""
     probe: Callable[[str, Callable[[PortState], None]], None]
-    """What becomes of a connection to another host's port; see `Network.probe`."""
+    """Tries to connect to another host's port; see `Network.probe`."""
     free_port: Callable[[], int]
     observe: Callable[[int], Observation | None]
-    """What the trainer of a process id does now, from the board and the kernel."""
+    """State of the trainer with a process id, from the board and the kernel."""
     dump_stack: Callable[[int, Path], str]
-    """Has a process write its stacks to its log; takes about a second."""
+    """Makes a process write its stacks to its log; takes about a second."""
     nixl: Any = None
 
 
@@ -93,13 +93,13 @@ class Follower:
         emit: Callable[..., None],
         report: Callable[..., None],
     ) -> None:
-        """Has nothing to do yet.
+        """Keeps the parts; no slot is taken yet.
 
         Args:
-            config: of this host's agent.
-            credentials: of the job.
-            parts: of this host.
-            loop: of the agent.
+            config: settings of this host's agent.
+            credentials: the job's.
+            parts: this host's.
+            loop: the agent's event loop.
             emit: `emit(kind, ...)` sends to `happened`, from any thread.
             report: `report(op, **fields)` sends to the leader.
         """
@@ -113,13 +113,13 @@ class Follower:
         self._task: SlotTask | None = None
         self._ballot: tuple[int, int] = (0, 0)
         self._holding = loop.lane("copies")
-        """What changes or reads the copies as a whole, one after the other."""
+        """Lane in which changes and reports of all copies run one after the other."""
         self._export_attempt = 0
-        """Of the export that was ordered last."""
+        """Attempt number of the export that was ordered last."""
         self._obeyed: Mapping[str, Any] | None = None
-        """The order to take a slot that was obeyed last."""
+        """The last `prepare` order that this host carried out."""
         self._commits: list[Commit] = []
-        """The newest, newest first."""
+        """The newest commits that this host knows, newest first."""
         self._warm_at = 0.0
         self._watch = ProgressWatch(config.timeouts)
         self._look_at = 0.0
@@ -128,11 +128,11 @@ class Follower:
 
     @property
     def epoch(self) -> tuple[int, int]:
-        """(generation, attempt) that this host obeys; (0, 0) for none."""
+        """(generation, attempt) of this host's current slot; (0, 0) without a slot."""
         return self._task.epoch if self._task else (0, 0)
 
     def inbox(self) -> Inbox:
-        """What the transport's serving threads may ask."""
+        """The view of this host's state for the transport's serving threads."""
         return Inbox(
             epoch=lambda: self.epoch,
             holder=lambda: self._copies.holder,
@@ -142,9 +142,11 @@ class Follower:
         )
 
     def warm(self) -> None:
-        """Starts a standby trainer: imports are paid for before they are needed.
+        """Starts a standby trainer, so that imports are done before a slot is taken.
 
-        Without one a slot is taken later, or given back if none can be started then.
+        If no standby can be started, nothing is started again for `WARM_S`. Taking a
+        slot then starts a trainer, or gives the slot back if that fails too.
+
         """
         if self._loop.now() < self._warm_at:
             return
@@ -156,11 +158,11 @@ class Follower:
 
     @property
     def attachment(self) -> tuple[int, int]:
-        """Index and ident of the user's process that is attached, (-1, 0) for none."""
+        """Index and ident of the attached user's process; (-1, 0) without a process."""
         return self._trainers.attachment
 
     def see(self, hosts: Collection[HostRecord]) -> None:
-        """The hosts of the job have changed: a process that waits is told for whom."""
+        """Tells a waiting user's process which hosts of the job are still missing."""
         absent = missing(hosts, self._config.num_slots) if self._seats.attached else ""
         if absent:
             self._trainers.note(absent)
@@ -168,7 +170,7 @@ class Follower:
     # ------------------------------------------------------- orders of the leader
 
     def obey(self, message: dict[str, Any]) -> None:
-        """Carries out an order that was checked."""
+        """Carries out an order of the leader whose fields were checked before."""
         fields = {key: value for key, value in message.items() if key != "op"}
         if "ballot" in fields:
             fields["ballot"] = tuple(fields["ballot"])
@@ -193,7 +195,7 @@ class Follower:
                 self.pass_on(op, **fields)
 
     def happened(self, kind: str, *values: Any) -> None:
-        """Something has happened on this host."""
+        """Passes an event of this host to the method for its kind."""
         match kind:
             case "trainer":
                 self.trainer_says(*values)
@@ -209,13 +211,17 @@ class Follower:
                 raise ValueError(f"kind={kind!r}: nothing of that kind happens here")
 
     def committing(self, step: int) -> None:
-        """This host leads and has a step written to the store; 0: it is written."""
+        """Shows on the board the step that this leading host commits now; 0 for
+        none.
+        """
         self._board.set("committing", step)
 
     def expect(self, layout: str, domains: list[str]) -> None:
-        """Has memory ready for a slot of the running job, should one be free.
+        """Reserves memory for a slot of the running job, in case a slot becomes free.
 
-        A host that has none for it is no spare, and says so at once.
+        Reports `fit` to the leader. A host without enough memory reports `unfit` and is
+        no spare.
+
         """
         expected = Layout.from_json(layout)
         self._holding.submit(
@@ -239,23 +245,24 @@ class Follower:
         step: int = -1,
         reach: Mapping[str, str] | None = None,
     ) -> None:
-        """Stops training here and reports what this host holds, and whom it reaches.
+        """Stops training here; reports held copies and unreachable hosts.
 
         Args:
-            ballot: of the round.
-            reason: why, for whoever trains here.
-            fatal: what has happened would happen again to the same processes.
-            read: whether copies are read and checked for it.
+            ballot: number of the round.
+            reason: why training stops, for the user's process.
+            fatal: whether the same processes would fail again; a waiting trainer is
+                then let go too.
+            read: whether copies are read and checked for the report.
             epoch: of the newest assignment that the leader knows.
             step: of the newest commit that the leader knows, -1 for none.
-            reach: hosts to try, and their addresses.
+            reach: host name to address of the hosts to try to connect to.
         """
         if ballot < self._ballot:
             return
         former, self._ballot = self._ballot, ballot
         self._board.set("recovering", 1)
         code = self._stand_down(reason, fatal)
-        if code is not None:  # its end may be what the failures of others follow from
+        if code is not None:  # this exit may have caused the failures of other hosts
             self._tell_exit(code, former)
         told = {
             "finished": self._board.get("finished"),
@@ -285,12 +292,14 @@ class Follower:
         try_all(self._parts.probe, reach or {}, tried)
 
     def reach(self, ballot: tuple[int, int], reach: Mapping[str, str]) -> None:
-        """Says which of some hosts, with their addresses, this one does not reach."""
+        """Reports which hosts of `reach` (name to address) this host cannot reach."""
         told = functools.partial(self._report, "reached", ballot=ballot)
         try_all(self._parts.probe, reach, lambda missed: told(missed=missed))
 
     def _report_of(self, outcome: "Future[dict[str, Any]]") -> dict[str, Any]:
-        """What is held here; nothing if that cannot be said."""
+        """The held copies for the leader; on an error, none and all copies as
+        corrupt.
+        """
         error = outcome.exception()
         if error is None:
             return outcome.result()
@@ -304,11 +313,11 @@ class Follower:
         outcome: "Future[dict[str, Any]]",
         told: dict[str, Any],
     ) -> None:
-        if ballot == self._ballot:  # else a newer round has asked again
+        if ballot == self._ballot:  # otherwise a newer round has asked again
             self._tell("holdings", **self._report_of(outcome), **told)
 
     def _stand_down(self, reason: str = "", fatal: bool = False) -> int | None:
-        """Ends training here; returns what `Trainers.let_go` returns."""
+        """Ends training here; returns the exit code from `Trainers.let_go`."""
         code = None
         task, self._task = self._task, None
         if task is not None:
@@ -324,17 +333,17 @@ class Follower:
         return code
 
     def _tell(self, op: str, **fields: Any) -> None:
-        """Reports to the leader, about the newest round that this host knows."""
+        """Reports to the leader with the ballot of the newest round known here."""
         self._report(op, ballot=self._ballot, **fields)
 
     def retire(self) -> None:
-        """Gives up the slot: others have taken it. The copies stay until replaced."""
+        """Gives up the slot, which another host has now; copies stay until replaced."""
         self._stand_down()
         self._board.set("recovering", 0)
         self.warm()
 
     def prepare(self, order: dict[str, Any]) -> None:
-        """Takes a slot: starts the trainer and, beside it, fetches the state."""
+        """Takes a slot: starts the trainer and restores the state at the same time."""
         if tuple(order["ballot"]) < self._ballot:
             return
         self._ballot = tuple(order["ballot"])
@@ -344,7 +353,7 @@ class Follower:
         self._board.set("generation", order["generation"])
         self._board.set("attempt", order["attempt"])
         self._board.set("finished", order["step"])
-        self._board.set("committed", order["step"])  # kept until there is a newer one
+        self._board.set("committed", order["step"])  # kept until a newer commit
         self._board.set("staged", 0)
         self._board.set("recovering", 1)
         self._obeyed = order
@@ -364,7 +373,7 @@ class Follower:
             self._restored(task, {"own": 0, "peers": 0, "s": 0.0})
 
     def _restored(self, task: SlotTask, outcome: dict[str, Any]) -> None:
-        """The restore of this host's slices has ended, well or not."""
+        """Reports the outcome of the restore; after success, hands the state over."""
         if task is not self._task:
             return
         if "fatal" in outcome:
@@ -383,21 +392,21 @@ class Follower:
                 restored=outcome.get("restored", {}),
             )
             self._hand_over(task)
-            if self._seats.attached:  # it may go on, and ask for the step
+            if self._seats.attached:  # the process goes on and may ask for the step
                 order = task.order
                 self._board.set("recovering", 0)
                 self._trainers.formed(source=order["source"], step=order["step"])
 
     def _fatal(self, message: str) -> None:
-        """What is wrong would be wrong on any host."""
+        """Reports an error that would occur on any host."""
         self._tell("fatal", message=message)
 
     def _unfit(self, why: str) -> None:
-        """What is wrong is wrong on this host alone."""
+        """Reports an error that concerns this host alone."""
         self._tell("unfit", why=why)
 
     def _hand_over(self, task: SlotTask) -> None:
-        """Gives the trainer its state, once both it and the state are there."""
+        """Sends the state's location once the layout is known and the restore ended."""
         order = task.order
         if task.announced and task.restored is not None:
             where = self._copies.located(order["step"], order["source"] == "memory")
@@ -408,18 +417,19 @@ class Follower:
     def release(
         self, step: int, committed: bool, commit: str = "", **told: Any
     ) -> None:
-        """A step is safe: older copies go; the trainer is told so, and the rest.
+        """Drops copies older than a safe step and tells the trainer.
 
         Args:
-            step: that the trainers have staged.
-            committed: the store has recorded it; otherwise it is away.
-            commit: JSON of what it has recorded, or shall record, without holders:
-                those of the order that this host obeys.
-            told: what only the trainer has to know.
+            step: the staged step that is safe.
+            committed: whether the store has recorded the step; False while the store
+                does not answer.
+            commit: JSON of the commit that the store has or shall record, without
+                holders: these are the hosts of this host's order.
+            told: further fields for the trainer alone.
         """
         if commit:
             self._keep(Commit.from_json(commit))
-        holder = self._copies.holder  # the lane may change it meanwhile
+        holder = self._copies.holder  # the lane may replace the holder meanwhile
         if holder is None or self._task is None:
             return
         last = self._board.get("committed")
@@ -435,14 +445,14 @@ class Follower:
         self.warm()
 
     def _keep(self, commit: Commit) -> None:
-        """Remembers a commit for a leader, or a store, that does not know it."""
+        """Remembers a commit for a leader or store that lacks the commit."""
         obeyed, epoch = self._obeyed, (commit.generation, commit.attempt)
         if obeyed is not None and _epoch_of(obeyed) == epoch:
             whole = replace(commit, holders=tuple(obeyed["hosts"]))
             self._commits = [whole, *self._commits][:KEPT_COMMITS]
 
     def replicate(self, ballot: tuple[int, int], step: int, targets: list[int]) -> None:
-        """Sends the slices of a restored step again to peers that lack them."""
+        """Sends the slices of a restored step again to peers without these slices."""
         task = self._task
         if task is None or ballot != self._ballot:
             return
@@ -450,8 +460,8 @@ class Follower:
         task.push(step, targets)
 
     def pass_on(self, op: str, **fields: Any) -> None:
-        """The leader has something to say to whoever trains here, or to be assembled
-        for it first.
+        """Passes a message of the leader to the trainer; `assemble` starts resharding
+        first.
         """
         if op != "assemble":
             self._trainers.send(op, **fields)
@@ -461,7 +471,7 @@ class Follower:
             self._resharding.begin(self._task, fields)
 
     def assembled(self, task: SlotTask, answer: dict[str, Any]) -> None:
-        """What a process wants is in memory, or why not."""
+        """Tells the process that its resharded step is in memory, or why not."""
         if task is self._task:
             self._trainers.send("assembled", **answer)
         elif self._resharding is not None:
@@ -470,7 +480,7 @@ class Follower:
     # --------------------------------------------------------------- the trainer
 
     def _handlers_of_messages(self) -> dict[str, Handler]:
-        """Op of a trainer's message to what is done about it."""
+        """Maps the op of a trainer's message to its handler."""
         handlers: dict[str, Handler] = {
             "layout": self._on_layout,
             "stage": self._on_stage,
@@ -490,12 +500,12 @@ class Follower:
         return handlers
 
     def trainer_says(self, ident: int, message: dict[str, Any]) -> None:
-        """A message of the trainer; those of an ended one are ignored."""
+        """Handles a message of the active trainer; ignores those of other trainers."""
         if not self._trainers.is_active(ident):
             return
         op = message.pop("op")
         if op == "stage" and self._seats.attached:
-            self._board.set("finished", message["step"])  # so a loss can be counted
+            self._board.set("finished", message["step"])  # counts lost steps
         if self._task is not None and op in self._handlers:
             try:
                 self._handlers[op](self._task, message)
@@ -503,20 +513,20 @@ class Follower:
                 self._refuse_trainer(f"{op}: {type(error).__name__}: {error}")
 
     def _refuse_trainer(self, fault: str) -> None:
-        """A trainer has said what has no meaning: it is let go, not this agent."""
+        """Lets a trainer go that sent an invalid message; the agent goes on."""
         logger.error("the trainer sent a message that is none: %s", fault)
         self._trainers.let_go(f"it sent a message that is none: {fault}")
         self._tell_exit(0 if self._seats.attached else 1, self._ballot)
 
     def _pass_up(self, op: str, task: SlotTask, message: Message) -> None:
-        """The leader has to know; the trainer has begun, whatever it says."""
+        """Passes a trainer's message to the leader; recovery is over on this host."""
         self._board.set("recovering", 0)
         self._tell(op, slot=task.slot, **message)
 
     def _ask_leader(
         self, op: str, names: Iterable[str], task: SlotTask, message: Message
     ) -> None:
-        """A user's process wants something that the leader decides."""
+        """Passes a request of the user's process to the leader, who decides."""
         told = {name: message[name] for name in names}
         self._tell(op, slot=task.slot, **told)
 
@@ -550,7 +560,7 @@ class Follower:
         slot, domains, copies = order["slot"], order["domains"], self._copies
 
         def hold() -> None:
-            if is_new:  # beside the commit's, until this one has its first
+            if is_new:  # the committed arena stays until the first new commit
                 copies.hold(layout, slot, domains, keep=order["step"])
             else:
                 copies.hold(layout, slot, domains).keep_only(set())
@@ -566,20 +576,20 @@ class Follower:
         is_new: bool,
         outcome: "Future[None]",
     ) -> None:
-        """There is memory for a layout, or there is none."""
+        """Accepts the layout if its memory was allocated; otherwise reports `unfit`."""
         error = outcome.exception()
-        if error is not None:  # that of a former formation as well: all need as much
+        if error is not None:  # also for a former formation: slots need equal memory
             self._unfit(_why(error))
             return
         if task is not self._task:
             return
         if is_new:
-            task.stop_pushers()  # they sent again what peers had lost of the old
+            task.stop_pushers()  # pushers of the old layout end
             task.order = {**task.order, "source": "init"}
         self._accept(task, layout)
 
     def _accept(self, task: SlotTask, layout: Layout) -> None:
-        """The layout is the formation's: copies can travel."""
+        """Accepts the formation's layout and starts the pushers to peers."""
         task.announced = True
         self._start_pushers(task)
         self._tell("layout", layout=layout.to_json())
@@ -611,14 +621,16 @@ class Follower:
         self._tell("staged", slot=task.slot, **told)
 
     def held(self, epoch: tuple[int, int], step: int, source: int, root: str) -> None:
-        """A peer's slices have arrived here and were checked; `root`: their digest."""
+        """Reports that a peer's slices arrived and were verified; `root`: their
+        digest.
+        """
         task = self._task
         if task is not None and epoch == task.epoch:
             where = {"source": source, "target": task.slot}
             self._tell("held", step=step, root=root, **where)
 
     def tick(self) -> None:
-        """Looks, about every second, whether the trainer of this host gets on."""
+        """Checks the trainer's progress every `LOOK_S`; reports it, dumps stacks."""
         task, now = self._task, self._loop.now()
         if task is None or self._seats.attached or now < self._look_at:
             return
@@ -637,7 +649,7 @@ class Follower:
             self._tell("progress", slot=task.slot, **asdict(progress))
 
     def trainer_exited(self, ident: int, code: int) -> None:
-        """A trainer has ended; the leader must know, if it means something."""
+        """Reports the exit of the formation's trainer to the leader."""
         if self._trainers.exited(ident):
             self._tell_exit(code, self._ballot)
 
@@ -650,21 +662,21 @@ class Follower:
     # ------------------------------------------------------------------- storage
 
     def export(self, order: dict[str, Any]) -> None:
-        """Begins to write a committed step to storage, from the arena."""
+        """Starts the export of a committed step from the arena to storage."""
         self._export_attempt = order["failures"]
         holder = self._copies.holding(order["step"], order["slot"])
         self._exports.begin(holder, {**order, "epoch": self.epoch})
 
     def lend(self, step: int) -> None:
-        """Keeps a step for peers that lack some of it to export; -1 ends that."""
+        """Pins a step for peers that export slices they lack; -1 ends this."""
         self._exports.lend(self._copies.holding(step), step)
 
     def exporter_says(self, exporter: ExporterProcess, message: dict[str, Any]) -> None:
-        """The exporter has written a step, failed, or ended."""
+        """Passes the exporter's answer on: step written, failure, or exit."""
         self._exports.answer(exporter, message)
 
     def exported(self, step: int, ok: bool, error: str) -> None:
-        """This host's part of an export has ended."""
+        """Reports the outcome of this host's part of an export."""
         attempt = self._export_attempt
         self._tell("exported", step=step, ok=ok, error=error, attempt=attempt)
 
@@ -686,17 +698,17 @@ def local_follower(
     report: Callable[..., None],
     trainers: Trainers | None = None,
 ) -> Follower:
-    """A follower on this machine; see `Follower`.
+    """Makes a follower on this machine; see `Follower`.
 
     Args:
-        config: of this host's agent.
-        credentials: of the job.
-        board: of this host.
-        loop: of the agent.
-        network: reaches other agents.
+        config: settings of this host's agent.
+        credentials: the job's.
+        board: this host's progress board.
+        loop: the agent's event loop.
+        network: connects to other agents.
         emit: sends to `Follower.happened`.
         report: sends to the leader.
-        trainers: listen already; by default this host starts its own.
+        trainers: already listening; by default this host starts its own.
     """
     copies = Copies(config)
     nixl = start_nixl() if config.nixl else None
@@ -735,7 +747,7 @@ def _epoch_of(order: Message) -> tuple[int, int]:
 
 
 def _why(error: BaseException) -> str:
-    """Why this host has no memory for a layout."""
+    """The reason why memory for a layout could not be allocated, as text."""
     if isinstance(error, OSError):
         return str(error)
     logger.error("no memory could be made ready", exc_info=error)
@@ -743,7 +755,7 @@ def _why(error: BaseException) -> str:
 
 
 def _outcome(future: "Future[dict[str, Any]]") -> dict[str, Any]:
-    """What a restore came to; what nobody foresaw is a failed restore as well."""
+    """The outcome of a restore; an unexpected exception counts as a failure."""
     error = future.exception()
     if error is None:
         return future.result()
@@ -752,7 +764,7 @@ def _outcome(future: "Future[dict[str, Any]]") -> dict[str, Any]:
 
 
 def observe(board: ProgressBoard, pid: int) -> Observation | None:
-    """What a trainer does now; None if it has no process any more."""
+    """The trainer's phase and process state; None if its process has ended."""
     state = process_state(pid) if pid else None
     if state is None:
         return None

@@ -1,7 +1,7 @@
-"""Answers people who ask what a host holds, and verifies its copies when asked to.
+"""Answers inspection requests for a host's copies; verifies the copies on request.
 
 Runs on the threads of the transport's connections, so that the event loop waits neither
-for whoever looks nor for what is read.
+for clients nor for the reading of memory.
 """
 
 import logging
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dtft.checkpoint.memory import ReplicaStore, Verified
+from dtft.checkpoint.memory import ReplicaStore, VerifiedCopies
 from dtft.checkpoint.transport import MAX_REQUEST_HEADER, Channel, WireError, no_payload
 from dtft.elastic.job import AgentConfig
 from dtft.elastic.transfer import Inbox
@@ -20,15 +20,15 @@ logger = logging.getLogger(__name__)
 
 ANSWER_S = 10.0
 PROGRESS_S = 1.0
-"""A verification says how far it is this often, also while it waits for its rate."""
+"""Seconds between two progress messages of a verification, also while it waits."""
 NICENESS = 10
-"""Of the thread that verifies: training and recovery go first."""
+"""Nice value of a verifying thread: training and recovery have priority."""
 
 
 def serve_inspection(channel: Channel, config: AgentConfig, inbox: Inbox) -> None:
-    """Answers one question.
+    """Answers one inspection request.
 
-    The question is {"verify": bool, "rate": bytes per second, 0 for no limit}. With
+    The request is {"verify": bool, "rate": bytes per second, 0 for no limit}. With
     `verify` all copies are read, and {"progress": [bytes read, bytes of all copies]} is
     sent first and then every `PROGRESS_S`, before the answer.
 
@@ -52,7 +52,7 @@ def serve_inspection(channel: Channel, config: AgentConfig, inbox: Inbox) -> Non
     elif holder is not None:
         reply |= _recorded(holder)
     channel.send(reply, timeout_s=ANSWER_S)
-    _asked(channel)  # the caller has everything
+    _asked(channel)  # the caller has received everything
 
 
 def _asked(channel: Channel) -> dict[str, Any]:
@@ -61,12 +61,12 @@ def _asked(channel: Channel) -> dict[str, Any]:
 
 
 def _recorded(holder: ReplicaStore) -> dict[str, Any]:
-    """What is recorded at this moment, without copies that were found corrupt."""
+    """Digests recorded at this moment, without copies that were found corrupt."""
     held = {
         step: {key: known for key, _, known in holder.copies(step)}
         for step in holder.steps()
     }
-    held = {step: found for step, found in held.items() if found}  # room ahead: none
+    held = {step: found for step, found in held.items() if found}  # staged ahead
     return {"held": held, "corrupt": holder.verifier.known()}
 
 
@@ -76,7 +76,7 @@ def _verified(
     former: Sequence[ReplicaStore],
     rate: int,
 ) -> dict[str, Any]:
-    """Reads all copies; `held` and `unread` are those of the newest formation.
+    """Reads and verifies all copies; `held` and `unread` are of the newest formation.
 
     Raises:
         ConnectionAbortedError: the newest formation's memory was freed meanwhile.
@@ -90,11 +90,11 @@ def _verified(
         tell=lambda *told: channel.send({"progress": told}, timeout_s=ANSWER_S),
     )
     pace.after(0)
-    found: dict[ReplicaStore, Verified] = {}
+    found: dict[ReplicaStore, VerifiedCopies] = {}
     for store in stores:
         try:
             found[store] = store.verifier.verify(pace.after)
-        except ValueError as error:  # its memory was freed; not needed if a former one
+        except ValueError as error:  # its memory was freed; fatal for the newest
             if store is holder:
                 raise ConnectionAbortedError(str(error)) from error
     corrupt = [text for one in found.values() for text in one.corrupt]
@@ -116,7 +116,7 @@ def _verified(
 
 
 class Pace:
-    """Keeps one verification to its rate, and tells how far it is.
+    """Limits one verification to its rate, and reports its progress.
 
     >>> now, told = [0.0], []
     >>> def sleep(seconds): now[0] += seconds
@@ -134,13 +134,13 @@ class Pace:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Has read nothing.
+        """Starts with no bytes read.
 
         Args:
             total: bytes of all copies.
             rate: bytes a second; 0 for no limit.
             tell: called with bytes read and `total`.
-            clock: seconds of any clock.
+            clock: returns seconds of any monotonic clock.
             sleep: waits so many seconds.
         """
         self._total, self._rate, self._tell = total, rate, tell
@@ -149,9 +149,9 @@ class Pace:
         self._next_at, self._tell_at = clock(), clock()
 
     def after(self, nbytes: int) -> None:
-        """So much was read; returns when the next chunk may be read.
+        """Counts `nbytes` as read; returns when the next chunk may be read.
 
-        Time in which nothing was read is not made up for.
+        Idle time is not made up by a higher rate afterwards.
         """
         self._read += nbytes
         now = self._clock()

@@ -1,7 +1,6 @@
-"""The port of one host: what peers and people may ask for there.
+"""The port of one host: the requests that peers and users may make there.
 
-One entry per kind of connection, each served on a thread of its own by the module that
-knows the kind.
+Each kind of connection has one handler. A connection is served on its own thread.
 """
 
 from collections.abc import Callable
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 
 ACCEPT_S = 10.0
-"""An event loop that takes no new connection for so long leaves it to be made anew."""
+"""Seconds for the event loop to accept a connection before the connection is closed."""
 
 
 def listen(
@@ -33,15 +32,15 @@ def listen(
     accept: "Accept",
     asked: "Asked",
 ) -> TransportServer:
-    """Opens the port.
+    """Opens the host's port and writes its address for salvage.
 
     Args:
-        config: of this host's agent.
-        credentials: of the job.
-        inbox: answers pushes and fetches.
-        loop: of the agent.
-        accept: takes a control connection, on the loop.
-        asked: what people ask for, on the loop.
+        config: settings of this host's agent.
+        credentials: the job's.
+        inbox: the host's state, for pushes and fetches.
+        loop: the agent's event loop.
+        accept: accepts a control connection; called on the loop.
+        asked: handlers of users' requests; called on the loop.
 
     Raises:
         ValueError: `config.bind` is not an address of this host.
@@ -67,7 +66,7 @@ def handlers(
     accept: "Accept",
     asked: "Asked",
 ) -> dict[str, Callable[[Channel], None]]:
-    """What serves each kind of connection; see `listen`."""
+    """Maps each kind of connection to its handler; arguments as for `listen`."""
 
     def export(channel: Channel) -> None:
         serve_export(channel, config, lambda *it: loop.post(asked.export, *it))
@@ -87,10 +86,10 @@ def handlers(
 
 
 def _serve_control(raw: Channel, loop: Loop, accept: "Accept") -> None:
-    """Hears one host until its connection ends.
+    """Serves one host's control connection until the connection ends.
 
     Raises:
-        WireError: the peer does not say who it is.
+        WireError: the peer's hello does not name its host.
     """
     channel = TcpChannel(raw)
     taken: Future[tuple[Heard, Closed] | None] = Future()

@@ -1,11 +1,12 @@
-"""Where a host's memory lies, who owns it, and when it is swept.
+"""A host's directory in memory: its name, its lock, and the sweep of dead agents.
 
-Names become a directory in memory and keys in the store: what would be another path or
-key there is refused. An agent holds a lock (flock) on the file `owner` in its directory
-until its process ends; SIGKILL ends it too. So a directory whose lock is free belongs
-to a dead agent, in whichever PID namespace the agent ran, and the next start on the
-machine removes it. Every change of a name in the arena directory is one rename by a
-process that holds the lock, so concurrent starts and sweeps do not race.
+Job and host names become a directory name and keys in the store; names with characters
+that would change the path or key are refused. An agent holds a lock (flock) on the file
+`owner` in its directory until its process ends; SIGKILL ends it too. So a directory
+whose lock is free belongs to a dead agent, in whichever PID namespace the agent ran,
+and the next start on the machine removes it. Every change of a name in the arena
+directory is one rename by a process that holds the lock, so concurrent starts and
+sweeps do not race.
 """
 
 import contextlib
@@ -26,21 +27,21 @@ from pathlib import Path
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 OWNER = "owner"
-"""The file in a memory directory that its agent keeps locked."""
+"""File in a memory directory that the directory's agent keeps locked."""
 _PREFIX = "dtft-"
 _FRESH, _SWEPT = ".dtft-new-", ".dtft-swept-"
-"""Names of directories that are being made, or that are being removed."""
+"""Name prefixes of directories that are being made, and of those being removed."""
 TAKE_S = 2.0
-"""A directory that is being swept is waited for this long; sweeping renames first."""
+"""Seconds to wait for a directory that is being swept; a sweep renames it first."""
 UNMARKED_S = 60.0
-"""A directory without a lock file is left alone for this long after its last change."""
+"""Seconds after its last change in which a directory without a lock file is kept."""
 _held: dict[Path, int] = {}
-"""The locked files of this process, by directory: closing one would free its lock."""
+"""Open lock files of this process, by directory: closing a file frees its lock."""
 _holding = threading.Lock()
 
 
 def check_name(flag: str, name: str) -> None:
-    """Refuses a name that could not be part of a path and of a key.
+    """Refuses a name that cannot be part of a path and of a store key.
 
     >>> check_name("--job", "resnet-50_v1.2")
     >>> check_name("--job", "a/b c")
@@ -49,7 +50,7 @@ def check_name(flag: str, name: str) -> None:
 of ASCII, one or more of them. Give another name.
 
     Raises:
-        ValueError: it has something else in it, or nothing.
+        ValueError: the name is empty or has other characters.
     """
     if _NAME.fullmatch(name):
         return
@@ -62,10 +63,12 @@ of ASCII, one or more of them. Give another name.
 
 
 def check_arena_directory(directory: Path) -> None:
-    """Refuses a directory that is not there: one made anew would be on a disk.
+    """Refuses an arena directory that does not exist.
+
+    A directory made here would lie on a disk, not in memory.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the directory does not exist.
     """
     if not directory.is_dir():
         raise ValueError(
@@ -77,12 +80,13 @@ def check_arena_directory(directory: Path) -> None:
 
 
 def make_memory_directory(directory: Path) -> None:
-    """Makes a host's own directory anew and locks it until this process ends.
+    """Makes a host's memory directory and locks it until this process ends.
 
-    Sweeps the arena directory first: memory of dead agents might be what is missing.
+    Sweeps the arena directory first, since dead agents may occupy the needed memory.
 
     Raises:
-        ValueError: the arena directory is not there, or a live agent has the directory.
+        ValueError: the arena directory does not exist, or a live agent has the
+            directory.
     """
     check_arena_directory(directory.parent)
     if line := swept_line(directory.parent, sweep_memory(directory.parent)):
@@ -105,7 +109,7 @@ def make_memory_directory(directory: Path) -> None:
 
 
 def _put_in_place(fresh: Path, directory: Path) -> None:
-    """Renames a locked directory; a dead agent's of that name is removed before.
+    """Renames a locked directory into place; removes a dead agent's directory first.
 
     Raises:
         ValueError: a live agent has the name.
@@ -120,7 +124,7 @@ def _put_in_place(fresh: Path, directory: Path) -> None:
                 raise
         if (directory / OWNER).exists():
             _remove_dead(directory)
-        else:  # of a version without locks; its name was asked of the store
+        else:  # of a version without locks; the store knows no live host so named
             _remove(directory)
         if time.monotonic() > end and directory.exists():
             raise ValueError(
@@ -132,7 +136,7 @@ def _put_in_place(fresh: Path, directory: Path) -> None:
 
 
 def remove_memory_directory(directory: Path) -> None:
-    """Frees a host's memory and gives up its name; one that is gone is no error."""
+    """Removes a host's memory directory and frees its lock; absence is no error."""
     shutil.rmtree(directory, ignore_errors=True)
     _let_go(directory)
 
@@ -157,13 +161,13 @@ class Swept:
 
 
 def sweep_memory(arena_directory: Path) -> list[Swept]:
-    """Removes the memory of this user's dead agents; that of live ones stays.
+    """Removes the memory directories of this user's dead agents, not of live agents.
 
     Args:
-        arena_directory: where memory directories lie.
+        arena_directory: the directory that contains memory directories.
 
     Returns:
-        What was removed. What cannot be removed is left without an error.
+        The removed directories. A directory that cannot be removed is skipped silently.
     """
     found = []
     for path in _ours(arena_directory):
@@ -178,7 +182,7 @@ def sweep_memory(arena_directory: Path) -> list[Swept]:
 
 
 def swept_line(arena_directory: Path, swept: list[Swept]) -> str:
-    """What people are told of a sweep; "" if nothing was removed.
+    """The line that tells users of a sweep; "" if nothing was removed.
 
     >>> swept_line(Path("/dev/shm"), [Swept(name="dtft-j-a", num_bytes=4096)])
     'dtft: removed 4,096 bytes of dead agents from /dev/shm: dtft-j-a'
@@ -195,7 +199,7 @@ def swept_line(arena_directory: Path, swept: list[Swept]) -> str:
 
 
 def _ours(arena_directory: Path) -> Iterator[Path]:
-    """Directories of this user that are named as memory directories are."""
+    """Directories of this user whose names begin like those of memory directories."""
     with contextlib.suppress(OSError):
         for path in sorted(arena_directory.iterdir()):
             if not path.name.startswith((_PREFIX, _FRESH, _SWEPT)):
@@ -207,14 +211,14 @@ def _ours(arena_directory: Path) -> Iterator[Path]:
 
 
 def _remove_dead(path: Path) -> int | None:
-    """Removes a directory whose agent is dead; None, and nothing, if it may live."""
+    """Removes a dead agent's directory and returns its bytes; None if it may live."""
     try:
         lock = os.open(path / OWNER, os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:
         return _remove(path) if _unused_without_lock(path) else None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Another sweeper may have renamed the directory, and its name be taken anew.
+        # Another sweeper may have renamed the directory, and an agent reused the name.
         mine, now = os.fstat(lock), os.stat(path / OWNER, follow_symlinks=False)
         if (mine.st_dev, mine.st_ino) != (now.st_dev, now.st_ino):
             return None
@@ -226,16 +230,16 @@ def _remove_dead(path: Path) -> int | None:
 
 
 def _remove_unfinished(path: Path) -> int | None:
-    """Removes what a process left that died while it made or removed a directory."""
+    """Removes a directory whose process died while making or removing it."""
     if not _old(path):
-        return None  # its lock may not be taken yet, or it is being removed now
+        return None  # perhaps not locked yet, or being removed now
     if path.name.startswith(_FRESH) and (path / OWNER).exists():
         return _remove_dead(path)
     return _remove(path)
 
 
 def _remove(path: Path) -> int:
-    """Takes a directory's name away, which is one step, then its files."""
+    """Renames a directory in one atomic step, then removes its files; returns bytes."""
     away = path
     if not path.name.startswith(_SWEPT):
         away = path.with_name(f"{_SWEPT}{secrets.token_hex(8)}")
@@ -260,7 +264,7 @@ def _old(path: Path) -> bool:
 
 
 def _unused_without_lock(path: Path) -> bool:
-    """Whether a directory without a lock file is an agent's, and that agent is dead.
+    """Whether a directory without a lock file belonged to an agent that is dead.
 
     Agents of versions before the lock kept files open or mapped and listened on a
     socket. The kernel grants a write lease only on a file that nobody has open, in any
@@ -294,8 +298,8 @@ def _refuses(path: Path) -> bool:
 def _lease_granted(path: Path) -> bool:
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
-        # Who opens the file meanwhile has this process signalled: not by SIGIO, whose
-        # default ends it.
+        # If another process opens the file meanwhile, the kernel signals this process:
+        # with SIGURG instead of SIGIO, whose default action ends a process.
         fcntl.fcntl(handle, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(handle, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         fcntl.fcntl(handle, fcntl.F_SETLEASE, fcntl.F_UNLCK)

@@ -1,9 +1,10 @@
-"""Writes the newest step that hosts hold to storage, without leader, store or trainers.
+"""Salvage: writes the newest step in hosts' memory to storage, without the leader.
 
-For the forced end of a local cluster: whoever started the hosts asks each one what it
-holds, chooses a step (`choose`, pure), fetches its slices and has one exporter process
-write them. Hosts answer on threads of their own, so a stuck event loop, a store that
-does not answer and a job between two formations are no obstacles. A recorded commit
+Used at the forced end of a local cluster, which needs no store and no trainers either.
+The process that started the hosts asks each host for its copies, chooses a step
+(`choose`, pure) and fetches the step's slices; one exporter process writes the step.
+Hosts answer on separate threads, so salvage works with a stuck event loop, without the
+store and between two formations. A recorded commit
 counts if the digests add up to its root. A step that was not recorded, because the
 store was away, counts if the hosts of the newest formation hold all of it and agree.
 """
@@ -50,9 +51,9 @@ from dtft.elastic.transfer import FetchFailed, FetchOrder, Inbox, fetch_into
 logger = logging.getLogger(__name__)
 
 ADDRESS = "address"
-"""The file in a host's memory directory that says where the host listens."""
+"""File in a host's memory directory that contains the host's address."""
 ASK_S = 2.0
-"""A host that has not answered by then is left out."""
+"""Seconds after which a host without an answer is left out."""
 CHUNK_BYTES = 4 << 20
 
 
@@ -64,13 +65,16 @@ class NotSalvaged(RuntimeError):
 
 
 def write_address(memory_directory: Path, address: str, *, tls: bool) -> None:
-    """Says where a host listens to whoever started it."""
+    """Writes a host's address to its memory directory, for salvage."""
     text = json.dumps({"address": address, "tls": tls})
     (memory_directory / ADDRESS).write_text(text)
 
 
 def serve_salvage(channel: Channel, inbox: Inbox) -> None:
-    """Answers one caller: everything that this host holds, not read."""
+    """Answers one salvage request with the recorded digests of all held copies.
+
+    The copies' bytes are not read.
+    """
     holder = inbox.holder()
     holders = [it for it in (holder, *inbox.former()) if it is not None]
     held = []
@@ -96,7 +100,7 @@ def serve_salvage(channel: Channel, inbox: Inbox) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Holding:
-    """What one host holds of one layout."""
+    """One host's copies of one layout."""
 
     host: str
     address: str
@@ -105,19 +109,19 @@ class Holding:
     """As JSON."""
     chunk_bytes: int
     held: Mapping[int, Mapping[str, bytes]]
-    """Step to slice key to digest."""
+    """Maps step to slice key to digest."""
     items: Mapping[int, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SalvagedStep:
-    """A step that can be written, and where its slices are."""
+    """A step that can be written, and the host to fetch each slice from."""
 
     step: int
     layout: Layout
     digests: Mapping[str, bytes]
     sources: Mapping[str, Holding]
-    """Slice key to a host that has it."""
+    """Maps slice key to the holding of a host with a right copy."""
     items: Mapping[str, Any]
     chunk_bytes: int
 
@@ -125,15 +129,15 @@ class SalvagedStep:
 def choose(
     holdings: Sequence[Holding], roots: Mapping[int, str], above: int
 ) -> SalvagedStep:
-    """The newest step that is complete and right.
+    """Chooses the newest step whose slices are complete and consistent.
 
     Args:
-        holdings: what hosts hold.
-        roots: of each recorded commit that is known.
-        above: the newest step of storage; older ones are of no use.
+        holdings: the copies on all hosts that answered.
+        roots: step to root digest, for each known recorded commit.
+        above: the newest step in storage; only later steps are considered.
 
     Raises:
-        NotSalvaged: there is none.
+        NotSalvaged: no step is complete and consistent.
     """
     reasons: list[str] = []
     steps = {step for it in holdings for step in it.held if step > above}
@@ -152,7 +156,7 @@ def choose(
 def _complete(
     step: int, layout: Layout, having: Sequence[Holding], root: str | None
 ) -> SalvagedStep | str:
-    if root is None:  # not recorded: only one formation's hosts can agree on it
+    if root is None:  # not recorded: only one formation's hosts can agree
         newest = max(it.epoch for it in having)
         having = [it for it in having if it.epoch == newest]
     claims: dict[str, dict[bytes, list[str]]] = {}
@@ -191,7 +195,7 @@ def _complete(
 
 
 def undivided(layout: Layout) -> Layout:
-    """The same leaves, each whole, in one slot.
+    """Layout with the same leaves, each as one whole slice, in one slot.
 
     >>> from dtft.checkpoint.state.slices import Leaf
     >>> mesh = MeshLayout(axis_names=("fsdp",), axis_sizes=(2,), slots=(0, 1))
@@ -209,14 +213,14 @@ def undivided(layout: Layout) -> Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Salvage:
-    """Where to look, and where to write."""
+    """One salvage: the hosts' memory directories, and the storage to write to."""
 
     job: str
     secret: bytes
     memory_directories: Mapping[str, Path]
-    """Of each host."""
+    """Maps host name to the host's memory directory."""
     scratch: Path
-    """A memory directory of this process: the step is brought together there."""
+    """Memory directory of this process, in which the step is assembled."""
     storage_directory: Path
     storage_keep: int
     log_path: Path
@@ -224,14 +228,14 @@ class Salvage:
     def run(self, roots: Mapping[int, str], limit_s: float) -> int:
         """Writes the newest step to storage; returns it.
 
-        Call it on a thread that lives until it returns.
+        Must run on a thread that lives until the method returns.
 
         Args:
             roots: see `choose`.
-            limit_s: for all of it, in seconds.
+            limit_s: seconds for the whole salvage.
 
         Raises:
-            NotSalvaged: it could not; says why.
+            NotSalvaged: no step was written; the message has the reason.
         """
         end = time.monotonic() + limit_s
         make_memory_directory(self.scratch)
@@ -242,7 +246,7 @@ class Salvage:
                 choice = choose(self._ask_all(), roots, stored)
                 try:
                     return self._write(choice, end)
-                except FetchFailed as error:  # a newer step has taken its place
+                except FetchFailed as error:  # a newer step has replaced it
                     problem = error
             raise NotSalvaged(f"not within {limit_s:.0f} s: {problem or 'too slow'}")
         except (OSError, ValueError) as error:
@@ -366,7 +370,7 @@ class Salvage:
 def _place(
     leaf: memoryview, shape: Sequence[int], piece: Slice, content: bytearray
 ) -> None:
-    """Copies a slice to where it belongs in its leaf."""
+    """Copies a slice's bytes to the slice's place in its leaf."""
     if not content:
         return
     dtype = np.dtype(piece.dtype)

@@ -1,8 +1,8 @@
 """`dtft agent --serve-only`: the memory of a host for the user's own processes.
 
-Listens for a process, learns the job's terms from the first one that attaches anywhere
-in the job, and is an `Agent` from then on. Owns the order in which that happens; what
-an agent does is known elsewhere.
+Listens for the user's process, and learns the job's terms from the first process that
+attaches to any host of the job. From then on the host runs an `Agent`. This module owns
+only the order of these steps.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from dtft.elastic.seat_policy import Admission, Terms
 from dtft.elastic.store import Store, StoreUnavailable, claim, job_key
 
 LOOK_S = 0.5
-"""While the job has no terms they are looked for this often."""
+"""Seconds between two reads of the store while the job has no terms."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class ServeConfig:
 def base_config(
     serve: ServeConfig, *, job: str, host: str, store: str, secret: bytes
 ) -> AgentConfig:
-    """An agent's settings as far as they are known before the job has terms."""
+    """An agent's settings that are known before the job has terms."""
     return AgentConfig(
         job=job,
         host=host,
@@ -73,7 +73,7 @@ def base_config(
 
 
 def with_terms(config: AgentConfig, terms: Terms) -> AgentConfig:
-    """The settings once the job has terms."""
+    """An agent's settings, completed with the job's terms."""
     timeouts = dataclasses.replace(config.timeouts, export=terms.storage_timeout_s)
     return dataclasses.replace(
         config,
@@ -88,22 +88,22 @@ def with_terms(config: AgentConfig, terms: Terms) -> AgentConfig:
 
 
 class ServingHost:
-    """One host of the job, from its first moment."""
+    """One host of a job of users' processes, from its start."""
 
     def __init__(
         self, config: AgentConfig, store: Store, processes: int | None
     ) -> None:
-        """Checks name and secret, and listens for the user's process.
+        """Checks host name and secret, and listens for the user's process.
 
         Args:
-            config: see `base_config`; the run directory is set.
-            store: of the job.
-            processes: how many the job has to have; None for any number.
+            config: see `base_config`; with the run directory set.
+            store: the job's store.
+            processes: required number of the job's processes; None for any number.
 
         Raises:
             StoreUnavailable: the store does not answer.
             JobMismatch: name, secret or kind of job differ from the job's.
-            ValueError: the arena directory is not there.
+            ValueError: the arena directory does not exist.
         """
         self._config, self._store = config, store
         self._left = False  # set in a signal handler, which must take no lock
@@ -125,7 +125,9 @@ class ServingHost:
         )
 
     def _refuse_live_agent(self) -> None:
-        """One that waits for terms is not registered yet, but its socket answers."""
+        """Refuses a name whose agent waits for terms: not registered, but its socket
+        answers.
+        """
         path = self._config.memory_directory / AGENT_SOCKET
         with contextlib.suppress(OSError):
             AgentLink.connect(path, 1.0).close()
@@ -139,7 +141,11 @@ class ServingHost:
         return Terms.from_json(found)
 
     def run(self) -> str:
-        """Serves until it is told to leave; "" then."""
+        """Serves until the job ends or the host must leave.
+
+        Returns:
+            The job's result as JSON; "" if the host left before the end.
+        """
         config = self._config
         print(
             f"dtft: {config.host} serves job {config.job}; a process on this machine "
@@ -160,7 +166,9 @@ class ServingHost:
             remove_memory_directory(config.memory_directory)
 
     def _check_domain(self) -> None:
-        """As every agent, but the process that is attached is told why it is let go."""
+        """Checks the failure domain as every agent; tells an attached process a
+        refusal.
+        """
         try:
             check_domain(self._store, self._config)
         except JobMismatch as error:

@@ -1,10 +1,10 @@
-"""The trainers of one host: who they are, what they say, and how they are let go.
+"""The trainers of one host: attaching, messages, formations and ending.
 
-A trainer attaches over the agent's Unix socket. It is either a process that this agent
-has started (`Command`), or one of the user's own, which is taken unless there is an
-objection (`Admission`). The first is killed when it is let go, the second is
-told why. Nothing here waits for a trainer: what is sent goes through a queue of each,
-and a process that does not end after SIGKILL is given up.
+A trainer attaches over the agent's Unix socket. A trainer is either a process that this
+agent has started (`Command`), or a process of the user's, which is accepted unless
+`Admission` objects. Letting a trainer go kills an agent's process, and tells a user's
+process the reason. Nothing here waits for a trainer: each has a queue of outgoing
+messages, and a process that does not end after SIGKILL is given up.
 """
 
 import contextlib
@@ -38,18 +38,18 @@ from dtft.elastic.processes import die_with_parent, ended_with, open_log, state_
 logger = logging.getLogger(__name__)
 
 SEND_S = 5
-"""A trainer that reads nothing for so long is let go, or killed."""
+"""Seconds without reading after which a trainer is let go or killed."""
 KILL_S = 10.0
-"""A process that runs so long after SIGKILL is given up: nothing waits for it more."""
+"""Seconds after SIGKILL until a process that still runs is given up."""
 ABSENT = -1
-"""Index, and ident, of nobody."""
+"""Index and ident that stand for no process."""
 
 Emit = Callable[..., None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """How an agent starts trainers of its own."""
+    """Command line, environment and log with which an agent starts its trainers."""
 
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
@@ -57,7 +57,7 @@ class Command:
 
     @classmethod
     def of(cls, config: AgentConfig) -> "Command":
-        """That of a launched job's host."""
+        """Builds the command of a launched job's host from its settings."""
         return cls(
             arguments=config.trainer_command,
             environment={
@@ -69,7 +69,7 @@ class Command:
         )
 
     def run(self) -> subprocess.Popen:
-        """Starts one; it dies with the calling thread."""
+        """Starts a trainer process, which is killed when the calling thread ends."""
         with open_log(self.log) as log:
             return subprocess.Popen(
                 self.arguments,
@@ -81,7 +81,7 @@ class Command:
 
 
 Objection = Callable[[Mapping[str, Any]], str | None]
-"""Why a process of the user's own is not taken, from what it says; None if it is."""
+"""Maps a user's process's `attach` message to the reason of refusal; None accepts."""
 
 
 def _nobody(message: Mapping[str, Any]) -> str | None:
@@ -90,37 +90,40 @@ def _nobody(message: Mapping[str, Any]) -> str | None:
 
 @dataclass(kw_only=True, eq=False)
 class AttachedTrainer:
-    """One trainer: a process of this agent's (`process`), or one of the user's own."""
+    """One trainer: a process that this agent started (`process`), or a user's
+    process.
+    """
 
     ident: int
-    """Wall-clock time in ns at which it was started, or attached: no other has it."""
+    """Wall-clock time in ns of the start or attachment; unique among trainers."""
     pid: int
     index: int = ABSENT
-    """Of a process in the user's own job."""
+    """Index of a user's process in the user's job; `ABSENT` for an agent's process."""
     process: subprocess.Popen | None = None
     link: AgentLink | None = None
     outbox: Outbox | None = None
-    """Set with `link` once it has attached."""
+    """Queue of outgoing messages; set with `link` once the trainer has attached."""
     start: Mapping[str, Any] | None = None
-    """What a trainer of this agent's is still to be told of its slot."""
+    """The slot's `start` message that is not sent yet; None otherwise."""
     given: bool = False
-    """It was told what to do, so it cannot be taken into another formation."""
+    """Whether the trainer was given its task, so that no other formation can use it."""
     left: bool = False
-    """It has said goodbye."""
+    """Whether the trainer has sent `left`."""
     ended: threading.Event = field(default_factory=threading.Event)
 
     def send(self, op: str, fields: Mapping[str, Any]) -> None:
-        """Queues a message, if it has attached; its end is found by other means."""
+        """Queues a message if the trainer has attached; does not report its exit."""
         if self.outbox is not None:
             self.outbox.send(op, **fields)
 
 
 class Trainers:
-    """At most one trainer of the formation, and at most one that waits for the next.
+    """At most one trainer of the formation, and at most one waiting for the next.
 
-    Emits, once `bind` was called, ("trainer", ident, message), ("trainer_exit", ident,
-    code) when one has ended, where the code of a user's process is whether it had said
-    goodbye, and ("attachment",) when a user's process has attached or gone.
+    Emits events once `bind` was called: ("trainer", ident, message);
+    ("trainer_exit", ident, code) at a trainer's exit, where a user's process has the
+    code 1 if it had sent `left`, else 0; ("attachment",) when a user's process
+    has attached or gone.
     """
 
     def __init__(
@@ -136,35 +139,36 @@ class Trainers:
         """Listens at `socket_path`; starts nothing yet.
 
         Args:
-            socket_path: where trainers attach.
+            socket_path: path of the Unix socket where trainers attach.
             job: name of the job.
             host: name of this host.
-            deadline_s: how long a trainer may wait for the others.
-            command: starts trainers; without one, the user does.
-            objection: to processes that were not started here.
+            deadline_s: seconds that a trainer may wait for the other trainers.
+            command: starts trainers; None if the user starts the trainers.
+            objection: reason to refuse a process that was not started here.
         """
         self.path, self._job, self._host = socket_path, job, host
         self._deadline_s, self._command = deadline_s, command
         self._objection = objection
         self._lock = threading.RLock()
         self._known: dict[int, AttachedTrainer] = {}
-        """All that have not ended, by ident."""
+        """All trainers that have not ended, by ident."""
         self._trainer: AttachedTrainer | None = None
-        """Of the formation, until it ends."""
+        """The formation's trainer, until its process ends."""
         self._active = 0
-        """Its ident, until its end was asked for by `exited`."""
+        """Ident of the formation's trainer, until `exited` has reported its exit."""
         self._code: int | None = None
-        """With which it has ended."""
+        """Exit code of the formation's trainer; None while it runs."""
         self._waiting: AttachedTrainer | None = None
         self._dying: set[int] = set()
-        """Killed, and neither ended nor given up: none is told its slot meanwhile."""
+        """Killed trainers that still run; until they end, no trainer is told its
+        slot."""
         self._events: list[tuple[Any, ...]] = []
         self._emit: Emit | None = None
         self._listener = listen_for_links(socket_path)
         serve_links(self._listener, self._hear, SEND_S)
 
     def bind(self, emit: Emit) -> None:
-        """Events go to `emit` from now on, with those that came before."""
+        """Sends all events to `emit`, beginning with the events stored until now."""
         with self._lock:
             for event in self._events:
                 emit(*event)
@@ -189,7 +193,7 @@ class Trainers:
 
     @property
     def waiting(self) -> int:
-        """Ident of a trainer that can be taken into a formation, 0 for none."""
+        """Ident of a trainer that a formation can take; 0 for none."""
         with self._lock:
             found = self._next
             return found.ident if found else 0
@@ -217,7 +221,7 @@ class Trainers:
                 if trainer is not None:
                     self._heard(trainer, message)
                 elif message["op"] == "who" and self._command is None:
-                    with self._lock:  # whoever is told to be attached is seen here
+                    with self._lock:  # an attached process is visible here
                         taken = self._attached.pid if self._attached else 0
                     link.send("agent", job=self._job, host=self._host, taken_by=taken)
                 elif message["op"] == "attach":
@@ -225,7 +229,7 @@ class Trainers:
                 else:
                     break
         except (OSError, KeyError, TypeError, ValueError):  # LinkClosed is an OSError
-            pass  # it has gone, or what it says has no meaning here
+            pass  # the process has gone, or sent an invalid message
         link.close()
         if trainer is not None and trainer.outbox is not None:
             trainer.outbox.close()
@@ -240,7 +244,7 @@ class Trainers:
     def _welcome(
         self, message: dict[str, Any], link: AgentLink
     ) -> AttachedTrainer | None:
-        """Takes a process, or tells it why not."""
+        """Accepts an attaching process, or sends the reason of refusal."""
         started = self._started(message["pid"])
         error = None if started else self._objection(message)
         with self._lock:
@@ -249,13 +253,13 @@ class Trainers:
                 error = self._taken()
             if error is None:
                 return self._take(started, message, link)
-        link.send("refused", error=error, taken=taken)  # may wait, so without the lock
+        link.send("refused", error=error, taken=taken)  # may block, so without the lock
         return None
 
     def _take(
         self, started: AttachedTrainer | None, message: dict[str, Any], link: AgentLink
     ) -> AttachedTrainer:
-        """Takes a process; the caller holds the lock."""
+        """Accepts an attaching process; the caller holds the lock."""
         if started is None:
             trainer = AttachedTrainer(
                 ident=time.time_ns(), pid=message["pid"], index=message["process"]
@@ -275,7 +279,9 @@ class Trainers:
         return trainer
 
     def _started(self, pid: int) -> AttachedTrainer | None:
-        """The trainer of this agent's that has a process id and did not attach yet."""
+        """The unattached trainer of this agent with a process id; None if there is
+        none.
+        """
         with self._lock:
             for trainer in self._known.values():
                 if trainer.process is not None and trainer.pid == pid:
@@ -293,9 +299,11 @@ class Trainers:
         )
 
     def _failed(self, trainer: AttachedTrainer, error: LinkClosed) -> None:
-        """What was to be sent could not be."""
+        """Closes the link of a failed send; kills an agent's trainer that does not
+        read.
+        """
         assert trainer.link is not None
-        trainer.link.close()  # a user's process is told of by the thread that hears it
+        trainer.link.close()  # the receiving thread reports a user's process
         if trainer.process is not None and isinstance(error, NotReading):
             logger.warning("trainer %d read nothing for %d s", trainer.pid, SEND_S)
             with self._lock:
@@ -304,13 +312,13 @@ class Trainers:
     # ---------------------------------------------------------------- beginning
 
     def ensure_standby(self) -> None:
-        """Starts a trainer that waits, unless there is one, or the user starts them."""
-        with self._lock:  # it may end at once
+        """Starts a standby trainer, unless one waits or the user starts trainers."""
+        with self._lock:  # the trainer may end at once
             if self._command is not None and self._waiting is None:
                 self._waiting = self._spawn(self._command)
 
     def _spawn(self, command: Command) -> AttachedTrainer:
-        with self._lock:  # it may attach at once
+        with self._lock:  # the trainer may attach at once
             process = command.run()
             trainer = AttachedTrainer(
                 ident=time.time_ns(), pid=process.pid, process=process
@@ -321,12 +329,12 @@ class Trainers:
         return trainer
 
     def start(self, message: Mapping[str, Any]) -> None:
-        """Takes the trainer that waits into a formation, or a new one.
+        """Takes the waiting trainer into a formation, or starts a new trainer.
 
-        Without either it is as if one had ended.
+        If the user starts trainers and none waits, a "trainer_exit" event is emitted.
 
         Args:
-            message: what one of this agent's is told of its slot; the user's own
+            message: the slot's `start` message for a trainer of this agent; a user's
                 process has its world already.
         """
         with self._lock:
@@ -343,9 +351,9 @@ class Trainers:
                 self._begin(trainer)
 
     def _begin(self, trainer: AttachedTrainer) -> None:
-        """Tells a trainer its slot, once it has attached and the one before is gone.
+        """Sends a trainer its slot once it has attached and killed trainers have ended.
 
-        A process that still ends may have the devices, and the memory that both map.
+        A process that is still ending may hold the devices and the shared memory.
         """
         if trainer.start is None or trainer.outbox is None or self._dying:
             return
@@ -353,23 +361,23 @@ class Trainers:
         trainer.send("start", message)
 
     def formed(self, **fields: Any) -> None:
-        """Tells the user's process what can be restored: it goes on."""
+        """Tells the user's process which step can be restored, so that it goes on."""
         with self._lock:
             if self._trainer is not None:
                 self._trainer.given = True
                 self._trainer.send("formed", fields)
 
     def is_active(self, ident: int) -> bool:
-        """Whether this is the trainer of the present formation."""
+        """Whether `ident` is the trainer of the current formation."""
         return ident == self._active != 0
 
     def send(self, op: str, **fields: Any) -> None:
-        """Sends to the trainer of the formation, if it has attached."""
+        """Sends a message to the formation's trainer, if the trainer has attached."""
         if (trainer := self._trainer) is not None:
             trainer.send(op, fields)
 
     def note(self, text: str) -> None:
-        """Tells a user's process that waits what it waits for."""
+        """Tells a waiting user's process the reason of the wait."""
         with self._lock:
             found = self._next
             if found is not None and found.process is None:
@@ -383,10 +391,10 @@ class Trainers:
         self._ended(trainer, code)
 
     def _ended(self, trainer: AttachedTrainer, code: int) -> None:
-        """Forgets one at once: who attaches next need not wait for events."""
+        """Forgets an ended trainer at once, so that the next process can attach."""
         with self._lock:
             if self._known.pop(trainer.ident, None) is None:
-                return  # it was given up before
+                return  # the trainer was given up before
             self._dying.discard(trainer.ident)
             was_attached = trainer is self._attached
             self._waiting = None if trainer is self._waiting else self._waiting
@@ -399,22 +407,22 @@ class Trainers:
             self._tell("trainer_exit", trainer.ident, code)
 
     def exited(self, ident: int) -> bool:
-        """A trainer has ended; says whether it was the formation's until now."""
+        """Whether an ended trainer was the formation's; from then on it is not."""
         with self._lock:
             was_active = self.is_active(ident)
             self._active = 0 if was_active else self._active
             return was_active
 
     def let_go(self, reason: str = "", *, waiting: bool = False) -> int | None:
-        """Ends the trainer of the formation; one that was told nothing yet waits again.
+        """Ends the formation's trainer; a trainer without a task yet waits again.
 
         Args:
-            reason: what has happened, for the user.
-            waiting: let go of one that waits, too.
+            reason: why, for the user.
+            waiting: whether the waiting trainer is ended too.
 
         Returns:
-            The code with which the formation's trainer has ended already, if `exited`
-            was not asked about it; None if it ran, or if there was none.
+            The exit code of a formation's trainer that has ended already, if `exited`
+            has not reported it; None if the trainer ran or there was no trainer.
         """
         with self._lock:
             trainer, active = self._trainer, self._active
@@ -448,7 +456,7 @@ class Trainers:
             threading.Thread(target=self._bury, args=(trainer,), daemon=True).start()
 
     def _bury(self, trainer: AttachedTrainer) -> None:
-        """On a thread: a process that does not end is given up."""
+        """Waits on a thread for a killed process; gives it up after `KILL_S`."""
         if trainer.ended.wait(KILL_S):
             return
         logger.warning(
@@ -467,9 +475,9 @@ class Trainers:
         )
 
     def close(self) -> None:
-        """Ends listening and every trainer, and waits for that, but not for ever."""
+        """Ends listening and every trainer; waits at most a bounded time."""
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # or the accepting goes on
+            self._listener.shutdown(socket.SHUT_RDWR)  # otherwise accepting goes on
         self._listener.close()
         self.let_go("the agent ends", waiting=True)
         with self._lock:
@@ -484,10 +492,10 @@ class Trainers:
 
 
 def start_message(config: AgentConfig, order: dict[str, Any]) -> dict[str, Any]:
-    """What a trainer is told of the slot in a leader's `order`.
+    """The `start` message to a trainer for the slot in a leader's `order`.
 
-    `items` is what the commit that memory restores holds beside arrays; from storage,
-    the trainer reads them itself.
+    `items` are the commit's items (no arrays) for a restore from memory; from storage,
+    the trainer reads the items itself.
     """
     timeouts = config.timeouts
     return {

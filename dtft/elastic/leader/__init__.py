@@ -1,7 +1,7 @@
-"""The leading agent: from what hosts report to commits, recoveries and orders.
+"""The leading agent: turns hosts' reports into commits, recoveries and orders.
 
 * `leadership`: a `leader` per term; `records`: its fenced reads and writes of the
-  store; `events`: what people are told.
+  store; `events`: messages for people.
 * Who is there, and forming a generation: `host_registry`, `rendezvous` with
   `rendezvous_plan`, `recovery`, `reshard`, `failure_account` with `failure_budget`,
   `re_replication`, `scaling` with `sizes`, `shutdown`.

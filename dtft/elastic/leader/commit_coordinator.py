@@ -1,9 +1,9 @@
-"""Commits of one formation: who staged what, what is committed and exported, how often.
+"""Commits and exports of one formation, and its snapshot interval.
 
 `CommitCoordinator` turns reports into commits, releases and export orders. `Intervals`
-gathers what the trainers measured, has `dtft.checkpoint` choose the snapshot interval,
-and names the boundary after which a change is in force. `records` writes commits to the
-store.
+collects the trainers' measurements, has `dtft.checkpoint` choose the snapshot interval,
+and names the boundary after which a change takes effect. `records` writes commits to
+the store.
 """
 
 import time
@@ -30,12 +30,12 @@ from dtft.elastic.leader.storage import StorageHealth
 class Intervals:
     """The snapshot interval of one generation.
 
-    A change is in force after a boundary that no trainer passes before it was told:
-    with the release of the boundary before it.
+    A change takes effect after a boundary that no trainer passes before it has the
+    change; the change is sent with the release of the boundary before.
     """
 
     def __init__(self, config: AgentConfig) -> None:
-        """Knows nothing yet of what a snapshot costs."""
+        """Starts without a measured snapshot cost."""
         self._cadence, self._automatic = config.cadence, config.automatic
         self._seen = Experience()
         self._windows: dict[int, list[Window]] = {}
@@ -43,12 +43,12 @@ class Intervals:
         self._decided: int | None = None
         self._news: str | None = None
         self.reach = self._cadence.period
-        """Steps that may pass until the next snapshot."""
+        """The number of steps that may pass until the next snapshot."""
         self.changes: Sequence[tuple[int, int]] = ()
-        """The last change, to be told: (after which boundary, interval)."""
+        """The last change to send: (boundary after which it takes effect, interval)."""
 
     def resumed(self, assignment: SlotAssignment, commits: Sequence[Commit]) -> None:
-        """Until the first report: what the commit says that the job goes on from."""
+        """Sets `reach` until the first report, from the restored commit's interval."""
         known = {commit.step: commit.interval for commit in commits}
         if assignment.source == "init":
             self.reach = self._cadence.interval
@@ -58,16 +58,16 @@ class Intervals:
     def heard(
         self, step: int, interval: int | None, window: Mapping[str, float] | None
     ) -> None:
-        """A trainer has staged a step; the next one follows after `interval` steps."""
+        """Records a trainer's staged step; its next follows after `interval` steps."""
         self._reported[step] = interval or self._cadence.interval
         if window is not None:
             self._windows.setdefault(step, []).append(Window(**window))  # type: ignore[arg-type]
 
     def concluded(self, step: int) -> tuple[int, int]:
-        """Every trainer has staged a step: decides.
+        """Decides the interval once every trainer has staged a step.
 
         Returns:
-            The interval in force after it, and the boundary that follows.
+            The interval in force after the step, and the next boundary.
         """
         interval = self._reported.get(step, self._cadence.interval)
         following = self._cadence.at(interval).following(step)
@@ -107,25 +107,26 @@ class Intervals:
         return text
 
     def news(self) -> str | None:
-        """A line for people after a change, once."""
+        """The line for people after a change; returned once, then None."""
         news, self._news = self._news, None
         return news
 
 
 def _slowest(windows: Sequence[Window]) -> Window:
-    """The measurement that counts: steps are common, the latest host delays all."""
+    """The window of the slowest host, which delays all hosts in a step."""
     return min(windows, key=lambda it: (it.quiet_steps, -it.stall_s, -it.affected_s))
 
 
 GRACE_S = 30.0
-"""An exporter gives up by itself; one that is still silent so much later has hung."""
+"""Seconds after the export timeout at which a silent exporter counts as hung."""
 
 KEPT_TRACKERS = 4
-"""A step that is recorded this much later than the newest one is not exported."""
+"""Number of newest steps kept for export, with the slices that each host copied."""
 
 
 class CommitCoordinator:
-    """Commits and exports of one formation. Driven by the leader's events."""
+    """Commits and exports the steps of one formation. Used by the leader's event
+    loop."""
 
     def __init__(
         self,
@@ -141,19 +142,19 @@ class CommitCoordinator:
         health: StorageHealth,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begins with no step staged.
+        """Starts with no staged step.
 
         Args:
-            config: the leader's own settings.
-            layout: what the trainers announced.
-            assignment: the formation.
+            config: the settings of the leader's agent.
+            layout: the layout that the trainers announced.
+            assignment: the assignment of the formation.
             stored: the newest step in storage, -1 for none.
             export_addresses: host to the host:port at which it would lead an export.
             addresses: host to the host:port at which it serves its peers.
             record: queues the write of a commit.
             send: send(host, op, **fields).
-            health: of storage; says when an export may be tried again.
-            clock: in seconds.
+            health: the health of storage, which decides when an export may be retried.
+            clock: returns the time in seconds.
         """
         self._config, self.layout, self._assignment = config, layout, assignment
         self._export_addresses, self._addresses = export_addresses, addresses
@@ -162,9 +163,10 @@ class CommitCoordinator:
         self.placement = assignment.spread.place(layout)
         self._trackers: dict[int, StepTracker] = {}
         self._complete: dict[int, StepTracker] = {}
-        """Who copied what of the steps for which an export may still be ordered."""
+        """Step to its complete tracker, for steps that may still be exported."""
         self.pending: Commit | None = None
-        """Complete, but the store has not confirmed it yet."""
+        """The complete commit that the store has not confirmed yet; None if there is
+        none."""
         self.committed = -1 if assignment.source == "init" else assignment.step
         self.intervals = Intervals(config)
         self.stop_at: int | None = None
@@ -176,9 +178,9 @@ class CommitCoordinator:
         self._failures = 0
         self._failed: dict[int, int] = {}
         self.overdue: int | None = None
-        """The newest step that was due while another was still being written."""
+        """The newest step that was due during another step's export."""
         self._passed = 0
-        """The newest step that was released before it was recorded."""
+        """The newest step that was released before its commit was recorded."""
 
     def staged(
         self,
@@ -188,15 +190,14 @@ class CommitCoordinator:
         interval: int | None = None,
         window: Mapping[str, float] | None = None,
     ) -> None:
-        """A slot has staged a step; raises Divergence, Mislabelled.
+        """Handles a slot's staged step; raises Divergence, Mislabelled.
 
         Args:
-            slot: of the trainer.
-            step: that it has staged.
-            digests: of its slices.
-            interval: steps until it stages the next; by default the config's.
-            window: what it measured since the step before; the fields of
-                `snapshot_interval.Window`.
+            slot: the trainer's slot.
+            step: the staged step.
+            digests: the digests of the slot's slices.
+            interval: steps until the slot stages again; by default the config's.
+            window: the measurements since the step before; the fields of `Window`.
         """
         if step <= self.committed:
             return
@@ -205,7 +206,7 @@ class CommitCoordinator:
         self._conclude(step)
 
     def held(self, step: int, source: int, target: int, root: str) -> None:
-        """A push has arrived and was verified; those of a commit are no news here."""
+        """Handles a verified push; ignores pushes of a committed step."""
         if step <= self.committed:
             return
         self._tracker(step).held(source, target, root)
@@ -242,28 +243,28 @@ class CommitCoordinator:
         self._record(self.pending)
 
     def waiting_for(self) -> str:
-        """What the oldest incomplete step waits for."""
+        """The copies or slots for which the oldest incomplete step waits, as text."""
         if not self._trackers:
             return "the next step"
         step = min(self._trackers)
         return f"step {step}: {self._trackers[step].missing}"
 
     def delayed(self, commit: Commit) -> None:
-        """The store is away: training goes on, the commit waits.
+        """Releases a complete step whose commit the store has not recorded.
 
-        The hosts know the commit, for whoever leads next.
+        The hosts get the commit with the release, so a later leader can learn it.
         """
         self._passed = max(self._passed, commit.step)
         self._release(commit, is_recorded=False)
 
     def recorded(self, commit: Commit) -> None:
-        """A commit is recorded; the trainers wait on for their release."""
+        """Records the commit without releasing the trainers."""
         if self.pending is not None and self.pending.step <= commit.step:
             self.pending = None
         self.committed = max(self.committed, commit.step)
 
     def written(self, commit: Commit) -> None:
-        """A commit is recorded, and training goes on."""
+        """Records the commit, releases the trainers and exports the step if due."""
         self.recorded(commit)
         self._release(commit, is_recorded=True)
         self._export_if_due(commit.step)
@@ -280,7 +281,7 @@ class CommitCoordinator:
             self.export(step)
 
     def _release(self, commit: Commit, *, is_recorded: bool) -> None:
-        # Every host knows the others from the order that it obeys.
+        # Holders are omitted: every host has them from its order.
         text = replace(commit, holders=()).to_json()
         for host in self._assignment.slots:
             self._send(
@@ -297,7 +298,7 @@ class CommitCoordinator:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether some step was begun and is not complete."""
+        """Whether some step is staged by a slot but not complete."""
         return bool(self._trackers)
 
     @property
@@ -307,14 +308,14 @@ class CommitCoordinator:
 
     @property
     def exporting(self) -> int | None:
-        """The step that is being written to storage."""
+        """The step that is being written to storage; None for none."""
         return self._export[0] if self._export else None
 
     def export(self, step: int) -> None:
-        """Orders the fewest hosts that hold every slice to write a step.
+        """Orders the fewest hosts that hold every slice to export a step.
 
-        Nothing is ordered while another step is written, nor of a step that was
-        recorded only after a later one was released: its copies are gone.
+        Orders nothing while another step is written, or if a later step was released
+        before this step was recorded: the step's copies are then gone.
         """
         if self._export is None and step >= self._passed:
             self._order_export(step, set(self._assignment.slots), self._held(step))
@@ -322,19 +323,19 @@ class CommitCoordinator:
     def export_from(
         self, step: int, alive: Collection[str], held: Mapping[str, Mapping[str, bytes]]
     ) -> bool:
-        """As `export`, from the hosts that are left; False if they lack a slice.
+        """Exports a step from the hosts left; returns False if they lack a slice.
 
-        An export that was under way is taken for lost with its hosts.
+        An export in progress is taken to be lost with its hosts.
 
         Args:
-            step: the step.
-            alive: the hosts.
-            held: host -> slice key -> digest of what was verified there of the step.
+            step: the step to export.
+            alive: the hosts that are left.
+            held: host -> slice key -> digest, of verified slices of the step.
         """
         return self._order_export(step, alive, held)
 
     def _held(self, step: int) -> dict[str, dict[str, bytes]] | None:
-        """What each host copied of a step; None if it was all of its slices."""
+        """The slices that each host copied of a step; None for whole slots."""
         tracker = self._complete.get(step)
         if tracker is None:
             return None  # restored steps are whole, too
@@ -397,13 +398,13 @@ class CommitCoordinator:
     def export_answer(
         self, host: str, step: int, ok: bool, attempt: int | None = None
     ) -> bool | None:
-        """One host's outcome; True or False once all have answered or one failed.
+        """Handles one host's outcome; True or False once the export ended, else None.
 
         Args:
-            host: that answers.
-            step: of the export.
-            ok: whether its part is written.
-            attempt: that it answers for; by default the newest.
+            host: the answering host.
+            step: the exported step.
+            ok: whether the host has written its part.
+            attempt: the attempt that the host answers; by default the newest.
         """
         if self._export is None or self._export[0] != step:
             return None
@@ -424,16 +425,16 @@ class CommitCoordinator:
         return True
 
     def silent_export(self) -> tuple[int, str] | None:
-        """The step that was not answered for in time, and by which hosts."""
+        """The step of an export past its deadline, and the silent hosts, as text."""
         if self._export is None or self._clock() < self._export_until:
             return None
         return self._export[0], ", ".join(sorted(self._export[1]))
 
     @property
     def may_export(self) -> bool:
-        """Whether storage may be tried again: not at once after it has failed."""
+        """Whether storage may be written now; not soon after a failed export."""
         return self._health.may_try(self._clock())
 
     def export_failures(self, step: int) -> int:
-        """So often was a step not written to storage."""
+        """The number of failed exports of a step."""
         return self._failed.get(step, 0)

@@ -1,4 +1,4 @@
-"""What the leader tells people: lines on stdout and the run's `events.jsonl`."""
+"""The leader's messages: lines on stdout and the run's `events.jsonl`."""
 
 import contextlib
 import dataclasses
@@ -16,16 +16,16 @@ from dtft.elastic.leader.recovery import RecoveryReport
 KEPT_EVENTS = 10_000
 """Events kept in memory while they cannot be written."""
 HANGS_S = 1.0
-"""A file that takes longer is said to hang; a disk that is well takes milliseconds."""
+"""Seconds after which a write counts as hanging; a healthy disk takes milliseconds."""
 IDLE_S = 5.0
-"""The thread that writes ends when there was nothing to write for so long."""
+"""Seconds without an event after which the writing thread ends."""
 
 
 class Journal:
-    """The run's event log; appended to by whichever host leads.
+    """The run's event log; the leading host appends to it.
 
-    Nobody waits for it: a thread writes, lines for people and events wait in memory
-    while stdout or the disk is full, read-only or hangs.
+    Callers do not wait: threads write, and lines and events wait in memory while stdout
+    or the disk is full, read-only or hanging.
     """
 
     def __init__(self, run_directory: Path, host: str) -> None:
@@ -37,7 +37,7 @@ class Journal:
         self._changed = threading.Condition(threading.RLock())
         self._asked = self._done = 0
         self._begun = math.inf
-        """Time at which the write under way began."""
+        """Monotonic time at which the current write began; infinity between writes."""
         self._running = self._hangs = self._torn = self._speaking = False
         self.last_commit = 0
 
@@ -47,7 +47,7 @@ class Journal:
         self.event("message", text=text)
 
     def _tell(self, text: str) -> None:
-        """Prints beside the caller: whoever reads stdout may have stopped."""
+        """Prints on a thread, because the reader of stdout may have stopped."""
         with self._changed:
             self._lines.put(text)
             if not self._speaking:
@@ -86,14 +86,14 @@ class Journal:
                 self._tell(f"{self._path} hangs; training goes on, events wait")
 
     def close(self, limit_s: float = HANGS_S) -> None:
-        """Waits until all is written and printed, at most `limit_s` seconds."""
+        """Waits until all events are written and printed, at most `limit_s` seconds."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._done >= self._asked and not self._speaking, limit_s
             )
 
     def _run(self) -> None:
-        """Writes what waits, whenever there is more; ends when there is nothing."""
+        """Writes the waiting events; ends after `IDLE_S` seconds without one."""
         while True:
             with self._changed:
                 more = self._changed.wait_for(lambda: self._asked > self._done, IDLE_S)
@@ -102,7 +102,7 @@ class Journal:
                     return
                 asked, lines = self._asked, list(self._waiting)
                 self._begun = time.monotonic()
-            # What follows a line that was torn by a full disk begins anew.
+            # After a line torn by a full disk, writing continues on a new line.
             error = self._append("\n" * self._torn + "".join(lines))
             with self._changed:
                 for line in lines if error is None else ():
@@ -130,7 +130,7 @@ class Journal:
         """Remembers and records a commit.
 
         Args:
-            step: of the commit.
+            step: the committed step.
             root: the digest over its slices.
         """
         self.last_commit = step
@@ -145,7 +145,7 @@ class Journal:
 
 
 def read_events(run_directory: Path) -> list[dict[str, Any]]:
-    """All events of a run so far; a torn last line is left out."""
+    """Reads all events of a run so far, leaving out a torn last line."""
     path = run_directory / "events.jsonl"
     events = []
     for line in path.read_text().splitlines() if path.exists() else []:

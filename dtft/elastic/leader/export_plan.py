@@ -1,8 +1,8 @@
-"""Which hosts write a step to storage, and what they fetch from peers for it. Pure.
+"""Computes which hosts write a step to storage, and the slices they fetch for it.
 
-Hosts write their own slices; where the work of copying is divided, a host lacks some of
-them and borrows these. While no process of a served job runs, the newest commit is
-written by hosts that together hold all of it.
+Each host writes its own slices. If `share` is "divided", a host lacks some of its
+slices and borrows them from peers. While no process of a served job runs, hosts that
+together hold the whole newest commit write it.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -19,35 +19,35 @@ from dtft.checkpoint.state import Layout, nbytes_of
 from dtft.checkpoint.storage import export_world
 
 Complete = Mapping[str, Mapping[int, Collection[int]]]
-"""Host -> step -> the slots whose own slices it has, all of them and verified."""
+"""Host -> step -> slots of which the host holds all slices, verified."""
 
 
 class NotExportable(RuntimeError):
-    """No set of live hosts can write the newest commit; says why and what to do."""
+    """Live hosts cannot write the newest commit; the message has the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class IdleExport:
-    """The newest commit, and who writes it."""
+    """The newest commit, and the hosts that write it."""
 
     commit: Commit
     layout: Layout
     hosts: tuple[str, ...]
-    """Of each slot; a slot that nobody needs has the host of another."""
+    """The host of each slot; a slot that is not needed has another slot's host."""
 
 
 def plan_idle_export(
     commits: Sequence[Commit], layouts: Mapping[str, Layout], complete: Complete
 ) -> IdleExport:
-    """The export of the newest commit.
+    """Plans the export of the newest commit while no process runs.
 
     Args:
-        commits: recorded ones, newest first.
-        layouts: by digest, as far as live hosts know them.
-        complete: what live hosts have.
+        commits: the recorded commits, newest first.
+        layouts: digest to layout, as far as live hosts know the layouts.
+        complete: the complete slots that live hosts hold, by step.
 
     Raises:
-        NotExportable: there is no commit, or some slot's host is gone.
+        NotExportable: no commit exists, or no live host holds the slices of some slot.
     """
     if not commits:
         raise NotExportable("nothing is committed yet, so there is nothing to write")
@@ -72,10 +72,10 @@ def plan_idle_export(
 def match_slots(
     slots: Sequence[int], able: Mapping[str, Collection[int]]
 ) -> dict[int, str]:
-    """A host of its own for as many slots as can be.
+    """Matches slots with distinct hosts, as many slots as possible.
 
-    After a formation that was given up a host may be able to stand for two slots: the
-    one that it had, and the one that it was to have.
+    After an abandoned formation a host may hold the slices of two slots: its former
+    slot and the slot it was about to take.
 
     >>> match_slots((0, 1), {"a": {0, 1}, "b": {0}})
     {0: 'b', 1: 'a'}
@@ -110,7 +110,7 @@ def _lost(commit: Commit, lost: Sequence[int]) -> str:
 
 
 Held = Mapping[str, Mapping[str, bytes]]
-"""Host -> slice key -> digest of what it has of one step."""
+"""Host -> slice key -> digest, of the slices that the host holds of one step."""
 
 
 def borrowed(
@@ -119,16 +119,16 @@ def borrowed(
     held: Held | None,
     alive: Collection[str],
 ) -> tuple[SliceTransfer, ...] | None:
-    """The transfers after which every writer has all slices of its slot.
+    """The transfers that give every writer all slices of its slot.
 
     Args:
-        layout: of the state.
-        writers: the hosts that write, and their slots.
-        held: what each host has; None if every host has all of its slot.
-        alive: the hosts that can lend.
+        layout: the layout of the state.
+        writers: each writing host's slot.
+        held: the slices that each host holds; None if every host has its whole slot.
+        alive: the hosts that can lend slices.
 
     Returns:
-        None if nobody has a slice that a writer lacks.
+        None if no host has a slice that a writer lacks.
     """
     if held is None:
         return ()
@@ -152,7 +152,7 @@ def borrowed(
 def digests_for(
     loans: Sequence[SliceTransfer], held: Held | None, host: str
 ) -> dict[str, bytes]:
-    """Slice key to digest of what one writer borrows."""
+    """Slice key to digest, for the slices that one writer borrows."""
     return {
         region.old.key: (held or {})[loan.source][region.old.key]
         for loan in loans

@@ -1,8 +1,8 @@
-"""Exports as the leader answers for them: how they ended, and who waits for one.
+"""Requests for exports, and the outcomes of exports at the leader.
 
-`ExportRequests` has the people who asked for an export and their answers.
-`StorageExports` keeps `StorageWatch` and `StorageHealth` in step with the outcomes, and
-tells people, the store and whoever asked.
+`ExportRequests` keeps the requesters of an export and how to answer each of them.
+`StorageExports` passes each outcome to `StorageWatch` and `StorageHealth`, to people,
+to the store and to the requesters.
 """
 
 import queue
@@ -23,21 +23,22 @@ Answer = Callable[[dict[str, Any]], None]
 
 
 class ExportRequests:
-    """Who waits for an export, and since which commit. Used by the event loop."""
+    """Requesters of an export, each with the commit required. Used by the event
+    loop."""
 
     def __init__(self) -> None:
-        """Nobody waits."""
+        """Starts with no request."""
         self._waiting: list[tuple[int, Answer]] = []
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
     def add(self, committed: int, answer: Answer) -> None:
-        """Somebody wants step `committed` or a later one."""
+        """Adds a requester of step `committed` or a later one."""
         self._waiting.append((committed, answer))
 
     def outcome(self, step: int, ok: bool, error: str) -> None:
-        """A step was written to storage, or not."""
+        """Answers the requesters that the outcome of a step's export concerns."""
         reply = {"step": step} if ok else {"error": error}
         for committed, answer in self._waiting:
             if step >= committed:
@@ -45,25 +46,25 @@ class ExportRequests:
         self._waiting = [one for one in self._waiting if one[0] > step]
 
     def refuse(self, reason: str, *, moved: bool = False) -> None:
-        """Nothing will come: all who still wait are told why.
+        """Answers all waiting requesters that no export will come.
 
         Args:
-            reason: for people.
-            moved: another host should be asked.
+            reason: the reason, for people.
+            moved: whether the requester should ask another host.
         """
         for _, answer in self._waiting:
             answer({"error": reason, "moved": moved})
         self._waiting.clear()
 
     def close(self) -> None:
-        """Another host leads now: all who still wait should ask that one."""
+        """Tells all waiting requesters to ask the new leader."""
         self.refuse("this host does not lead any more; ask again", moved=True)
 
 
 def serve_export(
     channel: Channel, config: AgentConfig, ask: Callable[[Answer], None]
 ) -> None:
-    """Has the leader asked for an export, and answers when it is over."""
+    """Passes an export request to the leader, and answers when the export is over."""
     _asked(channel)
     answers: queue.Queue[dict[str, Any]] = queue.Queue()
     ask(answers.put)
@@ -81,11 +82,11 @@ def _asked(channel: Channel) -> None:
 
 
 class StorageExports:
-    """One job's storage in the eyes of its leader. Used by the event loop.
+    """One job's storage and the requests for exports. Used by the event loop.
 
     Attributes:
-        watch: which steps storage has.
-        health: when an export may be tried again.
+        watch: lists the steps in storage.
+        health: decides when an export may be tried again.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class StorageExports:
         loop: Loop,
         list_steps: Callable[[Path], Iterable[int]],
     ) -> None:
-        """Takes storage to be well; nobody waits."""
+        """Starts with no failed export and no request."""
         self._records, self._journal, self._loop = records, journal, loop
         directory = config.storage_directory
         self.watch = StorageWatch(directory, loop, list_steps=list_steps)
@@ -104,7 +105,7 @@ class StorageExports:
         self._requests = ExportRequests()
 
     def asked(self, rendezvous: Rendezvous, answer: Answer) -> None:
-        """Somebody wants the newest commit in storage: the next one is written."""
+        """Handles a request for an export: the next commit is written."""
         coordinator = rendezvous.coordinator
         if coordinator is None or rendezvous.phase != "running" or rendezvous.frozen:
             text = f"the job does not train now ({rendezvous.phase}); ask again later"
@@ -113,20 +114,20 @@ class StorageExports:
             self._requests.add(coordinator.committed, answer)
 
     def committed(self, coordinator: CommitCoordinator, step: int) -> None:
-        """A step is safe in memory: it is written to storage if somebody waits."""
+        """Handles a commit: exports it at once if a requester waits."""
         if self._requests:
             coordinator.export(step)
         if (due := coordinator.overdue) is not None:
             self._say(self.health.overdue(due, self._loop.now()))
 
     def ended(self, host: str, step: int, ok: bool, error: str) -> None:
-        """A step is in storage, or could not be written.
+        """Handles the end of an export, written or failed.
 
         Args:
-            host: that answered last, or was the first to fail.
-            step: of the export.
-            ok: whether all of it is there.
-            error: what went wrong.
+            host: the host that answered last, or the first that failed.
+            step: the exported step.
+            ok: whether the whole step was written.
+            error: the error; "" without one.
         """
         self._journal.event("export", step=step, ok=ok, error=error)
         if ok:
@@ -142,17 +143,17 @@ class StorageExports:
             self._journal.say(line)
 
     def wanted(self, committed: int, answer: Answer) -> None:
-        """Somebody waits for step `committed` or a later one, which is seen to."""
+        """Adds a requester of step `committed` or a later one; orders no export."""
         self._requests.add(committed, answer)
 
     def has(self, step: int) -> None:
-        """A step is there already: who waits for it is told so."""
+        """Answers the requesters of a step that storage already holds."""
         self._requests.outcome(step, True, "")
 
     def refuse(self, reason: str) -> None:
-        """Tells all who wait why nothing will come."""
+        """Answers all waiting requesters with the reason why no export will come."""
         self._requests.refuse(reason)
 
     def close(self) -> None:
-        """Tells all who still wait that nothing will come."""
+        """Tells all waiting requesters to ask the new leader."""
         self._requests.close()

@@ -1,8 +1,8 @@
-"""The leader's account of what failed, over all rounds and earlier leaders.
+"""The leader's count of trainer failures, over all rounds and earlier leaders.
 
 Gathers the failures of one attempt until its hosts have answered, because the cause may
-be heard of after its consequences, and has `failure_budget` judge them. The budget is
-kept in the store.
+be reported after its consequences. Then `failure_budget` judges the failures. The store
+keeps the budget.
 """
 
 from collections.abc import Collection
@@ -24,7 +24,7 @@ from dtft.elastic.leader.sizes import JobSizes
 
 
 class FailureAccount:
-    """What has failed, and what follows. Used by the event loop."""
+    """Collects and judges the failures of attempts. Used by the event loop."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class FailureAccount:
         loop: Loop,
         journal: Journal,
     ) -> None:
-        """Goes on with what the store says."""
+        """Continues with the budget that the store has."""
         self._config, self._records, self._sizes = config, records, sizes
         self._loop, self._journal = loop, journal
         stored = FailureBudget.from_json(records.view.budget)
@@ -44,11 +44,11 @@ class FailureAccount:
 
     @property
     def quarantined(self) -> Collection[int]:
-        """Commits that are not restored from memory any more."""
+        """The steps whose commits are no longer restored from memory."""
         return self._budget.quarantined
 
     def begin(self, assignment: SlotAssignment) -> None:
-        """Trainers are about to start."""
+        """Starts a new attempt: trainers are about to start."""
         self._failures = []
         commits = {commit.step for commit in self._records.commits}
         self._attempt = Attempt(
@@ -59,16 +59,16 @@ class FailureAccount:
 
     @property
     def may_be_a_cut(self) -> bool:
-        """Whether hosts that do not reach each other would explain what has failed."""
+        """Whether a network cut between hosts would explain the failures."""
         found = cause(self._failures)
         return found is not None and found.may_be_a_cut
 
     def add(self, failure: Failure) -> None:
-        """Something has failed in the attempt under way."""
+        """Adds a failure of the current attempt."""
         self._failures.append(failure)
 
     def trained(self) -> None:
-        """Every slot trains."""
+        """Records that every slot trains."""
         if self._attempt is not None:
             old = self._attempt
             self._attempt = Attempt(
@@ -80,14 +80,14 @@ class FailureAccount:
         self._budget = self._budget.trained()
 
     def committed(self, step: int) -> None:
-        """A step is safe."""
+        """Records in the budget that a step is committed."""
         self._budget = self._budget.committed(step)
 
     def judge(self, assignment: SlotAssignment | None) -> RetryDecision:
-        """Says what follows from the failures of the attempt that has ended.
+        """Decides from the failures of the ended attempt whether and when to retry.
 
         Args:
-            assignment: of the attempt.
+            assignment: the assignment of the attempt.
         """
         now = self._loop.now()
         if not self._failures:

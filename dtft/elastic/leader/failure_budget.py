@@ -1,9 +1,9 @@
-"""How often trainers have failed without getting on, and what follows from it.
+"""Counts trainer failures without progress, and decides whether to retry.
 
 `FailureBudget` is a small value that a leader writes to the store, so that its
-successor goes on counting. `judge` is given all failures of one attempt to train, finds
-their cause, and answers with the next budget and a `RetryDecision`: try again at once,
-after a pause, without the commit that was restored, or end the job. Time and hosts are
+successor continues the count. `judge` takes all failures of one attempt to train, finds
+their cause, and returns the next budget and a `RetryDecision`: retry at once, retry
+after a pause, retry without the restored commit, or end the job. Time and hosts are
 arguments.
 """
 
@@ -16,27 +16,29 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 ALLOWED = 2
-"""So often may an exception come at the same step: the last of them ends the job."""
+"""Occurrences of one exception at the same step that end the job."""
 FRUITLESS = 10
-"""So many attempts in a row without a new highest commit end the job."""
+"""Attempts in a row without a new highest commit that end the job."""
 RESTORE_FAILURES = 2
-"""So often may the restore of one commit fail before it is quarantined."""
+"""Failed restores of one commit that quarantine it."""
 PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
 KEPT = 16
-"""Different exceptions remembered; the oldest is forgotten first."""
+"""Number of distinct exceptions remembered; the oldest is dropped first."""
 _MESSAGE_BYTES = 600
 _TRACEBACK_BYTES = 8 << 10
 
 Kind = Literal["exception", "exit", "lost", "late", "stuck", "restore", "copy"]
-"""exception: a trainer has told of one. exit: a trainer has ended without a word. lost:
-a host is gone. late: a start took too long. stuck: a step did not come. restore: a
-copy could not be restored. copy: a copy is of another step than was said."""
+"""exception: a trainer reported an exception. exit: a trainer ended without a report.
+lost: a host was lost. late: a start took too long. stuck: a step did not complete.
+restore: a copy could not be restored. copy: a copy is of another step than its
+label."""
 
 KILLS = (-9, -15)
-"""Return codes of processes that were killed from outside."""
+"""Return codes of processes that were killed by SIGKILL or SIGTERM."""
 ABORT = -6
-"""JAX aborts trainers whose coordination service has gone."""
+"""Return code (SIGABRT) of trainers that JAX aborts after their coordination service
+has gone."""
 
 BROKEN_COLLECTIVE: tuple[str, ...] = (
     r"Gloo [\w-]+ failed",  # all-reduce, AllGather, ...: a peer's socket closed
@@ -49,70 +51,70 @@ BROKEN_COLLECTIVE: tuple[str, ...] = (
     r"NCCL .*(remote|closed|abort|timeout)|ncclRemoteError|ncclInternalError",
     r"AgentGone",
 )
-"""What an exception says that another host's end has caused. Seen with JAX 0.10 on CPU:
-"Gloo AllGather failed: [...pair.cc:547] Connection closed by peer", "Gloo all-reduce
-failed: [...pair.cc:538] Read error [...]: Connection reset by peer"; and in the log of
-an aborted process "Failed to send RPC to coordination service"."""
+"""Patterns of exceptions caused by another host's end. Seen with JAX 0.10 on CPU: "Gloo
+AllGather failed: [...pair.cc:547] Connection closed by peer", "Gloo all-reduce failed:
+[...pair.cc:538] Read error [...]: Connection reset by peer"; and in the log of an
+aborted process "Failed to send RPC to coordination service"."""
 _JAX_ERRORS = ("JaxRuntimeError", "XlaRuntimeError", "AgentGone")
 _BROKEN = re.compile("|".join(BROKEN_COLLECTIVE), re.IGNORECASE)
 RESTORE_ERRORS = ("CorruptCopy",)
-"""Exceptions of a trainer that mean: another copy has to be restored."""
+"""Trainer exceptions after which another copy has to be restored."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """One thing that went wrong on one host, as its leader was told."""
+    """One failure on one host, as reported to the leader."""
 
     kind: Kind
     host: str = ""
     slot: int = -1
-    """-1: it has none, or it is not known."""
+    """The host's slot; -1 if the host has none or the slot is unknown."""
     step: int = 0
-    """The step that was being made; the restored one before there was any."""
+    """The step in progress, or the restored step before any step began."""
     phase: str = ""
-    """Of the trainer: one of the board's, or restore; "" if it is not known."""
+    """The trainer's phase: a phase of the board, or restore; "" if unknown."""
     error: str = ""
-    """`exception`: "TypeName: message". Else what happened, for people."""
+    """For `exception`: "TypeName: message"; otherwise a description for people."""
     traceback: str = ""
     log: str = ""
     """The trainer's log file, on `host`."""
     code: int = 0
-    """`exit`: the return code; negative for a signal."""
+    """For `exit`: the return code, negative for a signal."""
 
     @property
     def is_consequence(self) -> bool:
-        """Whether the end of another host's trainer explains it."""
+        """Whether the end of another host's trainer explains this failure."""
         if self.kind == "exit":
             return self.code == ABORT
         return self.kind == "exception" and is_broken_collective(self.error)
 
     @property
     def is_killed(self) -> bool:
-        """Whether it was done to the trainer from outside."""
+        """Whether the trainer was ended from outside: killed, or its host lost."""
         return self.kind == "lost" or (self.kind == "exit" and self.code in KILLS)
 
     @property
     def may_be_a_cut(self) -> bool:
-        """Whether two hosts that do not reach each other explain it."""
+        """Whether a network cut between two hosts would explain this failure."""
         if self.kind == "exception" and self.type_name == "TimeoutError":
             return True
         return self.kind in ("stuck", "late", "restore") or self.is_consequence
 
     @property
     def type_name(self) -> str:
-        """What kind of failure comes again: an exception's type, or how it ended."""
+        """The identity of a recurring failure: exception type, exit code or signal."""
         if self.kind == "exception":
             return self.error.partition(":")[0].strip()
         return f"exit code {self.code}" if self.code >= 0 else f"signal {-self.code}"
 
     @property
     def digest(self) -> str:
-        """Of type and message, without addresses and numbers."""
+        """A digest of type and message, without addresses and numbers."""
         text = re.sub(r"0x[0-9a-f]+|\d+", "#", f"{self.type_name} {self.error}")
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def text(self) -> str:
-        """One line for people.
+        """The failure as one line for people.
 
         >>> Failure(kind="exit", host="b", slot=1, step=7, code=-9).text()
         'trainer of slot 1 on b was killed by signal 9 at step 7'
@@ -141,16 +143,16 @@ def is_broken_collective(error: str) -> bool:
 
 
 def cause(failures: Sequence[Failure]) -> Failure | None:
-    """What the others of one attempt follow from; None for no failure.
+    """The failure that caused the others of one attempt; None without failures.
 
-    The end of one trainer breaks the collectives of all others, which then fail as
-    well, and may be heard of first. So a broken collective, and a process that JAX has
-    aborted, is the cause only if there is nothing else; a lost host, then a killed
-    process, comes before exceptions, which it may have caused in ways not known here.
-    Of several that are alike, the first.
+    The end of one trainer breaks the collectives of all others. These trainers fail as
+    well, and their failures may be reported first. So a broken collective, or a process
+    that JAX aborted, is the cause only if there is no other failure. A lost host, then
+    a killed process, ranks before exceptions, which either may have caused. Among equal
+    ranks the first report is the cause.
 
     Args:
-        failures: in the order in which they were heard of.
+        failures: the failures in order of their reports.
     """
     ranks = [_rank(failure) for failure in failures]
     return failures[ranks.index(min(ranks))] if ranks else None
@@ -166,7 +168,7 @@ def _rank(failure: Failure) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Recurring:
-    """An exception, or another way to end, that may come again."""
+    """A recurring failure: an exception or an exit, with its count."""
 
     step: int
     type_name: str
@@ -176,21 +178,21 @@ class Recurring:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureBudget:
-    """What has failed since the job got on; see the module's text."""
+    """The failures since the last progress; see the module's docstring."""
 
     highest: int = -1
-    """The highest step that was ever committed. Steps that are made again after a
-    restore from storage are below it, and change nothing."""
+    """The highest step ever committed. Steps repeated after a restore from storage are
+    at most this step and do not count as progress."""
     fruitless: int = 0
-    """Attempts in a row that brought no new highest commit."""
+    """The number of attempts in a row without a new highest commit."""
     recurring: tuple[Recurring, ...] = ()
     restores: Mapping[int, int] = field(default_factory=dict)
-    """Per commit how often its restore failed since every slot trained."""
+    """Committed step to its failed restores since every slot last trained."""
     quarantined: frozenset[int] = frozenset()
-    """Commits that are not restored from memory any more."""
+    """Steps whose commits are no longer restored from memory."""
 
     def committed(self, step: int) -> "FailureBudget":
-        """A step is safe. Only one that is higher than all before counts.
+        """The budget after a commit; only a new highest step changes it.
 
         >>> FailureBudget(highest=7, fruitless=3).committed(7).fruitless
         3
@@ -203,11 +205,11 @@ class FailureBudget:
         return dataclasses.replace(self, highest=step, fruitless=0, recurring=kept)
 
     def trained(self) -> "FailureBudget":
-        """Every slot trains: restores that failed before do not count any more."""
+        """The budget once every slot trains: without the failed restores."""
         return dataclasses.replace(self, restores={}) if self.restores else self
 
     def to_json(self) -> str:
-        """For the store; inverse of `from_json`."""
+        """The budget as JSON for the store; inverse of `from_json`."""
         told = dataclasses.asdict(self)
         told["restores"] = sorted(self.restores.items())
         told["quarantined"] = sorted(self.quarantined)
@@ -215,9 +217,9 @@ class FailureBudget:
 
     @classmethod
     def from_json(cls, text: str) -> "FailureBudget":
-        """Reads what `to_json` wrote; what cannot be read is an empty budget.
+        """Parses the text of `to_json`; an unreadable text gives an empty budget.
 
-        A leader must not fail on what a broken or newer one has written.
+        A leader must not fail on a text of a broken or newer leader.
         """
         try:
             told: dict[str, Any] = json.loads(text)
@@ -242,33 +244,35 @@ class FailureBudget:
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """What trainers were started with when they failed."""
+    """The state from which the failed attempt was started."""
 
     step: int
-    """That was restored."""
+    """The restored step."""
     is_commit: bool = False
-    """It was restored from a commit in memory, which can be quarantined."""
+    """Whether the step was restored from a commit in memory, which can be
+    quarantined."""
     has_trained: bool = False
-    """Every slot had finished a step since."""
+    """Whether every slot finished a step after the restore."""
     is_new_size: bool = False
-    """No step was committed yet with so many slots: the size is to blame for what
-    fails, not the commit nor the trainer's program."""
+    """Whether no step was committed yet with this number of slots. Then the size is to
+    blame for failures, not the commit or the trainer's program."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetryDecision:
-    """What follows from the failures of one attempt."""
+    """The leader's decision after the failures of one attempt."""
 
     action: Literal["retry", "quarantine", "end"]
-    """quarantine: try again, without the commit that was restored."""
+    """quarantine: retry without the restored commit."""
     not_before: float = 0.0
-    """`retry`, `quarantine`: when the next attempt may begin, on the caller's clock."""
+    """For `retry` and `quarantine`: the earliest start of the next attempt, on the
+    caller's clock in seconds."""
     pause_s: float = 0.0
-    """How long that is from now."""
+    """Seconds from now until `not_before`."""
     cause: Failure | None = None
     message: str = ""
-    """For people. `end`: why, with traceback, host and log; the last good step is to be
-    exported before. Else "" unless there is something to say."""
+    """The message for people; may be "". For `end`: the reason, with traceback, host
+    and log. The last good step is exported before the job ends."""
 
 
 def judge(
@@ -279,7 +283,7 @@ def judge(
     *,
     allowed: int = ALLOWED,
 ) -> tuple[FailureBudget, RetryDecision]:
-    """Counts one attempt that failed and says what follows.
+    """Counts one failed attempt and decides how to go on.
 
     * An exception (or a trainer that ends by itself) of the same type at the same step,
       or with the same message, on whatever host, ends the job when it has come
@@ -294,11 +298,11 @@ def judge(
       `LONGEST_PAUSE_S`.
 
     Args:
-        budget: so far.
-        failures: all of the attempt, in the order in which they were heard of.
-        attempt: what had been started.
-        now: on any clock; `RetryDecision.not_before` is on it.
-        allowed: how often one exception may come.
+        budget: the budget before the attempt.
+        failures: all failures of the attempt, in order of their reports.
+        attempt: the start of the attempt.
+        now: the time in seconds on any clock; `RetryDecision.not_before` is on it.
+        allowed: occurrences of one exception that end the job.
     """
     found = cause(failures)
     if found is None:
@@ -326,7 +330,7 @@ def judge(
 
 
 def pause_after(fruitless: int) -> float:
-    """Seconds to wait before the next attempt.
+    """The seconds to wait before the next attempt.
 
     >>> [pause_after(n) for n in (1, 2, 3, 4, 7, 1000)]
     [0.0, 1.0, 2.0, 4.0, 30.0, 30.0]
@@ -338,7 +342,7 @@ def pause_after(fruitless: int) -> float:
 def _restore_counted(
     budget: FailureBudget, found: Failure, attempt: Attempt
 ) -> tuple[FailureBudget, bool]:
-    """Counts a restore that came to nothing; whether its commit is quarantined now."""
+    """Counts a failed restore; returns whether its commit is now quarantined."""
     if attempt.has_trained or not attempt.is_commit or not _blames_commit(found):
         return budget, False
     step = attempt.step
@@ -352,7 +356,7 @@ def _restore_counted(
 
 
 def _blames_commit(found: Failure) -> bool:
-    """Whether what was restored may be the cause, not the trainer's program."""
+    """Whether the restored copy, not the trainer's program, may be the cause."""
     if found.is_killed or found.is_consequence:
         return False
     if found.kind in ("exception", "exit"):
@@ -363,7 +367,7 @@ def _blames_commit(found: Failure) -> bool:
 def _recurring_counted(
     budget: FailureBudget, found: Failure
 ) -> tuple[FailureBudget, int]:
-    """Counts an exception; how often it has come now, 0 if it does not count."""
+    """Counts a recurring failure; returns its count, 0 if it is exempt."""
     counts = found.kind == "exception" or found.kind == "exit"
     if not counts or found.is_killed or found.is_consequence:
         return budget, 0

@@ -1,9 +1,10 @@
-"""The hosts of a job as its leader sees them, and what follows when they come and go.
+"""The leader's registry of connected hosts, and its reactions when hosts join or leave.
 
-A host is there while its link is: it may be away for the time of a lease, and is lost
-after that, or at once when its port refuses connections. A lost host that calls again
-is taken like any other. A host that does not answer a round in time is left out of it,
-until it says anything. Which host gets which slot is decided in `assignment`.
+A host is present while its link is open. A host whose link has ended stays registered
+for one lease and is lost after that; it is lost at once when its port refuses
+connections. A lost host that reconnects is registered like any other. A host that does
+not answer a round in time is left out of that round until it reports again.
+`assignment` decides which host gets which slot.
 """
 
 from collections.abc import Collection, Mapping
@@ -15,64 +16,67 @@ from dtft.elastic.leader.events import Journal
 from dtft.elastic.leader.failure_budget import Failure
 from dtft.elastic.leader.records import Records
 from dtft.elastic.leader.rendezvous import Rendezvous
-from dtft.elastic.leader.rendezvous_plan import Reason, lost
+from dtft.elastic.leader.rendezvous_plan import RoundReason, lost
 from dtft.elastic.seat_policy import missing
 from dtft.elastic.store import View
 
 FIRST_ASK_S = 5.0
 LONGEST_ASK_S = 300.0
-"""From one question to a host that cannot be used to the next."""
+"""Longest pause in seconds between two questions to a host that cannot be used; the
+first pause is `FIRST_ASK_S`."""
 NOBODY_S = 2.0
-"""So long no host can be used before a job that cannot begin ends. Below the first
-pause, after which they are asked again."""
+"""Seconds without a usable host after which a job that cannot begin ends. Shorter than
+`FIRST_ASK_S`, after which unusable hosts are asked again."""
 STRAY_S = 0.5
-"""So long a new leader waits for hosts of slots that the store does not know: they may
-be cut off from the store alone."""
+"""Seconds for which a new leader waits for hosts that have a slot in the last
+assignment but are not registered: they may be cut off from the store alone."""
 
 
 class HostRegistry:
-    """Which hosts are there and can be used. Pure; times are on any one clock."""
+    """The connected hosts and their usability; times are on one clock."""
 
     def __init__(
         self, now: float, grace_s: float, former: Mapping[str, str] | None = None
     ) -> None:
-        """Nobody is there yet.
+        """Starts with no connected host.
 
         Args:
-            now: the time.
-            grace_s: registered hosts may be connecting for so long.
-            former: host to incarnation of the slots of the last assignment.
+            now: the time in seconds.
+            grace_s: seconds for which registered hosts may still be connecting.
+            former: host to incarnation, for the slots of the last assignment.
         """
         self._records: dict[str, HostRecord] = {}
         self._away: dict[str, float] = {}
         self._silent: set[str] = set()
         self.unfit: dict[str, str] = {}
-        """Host to why it can have no slot, until it says that it can."""
+        """Host to the reason why it can have no slot, until it reports that it is
+        fit."""
         self._asked_at: dict[str, float] = {}
         self._pause_s: dict[str, float] = {}
-        """When a host that cannot be used was asked last, and when it is again."""
+        """Host to the pause in seconds until an unusable host is asked again;
+        `_asked_at` has the time at which it was last asked."""
         self._gone: dict[str, str] = {}
-        """Host to the process that was lost."""
+        """Host to the process identity under which it was lost."""
         self._grace_until, self._stray_until = now + grace_s, now + STRAY_S
         self._former = dict(former or {})
 
     @property
     def connected(self) -> set[str]:
-        """Hosts that orders reach."""
+        """The hosts with an open link, which orders reach."""
         return set(self._records) - set(self._away)
 
     @property
     def away(self) -> set[str]:
-        """Hosts whose link has ended; they may make another."""
+        """The hosts whose link has ended and that may still reconnect."""
         return set(self._away)
 
     @property
     def records(self) -> dict[str, HostRecord]:
-        """What the hosts that are there, or away for a moment, say of themselves."""
+        """The records of connected hosts and of hosts away for less than a lease."""
         return dict(self._records)
 
     def connect(self, record: HostRecord) -> bool:
-        """A host has connected, or says something new; whether it was not there."""
+        """Registers a host's record; returns whether the host was not connected."""
         old = self._records.get(record.host)
         self._records[record.host] = record
         self._gone.pop(record.host, None)
@@ -86,21 +90,21 @@ class HostRegistry:
         return was_away or not known
 
     def same_process(self, record: HostRecord) -> bool:
-        """Whether a host is there, as the process that the record names."""
+        """Whether the host is registered as the same process that the record names."""
         old = self._records.get(record.host)
         return old is not None and _process(old) == _process(record)
 
     def disconnect(self, host: str, now: float) -> None:
-        """A host's link has ended."""
+        """Records that a host's link ended at the time `now`."""
         if host in self._records:
             self._away.setdefault(host, now)
 
     def overdue(self, now: float, limit_s: float) -> list[str]:
-        """Hosts that have been away for longer than `limit_s` seconds."""
+        """The hosts that have been away for longer than `limit_s` seconds."""
         return sorted(host for host, at in self._away.items() if now > at + limit_s)
 
     def lose(self, host: str) -> bool:
-        """A host is gone; False if that was known."""
+        """Removes a lost host; returns False if it was not registered."""
         record = self._records.pop(host, None)
         self._away.pop(host, None)
         if record is None:
@@ -109,17 +113,18 @@ class HostRegistry:
         return True
 
     def leave_out(self, host: str) -> None:
-        """A host does not say what it holds; until it does it is not waited for."""
+        """Excludes a host that has not reported its holdings, until it reports them."""
         self._silent.add(host)
 
     def answered(self, host: str) -> None:
-        """Ends `leave_out` for a host, which has said what it holds."""
+        """Ends `leave_out` for a host that has reported its holdings."""
         self._silent.discard(host)
 
     def to_ask_again(self, now: float) -> list[str]:
-        """Hosts that cannot be used and are to be asked again; counts as asked.
+        """The unusable hosts to ask again now; marks each as asked.
 
-        The pause doubles every time, for a host that cannot have a slot may never can.
+        The pause of a host doubles with every question, because a host that cannot have
+        a slot may never be able to.
         """
         found = []
         for host in [*self.unfit, *self._silent]:
@@ -132,14 +137,14 @@ class HostRegistry:
         return sorted(found)
 
     def expected(self, registered: Mapping[str, HostRecord], now: float) -> set[str]:
-        """Hosts to hear before anything is decided."""
+        """The hosts that must answer before a formation is decided."""
         hosts = {*self._records, *registered, *self._former}
         return {host for host in hosts if self.is_expected(host, registered, now)}
 
     def is_expected(
         self, host: str, registered: Mapping[str, HostRecord], now: float
     ) -> bool:
-        """Whether one host is to be heard before anything is decided."""
+        """Whether one host must answer before a formation is decided."""
         if host in self._silent:
             return False
         if host in self._records:
@@ -152,24 +157,24 @@ class HostRegistry:
         return former is not None and gone != process_of(former)
 
     def usable(self) -> list[HostRecord]:
-        """Hosts that may be given a slot."""
+        """The records of the hosts that may be given a slot, by name."""
         hosts = self.connected - self._silent - set(self.unfit)
         return [self._records[host] for host in sorted(hosts)]
 
     @property
     def num_usable(self) -> int:
-        """How many hosts may be given a slot; asked whenever one joins."""
+        """The number of hosts that may be given a slot; read whenever a host joins."""
         unusable = {*self._away, *self._silent, *self.unfit}
         return len(self._records) - len(unusable & self._records.keys())
 
     def why_nobody(self) -> str:
-        """Why no host that is there can have a slot; "" if one can."""
+        """Why no registered host can have a slot; "" if at least one can."""
         if not self._records or set(self._records) - set(self.unfit):
             return ""
         return "; ".join(f"{host}: {why}" for host, why in sorted(self.unfit.items()))
 
     def unusable(self) -> dict[str, str]:
-        """Hosts that are there and can have no slot, and why."""
+        """Registered hosts that can have no slot, each with the reason."""
         why = {host: "it does not answer" for host in self._silent}
         why |= {host: "its connection is cut" for host in self._away}
         why |= self.unfit
@@ -181,7 +186,7 @@ def _process(record: HostRecord) -> str:
 
 
 class HostMonitor:
-    """What follows when hosts come and go. Used by the event loop."""
+    """Reacts to hosts that join, disconnect or are lost. Runs on the event loop."""
 
     def __init__(
         self,
@@ -192,12 +197,12 @@ class HostMonitor:
         loop: Loop,
         journal: Journal,
     ) -> None:
-        """Begins nothing yet."""
+        """Starts without forming a job."""
         self._config, self._records, self._rendezvous = config, records, rendezvous
         self._registry, self._loop, self._journal = registry, loop, journal
 
     def take_over(self) -> None:
-        """Forms a job anew that another host has led until now."""
+        """Re-forms a job that another host led before."""
         view = self._records.view
         if view.assignment is not None:
             gone = [host for host in view.assignment.slots if host not in view.hosts]
@@ -208,12 +213,12 @@ class HostMonitor:
             self._rendezvous.form("the store has lost its data")
 
     def see(self, view: View) -> None:
-        """The store's view has changed. Who is connected is there whatever it says."""
+        """Handles a new view of the store; connected hosts stay registered."""
         self._records.see(view)
         self._rendezvous.gathered()
 
     def connected(self, record: HostRecord) -> None:
-        """A host has connected, or says something new of itself."""
+        """Handles a host's connection or its newer record."""
         was_there = self._registry.same_process(record)
         if not self._registry.connect(record):
             return
@@ -222,10 +227,10 @@ class HostMonitor:
         if self._rendezvous.is_deciding:
             self._rendezvous.ask(record.host)
         elif slot is not None:
-            # What was sent while its link was cut is lost, if the host was not.
+            # Messages sent while its link was cut are lost, even if the host was not.
             how = "was cut off for a moment" if was_there else "began anew"
             text = f"{record.host} (slot {slot}) {how}"
-            self._rendezvous.form(Reason(text, hosts=(record.host,)))
+            self._rendezvous.form(RoundReason(text, hosts=(record.host,)))
         elif self._rendezvous.phase not in ("idle", "waiting"):
             self._rendezvous.expect({record.host})
             self._say_spare(record.host)
@@ -247,7 +252,7 @@ class HostMonitor:
             self._journal.say(f"{count} of {need} hosts are here")
 
     def disconnected(self, record: HostRecord, why: str) -> None:
-        """The link of a host has ended; it may make another."""
+        """Handles the end of a host's link; the host may reconnect."""
         if not self._registry.same_process(record):
             return
         if why.startswith("silent"):
@@ -256,7 +261,7 @@ class HostMonitor:
             self._registry.disconnect(record.host, self._loop.now())
 
     def tick(self) -> None:
-        """Gives up who is away for too long; begins when every process is there."""
+        """Drops hosts away for too long; starts the job when all processes attached."""
         lease_s = self._config.timeouts.lease
         for host in self._registry.overdue(self._loop.now(), lease_s):
             self.lost(host, f"not connected for {lease_s:.0f} s")
@@ -270,7 +275,7 @@ class HostMonitor:
                 self._rendezvous.form("every process has attached")
 
     def lost(self, host: str, how: str) -> None:
-        """A host is gone: its port is dead, or it was silent for too long."""
+        """Handles the loss of a host: its port is dead, or its link was silent."""
         if not self._registry.lose(host):
             return
         self._journal.event("host_lost", host=host, how=how)
@@ -287,7 +292,7 @@ class HostMonitor:
             self._journal.say(f"spare {host} was lost ({how})")
 
     def unfit(self, host: str, why: str) -> None:
-        """A host cannot have a slot for a reason of its own; the others go on."""
+        """Handles the report that a host cannot have a slot; the other hosts go on."""
         if self._registry.unfit.get(host) == why:
             return
         self._registry.unfit[host] = why
@@ -296,12 +301,12 @@ class HostMonitor:
         slot = self._rendezvous.slot_of.get(host)
         if slot is not None:
             text = f"{host} (slot {slot}) cannot be used: {why}"
-            self._rendezvous.form(Reason(text, hosts=(host,)))
+            self._rendezvous.form(RoundReason(text, hosts=(host,)))
         else:
             self._rendezvous.answered()
 
     def fit(self, host: str) -> None:
-        """A host that could not have a slot can again."""
+        """Handles the report that an unfit host can have a slot again."""
         if self._registry.unfit.pop(host, None) is None:
             return
         self._journal.say(f"{host} can be used again")
@@ -309,7 +314,7 @@ class HostMonitor:
             self._rendezvous.form(f"{host} can be used again")
 
     def _ask_again(self, host: str) -> None:
-        """A host that could not be used may be well by now."""
+        """Asks an unusable host again, in case it can have a slot by now."""
         if host not in self._registry.unfit:
             if self._rendezvous.phase == "waiting" or self._rendezvous.is_deciding:
                 self._rendezvous.ask(host)
@@ -317,7 +322,7 @@ class HostMonitor:
             self.fit(host)
 
     def leave_out(self, answered: Collection[str]) -> None:
-        """Hosts that have not answered a round in time are not waited for."""
+        """Leaves out the expected hosts that have not answered the round in time."""
         expected = self._registry.expected({}, self._loop.now())
         for host in sorted(expected - set(answered)):
             self._registry.leave_out(host)
@@ -328,6 +333,6 @@ class HostMonitor:
                 "copies take longer to read"
             )
             if self._rendezvous.current is not None:
-                reason = Reason(f"{host} did not answer in time", hosts=(host,))
+                reason = RoundReason(f"{host} did not answer in time", hosts=(host,))
                 self._rendezvous.current.reasons.append(reason)
         self._rendezvous.gathered()

@@ -1,13 +1,13 @@
-"""The leading agent: what it hears of hosts and of the store, and what follows.
+"""The leading agent: handles the reports of hosts and the changes of the store.
 
-Runs on the agent's event loop and only while this host holds the leader key. Passes
-what happens to its parts: `HostMonitor` has the hosts, `Rendezvous` forms generations,
-`CommitCoordinator` commits and exports steps, `StorageExports` knows storage, `Scaling`
-the size of the job, `ReReplicator` renews copies that were lost, `Shutdown` ends the
-job, `Records` reads and writes the store; `Requests` has what only the user's own
-processes ask for. What depends on whose the trainers are is in the config's
-`SeatPolicy`. Holds no state that its successor could not learn again from the store and
-the hosts.
+Runs on the agent's event loop, only while this host holds the leader key. Dispatches
+events to its parts: `HostMonitor` tracks hosts, `Rendezvous` forms generations,
+`CommitCoordinator` commits and exports steps, `StorageExports` tracks storage,
+`Scaling` changes the number of replicas, `ReReplicator` renews lost copies, `Shutdown`
+ends the job, `Records` reads and writes the store, and `Requests` serves the user's own
+processes. The config's `SeatPolicy` has the differences between agent-started and
+user-started trainers. The leader keeps no state that its successor could not learn from
+the store and the hosts.
 """
 
 import logging
@@ -29,7 +29,7 @@ from dtft.elastic.leader.host_registry import NOBODY_S, HostMonitor, HostRegistr
 from dtft.elastic.leader.re_replication import ReReplicator
 from dtft.elastic.leader.records import Records
 from dtft.elastic.leader.rendezvous import Rendezvous
-from dtft.elastic.leader.rendezvous_plan import Reason, Round, death, report_of
+from dtft.elastic.leader.rendezvous_plan import Round, RoundReason, death, report_of
 from dtft.elastic.leader.scaling import Scaling
 from dtft.elastic.leader.served_requests import Requests
 from dtft.elastic.leader.shutdown import Shutdown
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""From one look for stuck trainers to the next."""
+"""Seconds between two checks for stuck trainers."""
 FATAL_INPUT = 2
-"""Code of errors that lie in what a trainer was given, not in how training goes."""
+"""Exit code of errors in a trainer's input rather than in training."""
 UNHURRIED = ("evaluate", "compile")
 """Phases between two steps whose own limits may be above `Timeouts.stage`."""
 
@@ -69,21 +69,21 @@ class Leader:
         committing: Callable[[int], None],
         ended: Callable[[str], None],
     ) -> None:
-        """Takes over.
+        """Takes over the job.
 
         Args:
-            config: of this host's agent.
-            membership: of this host.
-            view: of the store, at the beginning of the term.
-            commits: recorded then, newest first.
-            loop: of the agent.
+            config: the settings of this host's agent.
+            membership: this host's membership in the job.
+            view: the view of the store at the beginning of the term.
+            commits: the commits recorded at that time, newest first.
+            loop: the agent's event loop.
             send: `send(host, op, **fields)` reaches any connected host.
             journal: tells people.
             service: JAX's coordination service on this host.
-            list_steps: says which steps a storage directory holds.
-            committing: called with the step of a commit that is being written, and
-                with 0 when it is.
-            ended: called with the job's result if the store cannot be told of it.
+            list_steps: lists the steps that a storage directory holds.
+            committing: called with the step of a commit that is being written, and with
+                0 once the commit is recorded.
+            ended: called with the job's result if the store does not take the result.
         """
         self._config, self._journal, self._loop = config, journal, loop
         self._committing, self._ended, self._send = committing, ended, send
@@ -117,14 +117,14 @@ class Leader:
             if self._seats.attached
             else None
         )
-        self._newest_failure = Reason("")
+        self._newest_failure = RoundReason("")
         self._looked_at = 0.0
         self._nobody_since: float | None = None
-        """Since when no host that is there can have a slot."""
+        """Time since which no registered host can have a slot; None if one can."""
         self._error_code = 1
-        """With which the job ends if what has failed would fail again."""
+        """Exit code of the job if it ends because a failure would repeat."""
         self._progress: dict[str, tuple[float, JobProgress]] = {}
-        """The newest progress of each host's trainer, and when it came."""
+        """Host to (arrival time, newest progress) of its trainer."""
         self._rendezvous.give_up = self._give_up
         self._handlers = self._handlers_of_reports()
         self._monitor.take_over()
@@ -136,32 +136,32 @@ class Leader:
 
     @property
     def num_slots(self) -> int:
-        """Slots of the formation that runs, or of the job's start."""
+        """The number of slots of the running formation, or at the job's start."""
         assignment = self._rendezvous.assignment
         return len(assignment.slots) if assignment else self._config.num_slots
 
     # -------------------------------------------------------------- membership
 
     def see(self, view: View) -> None:
-        """The store's view has changed."""
+        """Handles a new view of the store."""
         self._monitor.see(view)
 
     def connected(self, record: HostRecord) -> None:
-        """A host has connected, or says something new of itself."""
+        """Handles a host's connection or its newer record."""
         self._monitor.connected(record)
 
     def disconnected(self, record: HostRecord, why: str) -> None:
-        """The link of a host has ended; it may come back."""
+        """Handles the end of a host's link; the host may reconnect."""
         self._monitor.disconnected(record, why)
 
     def lost(self, host: str, how: str) -> None:
-        """A host is gone: its port refuses connections."""
+        """Handles the loss of a host: its port refuses connections."""
         self._monitor.lost(host, how)
 
     # ----------------------------------------------------------------- reports
 
     def _handlers_of_reports(self) -> dict[str, Callable[..., None]]:
-        """Op to what is done about it, with the host and the report's fields."""
+        """Op to its handler, which takes the host and the report's fields."""
         handlers = {
             "holdings": self._on_holdings,
             "reached": self._rendezvous.reached,
@@ -184,7 +184,7 @@ class Leader:
         return handlers
 
     def handle_report(self, host: str, message: dict[str, Any]) -> None:
-        """A report of a host; wrong ones and those of an older ballot are refused."""
+        """Handles a host's report; drops malformed and outdated reports."""
         if self._refused(host, fault_of_report(message, self._seats.reports)):
             return
         op = message["op"]
@@ -225,10 +225,10 @@ class Leader:
                 round_.reasons.append(self._newest_failure)
 
     def _fail(self, message: str, code: int = 1) -> None:
-        """What has happened would happen again: the job ends, or its new size does.
+        """Ends the job, or its new size, after a failure that would repeat.
 
-        Processes that are the user's are told and let go; the agents and the last
-        commit stay.
+        A user's own processes are told and released; the agents and the last commit
+        stay.
         """
         if not self._seats.ends_by_itself:
             self._journal.say(message)
@@ -242,7 +242,7 @@ class Leader:
             self._shutdown.end("error", message, code=code)
 
     def _give_up(self, decision: RetryDecision) -> None:
-        """What has failed would fail again."""
+        """Ends the job because the failure would repeat."""
         self._shutdown.fail(decision.message, self._error_code)
 
     def _on_progress(self, host: str, slot: int, **told: Any) -> None:
@@ -251,7 +251,7 @@ class Leader:
             self._rendezvous.enter("running", self._stage_limit())
 
     def _look_for_stuck(self) -> None:
-        """Has all trainers started anew if one of them is stuck: the others wait."""
+        """Restarts all trainers if one is stuck, because the others wait for it."""
         rendezvous = self._rendezvous
         now = self._loop.now()
         if now < self._looked_at + LOOK_S:
@@ -272,10 +272,10 @@ class Leader:
         self._progress.clear()
         for host in found.hosts:
             self._fails("stuck", host, error=found.text)
-        rendezvous.form(Reason(found.text, hosts=found.hosts))
+        rendezvous.form(RoundReason(found.text, hosts=found.hosts))
 
     def _refuse_copy(self, why: str) -> None:
-        """A copy is of another step: all begin anew from what is known to be right."""
+        """Re-forms the job after a report of a copy of another step."""
         self._journal.say(why)
         self._rendezvous.failures.add(Failure(kind="copy", error=why))
         self._rendezvous.form(why)
@@ -300,7 +300,7 @@ class Leader:
         round_.corrupt.extend(corrupt)
         self._fails("restore", host, error=f"restore failed on {host}: {error}")
         text = f"restore failed on {host}: {error}"
-        self._rendezvous.form(Reason(text, hosts=(host,)))
+        self._rendezvous.form(RoundReason(text, hosts=(host,)))
 
     def _on_prepared(self, host: str, **outcome: Any) -> None:
         round_ = self._rendezvous.current
@@ -337,7 +337,7 @@ class Leader:
         self._report_start(round_, round_.assignment)
 
     def _report_start(self, round_: Round, assignment: SlotAssignment) -> None:
-        """Every slot trains: people are told, with the cost of a recovery."""
+        """Reports that every slot trains, with the cost of the recovery."""
         if assignment.rung == 0:
             self._journal.event("started", step=assignment.step)
             if self._rendezvous.coordinator is not None:
@@ -382,7 +382,7 @@ class Leader:
     def _on_failed(
         self, host: str, slot: int, step: int, error: str, **evidence: Any
     ) -> None:
-        """An exception has ended the trainer of a host."""
+        """Handles the report that an exception ended a host's trainer."""
         self._fails("exception", host, step=step, error=error, **evidence)
         self._rendezvous.form(self._newest_failure)
 
@@ -390,14 +390,14 @@ class Leader:
         return str(self._config.run_directory / "logs" / f"{host}.trainer.log")
 
     def _fails(self, kind: Kind, host: str, **told: Any) -> None:
-        """Takes a failure into account."""
+        """Adds a failure to the account."""
         rendezvous = self._rendezvous
         assignment = rendezvous.assignment or rendezvous.previous
         slot = _slots_of(assignment).get(host, -1)
         step = told.pop("step", assignment.step if assignment is not None else 0)
         failure = Failure(kind=kind, host=host, slot=slot, step=step, **told)
         rendezvous.failures.add(failure)
-        self._newest_failure = Reason(failure.text(), hosts=(host,))
+        self._newest_failure = RoundReason(failure.text(), hosts=(host,))
 
     def _on_process_gone(self, host: str) -> None:
         slot = self._rendezvous.slot_of.get(host, "?")
@@ -428,14 +428,14 @@ class Leader:
             self._requests.exported(host, step, outcome, error)
 
     def export_wanted(self, answer: Answer) -> None:
-        """Somebody wants the newest commit in storage."""
+        """Handles a request for an export of the newest commit."""
         if self._requests is not None:
             self._requests.export_wanted(answer)
         else:
             self._storage.asked(self._rendezvous, answer)
 
     def scaling_wanted(self, replicas: int, answer: Answer) -> None:
-        """Somebody wants another number of replicas."""
+        """Handles a request for another number of replicas."""
         if (refusal := self._seats.scale_refusal) is not None:
             answer({"error": refusal(self._config.job), "code": 2})
         else:
@@ -444,7 +444,7 @@ class Leader:
     # --------------------------------------------------------------- the store
 
     def _written(self, label: str, value: Any) -> None:
-        """A write was recorded."""
+        """Handles the recording of a write."""
         if label == "assignment":
             self._rendezvous.assigned(value)
         elif label == "commit" and self._rendezvous.coordinator is not None:
@@ -453,7 +453,7 @@ class Leader:
                 self._requests.committed(value)
 
     def _recorded(self, commit: Commit, coordinator: CommitCoordinator) -> None:
-        """A step is safe: it is released, unless the job has to be formed anew."""
+        """Handles a recorded commit: releases the step, or re-forms the job."""
         self._rendezvous.committed(commit.step)
         self._committing(0)
         self._journal.committed(commit.step, commit.root)
@@ -470,7 +470,7 @@ class Leader:
         self._shutdown.conclude()
 
     def _delayed(self, label: str, value: Any) -> None:
-        """The store does not answer: no step waits for it."""
+        """Handles a delayed write: training does not wait for a delayed commit."""
         if label == "commit" and self._rendezvous.coordinator is not None:
             self._rendezvous.coordinator.delayed(value)
             self._shutdown.conclude()
@@ -478,7 +478,7 @@ class Leader:
             self._rendezvous.delayed(value)
 
     def tick(self) -> None:
-        """Enforces the deadlines; every one names who is late."""
+        """Enforces the deadlines; each message names the late hosts."""
         rendezvous = self._rendezvous
         self._monitor.tick()
         if self._requests is not None:
@@ -528,11 +528,12 @@ class Leader:
             rendezvous.form("the new assignment could not be recorded in time")
 
     def _end_if_nobody_can(self) -> None:
-        """Ends a job that cannot begin: no host that is there can have a slot.
+        """Ends a job that cannot begin, because no registered host can have a slot.
 
-        Not at once: other hosts may be on their way, and a leader that was stopped
-        itself learns meanwhile that others have led. Not while a host is registered
-        that may be well: this leader may be cut off from it.
+        Waits `NOBODY_S` seconds first: other hosts may be connecting, and a leader that
+        was suspended learns meanwhile that another host has led. Does not end the job
+        while a registered host may be usable: this leader may be cut off from that
+        host.
         """
         others = self.view.hosts.keys() - self._registry.unfit.keys()
         known = bool(self._records.commits) or bool(others)
@@ -546,7 +547,7 @@ class Leader:
             self._fail(f"no host can have a slot: {why}", FATAL_INPUT)
 
     def _end_without_store(self) -> None:
-        """The store cannot be told that the job has ended: the hosts are."""
+        """Sends the job's result to the hosts if the store does not take it."""
         result = self._shutdown.result_without_store()
         if result:
             for host in self._registry.connected - {self._config.host}:
@@ -554,7 +555,8 @@ class Leader:
             self._ended(result)
 
     def _await_save(self) -> None:
-        """User's processes save when they like; from the first's save on it counts."""
+        """Extends the step deadline until the user's processes save for the first
+        time."""
         coordinator = self._rendezvous.coordinator
         if self._rendezvous.phase == "running" and not (
             coordinator and coordinator.is_waiting
@@ -562,7 +564,7 @@ class Leader:
             self._rendezvous.enter("running", self._stage_limit())
 
     def close(self, flush_s: float = 0.0) -> None:
-        """Hands over to whoever leads next; waits so long for the journal's file."""
+        """Ends this term; waits `flush_s` seconds at most for the journal's file."""
         self._storage.close()
         self._scaling.close()
         self._records.close()
@@ -575,7 +577,7 @@ def _slots_of(assignment: SlotAssignment | None) -> Mapping[str, int]:
 
 
 def _with_evidence(message: Mapping[str, Any]) -> str:
-    """The text of a fatal report, with traceback and log where it has them."""
+    """The text of a fatal report, with its traceback and log, if present."""
     told = [message["message"], message.get("traceback", "").rstrip()]
     if message.get("log"):
         told.append(f"log: {message['log']}")

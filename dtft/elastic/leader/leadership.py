@@ -1,9 +1,9 @@
-"""The leadership of the job, as far as this host has it: a `Leader` per term, or none.
+"""This host's part in the job's leadership: one `Leader` per term, or none.
 
-A term begins with what the store has recorded, which is read beside the event loop. A
-host that has the leader key and cannot read that asks again and again, and lets go of
-the key after the time of a lease: nobody leads meanwhile. A leader whose key ran out
-while nobody else led takes it again and goes on: nothing is formed anew.
+A term begins with a read of the store's records, beside the event loop. A host that
+holds the leader key but cannot read the store retries. After one lease it lets go of
+the key; nobody leads meanwhile. A leader whose key expired while nobody else led takes
+the key again and continues: no generation is formed anew.
 """
 
 import logging
@@ -19,14 +19,15 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 0.2
 FLUSH_S = 1.0
-"""An agent that ends waits so long for what its leader has told people."""
+"""Seconds for which an ending agent waits for its leader's journal to be written."""
 
 
 class Leadership:
-    """Used by the event loop.
+    """Starts and ends this host's terms as leader. Used by the event loop.
 
     Attributes:
-        leader: of the present term; None while another host leads, or nobody.
+        leader: the leader of the present term; None while another host leads, or
+            nobody.
     """
 
     def __init__(
@@ -40,36 +41,38 @@ class Leadership:
         on_begun: Callable[[], None],
         on_ended: Callable[[], None],
     ) -> None:
-        """Does not lead yet.
+        """Starts without leading.
 
         Args:
-            host: this one.
-            membership: of this host.
-            loop: of the agent.
-            lease_s: a host that cannot begin to lead for so long lets go of the key.
-            make_leader: a leader from the view and the commits at its beginning.
+            host: this host's name.
+            membership: this host's membership in the job.
+            loop: the agent's event loop.
+            lease_s: seconds after which a host that cannot begin to lead lets go of the
+                key.
+            make_leader: makes a leader from the view and the commits at the term's
+                start.
             on_begun: called when a term has begun.
-            on_ended: called when this host does not lead any more.
+            on_ended: called when this host no longer leads.
         """
         self._host, self._membership, self._loop = host, membership, loop
         self._lease_s, self._make_leader = lease_s, make_leader
         self._on_begun, self._on_ended = on_begun, on_ended
         self._lane = loop.lane("leadership")
         self._taking = 0
-        """The term that this host has the key of, but does not lead yet."""
+        """The term whose key this host holds without leading yet; 0 for none."""
         self._let_go_at = 0.0
         self._given_up = 0
-        """The last term that this host has let go of."""
+        """The last term whose key this host let go."""
         self._not_before = 0.0
         self.leader: Leader | None = None
 
     @property
     def may_campaign(self) -> bool:
-        """Whether this host may try to lead: not soon after it let go of the key."""
+        """Whether this host may campaign; it may not soon after `let_go`."""
         return self._loop.now() >= self._not_before
 
     def see(self, view: View) -> None:
-        """The store's view has changed: begins, goes on, or ends a term."""
+        """Handles a new view of the store: begins, continues or ends a term."""
         leads = view.leader == self._host and view.term != self._given_up
         if self.leader is not None:
             same_era = view.era == self.leader.view.era
@@ -103,7 +106,7 @@ class Leadership:
         self._on_begun()
 
     def _wait(self, view: View, error: StoreUnavailable) -> None:
-        """Cannot lead yet; lets go of the key when that has lasted too long."""
+        """Retries the read of the store; after one lease lets go of the key."""
         if self._loop.now() >= self._let_go_at:
             self.let_go(view, str(error))
             return
@@ -111,7 +114,7 @@ class Leadership:
         self._loop.call_later(RETRY_S, self._read, view.term)
 
     def let_go(self, view: View, why: str) -> None:
-        """Lets another host lead, and does not campaign for three leases."""
+        """Lets go of the leader key, and does not campaign for three leases."""
         logger.warning("letting go of the leader key: %s", why)
         self._taking, self._given_up = 0, view.term
         self._not_before = self._loop.now() + 3 * self._lease_s
@@ -119,7 +122,7 @@ class Leadership:
         self.give_up()
 
     def give_up(self) -> None:
-        """Another host leads, or nobody."""
+        """Ends this host's term, because another host leads or nobody does."""
         self._taking = 0
         if self.leader is not None:
             logger.warning("no longer leading")
@@ -128,7 +131,7 @@ class Leadership:
             self._on_ended()
 
     def close(self) -> None:
-        """Ends the leader's work, if there is any."""
+        """Closes the leader, if this host leads."""
         self._lane.close()
         if self.leader is not None:
             self.leader.close(FLUSH_S)

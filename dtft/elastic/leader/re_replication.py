@@ -1,9 +1,10 @@
-"""Re-replication: brings a recovered job's copies back to their number.
+"""Re-replication: restores the number of copies after a recovery.
 
-After a restore from memory the slices that a lost host kept for others have a copy less
-than asked for. `ReReplication` says who must push what again, and when the job is
-healthy; targets are those of the copy placement, for the arenas have room for nothing
-else. `ReReplicator` orders it: one at a time, which ends with its generation.
+After a restore from memory, the slices that a lost host kept for others have too few
+copies. `ReReplication` computes which slot pushes which slices again, and when the job
+is healthy. Targets are those of the copy placement, because arenas have no room for
+other slices. `ReReplicator` orders one re-replication at a time; it ends with its
+generation.
 """
 
 import functools
@@ -20,44 +21,44 @@ from dtft.elastic.leader.rendezvous_plan import Round
 from dtft.elastic.store import View
 
 Holders = Mapping[str, Collection[str]]
-"""Slice key to the hosts that were found to hold a verified copy."""
+"""Slice key to the hosts that hold a verified copy."""
 
 
 @dataclass(kw_only=True)
 class ReReplication:
-    """The copies of one restored step, from the restore until all are there."""
+    """The missing copies of one restored step, until all exist."""
 
     step: int
     pushes: tuple[Push, ...]
-    """What must be sent again."""
+    """The pushes to send again."""
     copies: int
-    """Failure domains that every slice is in before that, at least."""
+    """The minimum number of failure domains that hold a slice before the pushes."""
     begun: float
-    """When the state was restored, in seconds of any clock."""
+    """Time of the restore in seconds, on any clock."""
     digests: Mapping[str, bytes] = field(default_factory=dict)
-    """Slice key to the digest that it was restored with."""
+    """Slice key to the digest with which the slice was restored."""
     _held: set[tuple[int, int]] = field(default_factory=set)
 
     @functools.cached_property
     def _by_pair(self) -> dict[tuple[int, int], Push]:
-        """Source and target to what must be sent; one push at most."""
+        """(Source, target) slots to their push; at most one push per pair."""
         return {(push.source, push.target): push for push in self.pushes}
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are sent again."""
+        """The number of bytes that are sent again."""
         return sum(piece.nbytes for push in self.pushes for piece in push.slices)
 
     @property
     def whole(self) -> bool:
-        """All copies are there."""
+        """Whether all pushes have been received."""
         return self._by_pair.keys() <= self._held
 
     def held(self, step: int, source: int, target: int, root: str) -> None:
-        """A host has received a push and has verified it.
+        """Records that a host has received and verified a push.
 
         Raises:
-            Mislabelled: what it holds is not what was restored; see `push_root`.
+            Mislabelled: the received copy is not the restored state; see `push_root`.
         """
         if step != self.step:
             return
@@ -70,7 +71,7 @@ class ReReplication:
         return [push.target for push in self.pushes if push.source == source]
 
     def degraded_line(self, wanted: int) -> str:
-        """For people, while copies are missing."""
+        """The line for people while copies are missing."""
         targets = {push.target for push in self.pushes}
         return (
             f"degraded: slices of step {self.step} have {self.copies} of {wanted} "
@@ -79,7 +80,7 @@ class ReReplication:
         )
 
     def healthy_line(self, wanted: int, committed: int, now: float) -> str:
-        """For people, once there are enough; `committed`: by that step, 0 for none."""
+        """The line for people when all copies exist; `committed`: newer step or 0."""
         copies = f"{wanted} cop{'ies' if wanted != 1 else 'y'}"
         seconds = f"{now - self.begun:.2f} s"
         if committed:
@@ -102,23 +103,23 @@ def re_replication_of(
     now: float,
     digests: Mapping[str, bytes],
 ) -> ReReplication:
-    """What is missing when every slot has its own slices again.
+    """Computes the missing copies, once every slot has its own slices.
 
     Args:
         step: the step restored.
-        placement: where copies go.
+        placement: the placement of copies.
         slots: the host of each slot.
-        holders: what was found, verified, before the restore.
-        domains: host to its failure domain; hosts not named are each their own.
-        now: the time.
-        digests: slice key to the digest that was restored, as far as it is known.
+        holders: slice key to the hosts with a verified copy before the restore.
+        domains: host to its failure domain; an unnamed host is its own domain.
+        now: the time in seconds.
+        digests: slice key to the restored digest, as far as it is known.
     """
     found = {
         piece.key: {*holders.get(piece.key, ()), *(slots[slot] for slot in owners)}
         for piece, owners in placement.layout.owners.items()
     }
     alive = set(slots)
-    # A host without a domain is one of its own, whose name no domain can have.
+    # A host without a domain is its own domain, with a name that no domain can have.
     reached = [
         len({domains.get(host, f"\0{host}") for host in hosts & alive})
         for hosts in found.values()
@@ -138,7 +139,7 @@ def re_replication_of(
 
 
 class ReReplicator:
-    """Whether the job is healthy since its last loss. Used by the event loop."""
+    """Orders re-replication after a recovery. Used by the event loop."""
 
     def __init__(
         self,
@@ -146,7 +147,7 @@ class ReReplicator:
         send: Callable[..., None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Nothing is missing yet. `send(host, op, **fields)` reaches any host."""
+        """Starts with no missing copy. `send(host, op, **fields)` reaches any host."""
         self._journal, self._send, self._clock = journal, send, clock
         self._round: Round | None = None
         self._repair: ReReplication | None = None
@@ -154,7 +155,7 @@ class ReReplicator:
         self._view = View()
 
     def begin(self, round_: Round, view: View) -> None:
-        """Every slot has its own slices: has the copies that are missing pushed."""
+        """Orders the missing copies pushed, once every slot has its own slices."""
         self._round, self._repair, self._view = round_, None, view
         assignment, decision = round_.assignment, round_.decision
         assert assignment is not None and decision is not None
@@ -184,13 +185,13 @@ class ReReplicator:
     def held(
         self, round_: Round | None, step: int, source: int, target: int, root: str
     ) -> None:
-        """A push has arrived and was verified; raises Mislabelled."""
+        """Records that a push was received and verified; raises Mislabelled."""
         if self._repair is not None and round_ is self._round:
             self._repair.held(step, source, target, root)
             self._conclude(0)
 
     def committed(self, round_: Round | None, step: int) -> None:
-        """A newer step is committed: it has all its copies."""
+        """Ends the re-replication: a newer committed step has all its copies."""
         if self._repair is not None and round_ is self._round:
             self._conclude(step)
 
@@ -218,9 +219,9 @@ class ReReplicator:
 
 
 def _restored(round_: Round, located: Located) -> dict[str, bytes]:
-    """The digest of each slice that was restored, as hosts read it or the commit says.
+    """The digest of each restored slice, as hosts read it or else as committed.
 
-    Only hosts of a formation of another size say so: their slices are new.
+    Only hosts of a formation of another size report digests: their slices are new.
     """
     told = (outcome.get("restored", {}) for outcome in round_.prepared.values())
     return {**located.digests, **{key: it for one in told for key, it in one.items()}}

@@ -1,9 +1,9 @@
-"""The leader's side of the store: what it has read there and what it writes there.
+"""The leader's reads and writes of the store.
 
-Every write is fenced by the leader's term and runs beside the event loop, in order,
-again and again until the store answers. A store that is away delays commits and
-nothing else, as long as no host is lost: while it does not answer, a commit is reported
-as delayed at once. After a loss the new assignment waits for the store.
+Every write is fenced by the leader's term. Writes run in order on a thread beside the
+event loop, and each is retried until the store answers. While no host is lost, an
+unreachable store delays only commits, and each commit is then reported as delayed at
+once. After a loss, the new assignment waits for the store.
 """
 
 import itertools
@@ -19,9 +19,10 @@ from dtft.elastic.store import Membership, Put, StoreFull, StoreUnavailable, Vie
 
 RETRY_S = 0.1
 PATIENCE_S = 0.5
-"""A commit that is not recorded by then is delayed: its step waits no longer."""
+"""Seconds after which an unrecorded commit counts as delayed: its step is released
+without waiting longer."""
 ASSIGNMENT_PATIENCE_S = 2.0
-"""People are told of an assignment that is not recorded by then."""
+"""Seconds after which an unrecorded assignment is reported to people."""
 KEPT_COMMITS = 2
 _WAITS = {
     "commit": "training goes on, the commit waits",
@@ -31,7 +32,7 @@ _WAITS = {
     "assignment": "training stands still, as a new assignment of slots waits",
     "result": "the job has ended, its result waits",
 }
-"""What follows from a store that is away, by the label of the write, for people."""
+"""Effect of an unreachable store by label of the waiting write, as text for people."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,16 +40,16 @@ class _Write:
     label: str
     value: Any
     number: int
-    """Later writes have higher ones."""
+    """Sequence number; later writes have higher numbers."""
     change: Callable[[], Put]
-    """What is written; asked each time that it is tried."""
+    """Makes the value to write; called for each attempt."""
 
 
 class Records:
-    """The newest view, the last commits, and the writes of one leader.
+    """One leader's newest view, last commits and queued writes to the store.
 
-    Used by the event loop. A write takes the place of an older one of its label that
-    still waits; nothing else is left out.
+    Used by the event loop. A write replaces an older write with the same label that is
+    still queued; no other write is dropped.
     """
 
     def __init__(
@@ -64,46 +65,48 @@ class Records:
         on_delayed: Callable[[str, Any], None],
         on_committing: Callable[[int], None],
     ) -> None:
-        """Writes nothing yet.
+        """Starts with no queued write.
 
         Args:
-            membership: of this host.
-            view: at the beginning of the term.
-            commits: that the store had then, newest first.
-            loop: of the agent.
-            journal: tells people that the store is away.
-            store: its address, for people.
-            on_written: called with label and value of a write that was recorded.
-            on_delayed: called once with those of a commit or an assignment that has to
-                wait.
-            on_committing: called with the step of a commit that is being written.
+            membership: this host's membership in the job.
+            view: the view at the beginning of the term.
+            commits: the commits that the store had at that time, newest first.
+            loop: the agent's event loop.
+            journal: tells people that the store does not answer.
+            store: the store's address, for messages.
+            on_written: called with label and value of each recorded write.
+            on_delayed: called once with label and value of a commit or an assignment
+                that has to wait.
+            on_committing: called with the step of a commit when it is queued.
         """
         self._membership, self.view = membership, view
         self._loop, self._journal, self._store = loop, journal, store
         self._on_written, self._on_delayed = on_written, on_delayed
         self._on_committing = on_committing
         self.commits = list(commits)
-        """Newest first; the newest may still wait for the store."""
+        """The known commits, newest first; the newest may still wait for the store."""
         self._recorded = list(commits[:1])
-        """The newest commit that the store has and whose copies hosts keep, if any."""
+        """At most one commit: the newest that the store has and whose copies hosts
+        keep."""
         self._lane = loop.lane("records")
         self._waiting: list[_Write] = []
         self._numbers = itertools.count(1)
         self._told = 0
-        """Number of the newest commit that was reported as delayed."""
+        """Sequence number of the newest write that was reported as delayed."""
         self._busy = self._closed = self._away = self._fenced_off = False
 
     @property
     def last_step(self) -> int:
-        """The newest committed step, 0 for none."""
+        """The newest committed step; 0 if none is committed."""
         return max((commit.step for commit in self.commits), default=0)
 
     def learn(self, commits: Sequence[Commit]) -> None:
-        """Hosts know of commits: those that the store lacks count as well.
+        """Adds newer commits that hosts know and the store lacks.
 
-        Every one had all its copies. The store has lost it, or did not answer the
-        leader that made it. One of an earlier formation than the newest commit of the
-        store belongs to a history that was given up.
+        Each such commit was complete: all its copies existed. Either the store has lost
+        it, or the store did not answer the leader that made it. A commit of an earlier
+        formation than the store's newest commit belongs to an abandoned history and is
+        not added.
         """
         newest = self.commits[0] if self.commits else None
         found = [
@@ -123,7 +126,7 @@ class Records:
         return self._away
 
     def put(self, label: str, value: Any, name: str, text: str) -> None:
-        """Queues the write of one key; `label` and `value` name its answer."""
+        """Queues the write of one key; the callbacks get `label` and `value`."""
         change = Put(key=self._membership.key(f"m/{name}"), value=text.encode())
         write = self._new(label, value, lambda: change)
         self._write(write)
@@ -136,7 +139,7 @@ class Records:
         self._on_committing(commit.step)
 
         def change() -> Put:
-            # One before it may have been recorded while this one waited.
+            # An earlier commit may have been recorded while this one waited.
             both = (commit, *self._recorded)[:KEPT_COMMITS]
             return self._membership.commit_change(both)
 
@@ -152,7 +155,7 @@ class Records:
         return _Write(label=label, value=value, number=number, change=change)
 
     def _late(self, write: _Write) -> None:
-        """A write has waited long enough; if it is not recorded the store is away."""
+        """Reports a write as delayed if it is still queued after its patience time."""
         if write not in self._waiting or write.number <= self._told or self._closed:
             return
         self._told = write.number
@@ -182,7 +185,7 @@ class Records:
         self._lane.submit(work, lambda outcome: self._done(write, view, outcome))
 
     def _perform(self, view: View, change: Put) -> bool:
-        """One write, beside the loop, and the compaction that it makes necessary."""
+        """Performs one write on the lane's thread, with any compaction that is due."""
         compaction = self._membership.compaction
         try:
             allowed = self._membership.fenced(view, [change])
@@ -214,7 +217,7 @@ class Records:
             self._journal.say(f"the store answers again ({self._store})")
         self._waiting.remove(write)
         if write.label == "commit" and write.number >= self._told:
-            # The copies of one older than a delayed commit went with its release.
+            # The release of a delayed commit freed the copies of older commits.
             self._recorded = [write.value]
             if write.value is not self.commits[0]:
                 self.commits = [self.commits[0], write.value]
@@ -231,14 +234,14 @@ class Records:
         )
 
     def see(self, view: View) -> None:
-        """A newer view; what the fence of an older term refused is tried again."""
+        """Takes a newer view; a new term retries writes that the old fence refused."""
         renewed, self.view = view.term != self.view.term, view
         if renewed:
             self._fenced_off = False
             self._next()
 
     def close(self) -> None:
-        """Ends the writing; what is queued may be lost."""
+        """Stops writing; queued writes may be lost."""
         self._closed = True
         self._lane.close()
 

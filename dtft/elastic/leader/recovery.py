@@ -1,7 +1,7 @@
-"""Which rung of the ladder a recovery takes, and what moves where. Pure decisions.
+"""Pure decisions of a recovery: the step, its source and the transfers.
 
-Decides from commits, verified holdings and storage's steps: the step to restore, the
-rung, and who sends which slice to whom.
+Computes from commits, verified holdings and storage's steps: the step to restore, the
+rung (own memory, peers' memory or storage), and each slice's sender and receiver.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -24,24 +24,25 @@ from dtft.elastic.assignment import REPLICA_AXIS, Source, resized
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryDecision:
-    """What to restore, from where, and why not from somewhere better."""
+    """The step to restore, its source, and why newer commits are passed over."""
 
     rung: int
-    """1 own memory, 2 peers' memory, 3 storage (or the initial state)."""
+    """1 own memory, 2 peers' memory, 3 storage or the initial state."""
     source: Source
     step: int
     located: Located | None = None
     """Set when the source is memory."""
     layout: Layout | None = None
-    """Set when the source is memory: of the new formation."""
+    """The new formation's layout; set when the source is memory."""
     plan: RestorePlan | None = None
-    """Set when the source is memory: what each host fetches from whom."""
+    """The slices that each host fetches, with senders; set when the source is
+    memory."""
     passed_over: tuple[str, ...] = ()
     """A reason for each newer commit that cannot be restored."""
 
     @property
     def sent(self) -> dict[str, int]:
-        """Host to the bytes that others fetch from it; who sends nothing is absent."""
+        """Host to the bytes that other hosts fetch from it; non-senders are absent."""
         return dict(self.plan.sent) if self.plan is not None else {}
 
 
@@ -57,20 +58,22 @@ def decide(
     placed: Sequence[str] = (),
     domains: Mapping[str, str] | None = None,
 ) -> RecoveryDecision:
-    """Chooses the newest state that can be had, memory before storage.
+    """Chooses the newest restorable state, memory before storage.
 
     Args:
-        commits: recorded commits, newest first.
+        commits: the recorded commits, newest first.
         layout: the running job's layout, if any live host knows it.
-        holdings: what live hosts hold, verified.
+        holdings: the verified copies of live hosts.
         slots: the host of each slot in the new formation; if there are more or fewer
             than in the commit's layout, the job has more or fewer replicas.
-        storage_steps: steps that storage holds.
-        quarantined: steps whose restore failed twice.
-        other_layouts: what else live hosts know, after a formation of another size.
-        placed: per slot the failure domain by which the commits' copies were placed;
-            empty if every slot was its own.
-        domains: host to its failure domains, "power/rack"; near hosts send first.
+        storage_steps: the steps that storage holds.
+        quarantined: the steps whose restore failed too often.
+        other_layouts: other layouts that live hosts know, after a formation of another
+            size.
+        placed: per slot the failure domain used to place the commits' copies; empty if
+            every slot was its own domain.
+        domains: host to its failure domains, "power/rack"; near hosts are preferred as
+            senders.
     """
     known = {one.digest: one for one in (layout, *other_layouts) if one is not None}
     usable = [c for c in commits if c.step not in quarantined]
@@ -92,7 +95,7 @@ def _newest(
     holdings: Holdings,
     placed: Sequence[str],
 ) -> tuple[Located | None, list[str]]:
-    """As `locate`, each commit in its own layout."""
+    """Locates the newest restorable commit, each commit in its own layout."""
     reasons: list[str] = []
     for commit in commits:
         layout = known.get(commit.layout)
@@ -122,7 +125,8 @@ def _from_memory(
         domains=domains,
     )
     assert isinstance(plan, RestorePlan), plan.reason
-    # A host that copied only its share has kept its memory, though it lacks the rest.
+    # With divided copying, a host that lacks some of its slices has still kept its
+    # memory.
     intact = located.commit.share == "divided" and set(slots) <= here
     return RecoveryDecision(
         rung=2 if plan.sent and not intact else 1,
@@ -136,7 +140,7 @@ def _from_memory(
 
 
 def layout_on(layout: Layout, num_slots: int) -> Layout:
-    """The same state on so many slots, with as many more or fewer replicas."""
+    """The layout on `num_slots` slots, with proportionally more or fewer replicas."""
     before = layout.mesh.num_slots
     if num_slots == before:
         return layout
@@ -146,7 +150,7 @@ def layout_on(layout: Layout, num_slots: int) -> Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryReport:
-    """What one recovery cost; the drill's JSON and the printed line."""
+    """The cost of one recovery, for the drill's JSON and the printed line."""
 
     fault: str
     generation: int
@@ -165,17 +169,17 @@ class RecoveryReport:
     corrupt_copies: tuple[str, ...] = ()
     slots: int = 0
     slots_before: int = 0
-    """Hosts that train, and how many did before; 0: no others than before."""
+    """Hosts that trained before; `slots` is the number now. 0 if not known."""
     senders: Mapping[str, int] = field(default_factory=dict)
-    """Host to the bytes that were to be fetched from its memory."""
+    """Host to the bytes to be fetched from its memory."""
 
     @property
     def steps_lost(self) -> int:
-        """Last step that any trainer finished, minus the step restored."""
+        """The last step that any trainer finished, minus the restored step."""
         return max(0, self.last_finished_step - self.restored_step)
 
     def line(self) -> str:
-        """The one line printed after a recovery."""
+        """The line printed after a recovery."""
         where = {
             "memory": f"{size_text(self.bytes_from_peers)} from peers' memory, "
             f"{size_text(self.bytes_from_own_memory)} from own memory",
@@ -201,17 +205,17 @@ class RecoveryReport:
 
 
 def _from_storage(num_bytes: int) -> str:
-    # A user's own process reads storage after this, when it likes.
+    # A served process reads storage after this report, so the bytes are unknown.
     return f"{size_text(num_bytes)} from storage" if num_bytes else "from storage"
 
 
 def fetches_for(
     plan: RestorePlan, addresses: Mapping[str, str], host: str
 ) -> dict[str, list[dict]]:
-    """What one host does of a plan: the fields `transfers` and `regions` of its order.
+    """The fields `transfers` and `regions` of one host's order.
 
-    Whole slices are named by their keys. If a slice of the host is made of pieces, all
-    of them are told as regions, those that it has itself, too.
+    Whole slices are named by their keys. If a slice of the host is assembled from
+    pieces, all pieces are given as regions, including the host's own.
     """
     if plan.moves_whole(host):
         transfers = transfers_to(plan.transfers_to(host), addresses, host)
@@ -237,7 +241,7 @@ def transfers_to(
 def regions_to(
     plan: RestorePlan, addresses: Mapping[str, str], host: str
 ) -> list[dict]:
-    """The pieces that one host's slices are made of, by source, as plain values."""
+    """The pieces of one host's slices, by source, as plain values."""
     sources = [(host, plan.own(host))]
     sources += [(it.source, it.regions) for it in plan.transfers_to(host)]
     return [

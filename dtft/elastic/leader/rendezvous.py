@@ -1,7 +1,8 @@
-"""How a leader brings the job from a death to trainers that run: one round at a time.
+"""Forms generations: from a failure to running trainers, one round at a time.
 
-Gathers what the hosts hold, lets the pure modules (`rendezvous_plan`, `assignment`,
-`recovery`) decide, has the assignment recorded and gives out the slots.
+Gathers the hosts' holdings and has the pure modules (`rendezvous_plan`, `assignment`,
+`recovery`) decide. Then has the assignment recorded and orders each host to prepare its
+slot.
 """
 
 import json
@@ -21,8 +22,8 @@ from dtft.elastic.leader.failure_budget import Failure, RetryDecision
 from dtft.elastic.leader.records import Records
 from dtft.elastic.leader.rendezvous_plan import (
     Ballot,
-    Reason,
     Round,
+    RoundReason,
     assign,
     export_addresses,
     lost,
@@ -52,22 +53,22 @@ Phase = Literal[
     "running",
 ]
 STORAGE_PAUSE_S = 5.0
-"""While storage is needed and away, it is looked for this often."""
+"""Seconds between two listings of storage that is needed and does not answer."""
 
 
 class Rendezvous:
-    """Where the job is between two formations; see the module's text.
+    """The state machine that forms generations.
 
     Attributes:
-        phase: what is awaited.
-        deadline: until when, on the monotonic clock.
-        current: the newest round, None before the first.
-        previous: the assignment before the current round's.
-        assignment: of the current round, once it is recorded.
-        failures: the account of what has failed.
+        phase: the event that is awaited.
+        deadline: end of the phase in seconds, on the monotonic clock.
+        current: the newest round; None before the first.
+        previous: the assignment before the current round's assignment.
+        assignment: the current round's assignment, once recorded.
+        failures: the account of failures.
         coordinator: commits the steps of this assignment, once a trainer has announced
             the layout.
-        frozen: the job ends, so no round begins any more.
+        frozen: whether the job ends, so that no round begins any more.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Rendezvous:
         sizes: JobSizes,
         service: "Service",
     ) -> None:
-        """Begins nothing yet."""
+        """Starts idle, without a round."""
         self._config, self._records, self._registry = config, records, registry
         self._loop, self._service = loop, service
         self._sizes = sizes
@@ -94,9 +95,9 @@ class Rendezvous:
         self.failures = FailureAccount(config, records, sizes, loop, journal)
         self._reach = Reachability()
         self._judged: Ballot | None = None
-        """Of the round before which failures were judged."""
+        """The ballot of the round in which failures were judged last."""
         self.give_up: Callable[[RetryDecision], None] = lambda decision: None
-        """Called when what has failed would fail again."""
+        """Called when the failures would repeat."""
         self.phase: Phase = "idle"
         self.deadline = 0.0
         self.current: Round | None = None
@@ -107,32 +108,34 @@ class Rendezvous:
         self.coordinator: CommitCoordinator | None = None
         self.frozen = False
         self._awaited = ""
-        """A host that the round waits for; asked for first, before all are."""
+        """A host that the round waits for; checked first, before all hosts are
+        checked."""
         self._storage_missed = self._fatal = False
         self._end: RetryDecision | None = None
-        """The job ends once the hosts have said what they hold."""
+        """The decision with which the job ends once the hosts have reported
+        holdings."""
 
     def end(self, decision: RetryDecision) -> None:
-        """Gathers what hosts hold, and then gives up: the last good step is there."""
+        """Gathers holdings, so the last step can be exported; then ends the job."""
         self._end = self._end or decision
         self.form(decision.message)
 
-    def form(self, *reasons: Reason | str, fatal: bool = False) -> None:
-        """Begins a new formation, or one more attempt at it.
+    def form(self, *reasons: RoundReason | str, fatal: bool = False) -> None:
+        """Begins a new formation, or another attempt at the current one.
 
         Args:
-            *reasons: what has happened; a text alone names no host.
-            fatal: it would happen again to the same processes.
+            *reasons: the causes; a plain text names no host.
+            fatal: whether the failure would repeat with the same processes.
         """
         if self.frozen or self.phase == "ending":
             return
         self._fatal = fatal
         self._counter += 1
-        # While the key has run out the view has no term of a leader; rounds go on.
+        # While the key has expired the view has no leader's term; rounds go on.
         self._term = max(self._records.view.term, self._term)
         ballot = (self._term, self._counter)
         now, read = self._loop.wall(), self._seats.reads_copies
-        whys = [Reason(it) if isinstance(it, str) else it for it in reasons]
+        whys = [RoundReason(it) if isinstance(it, str) else it for it in reasons]
         self.current = next_round(self.current, ballot, whys, now, read=read)
         if self.assignment is not None:
             self.previous, self.assignment = self.assignment, None
@@ -145,7 +148,7 @@ class Rendezvous:
             self.ask(host)
 
     def ask(self, host: str) -> None:
-        """Has a host stand down and say what it holds."""
+        """Orders a host to stand down and report its holdings."""
         assert self.current is not None
         reason = main_reason(self.current.reasons)
         commits, old = self._records.commits, self.previous
@@ -163,11 +166,11 @@ class Rendezvous:
 
     @property
     def slot_of(self) -> Mapping[str, int]:
-        """Host to slot of this assignment; empty while there is none."""
+        """Host to slot of this assignment; empty without an assignment."""
         return self.assignment.slot_of if self.assignment is not None else {}
 
     def _to_reach(self, host: str, round_: Round) -> dict[str, str]:
-        """The hosts that one has to try, and their addresses; none if all is well."""
+        """Peer to address, of the peers that a host must try; empty without doubt."""
         doubted = self._reach.is_to_be_tried or self.failures.may_be_a_cut
         if not doubted or not self._seats.ends_by_itself:
             return {}
@@ -179,21 +182,21 @@ class Rendezvous:
 
     @property
     def is_deciding(self) -> bool:
-        """Whether hosts are to say what they hold, because nothing is decided yet."""
+        """Whether hosts are to report their holdings, before a decision."""
         return self.phase in ("gathering", "pausing", "storage")
 
     def enter(self, phase: Phase, limit_s: float) -> None:
-        """Awaits something else, or the next of the same, for `limit_s` seconds."""
+        """Enters a phase, or restarts it, for `limit_s` seconds."""
         self.phase, self.deadline = phase, self._loop.now() + limit_s
 
     def answered(self) -> None:
-        """A host has said what it holds, perhaps late: decides, or decides again."""
+        """Handles a holdings report, perhaps a late one: decides, or decides again."""
         if self.phase == "waiting":
             self.enter("gathering", self._config.timeouts.restore)
         self.gathered()
 
     def gathered(self) -> None:
-        """Goes on once every live host has answered."""
+        """Decides the formation once every live host has answered."""
         round_, registered = self.current, self._records.view.hosts
         if self.phase != "gathering" or round_ is None or not self._storage.settled:
             return
@@ -217,12 +220,12 @@ class Rendezvous:
             self._assign(round_, present, aside)
 
     def _set_aside(self, hosts: list[str]) -> list[str]:
-        """The hosts that get no slot, because others with one do not reach them."""
+        """The hosts without a slot because hosts with a slot do not reach them."""
         slots = self.previous.slots if self.previous is not None else ()
         return set_aside(hosts, slots, self._reach.apart, self._config.host)
 
     def _awaits(self, round_: Round, registered: Mapping[str, HostRecord]) -> bool:
-        """Whether some host has not answered yet; asked at every answer."""
+        """Whether some expected host has not answered; checked at every answer."""
         replies, registry, now = round_.replies, self._registry, self._loop.now()
         last = self._awaited
         if last not in replies and registry.is_expected(last, registered, now):
@@ -232,7 +235,7 @@ class Rendezvous:
         return bool(late)
 
     def _may_go_on(self, round_: Round) -> bool:
-        """Judges what has failed, once for a round; False if it is not to go on now."""
+        """Judges the failures once a round; returns False if it ends or pauses."""
         if self._end is None and (
             self._judged == round_.ballot or not self._seats.ends_by_itself
         ):
@@ -255,12 +258,12 @@ class Rendezvous:
         return False
 
     def go_on(self) -> None:
-        """A pause between two attempts is over."""
+        """Resumes the round after a pause between two attempts."""
         self.enter("gathering", self._config.timeouts.restore)
         self.gathered()
 
     def _learn(self, round_: Round) -> None:
-        """Takes from the hosts what the store should know, and has lost."""
+        """Takes from the hosts' replies the records that the store has lost."""
         told = round_.assignment_told
         if told is not None and (
             self.previous is None or told.epoch > self.previous.epoch
@@ -290,7 +293,7 @@ class Rendezvous:
 
     @property
     def _hosts(self) -> dict[str, HostRecord]:
-        """The hosts that the store or this leader knows."""
+        """The records of the hosts that the store or this leader knows."""
         return {**self._records.view.hosts, **self._registry.records}
 
     def _wait_for_hosts(self, empty: list[int], aside: list[str]) -> None:
@@ -312,7 +315,7 @@ class Rendezvous:
         self.enter("waiting", float("inf"))
 
     def _explain_aside(self, chosen: SlotAssignment, aside: list[str]) -> None:
-        """Says who gets the slot of a host that others do not reach."""
+        """Tells people which host gets the slot of an unreached host."""
         former = self.previous.slots if self.previous is not None else ()
         for host in aside:
             why = self._reach.text(host)
@@ -326,14 +329,14 @@ class Rendezvous:
 
     @property
     def available(self) -> int:
-        """Hosts that could have a slot together."""
+        """The number of hosts that could have slots together."""
         if not self._reach.apart:
             return self._registry.num_usable
         usable = [record.host for record in self._registry.usable()]
         return len(usable) - len(self._set_aside(usable))
 
     def look_for_links(self) -> None:
-        """Hosts that did not reach each other try it again now and then."""
+        """Orders hosts that did not reach each other to try again, now and then."""
         settled = self.phase == "running" or self.phase == "waiting"
         if self.frozen or not settled or not self._reach.is_due(self._loop.now()):
             return
@@ -344,14 +347,14 @@ class Rendezvous:
             self._send(host, "reach", ballot=ballot, reach=reach)
 
     def reached(self, host: str, missed: list[str]) -> None:
-        """A host has tried again: hosts of a pair may have slots together again."""
+        """Handles a reach report: pairs that reach each other may have slots."""
         for one, other in self._reach.answered(host, missed):
             self._journal.say(f"{one} and {other} reach each other again")
             if self.phase == "waiting":
                 self.form(f"{one} and {other} reach each other again")
 
     def committed(self, step: int) -> None:
-        """A step is safe."""
+        """Handles a commit: the failure and reachability accounts start anew."""
         self.failures.committed(step)
         self._reach.committed()
 
@@ -391,7 +394,7 @@ class Rendezvous:
         )
 
     def _wait_for_storage(self, reasons: tuple[str, ...]) -> None:
-        """Storage is needed and shows nothing: the job must not begin anew unasked."""
+        """Waits for storage that shows no step, instead of starting anew unasked."""
         if not self._storage_missed:
             self._storage_missed = True
             for reason in reasons:
@@ -405,7 +408,7 @@ class Rendezvous:
         self.enter("storage", STORAGE_PAUSE_S)
 
     def look_again(self) -> None:
-        """Decides again from what the hosts have said, for storage may be back."""
+        """Lists storage again and decides again from the replies at hand."""
         self._storage.look()
         self.enter("gathering", self._config.timeouts.restore)
         self.gathered()
@@ -424,7 +427,7 @@ class Rendezvous:
         self._journal.say(f"rung 3: restoring step {chosen.step} from {source}")
 
     def delayed(self, ballot: tuple[int, int]) -> None:
-        """The store does not take the assignment of a round: says what waits for it."""
+        """Tells people that training waits for the store to record the assignment."""
         round_ = self.current
         if round_ is not None and round_.ballot == ballot:
             self._journal.say_once(
@@ -434,7 +437,7 @@ class Rendezvous:
             )
 
     def assigned(self, ballot: tuple[int, int]) -> None:
-        """The assignment of a round is recorded: it holds, unless a newer one began."""
+        """Handles the recording of a round's assignment; an older round is ignored."""
         round_ = self.current
         if round_ is None or round_.ballot != ballot:
             return
@@ -449,7 +452,7 @@ class Rendezvous:
         )
 
     def _coordinator_failed(self, ballot: Ballot, why: str) -> None:
-        """The coordination service of a formation cannot serve on this host."""
+        """Handles the failure of a formation's coordination service on this host."""
         if self.current is None or self.current.ballot != ballot:
             return
         text = f"no coordination service on {self._config.host}: {why}"
@@ -457,7 +460,7 @@ class Rendezvous:
         self.form(text)
 
     def coordination_ready(self, ballot: tuple[int, int], address: str) -> None:
-        """The coordination service of a formation serves: slots can be given out."""
+        """Orders hosts to prepare, once the coordination service serves."""
         round_ = self.current
         if round_ is None or round_.ballot != ballot or self.phase != "assigning":
             return
@@ -474,7 +477,7 @@ class Rendezvous:
             self._send(host, "prepare", **order)
 
     def open_coordinator(self, layout: Layout, assignment: SlotAssignment) -> None:
-        """Begins to account for the steps of a formation."""
+        """Creates the commit coordinator of a formation."""
         assert self.current is not None
         view, hosts = self._records.view, self._hosts
         self.coordinator = CommitCoordinator(
@@ -501,7 +504,7 @@ class Rendezvous:
         self.expect(self._registry.connected)
 
     def expect_of(self, host: str) -> bool:
-        """Has one host try to have memory for a slot; False if none is known."""
+        """Orders one host to allocate memory for a slot; False without a layout."""
         layout = self.coordinator.layout if self.coordinator is not None else None
         if layout is None and self.current is not None:
             layout = self.current.layout_of(self._records.commits)
@@ -514,7 +517,7 @@ class Rendezvous:
         return True
 
     def expect(self, hosts: Collection[str]) -> None:
-        """Tells hosts without a slot what one would hold, so that they are ready."""
+        """Sends spare hosts the layout of a slot, so that they allocate memory."""
         if self.coordinator is not None and self.assignment is not None:
             text, domains = (
                 self.coordinator.layout.to_json(),

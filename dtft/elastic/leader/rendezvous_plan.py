@@ -1,7 +1,7 @@
-"""How a formation is decided: from what hosts replied to orders for each slot.
+"""Pure functions that compute a formation: from hosts' replies to orders for each slot.
 
-A `Round` is one attempt to form. The functions here fill it in and read it out; when
-which one is called is the leader's business.
+A `Round` is one attempt to form. The functions here update a round or derive values
+from it; `rendezvous` decides when each is called.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -21,27 +21,28 @@ from dtft.elastic.leader.recovery import (
 )
 
 Ballot = tuple[int, int]
-"""(term of the leader, counter): larger for every new round of any leader."""
+"""(Leader's term, counter): increases with every new round of any leader."""
 
 
 Cause = Literal["lost", "killed", "signal", "other"]
-"""What a reason is about: a host, a trainer killed by SIGKILL or by another signal, or
-anything else. Each may be what has caused those after it."""
+"""The kind of event: a lost host, a trainer killed by SIGKILL, a trainer killed by
+another signal, or anything else. An event of an earlier kind may have caused events of
+the later kinds."""
 
 
 @dataclass(frozen=True)
-class Reason:
-    """Why a round begins."""
+class RoundReason:
+    """The reason why a round begins."""
 
     text: str
-    """For people."""
+    """The reason as text for people."""
     cause: Cause = "other"
     hosts: tuple[str, ...] = ()
-    """Whom the text names."""
+    """The hosts that the text names."""
 
 
-def lost(host: str, *assignments: SlotAssignment | None) -> Reason:
-    """A host is lost; its slot is of the first assignment that has the host.
+def lost(host: str, *assignments: SlotAssignment | None) -> RoundReason:
+    """The reason for a host's loss; its slot is from the first assignment with it.
 
     >>> lost("b").text
     'b was lost'
@@ -49,12 +50,12 @@ def lost(host: str, *assignments: SlotAssignment | None) -> Reason:
     for assignment in assignments:
         if assignment is not None and host in assignment.slot_of:
             name = f"{host} (slot {assignment.slot_of[host]})"
-            return Reason(f"{name} was lost", "lost", (host,))
-    return Reason(f"{host} was lost", "lost", (host,))
+            return RoundReason(f"{name} was lost", "lost", (host,))
+    return RoundReason(f"{host} was lost", "lost", (host,))
 
 
-def death(slots: Mapping[str, int], host: str, code: int) -> Reason:
-    """A trainer has ended; `slots` has the slot of each host.
+def death(slots: Mapping[str, int], host: str, code: int) -> RoundReason:
+    """The reason for the end of a trainer; `slots` maps each host to its slot.
 
     >>> death({"a": 0, "b": 1}, "b", -9).text
     'trainer of slot 1 on b killed by signal 9'
@@ -63,11 +64,11 @@ def death(slots: Mapping[str, int], host: str, code: int) -> Reason:
     how = f"killed by signal {-code}" if code < 0 else f"ended with code {code}"
     text = f"trainer of slot {slot} on {host} {how}"
     cause = "killed" if code == -9 else "signal" if code < 0 else "other"
-    return Reason(text, cause, (host,))
+    return RoundReason(text, cause, (host,))
 
 
-def causes(reasons: Sequence[Reason]) -> list[Reason]:
-    """Those of the first cause that there is, in the order of `Cause`."""
+def causes(reasons: Sequence[RoundReason]) -> list[RoundReason]:
+    """The reasons of the first kind in the order of `Cause` that occurs."""
     of_cause = {
         cause: [reason for reason in reasons if reason.cause == cause]
         for cause in get_args(Cause)
@@ -77,31 +78,31 @@ def causes(reasons: Sequence[Reason]) -> list[Reason]:
 
 @dataclass(kw_only=True)
 class Round:
-    """One attempt to form: what was heard and decided since it began."""
+    """One attempt to form: the replies and decisions since it began."""
 
     ballot: Ballot
-    reasons: list[Reason]
+    reasons: list[RoundReason]
     detected: float
-    """Wall-clock time at which the first failure was noticed."""
+    """Wall-clock time in seconds at which the first failure was noticed."""
     tried: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Per host whose ports it was to try."""
+    """Host to the peers whose ports it was to try."""
     ring: dict[str, HostRecord] = field(default_factory=dict)
-    """Of whom these were chosen: the hosts that were there, by name."""
+    """The hosts, by name, from which the peers in `tried` were chosen."""
     replies: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Per host its holdings."""
+    """Host to its report of holdings."""
     decision: RecoveryDecision | None = None
     assignment: SlotAssignment | None = None
     prepared: dict[str, dict[str, Any]] = field(default_factory=dict)
     running: set[str] = field(default_factory=set)
     finished: dict[int, int] = field(default_factory=dict)
-    """Slot to the last step, once its trainer has ended well."""
+    """Slot to the last step of its trainer, once the trainer has ended normally."""
     corrupt: list[str] = field(default_factory=list)
-    """Copies that did not match their digests, in this round or the failed ones before
-    it."""
+    """Copies that did not match their digests, in this round or in the failed rounds
+    before this one."""
     read: bool = False
-    """Hosts read what they hold before they offer it. Otherwise what was verified when
-    it came is offered, and verified again by whoever takes it: that it is right is
-    found out beside the transfer, not before."""
+    """Whether hosts re-read and verify their copies before they offer the copies. If
+    False, hosts offer copies that were verified on arrival, and the receiver verifies
+    each copy again during the transfer."""
     last_finished: int = 0
     restore_begun: float = 0.0
     restore_s: float = 0.0
@@ -110,39 +111,39 @@ class Round:
 
     @property
     def answers(self) -> tuple[dict[str, tuple[str, ...]], dict[str, list[str]]]:
-        """Per host that has answered: whom it was to reach, and whom it did not."""
+        """For each host that has answered: peers to try, and peers not reached."""
         tried = {host: self.tried.get(host, ()) for host in self.replies}
         missed = {host: it.get("missed", []) for host, it in self.replies.items()}
         return tried, missed
 
     def reply(self, host: str, reply: dict[str, Any]) -> None:
-        """A host has stood down and said what it holds."""
+        """Records the holdings report of a host that has stood down."""
         self.replies[host] = reply
         self.corrupt.extend(reply["corrupt"])
         self.last_finished = max(self.last_finished, reply["finished"])
 
     @property
     def assignment_told(self) -> SlotAssignment | None:
-        """The newest assignment that a host has obeyed, None if none has."""
+        """The newest assignment that a host has obeyed; None if there is none."""
         texts = {it["assignment"] for it in self.replies.values() if "assignment" in it}
         found = [SlotAssignment.from_json(text) for text in texts if text]
         return max(found, key=lambda it: it.epoch, default=None)
 
     @property
     def commits_told(self) -> list[Commit]:
-        """Commits that hosts were told of, one for each step."""
+        """The commits that hosts were told of, one for each step."""
         texts = {text for it in self.replies.values() for text in it.get("commits", ())}
         return list({it.step: it for it in map(Commit.from_json, texts)}.values())
 
     @property
     def layouts(self) -> dict[str, Layout]:
-        """Digest to layout: what hosts know of the state; two after a new size."""
+        """Digest to state layout known to hosts; two after a change of size."""
         texts = {text for r in self.replies.values() for text in r["layouts"]}
         found = [Layout.from_json(text) for text in sorted(texts)]
         return {layout.digest: layout for layout in found}
 
     def layout_of(self, commits: Sequence[Commit]) -> Layout | None:
-        """The layout of the newest commit whose layout a host knows, or any."""
+        """The layout of the newest commit that hosts know, else any layout."""
         known = self.layouts
         chosen = [known[it.layout] for it in commits if it.layout in known]
         return next(iter([*chosen, *known.values()]), None)
@@ -151,20 +152,21 @@ class Round:
 def next_round(
     old: Round | None,
     ballot: Ballot,
-    reasons: Sequence[Reason],
+    reasons: Sequence[RoundReason],
     now: float,
     *,
     read: bool,
 ) -> Round:
-    """A new round; one that follows a failed one goes on with its account.
+    """Makes a new round; after a failed round it keeps that round's reasons and copies.
 
     Args:
-        old: the round before, if there was one.
-        ballot: of the new round.
-        reasons: what has happened.
-        now: the wall-clock time.
-        read: whether hosts read what they hold in any case. After a failure they do: a
-            corrupt copy may have been the cause, and all of them are found at once.
+        old: the previous round, if there is one.
+        ballot: the new round's ballot.
+        reasons: the events that made the new round necessary.
+        now: the wall-clock time in seconds.
+        read: whether hosts re-read their copies in any case. After a failed round they
+            always do: a corrupt copy may have been the cause, and reading finds all
+            corrupt copies at once.
     """
     chosen = old.assignment if old is not None else None
     if old is None or old.reported or (chosen is not None and chosen.rung == 0):
@@ -192,10 +194,10 @@ def assign(
     asked_slots: int = 0,
     aside: Collection[str] = (),
 ) -> tuple[SlotAssignment, RecoveryDecision]:
-    """Decides what is restored and writes it down as an assignment.
+    """Decides which step is restored from where, and makes the assignment.
 
-    What the hosts `aside` hold is used only if a step cannot be had without it: not
-    every other host reaches them.
+    The holdings of the hosts `aside` are used only if a step cannot be restored without
+    them, because some other hosts do not reach the hosts `aside`.
     """
     hosts = tuple(record.host for record in filled)
 
@@ -238,7 +240,7 @@ def assign(
 def orders(
     round_: Round, hosts: Mapping[str, HostRecord], coordinator: str
 ) -> dict[str, dict[str, Any]]:
-    """For the host of each slot what it has to do.
+    """Computes the `prepare` order for the host of each slot.
 
     Raises:
         KeyError: a host of the assignment is not registered any more.
@@ -286,7 +288,7 @@ def orders(
 def export_addresses(
     round_: Round, assignment: SlotAssignment, hosts: Mapping[str, HostRecord]
 ) -> dict[str, str]:
-    """Host to the host:port at which it would lead an export, of the hosts left."""
+    """Host to the host:port at which it would lead an export; registered hosts only."""
     told = {**round_.replies, **round_.prepared}  # between formations the former only
     ports = {host: known.get("export_port", 0) for host, known in told.items()}
     return {
@@ -299,13 +301,13 @@ def export_addresses(
 def report_of(
     round_: Round, previous: SlotAssignment | None, now: float, *, coordinators: int
 ) -> RecoveryReport:
-    """What a recovery cost, once every slot trains again.
+    """Computes the cost report of a recovery, once every slot trains again.
 
     Args:
-        round_: that ended so.
-        previous: the assignment before.
-        now: the wall-clock time.
-        coordinators: processes of dtft's own that were started anew beside trainers.
+        round_: the round that led to training.
+        previous: the assignment before this round.
+        now: the wall-clock time in seconds.
+        coordinators: number of dtft's own processes restarted beside the trainers.
     """
     assignment = round_.assignment
     assert assignment is not None
@@ -338,10 +340,10 @@ def replaced(
     assignment: SlotAssignment,
     named: Collection[str],
 ) -> tuple[str, ...]:
-    """Hosts that lost their slot to another host and are not named in the reason.
+    """Texts for slots that moved to another host and whose old host the reason omits.
 
-    The leader that noticed a loss may be lost itself before the job is formed anew; the
-    next leader's reason does not have the first loss.
+    The leader that noticed a loss may be lost itself before the job is re-formed. The
+    next leader's reason then lacks the first loss.
 
     >>> def assigned(*slots):
     ...     return SlotAssignment(generation=1, attempt=1, slots=slots,
@@ -359,11 +361,11 @@ def replaced(
     )
 
 
-def main_reason(reasons: Sequence[Reason]) -> str:
-    """What really happened, without what followed from it.
+def main_reason(reasons: Sequence[RoundReason]) -> str:
+    """The text of the root causes, without their consequences.
 
-    A lost host breaks the collectives of all others, whose trainers then end; a killed
-    trainer does the same to its peers.
+    A lost host breaks the collectives of all other hosts, whose trainers then end. A
+    killed trainer does the same to its peers.
 
     >>> main_reason([death({"a": 0}, "a", 1), lost("b")])
     'b was lost'

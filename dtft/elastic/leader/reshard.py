@@ -1,8 +1,8 @@
-"""Plans how the newest commit of a running job comes onto other slices. For its leader.
+"""Plans how the newest commit of a running job is resharded; used by its leader.
 
-A user's processes may want a step on other shardings than those it was saved with.
-Keeps what is known of the newest commit (its layout, its digests, who holds what), and
-says per host of which regions its new slices are made.
+A user's process may request a step on shardings other than the saved ones.
+`ReshardPlans` keeps the newest commit's layout, digests and holders, and computes for
+each host the regions of which its new slices are made.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -21,14 +21,14 @@ from dtft.elastic.leader.recovery import regions_to
 
 
 class NotPlanned(Exception):
-    """The step cannot be brought onto the wanted slices; says why."""
+    """The step cannot be resharded as requested; the message has the reason."""
 
 
 class ReshardPlans:
-    """The newest commit of one formation, and the plan that was asked for last."""
+    """The newest commit of one formation, and the reshard plan made last."""
 
     def __init__(self, located: Located | None, layout: Layout | None) -> None:
-        """Begins with what the formation restored from memory, None for nothing."""
+        """Starts from the state restored from memory; None if none was."""
         self._located, self._layout = located, layout
         self._staged: dict[int, dict[int, Sequence[bytes]]] = {}
         """Step to slot to the digests of its slices."""
@@ -38,24 +38,24 @@ class ReshardPlans:
         self._planned: tuple[tuple[str, ...], RestorePlan] | None = None
 
     def staged(self, slot: int, step: int, digests: Sequence[bytes]) -> None:
-        """A slot has staged its slices; their digests will be those of a commit."""
+        """Records the digests of the slices that a slot has staged."""
         self._staged.setdefault(step, {})[slot] = digests
 
     def committed(self, commit: Commit, placement: CopyPlacement) -> None:
-        """A step is committed: it is the one that can be brought elsewhere.
+        """Takes a commit as the one to reshard from.
 
-        Costs nothing until somebody wants that.
+        The commit is located only when a process requests the step.
         """
         staged = self._staged.get(commit.step, {})
         if len(staged) < len(commit.holders):
-            return  # of a formation before this one
+            return  # a step of an earlier formation
         self._newest = commit, placement, staged
         self._staged = {
             step: known for step, known in self._staged.items() if step > commit.step
         }
 
     def _settle(self) -> None:
-        """Locates the newest commit, if that is newer than what is located."""
+        """Locates the newest commit, unless that is done."""
         if self._newest is None:
             return
         (commit, placement, staged), self._newest = self._newest, None
@@ -84,18 +84,19 @@ class ReshardPlans:
         addresses: Mapping[str, str],
         domains: Mapping[str, str],
     ) -> dict[str, Any]:
-        """What one host assembles, as plain values: regions, and digests of old slices.
+        """One host's regions to assemble and old slices' digests, as plain values.
 
         Args:
-            host: of one of the slots.
-            step: that it wants.
-            wanted: how; its leaves are those of the commit, or some.
+            host: the host of one of the slots.
+            step: the step that its process requested.
+            wanted: the requested layout; its leaves are the commit's leaves or a
+                subset.
             slots: the host of each slot.
-            addresses: host to host:port, of every host that is there.
-            domains: host to its failure domains; near hosts send first.
+            addresses: host to host:port, of every connected host.
+            domains: host to its failure domains; near hosts are preferred as senders.
 
         Raises:
-            NotPlanned: it is not the newest commit, or does not fit that.
+            NotPlanned: the step is not the newest commit, or does not fit the layout.
         """
         plan = self._plan(step, wanted, slots, addresses.keys(), domains)
         assert self._located is not None

@@ -1,9 +1,9 @@
-"""Scaling: people who asked for more or fewer replicas, and what they are told.
+"""Scaling: changes the number of replicas on request and answers the requests.
 
-The wish is kept in the store, fenced like everything the leader writes, so it outlives
-the leader: whoever leads next goes on with it, and who asked asks again. `Scaling`
-decides when a running job is formed anew for the sake of its size. `prove` compares the
-state on the new mesh with the committed one, leaf by leaf, by digests.
+The requested size is kept in the store, fenced by the leader's term, so the next leader
+continues with it; the requester asks that leader again. `Scaling` decides when a
+running job is re-formed for another size. `prove` compares the digests of the state on
+the new mesh with the committed ones, leaf by leaf.
 """
 
 import dataclasses
@@ -33,22 +33,23 @@ Digests = Mapping[str, bytes]
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """What was committed on the old mesh and what was restored on the new one.
+    """A comparison of the committed state with the state restored on a new mesh.
 
-    Every host reads its restored slices again and tells their digests. They are
-    compared with those of the commit, which trainers made on the old mesh.
+    Every host reads its restored slices again and reports their digests. The leader
+    compares these digests with those that trainers made for the commit on the old mesh.
     """
 
     step: int
     committed_root: str
-    """Digest over all slices, from the commit record."""
+    """The digest over all slices, from the commit record."""
     restored_root: str
-    """The same over what the hosts read again on the new mesh; equal if the leaves are
-    divided as before."""
+    """The digest over the slices that hosts read again on the new mesh; equals
+    `committed_root` if the leaves are divided as before."""
     leaves: int
-    """Leaves that were compared."""
+    """The number of compared leaves."""
     differing: tuple[str, ...]
-    """Leaves whose bytes differ from the commit's or between hosts; none may."""
+    """Paths of leaves whose bytes differ from the commit or between hosts; must be
+    empty."""
 
 
 def prove(located: Located, layout: Layout, restored: Iterable[Digests]) -> Proof:
@@ -57,7 +58,7 @@ def prove(located: Located, layout: Layout, restored: Iterable[Digests]) -> Proo
     Args:
         located: the commit, with the digests of its slices.
         layout: of the new formation.
-        restored: what each of its hosts read.
+        restored: each host's slice digests, read after the restore.
     """
     read: dict[str, set[bytes]] = {}
     for found in restored:
@@ -86,13 +87,13 @@ AGAIN = "this host does not lead any more"
 class _Request:
     size: WantedSize
     before: int
-    """Replicas when it was asked."""
+    """The number of replicas at the time of the request."""
     at: float
     answer: Answer
 
 
 class Scaling:
-    """Who waits for which size. Used by the event loop."""
+    """Requests for sizes that wait for training. Used by the event loop."""
 
     def __init__(
         self,
@@ -103,14 +104,14 @@ class Scaling:
         loop: Loop,
         journal: Journal,
     ) -> None:
-        """Nobody waits."""
+        """Starts with no request."""
         self._config, self._records, self._rendezvous = config, records, rendezvous
         self._sizes, self._journal = sizes, journal
         self._loop = loop
         self._waiting: list[_Request] = []
 
     def asked(self, replicas: int, answer: Answer) -> None:
-        """Somebody wants `replicas` replicas; answered when they train."""
+        """Handles a request for `replicas` replicas; answered when they train."""
         rendezvous, coordinator = self._rendezvous, self._rendezvous.coordinator
         if rendezvous.frozen or coordinator is None or rendezvous.phase != "running":
             text = f"the job does not train now ({rendezvous.phase}); ask again later"
@@ -148,7 +149,7 @@ class Scaling:
         return self._rendezvous.available
 
     def due(self) -> str:
-        """Why the job is to be formed anew at this commit; "" if it is not."""
+        """Why the job is to be re-formed at this commit; "" if it is not."""
         rendezvous, coordinator = self._rendezvous, self._rendezvous.coordinator
         round_ = rendezvous.current
         if coordinator is None or round_ is None or round_.assignment is None:
@@ -169,12 +170,12 @@ class Scaling:
         )
 
     def restored(self, round_: Round) -> bool:
-        """All hosts have their slices: are they the committed ones, on a new mesh?
+        """Checks a state restored on a new mesh against the commit.
 
-        Nobody trains on there on anything else.
+        A state that differs is never trained on.
 
         Returns:
-            False if they are not: all form anew.
+            False if the states differ; the job is then re-formed.
         """
         decision, assignment = round_.decision, round_.assignment
         assert decision is not None and assignment is not None
@@ -191,10 +192,11 @@ class Scaling:
         return not proof.differing
 
     def undone(self, message: str) -> bool:
-        """What would come again on any host came on a new size: back to the old one.
+        """Gives up a new size on which a failure would repeat on any host.
 
         Returns:
-            False if the size is not new, so that the job cannot go on.
+            False if the size is not new or was given up already, so the job cannot go
+            on.
         """
         round_ = self._rendezvous.current
         chosen = round_.assignment if round_ is not None else None
@@ -207,12 +209,12 @@ class Scaling:
         return True
 
     def late(self, why: str) -> None:
-        """Somebody did not train in time: once more, on a new size not for ever."""
+        """Re-forms the job after a late start; the account limits the attempts."""
         self._rendezvous.failures.add(Failure(kind="late", error=why))
         self._rendezvous.form(why)
 
     def trained(self, report: RecoveryReport) -> None:
-        """Every slot trains: who waited for this size, or for one that cannot be."""
+        """Answers the requests for the size that trains, and for impossible sizes."""
         assert (
             self._rendezvous.assignment is not None
             and self._rendezvous.coordinator is not None
@@ -244,14 +246,14 @@ class Scaling:
             self._waiting.remove(one)
 
     def close(self) -> None:
-        """Tells all who still wait to ask whoever leads next."""
+        """Tells all waiting requesters to ask the next leader."""
         for one in self._waiting:
             one.answer({"error": AGAIN, "again": True})
         self._waiting.clear()
 
 
 def serve_scaling(channel: Channel, ask: Callable[[int, Answer], None]) -> None:
-    """Has the leader asked for another size, and answers when it is trained with."""
+    """Passes a request for a size to the leader; answers when that size trains."""
     request = _asked(channel)
     replicas, limit_s = request.get("replicas"), request.get("limit_s")
     if type(replicas) is not int or not isinstance(limit_s, int | float):

@@ -1,9 +1,9 @@
-"""What the user's processes, and people, may ask of the leader of a served job.
+"""Requests of users' processes and of people to the leader of a served job.
 
-A process waits until a step is safe or stored (`Flush`), or wants a step on other
-shardings than it was saved with (`reshard` plans that). People want the newest
-commit in storage now, for nobody knows when the next one comes; while no process runs,
-too (`BetweenRuns`).
+A process waits until a step is committed or stored (`Flush`), or requests a step on
+shardings other than the saved ones (`reshard` plans that). People request an immediate
+export of the newest commit, because a served job has no known next commit;
+`BetweenRuns` handles the request while no process runs.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ ATTACHED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Flush:
-    """A process that waits until a step is safe, or stored."""
+    """A process's wait until a step is committed or stored."""
 
     ballot: Ballot
     host: str
@@ -41,10 +41,10 @@ class Flush:
 
 
 class BetweenRuns:
-    """Exports of one leader's job between two formations. Used by the event loop.
+    """Exports of one leader's job between two runs. Used by the event loop.
 
-    Asks the hosts first what they hold, for some may have gone since; `export_plan`
-    decides which of them write.
+    Asks the hosts first for their holdings, because some hosts may have gone since.
+    `export_plan` decides which hosts write.
     """
 
     def __init__(
@@ -54,15 +54,15 @@ class BetweenRuns:
         registry: HostRegistry,
         storage: StorageExports,
     ) -> None:
-        """Nobody waits."""
+        """Starts with no request."""
         self._records, self._rendezvous = records, rendezvous
         self._registry, self._storage = registry, storage
         self._asked = False
         self._ordered: Ballot | None = None
-        """Of the round after which an export was ordered that is not over."""
+        """The ballot of the round with an ordered export that has not ended."""
 
     def asked(self, answer: Answer) -> None:
-        """Somebody wants the newest commit in storage, and no process runs."""
+        """Handles an export request while no process runs."""
         round_ = self._rendezvous.current
         self._storage.wanted(self._records.last_step, answer)
         if round_ is None or self._ordered == round_.ballot:
@@ -72,7 +72,7 @@ class BetweenRuns:
             self._rendezvous.form(*causes(round_.reasons))
 
     def tick(self) -> None:
-        """Orders the export once the hosts have answered."""
+        """Orders the requested export once the hosts have answered."""
         round_, phase = self._rendezvous.current, self._rendezvous.phase
         if round_ is None or phase == "gathering":
             return
@@ -111,12 +111,12 @@ class BetweenRuns:
             self._storage.refuse(f"some slice of step {step} is not in memory any more")
 
     def over(self) -> None:
-        """An export has ended, well or not."""
+        """Handles the end of an export, written or failed."""
         self._ordered = None
 
 
 class Requests:
-    """Who waits for what, at one leader. Used by the event loop."""
+    """Requests to one leader. Used by the event loop."""
 
     def __init__(
         self,
@@ -127,25 +127,25 @@ class Requests:
         storage: StorageExports,
         send: Callable[..., None],
     ) -> None:
-        """Nobody waits."""
+        """Starts with no request."""
         self._directory = config.storage_directory
         self._rendezvous, self._registry = rendezvous, registry
         self._storage, self._send = storage, send
         self._between_runs = BetweenRuns(records, rendezvous, registry, storage)
         self._flushes: tuple[Flush, ...] = ()
         self._export_asked = False
-        """Somebody waits for the newest commit to be in storage."""
+        """Whether an export of the newest commit was requested."""
         self._remapping: tuple[Ballot, ReshardPlans] | None = None
-        """Of a formation, by its ballot."""
+        """The reshard plans of a formation, with its ballot."""
 
     def tick(self) -> None:
-        """Orders what waits for the hosts to answer."""
+        """Orders the exports that wait for hosts to answer."""
         self._between_runs.tick()
 
     # --------------------------------------------------------- other shardings
 
     def _newest(self) -> ReshardPlans:
-        """What is known of the newest commit of this formation."""
+        """The reshard plans of the current formation."""
         round_ = self._rendezvous.current
         assert round_ is not None
         if self._remapping is None or self._remapping[0] != round_.ballot:
@@ -155,12 +155,12 @@ class Requests:
         return self._remapping[1]
 
     def staged(self, slot: int, step: int, digests: Sequence[bytes]) -> None:
-        """A slot has staged a step; its commit may be wanted on other shardings."""
+        """Handles a staged step: records its digests for resharding."""
         if self._rendezvous.coordinator is not None:
             self._newest().staged(slot, step, digests)
 
     def wanted(self, host: str, slot: int, step: int, layout: str) -> None:
-        """The process of a slot wants a step in another division."""
+        """Orders a slot's host to assemble a step in the requested layout."""
         assignment, hosts = self._rendezvous.assignment, self._registry.records
         if assignment is None or assignment.slots[slot] != host:
             return
@@ -182,7 +182,7 @@ class Requests:
     # --------------------------------------------------- steps safe, or stored
 
     def flush(self, host: str, slot: int, token: int, step: int, store: bool) -> None:
-        """The process of a slot waits until a step is committed, or stored."""
+        """Adds a process's wait until a step is committed or stored."""
         round_ = self._rendezvous.current
         assert round_ is not None
         flush = Flush(
@@ -192,7 +192,7 @@ class Requests:
         self._settle()
 
     def export_wanted(self, answer: Answer) -> None:
-        """The newest commit is written now: nobody knows when the next one comes."""
+        """Handles a request for an immediate export of the newest commit."""
         rendezvous, coordinator = self._rendezvous, self._rendezvous.coordinator
         if rendezvous.phase in ("gathering", "waiting"):
             self._between_runs.asked(answer)
@@ -209,14 +209,14 @@ class Requests:
             self._settle()
 
     def committed(self, commit: Commit) -> None:
-        """A commit is recorded, which is what some wait for."""
+        """Handles a recorded commit: answers the waits that it ends."""
         coordinator = self._rendezvous.coordinator
         if coordinator is not None and self._rendezvous.assignment is not None:
             self._newest().committed(commit, coordinator.placement)
         self._settle()
 
     def exported(self, host: str, step: int, ok: bool, error: str) -> None:
-        """A step is in storage, or could not be written."""
+        """Handles the end of an export: answers the waits that it ends."""
         self._between_runs.over()
         if not ok:
             why = error.partition("\n")[0][:300]
@@ -235,7 +235,7 @@ class Requests:
         self._settle()
 
     def _settle(self) -> None:
-        """Answers every flush that has come true, and orders what one waits for."""
+        """Answers every satisfied flush, and orders the exports that others need."""
         round_, coordinator = self._rendezvous.current, self._rendezvous.coordinator
         ballot = round_.ballot if round_ else None
         self._flushes = tuple(f for f in self._flushes if f.ballot == ballot)

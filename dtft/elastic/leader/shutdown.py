@@ -1,8 +1,8 @@
-"""When and how a job ends: done, stopped or with an error, and what must be safe first.
+"""Ends a job as done, stopped or failed, after its last step is stored.
 
 A job that is done or stopped ends with its last step in storage, even if hosts are
-missing then. Reads what rendezvous and commit coordinator know, and has the result
-recorded.
+missing then. `Shutdown` reads the state of rendezvous and commit coordinator and has
+the result recorded.
 """
 
 import dataclasses
@@ -21,11 +21,11 @@ from dtft.elastic.leader.rendezvous import Rendezvous
 from dtft.elastic.leader.storage import StorageWatch
 
 EXPORT_FAILURES = 3
-"""So often may the last step fail to be written to storage."""
+"""Failed exports of the last step after which the job ends with an error."""
 
 
 class Shutdown:
-    """The end of one job, as its leader brings it about."""
+    """Ends one job. Runs on the leader's event loop."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Shutdown:
         journal: Journal,
         storage: StorageWatch,
     ) -> None:
-        """Ends nothing yet."""
+        """Starts without ending the job."""
         self._config, self._records, self._rendezvous = config, records, rendezvous
         self._registry, self._journal, self._storage = registry, journal, storage
         self._loop, self._rescuing = loop, False
@@ -47,9 +47,9 @@ class Shutdown:
         self._result = ""
 
     def stop(self) -> None:
-        """Stops the job at a step boundary that all trainers will agree on.
+        """Stops the job at a step boundary common to all trainers.
 
-        While none of them trains, and nothing is lost by it, it ends at once.
+        If no trainer runs and storage has the newest commit, the job ends at once.
         """
         if self._rendezvous.phase in ("idle", "waiting", "storage"):
             self._stop_with_hosts_missing()
@@ -87,7 +87,7 @@ class Shutdown:
             self._end_with_what_is_stored()
 
     def _as_committed(self, previous: SlotAssignment, layout: Layout) -> SlotAssignment:
-        """A formation of another size was begun: the one that has the last step."""
+        """The assignment with the newest commit's holders, after a change of size."""
         if len(previous.slots) == layout.mesh.num_slots:
             return previous
         holders = self._records.commits[0].holders if self._records.commits else ()
@@ -109,7 +109,7 @@ class Shutdown:
             self.end("error", message, step=stored, code=code)
 
     def exported(self) -> None:
-        """A step was written to storage, or could not be."""
+        """Handles the end of an export."""
         if self._rescuing:
             self._end_with_what_is_stored()
         self.conclude()
@@ -138,7 +138,8 @@ class Shutdown:
             self.end("error", f"step {last} could not be written to storage", last)
 
     def _stands_uncommitted(self, coordinator: CommitCoordinator, last: int) -> bool:
-        """The last step is safe in memory, and the store has been away for long."""
+        """Whether the last step is complete in memory and the store has been away for
+        long."""
         patience_s = 2 * self._config.timeouts.lease
         return (
             coordinator.pending is not None
@@ -148,22 +149,22 @@ class Shutdown:
         )
 
     def conclude_for_others(self) -> None:
-        """Ends a job whose hosts are gone because it is done.
+        """Ends a finished job whose other hosts have already left.
 
         A host that was away when the job ended may find a store that has lost the
-        result: it would wait for the others. Storage has the job's last step.
+        result; it would wait for the other hosts. Storage has the job's last step.
         """
         last = self._config.last_step
         if last and self._rendezvous.phase == "waiting" and last in self._storage.steps:
             self.end("done", step=last)
 
     def result_without_store(self) -> str:
-        """The result of an ended job that the store did not take in time, or ""."""
+        """The result of an ended job, if the store did not take it in time; else ""."""
         late = self._loop.now() > self._ended_at + 2 * self._config.timeouts.lease
         if not late or not self._records.away:
             return ""
-        # Who is not told would wait for this host: those with slots, also between two
-        # assignments, and others whose links have just ended.
+        # A host that is not told would wait for this host: hosts with slots, also
+        # between two assignments, and hosts whose links have just ended.
         assignment = self._rendezvous.assignment or self._rendezvous.previous
         slots = set(assignment.slots) if assignment is not None else set()
         missing = slots - self._registry.connected | self._registry.away

@@ -1,8 +1,8 @@
-"""The state of storage, as the leader knows it: its steps, and whether it is well.
+"""The leader's view of storage: which steps it holds, and whether it works.
 
-`StorageHealth` decides from outcomes and a clock what people are told of storage that
-fails or is slow, and when it is tried again. `StorageWatch` lists the steps on a
-thread: while a network file system hangs, its last answer counts.
+`StorageHealth` derives from export outcomes and a clock the messages about failing or
+slow storage, and the time of the next try. `StorageWatch` lists the steps on a thread:
+while a network file system hangs, the last listing counts.
 """
 
 import contextlib
@@ -15,14 +15,15 @@ from pathlib import Path
 from dtft.checkpoint.storage import storage_steps
 from dtft.elastic.event_loop import Loop
 
-# A failing storage gets one line for the first failure, then for the second, fourth,
-# eighth ... in a row, and one when it is well again.
+# Failing storage is reported at the first, second, fourth, eighth ... failure in a row,
+# and once more when a write succeeds.
 
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 300.0
-"""A failed export is not repeated at once: the pause doubles with every failure."""
+"""Longest pause in seconds after a failed export; the pause starts at `FIRST_PAUSE_S`
+and doubles with every failure in a row."""
 SLOW_S = 60.0
-"""An export that takes longer than this, and than its interval, is told."""
+"""Seconds after which an unfinished export is reported, if another step is due."""
 
 _ADVICE = (
     (("no space left", "resource_exhausted", "quota"), "free space there"),
@@ -41,7 +42,7 @@ _ADVICE = (
 
 
 def advice(error: str) -> str:
-    """What to do about a failed export, from what it said.
+    """The advice for a failed export, chosen by words in the error message.
 
     >>> advice("OSError: [Errno 30] Read-only file system: '/nfs/run'")
     'mount it for writing'
@@ -56,25 +57,25 @@ def advice(error: str) -> str:
 
 
 class StorageHealth:
-    """One job's storage as its leader sees it."""
+    """Failures and slowness of one job's storage, from the outcomes of its exports."""
 
     def __init__(self, directory: Path | str) -> None:
-        """Takes storage to be well; `directory` is for messages."""
+        """Starts with no failure; `directory` is used in messages only."""
         self._directory = directory
         self._failures, self._not_before = 0, 0.0
         self._begun: tuple[int, float] | None = None
         self._told_slow = 0
 
     def may_try(self, now: float) -> bool:
-        """Whether an export that is merely due may be ordered at this moment."""
+        """Whether an export that is due at its interval may be ordered now."""
         return now >= self._not_before
 
     def begun(self, step: int, now: float) -> None:
-        """An export was ordered."""
+        """Records that the export of a step was ordered."""
         self._begun = step, now
 
     def failed(self, step: int, host: str, error: str, now: float) -> str | None:
-        """A step was not written; the line for people, if this time has one."""
+        """Records a failed export; returns the line for people, None for no line."""
         self._begun = None
         self._failures += 1
         pause = min(FIRST_PAUSE_S * 2 ** min(self._failures - 1, 16), LONGEST_PAUSE_S)
@@ -90,7 +91,7 @@ class StorageHealth:
         )
 
     def succeeded(self, step: int) -> str | None:
-        """A step was written; the line for people if that had failed before."""
+        """Records a successful export; returns a line for people after failures."""
         failures, self._failures, self._not_before = self._failures, 0, 0.0
         self._begun = None
         if not failures:
@@ -101,7 +102,7 @@ class StorageHealth:
         )
 
     def overdue(self, due: int, now: float) -> str | None:
-        """A step is due while another is still written; said once for each of these."""
+        """The line for people when a step is due during a slow export."""
         if self._begun is None:
             return None
         step, since = self._begun
@@ -116,17 +117,18 @@ class StorageHealth:
 
 
 def _short(error: str) -> str:
-    """Errors of Orbax repeat paths; the beginning and the end say what it was."""
+    """The error's first line, shortened in the middle: Orbax repeats paths."""
     line = error.partition("\n")[0]
     return line if len(line) <= 240 else f"{line[:100]} ... {line[-130:]}"
 
 
 PATIENCE_S = 1.0
-"""Storage that answers later is silent; healthy storage takes milliseconds."""
+"""Seconds after which an unanswered listing counts as silent; healthy storage takes
+milliseconds."""
 
 
 class StorageWatch:
-    """One job's storage directory. Used by the event loop."""
+    """Lists the steps in one job's storage directory. Used by the event loop."""
 
     def __init__(
         self,
@@ -135,44 +137,45 @@ class StorageWatch:
         *,
         list_steps: Callable[[Path], Iterable[int]] = storage_steps,
     ) -> None:
-        """Looks for the first time.
+        """Starts the first listing.
 
         Args:
-            directory: the storage tier.
-            loop: of the agent.
-            list_steps: says which steps a directory holds; may take for ever.
+            directory: the directory of the storage tier.
+            loop: the agent's event loop.
+            list_steps: lists the steps that a directory holds; may never return.
         """
         self._directory, self._loop, self._list = directory, loop, list_steps
         self._known: frozenset[int] = frozenset()
         self._written: set[int] = set()
         self._since: float | None = None
-        """When the question was asked that is not answered yet."""
+        """Time at which the unanswered listing began; None if no listing is
+        unanswered."""
         self._told = False
         self.look()
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The steps that storage held when it last answered, and what came since."""
+        """The steps of the last listing and the steps written since."""
         return tuple(sorted(self._known | self._written))
 
     @property
     def newest(self) -> int:
-        """The newest of these steps, 0 for none."""
+        """The newest step in `steps`; 0 if storage holds none."""
         return max(self.steps, default=0)
 
     @property
     def silent(self) -> bool:
-        """Whether a question is unanswered for longer than healthy storage takes."""
+        """Whether the listing has been unanswered for `PATIENCE_S` seconds."""
         since = self._since
         return since is not None and self._loop.now() >= since + PATIENCE_S
 
     @property
     def settled(self) -> bool:
-        """Whether the last question is answered, or will not be in time."""
+        """Whether the last listing is answered, or storage is silent."""
         return self._since is None or self.silent
 
     def look(self) -> None:
-        """Asks storage, unless an earlier question is still unanswered."""
+        """Starts a listing, unless an earlier one is still unanswered."""
         if self._since is not None:
             return
         self._since = self._loop.now()
@@ -186,11 +189,11 @@ class StorageWatch:
         self._known = frozenset() if error is not None else outcome.result()
 
     def wrote(self, step: int) -> None:
-        """Somebody has just written a step there."""
+        """Records that a step was just written to storage."""
         self._written.add(step)
 
     def news(self) -> str | None:
-        """A line for people when storage has stopped or begun to answer."""
+        """A line for people when storage stops or begins to answer, else None."""
         if self.silent == self._told:
             return None
         self._told = self.silent

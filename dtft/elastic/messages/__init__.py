@@ -1,9 +1,9 @@
-"""Messages between hosts: which fields they have and what each field may be. Pure.
+"""The fields of messages between hosts, and checks of the fields.
 
-* `reports`: what a host tells its leader; `orders`: what a leader tells a host.
+* `reports`: messages from a host to its leader; `orders`: from a leader to a host.
 * `fields`: checks of single fields that both use.
 
-What a message leads to is in `host` (orders) and `leader` (reports); connections are in
+Handlers are in `host` (orders) and `leader` (reports); connections are in
 `dtft.elastic.links` and `dtft.elastic.network`.
 """
 

@@ -1,8 +1,8 @@
 """Checks of the fields of messages between hosts: reports (`reports`) and orders
 (`orders`).
 
-A check says whether a value, as msgpack makes it, is what a field may be; it raises for
-nothing.
+A check returns whether a value, as decoded by msgpack, is allowed in a field. Checks do
+not raise.
 """
 
 import functools
@@ -18,14 +18,14 @@ from dtft.elastic.assignment import SlotAssignment
 
 Check = Callable[[object], bool]
 Table = Mapping[str, Mapping[str, Check]]
-"""Op to its fields, and what each must be."""
+"""Op to its fields and the check of each field."""
 
 _LARGEST = 1 << 63
 _MISSING = object()
 
 
 def number(value: object) -> bool:
-    """A count, a step, a slot: not negative, 63 bits."""
+    """Whether a value is a count, step or slot: an int of 63 bits, not negative."""
     return type(value) is int and 0 <= value < _LARGEST
 
 
@@ -98,7 +98,7 @@ def address(value: object) -> bool:
 
 
 def anything(value: object) -> bool:
-    """Whatever can be packed."""
+    """Accepts any value."""
     del value
     return True
 
@@ -109,12 +109,12 @@ def all_of(values: Any, check: Check) -> bool:
 
 
 def list_of(check: Check) -> Check:
-    """A list, or tuple, of what `check` holds for."""
+    """A check for a list or tuple whose items all pass `check`."""
     return lambda value: isinstance(value, list | tuple) and all_of(value, check)
 
 
 def pair_of(first: Check, second: Check) -> Check:
-    """A list, or tuple, of two."""
+    """A check for a list or tuple of two items."""
     return lambda value: (
         isinstance(value, list | tuple)
         and len(value) == 2
@@ -124,14 +124,14 @@ def pair_of(first: Check, second: Check) -> Check:
 
 
 def map_of(key: Check, check: Check) -> Check:
-    """A map of any size."""
+    """A check for a map of any size."""
     return lambda value: (
         isinstance(value, dict) and all_of(value, key) and all_of(value.values(), check)
     )
 
 
 def record_of(**fields: Check) -> Check:
-    """A map with these fields; others are ignored."""
+    """A check for a map with these fields; other fields are ignored."""
     return lambda value: (
         isinstance(value, dict)
         and fields.keys() <= value.keys()
@@ -140,27 +140,27 @@ def record_of(**fields: Check) -> Check:
 
 
 def one_of(*values: str) -> Check:
-    """One of these texts."""
+    """A check for one of the given texts."""
     return lambda value: isinstance(value, str) and value in values
 
 
 def or_none(check: Check) -> Check:
-    """None, or what `check` holds for."""
+    """A check for None or a value that passes `check`."""
     return lambda value: value is None or check(value)
 
 
 def or_empty(check: Check) -> Check:
-    """Empty text, or what `check` holds for."""
+    """A check for empty text or a value that passes `check`."""
     return lambda value: value == "" or check(value)
 
 
 items: Check = map_of(text, anything)
-"""What belongs to a step beside its arrays."""
+"""The items of a step besides its arrays."""
 
 
 @functools.lru_cache(maxsize=4)
 def known_layout(text: str) -> Layout:
-    """As `Layout.from_json`: every host tells the same one, which is read once."""
+    """Parses a layout with a cache: all hosts send the same layout."""
     return Layout.from_json(text)
 
 
@@ -248,11 +248,11 @@ def _inside(small: dict[str, Any], large: dict[str, Any]) -> bool:
 def fault(
     message: object, table: Table, optional: Mapping[str, frozenset[str]], kind: str
 ) -> str | None:
-    """What is wrong with a message by itself; None if nothing is.
+    """The fault of a message by itself; None if it has none.
 
     Args:
         message: as it was received.
-        table: the messages there are.
+        table: the known messages.
         optional: op to the fields that may be left out.
         kind: "report" or "order".
     """

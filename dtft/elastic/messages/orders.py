@@ -1,8 +1,8 @@
-"""What the leader's orders must look like. Pure checks, as `reports` for reports.
+"""Pure checks of the leader's orders to a host.
 
-Whoever leads has proved that it knows the job's secret, but may still be of another
-version, or broken: an order that does not fit is named, and the connection it came over
-is ended; the agent goes on.
+The leader has proved that it knows the job's secret, but may be of another version or
+broken. A malformed order is reported with the name of the field and its connection is
+closed; the agent goes on.
 """
 
 from collections.abc import Callable, Mapping
@@ -104,7 +104,7 @@ ORDER_FIELDS: Table = {
         "error": text,
     },
 }
-"""The orders there are, and what each of their fields must be."""
+"""Order op to its fields and their checks."""
 
 OPTIONAL_ORDER_FIELDS: Mapping[str, frozenset[str]] = {
     "reform": frozenset({"reason", "fatal", "read", "epoch", "step", "reach"}),
@@ -114,11 +114,12 @@ OPTIONAL_ORDER_FIELDS: Mapping[str, frozenset[str]] = {
 
 
 def fault_of_order(message: object, host: str | None = None) -> str | None:
-    """What is wrong with an order; None if nothing is. Raises for nothing.
+    """The fault of an order; None if it has none. Does not raise.
 
     Args:
         message: as it was received.
-        host: who is to obey; without it a `prepare` for another host is not noticed.
+        host: the receiving host; without it a `prepare` for another host is not
+            noticed.
 
     >>> fault_of_order({"op": "lend", "step": "7"})
     "lend: step='7'"
@@ -136,7 +137,7 @@ def fault_of_order(message: object, host: str | None = None) -> str | None:
 
 
 def order_fields(message: Message) -> dict[str, Any]:
-    """What counts of an order without fault: the fields that this version knows.
+    """The fields of a valid order that this version knows.
 
     >>> order_fields({"op": "replicate", "ballot": [7, 1], "step": 3, "targets": []})
     {'ballot': (7, 1), 'step': 3, 'targets': []}
@@ -189,7 +190,7 @@ def _assemble(order: Message, host: str | None) -> str | None:
 
 
 def _without_digest(order: Message) -> str | None:
-    """Why what is fetched could not be checked; None if it could."""
+    """Why fetched slices could not be verified; None if they could."""
     known = order["digests"].keys()
     for transfer in order.get("transfers", ()):
         for key in transfer["keys"]:

@@ -1,7 +1,8 @@
-"""What a host's report to the leader must look like. Pure checks.
+"""Pure checks of a host's reports to its leader.
 
-Whoever reports has proved that it knows the job's secret, but may still be of another
-version, or broken: what does not fit is refused by name, and the leader goes on.
+A reporting host has proved that it knows the job's secret, but may be of another
+version or broken. A malformed report is refused with the name of the field, and the
+leader goes on.
 """
 
 import dataclasses
@@ -156,7 +157,7 @@ REPORT_FIELDS: Mapping[str, Mapping[str, Check]] = {
         "log": text,
     },
 }
-"""The reports there are, and what each of their fields must be."""
+"""Report op to its fields and their checks."""
 
 SERVED_FIELDS: Mapping[str, Mapping[str, Check]] = {
     **REPORT_FIELDS,
@@ -199,7 +200,7 @@ OF_A_SLOT = frozenset(
 def fault_of_report(
     message: Mapping[str, Any], table: Mapping[str, Mapping[str, Check]] = REPORT_FIELDS
 ) -> str | None:
-    """What is wrong with a report by itself; None if nothing is.
+    """The fault of a report by itself; None if it has none.
 
     >>> fault_of_report({"op": "trainer_exit", "ballot": [7, 1], "code": "9"})
     "trainer_exit: code='9'"
@@ -211,9 +212,9 @@ def fault_of_report(
 def report_fields(
     message: Mapping[str, Any], table: Mapping[str, Mapping[str, Check]] = REPORT_FIELDS
 ) -> dict[str, Any]:
-    """What counts of a report without fault: the fields that the leader knows.
+    """The fields of a valid report that the leader knows.
 
-    A host of a newer version may say more.
+    A host of a newer version may send further fields.
     """
     known = table[message["op"]]
     return {
@@ -232,7 +233,7 @@ def misfit(
     """Why a report without fault cannot be of this formation; None if it can.
 
     Args:
-        host: who reports.
+        host: the reporting host.
         message: the report.
         slots: host to slot; empty while nothing is assigned.
         layout: of the formation's state, once it is known.

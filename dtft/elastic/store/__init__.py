@@ -1,4 +1,4 @@
-"""The coordination store: what a job keeps in etcd, and how a host reaches it.
+"""The coordination store: a job's keys in etcd, and access to them.
 
 * `api`: values, errors and the `Store` protocol (leases, transactions, watches);
   `address`: members, TLS, user and key prefix of a store.
@@ -8,7 +8,7 @@
 * `mirror` keeps a local copy of the job's keys, `view` reads them as a value,
   `membership` registers this host, holds the leader key and fences a leader's writes.
 
-Which host leads and what follows from a change is decided in `leader` and `host`.
+`leader` and `host` decide how the job reacts to changes in the store.
 """
 
 from typing import TYPE_CHECKING

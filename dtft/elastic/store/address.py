@@ -1,4 +1,4 @@
-"""Where a store is and how to reach it: members, TLS, user and password, key prefix.
+"""The address of a store: members, TLS, user and password, key prefix.
 
 A value made from the --store flags, checked before anything connects. The password
 stays in its file: it is read when the client logs in, and no value, log line or error
@@ -36,9 +36,9 @@ class StoreAddress:
     password_file: Path | None = None
     """File whose first line is the user's password."""
     prefix: str = DEFAULT_PREFIX
-    """Every key lies below this one."""
+    """The prefix of every key."""
     private: bool = False
-    """Whether nobody else uses this etcd, so that its history may be compacted."""
+    """Whether dtft is the only user of this etcd, so its history may be compacted."""
 
     def __post_init__(self) -> None:
         if not self.endpoints or len(set(self.endpoints)) < len(self.endpoints):
@@ -114,7 +114,7 @@ class StoreAddress:
         return ",".join(endpoint_text(endpoint) for endpoint in self.endpoints)
 
     def warning(self) -> str:
-        """What to tell about a password that travels unencrypted; "" if none does.
+        """The warning about a password sent unencrypted; "" if none is.
 
         >>> StoreAddress.parse("etcd-0:2379").warning()
         ''
@@ -129,7 +129,7 @@ class StoreAddress:
         )
 
     def context(self) -> ssl.SSLContext | None:
-        """What TLS connections to the members are made with; None without TLS.
+        """The TLS context for connections to the members; None without TLS.
 
         Raises:
             ValueError: a file cannot be read, or certificate and key do not match.

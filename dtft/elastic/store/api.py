@@ -1,6 +1,7 @@
-"""What dtft asks of a coordination store: values, errors and the `Store` protocol.
+"""The interface of a coordination store: values, errors and the `Store` protocol.
 
-Says what leases, transactions and watches mean; `EtcdStore` and `MemoryStore` do it.
+Defines the semantics of leases, transactions and watches; `EtcdStore` and `MemoryStore`
+implement the protocol.
 """
 
 import threading
@@ -39,7 +40,7 @@ class KeyValue:
     create_revision: int
     """Revision of the write that created the key; 0 in a delete event."""
     lease: int
-    """The lease that the key dies with; 0 if it lives on."""
+    """The lease with which the key expires; 0 for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +56,10 @@ KeyValues = list[KeyValue]
 
 
 class Resync(Events):
-    """A watch batch that is a whole listing: the history in between is lost.
+    """A watch batch that is a full listing, because history was lost.
 
-    Holds one put per key that exists, so that a reader which only applies events stays
-    nearly right; one that must see deletions asks `gone` as well.
+    Holds one put per existing key, so that a reader which only applies events stays
+    nearly right. A reader that must see deletions also calls `gone`.
     """
 
     def __init__(self, pairs: KeyValues, revision: int) -> None:
@@ -72,7 +73,7 @@ class Resync(Events):
         self.revision = revision
 
     def gone(self, known: Collection[str]) -> tuple[str, ...]:
-        """The known keys that were deleted while nobody watched."""
+        """The known keys that were deleted during the gap in the watch."""
         present = {event.kv.key for event in self}
         return tuple(key for key in known if key not in present)
 
@@ -144,11 +145,11 @@ class Store(Protocol):
         ...
 
     def get(self, key: str) -> KeyValue | None:
-        """The key's newest value."""
+        """The key's newest value; None if the key does not exist."""
         ...
 
     def list(self, prefix: str) -> tuple[KeyValues, int]:
-        """All keys that begin with `prefix`, by name, and the revision they are of."""
+        """All keys that begin with `prefix`, by name, and the listing's revision."""
         ...
 
     def put(self, key: str, value: bytes, lease: int = 0) -> None:
@@ -160,7 +161,7 @@ class Store(Protocol):
         ...
 
     def delete(self, key: str) -> None:
-        """Deletes one key; one that does not exist is no error."""
+        """Deletes one key; a missing key is no error."""
         ...
 
     def txn(self, compares: Sequence[Compare], changes: Sequence[Put | Delete]) -> bool:
@@ -179,11 +180,11 @@ class Store(Protocol):
         ...
 
     def keepalive(self, lease: int) -> float | None:
-        """Starts the lease's time afresh; its seconds now, or None if it is gone."""
+        """Renews a lease; returns its seconds left, or None if it is gone."""
         ...
 
     def revoke(self, lease: int) -> None:
-        """Ends a lease and deletes its keys; one that is gone already is no error."""
+        """Ends a lease and deletes its keys; an expired lease is no error."""
         ...
 
     def watch(
@@ -205,11 +206,11 @@ class Store(Protocol):
         ...
 
     def compact(self, revision: int) -> None:
-        """Forgets what keys were before `revision`; what they are now stays."""
+        """Drops the history of keys before `revision`; current values stay."""
         ...
 
     def reclaim(self) -> None:
-        """Makes room in a store that raised StoreFull; forgets all history."""
+        """Makes room in a store that raised StoreFull; drops all history."""
         ...
 
     def status(self) -> str:

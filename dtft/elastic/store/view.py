@@ -1,7 +1,7 @@
-"""What the store says of a job at one moment, read from its keys.
+"""A job's records in the store at one moment, parsed from its keys.
 
-A view has an era and a revision and is never replaced by an older one. The era is kept
-in the store itself: data that are gone, or older than what was seen, begin a new era.
+A view has an era and a revision and is never replaced by an older view. The era is kept
+in the store itself: lost data, or data older than seen before, begin a new era.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """What the store says of the job at one moment."""
+    """The job's records in the store at one moment."""
 
     hosts: dict[str, HostRecord] = dataclasses.field(default_factory=dict)
     leases: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -32,29 +32,29 @@ class View:
     """Create revision of the leader key, by which the leader's writes are fenced."""
     leader_lease: int = 0
     last_led: str = ""
-    """Host that led last, or leads."""
+    """The host that leads or led last."""
     last_led_revision: int = 0
-    """Of the write that says so; whoever wants to lead next has to know it."""
+    """Revision of the write of `last_led`; a campaign must know it."""
     assignment: SlotAssignment | None = None
     stored: int = 0
     """The newest step that was ever written to storage."""
     stop: bool = False
     wanted: WantedSize | None = None
-    """The size that somebody asked for; None: that of the start."""
+    """The requested size; None for the size at the start."""
     budget: str = ""
-    """What has failed so far, as JSON of the failure budget."""
+    """The failure budget as JSON."""
     result: str | None = None
     """JSON of the job's end, once it has ended."""
     era: int = 0
     """Counts how often the store lost data; 0 before any host registered."""
     era_revision: int = 0
-    """Of the write of the era."""
+    """Revision of the write of the era."""
     revision: int = 0
-    """Of the store, when it said so."""
+    """Revision of the store for this view."""
 
     @property
     def term(self) -> int:
-        """Number of the leader's term, larger for every later leader of the job."""
+        """The number of the leader's term; it grows with every later leader."""
         return (self.era << _REVISION_BITS) + self.leader_revision
 
     @property
@@ -73,16 +73,16 @@ def job_key(job: str, name: str) -> str:
 
 
 class ViewReader:
-    """Reads one view after the other; a value that did not change is not read again."""
+    """Parses views; an unchanged value is not parsed again."""
 
     def __init__(self, job: str) -> None:
-        """Has read nothing yet."""
+        """Starts without a parsed value."""
         self._prefix = job_key(job, "m/")
         self._known: dict[str, tuple[bytes, Any]] = {}
-        """Key to its value, and what that was read as."""
+        """Key to its value and the parsed result."""
 
     def view(self, pairs: Collection[KeyValue], revision: int) -> View:
-        """The view that pairs make; a value that cannot be read is left out."""
+        """The view of the given pairs; an unreadable value is left out."""
         former, self._known = self._known, {}
         found = {pair.key.removeprefix(self._prefix): pair for pair in pairs}
 
@@ -124,7 +124,7 @@ class ViewReader:
 
 
 def _read(read: Callable[[bytes], _Value], pair: KeyValue | None) -> _Value | None:
-    """A value of the store; None if there is none, or if it cannot be read."""
+    """Parses a stored value; None if it is absent or unreadable."""
     if pair is None:
         return None
     try:
@@ -139,7 +139,7 @@ def _era_of(value: bytes) -> int:
 
 
 def read_view(store: Store, job: str) -> tuple[View, int]:
-    """What the store says of a job, and the revision that this is of."""
+    """Reads a job's view from the store, with its revision."""
     pairs, revision = store.list(job_key(job, "m/"))
     return ViewReader(job).view(pairs, revision), revision
 
@@ -147,7 +147,8 @@ def read_view(store: Store, job: str) -> tuple[View, int]:
 def read_commits(store: Store, job: str) -> tuple[Commit, ...]:
     """The recorded commits of a job, newest first; none if they cannot be read.
 
-    A leader must not fail on them: the hosts know their newest commits as well.
+    A leader must not fail on unreadable commits: the hosts know their newest commits
+    too.
     """
     return _read(_commits_of, store.get(job_key(job, "c/commits"))) or ()
 

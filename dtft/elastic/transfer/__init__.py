@@ -6,7 +6,7 @@
   pushes in and answers fetches; `slot_task`: what runs for one formation.
 * `restore_executor` carries out every restore plan.
 
-Which slice goes where is decided in `leader.recovery` and `dtft.checkpoint`.
+`dtft.elastic.leader` and `dtft.checkpoint` decide which slice goes where.
 """
 
 from typing import TYPE_CHECKING

@@ -2,8 +2,8 @@
 
 A formation with the same layout and slot goes on with the arena of the last one, so
 that copies outlive the trainers. One with another layout or slot gets an arena of its
-own, and the former ones stay beside it until a step was committed in the new one: what
-the old commit needs is never given up for what is only being restored.
+own, and the former ones stay beside it until a step was committed in the new one: a
+commit's only copies are never freed for a restore that has not been committed.
 """
 
 import logging
@@ -22,20 +22,20 @@ logger = logging.getLogger(__name__)
 
 
 class Copies:
-    """This host's holder, None until a layout is known."""
+    """This host's holders of copies; `holder` is None until a layout is known."""
 
     def __init__(self, config: AgentConfig) -> None:
-        """Reserves nothing yet."""
+        """Reserves no memory yet."""
         self._config = config
         self.holder: ReplicaStore | None = None
-        """Of the newest formation."""
+        """Holder of the newest formation."""
         self._shares: dict[ReplicaStore, Shares] = {}
         self.former: tuple[ReplicaStore, ...] = ()
-        """Of the formations since the last commit, where they were others."""
+        """Holders of former formations that the last commit may need."""
         self._reserve: Arena | None = None
         self._placed: dict[ReplicaStore, tuple[str, ...]] = {}
         self.epoch: tuple[int, int] = (0, 0)
-        """Of the newest order; a restore for an older one may still be under way."""
+        """Epoch of the newest order; a restore for an older order may still run."""
         self._lock = threading.Lock()  # a restore that was given up may still end
 
     def hold(
@@ -46,20 +46,20 @@ class Copies:
         keep: int | None = None,
         epoch: tuple[int, int] | None = None,
     ) -> ReplicaStore:
-        """The holder for a layout and slot; its arena is kept if nothing changed.
+        """Makes the holder for a layout and slot; keeps the arena if both are the same.
 
         Args:
             layout: of the formation.
             slot: this host's.
             domains: per slot the failure domain by which copies are placed; empty if
-                every slot is its own.
-            keep: the step that is to be restored: other holders that have some of it
-                stay until `committed`. Without it they go.
-            epoch: of the order that wants it; by default the newest.
+                every slot is its own domain.
+            keep: the step to restore: other holders with parts of this step stay
+                until `committed`. None: other holders are closed.
+            epoch: of the order that needs the holder; by default the newest.
 
         Raises:
-            OSError: the memory for a new arena is not there, or the order is not the
-                newest any more.
+            OSError: not enough memory for a new arena, or the order is not the newest
+                any more.
         """
         with self._lock:
             if epoch is not None and epoch < self.epoch:
@@ -80,7 +80,7 @@ class Copies:
         self.former = tuple(it for it in others if keep in it.steps())
         if keep is not None:
             for one in self.former:
-                # Uncommitted: the new formation makes these again, with other bits.
+                # Uncommitted steps: the new formation recomputes them, with other bits.
                 one.drop_after(keep)
         self.holder = None
         for one in others:
@@ -109,7 +109,7 @@ class Copies:
         )
 
     def share(self, turn: int) -> bytes:
-        """Which own slices are copied at a turn, packed; nothing for all of them."""
+        """Packed flags of the own slices copied at a turn; empty if all are copied."""
         holder = self.holder
         assert holder is not None
         if self._config.share == "full":
@@ -121,30 +121,30 @@ class Copies:
         return pack_flags(self._shares[holder].of(holder.slot, turn))
 
     def committed(self) -> None:
-        """A step was committed in the newest formation: the former ones may go."""
+        """Frees former formations' memory after the newest formation's first commit."""
         with self._lock:
             former, self.former = self.former, ()
         for one in former:
             self._drop(one)
 
     def holders(self) -> list[ReplicaStore]:
-        """All that have copies of this host, the newest first."""
+        """All holders of this host's copies, the newest first."""
         return [it for it in (self.holder, *self.former) if it is not None]
 
     def holding(self, step: int, slot: int | None = None) -> ReplicaStore | None:
-        """The holder that has a step, of a certain slot if one is; else the newest."""
+        """The holder with a step, preferably of `slot`; otherwise the newest holder."""
         having = [it for it in self.holders() if step in it.steps()]
         fit = [it for it in having if it.slot == slot]
         return next(iter([*fit, *having]), self.holder)
 
     def expect(self, layout: Layout, domains: Sequence[str] = ()) -> None:
-        """Reserves memory for a slot of this layout; takes long.
+        """Reserves memory for a slot of this layout; blocks for long.
 
-        A host that waits then need not spend that time when it is given one. Slots
-        need about equally much; one that needs more gets its memory as without this.
+        A spare host then gets a slot without this delay. Slots need about equal memory;
+        a slot that needs more allocates its memory as without the reserve.
 
         Raises:
-            OSError: the memory is not there; names bytes needed and available.
+            OSError: not enough memory; names bytes needed and available.
         """
         with self._lock:
             if self.holder is None and self._reserve is None:
@@ -168,7 +168,10 @@ class Copies:
         return reserve
 
     def report(self, read: bool = True) -> dict[str, Any]:
-        """What is held here, for the leader; see `ReplicaStore.holdings` for `read`."""
+        """The report to the leader of all held copies.
+
+        `read` is that of `ReplicaStore.holdings`.
+        """
         holders = self.holders()
         held: dict[int, dict[str, bytes]] = {}
         items: dict[int, dict[str, Any]] = {}
@@ -195,7 +198,7 @@ class Copies:
         }
 
     def located(self, step: int, in_memory: bool) -> dict[str, Any]:
-        """Where a trainer finds its arena and, if it is there, the state of `step`."""
+        """Arena of a trainer and, if in memory, buffers and digests of `step`."""
         holder = self.holder
         assert holder is not None
         return {
@@ -211,7 +214,7 @@ class Copies:
         credentials: Credentials,
         epoch: tuple[int, int],
     ) -> list[Pusher]:
-        """One for each copy that a peer keeps; `addresses` are by slot."""
+        """Makes a pusher for each copy that a peer keeps; `addresses` are by slot."""
         holder = self.holder
         assert holder is not None
         limit_s = self._config.timeouts.replicate
@@ -221,7 +224,7 @@ class Copies:
         ]
 
     def close(self) -> None:
-        """Frees the memory."""
+        """Frees the memory of all holders and the reserve."""
         for one in (self.holder, *self.former):
             if one is not None:
                 one.close()

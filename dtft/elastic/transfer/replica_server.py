@@ -1,8 +1,8 @@
-"""Serves this host's copies: takes slices that peers push, hands out what they fetch.
+"""Serves this host's copies: receives slices from peers, and answers fetches.
 
-The other side of `replication`. A push of another epoch than this host's is refused,
-and one counts as held only once every digest was checked here. A fetch is answered from
-the memory of the newest formation, or of a former one.
+This is the receiving side of `replication`. A push of another epoch than this host's is
+refused. A push counts as held only once every digest was verified here. A fetch is
+answered from the memory of the newest formation, or of a former formation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ from dtft.elastic.transfer.replication import Epoch
 
 
 def cut_out(slices: Sequence[Parts], spans: object) -> list[Parts]:
-    """Of each slice the bytes that are asked for.
+    """Cuts the requested byte span out of each slice.
 
     Raises:
         WireError: the spans are not inside the slices.
@@ -47,10 +47,10 @@ def cut_out(slices: Sequence[Parts], spans: object) -> list[Parts]:
 def find_copies(
     holders: Sequence[ReplicaStore | None], step: int, keys: Sequence[str]
 ) -> list[Parts]:
-    """The bytes of the named slices of a step, from whichever holder has each.
+    """The bytes of the named slices of a step, each from any holder with a copy.
 
-    The last one that has a slice counts: that of the former formation, since the first
-    may be waiting for that very slice.
+    Of several holders with a slice, the last is used (a former formation's), since the
+    newest formation's holder may be waiting for this slice.
 
     Raises:
         KeyError: a slice is not held here for that step.
@@ -64,7 +64,7 @@ def find_copies(
 
 @dataclass(frozen=True, kw_only=True)
 class Inbox:
-    """What the serving side needs to know of its host, asked at every message."""
+    """The host's state for the serving side, read at every message."""
 
     epoch: Callable[[], Epoch]
     holder: Callable[[], ReplicaStore | None]
@@ -92,7 +92,7 @@ def serve_pushes(channel: Channel, inbox: Inbox) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Announced:
-    """The header of a push; its fields have the right types and nothing else."""
+    """The validated header of a push."""
 
     epoch: Epoch
     source: int
@@ -102,10 +102,10 @@ class _Announced:
 
     @classmethod
     def read(cls, header: Mapping[str, Any]) -> "_Announced":
-        """From a peer's header.
+        """Reads and checks a peer's header.
 
         Raises:
-            WireError: a field is missing or not what it should be.
+            WireError: a field is missing or has a wrong type.
         """
         digests, items = header.get("digests"), header.get("items")
         step, source = header.get("step"), header.get("source")
@@ -135,7 +135,7 @@ def _epoch(value: object) -> Epoch:
 
 
 def _receive_push(channel: Channel, inbox: Inbox) -> bool:
-    """Receives one push; whether the peer is done with it, well or for ever."""
+    """Receives one push; returns whether the peer must not repeat the push."""
     header, _ = channel.receive(86400, no_payload, max_header=MAX_DATA_HEADER)
     push = _Announced.read(header)
     holder = inbox.holder()
@@ -163,7 +163,7 @@ def serve_fetch(channel: Channel, inbox: Inbox) -> None:
     """Answers one connection of a peer that fetches slices of a step.
 
     Raises:
-        WireError: the peer asks for what it may not.
+        WireError: the peer's request is invalid.
     """
 
     def find(request: Mapping[str, Any]) -> Sequence[Parts]:

@@ -1,7 +1,8 @@
 """Pushes every step's slices to the peers that keep copies of them.
 
-The side that begins (`replica_server` answers there). What is pushed where comes from
-the placement. Bytes count only once their digests have been checked by the receiver.
+This is the sending side; `replica_server` is the receiving side. The placement decides
+which slices go to which peer. Bytes count as held only once the receiver has verified
+their digests.
 """
 
 import logging
@@ -46,7 +47,7 @@ class Pusher:
         self._credentials, self._epoch = credentials, epoch
         self._deadline_s = deadline_s
         self.paced: Callable[[int], None] | None = None
-        """Is told all bytes sent and pauses, to have them sent more slowly."""
+        """Called with the bytes sent; pauses to limit the rate. None: no limit."""
         self._steps: queue.Queue[int | None] = queue.Queue()
         self._closed = threading.Event()
         self._channel: Channel | None = None
@@ -55,7 +56,7 @@ class Pusher:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one push, if all of it is sent."""
+        """Bytes of one push of all slices."""
         return sum(piece.nbytes for piece in self._push.slices)
 
     def offer(self, step: int) -> None:
@@ -63,7 +64,7 @@ class Pusher:
         self._steps.put(step)
 
     def close(self) -> None:
-        """Stops; a send under way is cut."""
+        """Stops the pusher; a send in progress is cut."""
         self._closed.set()
         self._steps.put(None)
         if self._channel is not None:
@@ -81,7 +82,7 @@ class Pusher:
             self._channel.close()
 
     def _try(self, step: int, deadline: float) -> bool:
-        """Sends one step; False asks for another try."""
+        """Sends one step; False if the send must be tried again."""
         try:
             return self._send(step, deadline)
         except KeyError:
@@ -124,7 +125,7 @@ class Pusher:
 
 
 def share_pace(pushers: Sequence[Pusher], limit_s: float) -> PushPace:
-    """Has pushers that have not begun yet keep to one pace; their deadline is given."""
+    """Limits pushers that have not begun to one common pace, from their deadline."""
     pace = PushPace(sum(pusher.nbytes for pusher in pushers), limit_s)
     for pusher in pushers:
         pusher.paced = pace.bucket.sent

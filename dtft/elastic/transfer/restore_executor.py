@@ -1,11 +1,11 @@
 """Carries out a restore plan on one host: the one executor of all restores.
 
-Fills the memory of slices with what the leader's order names: whole slices by key, and
-regions of committed slices where the host's slices are cut otherwise than in the
-commit. Own copies that are right stay; the rest is fetched from peers, all in parallel.
-Whatever is read of a committed slice is whole chunks whose digests are the commit's
-(`checkpoint.regions`), so wrong bytes cannot get in. That every owner of an assembled
-slice came to the same bytes, the leader compares afterwards (`leader.scaling`).
+Fills the memory of slices by the leader's order: whole slices by key, and regions of
+committed slices where the host's slices are cut differently than in the commit. Right
+own copies stay; the rest is fetched from all peers in parallel. Committed slices are
+read in whole chunks whose digests must be the commit's, so wrong bytes are never
+restored. Afterwards the leader compares the digests of all owners of an assembled
+slice.
 """
 
 import concurrent.futures
@@ -48,21 +48,21 @@ logger = logging.getLogger(__name__)
 
 
 class FetchFailed(Exception):
-    """Slices could not be had from a peer; says which, from whom and why."""
+    """A fetch of slices failed; the message names the host and the reason."""
 
     def __init__(self, host: str, reason: str, corrupt: Sequence[str] = ()) -> None:
-        """Keeps what the leader needs to plan anew."""
+        """Keeps the host and the corrupt copies, for the leader's new plan."""
         super().__init__(f"from {host}: {reason}")
         self.host, self.corrupt = host, tuple(corrupt)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FetchOrder:
-    """One fetch, as the leader ordered it."""
+    """One fetch, as the leader has ordered."""
 
     step: int
     epoch: Epoch
-    """Of the order; peers that obey a newer one refuse."""
+    """Epoch of the order; peers that obey a newer order refuse the fetch."""
     transfer: Mapping[str, Any]
     """Host and address of the peer; the keys of whole slices, or regions, or both."""
     digests: Mapping[str, bytes]
@@ -97,10 +97,10 @@ def restore_copies(
     credentials: Credentials,
     nixl: Nixl | None = None,
 ) -> dict[str, Any]:
-    """Gets memory for the slot of a leader's order and restores into it.
+    """Allocates memory for the slot of a leader's order and restores the slot.
 
     Returns:
-        As `restore_into`; or `fatal`, why there is no such memory.
+        As `restore_into`; or `fatal`, the reason why memory could not be allocated.
     """
     layout, step = Layout.from_json(order["layout"]), order["step"]
     try:
@@ -206,12 +206,12 @@ def _restore(
 
 
 def _planned(order: Mapping[str, Any], host: str) -> set[str]:
-    """Keys of the slices that something is fetched or assembled for."""
+    """Keys of the slices for which the order plans a fetch or an assembly."""
     planned = {key for transfer in order["transfers"] for key in transfer["keys"]}
     for source in order.get("regions", ()):
         for entry in source["regions"]:
             old, new = _slice(entry["old"]), _slice(entry["new"])
-            if source["host"] != host or old != new:  # else it should be here
+            if source["host"] != host or old != new:  # else an own copy is expected
                 planned.add(new.key)
     return planned
 
@@ -222,7 +222,7 @@ def _adopt(
     missing: Sequence[Slice],
     former: Sequence[ReplicaStore],
 ) -> list[Slice]:
-    """Copies what a former holder of this host has; returns what is still missing."""
+    """Copies right slices from former holders; returns the slices still missing."""
     step, left = order["step"], list(missing)
     for old in former:
         here = {key: view for key, view, _ in old.copies(step)}
@@ -294,10 +294,10 @@ def bring(
     nixl: Nixl | None = None,
     fetched: Callable[[Sequence[str]], None] = lambda keys: None,
 ) -> int:
-    """Fills slices with what an order names; all that is read for them is right.
+    """Fills the memory of slices by an order; verifies all bytes that are read.
 
     Args:
-        new: the memory of each slice. What the order names for others is left out.
+        new: the memory of each slice; the order's other slices are left out.
         order: step, digests of committed slices, epoch or generation and attempt;
             transfers and regions.
         credentials: the job's.
@@ -353,7 +353,7 @@ def bring(
 
 
 def _whole(order: FetchOrder, memory: Mapping[str, Parts]) -> list[str]:
-    """Keys of the whole slices that an order names for some memory."""
+    """Keys of the whole slices that an order names for `memory`."""
     keys = [key for key in order.transfer.get("keys", ()) if key in memory]
     return keys + [old.key for old, them in order.regions(memory).items() if _one(them)]
 
@@ -363,14 +363,14 @@ def _one(regions: Sequence[Region]) -> bool:
 
 
 def _asks(order: FetchOrder, memory: Mapping[str, Parts]) -> bool:
-    """Whether an order names anything for some memory."""
+    """Whether an order names a slice or region for `memory`."""
     return bool(_whole(order, memory) or order.regions(memory))
 
 
 def _flat(
     orders: Sequence[FetchOrder], memory: Mapping[str, Parts]
 ) -> dict[str, Parts]:
-    """The memory, in one piece for each slice that is made of regions."""
+    """The memory of the slices; contiguous for each slice assembled from regions."""
     flat = dict(memory)
     for order in orders:
         for regions in order.regions(memory).values():
@@ -386,7 +386,7 @@ def _take_own(
     holders: Sequence[ReplicaStore],
     chunk: int,
 ) -> None:
-    """Copies regions of this host's own copies."""
+    """Copies regions from this host's own copies, after verifying their chunks."""
     step, host = order.step, order.transfer["host"]
     for old, regions in order.regions(memory).items():
         try:
@@ -414,7 +414,7 @@ def fetch_into(
     nixl: Nixl | None = None,
     streams: int = STREAMS,
 ) -> int:
-    """Fetches from one peer into memory, by key, and checks what comes.
+    """Fetches slices from one peer into memory, by key, and verifies the bytes.
 
     Args:
         memory: where slices go; one piece each where they are made of regions. What

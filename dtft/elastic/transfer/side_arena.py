@@ -1,8 +1,8 @@
-"""One host's slices of a step in another division, in memory of their own.
+"""One host's slices of a step under other shardings, in separate memory.
 
-For a process that wants a step on other shardings than it was saved with: it reads
-them there and is done, so nothing else is kept there (`SideArena`). `Resharding` has
-them brought there, on a thread.
+Serves a process that restores a step with other shardings than the step was saved with.
+`SideArena` keeps only these slices, until the process has read them. `Resharding` fills
+the arena on a thread.
 """
 
 import itertools
@@ -23,21 +23,21 @@ Bring = Callable[[Mapping[Slice, Parts]], int]
 
 
 class SideArena:
-    """At most one arena beside those of a host's copies."""
+    """At most one arena beside the arenas of a host's copies."""
 
     def __init__(self, directory: Path) -> None:
-        """Reserves nothing yet; arenas will lie in `directory`."""
+        """Reserves no memory yet; arenas will lie in `directory`."""
         self._paths = (directory / f"side-{number}" for number in itertools.count())
         self._arena: Arena | None = None
 
     def fill(
         self, layout: Layout, slot: int, chunk_bytes: int, bring: Bring
     ) -> dict[str, Any]:
-        """Has the slices of a slot brought into new memory.
+        """Allocates an arena and fills it with the slices of a slot.
 
         Args:
-            layout: how the step is wanted.
-            slot: of this host.
+            layout: the wanted layout of the step.
+            slot: this host's slot.
             chunk_bytes: bytes under one digest.
             bring: fills the memory of each slice, checked
                 (`restore_executor.bring`).
@@ -46,7 +46,7 @@ class SideArena:
             `arena` (its path) and `digests` (per slice), for the process.
 
         Raises:
-            OSError: the memory is not there; names bytes needed and available.
+            OSError: not enough memory; names bytes needed and available.
         """
         self.free()
         chunks = Chunks.of(layout.slices(slot), chunk_bytes)
@@ -63,10 +63,10 @@ class SideArena:
         return {"arena": str(arena.path), "digests": digests}
 
     def free(self, path: str = "") -> None:
-        """Gives the memory back; whoever reads it now may finish.
+        """Frees the arena; a process that has mapped the arena may go on reading.
 
         Args:
-            path: of the arena that is meant; by default whichever there is.
+            path: of the arena to free; by default any arena.
         """
         arena = self._arena
         if arena is not None and path in ("", str(arena.path)):
@@ -76,9 +76,9 @@ class SideArena:
 
 
 class Resharding:
-    """Brings this host's part of a step onto the slices that its process wants.
+    """Restores this host's part of a step as the slices that its process wants.
 
-    Emits ("assembled", formation, answer): the answer has `arena` and `digests`, or
+    Emits ("assembled", task, answer): the answer has `arena` and `digests`, or
     `error`.
     """
 
@@ -89,17 +89,17 @@ class Resharding:
         copies: Copies,
         emit: Callable[..., None],
     ) -> None:
-        """Reserves nothing yet."""
+        """Reserves no memory yet."""
         self._config, self._credentials = config, credentials
         self._copies, self._emit = copies, emit
         self._side = SideArena(config.memory_directory)
 
     def begin(self, task: SlotTask, told: dict[str, Any]) -> None:
-        """Makes the wanted slices and checks them, on a thread.
+        """Assembles and verifies the wanted slices on a thread.
 
         Args:
-            formation: that the process belongs to.
-            told: what the leader says of it, see `ReshardPlans.order_for`.
+            task: the slot's task to which the process belongs.
+            told: the leader's order, see `ReshardPlans.order_for`.
         """
         args = task, told
         threading.Thread(target=self._assemble, args=args, daemon=True).start()
@@ -126,10 +126,10 @@ class Resharding:
         self._emit("assembled", task, answer)
 
     def outdated(self, answer: Mapping[str, Any]) -> None:
-        """The process has gone before its answer came."""
+        """Frees the arena of an answer whose process has gone."""
         if "arena" in answer:
             self._side.free(answer["arena"])
 
     def free(self) -> None:
-        """The process has read its slices, or has gone."""
+        """Frees the arena after the process has read its slices or has gone."""
         self._side.free()

@@ -1,4 +1,4 @@
-"""The order that one host obeys, and what sends its copies on while it does.
+"""The order of one host's slot, and the pushers that send the slot's copies.
 
 Pushers, the pace they keep and the host's turn in copying belong to one formation and
 end with it.
@@ -16,15 +16,15 @@ from dtft.elastic.transfer.replication import Pusher, share_pace
 
 @dataclass(kw_only=True)
 class SlotTask:
-    """One slot in one epoch, as the leader ordered it."""
+    """One slot in one epoch, as the leader has ordered."""
 
     order: dict[str, Any]
     restored: dict[str, Any] | None = None
-    """What the restore from memory came to; None while it runs."""
+    """Outcome of the restore from memory; None while the restore runs."""
     announced: bool = False
-    """The trainer has told the layout."""
+    """Whether the trainer's layout was accepted."""
     turn: int = 0
-    """Steps staged; equal on all hosts, which take turns in copying."""
+    """Number of staged steps; equal on all hosts, which take turns in copying."""
     _pushers: list[Pusher] = field(default_factory=list)
     _pace: PushPace | None = None
 
@@ -35,18 +35,18 @@ class SlotTask:
 
     @property
     def slot(self) -> int:
-        """Of this host."""
+        """Slot of this host."""
         return self.order["slot"]
 
     def start_pushers(
         self, copies: Copies, credentials: Credentials, limit_s: float
     ) -> None:
-        """Has what is offered from now on sent to peers; nothing if it is already.
+        """Starts the pushers to peers, unless they run already.
 
         Args:
-            copies: of this host.
+            copies: this host's copies.
             credentials: the job's.
-            limit_s: in which a step has to arrive.
+            limit_s: seconds within which a step has to arrive.
         """
         if not self._pushers:
             addresses = self.order["addresses"]
@@ -54,17 +54,17 @@ class SlotTask:
             self._pace = share_pace(self._pushers, limit_s)
 
     def stop_pushers(self) -> None:
-        """Cuts what is being sent."""
+        """Closes the pushers; sends in progress are cut."""
         for pusher in self._pushers:
             pusher.close()
         self._pushers = []
 
     def push(self, step: int, targets: Collection[int] | None = None) -> None:
-        """Sends a step that is held here to peers that keep copies.
+        """Sends a step in this host's memory to the peers that keep copies.
 
         Args:
-            step: of the commit.
-            targets: their slots; all of them by default.
+            step: number of the step.
+            targets: slots of the peers; by default all.
         """
         for pusher in self._pushers:
             if targets is None or pusher.target in targets:
@@ -73,13 +73,13 @@ class SlotTask:
     def staged(
         self, step: int, interval: int, window: Mapping[str, Any] | None
     ) -> None:
-        """The trainer has staged a step, which goes to the peers.
+        """Counts a staged step, adapts the pace, and sends the step to the peers.
 
         Args:
-            step: that it has staged.
-            interval: steps until it stages the next.
-            window: what it measured since the step before; the fields of
-                `snapshot_interval.Window`.
+            step: the staged step.
+            interval: steps until the trainer stages the next.
+            window: the trainer's measurements since the last staged step: fields of
+                `dtft.checkpoint.replication.Window`.
         """
         self.turn += 1
         if self._pace is not None and window is not None:

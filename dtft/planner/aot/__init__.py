@@ -1,10 +1,8 @@
-"""What XLA makes of a plan: compiled ahead of time in child processes, read, compared
-with the prediction.
+"""Ahead-of-time compilation of a plan with XLA, and comparison with the prediction.
 
-* `compile`: candidates lowered here and compiled for devices that this machine does not
-  have.
-* `worker`: the child process that compiles; `gpu_targets`: GPUs that XLA's compiler is
-  told of.
+* `compile`: lowers candidates, and compiles them for devices that this machine lacks.
+* `worker`: the child process that compiles.
+* `gpu_targets`: descriptions of GPUs for XLA's compiler.
 * `hlo`: collectives and groups in the text of a compiled program.
 * `check`: whether compiled memory fits, and whether bytes agree with the plan.
 """

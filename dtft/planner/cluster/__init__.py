@@ -1,10 +1,9 @@
-"""The cluster: which devices there are, how they are linked, and how fast both are.
+"""The cluster: devices, links between the devices, and the speeds of both.
 
-* `hardware`: a device type and a link as values, and how far their figures are trusted.
-* `catalog`: devices, links and machines that are known by name, each figure with its
-  source.
-* `topology`: a `Cluster` of pools and levels, read from a shorthand (`64x8xH100`), a
-  YAML or JSON file, or JAX's devices.
+* `hardware`: classes of device types and links, and the accuracy of their figures.
+* `catalog`: devices, links and machines by name, each figure with its source.
+* `topology`: `Cluster`, made of pools and levels, read from a shorthand (`64x8xH100`),
+  a YAML or JSON file, or JAX's devices.
 """
 
 from typing import TYPE_CHECKING

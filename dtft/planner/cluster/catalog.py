@@ -1,7 +1,7 @@
-"""Devices, links and machines that are known by name: level 0 of calibration.
+"""Catalog of devices, links and machines by name: level 0 of calibration.
 
-Data sheets and published measurements, each with its source beside it. `dtft calibrate`
-replaces them.
+Figures come from data sheets and published measurements, each with its source.
+`dtft calibrate` replaces these figures by measurements.
 """
 
 import difflib
@@ -20,17 +20,18 @@ from dtft.planner.cluster.hardware import (
 )
 
 # Device types. Peaks are dense (no sparsity). Sizes, cores and bandwidths of NVIDIA
-# devices are those of XLA's target descriptions; where the product differs from them
-# (MI300X), the data sheet counts.
+# devices come from XLA's target descriptions. Where the product differs (MI300X), the
+# data sheet counts.
 
 
 _XLA = "openxla/xla backends/gpu/target_config/specs"
 _SHEET = "data sheet"
 _SCALING = "jax-ml/scaling-book, TPU specs"
 _GPU = Efficiency(e0=0.75, x0=8.0, memory=0.85, fuse=0.5, launch_s=4e-6, misaligned=0.5)
-"""e0 and x0: BigScience fit on A100, planner.md section 3; the others are assumed."""
+"""Efficiency of GPUs. e0 and x0 come from a fit to BigScience runs on A100 (planner.md
+section 3); the other scalars are assumed."""
 _TPU = Efficiency(e0=0.8, x0=0.0, memory=0.85, fuse=0.5, launch_s=1e-6)
-"""Assumed; TPU programs start their operators themselves."""
+"""Efficiency of TPUs, assumed; TPU programs launch their operators on the device."""
 _T = 1e12
 
 
@@ -187,7 +188,7 @@ ALIASES: Mapping[str, str] = {
     "mi300": "mi300x", "v4": "tpu-v4", "v5e": "tpu-v5e", "v5litepod": "tpu-v5e",
     "v5p": "tpu-v5p", "v6e": "tpu-v6e", "trillium": "tpu-v6e",
 }  # fmt: skip
-"""Other names of device types."""
+"""Map from other names of device types to the catalog's name."""
 
 KINDS: tuple[tuple[str, str], ...] = (
     ("TPU v6", "tpu-v6e"), ("TPU v5 lite", "tpu-v5e"), ("TPU v5e", "tpu-v5e"),
@@ -196,11 +197,11 @@ KINDS: tuple[tuple[str, str], ...] = (
     ("A100-PCIE-40GB", "a100-40gb"), ("A100", "a100"), ("V100", "v100"),
     ("RTX 4090", "rtx4090"), ("MI300X", "mi300x"),
 )  # fmt: skip
-"""Part of JAX's `device_kind` to device type; the first that fits counts."""
+"""Pairs of a part of JAX's `device_kind` and a device type; the first match counts."""
 
 
-# Links. Bandwidths are of one direction. Where a measurement of large collectives is
-# published, its figure is used instead of the data sheet's.
+# Links. Bandwidths are for one direction. Published measurements of large collectives
+# replace the figures of data sheets.
 
 
 _STAS = "stas00/ml-engineering network/README.md"
@@ -216,7 +217,7 @@ def _link(
     shared_by: int = 1,
     all_reduce: float | None = None,
 ) -> Link:
-    """A link; `all_reduce` in GB/s, where the switch adds up by itself."""
+    """Builds a link; `all_reduce` is the GB/s of an all-reduce that the switch sums."""
 
     def curve(bandwidth: float) -> Curve:
         return Curve(
@@ -316,7 +317,7 @@ LINKS: Mapping[str, Link] = {
         "loopback", 100, 1, "processes of one machine; order of magnitude, calibrate"
     ),
 }  # fmt: skip
-"""Name to link. `-half`: a port for two devices."""
+"""Map from name to link. Names in `-half` have one port for two devices."""
 
 
 GIB = 2**30
@@ -324,25 +325,25 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A host as it is commonly sold, or a TPU pod."""
+    """A common model of a host, or a TPU pod."""
 
     device: str
     per_host: int
-    """Devices of one host; 0: any number."""
+    """The number of devices of one host; 0 means any number."""
     inside: str
-    """Link of the devices of a host; of a torus: along each of its dimensions."""
+    """Link between the devices of a host; in a torus, the link along each dimension."""
     outside: str
-    """Link between hosts; of a torus: between slices."""
+    """Link between hosts; for a torus, the link between slices."""
     host_link: str
-    """From a device to host memory; empty: its memory is the host's."""
+    """Link from a device to host memory; empty if the device uses the host's memory."""
     host_memory_bytes: int
-    """Of a host."""
+    """Bytes of memory of one host."""
     torus_dims: int = 0
-    """Dimensions of a torus; 0: hosts in a network."""
+    """The number of torus dimensions; 0 for hosts in a network."""
     ring: int = 0
-    """A torus' dimension is closed to a ring if its size is a multiple of this."""
+    """A torus dimension is a closed ring if its size is a multiple of this number."""
     pod: int = 0
-    """Devices of the largest torus."""
+    """The number of devices of the largest torus."""
     source: str
 
 
@@ -448,14 +449,15 @@ MACHINES: Mapping[str, Machine] = {
         "AWS p4d.24xlarge: 400 Gb/s",
     ),
 }  # fmt: skip
-"""Name to machine; a device type's name is the machine that it is mostly sold in."""
+"""Map from name to machine; the name of a device type stands for its most common
+machine."""
 
 
 def device_type(name: str) -> DeviceType:
-    """A device type of the catalog, by its name or another that people use.
+    """Looks up a device type of the catalog by its name or an alias.
 
     Raises:
-        ValueError: unknown; lists what is known, the closest first.
+        ValueError: the name is unknown; the message has the closest and all names.
 
     >>> device_type("H100_SXM").name
     'h100'
@@ -466,10 +468,10 @@ def device_type(name: str) -> DeviceType:
 
 
 def machine(name: str) -> Machine:
-    """A machine of the catalog.
+    """Looks up a machine of the catalog by its name or an alias.
 
     Raises:
-        ValueError: unknown; lists what is known, the closest first.
+        ValueError: the name is unknown; the message has the closest and all names.
     """
     if (known := canonical_name(name)) in MACHINES:
         return MACHINES[known]
@@ -477,10 +479,10 @@ def machine(name: str) -> Machine:
 
 
 def link(name: str) -> Link:
-    """A link of the catalog.
+    """Looks up a link of the catalog by its name.
 
     Raises:
-        ValueError: unknown; lists what is known, the closest first.
+        ValueError: the name is unknown; the message has the closest and all names.
     """
     if (known := name.strip().lower().replace("_", "-")) in LINKS:
         return LINKS[known]
@@ -488,9 +490,10 @@ def link(name: str) -> Link:
 
 
 def torus_link(of: Machine, size: int) -> Link:
-    """The link along a dimension of a torus of some size.
+    """The link along a torus dimension of a given size.
 
-    One that is no ring has half the bandwidth: its ends send one way only.
+    A dimension that is no ring has half the bandwidth: its end devices send in one
+    direction only.
     """
     port = link(of.inside)
     if size % of.ring == 0:
@@ -500,7 +503,7 @@ def torus_link(of: Machine, size: int) -> Link:
 
 
 def canonical_name(name: str) -> str:
-    """The catalog's spelling of a name.
+    """Normalizes a name to the catalog's spelling and resolves aliases.
 
     >>> canonical_name(" A100 80GB"), canonical_name("v5e")
     ('a100', 'tpu-v5e')
@@ -510,7 +513,7 @@ def canonical_name(name: str) -> str:
 
 
 def device_type_of_kind(kind: str) -> DeviceType | None:
-    """The device type that JAX calls `device_kind`; None if the catalog has none.
+    """Looks up the device type of JAX's `device_kind`; None if the catalog lacks it.
 
     >>> device_type_of_kind("NVIDIA H100 80GB HBM3").name
     'h100'
@@ -523,7 +526,7 @@ def device_type_of_kind(kind: str) -> DeviceType | None:
 def unknown(
     what: str, name: str, known: Iterable[str], near: Iterable[str]
 ) -> NoReturn:
-    """Raises a ValueError that lists what is known and names the closest."""
+    """Raises a ValueError that lists the known names and suggests the closest name."""
     close = difflib.get_close_matches(canonical_name(name), list(near), n=1, cutoff=0.5)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     raise ValueError(

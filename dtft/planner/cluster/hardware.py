@@ -1,8 +1,7 @@
-"""Device types and links: how fast each computes or sends, and how far these figures
-are trusted.
+"""Speeds of device types and links, and the accuracy of these figures.
 
-Values only. Figures come from the catalog (level 0), a calibration (1), or past runs
-(2).
+The classes hold values only. Figures come from the catalog (level 0), a calibration
+(level 1), or past runs (level 2).
 """
 
 import math
@@ -10,29 +9,30 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-# Accuracy of predictions. The levels of reference section 5: catalog (0), measured (1),
-# corrected by past runs (2).
+# Accuracy of predictions, with the levels of reference section 5: catalog (0), measured
+# (1), corrected by past runs (2).
 
 
 UNCALIBRATED: Mapping[str, float] = {"compute": 0.25, "collectives": 0.5}
-"""Relative errors expected of the catalog (level 0), by term; `other` as compute."""
+"""Expected relative errors with the catalog's figures (level 0), by term; all terms but
+`collectives` have the error of `compute`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy:
-    """What a prediction says of the figures it is made of."""
+    """Origin, relative errors and correction factors of a prediction's figures."""
 
     source: str = "catalog (uncalibrated)"
-    """Where they come from, in a line."""
+    """Origin of the figures, in one line."""
     errors: Mapping[str, float] = field(default_factory=lambda: dict(UNCALIBRATED))
-    """Relative errors of a prediction's terms: `compute` (and all others) and
-    `collectives`."""
+    """Relative errors of a prediction's terms: `collectives`, and `compute` for all
+    other terms."""
     scales: Mapping[str, float] = field(default_factory=dict)
-    """Term to the factor that past runs gave; terms without one are taken as they
-    are."""
+    """Map from a term to its factor fitted to past runs; other terms have the factor
+    1."""
 
     def scale(self, term: str) -> float:
-        """What a term of a prediction is multiplied by.
+        """Correction factor of a prediction's term, fitted to past runs; 1 by default.
 
         >>> learnt = Accuracy(scales={"compute": 1.5})
         >>> learnt.scale("compute"), learnt.scale("launch")
@@ -41,10 +41,10 @@ class Accuracy:
         return self.scales.get(term, 1.0)
 
     def interval_s(self, terms: Mapping[str, float]) -> tuple[float, float]:
-        """The interval of a step's time that the figures support.
+        """Interval of a step's time from the errors of its terms, in seconds.
 
-        Errors of different terms are taken as independent, those within a term as
-        common.
+        The errors of `collectives` and of all other terms together are assumed to be
+        independent of each other.
 
         Args:
             terms: seconds by term.
@@ -62,10 +62,10 @@ class Accuracy:
 
 
 CATALOG = Accuracy()
-"""Of figures that nothing was measured for."""
+"""Accuracy of the catalog's figures, without any measurement."""
 
 
-# Types of devices: how fast each computes, how much memory it has.
+# Types of devices: their compute speed and memory.
 
 
 Platform = Literal["cpu", "cuda", "rocm", "tpu", "other"]
@@ -73,54 +73,55 @@ Platform = Literal["cpu", "cuda", "rocm", "tpu", "other"]
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """How much of a data sheet a program gets: the scalars that calibration fits.
+    """Efficiency of a device relative to its data sheet: scalars fitted by calibration.
 
-    A matmul of x rows reaches e0 x / (x + x0) of the peak, less what is lost to whole
-    tiles (`cost.shape_factor`). Reference section 7.
+    A matmul of x rows reaches the share e0 x / (x + x0) of the peak, times the
+    efficiency of whole tiles (`cost.shape_factor`). See reference section 7.
     """
 
     e0: float = 0.75
     """Share of the peak that large matmuls reach."""
     x0: float = 0.0
-    """Rows at which half of that is reached."""
+    """Rows at which a matmul reaches half of the share `e0`."""
     c0: float = 0.0
-    """Channels at which a convolution reaches half the speed of a matmul: patches are
-    laid out first, which pays by the channels that they are used for."""
+    """Output channels at which a convolution reaches half the speed of a matmul. The
+    patches are laid out in memory first, a cost shared by the output channels."""
     odd: float = 1.0
-    """How many times as long a convolution takes whose channels in are an odd number
-    above one, such as colours: XLA's CPU backend multiplies them in pairs."""
+    """Factor on the time of a convolution whose number of input channels is odd and
+    above 1, such as 3 colors: XLA's CPU backend multiplies channels in pairs."""
     memory: float = 0.85
-    """Share of the memory's bandwidth that a stream reaches."""
+    """Share of the memory bandwidth that a stream reaches."""
     cache_bytes: float = 0.0
-    """Bytes of an operator that are at hand in a cache, if they were used just now."""
+    """Bytes of an operator that a cache holds if the bytes were used recently."""
     cache_gain: float = 1.0
-    """How many times as fast as the memory that cache is."""
+    """Ratio of the cache's bandwidth to the memory's bandwidth."""
     simple_s: float = 0.0
-    """Seconds of one addition or product of an element-wise operator; 0: they cost
-    nothing beside moving the bytes."""
+    """Seconds of one addition or product of an element-wise operator; with 0 only the
+    bytes cost time."""
     special_s: float = 0.0
     """Seconds of one exponential or similar function, beyond `simple_s`."""
     strided_s: float = 0.0
-    """Seconds of one element that is read across the order in which elements lie, such
-    as of a transposed gradient, beyond what it takes in that order."""
+    """Extra seconds to read one element out of memory order, such as an element of a
+    transposed gradient."""
     window_s: float = 0.0
-    """Seconds of one element of one window of `reduce_window`, as of max pooling; 0: an
-    operation as any other."""
+    """Seconds of one element of one window of `reduce_window`, as in max pooling; with
+    0, `simple_s` counts."""
     window_back_s: float = 0.0
-    """Seconds of one where a window's result is given back to the element it came of
-    (`select_and_scatter_add`); 0: an operation as any other."""
+    """Seconds of one operation of `select_and_scatter_add`, the backward pass of max
+    pooling; with 0, `simple_s` counts."""
     fuse: float = 0.5
-    """Share of the bytes of unfused element-wise operators that is really moved."""
+    """Share of the bytes of unfused element-wise operators that remains after
+    fusion."""
     launch_s: float = 5e-6
-    """Seconds to start one operator."""
+    """Seconds to launch one operator."""
     dispatch_s: float = 0.0
-    """Seconds in which the host starts a whole step, before any operator."""
+    """Seconds of the host to dispatch a step, before its first operator."""
     misaligned: float = 1.0
-    """Speed of a matmul whose rows are not aligned, relative to one whose are."""
+    """Speed of a matmul with unaligned rows, relative to a matmul with aligned rows."""
     overlap_kappa: float = 1.1
-    """How much longer computing takes while a collective runs beside it."""
+    """Factor on the time of computation that runs beside a collective."""
     overlap_fraction: float = 1.0
-    """Share of the computing beside which collectives can run; 0: none overlap."""
+    """Share of the computation that collectives can overlap; 0 means no overlap."""
 
     def __post_init__(self) -> None:
         shares = (self.e0, self.memory, self.fuse, self.misaligned)
@@ -140,26 +141,28 @@ class Efficiency:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceType:
-    """One type of device. Two devices of a type are the same to the planner."""
+    """A type of device. The planner treats devices of the same type as equal."""
 
     name: str
     platform: Platform
     peak_flops: Mapping[str, float]
-    """Dtype of a matmul's operands to FLOP/s, at JAX's default precision: float32 is
-    TF32 on NVIDIA since Ampere and one bfloat16 pass on TPU."""
+    """Map from the dtype of a matmul's operands to FLOP/s, at JAX's default precision:
+    float32 is TF32 on NVIDIA since Ampere, and one bfloat16 pass on TPU."""
     memory_bytes: int
     memory_bandwidth: float
-    """Bytes per second, reading and writing together."""
+    """Bytes per second, reads and writes together."""
     cores: int = 1
-    """Units that work on a matmul's tiles side by side (SMs)."""
+    """The number of units that compute a matmul's tiles in parallel (SMs)."""
     tile: tuple[int, int, int] = (1, 1, 1)
-    """Tile (m, n, k) that matmuls are made of; smaller dims are padded to it."""
+    """Tile (m, n, k) of matmuls; dims are padded to multiples of the tile."""
     alignment_bytes: int = 1
-    """Rows that are no multiple of this run at `Efficiency.misaligned`."""
+    """Alignment of rows in bytes; matmuls with other rows run at
+    `Efficiency.misaligned`."""
     efficiency: Efficiency = field(default_factory=Efficiency)
     kernels: frozenset[str] | None = None
-    """Operators that it can run: kinds (`graph.Kind`), primitives, or words such as
-    `dense` (`kernels.CLASSES`); None: all, and of platform `other` none."""
+    """Operators with kernels: kinds (`OperatorKind`), primitives, or words such as
+    `dense` (`dtft.placement.kernels.CLASSES`). None means all operators, and on the
+    platform `other` no operators."""
     source: str
 
     def __post_init__(self) -> None:
@@ -181,11 +184,11 @@ class DeviceType:
             )
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s of matmuls of a dtype.
+        """Peak FLOP/s of matmuls of a dtype.
 
-        A float of another layout counts as the listed one of as many bits (float8
-        types, bfloat16 for float16). What is not listed at all (int32, say) has no unit
-        of its own and counts as the slowest.
+        A float dtype that is not listed has the peak of a listed float, of as many bits
+        if possible (bfloat16 for float16). Other dtypes without a unit of their own,
+        such as int32, have the lowest listed peak.
 
         >>> peaks = {"bfloat16": 4.0, "float32": 2}
         >>> device = DeviceType(name="d", platform="cpu", memory_bytes=1,
@@ -199,7 +202,7 @@ class DeviceType:
         return min(self.peak_flops.values())
 
 
-# By the first six letters of the dtype: what stands in for it, best first.
+# Map from the first six letters of a dtype to its substitutes, best first.
 _ALIKE: Mapping[str, tuple[str, ...]] = {
     "float1": ("bfloat16", "float32"),
     "bfloat": ("float16", "float32"),
@@ -222,9 +225,9 @@ CollectiveKind = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """Time of a transfer by its size: B(S) = bandwidth * S / (S + half_bytes).
+    """Time of a transfer by its size S: B(S) = bandwidth * S / (S + half_bytes).
 
-    Reference section 7. All figures are of one direction.
+    See reference section 7. All figures are for one direction.
     """
 
     latency_s: float
@@ -232,7 +235,7 @@ class Curve:
     bandwidth: float
     """Bytes per second of large messages."""
     half_bytes: float = 0.0
-    """Size at which half of that bandwidth is reached, through one port."""
+    """Message size in bytes that reaches half of the bandwidth, through one port."""
 
     def __post_init__(self) -> None:
         if not (self.latency_s >= 0 and self.half_bytes >= 0 and self.bandwidth > 0):
@@ -243,7 +246,7 @@ class Curve:
             )
 
     def seconds(self, num_bytes: Any) -> Any:
-        """Seconds of one message; a number or an array of them.
+        """Seconds of one message of a size in bytes, a number or an array.
 
         >>> Curve(latency_s=1e-6, bandwidth=1e9, half_bytes=1e3).seconds(1e3)
         3e-06
@@ -253,29 +256,31 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A port through which a device reaches the others of its level.
+    """A port through which a device reaches the other devices of its level.
 
-    A device that shares its port with `shared_by - 1` others gets that part of its
-    bandwidth, as every device of an SPMD program communicates at once (reference
-    section 7: a PCIe switch, UPI, a CXL switch, one network card for g devices).
+    A device that shares its port with `shared_by - 1` other devices gets
+    1 / `shared_by` of the bandwidth: all devices of an SPMD program communicate at once
+    (reference section 7: a PCIe switch, UPI, a CXL switch, one network card for g
+    devices).
     """
 
     kind: LinkKind
     curve: Curve
-    """Of one port."""
+    """Transfer times of one port."""
     shared_by: int = 1
-    """Devices that share one port."""
+    """The number of devices that share one port."""
     source: str
-    """Where the figures come from."""
+    """Origin of the figures."""
     measured: Mapping[CollectiveKind, Mapping[int, Curve]] = field(default_factory=dict)
-    """Collectives that have curves of their own, such as sums done in the switch: by
-    the number of devices that they were measured among."""
+    """Curves of single kinds of collectives, such as sums computed in the switch, by
+    the number of devices of the measurement."""
     meeting: Mapping[int, float] = field(default_factory=dict)
-    """By number of devices: seconds that a collective behind computing takes beyond its
-    own. Members come at unlike times, and who waits has to be woken. Empty: none."""
+    """Sync skew: extra seconds of a collective after computation, by number of devices.
+    Participants arrive at different times, and waiting threads must be woken. Empty
+    means no skew."""
     ahead: Mapping[int, float] = field(default_factory=dict)
-    """By number of devices: share of a gather that is hidden beside computing, where it
-    waits for nothing that is computed; 0 to 1. Empty: none."""
+    """Share (0 to 1) of a gather that computation hides if the gather waits for no
+    computation, by number of devices. Empty means a share of 0."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(LinkKind):
@@ -307,10 +312,10 @@ class Link:
             )
 
     def curve_of(self, kind: CollectiveKind, num_devices: float) -> Curve:
-        """The curve of a kind of collective among some devices of this link.
+        """Curve of a kind of collective among a number of devices of this link.
 
-        Between the numbers of devices that were measured it is interpolated (by their
-        logarithm), beyond them the nearest counts.
+        Between measured numbers of devices the curve is interpolated by the logarithm
+        of the number. Outside the measured range the nearest measured curve counts.
         """
         curves = self.measured.get(kind)
         if not curves:
@@ -319,7 +324,7 @@ class Link:
         return _between(curves[low], curves[high], share) if share else curves[low]
 
     def sync_skew_s(self, num_devices: float) -> float:
-        """Seconds of `meeting` among some devices, interpolated as curves are.
+        """Sync skew in seconds for a number of devices, interpolated from `meeting`.
 
         >>> port = Curve(latency_s=1e-6, bandwidth=1e9)
         >>> seconds = {2: 1.0, 8: 2.0}
@@ -330,14 +335,15 @@ class Link:
         return _known(num_devices, self.meeting)
 
     def hidden(self, num_devices: float) -> float:
-        """The share of `ahead` among some devices, interpolated as curves are."""
+        """Hidden share for a number of devices, interpolated from `ahead`."""
         return _known(num_devices, self.ahead)
 
 
 def _beside(num_devices: float, known: Iterable[int]) -> tuple[int, int, float]:
-    """The numbers below and above, and how far it lies between them (0: at the first).
+    """Finds the known numbers below and above a number, and its position between both.
 
-    Beyond what is known, the nearest.
+    The position is 0 at the lower number. Outside the known range, both numbers are the
+    nearest known number.
     """
     numbers = sorted(known)
     low = max((n for n in numbers if n <= num_devices), default=numbers[0])
@@ -348,7 +354,7 @@ def _beside(num_devices: float, known: Iterable[int]) -> tuple[int, int, float]:
 
 
 def _known(num_devices: float, figures: Mapping[int, float]) -> float:
-    """A figure measured by number of devices; 0 of one device, and if unmeasured."""
+    """Interpolates a figure by number of devices; 0 for one device or no figures."""
     if num_devices <= 1 or not figures:
         return 0.0
     low, high, share = _beside(num_devices, figures)
@@ -360,7 +366,7 @@ def _mean(low: float, high: float, share: float) -> float:
 
 
 def _between(low: Curve, high: Curve, share: float) -> Curve:
-    """Seconds per byte, not bytes per second, are what adds up."""
+    """Interpolates two curves; the bandwidth is interpolated in seconds per byte."""
     return Curve(
         latency_s=_mean(low.latency_s, high.latency_s, share),
         bandwidth=1 / _mean(1 / low.bandwidth, 1 / high.bandwidth, share),

@@ -1,8 +1,7 @@
-"""A cluster: pools of like devices, the links at each level, host memory; and how it is
-read.
+"""Clusters: pools of equal devices, the links of each level, and host memory.
 
-`Cluster.parse` takes a shorthand (`64x8xH100`) or the path of a YAML or JSON file,
-`Cluster.from_devices` JAX's devices.
+`Cluster.parse` reads a shorthand (`64x8xH100`) or the path of a YAML or JSON file.
+`Cluster.from_devices` reads JAX's devices.
 """
 
 import hashlib
@@ -40,18 +39,19 @@ from dtft.planner.cluster.hardware import (
 
 _POOLS = "pools"
 _OF_HOSTS = ("hosts", _POOLS)
-"""Levels of which nothing is inside a host: the innermost has hosts of one device."""
+"""Names of levels outside hosts: if the innermost level has such a name, each host has
+one device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """`size` devices, or groups of the level below, that a link joins."""
+    """A level of the fabric: a link joins `size` devices or groups of a lower level."""
 
     size: int
     link: Link
     """The port of one device at this level."""
     name: str = ""
-    """What it joins: `devices` (of one host), `hosts`, or what a user calls it."""
+    """Name of the joined groups: `devices` (of one host), `hosts`, or a user's name."""
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -60,34 +60,41 @@ class Level:
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
-    """Devices of one type, joined alike. Numbered with the innermost level fastest."""
+    """Devices of one type on a uniform fabric.
+
+    The devices are numbered with the innermost level fastest.
+    """
 
     device: DeviceType
     levels: tuple[Level, ...] = ()
-    """Innermost (fastest) first: devices of a host, then hosts. A torus has a level
-    for each of its dimensions. None: a single device."""
+    """Levels, innermost (fastest) first: devices of a host, then hosts. A torus has a
+    level for each of its dimensions. Empty for a single device."""
     host_link: Link | None = None
-    """From a device to its host's memory; None: the planner may not use that memory."""
+    """Link from a device to its host's memory; with None the planner may not use host
+    memory."""
     host_memory_bytes: int = 0
-    """Host memory that each device may use for itself."""
+    """Bytes of host memory that each device may use."""
     accuracy: Accuracy | None = None
-    """Of its figures, where they were measured; None: as the catalog's."""
+    """Accuracy of measured figures; None for the catalog's figures."""
 
     @property
     def trust(self) -> Accuracy:
-        """How far predictions with its figures can be trusted."""
+        """Accuracy of predictions with the pool's figures."""
         if self.accuracy is not None:
             return self.accuracy
         return replace(CATALOG, source=f"{CATALOG.source}: {self.device.source}")
 
     @property
     def num_devices(self) -> int:
-        """Devices of all levels."""
+        """The number of devices: the product of the level sizes."""
         return math.prod(level.size for level in self.levels)
 
     @property
     def words(self) -> str:
-        """Such as `64x8xh100`, outermost level first; of one device each: `3x1xcpu`."""
+        """Shorthand of the pool, such as `64x8xh100`, outermost level first.
+
+        With one device per host it ends as in `3x1xcpu`.
+        """
         levels = [level for level in reversed(self.levels) if level.size > 1]
         sizes = [str(level.size) for level in levels]
         if levels and levels[-1].name in _OF_HOSTS:
@@ -96,9 +103,11 @@ class Pool:
 
     @property
     def fabric_words(self) -> str:
-        """Its words and the kinds of its links, such as `2x8xh100 by NVLink and
-        InfiniBand`: the same for a shorthand and for the devices that it means, and
-        another one for as many devices that are joined in another way."""
+        """The pool's shorthand and kinds of links: `2x8xh100 by NVLink and InfiniBand`.
+
+        A shorthand and the devices that it describes have the same text. Equally many
+        devices on other links have another text.
+        """
         kinds = dict.fromkeys(
             level.link.kind for level in self.levels if level.size > 1
         )
@@ -107,11 +116,11 @@ class Pool:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """One pool, or several that a slower link joins."""
+    """One pool of devices, or several pools that a slower link joins."""
 
     pools: tuple[Pool, ...]
     between: Link | None = None
-    """The port of one device to other pools."""
+    """Port of one device to other pools."""
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -123,20 +132,20 @@ class Cluster:
 
     @property
     def num_devices(self) -> int:
-        """Devices of all pools."""
+        """The number of devices in all pools."""
         return sum(pool.num_devices for pool in self.pools)
 
     @property
     def words(self) -> str:
-        """What it is, in one line."""
+        """Name of the cluster, or the shorthands of its pools."""
         return self.name or "+".join(pool.words for pool in self.pools)
 
     @property
     def uniform(self) -> Pool:
-        """The whole cluster as one pool; equal pools become a level of it.
+        """The whole cluster as one pool; equal pools become its outermost level.
 
         Raises:
-            ValueError: the pools are not alike.
+            ValueError: the pools are not equal.
         """
         first = self.pools[0]
         if len(self.pools) == 1:
@@ -152,27 +161,27 @@ class Cluster:
 
     @property
     def fingerprint(self) -> str:
-        """Twelve hexadecimal digits; the same for what costs the same.
+        """Hash of the cluster's figures: twelve hexadecimal digits.
 
-        Names and sources do not count, figures do.
+        Names and sources are not part of the hash.
         """
         text = json.dumps(_figures(asdict(self)), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     @classmethod
     def parse(cls, text: str) -> "Cluster":
-        """A cluster from a shorthand, or from a file (`.json`, `.yaml`, `.yml`).
+        """Reads a cluster from a shorthand or from a file (`.json`, `.yaml`, `.yml`).
 
         Args:
-            text: `64x8xH100` (64 hosts of 8), `8xA100` (one host), `512xH100` (hosts
-                as the catalog has them), `h100` (one device), `16x16xv5e` (a torus),
-                `48xjean-zay` (hosts of a machine), `4x8xH100+4x8xA100` (two pools), or
-                the path of a file (its form stands below, above
-                `read_cluster_file`).
+            text: `64x8xH100` (64 hosts of 8 devices), `8xA100` (one host), `512xH100`
+                (hosts of the catalog's size), `h100` (one device), `16x16xv5e` (a
+                torus), `48xjean-zay` (hosts of a machine), `4x8xH100+4x8xA100` (two
+                pools), or the path of a file. The format of files is described in this
+                module, above `read_cluster_file`.
 
         Raises:
-            ValueError: it cannot be read, or names a device or machine that the
-                catalog does not have; the text lists those that it has.
+            ValueError: the text cannot be read, or names a device or machine that the
+                catalog lacks; the message lists the known names.
         """
         if not isinstance(text, str):
             raise ValueError(
@@ -187,28 +196,29 @@ class Cluster:
     def from_devices(
         cls, devices: Sequence[Any], host_memory_bytes: int | None = None
     ) -> "Cluster":
-        """The cluster that JAX's devices are (`jax.devices()`).
+        """Builds the cluster of JAX's devices (`jax.devices()`).
 
-        Reads attributes only: platform, device_kind, process_index, and, where they
-        have them, coords, slice_index and memory_stats().
+        Only attributes of the devices are read: platform, device_kind, process_index,
+        and, if present, coords, slice_index and memory_stats().
 
         Args:
-            devices: all of one type, alike in number on every host.
-            host_memory_bytes: memory of one host; default: of this machine.
+            devices: devices of one type, equally many on every host.
+            host_memory_bytes: memory of one host in bytes; by default the memory of
+                this machine.
 
         Raises:
-            ValueError: no device, unlike devices or hosts, or a type that the catalog
-                does not have.
+            ValueError: there is no device, the devices or hosts differ, or the catalog
+                lacks the device type.
         """
         return cluster_of(devices, host_memory_bytes)
 
     def to_json(self) -> str:
-        """The text of a file that `parse` reads."""
+        """Writes the cluster as JSON, the text of a file that `parse` reads."""
         return json.dumps(_plain(self), indent=1)
 
 
 def _figures(items: Any) -> Any:
-    """A nested value without its names and sources."""
+    """Copies a nested value without its names and sources."""
     if isinstance(items, Mapping):
         kept = {k: v for k, v in items.items() if k not in ("name", "source")}
         return {key: _figures(value) for key, value in kept.items()}
@@ -220,7 +230,7 @@ def _figures(items: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Nested dataclasses as JSON has them, without what is not set."""
+    """Converts nested dataclasses to JSON values; fields that are None are dropped."""
     if hasattr(value, "__dataclass_fields__"):
         items = {field.name: getattr(value, field.name) for field in fields(value)}
         return {key: _plain(item) for key, item in items.items() if item is not None}
@@ -240,11 +250,11 @@ _POOL = re.compile(r"((?:\d+x)*)(?!(?:\d+x)+$)(\S.*)", re.IGNORECASE)
 
 
 def parse_shorthand(text: str) -> Cluster:
-    """The cluster that a shorthand means; see `Cluster.parse`.
+    """Reads a cluster from a shorthand; see `Cluster.parse`.
 
     Raises:
-        ValueError: names an unknown device type or machine, or has sizes that do not
-            fit it.
+        ValueError: the shorthand has an unknown device type or machine, or sizes that
+            do not fit the device type or machine.
 
     >>> parse_shorthand("64x8xH100").num_devices, parse_shorthand("h100").num_devices
     (512, 1)
@@ -262,10 +272,10 @@ def parse_shorthand(text: str) -> Cluster:
 
 
 def parse_pool(text: str) -> Pool:
-    """One pool of a shorthand, such as `64x8xH100`.
+    """Reads one pool of a shorthand, such as `64x8xH100`.
 
     Raises:
-        ValueError: the name is unknown, or the sizes do not fit it.
+        ValueError: the name is unknown, or the sizes do not fit the name.
     """
     sizes, name = _split(text)
     found = machine(name)
@@ -299,7 +309,7 @@ def _split(text: str) -> tuple[list[int], str]:
 def _hosts(
     text: str, sizes: list[int], found: Machine, *, of_hosts: bool
 ) -> tuple[Level, ...]:
-    """Devices of a host, then hosts; a level of size 1 is left out."""
+    """Builds the levels of devices of a host and of hosts, without levels of size 1."""
     if len(sizes) > 2:
         raise ValueError(
             f"cluster {text!r} has {len(sizes)} sizes. Allowed: hosts and devices of a "
@@ -317,7 +327,7 @@ def _hosts(
 def _host_sizes(
     text: str, sizes: list[int], found: Machine, of_hosts: bool
 ) -> tuple[int, int]:
-    """Hosts, and devices of each."""
+    """The number of hosts, and the number of devices of each host."""
     if len(sizes) == 2:
         return sizes[0], sizes[1]
     if of_hosts:  # the name of a machine counts machines
@@ -335,7 +345,7 @@ def _host_sizes(
 
 
 def _torus(text: str, sizes: list[int], found: Machine) -> tuple[Level, ...]:
-    """A level for each dimension, and slices joined by the network."""
+    """Builds a level for each torus dimension, and a level of slices on the network."""
     dims = found.torus_dims
     if len(sizes) > dims + 1:
         raise ValueError(
@@ -358,7 +368,9 @@ def _torus(text: str, sizes: list[int], found: Machine) -> tuple[Level, ...]:
 
 
 def _slices(text: str, number: int, found: Machine) -> tuple[int, list[int]]:
-    """Slices, and the most cubic torus of each, for a number of devices."""
+    """The number of slices for a number of devices, and the most cubic torus of each
+    slice.
+    """
     slices = -(-number // found.pod)
     if number % slices:
         raise ValueError(
@@ -397,15 +409,16 @@ _CURVE = frozenset(field.name for field in fields(Curve))
 
 
 def is_cluster_path(text: str) -> bool:
-    """Whether a text names a file and is no shorthand."""
+    """Whether a text is the path of a cluster file, not a shorthand."""
     return text.lower().endswith(_SUFFIXES)
 
 
 def read_cluster_file(path: str | Path) -> Cluster:
-    """The cluster of a file.
+    """Reads a cluster from a YAML or JSON file.
 
     Raises:
-        ValueError: no such file, no YAML or JSON, or not a cluster; names the key.
+        ValueError: the file is missing, is not YAML or JSON, or is not a cluster; the
+            message names the wrong key.
     """
     try:
         text = Path(path).read_text()
@@ -423,10 +436,11 @@ def read_cluster_file(path: str | Path) -> Cluster:
 
 
 def cluster_from_text(text: str) -> Cluster:
-    """The cluster of a file's text (YAML, of which JSON is a part).
+    """Reads a cluster from YAML or JSON text (JSON is a subset of YAML).
 
     Raises:
-        ValueError: no YAML, or not a cluster; names the key.
+        ValueError: the text is not YAML, or not a cluster; the message names the wrong
+            key.
 
     >>> cluster_from_text("{pools: [{shorthand: 2x8xa100}]}").num_devices
     16
@@ -450,7 +464,7 @@ def cluster_from_text(text: str) -> Cluster:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML whose keys each stand once in their mapping."""
+    """YAML loader that refuses duplicate keys in a mapping."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         scalars = [pair for pair in node.value if isinstance(pair[0], yaml.ScalarNode)]
@@ -465,7 +479,7 @@ class _Loader(yaml.SafeLoader):
 def _checked(
     items: Any, of: Any, where: str, more: frozenset[str] = frozenset()
 ) -> dict[str, Any]:
-    """A mapping that has only fields of a dataclass, and all that it needs."""
+    """Checks that a mapping has only keys that are fields of a dataclass, or `more`."""
     if not isinstance(items, Mapping):
         raise ValueError(f"{where}={items!r}. Allowed: a mapping of its fields.")
     known: dict[str, Field[Any]] = {field.name: field for field in fields(of)}
@@ -478,7 +492,10 @@ def _checked(
 
 
 def _built(of: Any, items: Mapping[str, Any], where: str) -> Any:
-    """The dataclass, once its nested values are made; texts become numbers."""
+    """Builds a dataclass from its field values; text of numeric fields becomes numbers.
+
+    Nested values must already be built. Missing required fields are an error.
+    """
     needed = [
         field.name
         for field in fields(of)
@@ -497,7 +514,10 @@ def _built(of: Any, items: Mapping[str, Any], where: str) -> Any:
 
 
 def _number(name: str, value: Any, hint: Any) -> Any:
-    """YAML reads 5e-6 as text and 64.0e9 as a float; here the field decides."""
+    """Converts a value to the type of its field.
+
+    YAML reads 5e-6 as text and 64.0e9 as a float.
+    """
     if hint not in (int, float):
         return value
     what = "a whole number" if hint is int else "a number, such as 12.5e9"
@@ -556,7 +576,10 @@ def _device(items: Any, where: str) -> DeviceType:
 
 
 def _link(items: Any, where: str) -> Link:
-    """A link of the catalog, or a mapping; the curve's figures may stand beside it."""
+    """Reads a link: a name of the catalog, or a mapping of fields.
+
+    The mapping may have the curve's figures beside its other keys.
+    """
     if isinstance(items, str):
         return catalog.link(items)
     found = {"source": "cluster file", **_checked(items, Link, where, _CURVE)}
@@ -578,7 +601,9 @@ def _link(items: Any, where: str) -> Link:
 def _by_number(
     items: Mapping[Any, Any], where: str, build: Callable[[Any, str], Any]
 ) -> dict[int, Any]:
-    """What is known for numbers of devices; texts of one number are one key."""
+    """Builds a mapping from numbers of devices to values; equal numbers are duplicate
+    keys.
+    """
     built = ((int(n), build(item, f"{where}.{n}")) for n, item in items.items())
     return serialization.mapping_once(built, where)
 
@@ -588,11 +613,11 @@ def _curve(items: Any, where: str) -> Curve:
 
 
 def cluster_of(devices: Sequence[Any], host_memory_bytes: int | None = None) -> Cluster:
-    """The cluster of a list of devices; see `Cluster.from_devices`.
+    """Builds the cluster of a list of JAX devices; see `Cluster.from_devices`.
 
     Raises:
-        ValueError: there are none, they or their hosts are unlike, or the catalog does
-            not have their type.
+        ValueError: there is no device, the devices or hosts differ, or the catalog
+            lacks the device type.
     """
     if not devices:
         raise ValueError("devices is empty. Give `jax.devices()`.")
@@ -612,14 +637,17 @@ def cluster_of(devices: Sequence[Any], host_memory_bytes: int | None = None) -> 
     if host_memory_bytes is None:
         host_memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     memory = host_memory_bytes // per_host
-    if devices[0].platform == "cpu":  # processes are mostly on one machine
+    if devices[0].platform == "cpu":  # CPU processes usually share one machine
         memory = host_memory_bytes // len(devices)
     return Cluster(pools=(_found_pool(devices, len(hosts), memory),))
 
 
 def _host(device: Any) -> int:
-    """Devices of a number communicate fast: JAX's `slice_index` on GPUs (one host, or
-    one NVLink domain of many), else the process."""
+    """Number of a device's host; devices of one number communicate over fast links.
+
+    On GPUs the number is JAX's `slice_index` if present (one host, or one NVLink domain
+    of several hosts). Elsewhere it is the process index.
+    """
     if device.platform in ("gpu", "cuda", "rocm"):
         found = getattr(device, "slice_index", None)
         return device.process_index if found is None else found
@@ -650,7 +678,7 @@ def _found_pool(devices: Sequence[Any], num_hosts: int, memory: int) -> Pool:
 
 
 def _type(device: Any, memory: int) -> DeviceType:
-    """The catalog's type, with the memory that this device says it has."""
+    """The catalog's device type, with the memory that the JAX device reports."""
     found = catalog.device_type_of_kind(device.device_kind)
     if found is None:
         catalog.unknown(
@@ -664,7 +692,10 @@ def _type(device: Any, memory: int) -> DeviceType:
 
 
 def _found_torus(devices: Sequence[Any], machine: catalog.Machine) -> tuple[Level, ...]:
-    """A level for each coordinate that differs, and slices; () if they have none."""
+    """Builds a level for each torus coordinate, and a level of slices.
+
+    Returns () if a device has no coordinates.
+    """
     coordinates = [getattr(device, "coords", None) for device in devices]
     if any(found is None for found in coordinates):
         return ()

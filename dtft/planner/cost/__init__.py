@@ -1,12 +1,12 @@
-"""Seconds: how long operators, collectives, pipelines and transfers take on a cluster.
+"""The cost model: seconds of operators, collectives, pipelines and host transfers.
 
-* `compute`: matmuls, bytes through memory, launches, a lower bound; `operator`: an
-  operator's seconds, offloaded state.
-* `collectives`: all-reduce and the others by algorithm and levels; `mesh_topology`: how
-  mesh axes lie on the fabric.
-* `pipeline`: schedules of stages.
-* `calibration`: measured figures and past runs put on a cluster; `fitting`: those
-  figures from measured times.
+* `compute`: seconds of matmuls, memory traffic and launches, and a lower bound.
+* `operator`: seconds of an operator on a mesh, and of offloaded optimizer state.
+* `collectives`: seconds of collectives, by algorithm and levels of the fabric.
+* `mesh_topology`: how mesh axes lie on the levels of the fabric.
+* `pipeline`: schedules of pipeline stages.
+* `calibration`: applies measured figures and past runs to a cluster.
+* `fitting`: fits the figures of a calibration to measured times.
 """
 
 from typing import TYPE_CHECKING

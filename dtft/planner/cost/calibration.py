@@ -1,8 +1,7 @@
-"""Calibrations: measured figures of a device type and its links, their file, and past
-runs.
+"""Calibrations: measured figures of a device type and its links, and their JSON file.
 
-`apply_calibration` puts a calibration on a cluster; `learn` corrects one by what steps
-of past runs took.
+`apply_calibration` applies a calibration to a cluster. `learn` corrects a calibration
+by the measured step times of past runs.
 """
 
 import json
@@ -29,51 +28,55 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What `dtft calibrate` found on one type of device in one fabric.
+    """Measurements of `dtft calibrate` for one device type in one fabric.
 
-    Never carry one to another cluster: scalars that rank plans well on one rank them
-    badly on another (reference section 3).
+    A calibration holds only for its own cluster: scalars that rank plans well on one
+    cluster rank plans badly on another (reference section 3).
     """
 
     device: str
     """Name of the device type, as in the catalog."""
     fabric: tuple[str, ...]
-    """`link_key` of each level measured, innermost first."""
+    """`link_key` of each measured level, innermost first."""
     num_devices: int
-    """Devices that were busy while it was measured."""
+    """The number of devices that took part in the measurement."""
     software: str
-    """Versions that it holds for, such as `jax 0.10.2`."""
+    """Software versions of the measurement, such as `jax 0.10.2`."""
     peak_flops: Mapping[str, float]
     memory_bandwidth: float
     efficiency: Efficiency
     links: Mapping[str, Link] = field(default_factory=dict)
-    """`link_key` of the catalog's link to the measured one."""
+    """Map from the `link_key` of a catalog link to the measured link."""
     errors: Mapping[str, float] = field(default_factory=dict)
-    """Scalar to its relative standard error."""
+    """Map from the name of a scalar to its relative standard error."""
     residuals: Mapping[str, float] = field(default_factory=dict)
-    """What was fitted (`matmul`, `memory`, ...) to its median relative error."""
+    """Map from the name of a fit (`matmul`, `memory`, ...) to its median relative
+    error."""
     scales: Mapping[str, float] = field(default_factory=dict)
-    """Level 2: term of a prediction to the factor that past runs gave."""
+    """Level 2: map from a term of a prediction to its factor fitted to past runs."""
     num_runs: int = 0
-    """Level 2: past runs behind `scales`."""
+    """Level 2: the number of past runs that `scales` is fitted to."""
 
     @property
     def level(self) -> int:
-        """1 measured, 2 also fitted to past runs (0, the catalog, has no file)."""
+        """Level of the calibration: 1 is measured, 2 is also fitted to past runs.
+
+        Level 0, the catalog, has no file.
+        """
         return 2 if self.scales else 1
 
     @property
     def source(self) -> str:
-        """Where the constants come from, in a line."""
+        """Origin of the constants, in one line."""
         runs = f", {self.num_runs} past runs" if self.num_runs else ""
         what = f"{self.num_devices} x {self.device}, {self.software}{runs}"
         return f"calibration level {self.level} ({what})"
 
     @property
     def term_errors(self) -> Mapping[str, float]:
-        """Relative error of a prediction's terms; see `Accuracy.interval_s`.
+        """Relative error of each term of a prediction; see `Accuracy.interval_s`.
 
-        Past runs, where there are some, say it of the whole step.
+        With past runs, every term has the residual of the whole step.
         """
         if self.num_runs:
             return dict.fromkeys(UNCALIBRATED, self.residuals["runs"])
@@ -85,15 +88,15 @@ class Calibration:
         }
 
     def to_json(self) -> str:
-        """The calibration as JSON, versioned."""
+        """Writes the calibration as versioned JSON."""
         return serialization.write_versioned(self, SCHEMA)
 
     @classmethod
     def read(cls, path: str | Path) -> "Calibration":
-        """The calibration of a file that `dtft calibrate --out` wrote.
+        """Reads the calibration from a file that `dtft calibrate --out` wrote.
 
         Raises:
-            ValueError: it cannot be read, or is not a calibration.
+            ValueError: the file cannot be read, or is not a calibration.
         """
         try:
             return cls.from_json(Path(path).read_text())
@@ -108,10 +111,11 @@ class Calibration:
 
     @classmethod
     def from_json(cls, text: str) -> "Calibration":
-        """The calibration of `to_json`.
+        """Reads a calibration from the JSON that `to_json` writes.
 
         Raises:
-            ValueError: no JSON, another version, or not a calibration.
+            ValueError: the text is not JSON, has another version, or is not a
+                calibration.
         """
         return serialization.read_versioned(
             text,
@@ -124,10 +128,10 @@ class Calibration:
 
 
 def _check(calibration: Calibration) -> None:
-    """Refuses what past runs did not say of themselves.
+    """Checks that a calibration with past runs has their residual.
 
     Raises:
-        ValueError: names the field.
+        ValueError: `num_runs` is above 0 and `residuals` has no `runs`.
     """
     if calibration.num_runs and "runs" not in calibration.residuals:
         raise ValueError(
@@ -137,7 +141,7 @@ def _check(calibration: Calibration) -> None:
 
 
 def link_key(link: Link) -> str:
-    """What identifies a link of the catalog.
+    """Key of a catalog link: its kind, bandwidth and number of sharing devices.
 
     >>> from dtft.planner.cluster.catalog import link
     >>> link_key(link("ib-400g")), link_key(link("opa-100g-half"))
@@ -148,13 +152,13 @@ def link_key(link: Link) -> str:
 
 
 def apply_calibration(cluster: Cluster, calibration: Calibration) -> Cluster:
-    """The cluster with measured figures in place of the catalog's.
+    """Replaces the catalog's figures of a cluster by measured figures.
 
-    Pools of other device types and links that were not measured stay as they are.
+    Pools of other device types and links without a measurement stay unchanged.
 
     Raises:
-        ValueError: no pool of the cluster has the device type, or none of its links
-            was measured though some were.
+        ValueError: no pool of the cluster has the device type, or the calibration has
+            links and none of the cluster's links is among them.
     """
     like = [pool.device.name == calibration.device for pool in cluster.pools]
     if not any(like):
@@ -201,37 +205,37 @@ def _level(level: Level, calibration: Calibration) -> Level:
 
 # Level 2 of calibration. The log has one line per run: the predicted seconds by term
 # and the measured seconds of a step. The fit gives one factor per term, shrunk towards
-# 1 while runs are few. The caller reads and writes the file.
+# 1 while there are few runs. The caller reads and writes the log file.
 
 
 SPREAD = 0.3
-"""Standard deviation, as a logarithm, expected of a term's factor before any run."""
+"""Prior standard deviation of the logarithm of a term's factor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PastRun:
-    """One run: the plan's prediction before level 2, and the median step."""
+    """One run: the plan's prediction without level 2, and the median step time."""
 
     device: str
     fabric: tuple[str, ...]
     software: str
     plan: str
-    """Hash of the plan, or its words."""
+    """Hash of the plan, or its description."""
     terms: Mapping[str, float]
     """Predicted seconds by term, without `Calibration.scales`."""
     step_s: float
-    """Measured."""
+    """Measured seconds of a step."""
 
     def to_json(self) -> str:
-        """A line of the log."""
+        """Writes the run as one line of the log."""
         return json.dumps(asdict(self))
 
 
 def read_log(text: str) -> list[PastRun]:
-    """The runs of a log, one JSON object a line; empty lines count nothing.
+    """Reads the runs of a log with one JSON object a line; empty lines are skipped.
 
     Raises:
-        ValueError: a line is no run; names its number.
+        ValueError: a line is not a run; the message names the line number.
     """
     runs = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -248,18 +252,18 @@ def read_log(text: str) -> list[PastRun]:
 
 
 def of_cluster(runs: Iterable[PastRun], calibration: Calibration) -> list[PastRun]:
-    """The runs that a calibration may learn from: same device, fabric and software."""
+    """Selects the runs with the device, fabric and software of a calibration."""
     key = (calibration.device, calibration.fabric, calibration.software)
     return [run for run in runs if (run.device, run.fabric, run.software) == key]
 
 
 def fit_terms(runs: Sequence[PastRun]) -> CalibrationFit:
-    """One factor per term with which predictions are closest to what was measured.
+    """Fits one factor per term so that predictions match the measured step times.
 
-    A term that no run has a share in keeps 1.
+    A term that no run has keeps the factor 1.
 
     Raises:
-        ValueError: no runs.
+        ValueError: `runs` is empty.
     """
     if not runs:
         raise ValueError("runs is empty. Train with a plan first; its log has them.")
@@ -274,9 +278,9 @@ def fit_terms(runs: Sequence[PastRun]) -> CalibrationFit:
 
 
 def learn(calibration: Calibration, runs: Iterable[PastRun]) -> Calibration:
-    """A calibration of level 2, from those runs that are of its cluster.
+    """Fits a calibration of level 2 to the past runs on the calibration's cluster.
 
-    Without any it stays as it is.
+    Without such runs the calibration stays unchanged.
     """
     own = of_cluster(runs, calibration)
     if not own:

@@ -1,8 +1,7 @@
-"""How long a collective takes among the devices along mesh axes, and what of it
-computing hides.
+"""Seconds of a collective among the devices along mesh axes, and its overlapped share.
 
-Formulas of reference section 7, for each algorithm that `dtft.collectives` has and for
-hierarchical ones, over the levels that the devices lie on.
+Formulas are from reference section 7, for each algorithm of `dtft.collectives` and for
+hierarchical algorithms over the levels of the devices.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ from dtft.planner.cluster import CollectiveKind, Curve, Link
 from dtft.planner.cost.mesh_topology import DeviceGroup, DeviceGroups
 
 # A ring or tree that spans hosts uses the ports of all its members on a host, as
-# backends do.
+# in the backends.
 
 
 Algorithm = Literal["best", "ring", "tree", "gather", "hierarchical", "direct"]
@@ -32,23 +31,24 @@ def collective_s(
     Args:
         kind: all_reduce, all_gather, reduce_scatter, all_to_all or permute (a shift by
             one).
-        num_bytes: of the larger of a device's operand and its result; a number or an
-            array of them.
-        group: of `group_of`.
-        algorithm: `best` is the fastest of those that the kind has, or the first where
-            times of the kind were measured. Tree and gather are only for all_reduce,
-            `direct` for all_to_all and permute.
+        num_bytes: bytes of the larger of a device's operand and its result; a number or
+            an array.
+        group: a result of `group_of`.
+        algorithm: `best` is the fastest algorithm of the kind, or the kind's first
+            algorithm if the group lies on one level with measured times of the kind.
+            `tree` and `gather` are only for all_reduce, `direct` is only for
+            all_to_all and permute.
 
     Returns:
-        Seconds, of the shape of `num_bytes`; 0 for one device or no bytes.
+        Seconds, in the shape of `num_bytes`; 0 for one device or no bytes.
 
     Raises:
-        ValueError: an unknown kind or algorithm, or one that the kind does not have.
+        ValueError: the kind is unknown, or the kind has no such algorithm.
 
     >>> from dtft.planner.cluster.hardware import Curve
     >>> port = Curve(latency_s=1e-6, bandwidth=1e9)
     >>> link = Link(kind="NVLink", curve=port, source="")
-    >>> group = Group(sizes=(4,), links=(link,))
+    >>> group = DeviceGroup(sizes=(4,), links=(link,))
     >>> round(collective_s("all_reduce", 1e6, group, "ring") * 1e6)
     1506
     >>> round(collective_s("all_reduce", 1e6, group, "tree") * 1e6)
@@ -72,7 +72,7 @@ def collective_s(
     native = len(hops) == 1 and kind in group.links[0].measured
     if algorithm != "best":
         chosen = [ways[algorithm]]
-    else:  # what was measured is the backend's own choice already
+    else:  # measured times include the backend's own choice of algorithm
         chosen = list(ways.values())[: 1 if native else None]
     sizes = np.asarray(num_bytes, float) if many else num_bytes
     times = [way(kind, sizes, hops) for way in chosen]
@@ -85,16 +85,16 @@ def collective_s(
 def collectives_s(
     kind: CollectiveKind, num_bytes: np.ndarray, groups: DeviceGroups, which: np.ndarray
 ) -> np.ndarray:
-    """Seconds of many collectives of a kind: see `collective_s`.
+    """Seconds of many collectives of one kind: see `collective_s`.
 
     Args:
-        kind: of collective.
-        num_bytes: of each; [..., collectives].
-        groups: the groups among which they are.
-        which: the group of each.
+        kind: the kind of collective.
+        num_bytes: bytes of each collective; [..., collectives].
+        groups: the device groups.
+        which: index of each collective's group in `groups`; int [collectives].
 
     Returns:
-        Seconds, of the shape of `num_bytes`.
+        Seconds, in the shape of `num_bytes`.
     """
     seconds = np.zeros(num_bytes.shape)
     alike, used = groups.alike(kind)[which], groups.sizes > 1
@@ -116,19 +116,20 @@ class _Hop:
     """One level of a group, or the same level of groups of many sizes."""
 
     size: Any
-    """Members, or parts of the level below that have members."""
+    """The number of members, or of parts of the level below that have members."""
     inner: Any
-    """Members of each part."""
+    """The number of members in each part."""
     link: Link
     curve: Curve
 
     def seconds(self, num_bytes: Any, senders: float = 1.0, alone: bool = False) -> Any:
-        """Seconds of bytes through the ports of some devices.
+        """Seconds to send bytes through the ports of the sending devices.
 
         Args:
-            num_bytes: that they send together.
-            senders: devices that send.
-            alone: members of the same part leave a shared port to the sender.
+            num_bytes: bytes that all senders send together.
+            senders: the number of sending devices.
+            alone: whether the other members of the part leave a shared port to the
+                sender.
         """
         sharing = self.link.shared_by
         if alone:
@@ -153,19 +154,19 @@ def _members(hops: _Hops) -> Any:
 
 
 def _alpha(hops: _Hops) -> float:
-    """Latency of the slowest hop: the others wait for it in every round."""
+    """Latency of the slowest hop: in every round the other hops wait for this hop."""
     return max(hop.curve.latency_s for hop in hops)
 
 
 def _most(times: list[Any]) -> Any:
-    """The longest; levels carry what they have to at the same time."""
+    """The longest of several times: all levels send at the same time."""
     if any(isinstance(time, np.ndarray) for time in times):
         return np.maximum.reduce(np.broadcast_arrays(*times))
     return max(times)
 
 
 def _slowest(num_bytes: Any, hops: _Hops) -> Any:
-    """Seconds of bytes through each level at once, by all ports that a part has."""
+    """Seconds of bytes through all levels at once, over all ports of each part."""
     return _most([hop.seconds(num_bytes, hop.inner) for hop in hops])
 
 
@@ -185,16 +186,16 @@ def _tree(kind: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
 
 
 def _gather(kind: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
-    """Everything to one device and back: 2 alpha + 2 n S / B of that device's port."""
+    """Gathers to one device and broadcasts back: 2 alpha + 2 n S / B of its port."""
     sent = _members(hops) * hops[-1].seconds(num_bytes, alone=True)
     return _rounds(kind) * (_alpha(hops) + sent)
 
 
 def _hierarchical(kind: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
-    """Level by level: inside groups, then between them on what is left.
+    """Communicates level by level: inside groups, then the rest between groups.
 
-    On a torus each dimension is such a level, and as many parts of the array go round
-    at once, each beginning with another dimension.
+    On a torus each dimension is a level. The array is then split into as many parts as
+    dimensions; all parts are sent at once, each starting with another dimension.
     """
     torus = all(hop.link.kind == "ICI" for hop in hops)
     parts = len(hops) if torus else 1
@@ -207,19 +208,23 @@ def _hierarchical(kind: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
 
 
 def _passed(hop: _Hop) -> Any:
-    """Links that a byte passes: on a ring of a torus a quarter of it on the average."""
+    """The number of links that a byte passes: on a torus ring of n links n / 4 on
+    average, elsewhere 1.
+    """
     return np.maximum(1.0, hop.size / 4) if hop.link.kind == "ICI" else 1.0
 
 
 def _direct(_: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
-    """All-to-all: each level carries what leaves its parts, all at once."""
+    """All-to-all in one stage: all levels send at once the bytes that leave their
+    parts.
+    """
     n = _members(hops)
     sent = [(n - h.inner) / n * _passed(h) * h.seconds(num_bytes) for h in hops]
     return (n - 1) * _alpha(hops) + _most(sent)
 
 
 def _staged(_: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
-    """All-to-all inside groups, then between them: fewer messages, more bytes."""
+    """All-to-all inside groups, then between groups: fewer messages, more bytes."""
     seconds: Any = 0.0
     for hop in hops:
         sent = (hop.size - 1) / hop.size * _passed(hop) * hop.seconds(num_bytes)
@@ -228,7 +233,7 @@ def _staged(_: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
 
 
 def _shift(_: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
-    """Every device to its neighbour; one of each part crosses the level."""
+    """Every device sends to its neighbor; one device of each part crosses the level."""
     return _most(
         [hop.curve.latency_s + hop.seconds(num_bytes, alone=True) for hop in hops]
     )
@@ -245,34 +250,35 @@ _WAYS: Mapping[CollectiveKind, Mapping[str, _Way]] = {
     "all_to_all": {"direct": _direct, "hierarchical": _staged},
     "permute": {"direct": _shift},
 }  # fmt: skip
-"""The ways of each kind; the first is what backends do by default."""
+"""Algorithms of each kind of collective; backends use the first by default."""
 
 
 # Sync skew and prefetch overlap of collectives. Calibration measures collectives back
-# to back: only the first one waits for its participants. In a step participants arrive
-# at different times, most of all where processes share cores, and a waiting thread has
-# to be woken. `Link.meeting` is this extra latency. While a device runs a collective
-# that waits for no other operator, it computes: `Link.ahead` is the share that this
-# hides. Links have both figures only where measurements showed that they matter.
+# to back: only the first collective waits for its participants. In a training step
+# participants arrive at different times, most of all where processes share cores, and
+# a waiting thread must be woken. `Link.meeting` is this extra latency. A device also
+# computes during a collective that waits for no other operator. `Link.ahead` is the
+# share of the collective that this computation hides. Links have both figures only
+# where measurements showed an effect.
 
 
 def sync_skew_s(group: DeviceGroup) -> float:
-    """Seconds of a group; of several levels those of the slowest.
+    """Sync skew of a collective in one group, in seconds: the largest of its levels.
 
     Args:
-        group: of `group_of`.
+        group: a result of `group_of`.
     """
     return _largest_sync_skew(group.sizes, group.links)
 
 
 def sync_skews_s(groups: DeviceGroups) -> np.ndarray:
-    """The same of each of many groups.
+    """Computes `sync_skew_s` for many groups.
 
     Args:
-        groups: any; one that uses no level takes nothing.
+        groups: the groups; a group that uses no level has 0 s.
 
     Returns:
-        Seconds; [groups].
+        Seconds; float [groups].
     """
     if not any(link.meeting for link in groups.links):
         return np.zeros(len(groups.sizes))
@@ -282,16 +288,16 @@ def sync_skews_s(groups: DeviceGroups) -> np.ndarray:
 
 
 def hidden(group: DeviceGroup) -> float:
-    """Share of a gather that computing hides, if it waits for none of it.
+    """Share of a gather that computation hides, if the gather waits for no computation.
 
     Args:
-        group: of `group_of`; of several levels the one that hides least counts.
+        group: a result of `group_of`; the level with the smallest share counts.
     """
     return _least(group.sizes, group.links)
 
 
 def hiddens(groups: DeviceGroups) -> np.ndarray:
-    """The same of each of many groups; float [groups]."""
+    """Computes `hidden` for many groups; float [groups]."""
     if not any(link.ahead for link in groups.links):
         return np.zeros(len(groups.sizes))
     return np.array([_least(sizes, groups.links) for sizes in groups.sizes.tolist()])

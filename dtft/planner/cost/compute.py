@@ -1,8 +1,7 @@
-"""How long one device computes: matmuls, bytes through memory, launches; and a bound
-for any plan.
+"""Seconds that one device computes: matmuls, memory traffic and operator launches.
 
-Formulas of reference section 7. Every argument that is a number may be an array (numpy
-broadcasting).
+`lower_bound_s` bounds the step time of every plan from below. Formulas are from
+reference section 7. Numeric arguments may be numpy arrays and are broadcast.
 """
 
 import math
@@ -14,18 +13,19 @@ from dtft.planner.cluster import DeviceType, Efficiency, Pool
 from dtft.planner.ir import item_bits
 from dtft.planner.workload import Workload
 
-# No plan of a step is faster than this: what the devices must do at the least.
+# Lower bound of a step's time: the minimal work of all devices, for any plan.
 
 
 def lower_bound_s(question: Workload, pool: Pool) -> float:
-    """Seconds that all devices together need for the operations and arrays of a step.
+    """Lower bound in seconds of a step's time on a pool, whatever the plan.
 
-    The larger of two floors: matmuls and convolutions at the peak of their dtype,
-    divided evenly; and every parameter and optimizer value read and written once, each
-    by one device. Nothing is said of communication: one device needs none.
+    The bound is the larger of two times. The first is the time of all matmuls and
+    convolutions at the peak flops of their dtype, divided evenly. The second is the
+    time to read and write every parameter and optimizer value once, each on one device.
+    Communication is not part of the bound: a plan for one device has none.
 
     Args:
-        question: the step.
+        question: the workload with the step's graph.
         pool: the devices.
     """
     graph, device = question.graph, pool.device
@@ -41,17 +41,19 @@ def lower_bound_s(question: Workload, pool: Pool) -> float:
 
 
 _TILES_OF_A_PART = 4
-"""Steps along k below which splitting a sum does not pay: parts are added up again."""
+"""The least number of k tiles per split of a matmul's sum: split-K adds the partial
+sums again, so smaller splits are slower."""
 
 
 def shape_factor(
     device: DeviceType, m: Any, n: Any, k: Any, batch: Any = 1, dtype: str = "bfloat16"
 ) -> Any:
-    """Share of its speed that a matmul keeps, being made of whole tiles.
+    """Efficiency of a matmul in (0, 1], given that it is computed in whole tiles.
 
     q of reference section 7: dims are padded to the tile, the last wave of tiles does
-    not fill all cores, and rows that are not aligned are slower. Where the result has
-    fewer tiles than half the cores, several cores share each sum (split-K of cuBLAS).
+    not fill all cores, and rows that are not aligned are slower. If the result has at
+    most half as many tiles as the device has cores, several cores share each sum
+    (split-K of cuBLAS).
 
     >>> from dtft.planner.cluster.catalog import device_type
     >>> a100 = device_type("a100")
@@ -72,9 +74,10 @@ def shape_factor(
 
 
 def _aligned(device: DeviceType, n: Any, k: Any, dtype: str) -> Any:
-    """Share of its speed that rows keep which may not be aligned.
+    """Efficiency factor of row alignment: `misaligned` if n or k is not aligned, else
+    1.
 
-    Sizes below one aligned part count as that: a tile pads them anyway.
+    A size up to one aligned row counts as aligned: the tile pads it in any case.
     """
     row = max(device.alignment_bytes * 8 // item_bits(dtype), 1)
     odd = [(np.asarray(size) > row) & (np.asarray(size) % row > 0) for size in (n, k)]
@@ -84,23 +87,23 @@ def _aligned(device: DeviceType, n: Any, k: Any, dtype: str) -> Any:
 def matmul_s(
     device: DeviceType, m: Any, n: Any, k: Any, batch: Any = 1, dtype: str = "bfloat16"
 ) -> Any:
-    """Seconds of `batch` matmuls (m, k) by (k, n), at least what their bytes take.
+    """Seconds of `batch` matmuls (m, k) by (k, n), at least their memory time.
 
-    The start of the operator (`launch_s`) is not counted. A matrix by a vector is not
-    made of tiles: kernels for it read the matrix once, as fast as memory gives it.
-    What `x0` stands for is that many rows more, not a share of what padding takes: so
-    no smaller matmul of aligned rows takes longer than a larger one.
+    The launch of the operator (`launch_s`) is not counted. A matrix-vector product is
+    not tiled: its kernels read the matrix once, at memory bandwidth.
+    `x0` adds a fixed number of rows, not a share of the padded size. A smaller matmul
+    of aligned rows therefore never takes longer than a larger matmul.
 
     Args:
-        device: its peak, tile and efficiency.
-        m: rows of what one device holds.
-        n: columns.
-        k: dim that is summed over.
-        batch: matmuls of this shape.
-        dtype: of operands and result.
+        device: the device type, with its peak flops, tile and efficiency.
+        m: rows on one device.
+        n: columns on one device.
+        k: size of the contracted dim.
+        batch: the number of matmuls of this shape.
+        dtype: dtype of operands and result.
 
     Returns:
-        Seconds, of the arguments' shape.
+        Seconds, in the broadcast shape of the arguments.
 
     >>> from dtft.planner.cluster.catalog import device_type
     >>> one = matmul_s(device_type("h100"), 8192, 8192, 8192)
@@ -119,11 +122,11 @@ def matmul_s(
 
 
 def convolution_factor(device: DeviceType, columns: Any, depth: Any) -> Any:
-    """How many times as long a convolution takes as a large matmul of its operations.
+    """Ratio of a convolution's time to the time of a large matmul of as many flops.
 
     Args:
-        device: its `c0` and `odd`.
-        columns: channels that each patch makes, on one device.
+        device: the device type, whose efficiency has `c0` and `odd`.
+        columns: output channels of each patch, on one device.
         depth: channels of a patch, on one device.
 
     >>> device = DeviceType(name="d", platform="cpu", memory_bytes=1, source="",
@@ -138,8 +141,8 @@ def convolution_factor(device: DeviceType, columns: Any, depth: Any) -> Any:
 
 
 def element_s(efficiency: Efficiency, primitive: str) -> float:
-    """Seconds of one operation of what matmul units do not compute: of reductions,
-    sorts, and what is gathered or scattered.
+    """Seconds of one operation outside the matmul units: reduction, sort, gather or
+    scatter.
 
     >>> element_s(Efficiency(simple_s=1e-9, window_s=5e-9), "reduce_window_max")
     5e-09
@@ -155,14 +158,14 @@ def element_s(efficiency: Efficiency, primitive: str) -> float:
 
 
 def memory_s(device: DeviceType, num_bytes: Any, *, cold: bool = False) -> Any:
-    """Seconds in which bytes pass through the device's memory, read or written.
+    """Seconds to read or write bytes in the device's memory.
 
-    The first `cache_bytes` of an operator come from a cache that is faster.
+    The first `cache_bytes` of an operator come from a faster cache.
 
     Args:
-        device: its memory and cache.
-        num_bytes: of one operator.
-        cold: whether they were not used just now, so that no cache has them.
+        device: the device type, with its memory and cache.
+        num_bytes: bytes that one operator reads and writes.
+        cold: whether the bytes were not used recently, so that no cache has the bytes.
 
     >>> device = DeviceType(name="d", platform="cpu", memory_bytes=1, source="",
     ...     memory_bandwidth=1e9, peak_flops={"float32": 1}, efficiency=Efficiency(
@@ -185,15 +188,15 @@ def unfused_s(
     *,
     cold: bool = False,
 ) -> Any:
-    """Seconds of element-wise operators: their bytes, or what they compute.
+    """Seconds of element-wise operators: the larger of memory and compute time.
 
     Args:
-        device: its memory, and the share of bytes that fusion leaves.
-        num_bytes: what each operator by itself reads and writes, added up; of an
-            update, what all of it together does.
-        simple: operations of one step each.
-        special: of these, functions such as exp.
-        cold: whether it is an update: its state was not used just now.
+        device: the device type, with its memory and the share of bytes left by fusion.
+        num_bytes: sum of the bytes that each operator reads and writes by itself; for
+            an optimizer update, the bytes of the whole update.
+        simple: the number of simple operations.
+        special: the number of special functions, such as exp.
+        cold: whether this is an optimizer update, whose state was not used recently.
     """
     efficiency = device.efficiency
     share = 1.0 if cold else efficiency.fuse
@@ -203,20 +206,20 @@ def unfused_s(
 
 
 def launch_s(device: DeviceType, num_operators: Any) -> Any:
-    """Seconds to start a step and its operators, one after another."""
+    """Seconds to dispatch a step and launch its operators one after another."""
     return device.efficiency.dispatch_s + device.efficiency.launch_s * num_operators
 
 
 def added_s(efficiency: Efficiency, collective_s: Any, compute_s: Any) -> Any:
-    """Seconds that collectives add to computing beside which they may run.
+    """Seconds that overlapped collectives add to the computation beside them.
 
-    max(0, m - c) of reference section 7, and what computing is slowed down by. The
-    planner never hides what does not pay: the sum is at most `collective_s`.
+    The result is max(0, m - c) of reference section 7 plus the slowdown of the
+    computation. It is at most `collective_s`.
 
     Args:
-        efficiency: how much can overlap, and how much that slows computing.
-        collective_s: the collectives alone.
-        compute_s: the computing that does not need them, alone.
+        efficiency: the overlapped share and the slowdown of computation by overlap.
+        collective_s: seconds of the collectives alone.
+        compute_s: seconds of the independent computation alone.
 
     >>> half = Efficiency(overlap_kappa=1.25, overlap_fraction=1.0)
     >>> [round(float(added_s(half, m, 8.0)), 3) for m in (2.0, 9.0)]

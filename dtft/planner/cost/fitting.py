@@ -1,7 +1,7 @@
-"""From measured times to the scalars of the cost model, with their errors.
+"""Fits the scalars of the cost model to measured times, with standard errors.
 
-Every fit is of logarithms, by soft-L1 least squares: outliers count little, and short
-times count as much as long ones.
+Every fit is a soft-L1 least-squares fit of logarithms: outliers count little, and short
+times count as much as long times.
 """
 
 import math
@@ -19,25 +19,26 @@ from dtft.planner.cost.compute import added_s, matmul_s
 from dtft.planner.cost.mesh_topology import DeviceGroup
 
 NOISE = 0.05
-"""Relative error of one measurement above which it counts as an outlier."""
+"""Relative error above which a measurement counts as an outlier."""
 _WEAK = 3.0
-"""Standard deviation, as a logarithm, within which a scalar is expected of its start:
-it decides only where the measurements do not (latency against half_bytes)."""
+"""Prior standard deviation of the logarithm of a scalar around its start value. The
+prior matters only for scalars that the measurements do not determine (latency against
+half_bytes)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationFit:
-    """Scalars with their errors, and how well they explain what was measured."""
+    """Fitted scalars with their standard errors, and the errors of the predictions."""
 
     values: Mapping[str, float]
     errors: Mapping[str, float]
-    """Standard error of each, relative (of its logarithm)."""
+    """Relative standard error of each scalar (of its logarithm)."""
     residual: float
     """Median of |predicted / measured - 1|."""
     worst: float
-    """Maximum of the same."""
+    """Maximum of |predicted / measured - 1|."""
     num: int
-    """Measurements."""
+    """The number of measurements."""
 
 
 def fit(
@@ -47,18 +48,19 @@ def fit(
     bounds: Mapping[str, tuple[float, float]] | None = None,
     spread: float = _WEAK,
 ) -> CalibrationFit:
-    """Positive scalars with which predictions are closest to measurements.
+    """Fits positive scalars so that predictions match the measurements.
 
     Args:
-        predict: seconds for values of the scalars, as many as measured.
-        start: scalars to begin with, above 0; those that the measurements do not
-            decide stay there.
-        measured: seconds.
+        predict: function from scalars to predicted seconds, one per measurement.
+        start: start values of the scalars, above 0; a scalar that the measurements do
+            not determine stays near its start value.
+        measured: measured seconds.
         bounds: least and greatest value of some scalars.
-        spread: standard deviation, as a logarithm, expected of the start.
+        spread: prior standard deviation of the logarithm of each scalar around its
+            start value.
 
     Raises:
-        ValueError: nothing was measured, or times that are not above 0.
+        ValueError: `measured` is empty, or has a time that is not above 0.
     """
     seconds = np.asarray(measured, float)
     if seconds.size == 0 or not (seconds > 0).all():
@@ -95,24 +97,24 @@ def fit(
 
 
 def _errors(jacobian: np.ndarray, off: np.ndarray) -> list[float]:
-    """Standard errors: the inverse of the Hessian, by how far the residuals spread."""
+    """Standard errors from the inverse Hessian, scaled by the spread of residuals."""
     spread = max(1.4826 * float(np.median(np.abs(off))), 1e-3)
     covariance = np.linalg.pinv(jacobian.T @ jacobian) * spread**2
     return np.sqrt(np.diag(covariance)).tolist()
 
 
-# From measured times to the few scalars of the cost model, with their errors.
+# Measured times, and the fits of the cost model's scalars.
 
 
 _BEYOND = 2
-"""Sizes of streams that are larger than any cache that is found."""
+"""The number of largest measured stream sizes that lie beyond any fitted cache."""
 _PLAIN = 0.2
-"""Relative error up to which bytes over bandwidth explain how long a stream takes."""
+"""Largest relative error at which the fit without a cache is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulTime:
-    """One (m, k) by (k, n) on every device at once; seconds of one."""
+    """Seconds of one matmul (m, k) by (k, n), run on every device at once."""
 
     m: int
     n: int
@@ -122,7 +124,7 @@ class MatmulTime:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryTime:
-    """Bytes read and written by every device at once."""
+    """Seconds to read and write bytes on one device, run on every device at once."""
 
     num_bytes: int
     seconds: float
@@ -130,32 +132,34 @@ class MemoryTime:
 
 @dataclass(frozen=True, kw_only=True)
 class ElementTime:
-    """Operations on every element of an array, on every device at once."""
+    """Seconds of element-wise operations on an array, run on every device at once."""
 
     simple: float
-    """All of them."""
+    """The number of simple operations."""
     special: float
-    """Of these, functions such as exp."""
+    """The number of special functions, such as exp."""
     seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConvolutionTime:
-    """One convolution on every device at once."""
+    """Seconds of one convolution, run on every device at once."""
 
     flops: float
     channels: int
-    """On either side; of those that are odd on one side, on the other."""
+    """Channels of input and output; with an odd number of input channels, channels of
+    the output."""
     odd: bool = False
-    """Whether an odd number of channels comes in."""
+    """Whether the number of input channels is odd."""
     strided: float = 0.0
-    """Elements that are copied into another order first."""
+    """The number of elements that are first copied into another layout."""
     seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveTime:
-    """One collective among groups of `num_devices`, all groups at once."""
+    """Seconds of one collective in groups of `num_devices`, run in all groups at
+    once."""
 
     kind: CollectiveKind
     num_bytes: int
@@ -165,7 +169,7 @@ class CollectiveTime:
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapTime:
-    """Computing and a collective that do not need each other, alone and together."""
+    """Seconds of a computation and an independent collective, alone and together."""
 
     compute_s: float
     collective_s: float
@@ -175,13 +179,14 @@ class OverlapTime:
 def fit_memory(
     device: DeviceType, times: Sequence[MemoryTime]
 ) -> tuple[DeviceType, CalibrationFit]:
-    """The bandwidth of a device's memory and of its cache, and the size of the latter.
+    """Fits a device's memory bandwidth, cache bandwidth and cache size.
 
-    Apart from the start of an operator. Small arrays that are used again and again stay
-    in a cache; the rest goes through the memory. The cache is as large as one of the
-    sizes measured, whichever explains them best; where bandwidth alone explains them,
-    there is none. Two sizes at least lie beyond it: what nothing was measured beyond is
-    noise, not a cache (devices of one machine share the cache that it has).
+    The launch time of an operator is fitted beside these figures and dropped. Small
+    arrays that are used repeatedly stay in a cache; other bytes go through the memory.
+    The cache size is the measured size with the best fit. If bandwidth alone explains
+    the times, there is no cache. At least two measured sizes are larger than the cache:
+    without measurements beyond it, a cache could not be told from noise. Devices of one
+    machine share its cache.
     """
     cache_bytes, found = _fit_memory(device, times, 0.0)
     sizes = sorted({float(time.num_bytes) for time in times})[:-_BEYOND]
@@ -190,7 +195,7 @@ def fit_memory(
         cache_bytes, found = min(tries, key=lambda one: one[1].worst)
     reached = found.values["bandwidth"]
     bandwidth = max(device.memory_bandwidth, reached)
-    if device.platform == "cpu":  # what the catalog has is an order of magnitude
+    if device.platform == "cpu":  # the catalog's figure is an order of magnitude
         bandwidth = reached
     made = replace(
         device.efficiency,
@@ -204,7 +209,7 @@ def fit_memory(
 def _fit_memory(
     device: DeviceType, times: Sequence[MemoryTime], cache_bytes: float
 ) -> tuple[float, CalibrationFit]:
-    """The fit with a cache of a given size."""
+    """Fits memory and cache bandwidth for a cache of a given size in bytes."""
     num_bytes = np.array([time.num_bytes for time in times], float)
     near = np.minimum(num_bytes, cache_bytes)
 
@@ -228,7 +233,10 @@ def _fit_memory(
 def fit_elements(
     device: DeviceType, times: Sequence[ElementTime]
 ) -> tuple[DeviceType, CalibrationFit]:
-    """What operations cost that are no products, apart from the bytes they move."""
+    """Fits the seconds of a simple and of a special element-wise operation.
+
+    The bytes that the operations move are not part of these seconds.
+    """
     simple, special = np.array([(t.simple, t.special) for t in times], float).T
     found = fit(
         lambda v: simple * v["simple_s"] + special * v["special_s"],
@@ -241,10 +249,10 @@ def fit_elements(
 def fit_matmuls(
     device: DeviceType, dtype: str, times: Sequence[MatmulTime]
 ) -> tuple[DeviceType, CalibrationFit]:
-    """Efficiency e0, x0 and the start of an operator; the peak where it is unknown.
+    """Fits e0, x0 and the launch time of an operator to times of matmuls.
 
-    The peak of a CPU, or one that was surpassed, becomes the best speed measured; the
-    peaks of other dtypes keep their relation to it.
+    On a CPU, or if a matmul was faster than the peak, the best measured speed becomes
+    the peak. The peaks of other dtypes grow by the same factor.
     """
     reached = max(2.0 * t.m * t.n * t.k / t.seconds for t in times)
     if device.platform == "cpu" or reached > device.peak(dtype):
@@ -267,8 +275,10 @@ def fit_matmuls(
 def fit_convolutions(
     device: DeviceType, dtype: str, times: Sequence[ConvolutionTime]
 ) -> tuple[DeviceType, CalibrationFit]:
-    """Channels at which convolutions are half as fast as large matmuls, and what an odd
-    number of channels costs, where there are times of it.
+    """Fits `c0`, the channels at which convolutions are half as fast as large matmuls.
+
+    With times of an odd number of input channels, fits `odd`, the slowdown of these
+    convolutions, too.
     """
     flops, channels = np.array([(t.flops, t.channels) for t in times], float).T
     alone = flops / (device.peak(dtype) * device.efficiency.e0)
@@ -306,14 +316,14 @@ def fit_peak(device: DeviceType, dtype: str, times: Sequence[MatmulTime]) -> Dev
 def fit_link(
     link: Link, times: Sequence[CollectiveTime]
 ) -> tuple[Link, dict[str, CalibrationFit]]:
-    """The curve of a link, and those of each kind and number of devices measured on it.
+    """Fits the curve of a link, and a curve per kind of collective and group size.
 
     Args:
-        link: what the catalog has; its kind and sharing stay.
-        times: of groups that lie on this level alone.
+        link: the catalog's link; its kind and sharing stay unchanged.
+        times: times of groups that lie on this level alone.
 
     Returns:
-        The link, and the fits: `all`, and such as `all_reduce of 8`.
+        The link, and the fits by name: `all`, and for example `all_reduce of 8`.
     """
     begin = {
         "latency_s": link.curve.latency_s,
@@ -327,7 +337,7 @@ def fit_link(
     pairs = [(time.kind, time.num_devices) for time in times]
     for kind, n in dict.fromkeys(pairs):
         own = [time for time in times if (time.kind, time.num_devices) == (kind, n)]
-        # Of one number of devices latency and half_bytes are the same thing.
+        # At one group size, latency and half_bytes cannot be told apart.
         straight = {name: common[name] for name in ("latency_s", "bandwidth")}
         found = fits[f"{kind} of {n}"] = _fit_curve(link, straight, own)
         curves.setdefault(kind, {})[n] = Curve(**found.values)
@@ -346,7 +356,8 @@ def _fit_curve(
         curve = Curve(**values)
         seconds = np.empty(len(times))
         for (kind, n), at in places.items():
-            # As it will be used: what was measured is the backend's own way.
+            # The fit uses the same path as predictions: a measured curve stands for
+            # the backend's own algorithm.
             port = replace(link, curve=curve, measured={kind: {n: curve}})
             group = DeviceGroup(sizes=(n,), links=(port,))
             seconds[at] = collective_s(kind, num_bytes[at], group)
@@ -360,9 +371,10 @@ def _fit_curve(
 def fit_overlap(
     given: Efficiency, times: Sequence[OverlapTime]
 ) -> tuple[Efficiency, float]:
-    """How much computing collectives hide beside, and how much that slows it.
+    """Fits the overlapped share of collectives, and the slowdown by this overlap.
 
-    The best of a grid; of those as good, what hides least.
+    The fit takes the best point of a grid; of equally good points it takes the point
+    with the smallest overlap.
 
     Returns:
         The efficiency with `overlap_kappa` and `overlap_fraction`, and the median
@@ -384,12 +396,16 @@ def fit_overlap(
     return best, least
 
 
-# From times of collectives behind and beside computing to what these do to each other.
+# Fits of sync skew and prefetch overlap, from collectives run with computation.
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncSkewTime:
-    """What an all-reduce adds to computing that it waits for and that waits for it."""
+    """Seconds that an all-reduce adds to computation that depends on the all-reduce.
+
+    The all-reduce waits for computation before it, and computation after it waits for
+    the all-reduce.
+    """
 
     num_bytes: int
     num_devices: int
@@ -398,7 +414,10 @@ class SyncSkewTime:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefetchTime:
-    """Computing and gathers that it needs but that do not wait for it, in seconds."""
+    """Seconds of computation and its prefetched gathers, alone and together.
+
+    The computation needs the gathers; the gathers do not wait for the computation.
+    """
 
     num_devices: int
     computing_s: float
@@ -407,13 +426,15 @@ class PrefetchTime:
 
 
 def fit_sync_skew(link: Link, times: Sequence[SyncSkewTime]) -> Link:
-    """The link with what meeting takes, by the number of devices.
+    """Fits a link's sync skew (`Link.meeting`, in seconds) by number of devices.
 
-    The median of what is left over the collectives by themselves; not below nothing.
+    The sync skew is the median of the measured seconds less the seconds of the
+    collective alone, and at least 0.
 
     Args:
-        link: fitted already (`fit_link`).
-        times: of groups that lie on this level alone; none leave the link as it is.
+        link: a link that `fit_link` has fitted.
+        times: times of groups that lie on this level alone; without times, `meeting`
+            is empty.
     """
     left: dict[int, list[float]] = {}
     for time in times:
@@ -425,14 +446,14 @@ def fit_sync_skew(link: Link, times: Sequence[SyncSkewTime]) -> Link:
 
 
 def fit_prefetch_overlap(link: Link, times: Sequence[PrefetchTime]) -> Link:
-    """The link with the share of gathers that computing hides, by number of devices.
+    """Fits a link's share of gathers hidden by computation, by number of devices.
 
-    Between none and all.
+    The share lies between 0 and 1.
 
     Args:
-        link: any.
-        times: one for each number of devices, of groups that lie on this level alone;
-            none leave the link as it is.
+        link: the link of the level.
+        times: one time for each number of devices, of groups that lie on this level
+            alone; without times, `ahead` is empty.
 
     >>> from dtft.planner.cluster.hardware import Curve
     >>> port = Curve(latency_s=1e-6, bandwidth=1e9)

@@ -1,6 +1,4 @@
-"""How the devices along mesh axes lie on the levels of a pool, and which orders of axes
-are worth a look.
-"""
+"""Placement of mesh axes on the levels of a pool, and the undominated axis orders."""
 
 import itertools
 import math
@@ -12,44 +10,45 @@ import numpy as np
 
 from dtft.planner.cluster import CollectiveKind, Link, Pool
 
-# How the devices along mesh axes lie on the levels of a pool, for one mesh or many.
+# Placement of devices along mesh axes on the levels of a pool, for one mesh or many.
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceGroup:
-    """How the devices that communicate lie on the levels of a pool."""
+    """Placement of the devices that communicate on the levels of a pool."""
 
     sizes: tuple[float, ...]
-    """Members per group of the level, innermost first; all above 1. A fraction where
-    members do not fill the groups evenly (3 devices on hosts of 2)."""
+    """Members per group of each used level, innermost first; all above 1. The number
+    is a fraction if members do not fill the groups evenly (3 devices on hosts of
+    2)."""
     links: tuple[Link, ...]
 
     @property
     def num_devices(self) -> int:
-        """Members."""
+        """The number of devices that communicate."""
         return round(math.prod(self.sizes))
 
     @property
     def inner(self) -> tuple[float, ...]:
-        """For each level the members that lie within one of its groups' parts."""
+        """For each level, the number of members within one part of its groups."""
         return tuple(math.prod(self.sizes[:level]) for level in range(len(self.sizes)))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DeviceGroups:
-    """Many groups, each as a `DeviceGroup`."""
+    """Many device groups as arrays; each row is a `DeviceGroup`."""
 
     sizes: np.ndarray
-    """Members per group of each level, innermost first, 1 on a level that a group does
-    not use; float [groups, levels]."""
+    """Members per group of each level, innermost first; float [groups, levels]. The
+    number is 1 on a level that the group does not use."""
     links: tuple[Link, ...]
-    """Of each level."""
+    """Link of each level."""
 
     def alike(self, kind: CollectiveKind) -> np.ndarray:
-        """A number for each group; those of one number use the same levels.
+        """Numbers the groups so that groups with equal numbers use the same levels.
 
-        Where a link has curves of a kind of collective by the number of devices, they
-        have the same size there too.
+        If a link has measured curves of this kind of collective, groups with equal
+        numbers also have the same size on the link's level.
         """
         measured = tuple(kind in link.measured for link in self.links)
         if measured not in self._alike:
@@ -69,18 +68,19 @@ class DeviceGroups:
 def group_of(
     pool: Pool, mesh: Mapping[str, int], axes: Sequence[str] | str
 ) -> DeviceGroup:
-    """The devices that communicate along mesh axes, taken as one.
+    """Group of the devices that communicate along one or several mesh axes.
 
     Args:
-        pool: its devices are numbered with the innermost level fastest.
-        mesh: axis to size, slowest-varying first; filled with the first devices.
-        axes: which of them communicate; those of size 1 add nothing.
+        pool: the devices, numbered with the innermost level fastest.
+        mesh: map from axis to size, slowest-varying first; the mesh takes the first
+            devices of the pool.
+        axes: the mesh axes of the collective; an axis of size 1 adds nothing.
 
     Returns:
-        The group that reaches farthest out, where groups differ.
+        The group; if groups differ, the group that reaches the outermost level.
 
     Raises:
-        ValueError: an axis that the mesh does not have, or a mesh larger than the pool.
+        ValueError: the mesh lacks an axis, or is larger than the pool.
     """
     named = (axes,) if isinstance(axes, str) else tuple(axes)
     if unknown := [axis for axis in named if axis not in mesh]:
@@ -106,15 +106,15 @@ def group_of(
 def members(
     levels: Sequence[int], sizes: np.ndarray, chosen: Sequence[bool]
 ) -> np.ndarray:
-    """Members per level of the groups along some axes of many meshes: see `group_of`.
+    """Members per level of the groups along mesh axes, for many meshes: see `group_of`.
 
     Args:
-        levels: what each level of the pool joins, innermost first.
-        sizes: of the axes, slowest-varying first; int [meshes, axes].
-        chosen: which axes communicate.
+        levels: the number of devices or groups that each level joins, innermost first.
+        sizes: sizes of the axes, slowest-varying first; int [meshes, axes].
+        chosen: whether each axis takes part in the collective.
 
     Returns:
-        float [meshes, levels].
+        Members per group of each level; float [meshes, levels].
 
     >>> members((8, 512), np.array([[4, 16], [16, 4]]), (False, True))
     array([[8., 2.],
@@ -146,7 +146,7 @@ def members(
 def _sizes(
     levels: tuple[int, ...], mesh: tuple[int, ...], chosen: tuple[bool, ...]
 ) -> tuple[float, ...]:
-    """Members per level; see `group_of`."""
+    """Members per level of one mesh; see `group_of`."""
     bounds = [math.prod(levels[:level]) for level in range(len(levels) + 1)]
     sizes = [1.0] * len(levels)
     stride = 1
@@ -163,7 +163,7 @@ def _sizes(
 
 
 def _aligned(bounds: Sequence[int], start: int, end: int) -> bool:
-    """Whether an axis from stride `start` to `end` fills every group it enters."""
+    """Whether an axis from stride `start` to `end` fills its groups evenly."""
     return all(
         start % bound == 0
         if bound <= start
@@ -177,7 +177,7 @@ def _aligned(bounds: Sequence[int], start: int, end: int) -> bool:
 def _counted(
     bounds: Sequence[int], mesh: tuple[int, ...], chosen: tuple[bool, ...]
 ) -> tuple[float, ...]:
-    """The same by counting, for axes that do not fill groups evenly."""
+    """Members per level by counting devices, for axes that fill groups unevenly."""
     order = [*np.flatnonzero(~np.array(chosen)), *np.flatnonzero(chosen)]
     members = math.prod(
         size for size, is_chosen in zip(mesh, chosen, strict=True) if is_chosen
@@ -192,40 +192,41 @@ def _counted(
     counts = np.stack([parts(bound) for bound in bounds])  # [level, group], outer last
     worst = np.lexsort(counts)[-1]  # by the outermost level first
     found = counts[:, worst]
-    # A mesh that leaves devices out ends within a group of the outermost level.
+    # A mesh smaller than the pool ends within a group of the outermost level.
     return tuple(float(low / high) for low, high in zip(found, found[1:], strict=False))
 
 
 # Orders of mesh axes on the fabric. The order decides how much of each axis stays
-# inside a host or a rack. Orders that cannot be better than another are left out.
+# inside a host or a rack. Orders that another order dominates are dropped.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Orders:
-    """Orders of the axes of several meshes."""
+    """Axis orders of several meshes, as parallel arrays."""
 
     mesh: np.ndarray
-    """For each order, the mesh that it is of; ascending."""
+    """For each order, the row of its mesh, ascending; int [orders]."""
     order: np.ndarray
-    """For each order, its position in `named`."""
+    """For each order, its position in `named`; int [orders]."""
     named: tuple[tuple[str, ...], ...]
-    """Axes larger than one, slowest-varying (outermost on the fabric) first."""
+    """The distinct orders: axes larger than 1, slowest-varying (outermost) first."""
 
 
 def extents(
     sizes: np.ndarray, strides: np.ndarray, capacity: int, used: np.ndarray
 ) -> np.ndarray:
-    """How many neighbors along an axis always lie in one group of the fabric.
+    """The number of neighbors along an axis that always lie in one group of the fabric.
 
-    The largest part of the axis for which every run of that many devices, from a
-    multiple of it on, is inside one group: all of it in a mesh that one group holds,
-    and otherwise the largest m with m * stride a divisor of the group's devices.
+    The extent is the largest number m of devices so that each aligned run of m devices
+    along the axis lies inside one group. If one group holds the mesh, m is the axis
+    size. Otherwise m is the largest divisor of the axis size so that m * stride divides
+    the devices of the group.
 
     Args:
-        sizes: of the axes.
-        strides: how far apart neighbors along them are, in devices.
-        capacity: devices in a group, such as a host.
-        used: devices of the whole mesh.
+        sizes: sizes of the axes.
+        strides: distance of neighbors along each axis, in devices.
+        capacity: the number of devices in a group, such as a host.
+        used: the number of devices of the whole mesh.
 
     >>> extents(np.array([6, 2]), np.array([2, 1]), 8, np.array(12))
     array([2, 2])
@@ -241,19 +242,20 @@ def undominated_orders(
     levels: Sequence[int],
     before: Sequence[str] = (),
 ) -> Orders:
-    """The orders of each mesh that may be the best.
+    """Computes the undominated axis orders of each mesh.
 
-    One order dominates another if no axis has a smaller extent (`extents`) at any level
-    and one has a larger; of orders with equal extents the first stays, in the order in
-    which `axes` are given. Whoever prices a mesh by how its axes lie on the levels, and
-    never cheaper for less of an axis inside, finds the same least price without them.
+    An order dominates another order if no axis has a smaller extent (`extents`) at any
+    level and at least one axis has a larger extent. Of orders with equal extents the
+    first is kept, in the order in which `axes` are given. Dropping dominated orders
+    keeps the lowest price, for prices that depend on the extents alone and never fall
+    as an extent shrinks.
 
     Args:
-        axes: names, in the usual order, slowest-varying first.
-        sizes: of the axes of each mesh; [meshes, axes].
-        levels: how many devices, then groups, each level of the fabric joins, innermost
-            first; the last one joins all that is left.
-        before: axes that have to lie in this order, slowest-varying first.
+        axes: axis names in the usual order, slowest-varying first.
+        sizes: sizes of the axes of each mesh; int [meshes, axes].
+        levels: the number of devices, then groups, that each level of the fabric joins,
+            innermost first; the last level joins all remaining groups.
+        before: axes that must keep this order, slowest-varying first.
 
     >>> found = undominated_orders(("fsdp", "tensor"), np.array([[4, 2]]), (2, 4))
     >>> [found.named[at] for at in found.order]
@@ -293,7 +295,7 @@ def _follows(axes: list[int], wanted: list[int]) -> bool:
 def _undominated(
     sizes: np.ndarray, ways: np.ndarray, capacities: np.ndarray
 ) -> np.ndarray:
-    """Which orders of which meshes stay; bool [meshes, ways]."""
+    """Whether each order of each mesh is undominated; bool [meshes, ways]."""
     used = sizes.prod(axis=1)
     keep = np.zeros((len(sizes), len(ways)), bool)
     if ways.shape[1] < 2 or not len(capacities):
@@ -313,7 +315,8 @@ def _undominated(
     keep = _first_of_equals(inside.reshape(*keep.shape, -1))
     full = np.minimum(capacities, used[:, None])  # what extents multiply to if exact
     loose = (inside.prod(axis=3) < full[:, None]).any(axis=2)
-    # Where all fill the levels exactly, more of one axis inside is less of another.
+    # If all axes fill the levels exactly, a larger extent of one axis means a smaller
+    # extent of another axis: no order dominates.
     for row in np.flatnonzero((loose & keep).any(axis=1)):
         kept = np.flatnonzero(keep[row])
         keep[row, kept] = _maximal(inside[row, kept].reshape(len(kept), -1))
@@ -321,7 +324,8 @@ def _undominated(
 
 
 def _first_of_equals(features: np.ndarray) -> np.ndarray:
-    """Which entries differ from all before them; bool [rows, entries].
+    """Whether each entry differs from all earlier entries of its row; bool [rows,
+    entries].
 
     Args:
         features: non-negative integers; [rows, entries, features].
@@ -345,6 +349,8 @@ def _first_of_equals(features: np.ndarray) -> np.ndarray:
 
 
 def _maximal(features: np.ndarray) -> np.ndarray:
-    """Which of several different rows are nowhere-larger than no other row."""
+    """Whether each of several distinct rows is dominated by no other row; bool
+    [rows].
+    """
     as_large = (features[:, None] >= features[None]).all(axis=2)  # [a, b]: a as b
     return as_large.sum(axis=0) == 1

@@ -1,5 +1,6 @@
-"""Seconds of an operator from what each device does and sends for it; of optimizer
-state in host memory.
+"""Seconds of an operator on a mesh, and of optimizer state in host memory.
+
+The seconds follow from the work and the collectives of each device.
 """
 
 from collections.abc import Iterable, Mapping
@@ -30,19 +31,19 @@ from dtft.planner.spmd import (
 )
 
 _ELEMENT_BY_ELEMENT = ("reduction", "gather", "scatter", "sort")
-"""Kinds that matmul units do not compute."""
+"""Kinds of operators that matmul units do not compute."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshSpeeds:
-    """A pool, and how a mesh lies on it."""
+    """Speeds of collectives along the axes of a mesh on a pool."""
 
     pool: Pool
     mesh: Mapping[str, int]
-    """Axis to size, slowest-varying first."""
+    """Map from axis to size, slowest-varying first."""
 
     def axes(self, sent: CollectiveOp | Bundle) -> tuple[str, ...]:
-        """Axes of the mesh along which a collective is."""
+        """Mesh axes larger than 1 along which a collective communicates."""
         return tuple(axis for axis in sent.axes if self.mesh.get(axis, 1) > 1)
 
     def sending_s(
@@ -51,9 +52,10 @@ class MeshSpeeds:
         """Seconds of one collective.
 
         Args:
-            sent: what.
-            sizes: of the axes, and microbatches.
-            ahead: whether it waits for nothing that is computed.
+            sent: the collective.
+            sizes: sizes of the axes, and the number of microbatches.
+            ahead: whether the collective waits for no computation, so that computation
+                hides a share of it.
         """
         axes = self.axes(sent)
         if not axes:
@@ -63,17 +65,20 @@ class MeshSpeeds:
         return left * collective_s(sent.kind, sent.amount.at(sizes), group)
 
     def sync_skew_s(self, sent: CollectiveOp | Bundle) -> float:
-        """Seconds until the devices have met for a collective."""
+        """Sync skew in seconds: the wait until all devices enter a collective."""
         axes = self.axes(sent)
         return sync_skew_s(group_of(self.pool, self.mesh, axes)) if axes else 0.0
 
     def together_s(self, bundle: Bundle, num_bytes: float, sizes: Sizes) -> float:
-        """Seconds of a step of what goes together, beyond what is sent by itself.
+        """Seconds per step of a bundle of collectives that is not priced one by one.
+
+        The result is the sync skew of the bundle. If the backend combines the bundle
+        into one message (`is_one`), the result also has the seconds of sending.
 
         Args:
-            bundle: what.
-            num_bytes: of a step, all of it.
-            sizes: of the axes, and microbatches.
+            bundle: the collectives that are sent together.
+            num_bytes: bytes of the whole bundle in a step.
+            sizes: sizes of the axes, and the number of microbatches.
         """
         axes = self.axes(bundle)
         if not axes:
@@ -96,14 +101,15 @@ def computing_s(
     *,
     cold: bool = False,
 ) -> Any:
-    """Seconds that one device computes one execution of an operator.
+    """Seconds of one execution of an operator on one device.
 
     Args:
-        graph: has the operator.
-        device: computes.
-        work: what of it.
-        sizes: of the axes.
-        cold: whether its bytes were not used just now: the state in an update.
+        graph: the graph with the operator.
+        device: the device type.
+        work: the part of the operator on one device.
+        sizes: sizes of the axes.
+        cold: whether the operator's bytes were not used recently, as the state in an
+            optimizer update.
     """
     operator = work.operator
     dtype = graph.values[operator.inputs[0]].dtype if operator.inputs else "float32"
@@ -126,9 +132,9 @@ def computing_s(
 
 
 def _across(work: OperatorWork, sizes: Sizes) -> Any:
-    """Elements that one device reads across the order in which they lie.
+    """The number of elements that one device reads out of memory order.
 
-    A transposed product is in order unless it is a partial sum (`strided`).
+    A transposed product is read in order unless it is a partial sum (`strided`).
     """
     read = work.strided.at(sizes)
     if work.turned_by:
@@ -137,7 +143,7 @@ def _across(work: OperatorWork, sizes: Sizes) -> Any:
 
 
 def _copying_s(device: DeviceType, work: OperatorWork, sizes: Sizes) -> Any:
-    """Seconds to copy the left operand of a product into the order that it wants."""
+    """Seconds to copy the left operand of a product into the layout of the product."""
     if not work.operator.strided:
         return 0.0
     part = work.reads[0].at(sizes) / work.reads[0].total
@@ -145,49 +151,53 @@ def _copying_s(device: DeviceType, work: OperatorWork, sizes: Sizes) -> Any:
 
 
 def runs(work: OperatorWork, sizes: Sizes) -> Any:
-    """Executions of an operator for each of its own: once per microbatch, if it reads
-    examples, otherwise once.
+    """Factor on an operator's executions: the microbatches if it reads examples, else
+    1.
     """
     return parts((MICRO,), sizes) if MICRO in work.divided_by else 1
 
 
-# Optimizer state in host memory travels to the device before each update and back after
-# it, over the link to host memory (PCIe, CXL).
+# Optimizer state in host memory is copied to the device before each update and back
+# after the update, over the link to host memory (PCIe, CXL).
 #
 # XLA's GPU compiler (jax 0.10.2, H100 target) copies these arrays asynchronously, up to
-# about a dozen at once. A copied array occupies the device as a whole. A few large
-# arrays, such as the stacks of a scan over layers, therefore free no memory; many small
-# arrays free nearly all of theirs.
+# about a dozen at once. A copied array occupies the device as a whole. Offloading a few
+# large arrays, such as the stacks of a scan over layers, therefore frees no memory.
+# Offloading many small arrays frees nearly all of their memory.
 
 
 LEAST_OFFLOADED_BYTES = 2**16
-"""Arrays that are smaller on each device stay there: a copy costs a latency."""
+"""Least bytes per device of an offloaded array. Smaller arrays stay on the device: each
+copy costs a latency."""
 NUM_UNDER_WAY = 16
-"""Arrays, of the largest, that are on the device at once (compiled: 6 to 14)."""
+"""The number of offloaded arrays, counted as the largest, on the device at once (XLA's
+compiled programs have 6 to 14)."""
 MOST_UNDER_WAY = 1.25
-"""Of all that is kept on the host, the most that is on the device at once."""
+"""Largest ratio of offloaded bytes on the device at once to all offloaded bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Away:
-    """What one device keeps in host memory; one entry per candidate, or a number."""
+    """Host memory of one device's offloaded state; arrays [candidates], or numbers."""
 
     host_bytes: Any
-    """In host memory."""
+    """Bytes in host memory."""
     device_bytes: Any
-    """Of it, the most that is on the device at one time."""
+    """The largest number of these bytes that is on the device at one time."""
     seconds: Any
-    """That an update takes longer: all of it there and back."""
+    """Seconds that an update takes longer: the copies to the device and back."""
 
 
 def away(link: Link, arrays: Iterable[tuple[int, Any]]) -> Away:
-    """What arrays that rest in host memory take, those that are worth a copy.
+    """Computes bytes and seconds of arrays that are offloaded to host memory.
 
-    No time is taken to be hidden: what the copies wait for (gradients) comes last.
+    Arrays below `LEAST_OFFLOADED_BYTES` stay on the device. No copy is assumed to be
+    hidden: the copies wait for the gradients, which are computed last.
 
     Args:
-        link: from a device to its host's memory.
-        arrays: how many there are alike, and bytes of each on one device.
+        link: the link from a device to its host's memory.
+        arrays: pairs: the number of equal arrays, and the bytes of each array on one
+            device.
 
     >>> from dtft.planner.cluster.hardware import Curve
     >>> pcie = Link(kind="PCIe", curve=Curve(latency_s=0.0, bandwidth=1e10), source="")

@@ -1,7 +1,7 @@
-"""How long a pipeline of stages takes, and how much it keeps: three schedules.
+"""Seconds of a pipeline and its microbatches in flight, for three schedules.
 
-Arithmetic on seconds of a stage and counts of stages, microbatches and chunks; all of
-them may be numpy arrays.
+The inputs are seconds of a stage and the numbers of stages, microbatches and chunks.
+Seconds and counts of `pipeline_s` may be numpy arrays.
 
 Sources: reference section 7; GPipe arXiv 1811.06965; 1F1B and interleaving arXiv
 2104.04473; memory of interleaving arXiv 2205.05198, section 4.2.3.
@@ -24,20 +24,21 @@ def pipeline_s(
     microbatches: Any,
     chunks: Any,
 ) -> Any:
-    """Seconds from the first microbatch into the pipeline to the last one out of it.
+    """Seconds of all microbatches of a step through a pipeline.
 
-    (m - 1) max t + sum t, where filling and draining take 1 / chunks of it. The same
-    for all three schedules: exact for GPipe, and for the others where all stages take
-    as long. Where they do not 1F1B may be faster: stages before the slowest run ahead.
+    The formula is m max t + (sum t - max t) / chunks: the second term is the time to
+    fill and drain the pipeline. The formula is the same for all three schedules. It is
+    exact for GPipe, and for the other schedules if all stages take equally long. With
+    unequal stages 1F1B may be faster: stages before the slowest stage run ahead.
 
     Args:
-        first_s: of one microbatch on the first stage, forward and backward.
-        middle_s: of one on any stage between.
-        last_s: of one on the last stage.
-        stages: 2 or more.
-        microbatches: of one step.
-        chunks: parts of its layers that each stage has; a microbatch goes round as
-            often.
+        first_s: seconds of one microbatch on the first stage, forward and backward.
+        middle_s: seconds of one microbatch on a stage between the first and the last.
+        last_s: seconds of one microbatch on the last stage.
+        stages: the number of stages, 2 or more.
+        microbatches: the number of microbatches in a step.
+        chunks: the number of parts of each stage's layers; a microbatch passes through
+            the pipeline that many times.
 
     >>> float(pipeline_s(1.0, 1.0, 1.0, stages=4, microbatches=8, chunks=1))
     11.0
@@ -50,10 +51,10 @@ def pipeline_s(
 
 
 def in_flight(schedule: Schedule, stages: int, microbatches: int, chunks: int) -> float:
-    """Microbatches whose activations the fullest stage, the first one, keeps at once.
+    """The number of microbatches whose activations the first stage keeps at once.
 
-    GPipe and circular keep all of them; 1F1B as many as there are stages; with chunks
-    1 + (p - 1) / (p v) times as many.
+    The first stage is the fullest. GPipe and circular keep all microbatches. 1F1B keeps
+    as many microbatches as stages p; with v chunks 1 + (p - 1) / (p v) times as many.
 
     >>> in_flight("gpipe", 4, 16, 1), in_flight("1f1b", 4, 16, 1)
     (16, 4)
@@ -68,5 +69,5 @@ def in_flight(schedule: Schedule, stages: int, microbatches: int, chunks: int) -
 
 
 def transfers(chunks: Any) -> Any:
-    """Times that a stage sends for each microbatch: activations on, gradients back."""
+    """The number of sends of a stage per microbatch: activations and gradients."""
     return 2 * chunks

@@ -1,13 +1,11 @@
-"""The program: how a step is traced, which of its dims are divided alike, what repeats
-in it.
+"""The planner's intermediate representation of a training step, and its analyses.
 
-* `graph`: values, operators, loops and named dims of a traced step; free of JAX.
-* `tracing`: from a Python function to a graph; `jaxprs`: JAX's own form, walked and
-  rebuilt.
-* `dim_propagation`: the dims of an operator's results from those of its operands;
-  `flops`: its class and operations.
-* `repeats`: equal layers; `op_groups`: operators that cost alike; `remat`: what the
-  backward pass computes again.
+* `graph`: values, operators, loops and named dims of a traced step, without JAX types.
+* `tracing`: traces a Python function to a graph. `jaxprs`: walks and rebuilds jaxprs.
+* `dim_propagation`: derives the dims of an operator's results from its operands' dims.
+  `flops`: classifies operators and counts their operations.
+* `repeats`: finds equal layers. `op_groups`: groups operators of equal cost. `remat`:
+  rematerializes parts of the backward pass.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,6 @@
-"""How dims go through each operator: which dims of its results and operands are divided
-alike.
+"""Propagates dims through operators: finds dims that are divided in the same way.
 
-Two dims have the same number when some operator makes one of the other: a batch dim
+Two dims share one number if some operator derives one from the other. So a batch dim
 keeps its number through every layer, and so does the width of a residual stream. `link`
 applies the rule of an equation's primitive.
 """
@@ -17,7 +16,7 @@ Numbers = tuple[int, ...]
 
 
 class Dims:
-    """Disjoint sets of dims.
+    """Disjoint sets of dims (union-find).
 
     >>> dims = Dims()
     >>> a, b, c = dims.new(4), dims.new(8), dims.new(8)
@@ -34,18 +33,18 @@ class Dims:
         self._loop: list[bool] = []
 
     def new(self, size: int, *, loop: bool = False) -> int:
-        """A dim that nothing is known of yet."""
+        """Adds a dim in a set of its own; returns its number."""
         self._parent.append(len(self._parent))
         self._sizes.append({size})
         self._loop.append(loop)
         return len(self._parent) - 1
 
     def news(self, shape: Sequence[int]) -> Numbers:
-        """New dims for an array."""
+        """Adds new dims for all dims of an array."""
         return tuple(self.new(size) for size in shape)
 
     def find(self, number: int) -> int:
-        """The number that stands for all dims joined with this one."""
+        """The number that represents all dims joined with this dim."""
         parent = self._parent
         while parent[number] != number:
             parent[number] = parent[parent[number]]
@@ -53,7 +52,7 @@ class Dims:
         return number
 
     def join(self, one: int, other: int) -> None:
-        """From now on both are divided alike; the lower number stands for them."""
+        """Joins the sets of two dims; the lower number represents the joined set."""
         low, high = sorted((self.find(one), self.find(other)))
         if low == high:
             return
@@ -62,25 +61,25 @@ class Dims:
         self._loop[low] |= self._loop[high]
 
     def of(self, number: int) -> Dim:
-        """What is known of a dim."""
+        """The sizes of a dim's set, and whether a loop slices any of its dims."""
         root = self.find(number)
         return Dim(sizes=tuple(sorted(self._sizes[root])), loop=self._loop[root])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Linked:
-    """How an equation's dims go together."""
+    """The dims of an equation's results, and its constraints on dims."""
 
     outputs: tuple[Numbers, ...]
     """Dims of each result."""
     summed: Numbers = ()
-    """Dims that it sums over, or otherwise combines into one element."""
+    """Dims that the equation sums over, or otherwise reduces to one element."""
     whole: Numbers = ()
-    """Dims of operands that it needs undivided."""
+    """Dims of operands that the equation needs undivided."""
 
 
 class Case:
-    """One equation with what is known of its operands."""
+    """One equation, with the dims of its operands."""
 
     def __init__(self, dims: Dims, eqn: Any, operands: Sequence[Numbers]) -> None:
         self.dims, self.params = dims, eqn.params
@@ -89,7 +88,7 @@ class Case:
         self.results = [tuple(atom.aval.shape) for atom in eqn.outvars]
 
     def kept(self, sources: Sequence[int | None], result: int = 0) -> Numbers:
-        """Result dims: the number given, or a new one where there is none."""
+        """Dims of a result: the given numbers, with new dims in place of None."""
         shape = self.results[result]
         return tuple(
             self.dims.new(size) if source is None else source
@@ -103,14 +102,14 @@ class Case:
                 self.dims.join(group[0], other)
 
 
-# Products and lookups: matmul, convolution, gather, scatter. One function per primitive
-# says which dims are the same, which are reduced and which cannot be divided.
+# Products and lookups: matmul, convolution, gather, scatter. The function of each
+# primitive joins equal dims, and returns the reduced and the indivisible dims.
 
 
 def contracted(eqn: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Places of the dims that a product sums over, in each operand; else empty.
+    """Positions of the contracted dims in each operand of a product; else empty.
 
-    Of a convolution the channels in; the places of its kernel are not counted.
+    For a convolution, positions of the input channels; its window dims do not count.
     """
     if eqn.primitive.name == "conv_general_dilated":
         numbers = eqn.params["dimension_numbers"]
@@ -122,7 +121,7 @@ def contracted(eqn: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def dot(case: Case) -> Linked:
-    """Batch dims, then those of the left operand, then those of the right."""
+    """Rule of a matmul: batch dims, then free dims of the left and right operand."""
     (left_sum, right_sum), (left_batch, right_batch) = case.params["dimension_numbers"]
     left, right = case.operands[:2]
     for i, j in zip((*left_sum, *left_batch), (*right_sum, *right_batch), strict=True):
@@ -134,7 +133,10 @@ def dot(case: Case) -> Linked:
 
 
 def ragged_dot(case: Case) -> Linked:
-    """Rows of `left` in groups, each with its own matrix; the common layout only."""
+    """Rule of a ragged matmul, whose groups of rows have a matrix each.
+
+    Handles the common layout; for other layouts all operands are needed whole.
+    """
     left, right, groups = case.operands[:3]
     if len(left) != 2 or len(right) != 3 or len(case.results[0]) != 2:
         return Linked(
@@ -147,7 +149,10 @@ def ragged_dot(case: Case) -> Linked:
 
 
 def convolution(case: Case) -> Linked:
-    """Examples and channels go through; a window needs its neighbours (halo)."""
+    """Rule of a convolution: examples and channels keep their dims.
+
+    Window dims are needed whole, because a window reads its neighbours (halo).
+    """
     numbers = case.params["dimension_numbers"]
     lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
     left, right = case.operands[:2]
@@ -177,9 +182,9 @@ def convolution(case: Case) -> Linked:
 
 
 def gather(case: Case) -> Linked:
-    """Indexed dims of which one element is taken are looked up where they are.
+    """Rule of a gather: an indexed dim of which one element is taken may be divided.
 
-    Divided over devices each looks up what it has, and the results are summed.
+    Each device then looks up the elements that it has, and the results are summed.
     """
     numbers, sizes = case.params["dimension_numbers"], case.params["slice_sizes"]
     operand, indices = case.operands[:2]
@@ -204,7 +209,10 @@ def gather(case: Case) -> Linked:
 
 
 def scatter(case: Case, adds: bool) -> Linked:
-    """Each device updates what it has; updates that add up may be divided, too."""
+    """Rule of a scatter: each device updates its part of the operand.
+
+    Updates that are combined with the operand (`adds`) may be divided too.
+    """
     numbers = case.params["dimension_numbers"]
     operand, indices, updates = case.operands[:3]
     gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
@@ -237,12 +245,12 @@ def scatter(case: Case, adds: bool) -> Linked:
 
 
 def link(dims: Dims, eqn: Any, operand_dims: Sequence[Numbers]) -> Linked:
-    """The dims of an equation's results, from those of its operands.
+    """Derives the dims of an equation's results from the dims of its operands.
 
     Args:
         dims: all dims of the program; joined in place.
-        eqn: a JAX equation that is not call-like.
-        operand_dims: for each operand its dims; () for scalars.
+        eqn: a JAX equation that calls no other program.
+        operand_dims: the dims of each operand; () for scalars.
     """
     case = Case(dims, eqn, operand_dims)
     rule = _RULES.get(eqn.primitive.name)
@@ -252,7 +260,10 @@ def link(dims: Dims, eqn: Any, operand_dims: Sequence[Numbers]) -> Linked:
 
 
 def _alike(case: Case) -> Linked:
-    """Elementwise, dims of size 1 repeated; what fits no result is needed whole."""
+    """Default rule: elementwise, with broadcast of dims of size 1.
+
+    Operands whose shape fits no result are needed whole.
+    """
     outputs: list[Numbers] = []
     fitting: set[int] = set()
     for result, shape in enumerate(case.results):
@@ -276,14 +287,14 @@ def _alike(case: Case) -> Linked:
 
 
 def _repeats(shape: Sequence[int], result: Sequence[int]) -> bool:
-    """Whether an operand of a shape is repeated along dims of size 1 to be a result."""
+    """Whether a shape has the shape of a result, or broadcasts to it from size 1."""
     if len(shape) != len(result):
         return False
     return all(size in (1, after) for size, after in zip(shape, result, strict=True))
 
 
 def _fresh(case: Case) -> Linked:
-    """Results that have nothing of their operands (iota, random bits)."""
+    """Rule of operators whose results share no dims with operands (iota, random)."""
     outputs = tuple(case.dims.news(shape) for shape in case.results)
     return Linked(outputs=outputs)
 
@@ -311,7 +322,7 @@ def _squeeze(case: Case) -> Linked:
 def factor_groups(
     before: Sequence[int], after: Sequence[int]
 ) -> list[tuple[list[int], list[int]]]:
-    """Which dims of a reshape's operand become which of its result, in runs.
+    """Groups of dims of a reshape's operand, with the result's dims they become.
 
     >>> factor_groups((2, 3, 4), (6, 2, 2))
     [([0, 1], [0]), ([2], [1, 2])]
@@ -336,7 +347,10 @@ def factor_groups(
 
 
 def _reshape(case: Case) -> Linked:
-    """A merged dim is divided as its first part is: the others must be whole."""
+    """Rule of a reshape: a merged dim is divided like its first part (of size > 1).
+
+    Its other parts must be whole.
+    """
     before, after = case.shapes[0], case.results[0]
     if math.prod(before) == 0 or case.params.get("dimensions") is not None:
         return _fresh(case)
@@ -351,7 +365,7 @@ def _reshape(case: Case) -> Linked:
             whole += [operand[i] for i in lefts[1:]]
     outputs = case.kept(sources)
     for place, source in enumerate(sources):
-        if source is not None:  # its size may be another: both must be divisible
+        if source is not None:  # sizes may differ: both must be divisible
             case.dims.join(source, case.dims.new(after[place]))
     return Linked(outputs=(outputs,), whole=tuple(whole))
 
@@ -368,7 +382,7 @@ def _reduce(case: Case) -> Linked:
 
 
 def _along(case: Case, place: int) -> Linked:
-    """Works along one dim, which stays; the others are independent."""
+    """Rule of operators along one dim, which must be whole; others are independent."""
     full = [i for i, shape in enumerate(case.shapes) if shape == case.results[0]]
     case.join_all(list(zip(*(case.operands[i] for i in full), strict=True)))
     operand = case.operands[full[0]]
@@ -384,7 +398,7 @@ def _sort(case: Case) -> Linked:
 
 
 def _resized(case: Case) -> Linked:
-    """Dims of the same size go through; others are cut or padded, so needed whole."""
+    """Rule of slices and pads: dims of equal size are kept, others must be whole."""
     operand = case.operands[0]
     outputs: list[Numbers] = []
     whole: set[int] = set()
@@ -399,7 +413,7 @@ def _resized(case: Case) -> Linked:
 
 
 def _windowed(case: Case) -> Linked:
-    """A window of one element lets a dim through; others need their neighbours."""
+    """Rule of windows: dims with a window of one element are kept; others are whole."""
     sizes = case.params["window_dimensions"]
     outputs: list[Numbers] = []
     whole: set[int] = set()
@@ -417,7 +431,7 @@ def _windowed(case: Case) -> Linked:
 
 
 def _each(case: Case) -> Linked:
-    """Every result is the operand in its place."""
+    """Rule of operators whose results are their operands, in order."""
     return Linked(outputs=tuple(case.operands))
 
 
@@ -450,7 +464,7 @@ def _reverse(case: Case) -> Linked:
 
 
 def _last(count: int) -> Callable[[Case], Linked]:
-    """Works on the last dims together; the ones before are independent."""
+    """The rule of operators on the last `count` dims; other dims are independent."""
 
     def rule(case: Case) -> Linked:
         operand = case.operands[0]

@@ -1,14 +1,16 @@
-"""What one execution of each JAX primitive computes: its class and its operations.
+"""Classifies JAX primitives and counts the operations of one execution.
 
-Convention. A multiplication or an addition of floating-point numbers is one operation,
-and so is any other elementwise function (exp, tanh, max ...), as in XLA's and JAX's own
-counts; `PER_ELEMENT` holds the exceptions. Comparisons, selections, conversions and
-everything on integers and booleans are 0, except products: those of integers run on
-the same units and are counted. A convolution counts its padding, not the zeros that a
-dilated operand has between its elements, so that both passes of a layer cost alike.
-Sorting counts comparisons and decompositions their leading term, both of any dtype.
+Convention. A multiplication or an addition of floating-point numbers is one operation.
+So is any other elementwise function (exp, tanh, max ...), as in XLA's and JAX's own
+counts; `PER_ELEMENT` holds the exceptions. Comparisons, selections, conversions and all
+operations on integers and booleans count 0. Matmuls of integers are an exception: they
+run on the same units and are counted.
 
-A primitive that is not here is `opaque`: its caller knows only its bytes.
+A convolution counts its padding, but not the zeros between the elements of a dilated
+operand, so that both passes of a layer have equal cost. Sorting counts comparisons, and
+decompositions count their leading term, both for any dtype.
+
+A primitive without a rule is `opaque`: its caller knows only its bytes.
 """
 
 import functools
@@ -20,7 +22,7 @@ from dtft.planner.ir.graph import OperatorKind
 
 
 class Shaped(Protocol):
-    """What is known of an array that does not exist."""
+    """An array of which only shape and dtype are known."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...  # noqa: D102
@@ -30,7 +32,7 @@ class Shaped(Protocol):
 
 Arrays = Sequence[Shaped]
 Count = Callable[[Arrays, Arrays, Mapping[str, Any]], float]
-"""Operations from operands, results and the primitive's parameters."""
+"""Counts operations from operands, results and the primitive's parameters."""
 
 PER_ELEMENT: Mapping[str, float] = {
     "clamp": 2, "one_minus_square": 2,
@@ -49,7 +51,7 @@ PER_ELEMENT: Mapping[str, float] = {
          "igammac", "igamma_grad_a", "zeta", "bessel_i0e", "bessel_i1e",
          "regularized_incomplete_beta"), 1),
 }  # fmt: skip
-"""Operations per element of the result, of elementwise primitives on floats."""
+"""Operations per element of the result, for elementwise primitives on floats."""
 
 SPECIAL = frozenset(
     ("exp", "exp2", "expm1", "log", "log2", "log1p", "logistic", "tanh", "sin", "cos",
@@ -58,8 +60,10 @@ SPECIAL = frozenset(
      "igamma", "igammac", "igamma_grad_a", "zeta", "bessel_i0e", "bessel_i1e",
      "regularized_incomplete_beta")
 )  # fmt: skip
-"""Elementwise functions that processors evaluate as a series: one operation in the
-convention, several times the work of an addition."""
+"""Elementwise functions that processors evaluate as a series.
+
+They count as one operation, but take several times the work of an addition.
+"""
 
 _LAYOUT = (
     "broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "slice",
@@ -95,7 +99,7 @@ _SCATTERS = ("scatter-add", "scatter-sub", "scatter-mul", "scatter_add", "scatte
 def count(
     primitive: str, operands: Arrays, results: Arrays, params: Mapping[str, Any]
 ) -> tuple[OperatorKind, float]:
-    """Class of a primitive, and floating-point operations of one execution.
+    """The class of a primitive, and the floating-point operations of one execution.
 
     >>> import numpy as np
     >>> x, w, y = np.zeros((4, 8)), np.zeros((8, 16)), np.zeros((4, 16))
@@ -148,7 +152,7 @@ def _elementwise(name: str, each: float) -> Count:
 
 
 def _integer_pow(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
-    """Products of repeated squaring, and a division where the power is negative."""
+    """Products of repeated squaring, and a division for a negative power."""
     power = abs(params["y"])
     steps = power.bit_length() + power.bit_count() - 2 if power else 0
     if not is_float(results[0]):
@@ -157,7 +161,7 @@ def _integer_pow(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -
 
 
 def _polynomial(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
-    """Horner's rule; the operands are the argument and the coefficients (jax 0.12)."""
+    """Horner's rule; operands are the argument and the coefficients (jax 0.12)."""
     del params
     if not is_float(results[0]):
         return 0
@@ -165,7 +169,7 @@ def _polynomial(operands: Arrays, results: Arrays, params: Mapping[str, Any]) ->
 
 
 def _product(operands: Arrays) -> int:
-    """Operations of one multiplication and addition."""
+    """Operations of one multiply-add: 2, or 8 for complex numbers."""
     return 8 if _is_complex(operands[0]) else 2
 
 
@@ -176,7 +180,7 @@ def _dot(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
 
 
 def _ragged_dot(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
-    """Every row meets one group's matrix: as a product without groups."""
+    """Operations of a matmul without groups: each row has the matrix of one group."""
     numbers = params["ragged_dot_dimension_numbers"]
     (_, summed), (_, batch) = numbers.dot_dimension_numbers
     gone = {*summed, *batch, *numbers.rhs_group_dimensions}
@@ -226,7 +230,7 @@ def _top_k(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> floa
 
 
 def _fft(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
-    """5 n log2 n of each transform (split radix: Van Loan 1992); real ones half."""
+    """5 n log2 n per transform (split radix: Van Loan 1992); half for real arrays."""
     length = math.prod(params["fft_lengths"])
     rank = len(params["fft_lengths"])
     transforms = math.prod(operands[0].shape[:-rank])
@@ -235,7 +239,10 @@ def _fft(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
 
 
 def _matrix(each: Callable[[int, int], float]) -> Count:
-    """Per matrix, from its longer and shorter side (Golub and Van Loan 2013)."""
+    """A rule with operations per matrix, by its longer and its shorter side.
+
+    The counts are those of Golub and Van Loan (2013).
+    """
 
     def rule(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
         *batch, rows, columns = operands[0].shape
@@ -297,4 +304,4 @@ _RULES: dict[str, tuple[OperatorKind, Count]] = {
 }  # fmt: skip
 
 COUNTED = frozenset(_RULES)
-"""Primitives that there is a rule for."""
+"""Primitives that have a rule."""

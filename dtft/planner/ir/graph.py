@@ -1,9 +1,9 @@
-"""What one training step is made of: values, the operators between them, named dims.
+"""The graph of a training step: values, operators, loops and named dims.
 
-The planner's own form of a program, free of JAX: `trace` makes it, everything else
-reads it. A dim of two values that must be divided alike has one number (`Dim`), found
-by following every operator; so a sharding is an assignment of mesh axes to these
-numbers.
+The graph is the planner's representation of a program and contains no JAX types.
+`trace` builds it. Dims of values that must be divided in the same way share one number
+(`Dim`), found by propagation through every operator. So a sharding assigns mesh axes to
+these numbers.
 """
 
 import math
@@ -25,10 +25,10 @@ OperatorKind = Literal[
     "collective",
     "opaque",
 ]
-"""Classes of operators that cost alike.
+"""Classes of operators with similar cost.
 
-`layout` moves bytes or only renames them (reshape, transpose, slice, concatenate,
-convert); `opaque` is a primitive the tracer has no rule for: only its bytes are known.
+`layout` moves bytes or only relabels them (reshape, transpose, slice, concatenate,
+convert). `opaque` is a primitive without a rule, of which only the bytes are known.
 """
 
 ITEM_BITS: Mapping[str, int] = {
@@ -38,14 +38,14 @@ ITEM_BITS: Mapping[str, int] = {
     "complex64": 64, "complex128": 128, "key<fry>": 64, "key<rbg>": 128,
     "key<urbg>": 128, "float0": 0,
 }  # fmt: skip
-"""Bits of one element; every float8 and float4 is matched by the digits in its name."""
+"""Bits of one element by dtype; for float8 and float4 types the name has the digits."""
 
 
 def item_bits(dtype: str) -> int:
-    """Bits of one element of a dtype, given by name.
+    """The number of bits of one element of a dtype, given by name.
 
     Raises:
-        ValueError: there is no number in an unknown name; lists what is known.
+        ValueError: the name is unknown and contains no number; lists the known names.
 
     >>> item_bits("bfloat16"), item_bits("float8_e4m3fn"), item_bits("int4")
     (16, 8, 4)
@@ -63,21 +63,21 @@ def item_bits(dtype: str) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Value:
-    """An array of the program, as it is on one device that has all of it."""
+    """An array of the program, undivided."""
 
     shape: tuple[int, ...]
     dtype: str
     dims: tuple[int, ...]
-    """For each array dim the number of its `Dim`."""
+    """For each dim of the array, the number of its `Dim`."""
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes; packed where elements are smaller than a byte."""
+        """The number of bytes; elements smaller than a byte are packed."""
         return -(-self.size * item_bits(self.dtype) // 8)
 
 
@@ -86,78 +86,78 @@ class Operator:
     """One primitive of the program."""
 
     primitive: str
-    """JAX's name of it."""
+    """JAX's name of the primitive."""
     kind: OperatorKind
     inputs: tuple[int, ...]
-    """Values read, indices into `Graph.values`; literals are left out."""
+    """Indices of the values read in `Graph.values`; literals are left out."""
     outputs: tuple[int, ...]
-    """Values written."""
+    """Indices of the values written."""
     flops: float
     """Floating-point operations of one execution (multiply and add are two)."""
     special: float = 0.0
-    """Of these, evaluations of functions such as exp, which cost more than one."""
+    """The part of `flops` in functions such as exp, which cost more than additions."""
     strided: float = 0.0
-    """Elements of one execution that are read across the order in which they lie."""
+    """Elements of one execution that are read with a stride, across memory order."""
     turned: float = 0.0
-    """More of these, of products that are transposed: read so where a dim that the
-    product sums over is divided."""
+    """Further elements (of transposed products) that are read with a stride if a mesh
+    axis divides a dim in `turned_over`."""
     turned_over: tuple[int, ...] = ()
-    """The dims that those products sum over."""
+    """The contracted dims of these products."""
     trips: int
-    """How often it runs in a step: the lengths of the scans around it, multiplied."""
+    """Executions in a step: the product of the lengths of the loops around it."""
     summed: tuple[int, ...] = ()
-    """Dims that are summed over: divided among devices they leave partial results."""
+    """Dims that are summed over; dividing them among devices leaves partial results."""
     contracted: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-    """Places of the summed dims in the left and in the right operand of a matmul; of a
-    convolution those of the channels that come in."""
+    """Positions of the contracted dims in the left and right operand of a matmul; for a
+    convolution, positions of the input channels."""
     whole: tuple[int, ...] = ()
     """Dims that this operator needs undivided (sorted along, rolled, indexed)."""
     again: bool = False
-    """Whether it is computed again in the backward pass (rematerialized)."""
+    """Whether the operator is recomputed in the backward pass (rematerialized)."""
     within: tuple[int, ...] = ()
-    """Loops around it, outermost first, as indices into `Graph.loops`."""
+    """Loops around the operator, outermost first, as indices into `Graph.loops`."""
     name: str = ""
-    """Where the user's program asks for it: JAX's name stack."""
+    """The operator's place in the user's program, from JAX's name stack."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CountedLoop:
-    """A scan, or a while loop whose trips are known."""
+    """A scan or while loop; a while loop with an unknown trip count has length 1."""
 
     length: int
     primitive: str
     operators: tuple[int, int]
-    """Its body: first operator, and the one after the last, in `Graph.operators`."""
+    """Range [start, stop) of the body in `Graph.operators`."""
     sliced: tuple[tuple[int, int], ...] = ()
-    """Values outside, with a leading dim, and what the body sees of each in turn."""
+    """Pairs of a value with a leading dim outside, and its slice in the body."""
     stacked: tuple[tuple[int, int], ...] = ()
-    """Values the body makes, and where each is kept outside, with a leading dim."""
+    """Pairs of a value of the body, and its stack with a leading dim outside."""
     carried: tuple[tuple[int, int, int, int], ...] = ()
-    """Before the loop, into the body, out of the body, after the loop."""
+    """Carried values: before the loop, into the body, out of it, after the loop."""
     again: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dim:
-    """Dims of values that are divided alike."""
+    """A class of dims of values that are divided in the same way."""
 
     sizes: tuple[int, ...]
-    """The sizes it has, ascending: a merged dim is larger than its first part."""
+    """Sizes of the dims, ascending: a merged dim is larger than its first part."""
     loop: bool = False
-    """Whether it is what a scan goes along: its parts are needed one after another."""
+    """Whether a scan slices the dim, so that its parts are needed one after another."""
 
     def divisible_by(self, parts: int) -> bool:
-        """Whether every array that has it can be divided evenly."""
+        """Whether every array with this dim can be divided into `parts` evenly."""
         return all(size % parts == 0 for size in self.sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """A traced step."""
+    """The graph of a traced step."""
 
     values: tuple[Value, ...]
     operators: tuple[Operator, ...]
-    """In the order in which the program runs them."""
+    """Operators in program order."""
     dims: tuple[Dim, ...]
     loops: tuple[CountedLoop, ...]
     inputs: Mapping[str, int]
@@ -165,15 +165,15 @@ class Graph:
     outputs: Mapping[str, int]
     """Path of each result's leaf to its value."""
     unknown: Mapping[str, int] = field(default_factory=dict)
-    """Primitives without a rule, and the bytes that they read and write in a step."""
+    """Bytes per step of primitives without a rule and of loops with unknown trips."""
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of a step, those computed again included."""
+        """Floating-point operations of a step, including recomputation."""
         return sum(op.flops * op.trips for op in self.operators)
 
     def bytes_of(self, operator: Operator) -> int:
-        """Bytes that one execution reads and writes when nothing is fused."""
+        """Bytes that one execution of an operator reads and writes without fusion."""
         num_bytes = self._num_bytes
         return sum([num_bytes[i] for i in (*operator.inputs, *operator.outputs)])
 

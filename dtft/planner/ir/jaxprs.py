@@ -1,8 +1,8 @@
-"""Walks and rebuilds JAX's own form of a program, nested calls included.
+"""Walks and rebuilds jaxprs, including nested calls.
 
-Says which equations only call another program, in which order their bodies are
-visited, and which number each operator has: the planner's tracer and what runs a plan
-must agree on these.
+Defines which equations only call another program, the order in which their bodies are
+visited, and the number of each operator. The planner's tracer and the code that runs a
+plan share these definitions.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -28,17 +28,17 @@ CALLS: Mapping[str, tuple[str, ...]] = {
     "while": ("cond_jaxpr", "body_jaxpr"),
     "cond": ("branches",),
 }
-"""Primitives that only call other programs, and which parameters these are."""
+"""Primitives that only call other programs, with the parameters that hold these."""
 
 _PLAIN = frozenset({"jit", "pjit", "closed_call", "call", "eval_jaxpr"})
-"""Calls that mean the same as their bodies in their place."""
+"""Calls that are equivalent to their inlined bodies."""
 
 REMAT = frozenset({"remat2", "checkpoint"})
-"""Names that `jax.checkpoint` has had."""
+"""Names of the primitive of `jax.checkpoint` in different JAX versions."""
 
 
 def bodies(eqn: JaxprEqn) -> Iterator[Jaxpr]:
-    """The programs that a call runs, in the order in which they are numbered."""
+    """Yields the programs that a call runs, in numbering order."""
     for name in CALLS.get(eqn.primitive.name, ()):
         value = eqn.params[name]
         for body in value if isinstance(value, (tuple, list)) else (value,):
@@ -46,11 +46,11 @@ def bodies(eqn: JaxprEqn) -> Iterator[Jaxpr]:
 
 
 def with_bodies(eqn: JaxprEqn, change: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
-    """A call with `change` applied to each of its programs, in numbering order.
+    """Applies `change` to each program of a call, in numbering order.
 
     Args:
-        eqn: an equation; one that is no call is returned as it is.
-        change: must keep the types of a program's arguments and results.
+        eqn: an equation; an equation that is not a call is returned unchanged.
+        change: a function that keeps the types of a program's arguments and results.
     """
     names = CALLS.get(eqn.primitive.name)
     if not names:
@@ -60,10 +60,10 @@ def with_bodies(eqn: JaxprEqn, change: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
 
 
 def operators(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """The equations that are no calls, in the order of their numbers.
+    """Yields the equations that are not calls, in the order of their numbers.
 
-    Depth first in program order; every body once, in place of its call; of a `while`
-    the condition before the body, of a `cond` all branches.
+    The order is depth first in program order. Every body is visited once, in place of
+    its call. A `while` has its condition before its body; a `cond` has all branches.
 
     >>> import jax, jax.numpy as jnp
     >>> def layers(x):
@@ -80,10 +80,10 @@ def operators(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 
 
 def uncut(jaxpr: Jaxpr, start: int = 0) -> Iterator[tuple[int, int]]:
-    """Operators that stay together when a program is cut into parts.
+    """Ranges of operators that stay together when a program is cut into parts.
 
-    Of each loop, branch, rematerialized part, and function with a derivative of its
-    own: the number of the first operator, and of the one after the last.
+    Yields a range [start, stop) of operator numbers for each loop, branch,
+    rematerialized part, and function with a custom derivative.
 
     Args:
         jaxpr: a program.
@@ -108,11 +108,11 @@ def uncut(jaxpr: Jaxpr, start: int = 0) -> Iterator[tuple[int, int]]:
 
 
 def traced(fn: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:
-    """The program of a function of arrays, and shapes of its result.
+    """Traces a function; returns its program and the shapes of its result.
 
-    JAX notes on which mesh an array is, and puts operators into programs where meshes
-    meet. Here arguments are taken without meshes, so that operators have the numbers
-    that they have for the planner, who knows shapes only.
+    JAX records the mesh of an array, and inserts operators where meshes meet. This
+    function drops the meshes of arguments, so that operators have the same numbers as
+    in the planner, which knows shapes only.
 
     Args:
         fn: any function that JAX can trace.
@@ -122,7 +122,7 @@ def traced(fn: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:
 
 
 def is_var(atom: Any) -> TypeGuard[Var]:
-    """Whether an argument or result is a variable, not a constant of the text."""
+    """Whether an argument or result of an equation is a variable, not a literal."""
     return isinstance(atom, Var)
 
 

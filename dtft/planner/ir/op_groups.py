@@ -1,8 +1,7 @@
-"""Operators that cost alike, counted once: what the search prices instead of thousands
-of operators.
+"""Groups operators of equal cost, so that the search prices groups, not operators.
 
-Includes memory traffic that no equation shows: what loops copy in and out of stacked
-arrays, and elements that are read across the order in which they lie.
+Includes memory traffic that no equation shows: copies of loops into and out of stacked
+arrays, and elements that are read with a stride because of a transpose.
 """
 
 from collections import Counter, defaultdict
@@ -14,11 +13,11 @@ from dtft.planner.ir.graph import Graph, Operator, item_bits
 
 
 def awaited(graph: Graph, waits: Mapping[int, bool]) -> frozenset[int]:
-    """Values that an operator waits for, itself or through others that do not wait.
+    """Values that a waiting operator needs, directly or through non-waiting operators.
 
     Args:
         graph: the program.
-        waits: for the number of each operator whether it is one to wait for.
+        waits: number of each operator to whether the operator counts as waiting.
     """
     sources = _sources(graph, waits)
     open_ = [i for n, op in enumerate(graph.operators) if waits[n] for i in op.inputs]
@@ -32,7 +31,7 @@ def awaited(graph: Graph, waits: Mapping[int, bool]) -> frozenset[int]:
 
 
 def _sources(graph: Graph, waits: Mapping[int, bool]) -> dict[int, list[int]]:
-    """Value to the values that it is made of, other than by what is waited for."""
+    """Maps a value to the inputs of its operator or loop; skips waiting operators."""
     sources: dict[int, list[int]] = {}
 
     def comes(value: int, *values: int) -> None:
@@ -54,7 +53,12 @@ def _sources(graph: Graph, waits: Mapping[int, bool]) -> dict[int, list[int]]:
 
 
 def nobody_waits(operator: Operator, known: frozenset[int]) -> bool:
-    """Whether an operator sums, and none of its sums is `awaited`."""
+    """Whether an operator sums over dims and none of its results is in `awaited`.
+
+    Args:
+        operator: the operator.
+        known: the awaited values.
+    """
     return bool(operator.summed) and not known.intersection(operator.outputs)
 
 
@@ -66,14 +70,14 @@ def nobody_waits(operator: Operator, known: frozenset[int]) -> bool:
 
 
 def loop_copies(graph: Graph, fused: Container[str]) -> Iterator[tuple[Operator, int]]:
-    """Stand-ins for the copies, each as an operator that reads and writes a part.
+    """Yields operators that represent the copies of loops.
 
     Args:
         graph: the program.
-        fused: kinds of operators that read a part in place.
+        fused: kinds of operators that read a slice in place.
 
     Yields:
-        An operator, and how often it reads or writes the part's bytes in one run.
+        An operator, and how often one execution reads or writes the bytes of a slice.
     """
     copied = {
         index
@@ -89,12 +93,12 @@ def loop_copies(graph: Graph, fused: Container[str]) -> Iterator[tuple[Operator,
         for _, part in loop.sliced:
             if part in copied:
                 yield _copy(first, part, "dynamic_slice"), 2
-        for part, _ in loop.stacked:  # filled, read, written
+        for part, _ in loop.stacked:  # zero fill, read, write
             yield _copy(first, part, "dynamic_update_slice"), 3
 
 
 def _copy(first: Operator, part: int, primitive: str) -> Operator:
-    """In the loop that begins with an operator: of its trips, in its pass."""
+    """An operator that copies a slice in the loop whose first operator is `first`."""
     return Operator(
         primitive=primitive,
         kind="layout",
@@ -121,25 +125,31 @@ def _copy(first: Operator, part: int, primitive: str) -> Operator:
 
 
 _SAME = ("convert_element_type", "copy", "name", "optimization_barrier")
-"""Operators that leave elements where they lie, and are fused with what reads them."""
+"""Operators that keep the order of elements, and are fused with their readers."""
 _KEPT = SPECIAL | {"div", "rem", "sqrt", "rsqrt"}
-"""Functions that XLA computes once, however many read them (`IsExpensive`)."""
+"""Functions that XLA computes once for all of their readers (`IsExpensive`)."""
 
 
 _NATIVE_BITS = 32
-"""Narrower numbers are converted behind a product, before the transpose."""
+"""Bits below which XLA converts a product's result before the transpose."""
 
 
 def transposed_reads(graph: Graph) -> Mapping[int, Operator]:
-    """The operators that read elements across, by number, with how many they read.
+    """Counts the elements that operators read with a stride, because of a transpose.
 
-    `turned` counts those that are in order unless a product is a partial sum, `strided`
-    all others, as of products in bfloat16, which are converted before the transpose.
-    Each element-wise operator that reads what was transposed has all of its elements;
-    of what only leaves its loop or the program, the transpose itself. Products read
-    both orders as fast, unless they sum over several dims: then all elements of the
-    left operand are theirs, times the arrays that it is computed of there. What keeps
-    the last dim is copied line by line.
+    `turned` counts elements that are in order unless a product is a partial sum.
+    `strided` counts all others, such as elements of products in bfloat16, which XLA
+    converts before the transpose.
+
+    The elements of a transposed array count for each elementwise operator that reads
+    the array. If the array only leaves its loop or the program, they count for the
+    transpose itself. Products read both orders equally fast, unless they contract
+    several dims. Then the elements of the left operand count for the product, once per
+    array from which the operand is computed. A transpose that keeps the last dim moves
+    whole rows and is not counted.
+
+    Returns:
+        The changed operators, by their number.
 
     >>> from dtft.planner.ir.graph import Value
     >>> values = tuple(Value(shape=s, dtype="float32", dims=d) for s, d in
@@ -147,8 +157,9 @@ def transposed_reads(graph: Graph) -> Mapping[int, Operator]:
     >>> turned, scaled = (Operator(primitive=p, kind=k, inputs=(n,), outputs=(n + 1,),
     ...     flops=0.0, trips=1) for n, (p, k) in
     ...     enumerate((("transpose", "layout"), ("mul", "elementwise"))))
-    >>> found = strided(Graph(values=values, operators=(turned, scaled), dims=(),
-    ...     loops=(), inputs={}, outputs={}))
+    >>> graph = Graph(values=values, operators=(turned, scaled), dims=(), loops=(),
+    ...     inputs={}, outputs={})
+    >>> found = transposed_reads(graph)
     >>> {number: (one.strided, one.turned) for number, one in found.items()}
     {1: (16.0, 0.0)}
     """
@@ -179,7 +190,7 @@ def transposed_reads(graph: Graph) -> Mapping[int, Operator]:
 
 
 def _reading(operator: Operator, size: float, over: tuple[int, ...]) -> Operator:
-    """An operator that reads more elements: across, or where `over` is divided."""
+    """Adds elements to an operator's `strided`, or to `turned` if `over` has dims."""
     if not over:
         return replace(operator, strided=operator.strided + size)
     dims = tuple(sorted({*operator.turned_over, *over}))
@@ -189,15 +200,16 @@ def _reading(operator: Operator, size: float, over: tuple[int, ...]) -> Operator
 def _folded(
     graph: Graph, turned: Operator, product: Operator | None
 ) -> tuple[int, ...]:
-    """What the product before a transpose sums over, if XLA makes one of both.
+    """The contracted dims of a product, if XLA merges the product with its transpose.
 
-    It exchanges the operands of a product of matrices, or of stacks of them, whose rows
-    become columns and that nothing else reads.
+    XLA exchanges the operands of a product of matrices, or of stacks of matrices, if
+    the transpose swaps rows and columns and nothing else reads the product. Empty if
+    XLA does not merge both.
 
     Args:
         graph: the program.
         turned: the transpose.
-        product: what makes its operand, if nothing else reads it.
+        product: the operator whose result is transposed, if nothing else reads it.
     """
     if product is None or product.kind != "matmul" or len(product.contracted[0]) != 1:
         return ()
@@ -210,8 +222,9 @@ def _folded(
 
 
 def _copies_left(graph: Graph, operator: Operator) -> bool:
-    """Whether a product needs the summed dims of its left operand where they are not:
-    all of them last. A matmul that sums over a single dim takes it anywhere.
+    """Whether XLA copies a product's left operand so that contracted dims come last.
+
+    A matmul that contracts a single dim needs no copy.
     """
     places = operator.contracted[0]
     least = {"matmul": 2, "convolution": 1}.get(operator.kind)
@@ -222,9 +235,10 @@ def _copies_left(graph: Graph, operator: Operator) -> bool:
 
 
 def _fused(graph: Graph, index: int, makers: Mapping[int, Operator]) -> set[int]:
-    """Arrays that are read where a value is copied into another order: what makes it
-    element by element is computed in the copy, anew where others need it in order. Only
-    functions that cost more than a few operations are not.
+    """The arrays that the copy of a value into another order reads.
+
+    XLA fuses the elementwise operators that compute the value into the copy, and
+    recomputes them for other readers. Expensive functions (`_KEPT`) are not fused.
     """
     size, read, seen, open_ = graph.values[index].size, set[int](), {index}, [index]
     while open_:
@@ -242,11 +256,11 @@ def _fused(graph: Graph, index: int, makers: Mapping[int, Operator]) -> set[int]
 def _is_fused(maker: Operator) -> bool:
     if maker.kind == "elementwise":
         return maker.primitive not in _KEPT
-    return maker.primitive in (*_SAME, "broadcast_in_dim")  # what it reads is small
+    return maker.primitive in (*_SAME, "broadcast_in_dim")  # its operand is small
 
 
 def _turns(graph: Graph, operator: Operator) -> bool:
-    """Whether another dim than before has its elements side by side."""
+    """Whether a transpose changes the last dim, ignoring dims of size one."""
     if operator.primitive != "transpose":
         return False
     before, after = (
@@ -262,7 +276,7 @@ def _turns(graph: Graph, operator: Operator) -> bool:
 def _readers(
     graph: Graph, index: int, readers: Mapping[int, list[int]]
 ) -> list[int] | None:
-    """Element-wise operators that read a value as it lies; None: nothing reads it."""
+    """Elementwise readers of a value, also through `_SAME`; None without any reader."""
     if not readers.get(index):
         return None
     found = []
@@ -276,38 +290,38 @@ def _readers(
     return found
 
 
-# Groups. A step of thousands of operators has some dozens of different ones: layers
-# repeat, and elementwise operators over the same dims differ only in bytes, which add
-# up.
+# Groups. A step of thousands of operators has only dozens of distinct ones. Layers
+# repeat, and elementwise operators over the same dims differ only in bytes, which are
+# added up.
 
 
 CHEAP = ("elementwise", "layout", "random")
-"""Kinds that a compiler fuses with what is before or after them."""
+"""Kinds of operators that a compiler fuses with their neighbours."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpGroup:
-    """Operators that cost alike."""
+    """A group of operators of equal cost."""
 
     operator: Operator
-    """One of them."""
+    """A representative of the group."""
     times: float
-    """Executions of all of them in a step."""
+    """Executions of all operators of the group in a step."""
     region: str
-    """Where in the step: forward, backward or update."""
+    """The part of the step: forward, backward or update."""
     last: bool = False
-    """Whether it sums, and only the update, or nobody, waits for the sums."""
+    """Whether the group sums over dims and at most the update waits for the sums."""
     copies: bool = False
-    """Whether it stands for what loops copy (`loop_copies`)."""
+    """Whether the group represents the copies of loops (`loop_copies`)."""
 
     @property
     def uncached(self) -> bool:
-        """Whether its bytes were not used just now: state, and stacks of loops."""
+        """Whether its bytes are not in cache: it reads state, or stacks of loops."""
         return self.copies or self.region == "update"
 
 
 def region(operator: Operator) -> str:
-    """Where in the step an operator is, from JAX's name stack.
+    """The part of the step of an operator (forward, backward, update), by name stack.
 
     >>> from dtft.planner.ir.graph import Operator
     >>> made = Operator(primitive="mul", kind="elementwise", inputs=(), outputs=(),
@@ -321,11 +335,13 @@ def region(operator: Operator) -> str:
 
 
 def group_operators(graph: Graph, alias: Mapping[int, int]) -> tuple[OpGroup, ...]:
-    """The groups of a program, largest first.
+    """Groups the operators of a program by cost.
+
+    Groups of single kinds come first, then merged cheap operators, then loop copies.
 
     Args:
         graph: the program.
-        alias: dim to the dim that stands for it in equal layers.
+        alias: dim to the dim that represents it in equal layers.
     """
     across = transposed_reads(graph)
     times: Counter[object] = Counter()
@@ -358,7 +374,7 @@ def group_operators(graph: Graph, alias: Mapping[int, int]) -> tuple[OpGroup, ..
 
 
 def _copied(graph: Graph, alias: Mapping[int, int]) -> list[OpGroup]:
-    """What loops copy, in parts with the same dims."""
+    """Groups of the copies of loops; slices with the same dims form one group."""
     alike: dict[object, list[tuple[Operator, int]]] = defaultdict(list)
     for operator, passes in loop_copies(graph, CHEAP):
         alike[_key(graph, operator, alias)].append((operator, passes))
@@ -371,9 +387,10 @@ def _copied(graph: Graph, alias: Mapping[int, int]) -> list[OpGroup]:
 
 
 def _waits(operator: Operator) -> bool:
-    """Whether the passes of the model go on only when it has its operands.
+    """Whether the forward or backward pass waits for the operands of an operator.
 
-    A sum of sums, as of a bias that was broadcast in two steps, is none of these.
+    A reduction does not count, such as the second sum for a bias that was broadcast in
+    two steps.
     """
     passing = (*CHEAP, "reduction")
     return operator.kind not in passing and region(operator) != "update"
@@ -382,11 +399,11 @@ def _waits(operator: Operator) -> bool:
 def _moved(
     graph: Graph, operators: list[Operator], readers: Mapping[int, int]
 ) -> float:
-    """Bytes that cheap operators over the same dims read and write, all together.
+    """Total bytes that cheap operators over the same dims read and write.
 
-    An update is one fused loop per array: only what comes from outside of it and what
-    is used outside is moved. Elsewhere others stand between, so that each operator
-    counts by itself (`Efficiency.fuse`).
+    An update is one fused loop per array, so only values that enter or leave the loop
+    count. In the other regions, other operators stand in between, so the bytes of each
+    operator count (`Efficiency.fuse`).
     """
     if region(operators[0]) != "update":
         return sum(graph.bytes_of(op) * op.trips for op in operators)
@@ -414,7 +431,7 @@ def _roots(dims: tuple[int, ...], alias: Mapping[int, int]) -> tuple[int, ...]:
 
 
 def _merged(graph: Graph, operators: list[Operator], total: float) -> OpGroup:
-    """The largest of them, with the bytes (`total`) and operations of all."""
+    """A group with the largest operator, and the bytes (`total`) and flops of all."""
     largest = max(operators, key=graph.bytes_of)
     own = graph.bytes_of(largest)
     flops = sum(operator.flops * operator.trips for operator in operators)

@@ -1,7 +1,7 @@
-"""Rematerialization: which parts of a loss are computed again in its backward pass.
+"""Rematerialization: recomputes parts of a loss in its backward pass.
 
-`rematerialized` cuts a traced loss into blocks where few bytes cross, and wraps each in
-`jax.checkpoint`.
+`rematerialized` cuts a traced loss into blocks where few bytes cross, and wraps each
+block in `jax.checkpoint`.
 """
 
 import itertools
@@ -19,22 +19,22 @@ from dtft.planner.ir.jaxprs import CALLS, REMAT, bodies, is_var, operators, with
 from dtft.planner.types import Remat
 
 _FINER = 2**0.25
-"""Limits that are tried on the largest block are this factor apart."""
+"""Ratio of successive limits that are tried for the size of the largest block."""
 
 
 def best_cuts(inside: Sequence[float], crossing: Sequence[float]) -> tuple[int, ...]:
-    """Where to cut a stretch of operators into blocks.
+    """Selects the places where a sequence of operators is cut into blocks.
 
     Minimizes the bytes that cross all cuts plus the bytes inside the largest block, to
     within a factor of 1.19.
 
     Args:
         inside: bytes that each operator writes.
-        crossing: for each place between two operators the bytes written before and
-            read after it, so one less than `inside`.
+        crossing: for each place between two operators, the bytes written before and
+            read after this place; one entry fewer than `inside`.
 
     Returns:
-        Places, ascending; place p is before operator p + 1.
+        Places of the cuts, ascending; place p is before operator p + 1.
 
     >>> best_cuts([9, 1, 9, 1, 9, 1], [9, 1, 9, 1, 9])
     (1, 3)
@@ -63,10 +63,11 @@ def best_cuts(inside: Sequence[float], crossing: Sequence[float]) -> tuple[int, 
 def _cheapest(
     crossing: Sequence[float], upto: Sequence[float], limit: float
 ) -> tuple[float, tuple[int, ...]] | None:
-    """The cuts that fewest bytes cross, with blocks of at most `limit` bytes.
+    """The cuts with the fewest crossing bytes, for blocks of at most `limit` bytes.
 
-    For every end the cheapest begin of its block is kept at the front of a window, so
-    that thousands of operators take milliseconds.
+    A sliding window keeps the cheapest start of a block for every end at its front, so
+    that thousands of operators take milliseconds. Returns the crossing bytes and the
+    cuts, or None if a single operator exceeds the limit.
     """
     num = len(upto) - 1
     costs, before = [0.0], [0]
@@ -98,17 +99,17 @@ def _cheapest(
 
 
 Policy = Callable[..., bool]
-"""As `jax.checkpoint` takes it: whether the result of a primitive is kept."""
+"""A policy of `jax.checkpoint`: whether to keep the result of a primitive."""
 
 MATMULS = frozenset(
     {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
 )
-"""What remat=dots keeps the results of."""
+"""Primitives whose results remat=dots keeps."""
 _CONTAINERS = frozenset({"jit", "pjit", "closed_call", "call"})
 
 
 def keep_nothing(*_: Any, **__: Any) -> bool:
-    """The policy of remat=full: of a block only its inputs are kept."""
+    """The policy of remat=full: only the inputs of a block are kept."""
     return False
 
 
@@ -127,16 +128,16 @@ def rematerialized(
     last: bool = False,
     joined: Callable[[JaxprEqn], bool] | None = None,
 ) -> ClosedJaxpr:
-    """The program with its blocks wrapped, to be differentiated.
+    """Wraps the blocks of a program in `jax.checkpoint`, before differentiation.
 
-    Results and gradients are the same within rounding. Parts that the user's program
-    wraps itself, and operators with effects, stay as they are.
+    Results and gradients are equal within rounding. Parts that the user's program wraps
+    itself, and operators with effects, are not changed.
 
     Args:
         program: a traced loss.
-        policy: what is kept of a block beside its inputs.
+        policy: selects the results that a block keeps, in addition to its inputs.
         last: whether the last block is wrapped too.
-        joined: says of an equation whether it is in one block with that after it.
+        joined: whether an equation must be in one block with the next equation.
     """
     blocks = _Blocks(policy=policy, joined=joined or (lambda _: False))
     changed = _container(program.jaxpr, blocks, wrap_last=last)
@@ -145,14 +146,14 @@ def rematerialized(
 
 @dataclass(frozen=True, kw_only=True)
 class _Blocks:
-    """What is asked of all blocks."""
+    """Options that all blocks share."""
 
     policy: Policy
     joined: Callable[[JaxprEqn], bool]
 
 
 def _container(jaxpr: Jaxpr, asked: _Blocks, *, wrap_last: bool) -> Jaxpr:
-    """A program whose equations are blocks, or hold blocks."""
+    """Wraps blocks in a program whose equations form blocks or contain blocks."""
     last_use = _last_uses(jaxpr)
     own = _num_operators(jaxpr)
     runs = itertools.groupby(enumerate(jaxpr.eqns), lambda item: _role(item[1], own))
@@ -202,7 +203,7 @@ def _loop_body(jaxpr: Jaxpr, policy: Policy) -> Jaxpr:
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     inner = jaxpr.replace(constvars=[], invars=inputs)
     results = [Var(atom.aval) for atom in jaxpr.outvars]
-    # Inside of a scan XLA cannot merge the second computation with the first.
+    # Inside a scan, XLA cannot merge the recomputation with the first computation.
     eqn = _remat_equation(inner, results, policy, prevent_cse=False)
     return jaxpr.replace(eqns=[eqn], outvars=results)
 
@@ -215,7 +216,7 @@ def _stretch(
     *,
     wrap_last: bool,
 ) -> Iterator[JaxprEqn]:
-    """A run of equations as blocks."""
+    """Cuts a run of equations into blocks and wraps the blocks."""
     first = numbered[0][0]
     eqns = [eqn for _, eqn in numbered]
     crossing = [
@@ -259,7 +260,7 @@ def _block(
 def _remat_equation(
     body: Jaxpr, results: Sequence[Var], policy: Policy, *, prevent_cse: bool
 ) -> JaxprEqn:
-    """The equation that `jax.checkpoint` would make of a program."""
+    """The equation that `jax.checkpoint` would create for a program."""
     wrap = jax.checkpoint(lambda x: x, policy=policy, prevent_cse=prevent_cse)
     (eqn,) = jax.make_jaxpr(wrap)(0.0).eqns
     return eqn.replace(
@@ -270,7 +271,10 @@ def _remat_equation(
 
 
 def _last_uses(jaxpr: Jaxpr) -> dict[Var, int]:
-    """The index of the last equation that reads each variable; results: the end."""
+    """The index of the last equation that reads each variable.
+
+    Results of the program have the number of equations as index.
+    """
     uses: dict[Var, int] = {}
     for index, eqn in enumerate(jaxpr.eqns):
         uses.update({atom: index for atom in eqn.invars if is_var(atom)})

@@ -1,11 +1,10 @@
-"""What repeats in a program: equal layers, the part of it that is layers, and twins of
-a loss's dims.
+"""Finds repetition in a program: equal layers, and equal dims of a loss and its step.
 
-* `find_repeats`: runs of operators that come again with the same shapes; they share
-  decisions and are priced once.
-* `find_layers`: what a pipeline divides: the layers, what is before and after them,
-  what crosses a cut.
-* `same_dims`: which dims of a loss are which of the step made of it.
+* `find_repeats`: finds runs of operators that repeat with the same shapes. Repeats
+  share decisions and are priced once.
+* `find_layers`: finds the layers that a pipeline divides, the parts before and after
+  the layers, and the values that cross a cut.
+* `same_dims`: maps dims of a loss to dims of the step that differentiates the loss.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,19 +17,21 @@ import numpy as np
 from dtft.planner.ir.graph import Graph, Operator
 from dtft.planner.ir.op_groups import CHEAP, region
 
-# Twins. The forward pass of a traced step has the operators of the loss in their order,
-# between operators that differentiation adds.
+# Equal dims. The forward pass of a traced step contains the operators of the loss in
+# their order, between operators that differentiation adds.
 
 
 def same_dims(program: Graph, graph: Graph) -> dict[int, int]:
-    """Dim of a loss's program to the dim of the step's that it is.
+    """Maps dims of a loss's program to the equal dims of a step's program.
+
+    Dims of arguments are matched by path. Other dims are matched through operators with
+    the same primitive and shapes in the same order. Cheap operators are left out,
+    because their derivatives have rules of their own.
 
     Args:
-        program: of the loss alone.
-        graph: of a step that differentiates this loss, with arguments of the same
-            paths. Dims that only its operators have are found by those of the same
-            primitive and shapes in the same order; cheap ones are left out, which
-            derivatives have rules of their own for.
+        program: the program of the loss alone.
+        graph: the program of a step that differentiates this loss, with arguments of
+            the same paths.
     """
     found: dict[int, int] = {}
     for path, index in program.inputs.items():
@@ -38,7 +39,7 @@ def same_dims(program: Graph, graph: Graph) -> dict[int, int]:
     ours = _heavy(program.operators)
     theirs = _heavy(op for op in graph.operators if region(op) == "forward")
     keys = [_key(program, op) for op in ours], [_key(graph, op) for op in theirs]
-    # Long programs repeat the same few operators: none of them is junk.
+    # Long programs repeat the same few operators, so frequent items are not junk.
     for first, second, count in SequenceMatcher(
         None, *keys, autojunk=False
     ).get_matching_blocks():
@@ -82,36 +83,36 @@ def _join(
 
 _HEAVY = ("matmul", "convolution")
 _NEXT = 16
-"""Times the same heavy operator may come in one layer."""
+"""The most occurrences of the same heavy operator in one layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Repeat:
-    """Operators that come `count` times, one copy after the other."""
+    """A block of operators that repeats `count` times in a row."""
 
     start: int
     """Number of the first operator of the first copy."""
     period: int
-    """Operators in one copy."""
+    """The number of operators in one copy."""
     count: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class RepeatClasses:
-    """Classes of dims and operators."""
+    """Classes of equal dims and operators, and the repeated blocks."""
 
     dims: tuple[int, ...]
-    """For each dim of the graph its class: the lowest dim that plays the same part.
-    No array has two different dims of one class."""
+    """For each dim of the graph its class: the lowest dim with the same role. No array
+    has two different dims of one class."""
     operators: tuple[int, ...]
-    """For each operator its class: the lowest operator that costs the same under every
-    division that divides the dims of a class alike."""
+    """For each operator its class: the lowest operator of equal cost, under every
+    division that divides all dims of a class in the same way."""
     repeats: tuple[Repeat, ...]
     """The layers, in the order of the program."""
 
 
 def find_repeats(graph: Graph) -> RepeatClasses:
-    """The repeated blocks of a program."""
+    """Finds the repeated blocks of a program."""
     signatures = _Signatures(graph)
     kinds = np.array([signatures.of(op) for op in graph.operators], np.int64)
     classes = _Classes(graph)
@@ -122,7 +123,7 @@ def find_repeats(graph: Graph) -> RepeatClasses:
     for start, length, period in _runs(kinds, periods):
         copy = slice(start, start + period)
         part = slice(start, start + length + period)
-        # Neighbours may share an operator or two that end the one and begin the other.
+        # Adjacent repeats may share a few operators at their border.
         new = np.count_nonzero(taken[part]) < period
         if not (new and heavy[copy].any() and _chained(graph, start, period)):
             continue
@@ -139,7 +140,7 @@ def find_repeats(graph: Graph) -> RepeatClasses:
 
 
 class _Signatures:
-    """Numbers for operators that do the same with arrays of the same shapes."""
+    """Numbers operators: equal operators on arrays of equal shapes share a number."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -164,7 +165,7 @@ def _dims(graph: Graph, op: Operator) -> Iterator[int]:
 
 
 def _periods(kinds: np.ndarray, heavy: np.ndarray) -> list[int]:
-    """Distances between heavy operators that are alike."""
+    """Distances between equal heavy operators, ascending."""
     found: set[int] = set()
     for kind in np.unique(kinds[heavy]):
         places = np.flatnonzero(heavy & (kinds == kind))
@@ -174,9 +175,9 @@ def _periods(kinds: np.ndarray, heavy: np.ndarray) -> list[int]:
 
 
 def _runs(kinds: np.ndarray, periods: Iterable[int]) -> list[tuple[int, int, int]]:
-    """Stretches that equal what comes one period later: start, length, period.
+    """Runs of operators equal to the run one period later: start, length, period.
 
-    Those that cover most come first, and of these the shortest period.
+    Runs that cover the most operators come first; ties go to the shortest period.
     """
     found: list[tuple[int, int, int]] = []
     for period in periods:
@@ -190,9 +191,9 @@ def _runs(kinds: np.ndarray, periods: Iterable[int]) -> list[tuple[int, int, int
 
 
 def _chained(graph: Graph, start: int, period: int) -> bool:
-    """Whether the second copy reads what the first one writes, as layers do.
+    """Whether the second copy reads values that the first copy writes, as in layers.
 
-    Branches side by side (queries, keys, values) are alike by chance.
+    Parallel branches (queries, keys, values) have equal operators but are no layers.
     """
     first = graph.operators[start : start + period]
     second = graph.operators[start + period : start + 2 * period]
@@ -203,14 +204,14 @@ def _chained(graph: Graph, start: int, period: int) -> bool:
 def _pairs(
     graph: Graph, start: int, length: int, period: int
 ) -> Iterator[tuple[int, int]]:
-    """Dims of each operator and those at their place one period later."""
+    """Pairs of a dim and the dim at the same position one period later."""
     for number in range(start, start + length):
         one, other = graph.operators[number], graph.operators[number + period]
         yield from zip(_dims(graph, one), _dims(graph, other), strict=True)
 
 
 class _Classes:
-    """Classes of dims that never meet in one array."""
+    """Classes of dims; no array has two different dims of one class."""
 
     def __init__(self, graph: Graph) -> None:
         self._dims = graph.dims
@@ -221,7 +222,10 @@ class _Classes:
         return _root(self._parent, dim)
 
     def add(self, pairs: Iterable[tuple[int, int]]) -> bool:
-        """Merges all pairs, or none where two dims of an array would be one."""
+        """Merges all pairs, or no pair if two dims of an array would become one.
+
+        Returns whether the pairs were merged.
+        """
         parent = self._parent.copy()
         for pair in set(pairs):
             if pair[0] != pair[1] and self._dims[pair[0]] == self._dims[pair[1]]:
@@ -270,39 +274,39 @@ PARTS: tuple[Part, ...] = ("first", "layers", "last")
 
 @dataclass(frozen=True, kw_only=True)
 class LayerStack:
-    """The layers of a step."""
+    """The layers of a step, and the parts before and after the layers."""
 
     count: int
-    """How many there are."""
+    """The number of layers."""
     shares: Mapping[Part, float]
-    """Of what forward and backward pass take: before, in and after the layers."""
+    """Shares of the time of forward and backward pass: before, in and after layers."""
     boundary: tuple[int, ...]
-    """Values that one layer hands to the next."""
+    """Values that one layer passes to the next layer."""
     readers: Mapping[int, frozenset[Part]]
-    """For each argument which parts read it; those that none reads are left out."""
+    """The parts that read each argument; arguments without readers are left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _LayerRun:
-    """Equal layers, one after the other."""
+    """A run of equal layers, one after another."""
 
     count: int
     start: int
     stop: int
     period: int
-    """Operators of one, 0 for a loop."""
+    """The number of operators of one layer; 0 for a loop."""
     flops: float
 
 
 def find_layers(
     graph: Graph, repeats: tuple[Repeat, ...], seconds: Callable[[Operator], float]
 ) -> LayerStack | None:
-    """The layers of a step; None if it has none.
+    """Finds the layers of a step; None if forward or backward pass has no layers.
 
     Args:
         graph: the step, with its backward pass.
         repeats: its equal blocks (`find_repeats`).
-        seconds: what an operator takes, all its executions together.
+        seconds: seconds of all executions of an operator together.
     """
     runs = [*_loops(graph), *_repeats(graph, repeats)]
     best: dict[str, _LayerRun] = {}
@@ -327,7 +331,7 @@ def find_layers(
 
 
 def _loops(graph: Graph) -> Iterator[_LayerRun]:
-    """Loops that slice something as long as they are, and are in no other."""
+    """Yields outermost loops with two or more iterations that slice an argument."""
     for loop in graph.loops:
         start, stop = loop.operators
         if start == stop or len(graph.operators[start].within) != 1:
@@ -350,7 +354,7 @@ def _run(graph: Graph, count: int, start: int, stop: int, period: int) -> _Layer
 
 
 def _region(graph: Graph, run: _LayerRun) -> str:
-    """Where most of its operations are."""
+    """The part of the step with most of a run's floating-point operations."""
     found: dict[str, float] = {}
     for operator in graph.operators[run.start : run.stop]:
         where = region(operator)
@@ -361,7 +365,7 @@ def _region(graph: Graph, run: _LayerRun) -> str:
 def _parts(
     graph: Graph, forward: _LayerRun, backward: _LayerRun
 ) -> Iterator[tuple[int, Part]]:
-    """For each operator of both passes, by its number, the part that it is of."""
+    """Yields the number and the part of each operator of forward and backward pass."""
     for number, operator in enumerate(graph.operators):
         if region(operator) == "update":
             continue
@@ -375,7 +379,7 @@ def _parts(
 
 
 def _boundary(graph: Graph, run: _LayerRun) -> tuple[int, ...]:
-    """What crosses from one layer to the next, where that is least."""
+    """The values that cross from one layer to the next, at the cut of fewest bytes."""
     if not run.period:
         (loop,) = (x for x in graph.loops if x.operators == (run.start, run.stop))
         made = {v for op in graph.operators[run.start : run.stop] for v in op.outputs}

@@ -1,9 +1,9 @@
-"""From a step or loss to a `Graph`: traced by JAX, followed equation by equation, its
-dims made final.
+"""Traces a step or loss with JAX and converts its jaxpr to a `Graph`.
 
-`trace` is the entry. Nothing is computed and no array is made: arguments may be
-`jax.ShapeDtypeStruct`s of any size. Loops are entered once and counted (`trips`: scan
-lengths, and while loops whose counter the program's text shows).
+`trace` is the entry point. Tracing computes nothing and allocates no array, so
+arguments may be `jax.ShapeDtypeStruct`s of any size. The body of a loop is entered once
+and its trips are counted (`trips`). The count is the length of a scan. For a while loop
+it is known if the program shows the counter's start, step and bound.
 """
 
 import math
@@ -31,11 +31,11 @@ from dtft.planner.ir.graph import (
 from dtft.planner.ir.jaxprs import CALLS, bodies
 
 Known = int | Literal
-"""An array of the program: the index of its value, or a number of its text."""
+"""An array of the program: the index of its value, or a literal."""
 
 
 class Draft(NamedTuple):
-    """A value before dims are final."""
+    """A value whose dims do not have their final numbers yet."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -44,7 +44,7 @@ class Draft(NamedTuple):
 
 @dataclass(slots=True)
 class Step:
-    """An operator before dims are final."""
+    """An operator whose dims do not have their final numbers yet."""
 
     primitive: str
     kind: OperatorKind
@@ -53,7 +53,7 @@ class Step:
     flops: float
     summed: Numbers
     contracted: tuple[tuple[int, ...], tuple[int, ...]]
-    """Places of summed dims in the operands of a matmul."""
+    """Positions of the contracted dims in both operands of a matmul or convolution."""
     whole: Numbers
     again: bool
     within: tuple[int, ...]
@@ -62,7 +62,7 @@ class Step:
 
 
 class Drafts:
-    """What was found so far."""
+    """The parts of the graph that were collected so far."""
 
     def __init__(self) -> None:
         self.dims = Dims()
@@ -70,11 +70,11 @@ class Drafts:
         self.steps: list[Step] = []
         self.loops: list[CountedLoop | None] = []
         self.endless: Counter[str] = Counter()
-        """Bytes of one pass of the loops whose trips are not known."""
+        """Bytes of one iteration of loops with an unknown trip count, by primitive."""
         self._dtypes: dict[Any, str] = {}
 
     def value(self, aval: Any, dims: Numbers | None = None) -> int:
-        """A new array; its dims are new where none are given."""
+        """Adds a value, with new dims if no dims are given; returns its index."""
         shape = tuple(getattr(aval, "shape", ()))
         dtype = self._dtype(getattr(aval, "dtype", None))
         numbers = self.dims.news(shape) if dims is None else dims
@@ -82,42 +82,47 @@ class Drafts:
         return len(self.values) - 1
 
     def held(self, known: Known) -> int:
-        """The array's value; a number of the text becomes one."""
+        """The index of an array's value; a literal becomes a new value."""
         return self.value(known.aval) if isinstance(known, Literal) else known
 
     def copy(self, index: int) -> int:
-        """Another array like this one, divided alike."""
+        """Adds a value with the shape, dtype and dims of another; returns its index."""
         self.values.append(self.values[index])
         return len(self.values) - 1
 
     def part(self, index: int, along: int) -> int:
-        """What a loop's body sees in turn of an array."""
+        """Adds the slice of an array that one loop iteration reads.
+
+        Args:
+            index: the array.
+            along: the loop's dim, which is joined with the first dim of the array.
+        """
         whole = self.values[index]
         self.dims.join(whole.dims[0], along)
         self.values.append(Draft(whole.shape[1:], whole.dtype, whole.dims[1:]))
         return len(self.values) - 1
 
     def carried(self, before: list[int], out: list[int]) -> list[int]:
-        """What a loop leaves: divided as what it begins with and what it makes."""
+        """Adds the results of carried values; dims before and after are joined."""
         for one, two in zip(before, out, strict=True):
             self.join(one, two)
         return [self.copy(index) for index in before]
 
     def join(self, one: int, two: int) -> None:
-        """From now on both arrays are divided alike."""
+        """Joins the dims of two arrays, which are then divided in the same way."""
         pairs = zip(self.values[one].dims, self.values[two].dims, strict=True)
         for left, right in pairs:
             self.dims.join(left, right)
 
     def numbers(self, known: Known) -> Numbers:
-        """Dims of an array."""
+        """The dims of an array; a literal gets new dims."""
         if isinstance(known, Literal):
             shape: tuple[int, ...] = getattr(known.aval, "shape", ())
             return self.dims.news(shape)
         return self.values[known].dims
 
     def bytes_since(self, start: int) -> int:
-        """Bytes that the operators from `start` on read and write, each once."""
+        """Bytes that operators from `start` on read and write in one execution each."""
         found = 0
         for step in self.steps[start:]:
             for index in (*step.inputs, *step.outputs):
@@ -126,28 +131,28 @@ class Drafts:
         return found
 
     def _dtype(self, dtype: Any) -> str:
-        if dtype not in self._dtypes:  # NumPy makes a dtype's name anew each time
+        if dtype not in self._dtypes:  # NumPy rebuilds a dtype's name on each access
             self._dtypes[dtype] = getattr(dtype, "name", "float0")
         return self._dtypes[dtype]
 
 
-# Trip counts of while loops. A loop counts if one position of its carry grows by a
-# known step and its condition compares this position with a known bound.
+# Trip counts of while loops. The count is known if one position of the carry grows by a
+# known step and the condition compares this position with a known bound.
 
 
 _MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "ne": "ne"}
 
 
 def while_trip_count(eqn: JaxprEqn, known: Sequence[Any]) -> int | None:
-    """How often a while loop runs that counts from one known number to another.
+    """The trip count of a while loop that counts from a known start to a known bound.
 
     Args:
         eqn: the loop.
-        known: for each operand its number where the program's text has it, else None.
+        known: for each operand its number if the operand is a literal, else None.
 
     Returns:
-        None where the text does not say it: the condition is not one comparison of a
-        counter with a bound, or one of the numbers is only known when it runs.
+        None if the count is unknown: the condition is not a single comparison of a
+        counter with a bound, or a number is known at run time only.
     """
     condition, body = bodies(eqn)
     num_condition, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
@@ -180,7 +185,7 @@ class _CarryPosition:
 
 
 class _Carry:
-    """What the body does with each position of the carry."""
+    """Analyses how the body of a loop updates each position of the carry."""
 
     def __init__(
         self, body: Jaxpr, num_consts: int, init: Sequence[Any], consts: Sequence[Any]
@@ -195,11 +200,11 @@ class _Carry:
         }
 
     def constant(self, index: int) -> Any:
-        """The number at a position that the body leaves as it is."""
+        """The initial number at a position that the body does not change; else None."""
         return self.init[index] if self.outs[index] is self.ins[index] else None
 
     def step(self, index: int) -> Any:
-        """What is added to a position each time."""
+        """The number added to a position in each iteration; None if unknown."""
         out = self.outs[index]
         made = None if isinstance(out, Literal) else self.made.get(out)
         if made is None or made.primitive.name not in ("add", "sub"):
@@ -214,7 +219,7 @@ class _Carry:
 
 
 def _comparison(condition: Jaxpr, consts: Sequence[Any]) -> Any:
-    """Name and both sides of a condition that is one comparison."""
+    """Name and both sides of a condition that is a single comparison; else None."""
     if len(condition.eqns) != 1 or condition.eqns[0].outvars != condition.outvars:
         return None
     eqn = condition.eqns[0]
@@ -237,7 +242,10 @@ def _comparison(condition: Jaxpr, consts: Sequence[Any]) -> Any:
 
 
 def _count(compare: str, start: Any, limit: Any, step: Any) -> int | None:
-    """Trips of a counter: `compare` holds between it and `limit` before each."""
+    """Trip count of a counter that runs while `compare` holds with `limit`.
+
+    None if the count is not finite.
+    """
     distance, step = float(limit) - float(start), float(step)
     if compare in ("gt", "ge"):
         distance, step = -distance, -step
@@ -253,36 +261,36 @@ def _count(compare: str, start: Any, limit: Any, step: Any) -> int | None:
 
 
 # The walk enters calls, loops, branches and rematerialized parts. `dim_propagation`
-# says what an operator does to dims, `flops` what it computes.
+# propagates dims through an operator, and `flops` counts its operations.
 
 
 _AGAIN = "rematted_computation"
-"""JAX's mark, in the name stack, of what a backward pass computes again."""
+"""JAX's mark in the name stack of operators that a backward pass recomputes."""
 
 
 class Frame(NamedTuple):
-    """Where in the program the walk is."""
+    """The context of the walk: the loops and calls around the current equation."""
 
     trips: int = 1
     within: tuple[int, ...] = ()
     members: int = 1
-    """Devices that run it at the same time, each on its part (shard_map)."""
+    """Number of devices that run the equations, each on its part (shard_map)."""
     name: str = ""
     recomputes: bool = False
-    """Inside the backward pass of a rematerialized function."""
+    """Whether this is the backward pass of a rematerialized function."""
     again: bool = False
-    """All of it is computed again."""
+    """Whether all equations here are recomputed."""
 
 
 class Walk:
-    """A program being followed."""
+    """Walks a program and collects its graph."""
 
     def __init__(self) -> None:
         self.found = Drafts()
-        """What was found so far."""
+        """The parts of the graph that were collected so far."""
 
     def run(self, jaxpr: Jaxpr, operands: Sequence[Known], frame: Frame) -> list[Known]:
-        """Follows a body from its operands to its results."""
+        """Walks a body with given operands; returns its results."""
         known: dict[Any, Known] = {v: self.found.value(v.aval) for v in jaxpr.constvars}
         known.update(zip(jaxpr.invars, operands, strict=True))
         for eqn in jaxpr.eqns:
@@ -404,7 +412,7 @@ class Walk:
         return list(after)
 
     def _cond(self, eqn: JaxprEqn, operands: list[Known], frame: Frame) -> list[Known]:
-        """Every branch is followed; what the costliest does counts."""
+        """Walks every branch; only operators of the costliest branch have trips."""
         found, best = self.found, -1.0
         results: list[list[int]] = []
         chosen: list[int] = []
@@ -428,7 +436,10 @@ class Walk:
     def _shard_map(
         self, eqn: JaxprEqn, operands: list[Known], frame: Frame
     ) -> list[Known]:
-        """Inside, arrays are one device's part; a divided dim is another one there."""
+        """Walks a shard_map, whose arrays are one device's parts.
+
+        Dims that its specs divide get new numbers inside and outside.
+        """
         params, (body,) = eqn.params, bodies(eqn)
         manual = params.get("newly_manual_axes", params.get("manual_axes", ()))
         members = math.prod(params["mesh"].shape[axis] for axis in manual)
@@ -440,7 +451,7 @@ class Walk:
     def _through(
         self, outside: Sequence[Known], atoms: Sequence[Any], specs: Sequence[Any]
     ) -> list[Known]:
-        """Arrays as they are on the other side of a shard_map."""
+        """Converts arrays between the inside and the outside of a shard_map."""
         return [
             self.found.value(
                 atom.aval,
@@ -450,7 +461,7 @@ class Walk:
         ]
 
     def _undivided(self, dims: Numbers, shape: Sequence[int], spec: Any) -> Numbers:
-        """The dims that a spec leaves as they are, and new ones for the others."""
+        """Dims of a converted array, with new dims for dims that the spec divides."""
         parts = (*spec, *(None,) * (len(dims) - len(tuple(spec))))
         return tuple(
             self.found.dims.new(size) if part else number
@@ -477,16 +488,16 @@ _ENTER = {
 
 
 def trace(fn: Callable[..., Any], /, *args: Any, **keywords: Any) -> Graph:
-    """The operators, values and dims of a function of arrays.
+    """Traces a function of arrays to a graph of operators, values and dims.
 
     Args:
         fn: any function that JAX can trace, jitted or not.
         *args: trees of arrays or of `jax.ShapeDtypeStruct`. The path of a leaf begins
             with the number of its argument, such as `0/params/up/kernel`.
-        **keywords: the same, passed by name; paths begin with the name.
+        **keywords: trees passed by name; their paths begin with the name.
 
     Returns:
-        The graph of one call. Its operators have the numbers of `jaxprs.operators`.
+        The graph of one call. Its operators are numbered like `jaxprs.operators`.
 
     Raises:
         ValueError: two leaves have the same path.
@@ -510,7 +521,7 @@ def trace(fn: Callable[..., Any], /, *args: Any, **keywords: Any) -> Graph:
 
 
 def _paths(tree: Any) -> list[str]:
-    """Keys of each leaf joined with "/", in tree order."""
+    """The path of each leaf in tree order: its keys, joined with "/"."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     paths = [
         jax.tree_util.keystr(keys, simple=True, separator="/") for keys, _ in leaves
@@ -565,7 +576,7 @@ def _graph(found: Drafts, inputs: dict[str, int], outputs: dict[str, int]) -> Gr
 
 
 class _Numbers:
-    """Final numbers of dims, in the order in which they first occur."""
+    """Assigns final numbers to dims, in the order of their first occurrence."""
 
     def __init__(self, dims: Dims) -> None:
         self._dims = dims

@@ -1,8 +1,8 @@
-"""Memory: which bytes are alive at the fullest moment of a step on one device.
+"""Predicts the peak memory of a step on one device.
 
 * `schedule`: the order in which XLA runs the operators.
-* `liveness`: which values have memory of their own, and from when until when.
-* `peak`: bytes at the fullest moment, for thousands of meshes at once.
+* `liveness`: which values have a buffer of their own, and their lifetimes.
+* `peak`: bytes at the moment of peak memory, for thousands of meshes at once.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,6 @@
-"""When each value of a program takes memory: which have memory of their own, from when
-until when.
+"""Determines which values of a program have buffers of their own, and their lifetimes.
 
-Each rule was read off buffer assignments of compiled steps (`python -m
+Each rule was derived from buffer assignments of compiled steps (`python -m
 experiments.plan_memory`).
 """
 
@@ -17,20 +16,23 @@ from dtft.planner.ir import CHEAP, CountedLoop, Graph, Operator, region
 
 
 ALIASES = ("reshape", "squeeze", "transpose", "copy", "optimization_barrier")
-"""Operators whose result is their operand by another name, or folded into readers."""
+"""Operators whose result aliases their operand, or is folded into its readers."""
 _NEVER_SAVED = (*ALIASES, "convert_element_type", "broadcast_in_dim")
-"""What the policy of `dtft.parallel.fsdp` does not keep: the operand is."""
+"""Operators whose result the policy of `dtft.parallel.fsdp` does not save.
+
+It saves their operand instead.
+"""
 _IN_MATMULS = ("max", "min", "neg", "convert_element_type")
-"""What XLA computes of an operand while a matmul reads it: a rectifier, a cast."""
+"""Operators that XLA fuses into the matmul that reads their result, such as a cast."""
 _READS_FUSED = (*CHEAP, "reduction")
-"""Kinds that compute their operands where they need them, if those are cheap."""
+"""Kinds of operators into which XLA fuses cheap operators that make their operands."""
 
 
 class InMemory:
-    """What a program keeps, and from what each reader has what it reads."""
+    """The values of a program with buffers, and the buffers that readers read."""
 
     def __init__(self, graph: Graph, *, keeps_all: bool) -> None:
-        """Follows the program.
+        """Finds the values with buffers.
 
         Args:
             graph: the program.
@@ -50,15 +52,15 @@ class InMemory:
         self._resolve()
 
     def root(self, value: int) -> frozenset[int]:
-        """The values in memory from which readers of a value have it."""
+        """The values in memory from which readers of a value compute it."""
         return self.roots.get(value, frozenset((value,)))
 
     def all_roots(self, operator: Operator) -> frozenset[int]:
-        """Those of all its operands."""
+        """The roots of all operands of an operator."""
         return frozenset(r for index in operator.inputs for r in self.root(index))
 
     def operands_like(self, index: int) -> list[int]:
-        """Arrays as large as a value that it is computed from, element by element."""
+        """Operands of the same size from which a value is computed elementwise."""
         maker, values = self.makers.get(index), self.graph.values
         return [
             operand
@@ -86,10 +88,10 @@ class InMemory:
         return kept
 
     def _read_by_matmul(self, index: int) -> int:
-        """What has memory when a matmul reads a value.
+        """The value that has a buffer when a matmul reads a value.
 
-        A rectifier or a cast of one array is computed while it is read. A cast of what
-        several arrays make is, too, but what is cast has memory then.
+        A rectifier or a cast of one array is fused into the matmul. A cast of a value
+        that is computed from several arrays is fused too, but its operand has a buffer.
         """
         maker = self.makers.get(index)
         if maker is None or maker.primitive not in _IN_MATMULS:
@@ -104,9 +106,9 @@ class InMemory:
         return before
 
     def _folded(self) -> set[int]:
-        """What is scattered into zeros only to be added to something: not there.
+        """Values of scatters into zeros whose result is only added to another array.
 
-        It is scattered into that.
+        XLA scatters directly into the other array, so these values have no buffer.
         """
         readers: dict[int, list[str]] = defaultdict(list)
         for operator in self.graph.operators:
@@ -122,7 +124,7 @@ class InMemory:
         return found
 
     def _saved(self) -> set[int]:
-        """What the backward pass reads of the forward pass outside of loops."""
+        """Values of the forward pass outside of loops that the backward pass reads."""
         found: set[int] = set()
         for operator in self.graph.operators:
             if region(operator) != "backward":
@@ -137,9 +139,9 @@ class InMemory:
         return found
 
     def _find_twins(self) -> dict[int, int]:
-        """Values that each layer makes of nothing but numbers, and the first one like.
+        """Values computed from constants only, mapped to the first equal value.
 
-        XLA computes a mask of positions once and keeps it for all layers.
+        For example, XLA computes a mask of positions once and keeps it for all layers.
         """
         first: dict[object, int] = {}
         same: dict[int, int] = {}
@@ -178,7 +180,7 @@ class InMemory:
         return self.all_roots(operator)
 
     def _through(self, value: int, roots: Iterable[int]) -> Iterator[int]:
-        """What a loop goes through may itself be another array by another name."""
+        """Resolves roots once more, because a loop's input may itself be an alias."""
         for root in roots:
             yield from (root,) if root == value else self.root(root)
 
@@ -187,16 +189,16 @@ class InMemory:
         return maker is not None and maker.primitive == "broadcast_in_dim"
 
 
-# Which arrays XLA lays out anew between the loop that keeps them and the next.
+# Arrays that XLA transposes between the loop that stacks them and the next loop.
 
 
 def laid_anew(graph: Graph, memory: InMemory, loop: CountedLoop) -> Iterator[int]:
-    """Arrays that get another layout before a loop goes along them.
+    """Arrays that get another layout before a loop slices them.
 
-    XLA transposes them once for all turns: what a product reads whose dims of the batch
-    are not its first (queries, keys and values of [B, T, N, H]), and what the loop
-    before keeps as a product makes it while this one reads it transposed. Each is there
-    twice for that moment, one after the other.
+    XLA transposes such an array once for all iterations. Two cases occur: a product
+    reads an operand whose batch dims are not its first dims (queries, keys and values
+    of [B, T, N, H]); or the previous loop keeps the array as a product computes it, and
+    this loop reads it transposed. Each array is briefly alive twice, one after another.
     """
     read = {
         index
@@ -219,7 +221,7 @@ def laid_anew(graph: Graph, memory: InMemory, loop: CountedLoop) -> Iterator[int
 
 
 def _against_the_grain(graph: Graph, product: Operator) -> Iterator[int]:
-    """Operands of a matmul whose dims of the batch are not the first ones."""
+    """Operands of a matmul whose batch dims are not their first dims."""
     made = graph.values[product.outputs[0]]
     rank = sum(len(graph.values[index].shape) for index in product.inputs[:2])
     for index, summed in zip(product.inputs, product.contracted, strict=False):
@@ -235,7 +237,7 @@ def _against_the_grain(graph: Graph, product: Operator) -> Iterator[int]:
 
 
 def _is_transposed(memory: InMemory, index: int) -> bool:
-    """Whether a transpose is between a value and the product that it comes of."""
+    """Whether a transpose lies between a value and the product that computes it."""
     seen = False
     while (maker := memory.makers.get(index)) and maker.kind in CHEAP:
         seen = seen or maker.primitive == "transpose"
@@ -250,45 +252,53 @@ def _is_transposed(memory: InMemory, index: int) -> bool:
 
 
 ROW = 16384
-"""Entries of the longest row for which XLA makes one kernel of a softmax: of compiled
-steps rows of 16384 had one, rows of 32768 had not."""
+"""Length of the longest row for which XLA compiles a softmax to one kernel.
+
+In compiled steps, rows of 16384 had one kernel; rows of 32768 had several.
+"""
 _Going = dict[int, list[int]]
-"""For operators to come by number: the values that go after each."""
+"""Number of an operator to the values that are freed after it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """Something happens to a value in memory."""
+    """A memory event of a value, or the run of an operator."""
 
     value: int
     kind: Literal["alloc", "complete", "free", "reuse", "copied", "runs"]
-    """It is given memory; it is complete (after its loop, if that makes it part by
-    part); its memory is free again, or (`yields`) is if an axis divides one of `rows`;
-    there is a copy of it for a moment. Or (`runs`) an operator that may need operands
-    gathered, whose number is `value`, is carried out.
+    """The kind of event.
+
+    * `alloc`: the value gets a buffer.
+    * `complete`: the value is complete; a stacked or carried value after its loop.
+    * `free`: the buffer of the value is freed.
+    * `reuse`: the next value takes its buffer if an axis divides a dim in `rows`.
+    * `copied`: a temporary copy of the value exists.
+    * `runs`: an operator runs that may need its operands gathered. `value` is the
+      operator's number.
     """
     rows: tuple[int, ...] = ()
-    """Dims along which one kernel goes if it has all of them."""
+    """Dims of the rows that a single kernel processes if no axis divides them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lifetimes:
-    """What takes memory in a program, and when."""
+    """The memory events of a program, and the buffers that readers read."""
 
     events: tuple[Event, ...]
-    """In the order of the program. Arguments are there throughout and are not among it;
-    nor are results that have an argument of the same path: they take its place."""
+    """Events in the order of the program. Arguments are alive throughout and have no
+    events. Results with the path of an argument reuse its buffer, without events."""
     roots: Mapping[int, frozenset[int]]
-    """For each value that operators make: the values in memory that readers read."""
+    """For each computed value, the values in memory that its readers read."""
 
 
 def follow(graph: Graph, *, keeps_all: bool = False) -> Lifetimes:
-    """Lifetimes of a program's values.
+    """Computes the lifetimes of a program's values.
 
     Args:
         graph: the program.
-        keeps_all: whether the backward pass has all that it reads from the forward
-            pass, elementwise operators too, as `jax.checkpoint` with a policy has them.
+        keeps_all: whether the forward pass saves every value that the backward pass
+            reads, including results of elementwise operators, as `jax.checkpoint` with
+            a policy does.
     """
     walk = _Walk(graph, keeps_all=keeps_all)
     return Lifetimes(events=tuple(walk.walk()), roots=walk.memory.roots)
@@ -318,7 +328,10 @@ class _Walk:
         yield from self._scope((), 0, len(self.graph.operators))
 
     def _find_last(self) -> dict[int, int]:
-        """Number of the last operator that reads each value, loops to their end."""
+        """The number of the last operator that reads each value.
+
+        A value from outside of a loop that the loop reads lives until the loop ends.
+        """
         last: dict[int, int] = defaultdict(int)
         made: dict[int, tuple[int, ...]] = {}
         ends = [loop.operators[1] - 1 for loop in self.graph.loops]
@@ -351,10 +364,10 @@ class _Walk:
         return maker is not None and maker.again
 
     def _next_products(self) -> dict[int, int]:
-        """For each product of the backward pass the next one.
+        """Maps each product of the backward pass to the next product.
 
-        Two products of one cotangent can run in either order: XLA may let the second
-        wait until the first has been worked on, so its operands stay until then.
+        Two products of one cotangent can run in either order, because XLA may swap
+        them. So the operands of the first product stay alive until the second.
         """
         found: dict[int, int] = {}
         waiting: dict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -373,7 +386,7 @@ class _Walk:
         return within[: within.index(number) + 1]
 
     def _scope(self, within: tuple[int, ...], start: int, stop: int) -> Iterable[Event]:
-        """The operators of one body; loops inside come as one after what they make."""
+        """Yields the events of one body; an inner loop first allocates its results."""
         going: dict[int, list[int]] = defaultdict(list)
         number = start
         if within:
@@ -405,7 +418,7 @@ class _Walk:
         for _, outer in loop.stacked:
             yield from self._alloc(outer, number, going)
         for before, _, _, after in loop.carried:
-            # One value may begin several of what the loop carries: it goes once.
+            # One value may start several carried values; it is freed only once.
             if self._takes_place(before, loop.operators[0]) and _forget(going, before):
                 yield Event(value=before, kind="free")
             yield from self._alloc(after, number, going)
@@ -435,23 +448,28 @@ class _Walk:
             yield Event(value=value, kind="complete")
 
     def _takes_place(self, before: int, first: int) -> bool:
-        """Whether what a loop starts with is not read afterwards: reused in place."""
+        """Whether a loop reuses the buffer of an initial value without a later reader.
+
+        The last reader may be the first operator of the loop, with number `first`.
+        """
         alone = self.memory.root(before) == frozenset((before,))
         return alone and before not in self._outer and self._last[before] <= first
 
     def _replaced(
         self, operator: Operator, value: int, number: int
     ) -> tuple[int | None, tuple[int, ...]]:
-        """The operand whose place a result takes: as large, and read for the last time.
+        """The operand whose buffer a result reuses: of equal size, at its last read.
 
-        Only of operators that go element by element. What also reads a sum over the
-        operand (softmax and its gradient) is one kernel that goes row by row, and has
-        a result of its own. What is scattered into keeps its place, and is a kernel
-        before what reads it; so in the gradient of a loss by its logits only the
-        softmax itself goes by rows, if they are short enough and on one device.
+        Applies to elementwise operators and scatters. An operator that also reads a sum
+        over the operand (softmax and its gradient) is part of one kernel that goes row
+        by row, and has a buffer of its own. A scatter reuses the buffer it scatters
+        into, and is a kernel before its readers. So in the gradient of a loss by its
+        logits only the softmax itself goes row by row, if its rows are short enough and
+        on one device.
 
         Returns:
-            The operand, and dims of which one must be divided for that.
+            The operand, or None; and dims, one of which an axis must divide for the
+            reuse (empty for no condition).
         """
         if operator.kind == "scatter":
             into = operator.inputs[0]
@@ -483,7 +501,7 @@ class _Walk:
 
 
 def _forget(going: _Going, value: int) -> bool:
-    """Takes a value out of those that are still to go; whether it was among them."""
+    """Removes a value from the pending frees; returns whether it was among them."""
     for values in going.values():
         if value in values:
             values.remove(value)

@@ -1,8 +1,8 @@
-"""Bytes at the fullest moment of a step, for many meshes at once.
+"""Computes the peak memory of a step for many meshes at once.
 
-`Timeline` lists what a program keeps in the order in which that happens,
-`LivenessTrace` counts it by kind of array before anything is divided, `PeakModel`
-evaluates that for sizes of mesh axes.
+`Timeline` lists the memory events of a program in order. `LivenessTrace` counts the
+bytes alive by kind of array, before division by mesh axes. `PeakModel` divides them by
+the sizes of mesh axes.
 """
 
 from collections import Counter
@@ -30,43 +30,45 @@ from dtft.planner.spmd import (
 )
 from dtft.planner.types import Spec
 
-# Timeline: the memory events of a program, with gradients told apart and the changes of
-# ZeRO levels. `PeakModel` turns it into bytes.
+# Timeline: the memory events of a program, with gradients marked, and with the changes
+# of ZeRO level 3. `PeakModel` turns the events into bytes.
 
 
 RESERVE = 0.08
-"""Share of a device's memory that no plan may count on: what the count of bytes misses
-where XLA runs what the plan says, fragmentation, the runtime. Of 200 compiled steps the
-count was more than this too low in 4, by 13 % at most (`experiments/results/
-plan_memory.md`): most where XLA keeps a softmax that it computes again for long.
-Verification finds those; a reserve that covers them too (14 %) would refuse twice as
-many plans that fit."""
+"""Share of a device's memory that plans must leave free.
+
+It covers errors of the byte count, fragmentation and the runtime. In 4 of 200 compiled
+steps the count was too low by more than this share, by 13 % at most
+(`experiments/results/plan_memory.md`). The largest errors arise where XLA keeps a
+recomputed softmax alive for long. Verification finds such plans. A reserve that covers
+them too (14 %) would reject twice as many plans that fit.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Timeline:
-    """What comes into memory and goes during one step of a program."""
+    """The memory events of one step of a program: allocations, frees and copies."""
 
     graph: Graph
     gathers: bool = False
-    """Whether at ZeRO level 3 the step is one of `dtft.parallel.fsdp`, which keeps all
-    of the forward pass but gathered parameters."""
+    """Whether ZeRO level 3 runs the step of `dtft.parallel.fsdp`, which keeps all
+    values of the forward pass except gathered parameters."""
     below: "Timeline | None" = None
-    """If this is the timeline of that: the one of the levels below."""
+    """The timeline of the lower ZeRO levels, if this is the timeline of level 3."""
     alias: Mapping[int, int] = field(default_factory=dict)
-    """Dim to the dim that stands for it in equal layers: what is alike in them is
-    counted together."""
+    """Dim to the dim that represents it in equal layers, whose arrays are counted
+    together."""
 
     @cached_property
     def at_level_3(self) -> "Timeline":
-        """That of the same program at ZeRO level 3."""
+        """The timeline of the same program at ZeRO level 3."""
         again = any(operator.again for operator in self.graph.operators)
         if not self.gathers or again or self.below is not None:
             return self
         return replace(self, below=self)
 
     def root(self, dim: int) -> int:
-        """The dim that stands for a dim."""
+        """The dim that represents the class of a dim."""
         return self.alias.get(dim, dim)
 
     @cached_property
@@ -79,12 +81,12 @@ class Timeline:
         return follow(self.scheduled, keeps_all=self.below is not None)
 
     def read_from(self, index: int) -> frozenset[int]:
-        """The values in memory from which readers of a value have it."""
+        """The values in memory from which readers of a value compute it."""
         return self._lifetimes.roots.get(index, frozenset((index,)))
 
     @cached_property
     def events(self) -> tuple[Event, ...]:
-        """In the order in which they happen; of gradients also when they are made."""
+        """The events in order; completions are kept for gradients only."""
         return tuple(
             event
             for event in self._lifetimes.events
@@ -93,7 +95,7 @@ class Timeline:
 
     @cached_property
     def gradients(self) -> frozenset[int]:
-        """Values that the backward pass makes and the update reads."""
+        """Values that the backward pass computes and the update reads."""
         made: set[int] = set()
         read: set[int] = set()
         for operator in self.graph.operators:
@@ -110,7 +112,7 @@ class Timeline:
 
     @cached_property
     def of_gradients(self) -> frozenset[int]:
-        """Gradients, and those of one turn of a loop."""
+        """Gradients, and the gradients of one iteration of a loop."""
         turns = {
             inner
             for loop in self.graph.loops
@@ -121,88 +123,95 @@ class Timeline:
 
     @cached_property
     def from_loops(self) -> frozenset[int]:
-        """Values that a loop makes part by part."""
+        """Values that a loop computes part by part: stacked and carried results."""
         loops = self.graph.loops
         found = {outer for loop in loops for _, outer in loop.stacked}
         return frozenset(found | {v for loop in loops for *_, v in loop.carried})
 
     @cached_property
     def loop_dims(self) -> frozenset[int]:
-        """Dims that a loop goes along."""
+        """Dims that loops slice."""
         return frozenset(n for n, dim in enumerate(self.graph.dims) if dim.loop)
 
 
-# Liveness by kind of array. A sharding changes which axes divide a kind, never when its
-# arrays are allocated or freed. So the trace is made once, for all shardings that
-# `PeakModel` evaluates.
+# Liveness by kind of array. A sharding changes which axes divide a kind, but not when
+# its arrays are allocated or freed. So one trace serves all shardings that `PeakModel`
+# evaluates.
 
 
 SOON = 5
-"""Products after one for which a gather made for it is kept for another: with so many
-the compiled steps that the rules were made with agree best."""
+"""Number of products for which a gathered operand is kept for another reader.
+
+Fitted to compiled steps.
+"""
 What = Literal["plain", "gradient", "kept", "waiting", "sums", "part"]
-"""What bytes are of: an array; a gradient while it is made, the same in a loop, and
-until it is used; the sum of one over microbatches; of an argument what a microbatch
-works on."""
+"""The category of bytes.
+
+* `plain`: an array.
+* `gradient`: a gradient while it is computed; `kept`: the same in a loop.
+* `waiting`: a gradient from its completion until its use.
+* `sums`: the sum of a gradient over microbatches.
+* `part`: the part of an argument for one microbatch.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """Arrays that every division divides alike."""
+    """A kind of arrays that every division divides in the same way."""
 
     what: What
     value: int
-    """One of them."""
+    """The index of one of the arrays."""
     divides: bool
-    """Whether it is divided further where gradients are."""
+    """Whether the arrays are divided further if gradients are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorRun:
-    """An operator that may need operands gathered."""
+    """The run of an operator whose operands may have to be gathered."""
 
     moment: int
     instance: int
-    """Its place in `LivenessTrace.instances`."""
+    """The operator's position in `LivenessTrace.instances`."""
     beside: bool
-    """Whether it runs beside the one before it."""
+    """Whether the operator runs concurrently with the previous operator."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reread:
-    """Two products that read one array: where both need it gathered, it is so once."""
+    """Two products that read one array and share its gather if both need a gather."""
 
     instances: tuple[int, int]
-    """Their places in `LivenessTrace.instances`."""
+    """Positions of the products in `LivenessTrace.instances`."""
     num_bytes: int
-    """Of the whole array."""
+    """Bytes of the whole array."""
     moments: range
-    """Those between them at which it stays gathered."""
+    """The moments between the products at which the array stays gathered."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReusedBuffer:
-    """An array that is gone a moment sooner where an axis divides a dim of `rows`."""
+    """An array whose buffer is reused a moment earlier if an axis divides `rows`."""
 
     moment: int
-    """The moment at which it is gone then."""
+    """The moment at which the array is then gone."""
     kind: int
     num_bytes: int
     rows: tuple[int, ...]
 
 
 class LivenessTrace:
-    """The moments of a program that may be the fullest."""
+    """Bytes alive by kind of array, at each moment that may be the peak."""
 
     def __init__(self, timeline: Timeline) -> None:
-        """Follows the program.
+        """Follows the events of a program.
 
         Args:
-            timeline: of the program.
+            timeline: the timeline of the program.
         """
         self.timeline, self._graph = timeline, timeline.scheduled
         self.kinds: list[Kind] = []
-        """What the columns of `alive` are of."""
+        """The kinds of arrays that the columns of `alive` count."""
         self._numbers: dict[object, int] = {}
         self._arrays: dict[int, int] = {}
         self._unlike: dict[object, int] = {}
@@ -210,27 +219,27 @@ class LivenessTrace:
         self._changes: list[tuple[int, float]] = []
         self._at: list[int] = []
         self.full: list[int] = []
-        """Moments after something came."""
+        """Moments after an allocation."""
         self.instances: list[Instance] = []
-        """Operators that may need operands gathered, each with its own dims."""
+        """Operators whose operands may have to be gathered, each with its own dims."""
         self.runs: list[OperatorRun] = []
         self.rereads: list[Reread] = []
         self._reads: dict[int, int] = {}
         self._products: list[OperatorRun] = []
         self.copied: list[tuple[int, int]] = []
-        """Moments at which there is a copy of an array; which."""
+        """Pairs of a moment and the array that is copied at this moment."""
         self.reused: list[ReusedBuffer] = []
-        """Arrays whose place others may take; at most one for each moment."""
+        """Arrays whose buffer may be reused; at most one for each moment."""
         self._reuses: Event | None = None
         self._begin()
         for event in timeline.events:
             self._follow(event)
         self.alive = self._moments()
-        """Bytes; float [moments, kinds]."""
+        """Bytes alive, before division; float [moments, kinds]."""
 
     @cached_property
     def gradients(self) -> tuple[tuple[int, int], ...]:
-        """Gradients unlike in division or bytes, and how many there are of each."""
+        """Gradients that differ in division or bytes, and the number of each."""
         first: dict[object, int] = {}
         counts: Counter[int] = Counter()
         for index in self.timeline.gradients:
@@ -240,8 +249,10 @@ class LivenessTrace:
         return tuple(counts.items())
 
     def _begin(self) -> None:
-        """With microbatches: a sum of each gradient, and the part of the batch that is
-        worked on, taken out of it.
+        """Allocates the buffers that microbatches add.
+
+        These are the sum of each gradient, and the current microbatch's part of each
+        argument.
         """
         for index in self.timeline.gradients:
             self._change(self._gradient(index, "sums"), index)
@@ -267,7 +278,7 @@ class LivenessTrace:
             self._change(self._kind(event.value), event.value, -1)
 
     def _note_reused(self, event: Event) -> None:
-        """What has come takes the place of another array, which goes only after it."""
+        """Notes that the last allocation may reuse the buffer of another array."""
         reused = ReusedBuffer(
             moment=self.full[-1],
             kind=self._kind(event.value),
@@ -278,9 +289,10 @@ class LivenessTrace:
         self._reuses = None
 
     def _follow_gradient(self, event: Event) -> None:
-        """A gradient is whole until it is made, then as it is kept (ZeRO 2 and 3).
+        """Follows an event of a gradient.
 
-        A microbatch's own goes into the sum as soon as it is made.
+        A gradient is whole until it is complete, and then divided as at rest (ZeRO 2
+        and 3). The gradient of a microbatch is added to the sum when it is complete.
         """
         index = event.value
         part_by_part = index in self.timeline.from_loops
@@ -297,7 +309,7 @@ class LivenessTrace:
 
     def _run(self, number: int) -> None:
         operator = self._graph.operators[number]
-        # Those of products that make gradients all run beside each other.
+        # The gathers of all products that compute gradients run concurrently.
         beside = not self.timeline.of_gradients.isdisjoint(operator.outputs)
         arrays = [self._array(i) for i in (*operator.inputs, *operator.outputs)]
         over = self._roots(operator.summed), self._roots(operator.whole)
@@ -312,11 +324,13 @@ class LivenessTrace:
             self._note_reads(operator, run)
 
     def _note_reads(self, operator: Operator, run: OperatorRun) -> None:
-        """What the last product of the forward pass and all of the backward pass read.
+        """Notes the operands of a product that a recent product read too.
 
-        XLA shares a gather between products that come soon after each other (its pass
-        `ScheduleAwareCollectiveOpsCSE`): of a cotangent by the two products that read
-        it, and of what the last layer reads by that and by the gradient of its weights.
+        Considers the last product of the forward pass and all products of the backward
+        pass. XLA shares a gather between products that run soon after each other (its
+        pass `ScheduleAwareCollectiveOpsCSE`). Two products share the gather of the
+        cotangent that both read. The last layer and the gradient of its weights share
+        the gather of the layer's input.
         """
         if region(operator) == "forward":
             self._reads.clear()
@@ -346,7 +360,7 @@ class LivenessTrace:
         return place
 
     def _array(self, index: int) -> int:
-        """The same number for arrays that every division divides alike."""
+        """A number that arrays share if every division divides them in the same way."""
         if index not in self._arrays:
             value = self._graph.values[index]
             key = value.shape, value.dtype, self._roots(value.dims)
@@ -361,7 +375,7 @@ class LivenessTrace:
         self._changes.append((kind, sign * num_bytes))
 
     def _note(self) -> int:
-        """A moment that may be the fullest; its number."""
+        """Records a moment that may be the peak; returns its number."""
         self._at.append(len(self._changes))
         return len(self._at) - 1
 
@@ -374,48 +388,50 @@ class LivenessTrace:
 
 
 # Peaks. The bytes alive at a moment are a sum of totals, each divided by the sizes of
-# some axes. The moments are a matrix; its product with the reciprocal divisors of many
-# meshes gives the bytes of all these meshes.
+# some axes. All moments form a matrix. Its product with the reciprocal divisors of many
+# meshes gives the bytes on all these meshes.
 
 
 _Beside = tuple[int, Sequence[tuple[int, float]]]
-"""A moment, and totals of which so many bytes more are there."""
+"""A moment, and the additional bytes of totals at this moment."""
 _Total = tuple[What, Axes, int]
-"""What bytes are of, the axes that divide them, and of gradients that are kept divided
-further a value that stands for all that are so alike; otherwise -1."""
+"""A total: the category of its bytes, the axes that divide them, and a value.
+
+The value represents all equal gradients that are divided further; -1 for other arrays.
+"""
 _MOST_ALONE = 2**17
-"""Multiplications that OpenBLAS does on one thread; it may use more from 2**18 on."""
+"""Multiplications that OpenBLAS does on one thread; from 2**18 it may use more."""
 _OF_GRADIENTS = ("gradient", "kept", "waiting", "sums")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Peak:
-    """The most that is alive at one time, by term; bytes, one entry per candidate."""
+    """Peak memory by term; bytes, one entry per mesh."""
 
     activations: np.ndarray
     gradients: np.ndarray
 
 
 class PeakModel:
-    """The moments that may be the fullest, under one division."""
+    """Bytes at each moment that may be the peak, under one division."""
 
     def __init__(self, trace: LivenessTrace, division: ShardingAssignment) -> None:
-        """Divides what is alive.
+        """Sums the trace's bytes by the axes that divide them.
 
         Args:
-            trace: of the program.
-            division: which axes divide which dims; `MICRO` among them.
+            trace: the liveness trace of the program.
+            division: which axes divide which dims, including `MICRO`.
         """
         self.trace, self.division = trace, division
         self._graph = trace.timeline.scheduled
         self.totals: dict[_Total, int] = {}
-        """The number of each."""
+        """The number (column of `matrix`) of each total."""
         self._gathers = [list(self._gathered(one)) for one in trace.instances]
         self.matrix = self._moments(self._columns(), list(self._beside()))
         """Bytes before division; float [moments, totals]."""
 
     def divisors(self) -> set[Axes]:
-        """Axes that divide something together: what the bytes depend on."""
+        """Sets of axes on whose products of sizes the bytes depend."""
         found: set[Axes] = {(ZERO_AXIS,), (MICRO,)}
         for _, axes, index in self.totals:
             found.add(axes)
@@ -424,7 +440,7 @@ class PeakModel:
         return found - {()}
 
     def on(self, sizes: Sizes) -> "PeakEval":
-        """The same on some meshes.
+        """Evaluates the model on meshes.
 
         Args:
             sizes: axis to size, one entry per mesh.
@@ -432,7 +448,7 @@ class PeakModel:
         return PeakEval(self, sizes)
 
     def _columns(self) -> list[int]:
-        """For each kind of array its total; -1 for what is not there."""
+        """The number of the total of each kind of array; -1 for absent kinds."""
         found: list[int] = []
         alike: dict[object, int] = {}
         loops = self.trace.timeline.loop_dims
@@ -448,10 +464,7 @@ class PeakModel:
         return found
 
     def _beside(self) -> Iterator[_Beside]:
-        """Moments at which something is there beside what is alive: totals and bytes.
-
-        Copies, and what operands are brought together in.
-        """
+        """Yields moments with bytes beyond the trace: copies, and gathered operands."""
         for moment, index in self.trace.copied:
             value = self._graph.values[index]
             axes = flat(self.division.spec(value))
@@ -489,9 +502,7 @@ class PeakModel:
         return moments
 
     def _shared(self) -> Iterator[tuple[range, int, float]]:
-        """Moments at which something stays gathered for another product, its total and
-        bytes.
-        """
+        """Yields moments at which an operand stays gathered, its total and bytes."""
         for reread in self.trace.rereads if any(self._gathers) else ():
             one, other = (self._gathers[instance] for instance in reread.instances)
             for total, num_bytes in one:
@@ -503,13 +514,13 @@ class PeakModel:
 
 
 class PeakEval:
-    """The fullest moment on some meshes, at each ZeRO level."""
+    """Peak memory on meshes, at each ZeRO level."""
 
     def __init__(self, moments: PeakModel, sizes: Sizes) -> None:
-        """Nothing is looked at yet.
+        """Keeps its arguments; peaks are evaluated when they are first needed.
 
         Args:
-            moments: of the program, under one division.
+            moments: the model of the program, under one division.
             sizes: axis to size, one entry per mesh.
         """
         self._moments, self._sizes = moments, sizes
@@ -518,10 +529,10 @@ class PeakEval:
         self._places: dict[int, tuple[Spec, np.ndarray]] = {}
 
     def peak(self, zero: int) -> Peak:
-        """The fullest moment between the first operator and the last.
+        """Peak memory between the first operator and the last.
 
         Args:
-            zero: the ZeRO level.
+            zero: ZeRO level.
         """
         most, held = (self._whole, self._sums_divided, self._divided)[min(zero, 2)]
         if zero in (1, 2):
@@ -534,25 +545,25 @@ class PeakEval:
 
     @cached_property
     def _whole(self) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes of the fullest moment, and of gradients then, at ZeRO level 0."""
+        """Peak bytes, and bytes of gradients at that moment, at ZeRO level 0."""
         return self._fullest(self._shares)
 
     @cached_property
     def _sums_divided(self) -> tuple[np.ndarray, np.ndarray]:
-        """The same at level 1, at which sums over microbatches are divided.
+        """As `_whole` at level 1, where gradient sums over microbatches are divided.
 
-        No constraint says so: XLA keeps what a loop carries divided as the optimizer
-        state is that reads it.
+        The plan has no constraint on the sums. XLA divides a loop's carried value like
+        the optimizer state with which it is combined.
         """
         return self._fullest(self._shares_divided(("sums",)))
 
     @cached_property
     def _divided(self) -> tuple[np.ndarray, np.ndarray]:
-        """The same from level 2 on."""
+        """As `_whole` from level 2, where all gradients are divided."""
         return self._fullest(self._shares_divided(_OF_GRADIENTS))
 
     def _shares_divided(self, kinds: Container[What]) -> np.ndarray:
-        """What each device has of a byte, of some kinds divided as at rest."""
+        """As `_shares`, with totals of the given categories divided as at rest."""
         shares, fsdp = self._shares.copy(), np.asarray(self._sizes[ZERO_AXIS])
         for (kind, _, index), row in self._moments.totals.items():
             if index >= 0 and kind in kinds:
@@ -569,7 +580,7 @@ class PeakEval:
 
     @cached_property
     def _shares(self) -> np.ndarray:
-        """What each device has of a byte of each total; float [totals, meshes]."""
+        """The share of each total on one device; float [totals, meshes]."""
         sizes, totals = self._sizes, self._moments.totals
         number = np.asarray(sizes[MICRO])
         left = {
@@ -587,10 +598,11 @@ class PeakEval:
 
     @cached_property
     def _update(self) -> Any:
-        """Where each device updates a part: new parameters beside old ones, gathered.
+        """Bytes at the update of ZeRO levels 1 and 2, where devices update one part.
 
-        Old parameters are read until the last part is updated, so what is gathered
-        has memory of its own; what is being updated is there thrice, laid out for it.
+        Old parameters are read until the last part is updated, so gathered new
+        parameters have buffers of their own. The part being updated is alive three
+        times, in the layout of the update.
         """
         total: Any = 0.0
         largest: Any = 0.0
@@ -602,8 +614,10 @@ class PeakEval:
         return np.where(divides > 1, total + 3 * largest / divides, 0.0)
 
     def _laid_anew(self) -> Any:
-        """Parameters to be gathered along a dim that is not their first: XLA keeps a
-        copy of a device's part with that dim first, from the first gather to the last.
+        """Bytes of transposed copies of parameters that are gathered along later dims.
+
+        If `fsdp` divides another dim than the first, XLA keeps a copy of a device's
+        part with that dim first, from the first gather to the last.
         """
         total: Any = 0.0
         for index, count in self._trace.gradients:
@@ -615,7 +629,7 @@ class PeakEval:
         return total
 
     def _place(self, index: int) -> tuple[Spec, np.ndarray]:
-        """How a gradient is divided where it is used, and the dim of it for `fsdp`."""
+        """The spec of a gradient in use, and the dim that `fsdp` divides at rest."""
         if index not in self._places:
             value, loops = self._values[index], self._trace.timeline.loop_dims
             spec = self._division.spec(value)
@@ -624,10 +638,10 @@ class PeakEval:
 
 
 def _product(matrix: np.ndarray, shares: np.ndarray) -> np.ndarray:
-    """matrix @ shares, in parts for which BLAS starts no threads.
+    """Computes matrix @ shares in parts so small that BLAS starts no threads.
 
-    Of a product so small they take longer than it does, where others keep the cores
-    busy a hundred times so long.
+    Threads slow down a product of this size, up to a hundred times if other processes
+    keep the cores busy.
     """
     found = np.empty((len(matrix), shares.shape[1]))
     step = max(1, _MOST_ALONE // max(1, matrix.size))

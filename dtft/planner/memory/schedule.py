@@ -1,4 +1,4 @@
-"""The order in which XLA runs a step's operators, where it is not the program's."""
+"""Reorders the operators of a step as XLA's scheduler does."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,13 +9,13 @@ _HEAVY = ("matmul", "convolution", "scatter")
 
 
 def scheduled(graph: Graph) -> Graph:
-    """The program with its products that only the update reads at the end.
+    """Moves products whose results only the update reads to the end of their body.
 
-    Gradients of parameters are added up among devices while something else is computed,
-    so XLA's scheduler puts the products that make them one beside the collective of
-    the other, behind the last that the backward pass itself goes on with: in each loop
-    body, and in the program around it. What they read stays that long: in a compiled
-    perceptron all activations and their cotangents are there at the same time.
+    The all-reduces of parameter gradients overlap with computation. So XLA's scheduler
+    delays the products that compute gradients, to run each beside the collective of
+    another. They follow the last operator that the backward pass itself needs, in each
+    loop body and in the program around the loops. Their operands stay alive until then:
+    in a compiled perceptron, all activations and their cotangents are alive at once.
     """
     ends = _ends(graph)
     order = list(_ordered(graph, (), 0, len(graph.operators), ends))
@@ -37,11 +37,11 @@ def scheduled(graph: Graph) -> Graph:
 
 
 def _ends(graph: Graph) -> set[int]:
-    """Operators of the backward pass that no other product comes after."""
-    leads: set[int] = set()  # values that a product reads, sooner or later
+    """Numbers of backward products whose results lead to no other product."""
+    leads: set[int] = set()  # values that a product reads, directly or indirectly
     ends: set[int] = set()
     size = -1
-    while len(leads) > size:  # what a loop carries is read again in its next turn
+    while len(leads) > size:  # the next iteration of a loop reads carried values
         size = len(leads)
         ends = set()
         for loop in graph.loops:
@@ -68,7 +68,7 @@ def _backward(operator: Operator) -> bool:
 def _ordered(
     graph: Graph, within: tuple[int, ...], start: int, stop: int, ends: set[int]
 ) -> Iterator[int]:
-    """Numbers of the operators of one body, loops inside as one."""
+    """Yields the operators of one body in XLA's order, each inner loop as one unit."""
     units = list(_units(graph, within, start, stop))
     backward = [u for u in units if region(graph.operators[u[0]]) == "backward"]
     last = backward[-1][0] if backward else stop
@@ -95,7 +95,7 @@ def _ordered(
 def _units(
     graph: Graph, within: tuple[int, ...], start: int, stop: int
 ) -> Iterator[tuple[int, int]]:
-    """Operators of a body, and the loops in it: the first operator, and the next."""
+    """Yields units of a body, operators and inner loops, as [start, stop) ranges."""
     number = start
     while number < stop:
         inside = graph.operators[number].within[len(within) :]

@@ -1,11 +1,12 @@
-"""What a user reads: a plan in words, beside another plan, planned again otherwise, as
-HTML.
+"""Reports of a plan: explanation, comparison with other plans, lints, and HTML.
 
-* `text`: `explain`; `compare`: two plans side by side, and why one takes longer.
-* `replan`: `why_not`, and what each pin costs; `lints`: sizes and arrays that cost what
-  a small change saves; `hardware_sensitivity`: the plan on a faster cluster.
-* `logical_axes`: a plan as Flax's rules; `html_report`, `page`: the report as a file
-  without network or scripts.
+* `text`: `explain`, the plan in words.
+* `compare`: two plans side by side, and the reasons for their difference in time.
+* `replan`: `why_not`, and the cost of each pin.
+* `lints`: sizes and arrays whose cost a small change saves.
+* `hardware_sensitivity`: the plan on a faster cluster.
+* `logical_axes`: a plan as Flax's rules.
+* `html_report`, `page`: the report as an HTML file without network or scripts.
 """
 
 from typing import TYPE_CHECKING

@@ -21,11 +21,11 @@ svg { display: block; max-width: 100% } svg text { font-size: 12px; fill: #333 }
 
 
 def page_html(title: str, parts: Iterable[str]) -> str:
-    """A whole page.
+    """Renders a whole HTML page.
 
     Args:
-        title: plain text.
-        parts: HTML of its body.
+        title: title of the page, as plain text.
+        parts: HTML of the body.
     """
     return (
         f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
@@ -35,7 +35,7 @@ def page_html(title: str, parts: Iterable[str]) -> str:
 
 
 def section_html(one: Section, level: int = 2) -> str:
-    """A section with its heading."""
+    """Renders a section with its heading as HTML."""
     return f"<h{level}>{escape(one.title)}</h{level}>{table_html(one)}"
 
 

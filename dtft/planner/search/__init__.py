@@ -1,13 +1,13 @@
-"""The search: which candidates there are, what each takes, which is the plan.
+"""The search: enumerates candidates, prices them and writes the best one as a plan.
 
-* Candidates: `space` (knobs, and which of them can be run), `meshes`, `pins`,
+* Candidates: `space` (the knobs, and which of them can be run), `meshes`, `pins`,
   `enumerate`.
-* Prices, of all candidates at once: `price_table` (operators), `memory_table` (arrays
-  at rest, peaks), `pipeline` (stages), `search` (all terms), `ranking`.
-* Where `tensor` lies: `tensor_sharding`; its exact solver: `solver`, `elimination`,
-  `mixed_integer`.
-* `decision`: which candidate is taken, and what is said if none fits; `write_plan`: the
-  plan of it.
+* Prices of all candidates at once: `price_table` (operators), `memory_table` (arrays
+  at rest, peak memory), `pipeline` (stages), `search` (all terms), `ranking`.
+* Dims that the axis `tensor` divides: `tensor_sharding`, with an exact solver in
+  `solver`, `elimination` and `mixed_integer`.
+* `decision`: selects a candidate, and explains what to change if none fits.
+* `write_plan`: writes the selected candidate as a plan.
 """
 
 from typing import TYPE_CHECKING

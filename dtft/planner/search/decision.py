@@ -1,7 +1,7 @@
-"""The decision: from a workload and a cluster to the plan, and what it was chosen from.
+"""Selects the plan for a workload and a cluster, and keeps the priced candidates.
 
-Decides whether knobs are searched that cannot be run, whether rematerialized programs
-are worth a look, and what to suggest where nothing fits.
+Decides whether to search knobs that cannot be run and whether to price rematerialized
+programs. Suggests changes if nothing fits.
 """
 
 import math
@@ -39,20 +39,22 @@ from dtft.planner.types import Remat
 from dtft.planner.wording import seconds, size
 from dtft.planner.workload import Workload
 
-# If no plan fits: by how many bytes, and which changes make one fit. Each remedy is
-# planned, so that its figures are exact.
+# If no plan fits, the error gives the missing bytes and the changes that make a plan
+# fit. Each remedy is planned, so that its figures are exact.
 
 
 MOST = 64
-"""Times as many devices as there are, up to which a cluster that fits is looked for."""
+"""Limit of the factor by which the number of devices is raised to find a fit."""
 Best = Callable[[Cluster, Mapping[str, Any], bool], Plan]
-"""The best plan for a cluster with some pins, also of knobs that cannot be run here; or
-what lacks least."""
+"""A function that returns the best plan, or the leanest plan if no plan fits.
+
+Its arguments are the cluster, the pins, and whether to search knobs that cannot be run.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """A change with which the model fits."""
+    """A change that makes the model fit, with the plan that it gives."""
 
     change: str
     plan: Plan
@@ -68,13 +70,13 @@ class Remedy:
 def unfit_text(
     leanest: Plan, cluster: Cluster, pins: Mapping[str, Any], best: Best
 ) -> str:
-    """What no plan for a cluster has room for.
+    """The text of the error for a model that does not fit on a cluster.
 
     Args:
-        leanest: the plan that lacks least.
-        cluster: it was looked for here.
-        pins: knobs that are given.
-        best: plans again.
+        leanest: the plan that comes closest to fitting.
+        cluster: the cluster that was searched.
+        pins: knobs that are pinned.
+        best: plans again with a change, for the remedies.
     """
     over = leanest.memory_bytes - leanest.capacity_bytes
     shown = ", ".join(f"{n} {size(each)}" for n, each in leanest.memory.items() if each)
@@ -97,7 +99,7 @@ def unfit_text(
 
 
 def remedies(cluster: Cluster, pins: Mapping[str, Any], best: Best) -> Iterator[Remedy]:
-    """Changes with which the model fits, each with its best plan."""
+    """Finds changes that make the model fit, each with its best plan."""
     for name in pins:
         rest = {other: value for other, value in pins.items() if other != name}
         plan = _tried(best, cluster, rest, False)
@@ -122,7 +124,7 @@ def remedies(cluster: Cluster, pins: Mapping[str, Any], best: Best) -> Iterator[
 def _tried(
     best: Best, cluster: Cluster, pins: Mapping[str, Any], what_if: bool
 ) -> Plan | None:
-    """The best plan, if there is one and it fits."""
+    """The best plan; None if there is no plan or the plan does not fit."""
     try:
         plan = best(cluster, pins, what_if)
     except ValueError:
@@ -131,9 +133,10 @@ def _tried(
 
 
 def _larger(pool: Pool) -> Iterator[Pool]:
-    """Pools with twice, four times ... as many of the outermost groups.
+    """Pools with 2, 4, ... `MOST` times as many of the outermost groups.
 
-    Of a single device as many as the catalog joins; none if it is not in there.
+    A single device is replaced by a machine of such devices from the catalog. A device
+    that is not in the catalog gives no pools.
     """
     factor = 1
     while (factor := 2 * factor) <= MOST:
@@ -147,21 +150,25 @@ def _larger(pool: Pool) -> Iterator[Pool]:
 
 
 def _tried_devices(pool: Pool) -> str:
-    """How many more devices were looked at."""
+    """The range of larger device counts that were tried, in words."""
     if any(_larger(pool)):
         return f"up to {MOST} times as many devices"
     return "more devices not among it, as no link joins them in the cluster's file"
 
 
 Fewer = Literal["never", "if faster", "always"]
-"""When fewer devices than all are looked at: never, as where each is of a process of
-its own; where some would repeat the work of others, to be taken if that is faster;
-always, so that pins can be met that no mesh of all devices has."""
+"""When meshes of fewer devices than all are searched.
+
+* `never`: each device belongs to a process of its own.
+* `if faster`: only if the best mesh of all devices has some that repeat the work of
+  others. The smaller mesh is selected if it is faster.
+* `always`: pins can be met that no mesh of all devices meets.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RematVariant:
-    """One program (by remat) with its priced candidates."""
+    """The program of one remat policy, with its priced candidates."""
 
     search: PlanSearch
     priced: Priced
@@ -169,27 +176,27 @@ class RematVariant:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Decision:
-    """A plan, and everything it was chosen from."""
+    """The selected plan, with all candidates it was selected from."""
 
     plan: Plan
     question: Workload
     cluster: Cluster
     pins: Mapping[str, Any]
     what_if: bool
-    """Whether knobs were looked at that cannot be run here."""
+    """Whether knobs that cannot be run here were searched too."""
     found: Mapping[Remat, RematVariant]
-    """For each remat that was looked at its candidates."""
+    """The candidates of each remat policy that was priced."""
     at: int
-    """Position of the plan among those of its remat."""
+    """Position of the plan among the candidates of its remat policy."""
 
     @property
     def idle(self) -> bool:
-        """Whether it has devices that repeat the work of others."""
+        """Whether the plan has devices that repeat the work of other devices."""
         return bool(self.found[self.plan.knobs.remat].priced.idle[self.at])
 
     @property
     def candidate(self) -> SearchCandidate:
-        """What the plan was written from."""
+        """The candidate that the plan was written from."""
         return self.found[self.plan.knobs.remat].priced.space[self.at]
 
 
@@ -201,19 +208,20 @@ def decide(
     what_if: bool = False,
     whole: bool = False,
 ) -> Decision:
-    """The best plan.
+    """Selects the best plan for a workload on a cluster.
 
     Args:
-        question: the step.
-        cluster: of like devices.
-        pins: knobs that are given, such as `{"tensor": 8}`.
-        what_if: looks at all knobs that can be priced, also those that this entry point
-            or backend cannot run; such a plan is not `runnable`.
-        whole: leaves no device out, as where each is of a process of its own.
+        question: the workload of a step.
+        cluster: a cluster of equal devices.
+        pins: knobs that are pinned, such as `{"tensor": 8}`.
+        what_if: searches all knobs that can be priced, including knobs that this entry
+            point or backend cannot run. A plan with such knobs is not `runnable`.
+        whole: uses all devices, for example because each belongs to a process of its
+            own.
 
     Raises:
-        ValueError: pins that cannot be met; or nothing fits: says by how much, and what
-            would make it fit.
+        ValueError: the pins cannot be met, or no plan fits. In the second case the
+            error gives the missing bytes and the changes that make a plan fit.
     """
     fewer: Fewer = "never" if whole else "if faster"
     decision = best_of(question, cluster, pins, what_if=what_if, fewer=fewer)
@@ -237,19 +245,19 @@ def best_of(
     batch: int | None = None,
     fewer: Fewer = "if faster",
 ) -> Decision:
-    """As `decide`, but where nothing fits: what lacks least.
+    """As `decide`, but returns the leanest candidate if no candidate fits.
 
     Args:
-        question: the step.
-        cluster: of like devices.
-        pins: knobs that are given.
+        question: the workload of a step.
+        cluster: a cluster of equal devices.
+        pins: knobs that are pinned.
         what_if: as for `decide`.
-        batch: what meshes have to divide, if not the batch of the question; what is
-            computed is priced as it is there.
-        fewer: whether fewer devices than all are looked at.
+        batch: the batch that meshes must divide, if not the batch of the workload.
+            Prices are those of the workload's own batch in either case.
+        fewer: when meshes of fewer devices than all are searched.
 
     Raises:
-        ValueError: pins that cannot be met.
+        ValueError: the pins cannot be met.
     """
     pins, pool = dict(pins or {}), cluster.uniform
     rows = batch or max(1, question.batch_size)
@@ -277,7 +285,7 @@ def _best_of(
     batch: int,
     fewer: tuple[int, ...] | None,
 ) -> Decision:
-    """The best with one value of `Choices.fewer`."""
+    """The decision for one value of `Choices.fewer`."""
     pool = cluster.uniform
     runs_on = backend(pool)
     can = (
@@ -305,7 +313,7 @@ def _best_of(
 
 
 def _with_offload(found: Mapping[Remat, RematVariant]) -> dict[Remat, RematVariant]:
-    """The same, with what would be faster if its optimizer state were elsewhere."""
+    """Adds candidates with offloaded optimizer state that may be the best."""
     unfit, _, least = min(map(_first, found.values()))
     best_s = math.inf if unfit else least
     return {
@@ -315,7 +323,7 @@ def _with_offload(found: Mapping[Remat, RematVariant]) -> dict[Remat, RematVaria
 
 
 def next_best(decision: Decision, num: int) -> tuple[Decision, ...]:
-    """The plan and those after it that fit, fastest first, each as what was decided."""
+    """The decisions for the `num` best plans that fit, fastest first."""
     ranked = sorted(
         (*_order_of(one, at), place, number)
         for number, one in enumerate(decision.found.values())
@@ -340,19 +348,19 @@ def _written(one: RematVariant, at: int, cluster: Cluster) -> Plan:
 
 
 def _worth(found: Any) -> bool:
-    """Whether computing again could help: only where something faster does not fit."""
+    """Whether a faster candidate does not fit, so remat or offload may help."""
     best = min(found, key=_first)
     priced = best.priced
     return _first(best) > (False, False, float(priced.worth_s.min()))
 
 
 def _first(one: RematVariant) -> tuple[bool, bool, float]:
-    """As `_order_of`, of the best candidate."""
+    """The sort key (`_order_of`) of the best candidate."""
     return _order_of(one, int(one.priced.ranking[0]))
 
 
 def _order_of(one: RematVariant, at: int) -> tuple[bool, bool, float]:
-    """As candidates are ranked: does it not fit, idle besides, seconds (or bytes)."""
+    """Sort key of a candidate: does not fit, is idle (if unfit), seconds or bytes."""
     priced = one.priced
     if priced.fits[at]:
         return False, False, float(priced.worth_s[at])
@@ -360,7 +368,7 @@ def _order_of(one: RematVariant, at: int) -> tuple[bool, bool, float]:
 
 
 def _enumerated(choices: Choices, pins: Mapping[str, Any]) -> Space:
-    """Candidates; pipelines with every number of virtual stages."""
+    """Enumerates candidates, pipelines with every number of virtual stages."""
     space = enumerate_space(choices, pins)
     if choices.fewer is None:
         space = space.where(space.columns["devices_used"] == choices.num_devices)
@@ -384,14 +392,14 @@ def _found(
     pins: Mapping[str, Any],
     order: tuple[Remat, ...],
 ) -> dict[Remat, RematVariant]:
-    """Candidates that have room for their state; all of them, if none of these fits."""
+    """Prices candidates with room for their state, or all candidates if none fits."""
     floor = memory_floor(question, pool)
     if pins.get("offload"):
         floor = replace(floor, optimizer=0)
     space = _enumerated(replace(choices, memory=floor), pins)
     found = _priced(question, pool, space, order)
     if not any(one.priced.fits.any() for one in found.values()):
-        # What lacks least may be among those that have no room even for their state.
+        # The leanest candidate may have no room even for its state.
         found = _priced(question, pool, _all(choices, pins), order)
     return found
 
@@ -399,10 +407,10 @@ def _found(
 def _priced(
     question: Workload, pool: Pool, space: Space, order: tuple[Remat, ...]
 ) -> dict[Remat, RematVariant]:
-    """Candidates priced, for as many remats in turn as may be the best."""
+    """Prices candidates, for one remat policy after another while the next may help."""
     if not len(space):
         return {}
-    # With the batch that was asked for, if any candidate divides it.
+    # Keep the requested batch if any candidate divides it.
     exact = space.columns["batch"] == space.columns["batch"].min()
     space = space.where(np.flatnonzero(exact))
     rates = Rates(Columns(pool, space))

@@ -1,9 +1,8 @@
-"""Cost problems: a sum of tables over variables, minimised exactly one variable after
-another.
+"""Minimises a sum of cost tables over discrete variables exactly, by elimination.
 
-Bucket elimination (Dechter, Artificial Intelligence 113, 1999). On a chain or a tree it
-is dynamic programming; elsewhere it is exact as well, and as cheap as the largest table
-that the order makes.
+Implements bucket elimination (Dechter, Artificial Intelligence 113, 1999). On a chain
+or a tree, elimination is dynamic programming. On other graphs it is exact as well; its
+cost is set by the largest table that the elimination order creates.
 """
 
 import heapq
@@ -15,16 +14,19 @@ from typing import Any
 
 import numpy as np
 
-# To eliminate a variable, add up the tables that contain it. For every combination of
-# the other variables in them, keep the smallest entry.
+# Eliminating a variable adds up the tables that contain the variable. For every
+# combination of values of the other variables, the sum keeps its smallest entry.
 
 
 Table = tuple[tuple[int, ...], np.ndarray]
-"""Variables and, with a dim for each of them, costs."""
+"""Variables, and their costs in an array with one dim per variable."""
 
 _Price = tuple[float, int, int, int]
-"""Edges that eliminating a variable adds; if any, the entries of its table; minus the
-variable; the entries."""
+"""Priority of a variable in the elimination order, smallest first.
+
+Edges that eliminating the variable adds; entries of the table it creates, or 0 without
+such edges; the negated variable; entries of the table.
+"""
 
 
 def elimination_order(
@@ -36,17 +38,18 @@ def elimination_order(
 ) -> list[int] | None:
     """Orders the variables for elimination so that no table exceeds its limit.
 
-    Greedy: the next variable is the one whose elimination adds the fewest edges (fill).
+    The order is greedy: the next variable adds the fewest edges when eliminated (fill).
     Equal fill above 0 goes to the smallest table. Remaining ties go to the highest
     number. On a chain, and on a tree whose parents come before their children, the
     order is the reverse of the numbers. Returns None if the greedy order exceeds a
     limit.
 
     Args:
-        sizes: how many values each variable has; those with one are left out.
+        sizes: the number of values of each variable; variables with one value are
+            left out.
         scopes: the variables of each table.
-        max_entries: of the largest table.
-        max_total: of all tables that are made, together.
+        max_entries: limit of the entries of the largest table.
+        max_total: limit of the entries of all created tables together.
 
     >>> elimination_order((2, 2, 2), [(0, 1), (1, 2)], max_entries=8, max_total=99)
     [2, 1, 0]
@@ -65,7 +68,7 @@ def elimination_order(
         price = heapq.heappop(heap)
         variable = -price[2]
         if prices.get(variable) != price:
-            continue  # priced again since
+            continue  # stale entry: the variable has a newer price
         total += price[3]
         if price[3] > max_entries or total > max_total:
             return None
@@ -95,7 +98,7 @@ def _price(
 ) -> _Price:
     near = neighbors[variable]
     entries = sizes[variable] * math.prod([sizes[other] for other in near])
-    if entries > max_entries:  # Of no use: spare the count, which is quadratic.
+    if entries > max_entries:  # Over the limit: skip the quadratic count.
         return math.inf, entries, -variable, entries
     fill = 0
     if len(near) > 1:
@@ -119,7 +122,7 @@ def _remove(variable: int, neighbors: list[set[int]], *, filled: bool) -> set[in
             if second not in neighbors[first]:
                 neighbors[first].add(second)
                 neighbors[second].add(first)
-                # An edge between two of its neighbors is one that it need not add.
+                # The fill of every common neighbor is now smaller by this edge.
                 changed |= neighbors[first] & neighbors[second]
     return changed
 
@@ -127,14 +130,14 @@ def _remove(variable: int, neighbors: list[set[int]], *, filled: bool) -> set[in
 def eliminate(
     sizes: Sequence[int], tables: Iterable[Table], order: Sequence[int]
 ) -> tuple[list[int], float]:
-    """The assignment of least cost, and its cost; the cost is +inf if all is forbidden.
+    """Finds the assignment of least cost, and its cost, by variable elimination.
 
-    Of assignments that cost the same, the one that is smallest when compared in the
-    reverse of `order`, variable by variable.
+    The cost is +inf if every assignment is forbidden. Ties go to the assignment that is
+    lexicographically smallest in the reverse of `order`.
 
     Args:
-        sizes: how many values each variable has.
-        tables: what is added up.
+        sizes: the number of values of each variable.
+        tables: the tables whose sum is minimised.
         order: every variable with more than one value, once (`elimination_order`).
     """
     rank = {variable: place for place, variable in enumerate(order)}
@@ -164,19 +167,20 @@ def eliminate(
 def eliminate_each(
     sizes: Sequence[int], tables: Iterable[Table], order: Sequence[int], given: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """For every value of one variable the others' assignment of least cost.
+    """Finds the assignment of least cost for every value of one variable.
 
-    As `eliminate`, once for all values of the variable that is given: problems of the
-    same tables with other numbers are solved together.
+    Works like `eliminate`, but for all values of `given` in one pass. Problems whose
+    tables have equal shapes but other costs are so solved together.
 
     Args:
-        sizes: how many values each variable has.
-        tables: what is added up.
+        sizes: the number of values of each variable.
+        tables: the tables whose sum is minimised.
         order: every other variable with more than one value, once.
-        given: the variable.
+        given: the variable whose values are all kept.
 
     Returns:
-        Values of all variables, int [values of `given`, variables]; and costs.
+        Values of all variables, int [values of `given`, variables]; and the costs,
+        float [values of `given`].
 
     >>> pair = np.array([[3.0, 1.0], [4.0, 4.0], [2.0, 5.0]])
     >>> values, costs = eliminate_each((3, 2), [((0, 1), pair)], [1], 0)
@@ -213,7 +217,13 @@ def eliminate_each(
 
 
 def _lines(bucket: list[Table], variable: int, values: np.ndarray) -> np.ndarray:
-    """Costs of each value of a variable, the others as they are; [rows, values]."""
+    """Costs of each value of a variable in a bucket; float [rows, values].
+
+    Args:
+        bucket: the tables to add up.
+        variable: the variable whose values are compared.
+        values: values of the other variables, one assignment per row.
+    """
     total: Any = 0.0
     for scope, costs in bucket:
         place = scope.index(variable)
@@ -229,7 +239,7 @@ def _squeezed(scope: tuple[int, ...], costs: np.ndarray) -> Table:
 
 
 def _added(bucket: list[Table]) -> Table:
-    """The sum of tables, over all their variables; those of the largest come first."""
+    """The sum of tables over all their variables, led by the widest table's scope."""
     wide = bucket[0][0]
     for scope, _ in bucket:
         if len(scope) > len(wide):
@@ -247,7 +257,7 @@ def _added(bucket: list[Table]) -> Table:
 def _aligned(
     scope: tuple[int, ...], costs: np.ndarray, wide: tuple[int, ...]
 ) -> np.ndarray:
-    """A view of a table with a dim for each of more variables, of size one if new."""
+    """A view of a table over the variables `wide`, with size-one dims for new ones."""
     if scope == wide:
         return costs
     if len(scope) > 1:
@@ -258,13 +268,17 @@ def _aligned(
 def _substituted(
     sizes: Sequence[int], buckets: list[list[Table]], order: Sequence[int]
 ) -> list[int]:
-    """The values, last eliminated first: by then all others in a bucket are known."""
+    """The assignment of least cost, by back-substitution.
+
+    Goes from the last eliminated variable to the first, so that all other variables of
+    a bucket already have values.
+    """
     index: list[Any] = [0] * len(sizes)
     for bucket, variable in zip(reversed(buckets), reversed(order), strict=True):
         if not bucket:
             continue
         index[variable] = slice(None)
-        # Added in the order of `_added`, so that ties are the same ties.
+        # Adds in the order of `_added`, so that rounding gives the same ties.
         line = 0.0
         for scope, costs in bucket:
             line = line + costs[tuple([index[v] for v in scope])]
@@ -273,32 +287,32 @@ def _substituted(
 
 
 _SHOWN = 8
-"""Variables that an error names; of more it gives the number."""
+"""The most variables that an error names; further variables are counted."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Factor:
-    """What combinations of values of a few variables cost."""
+    """A cost table over the combinations of values of a few variables."""
 
     variables: tuple[int, ...]
     """The variables, as positions in `CostProblem.sizes`; each at most once."""
     costs: np.ndarray
-    """One dim per variable; float; +inf where a combination is forbidden."""
+    """Costs, float, with one dim per variable; +inf forbids a combination."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CostProblem:
-    """Choose one value of each variable so that the sum of all factors is smallest.
+    """A problem: select a value for each variable so that the factors' sum is smallest.
 
     Raises:
         ValueError: a factor does not fit its variables, or a cost is NaN or -inf.
     """
 
     sizes: tuple[int, ...]
-    """How many values each variable has; at least one."""
+    """The number of values of each variable; at least one."""
     factors: tuple[Factor, ...]
     names: tuple[str, ...] = field(default=())
-    """What errors call the variables; without it `variable 0`, `variable 1`, ..."""
+    """Names of the variables in errors; by default `variable 0`, `variable 1`, ..."""
 
     def __post_init__(self) -> None:
         if self.names and len(self.names) != len(self.sizes):
@@ -334,7 +348,7 @@ class CostProblem:
             )
 
     def _check_costs(self) -> None:
-        # Copies of a block share their tables: each array is looked at once.
+        # Copies of a block share their tables, so each array is checked once.
         tables = {id(factor.costs): factor for factor in self.factors}
         if not tables:
             return
@@ -350,20 +364,20 @@ class CostProblem:
                 )
 
     def name(self, variable: int) -> str:
-        """What errors call a variable."""
+        """The name of a variable in errors."""
         return self.names[variable] if self.names else f"variable {variable}"
 
     def words(self, variables: Iterable[int]) -> str:
-        """Names of variables, the first few of many."""
+        """The names of variables, joined; beyond `_SHOWN` names only their count."""
         names = [self.name(variable) for variable in variables]
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         return ", ".join(names[:_SHOWN]) + more
 
     def cost(self, values: Sequence[int]) -> float:
-        """What an assignment costs; +inf if any factor forbids it.
+        """The cost of an assignment; +inf if any factor forbids the assignment.
 
         >>> pair = Factor(variables=(0, 1), costs=np.array([[1.0, 5.0], [2.0, 0.5]]))
-        >>> Problem(sizes=(2, 2), factors=(pair,)).cost((1, 1))
+        >>> CostProblem(sizes=(2, 2), factors=(pair,)).cost((1, 1))
         0.5
         """
         return float(
@@ -374,7 +388,7 @@ class CostProblem:
         )
 
     def factors_of_variables(self) -> list[list[int]]:
-        """For each variable the factors that have it, as positions in `factors`."""
+        """For each variable, the positions in `factors` of the factors over it."""
         around: list[list[int]] = [[] for _ in self.sizes]
         for at, factor in enumerate(self.factors):
             for variable in factor.variables:
@@ -382,10 +396,10 @@ class CostProblem:
         return around
 
     def restricted(self, kept: Sequence[np.ndarray]) -> "CostProblem":
-        """The same problem with fewer values.
+        """Restricts the problem to some values of each variable.
 
         Args:
-            kept: for each variable the values that stay, ascending; they are
+            kept: for each variable the values to keep, ascending; the kept values are
                 renumbered from zero.
         """
         sizes = tuple(len(values) for values in kept)

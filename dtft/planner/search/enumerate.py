@@ -1,6 +1,4 @@
-"""Enumeration of candidates: what there is to choose for a workload, and every
-combination worth a price.
-"""
+"""Enumerates candidates: the choices of a workload, and their combinations."""
 
 import math
 from collections.abc import Mapping
@@ -35,7 +33,7 @@ from dtft.planner.search.tensor_sharding import candidates
 from dtft.planner.types import AXES, Remat
 from dtft.planner.workload import Workload
 
-# Choices: of the knobs that can be run (`CAPABILITIES`), those that this step and these
+# Choices: the knobs that can be run (`CAPABILITIES`) and that this step and these
 # devices can use.
 
 
@@ -43,10 +41,10 @@ _MAX_MICROBATCHES = 64
 
 
 def backend(pool: Pool) -> Backend:
-    """The backend that runs programs on such devices.
+    """The backend of JAX that runs programs on the devices of a pool.
 
     Raises:
-        ValueError: JAX runs none there.
+        ValueError: JAX runs no programs on these devices.
     """
     platform = pool.device.platform
     if platform not in PLATFORMS:
@@ -61,13 +59,13 @@ def backend(pool: Pool) -> Backend:
 def choices_of(
     question: Workload, pool: Pool, can: Capabilities, batch: int
 ) -> Choices:
-    """What there is to choose, remat apart.
+    """The choices for a workload on a pool, except the remat policy.
 
     Args:
-        question: the step.
-        pool: like devices.
-        can: knobs that are searched.
-        batch: what meshes have to divide.
+        question: the workload of a step.
+        pool: a pool of equal devices.
+        can: knobs to search.
+        batch: the batch that meshes must divide.
     """
     divides: dict[str, tuple[int, ...]] = {"replica": (), "fsdp": (), "tensor": ()}
     if "sequence" in can.axes and question.sequence_dims:
@@ -76,7 +74,7 @@ def choices_of(
     if "expert" in can.axes and question.expert_arrays:
         dims = {question.graph.dims[d] for d in question.expert_arrays.values()}
         divides["expert"] = tuple({size for dim in dims for size in dim.sizes})
-    # Arrays with other rows than the rest cannot be cut into parts with them.
+    # Microbatches need batch arrays that all have the same number of rows.
     parts = can.microbatches and question.is_batch_alike
     layers = layers_of(question, pool.device) if "stage" in can.axes else None
     if layers is not None:
@@ -93,10 +91,10 @@ def choices_of(
 
 
 def check_offload(pins: Mapping[str, Any], can: Capabilities, pool: Pool) -> None:
-    """Refuses a pinned offload that there is no way to do.
+    """Checks that a pinned offload can be done.
 
     Raises:
-        ValueError: says what it lacks.
+        ValueError: the entry point cannot offload, or the pool has no link to the host.
     """
     if pins.get("offload") and (not can.offload or pool.host_link is None):
         lacks = "this entry point cannot" if not can.offload else "no link to the host"
@@ -107,42 +105,45 @@ def check_offload(pins: Mapping[str, Any], can: Capabilities, pool: Pool) -> Non
 
 
 def remats(can: Capabilities, pins: Mapping[str, Any]) -> tuple[Remat, ...]:
-    """Remat policies in the order in which they save more memory and cost more time."""
+    """Remat policies to price, by increasing memory savings and time."""
     if pins.get("remat") in can.remat:
         return (pins["remat"],)
     return tuple(remat for remat in REMATS if remat in can.remat)
 
 
-# Enumeration, in this order: sizes of axes and baselines, knobs, candidates without
-# room in memory, orders on the fabric. `Reason` keeps how many candidates each rule
-# left.
+# Enumeration proceeds in this order: sizes of axes and baselines, knobs, removal of
+# candidates that do not fit in memory, orders on the fabric. `Reason` records how many
+# candidates each rule left.
 
 
 _Columns = dict[str, np.ndarray]
 
 
 def enumerate_space(choices: Choices, pins: Mapping[str, Any] | None = None) -> Space:
-    """All candidates that may be the best, with the baselines among them.
+    """Enumerates all candidates that may be the best, including the baselines.
 
-    Left out is what does not divide, has no room for parameters, gradients and
-    optimizer state, or lies on the fabric in an order that cannot be better
-    (`undominated_orders`). The baselines stay, in the usual order, unless a pin rules
-    them out; their meshes are there with every knob. Where no mesh of all devices
-    divides the batch, there are candidates with the batch rounded up (`batch`) and with
-    fewer devices (`devices_used`) as well; and for the numbers in `choices.fewer`.
+    Leaves out candidates whose axes do not divide the sizes they must divide, and
+    candidates without room for parameters, gradients and optimizer state. Also leaves
+    out orders on the fabric that cannot be better than another (`undominated_orders`).
+
+    Baselines stay, in the usual order, unless a pin rules them out; their meshes are
+    combined with every knob. If no mesh of all devices divides the batch, candidates
+    with a rounded-up batch (`batch`) and with fewer devices (`devices_used`) are added.
+    Meshes with the numbers of devices in `choices.fewer` are added too.
 
     Args:
-        choices: what may be chosen.
-        pins: values that are given: sizes of axes, `microbatches`, `zero`, `remat` by
-            name, and `order`, axes that have to lie in this order on the fabric,
-            outermost first.
+        choices: the values that each knob may take.
+        pins: pinned values: sizes of axes, other knobs by name (`remat` as its name),
+            and `order`, the axes that must lie in this order on the fabric, outermost
+            first.
 
     Returns:
-        The candidates; none where the choices allow none or where nothing that was
-        pinned has room. `reasons` says why in numbers.
+        The candidates. Empty if the choices allow no candidate, or if no pinned
+        candidate has room; `reasons` gives the counts.
 
     Raises:
-        ValueError: the pins cannot be met, room aside; says which values nearby can.
+        ValueError: the pins cannot be met even with unlimited memory; the error names
+            nearby values that can be met.
 
     >>> space = enumerate_space(
     ...     Choices(num_devices=8, batch=16, divides={"replica": (), "tensor": (12,)})
@@ -154,7 +155,7 @@ def enumerate_space(choices: Choices, pins: Mapping[str, Any] | None = None) -> 
     check_pins(pins)
     space = _enumerated(choices, pins)
     if pins and not len(space):
-        # Where only room is missing, the reasons say how much.
+        # If only memory is missing, the reasons give the required bytes.
         if choices.memory is None or not len(_enumerated(_roomy(choices), pins)):
             raise _impossible(_roomy(choices), pins)
     return space
@@ -196,7 +197,7 @@ def _rules(choices: Choices, pins: Mapping[str, Any]) -> MeshRules:
 
 
 def _meshes(rules: MeshRules, pins: Mapping[str, Any]) -> tuple[Meshes, list[Reason]]:
-    """The sizes of axes, and what each rule left of them."""
+    """Enumerates meshes, and records how many of them each rule left."""
     num_devices, batch = rules.num_devices, rules.batch
     num = num_factorisations(num_devices, len(rules.divides))
     allowed, exact = rules.all(num_devices), rules.exact(num_devices)
@@ -228,7 +229,7 @@ def _meshes(rules: MeshRules, pins: Mapping[str, Any]) -> tuple[Meshes, list[Rea
 def _with_fewer(
     meshes: Meshes, rules: MeshRules, fewer: tuple[int, ...], reasons: list[Reason]
 ) -> Meshes:
-    """Also those of so many devices that divide the batch; the reasons say it."""
+    """Adds meshes of given numbers of devices that divide the batch, with reasons."""
     for number in fewer:
         some = rules.exact(number)
         rule = f"meshes of {number} of {rules.num_devices} devices, asked for besides"
@@ -240,7 +241,7 @@ def _with_fewer(
 def _with_zero(
     meshes: Meshes, choices: Choices, pins: Mapping[str, Any]
 ) -> tuple[Meshes, np.ndarray, Reason]:
-    """Every mesh with every level of zero that means something for it."""
+    """Combines meshes with ZeRO levels: 0 if `fsdp` is one, else the levels above 0."""
     zeros = _left(sorted(choices.zero), pins.get("zero"))
     fsdp = meshes.sizes[:, AXES.index("fsdp")]
     row, at = np.nonzero((zeros > 0) == (fsdp > 1)[:, None])
@@ -256,7 +257,7 @@ def _with_zero(
 def _with_knobs(
     meshes: Meshes, zero: np.ndarray, choices: Choices, pins: Mapping[str, Any]
 ) -> _Columns:
-    """Every mesh with every other knob."""
+    """Combines meshes and their ZeRO levels with the values of all other knobs."""
     samples = meshes.batch // _rules(choices, pins).slots(meshes.sizes)
     parts = {part for each in np.unique(samples) for part in divisors(int(each))}
     counts = sorted(part for part in parts if part <= choices.max_microbatches)
@@ -297,11 +298,11 @@ def _sizes(columns: _Columns) -> np.ndarray:
 
 
 def _numbers(columns: _Columns, known: list[Baseline]) -> np.ndarray:
-    """For each candidate the baseline that it is a form of, or 0."""
+    """The number of the baseline that each candidate is an instance of, or 0."""
     sizes = _sizes(columns)
     numbers = np.zeros(len(sizes), np.int64)
-    for baseline in reversed(known):  # the first that fits stays
-        # FSDP divides all that the choices allow to be divided.
+    for baseline in reversed(known):  # the first match wins
+        # FSDP uses the highest ZeRO level of the candidates.
         zero = columns["zero"].max(initial=0) if baseline.divided else 0
         same = (sizes == baseline.meshes.sizes).all(axis=1)
         numbers[same & (columns["zero"] == zero)] = baseline.number
@@ -328,7 +329,7 @@ def _selected(columns: _Columns, rows: np.ndarray) -> _Columns:
 def _with_orders(
     columns: _Columns, choices: Choices, before: tuple[str, ...], reasons: list[Reason]
 ) -> Space:
-    """Every candidate with every order on the fabric that may be the best for it."""
+    """Combines candidates with the orders on the fabric that may be their best."""
     sizes = _sizes(columns)
     meshes, mesh = np.unique(sizes, axis=0, return_inverse=True)
     levels = choices.levels or (choices.num_devices,)
@@ -379,7 +380,7 @@ def _impossible(choices: Choices, pins: Mapping[str, Any]) -> ValueError:
 
 
 def _values_near(space: Space, name: str, value: Any) -> str:
-    """Values of a knob in a space, the nearest first three of numbers."""
+    """The values of a knob in a space, in words; of numbers the three nearest."""
     if not len(space) or name == "order":
         return ""
     used = space.columns["devices_used"]
@@ -389,25 +390,25 @@ def _values_near(space: Space, name: str, value: Any) -> str:
     return ", ".join(map(str, nearest(values, value)))
 
 
-# Fewer devices. If the best mesh of all devices makes some repeat the work of others (7
-# devices, a batch of 512), 4 devices may be faster. Only numbers of devices that a
-# batch and a dim of the weights can share between them are priced.
+# Fewer devices. If some devices of the best mesh repeat the work of others (7 devices,
+# a batch of 512), 4 devices may be faster. A number of devices is priced only if it
+# divides the product of the batch and the size of a weight dim.
 
 
 _MOST = 3
-"""Numbers that are looked at: each adds its meshes to the search."""
+"""Limit of the device counts to search, because each adds its meshes to the search."""
 
 
 def worthwhile(
     question: Workload, pins: Mapping[str, Any], num_devices: int, batch: int
 ) -> tuple[int, ...]:
-    """The largest numbers of devices below all of them that can all work.
+    """The largest device counts below `num_devices` at which no device is idle.
 
     Args:
-        question: its weights have dims that `tensor` may divide.
-        pins: sizes of axes that are given divide each number.
-        num_devices: all there are.
-        batch: examples that the data axes divide.
+        question: the workload, whose weights have dims that `tensor` may divide.
+        pins: pins; each count is a multiple of the product of pinned axis sizes.
+        num_devices: the number of all devices.
+        batch: samples that the data axes divide.
     """
     graph = question.graph
     sizes = {math.gcd(*graph.dims[dim].sizes) for dim in candidates(question)} | {1}

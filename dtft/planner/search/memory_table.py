@@ -1,6 +1,4 @@
-"""Memory and state of many candidates at once: arrays at rest, the fullest moment,
-state in host memory.
-"""
+"""Memory of many candidates at once: arrays at rest, peak memory, offloaded state."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -46,29 +44,32 @@ from dtft.planner.spmd import (
 )
 from dtft.planner.workload import Role, Workload
 
-# State at rest. Arrays that are alike in equal layers are evaluated once. `spmd.zero`
-# decides on which dim `fsdp` lies, here for all sizes of axes together.
+# State at rest. Equal arrays of equal layers are evaluated once. `spmd.zero` selects
+# the dim that `fsdp` divides, here for all sizes of axes together.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alike:
-    """Arrays of a role that are divided, gathered and updated alike."""
+    """Arrays of one role that are divided, gathered and updated in the same way."""
 
     value: Value
     passes: int
-    """By how many passes of the model each is read."""
+    """The number of passes of the model that read each array."""
     changes: bool
-    """Whether a step changes them."""
+    """Whether a step changes the arrays."""
 
 
 class Resting:
-    """What the state of a question takes at rest, on the points of some columns."""
+    """Bytes of the state at rest, and the collectives that gather it, for many points.
+
+    At rest means between uses: ZeRO may divide an array further than computing does.
+    """
 
     def __init__(self, prices: Prices) -> None:
-        """Nothing is looked at yet.
+        """Keeps the prices; every quantity is evaluated when it is first needed.
 
         Args:
-            prices: of the question, on the columns.
+            prices: prices of the workload, on the points of the columns.
         """
         self.prices = prices
         self._question: Workload = prices.question
@@ -79,7 +80,7 @@ class Resting:
 
     @cached_property
     def arrays(self) -> Mapping[Role, Counter[Alike]]:
-        """Arrays of each role, and how many are alike."""
+        """For each role, its groups of equal arrays, with the number of arrays."""
         question, graph = self._question, self._question.graph
         found: dict[Role, Counter[Alike]] = {
             "parameter": Counter(), "optimizer": Counter(), "batch": Counter()
@@ -98,12 +99,15 @@ class Resting:
     def num_bytes(
         self, role: Role, division: ShardingAssignment, divided: bool
     ) -> Total:
-        """Bytes of each device; of the batch all microbatches, there from the start.
+        """Bytes of a role's arrays on each device, by point.
+
+        All microbatches of the batch count, because they are present from the start of
+        a step.
 
         Args:
-            role: which arrays.
+            role: the role of the arrays.
             division: which axes divide which dims while computing.
-            divided: whether `fsdp` divides them at rest.
+            divided: whether `fsdp` divides the arrays at rest.
         """
         total = Total()
         for cases, count, each in self.each(role, division, divided):
@@ -113,7 +117,7 @@ class Resting:
     def each(
         self, role: Role, division: ShardingAssignment, divided: bool
     ) -> Iterator[tuple[Cases, int, np.ndarray]]:
-        """As `num_bytes`, by array: how many are alike, bytes of each by case."""
+        """As `num_bytes`, by array: the number of equal arrays and bytes of one."""
         for alike, count in self.arrays[role].items():
             cases, used, place = self._placed(alike.value, division)
             axes = tuple(axis for axis in used if axis != MICRO)
@@ -125,10 +129,15 @@ class Resting:
     def gathers(
         self, division: ShardingAssignment, zero: int
     ) -> tuple[Total, dict[Bundle, Total]]:
-        """What brings divided parameters together in a step.
+        """Prices the all-gathers of divided parameters in a step.
+
+        Args:
+            division: which axes divide which dims while computing.
+            zero: ZeRO level.
 
         Returns:
-            Seconds of what is gathered by itself, and bytes of what goes together.
+            Seconds of the all-gathers that are sent by themselves, and the bytes of
+            each bundle of combined all-gathers.
         """
         alone, together = Total(), dict[Bundle, Total]()
         platform = self._columns.pool.device.platform
@@ -151,15 +160,15 @@ class Resting:
     def copying_s(
         self, division: ShardingAssignment, points: np.ndarray, zero: np.ndarray
     ) -> np.ndarray:
-        """Seconds of a step in which gathered parameters are copied into order.
+        """Seconds of a step in which gathered parameters are transposed by a copy.
 
-        A compiler that keeps every array in the order of its dims copies what it
-        gathered along the last of them (`turned_place`).
+        A compiler that keeps every array in the order of its dims copies an array that
+        was gathered along its last dim (`turned_place`).
 
         Args:
             division: which axes divide which dims while computing.
-            points: of the columns.
-            zero: level of each.
+            points: indices of points of the columns.
+            zero: ZeRO level of each point.
         """
         found = np.zeros(len(points))
         each = self._columns.pool.device.efficiency.strided_s
@@ -170,7 +179,7 @@ class Resting:
         return found
 
     def _turned(self, division: ShardingAssignment, zero: int) -> Total:
-        """Elements that are copied so in a step, or for a microbatch."""
+        """Elements that `copying_s` counts per step; at level 3 per microbatch."""
         total = Total()
         for alike, count in self.arrays["parameter"].items():
             value = alike.value
@@ -192,14 +201,14 @@ class Resting:
         count: int,
         how: Gathered,
     ) -> tuple[Cases, np.ndarray]:
-        """Seconds of a step in which arrays that are alike are gathered by themselves.
+        """Seconds of a step in which equal arrays are gathered, each by itself.
 
         Args:
             alike: the arrays.
             division: which axes divide which dims while computing.
-            sent: one message.
-            count: arrays that are alike.
-            how: each is gathered.
+            sent: the collective of one message.
+            count: the number of equal arrays.
+            how: how often, and in how many slices, each array is gathered.
         """
         key = alike, division.spec(alike.value), how
         if key not in self._gathers:
@@ -219,10 +228,14 @@ class Resting:
     def sums(
         self, division: ShardingAssignment
     ) -> tuple[list[ShardingAssignment], np.ndarray]:
-        """Divisions with gradients divided as their parameters (ZeRO 2 and 3).
+        """Divisions in which gradients are divided like their parameters (ZeRO 2, 3).
+
+        Args:
+            division: which axes divide which dims while computing.
 
         Returns:
-            Divisions, and for each point its own.
+            The distinct divisions, and the index of the division of each point; int
+            [points].
         """
         values = {str(n): one.value for n, one in enumerate(self.arrays["parameter"])}
         placed = [self._placed(value, division) for value in values.values()]
@@ -243,7 +256,11 @@ class Resting:
     def _placed(
         self, value: Value, division: ShardingAssignment
     ) -> tuple[Cases, Axes, np.ndarray]:
-        """Axes that divide an array in use, and the place of `fsdp` at rest."""
+        """Axes that divide an array in use, and the dim that `fsdp` divides at rest.
+
+        Returns:
+            The cases, the axes, and by case the position of the dim (-1 for none).
+        """
         spec = division.spec(value)
         key = value, spec
         if key not in self._places:
@@ -255,20 +272,21 @@ class Resting:
         return self._places[key]
 
 
-# Offload. Operators are the same with optimizer state in host memory. So a candidate
-# has the price of its twin with state on the device, plus the transfers of its arrays.
+# Offload. Operators do not depend on the place of the optimizer state. So an offloaded
+# candidate has the price of its twin with the state on the device, plus the transfers
+# of its arrays.
 
 
 def offloaded(
     priced: Priced, resting: Resting, link: Link, staged: Staged | None = None
 ) -> Priced:
-    """The same candidates with their optimizer state in host memory.
+    """Reprices candidates with their optimizer state in host memory.
 
     Args:
-        priced: candidates that have it on the device.
-        resting: arrays of the question, on the points of these candidates.
-        link: from a device to its host's memory.
-        staged: the layers, if there are candidates with stages.
+        priced: candidates that keep their optimizer state on the device.
+        resting: arrays of the workload, on the points of these candidates.
+        link: the link from a device to its host's memory.
+        staged: prices of stages, if any candidate has pipeline stages.
     """
     space = priced.space.with_offload()
     host, seconds, less = (np.zeros(len(space)) for _ in range(3))
@@ -299,7 +317,15 @@ def _away(
     division: ShardingAssignment,
     rows: np.ndarray,
 ) -> Away:
-    """Of some candidates of one division."""
+    """Bytes and seconds of offloading for candidates that share one division.
+
+    Args:
+        space: the candidates.
+        resting: arrays of the workload, on the points of the candidates.
+        link: the link from a device to its host's memory.
+        division: which axes divide which dims while computing.
+        rows: indices of the candidates.
+    """
     points = resting.prices.columns.of[rows]
     divided = space.columns["zero"][rows] >= 1
 
@@ -319,13 +345,13 @@ def _away(
 
 
 class Peaks:
-    """The fullest moments of one program, under any division."""
+    """Peak memory of one program, under any division."""
 
     def __init__(self, timeline: Timeline) -> None:
-        """Nothing is followed yet.
+        """Keeps the timeline; liveness is traced when it is first needed.
 
         Args:
-            timeline: of the program.
+            timeline: the timeline of the program.
         """
         self._timeline = timeline
 
@@ -336,12 +362,12 @@ class Peaks:
         points: np.ndarray,
         zero: np.ndarray,
     ) -> dict[str, np.ndarray]:
-        """Bytes of a device at the fullest moment.
+        """Bytes on a device at the moment of peak memory.
 
         Args:
-            division: of all of these candidates.
-            columns: for which sizes of axes.
-            points: of the columns; int [candidates].
+            division: the division that all of these candidates share.
+            columns: the columns with the sizes of axes of each point.
+            points: the point of each candidate in the columns; int [candidates].
             zero: ZeRO levels; int [candidates].
 
         Returns:
@@ -372,7 +398,7 @@ class Peaks:
 def _peaks(
     moments: PeakModel, columns: Columns, points: np.ndarray, zero: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Most bytes at a time of activations and gradients, of points at ZeRO levels."""
+    """Bytes of activations and of gradients at the moment of peak memory, by point."""
     alike = columns.divided(moments.divisors()).of[points]
     first, of = distinct([alike])
     sizes = {axis: column[points[first]] for axis, column in columns.sizes.items()}

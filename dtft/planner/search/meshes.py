@@ -1,8 +1,7 @@
-"""Sizes of mesh axes: which are possible, which are nearest where none are, and the
-usual meshes.
+"""Enumerates sizes of mesh axes, and the meshes of common rules of thumb.
 
 Data parallelism, FSDP and the Megatron rule are always candidates, so that no plan is
-predicted slower than they are.
+predicted to be slower than these baselines.
 """
 
 import functools
@@ -14,33 +13,34 @@ import numpy as np
 
 from dtft.planner.types import AXES
 
-# Sizes are products of divisors that use all devices and divide the batch. If no such
-# mesh exists, the batch is rounded up or fewer devices are used.
+# The sizes of a mesh are divisors whose product is the number of devices, and the data
+# axes divide the batch. If no such mesh exists, the batch is rounded up or fewer
+# devices are used.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Meshes:
-    """Sizes of meshes, a row each."""
+    """Several meshes, one per row, each with its batch."""
 
     sizes: np.ndarray
-    """Of the axes, in the order of `AXES`; int64 [meshes, axes]."""
+    """Sizes of the axes, in the order of `AXES`; int64 [meshes, axes]."""
     batch: np.ndarray
-    """Samples in a step, at least those asked for; int64 [meshes]."""
+    """Samples in a step, not fewer than were asked for; int64 [meshes]."""
 
     def __len__(self) -> int:
         return len(self.sizes)
 
     @property
     def devices_used(self) -> np.ndarray:
-        """Devices of each mesh; int64 [meshes]."""
+        """The number of devices of each mesh; int64 [meshes]."""
         return self.sizes.prod(axis=1)
 
     def where(self, mask: np.ndarray) -> "Meshes":
-        """Those that a mask or indices select."""
+        """The meshes that a mask or indices select."""
         return Meshes(sizes=self.sizes[mask], batch=self.batch[mask])
 
     def joined(self, other: "Meshes") -> "Meshes":
-        """Both, in a fixed order, without repeats."""
+        """The meshes of both objects, sorted and without duplicates."""
         rows = np.concatenate([self._rows, other._rows])
         rows = np.unique(rows, axis=0)
         return Meshes(sizes=rows[:, :-1], batch=rows[:, -1])
@@ -81,7 +81,7 @@ def factorisations(number: int, allowed: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 def num_factorisations(number: int, num_factors: int) -> int:
-    """How many ways there are to write a number as an ordered product.
+    """The number of ways to write a number as an ordered product of `num_factors`.
 
     >>> num_factorisations(4096, 6), num_factorisations(12, 2)
     (6188, 6)
@@ -101,25 +101,25 @@ def _prime_factors(number: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshRules:
-    """What sizes axes may have."""
+    """The sizes that axes of a mesh may have."""
 
     num_devices: int
     batch: int
     """Samples in a step."""
     divides: Mapping[str, tuple[int, ...]]
-    """For each axis that may be larger than one, sizes it has to divide, all of them;
-    none: any size."""
+    """For each axis that may be larger than one, the array sizes that it must divide;
+    an empty tuple allows any size."""
     data_axes: tuple[str, ...]
-    """Axes that the batch is divided over."""
+    """Axes that divide the batch."""
     pins: Mapping[str, int]
-    """Axes whose size is given."""
+    """Sizes of axes that are pinned."""
 
     def allowed(self, num_devices: int) -> list[tuple[int, ...]]:
-        """For each axis the sizes it may have in a mesh of so many devices."""
+        """The allowed sizes of each of `AXES` in a mesh of `num_devices` devices."""
         return [self.sizes_of(axis, num_devices) for axis in AXES]
 
     def sizes_of(self, axis: str, num_devices: int) -> tuple[int, ...]:
-        """The sizes an axis may have in a mesh of so many devices."""
+        """The allowed sizes of an axis in a mesh of `num_devices` devices."""
         sizes = (1,)
         if axis in self.divides:
             sizes = divisors(math.gcd(num_devices, *self.divides[axis]))
@@ -127,28 +127,33 @@ class MeshRules:
         return sizes if pin is None else tuple(size for size in sizes if size == pin)
 
     def slots(self, sizes: np.ndarray) -> np.ndarray:
-        """Parts that meshes divide the batch into; int64 [meshes]."""
+        """The number of parts into which each mesh divides the batch; int64 [meshes].
+
+        Args:
+            sizes: sizes of the axes; int64 [meshes, axes].
+        """
         return sizes[:, [AXES.index(axis) for axis in self.data_axes]].prod(axis=1)
 
     def all(self, num_devices: int) -> Meshes:
-        """Meshes of so many devices, the batch rounded up to what they divide."""
+        """All meshes of `num_devices` devices, with the batch rounded up for each."""
         return self.rounded_up(factorisations(num_devices, self.allowed(num_devices)))
 
     def rounded_up(self, sizes: np.ndarray) -> Meshes:
-        """Meshes with the least batch that each divides."""
+        """Meshes, each with the smallest multiple of its slots that holds the batch."""
         slots = self.slots(sizes)
         return Meshes(sizes=sizes, batch=-(-self.batch // slots) * slots)
 
     def exact(self, num_devices: int) -> Meshes:
-        """Meshes of so many devices that divide the batch as it is."""
+        """Meshes of `num_devices` devices that divide the batch without padding."""
         meshes = self.all(num_devices)
         return meshes.where(meshes.batch == self.batch)
 
     def workable(self) -> Meshes:
-        """Meshes of all devices, with the batch rounded up where none divides it.
+        """Meshes of all devices; the batch is rounded up if no mesh divides it.
 
-        Without a mesh that divides the batch (five devices, a prime batch), each mesh
-        gets the next larger batch, as long as no slot has nothing but padding.
+        If no mesh divides the batch (five devices, a prime batch), each mesh gets the
+        next larger batch that it divides. Meshes with more slots than samples are left
+        out.
         """
         exact = self.exact(self.num_devices)
         if self._enough(exact):
@@ -158,11 +163,11 @@ class MeshRules:
         return meshes.where((meshes.batch == self.batch) | (slots <= self.batch))
 
     def fewer(self) -> Meshes:
-        """Meshes of the most devices, but not all, that divide the batch as it is.
+        """Meshes of as many devices as possible, but not all, that divide the batch.
 
-        None where all devices can be used so. Where no number of devices divides it
-        (a prime batch), also those of the largest power of two: models have dims that
-        it divides, and few that, say, five devices do.
+        Empty if a mesh of all devices divides the batch. If no number of devices
+        divides the batch (a prime batch), meshes of the largest power of two are
+        returned too: a power of two divides dims of most models, unlike, say, five.
         """
         exact = self.exact(self.num_devices)
         if self._enough(exact):
@@ -173,7 +178,7 @@ class MeshRules:
             best = exact.joined(self.exact(power))
         for num_devices in range(self.num_devices - 1, 0, -1):
             if math.gcd(num_devices, self.batch) == 1 and len(best):
-                continue  # only meshes that do not divide the batch
+                continue  # no data axis larger than one divides the batch
             meshes = self.exact(num_devices)
             if self._enough(meshes):
                 return meshes
@@ -181,7 +186,11 @@ class MeshRules:
         return best.where(best.devices_used < self.num_devices)
 
     def _enough(self, meshes: Meshes) -> bool:
-        """Whether any mesh divides the batch, if it can be divided at all."""
+        """Whether any mesh divides the batch into two or more parts.
+
+        One part is enough if the batch is one sample, or if pins or the rules allow no
+        data axis.
+        """
         free = [
             axis
             for axis in self.data_axes
@@ -193,31 +202,31 @@ class MeshRules:
 
 DATA_PARALLEL, FSDP, MEGATRON, MEGATRON_FSDP = range(1, 5)
 BASELINES = ("", "data parallel", "fsdp", "megatron", "megatron with fsdp")
-"""What the numbers stand for; 0 is none."""
+"""Names of the baselines by number; 0 is no baseline."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Baseline:
-    """A mesh that a rule of thumb gives."""
+    """A mesh from a common rule of thumb."""
 
     number: int
     """Position in `BASELINES`."""
     meshes: Meshes
-    """One mesh."""
+    """The mesh, as a single row."""
     divided: bool
-    """Whether state is divided over the data parallel devices (zero above 0)."""
+    """Whether the data parallel devices divide the state (ZeRO level above 0)."""
 
 
 def baselines(rules: MeshRules, host_size: int) -> list[Baseline]:
-    """Pure data parallel, FSDP over everything, and the Megatron rule with either.
+    """Pure data parallelism, FSDP over all devices, and the Megatron rule with either.
 
-    Megatron rule: the largest `tensor` that is allowed within a host, the rest data
-    parallel. Where the rest cannot divide the batch, the batch is rounded up, and with
-    more slots than samples fewer devices are used.
+    The Megatron rule takes the largest allowed size of `tensor` within a host, and data
+    parallelism over the other devices. If these devices cannot divide the batch, the
+    batch is rounded up. With more slots than samples, fewer devices are used.
 
     Args:
-        rules: what sizes are allowed; baselines against its pins are left out.
-        host_size: devices that the fastest link joins.
+        rules: the allowed sizes; baselines that contradict its pins are left out.
+        host_size: the number of devices that the innermost fabric level joins.
     """
     tensors = rules.sizes_of("tensor", rules.num_devices)
     tensor = max([size for size in tensors if size <= host_size], default=1)
@@ -242,7 +251,10 @@ _PLACES = tuple((axis, at) for at, axis in enumerate(AXES))
 
 
 def _mesh(rules: MeshRules, tensor: int, axis: str) -> np.ndarray:
-    """Sizes with an axis for all devices that `tensor` leaves, or as many as work."""
+    """Sizes of a mesh with `tensor` and one more axis over the remaining devices.
+
+    The other axis takes as many of the remaining devices as the rules allow.
+    """
     rest = rules.num_devices // tensor
     mesh = np.ones(len(AXES), np.int64)
     mesh[AXES.index("tensor")] = tensor

@@ -1,10 +1,10 @@
-"""Minimising a sum of cost tables as a mixed-integer linear program.
+"""Minimises a sum of cost tables as a mixed-integer linear program.
 
-For problems whose tables would become too large when variables are eliminated. The
-formulation is the usual one by local marginals (Wainwright and Jordan, Foundations and
-Trends in Machine Learning 1, 2008, section 4.1): a binary for every value, a weight for
-every allowed combination of a factor's values, and weights that add up to the binaries.
-Its linear relaxation is exact on trees. Solved by HiGHS through SciPy.
+Used for problems whose tables would become too large for variable elimination. The
+formulation uses local marginals (Wainwright and Jordan, Foundations and Trends in
+Machine Learning 1, 2008, section 4.1): a binary for every value, a weight for every
+allowed combination of a factor's values, and weights that add up to the binaries. Its
+linear relaxation is exact on trees. HiGHS solves the program through SciPy.
 """
 
 import math
@@ -16,47 +16,47 @@ import numpy as np
 from dtft.planner.search.elimination import CostProblem, Factor
 
 _SCALE = 1e4
-"""What the largest cost is scaled to; HiGHS stops at a gap of 1e-6 in its units."""
+"""The largest cost after scaling; HiGHS stops at an absolute gap of 1e-6."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What is known when HiGHS ends."""
+    """The result of a run of HiGHS."""
 
     values: tuple[int, ...] | None
-    """The best assignment that was found; None if none was."""
+    """The best assignment that was found; None if no assignment was found."""
     bound: float
-    """No assignment costs less; +inf if every one is forbidden."""
+    """A lower bound of the cost; +inf if every assignment is forbidden."""
     optimal: bool
-    """Whether `values` is proven to be the best (to HiGHS's tolerance)."""
+    """Whether `values` is proven to be optimal, to HiGHS's tolerance."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Program:
-    """Minimise costs @ x with equal @ x == right, 0 <= x <= upper."""
+    """The program: minimise costs @ x with equal @ x == right and 0 <= x <= upper."""
 
     costs: np.ndarray
     upper: np.ndarray
     num_binaries: int
     entries: np.ndarray
-    """Of the matrix `equal`: rows, columns, values; [3, N]."""
+    """Rows, columns and values of the matrix `equal`; [3, N]."""
     right: np.ndarray
     constant: float
-    """What was taken off the costs."""
+    """The sum that was subtracted from the costs."""
 
 
 def minimise(problem: CostProblem, *, deadline_s: float) -> Outcome:
-    """Solves a problem, or goes as far as it comes in the time.
+    """Solves a problem with HiGHS, within a deadline.
 
     Args:
-        problem: what to minimise.
-        deadline_s: seconds after which HiGHS ends with what it has.
+        problem: the problem to minimise.
+        deadline_s: seconds after which HiGHS returns its best assignment so far.
 
     Raises:
-        RuntimeError: HiGHS ended for another reason than the optimum, the deadline or
-            that everything is forbidden.
+        RuntimeError: HiGHS ended for a reason other than the optimum, the deadline or
+            an infeasible problem.
     """
-    # Takes longer to import than most problems take to solve, and few need it.
+    # Imported here: the import takes longer than most solves, and few problems need it.
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csc_array
 
@@ -108,7 +108,7 @@ def _program(problem: CostProblem) -> _Program:
     for factor in problem.factors:
         finite = np.isfinite(factor.costs)
         lowest = float(factor.costs[finite].min(initial=math.inf))
-        # Differences are what decides; a constant would only cost digits.
+        # Only differences of costs matter; a large constant would lose precision.
         shift = lowest if finite.any() else 0.0
         constant += shift
         if len(factor.variables) == 1:
@@ -134,10 +134,10 @@ def _program(problem: CostProblem) -> _Program:
 def _marginals(
     factor: Factor, starts: np.ndarray, first_row: int, first_column: int
 ) -> tuple[np.ndarray, int]:
-    """Rows that say: the weights with a variable at a value add up to its binary.
+    """Rows that make the weights of each value of a variable add up to its binary.
 
     Returns:
-        Rows, columns and values of the entries, [3, N]; and how many rows there are.
+        Rows, columns and values of the entries, [3, N]; and the number of rows.
     """
     allowed = np.nonzero(np.isfinite(factor.costs))
     weights = first_column + np.arange(len(allowed[0]))

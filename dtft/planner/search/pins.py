@@ -1,7 +1,4 @@
-"""Knobs that the user has set, and what to say of those that cannot be met.
-
-Decides whether a pin is one, and which values are near it.
-"""
+"""Pins: knobs that the user has set; validates them and suggests nearby values."""
 
 import difflib
 from collections.abc import Mapping
@@ -14,13 +11,13 @@ from dtft.planner.search.space import REMATS, Choices
 from dtft.planner.types import AXES
 
 COUNTS = (*AXES, "microbatches", "zero", "virtual_stages")
-"""Pins that are numbers."""
+"""Knobs whose pins are whole numbers."""
 
 PINS = (*COUNTS, "remat", "offload", "schedule", "order")
-"""What can be pinned."""
+"""All knobs that can be pinned."""
 
 _MOST = 2**31
-"""No number of devices or parts is as large."""
+"""Numeric pins must be below this number."""
 
 _ELSEWHERE: Mapping[str, str] = {
     "dp": "replica", "data": "replica", "data_parallel": "replica",
@@ -31,21 +28,21 @@ _ELSEWHERE: Mapping[str, str] = {
     "zero_stage": "zero", "micro_batches": "microbatches", "checkpoint": "remat",
     "accumulation": "microbatches", "gradient_accumulation": "microbatches",
 }  # fmt: skip
-"""Names that others have for these knobs."""
+"""Names of these knobs in other frameworks, each with the name used here."""
 
 _ABSENT = {
     "stage": "; it needs layers that are alike, and what_if",
     "expert": "; it needs arrays with a dim of experts",
     "sequence": "; it needs a batch with a second dim (positions)",
 }
-"""What an axis needs that is not searched."""
+"""For an axis that is not searched, the part of the error with its requirements."""
 
 
 def check_pins(pins: Mapping[str, Any]) -> None:
-    """Refuses what is not a pin.
+    """Checks the names and values of pins.
 
     Raises:
-        ValueError: an unknown name, or a value that the knob never has.
+        ValueError: the name of a pin is unknown, or its knob never has that value.
     """
     for name, value in pins.items():
         if name not in PINS:
@@ -59,7 +56,7 @@ def check_pins(pins: Mapping[str, Any]) -> None:
 
 
 def did_you_mean(name: str) -> str:
-    """Which knob an unknown name may stand for; '' if none is like it.
+    """A suggestion of the knob that an unknown name may mean; '' if none is similar.
 
     >>> did_you_mean("tp"), did_you_mean("tesnor"), did_you_mean("colour")
     (" Did you mean 'tensor'?", " Did you mean 'tensor'?", '')
@@ -70,7 +67,7 @@ def did_you_mean(name: str) -> str:
 
 
 def _allowed(name: str, value: Any) -> str:
-    """What a pin may be, in words, if it is not that; '' if it is."""
+    """The allowed values of a knob, in words; '' if `value` is allowed."""
     if name == "remat":
         return "" if value in REMATS else ", ".join(REMATS)
     if name == "schedule":
@@ -91,7 +88,7 @@ def _allowed(name: str, value: Any) -> str:
 
 
 def why_not(choices: Choices, name: str, value: Any) -> str:
-    """What rules a pin out by itself, with the numbers; '' if nothing does."""
+    """The reason why a pin alone cannot be met, with numbers; '' if it can be."""
     if name in AXES:
         return _why_not_axis(choices, name, value)
     if name == "microbatches" and value > choices.max_microbatches:
@@ -119,7 +116,7 @@ def _why_not_axis(choices: Choices, axis: str, size: int) -> str:
 
 
 def nearest(values: np.ndarray, value: int) -> list[int]:
-    """The three values nearest to one, ascending.
+    """The three values nearest to `value`, ascending.
 
     >>> nearest(np.array([1, 2, 4, 8, 16]), 6)
     [2, 4, 8]

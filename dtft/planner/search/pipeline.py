@@ -1,9 +1,9 @@
-"""Candidates with pipeline stages: from the whole model's price to that of its stages.
+"""Prices pipeline stages from the price of the whole model.
 
-A mesh with an axis `stage` is priced at first as if each stage ran all layers. Here the
-layers are shared out evenly, embedding and head stay with the first and last stage, and
-what a pipeline adds (bubble, sending between stages, microbatches under way) is put on
-top.
+A mesh with an axis `stage` is first priced as if each stage ran all layers. This module
+divides the layers evenly among the stages, and keeps the embedding on the first stage
+and the head on the last. It then adds the costs of a pipeline: the bubble, sends
+between stages, and activations of the microbatches in flight.
 """
 
 from functools import cached_property
@@ -20,15 +20,15 @@ from dtft.planner.workload import Workload
 
 Terms = dict[str, np.ndarray]
 _SHARED = ("compute", "collectives", "launch")
-"""Terms of what operators take, which stages share."""
+"""Terms of the time of operators, which the stages divide among them."""
 
 
 def layers_of(question: Workload, device: DeviceType) -> LayerStack | None:
-    """The layers of a question; None if it has none.
+    """Finds the repeated layers of a workload; None if it has no repeated layers.
 
     Args:
-        question: what is asked.
-        device: by which what is before and after them is weighed.
+        question: the workload.
+        device: its speeds weigh the layers against the operators before and after them.
     """
     graph = question.graph
 
@@ -45,7 +45,10 @@ def layers_of(question: Workload, device: DeviceType) -> LayerStack | None:
 def handed_on(
     question: Workload, layers: LayerStack, division: ShardingAssignment
 ) -> tuple[CollectiveOp, ...]:
-    """What a stage hands on for a microbatch; gradients come back alike."""
+    """The messages that a stage sends to the next stage for a microbatch.
+
+    Gradients return in messages of the same sizes.
+    """
     values = [question.graph.values[index] for index in layers.boundary]
     return tuple(
         CollectiveOp(
@@ -58,13 +61,13 @@ def handed_on(
 
 
 class Staged:
-    """The layers of a question, and what stages of them take."""
+    """Time and memory of candidates with pipeline stages."""
 
     def __init__(self, prices: Prices) -> None:
-        """Nothing is looked at yet.
+        """Keeps the prices; the layers are found when they are first needed.
 
         Args:
-            prices: of the question, as if each stage ran all of it.
+            prices: prices of the workload, as if each stage ran the whole model.
         """
         self._prices, self._question = prices, prices.question
 
@@ -77,13 +80,13 @@ class Staged:
     def terms(
         self, division: ShardingAssignment, space: Space, rows: np.ndarray, whole: Terms
     ) -> Terms:
-        """Seconds of candidates of one division, by term.
+        """Seconds of a step of candidates that share one division, by term.
 
         Args:
             division: which axes divide which dims on the devices of a stage.
             space: the candidates.
-            rows: those to look at.
-            whole: seconds as if each stage ran all layers.
+            rows: indices of the candidates to price.
+            whole: seconds by term as if each stage ran all layers.
         """
         names = ("stage", "microbatches", "virtual_stages")
         num, parts, chunks = (space.columns[name][rows] for name in names)
@@ -104,7 +107,7 @@ class Staged:
         }
 
     def memory(self, space: Space, rows: np.ndarray, whole: Terms) -> Terms:
-        """Bytes of the fullest stage's devices, by term."""
+        """Bytes on each device of the stage that needs the most memory, by term."""
         names = ("stage", "microbatches", "virtual_stages", "schedule")
         columns = [space.columns[name][rows] for name in names]
         under_way = np.array(
@@ -129,7 +132,7 @@ class Staged:
         }
 
     def _sent_s(self, division: ShardingAssignment) -> np.ndarray:
-        """Seconds of a step in which a stage sends, for one chunk; by point."""
+        """Seconds of a step in which a stage sends, for one chunk; float [points]."""
         messages = [
             Message(sent=one, repeats=((MICRO,),))
             for one in handed_on(self._question, self._layers, division)
@@ -140,7 +143,7 @@ class Staged:
         return total
 
     def _held(self, num: np.ndarray) -> np.ndarray:
-        """Share of the parameters, and of their state, that the fullest stage holds."""
+        """Largest share of the parameters, and of their state, that one stage holds."""
         graph, found = self._question.graph, dict.fromkeys(self._layers.shares, 0)
         for path in self._question.paths("parameter"):
             index = graph.inputs[path]

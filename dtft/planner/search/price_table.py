@@ -1,7 +1,7 @@
-"""Seconds of operators for many candidates at once: what costs alike is priced once.
+"""Prices operators for many candidates at once; equal cases are priced once.
 
-Candidates are columns. A quantity that depends on few of their sizes is evaluated once
-per distinct case and looked up for every candidate.
+Candidates are entries of columns. A quantity that depends on few of their sizes is
+evaluated once per distinct case and looked up for every candidate.
 """
 
 import itertools
@@ -41,39 +41,39 @@ from dtft.planner.spmd import (
 from dtft.planner.types import AXES
 from dtft.planner.workload import Workload
 
-# Cases. Thousands of candidates differ in few respects at a time: the seconds of a
-# matmul depend on how its sides are divided, those of a collective on its group and
-# bytes. Candidates that cost alike are one case.
+# Cases. A price depends on few properties of a candidate: the seconds of a matmul on
+# the division of its sides, the seconds of a collective on its group and its bytes.
+# Candidates with the same price form one case.
 
 
 Axes = tuple[str, ...]
 _FRACTION = 2**20
-"""Members of a level are told apart down to this part of one."""
+"""Scale by which numbers of members per level are rounded to integers to compare."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cases:
-    """Points that are alike in one respect."""
+    """A partition of points into cases: points of a case agree in some properties."""
 
     first: np.ndarray
-    """Of each case the first of its points; int [cases]."""
+    """The first point of each case; int [cases]."""
     of: np.ndarray
     """The case of each point; int [points]."""
     sizes: Mapping[str, np.ndarray]
-    """Sizes of the axes, and microbatches, of the first point of each case. Only what
-    the respect tells apart is the same for its other points."""
+    """Sizes of the axes, and microbatches, of the first point of each case; int [cases]
+    each. Other points of a case share only the properties that define the case."""
 
 
 class Columns:
-    """The points of a space: its distinct meshes on the fabric, with microbatches.
+    """The points of a space: its distinct pairs of mesh (with order) and microbatches.
 
-    What a device does in forward, backward and update depends on the point alone; the
-    other knobs come on top (`search`). A knob that changes what operators do is added
-    here, one that does not is left to the search.
+    The work of a device in forward, backward and update depends on the point alone. A
+    new knob that changes the work of operators is added here. The effects of all other
+    knobs are added by `search`.
     """
 
     def __init__(self, pool: Pool, space: Space) -> None:
-        """The points of a space.
+        """Finds the points of a space.
 
         Args:
             pool: the devices.
@@ -83,7 +83,7 @@ class Columns:
         self.first, self.of = distinct(
             [space.columns["mesh"], space.columns["microbatches"]]
         )
-        """Of each point a candidate; the point of each candidate."""
+        """`first`: a candidate of each point. `of`: the point of each candidate."""
         known = space.where(self.first)
         self.sizes: dict[str, np.ndarray] = {a: known.columns[a] for a in AXES}
         self.sizes[MICRO] = known.columns["microbatches"]
@@ -100,21 +100,25 @@ class Columns:
         return len(self.first)
 
     def parts(self, axes: Axes) -> np.ndarray:
-        """Devices along several axes together; int64 [points]."""
+        """The number of devices along several axes together; int64 [points]."""
         if axes not in self._parts:
             ones = np.ones(len(self), np.int64)
             self._parts[axes] = ones * parts(axes, self.sizes)
         return self._parts[axes]
 
     def lies(self, axes: Axes) -> tuple[np.ndarray, DeviceGroups]:
-        """For each point the number of its group along some axes; and these groups."""
+        """The device groups along some axes, and the index of each point's group.
+
+        Returns:
+            Indices of groups, int [points]; and the distinct groups.
+        """
         if axes not in self._lies:
             of, groups = self._groups(axes)
             self._lies[axes] = of[self._mesh], groups
         return self._lies[axes]
 
     def all_lie(self, several: Iterable[Axes]) -> tuple[list[np.ndarray], DeviceGroups]:
-        """The same for each of several, and all of their groups numbered in a row."""
+        """As `lies` for several sets of axes, with all groups in one numbering."""
         key = tuple(several)
         if key not in self._all_lie:
             number = {axes: at for at, axes in enumerate(dict.fromkeys(key))}
@@ -127,7 +131,7 @@ class Columns:
         return self._all_lie[key]
 
     def _groups(self, axes: Axes) -> tuple[np.ndarray, DeviceGroups]:
-        """As `lies`, for each mesh."""
+        """As `lies`, but with an index for each mesh instead of each point."""
         levels = tuple(level.size for level in self.pool.levels)
         sizes = np.ones((len(self._meshes), len(levels)))
         for number, order in enumerate(self._orders):
@@ -144,18 +148,18 @@ class Columns:
         return of, DeviceGroups(sizes=sizes[first], links=links)
 
     def divided(self, divisors: Iterable[Axes]) -> Cases:
-        """Points that each of some groups of axes divides into as many parts."""
+        """The cases of points with equal numbers of parts for each set of axes."""
         key = frozenset(divisors)
         return self._known(key, lambda: [self.parts(axes) for axes in sorted(key)])
 
     def sending(self, axes: Axes, divisors: Iterable[Axes]) -> Cases:
-        """The same, and whose groups along `axes` lie alike."""
+        """As `divided`, but points of a case also have equal groups along `axes`."""
         key = frozenset(divisors)
         columns = [self.parts(each) for each in sorted(key)]
         return self._known((axes, key), lambda: [self.lies(axes)[0], *columns])
 
     def together(self, cases: Iterable[Cases]) -> Cases:
-        """Points that are alike in all of some respects."""
+        """The cases of points that agree in each of several partitions."""
         return self._made(*distinct([one.of for one in cases] or [self.of[:0]]))
 
     def _known(self, key: object, columns: Callable[[], list[np.ndarray]]) -> Cases:
@@ -170,7 +174,7 @@ class Columns:
 
 
 class Total:
-    """A number for each point: a sum of tables, each over its own cases.
+    """A number for each point, kept as a sum of tables that each have their own cases.
 
     >>> even, third = (Cases(first=np.arange(n), of=np.arange(6) % n, sizes={})
     ...                for n in (2, 3))
@@ -182,7 +186,7 @@ class Total:
     """
 
     def __init__(self) -> None:
-        """Zero."""
+        """Starts at zero."""
         self.tables: dict[Cases, np.ndarray] = {}
 
     def add(self, cases: Cases, values: np.ndarray) -> None:
@@ -191,7 +195,7 @@ class Total:
         self.tables[cases] = values if known is None else known + values
 
     def at(self, points: np.ndarray) -> np.ndarray:
-        """The sums of some points."""
+        """The sums at the given points; float [points]."""
         found = np.zeros(len(points))
         for cases, values in self.tables.items():
             found += values[cases.of[points]]
@@ -199,7 +203,10 @@ class Total:
 
 
 def distinct(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of columns that differ: of each the first row, and the number of each row.
+    """Numbers the distinct rows of columns.
+
+    Returns:
+        The first row of each number, and the number of each row.
 
     >>> distinct([np.array([1, 1, 2, 1]), np.array([5, 6, 5, 5])])
     (array([0, 1, 2]), array([0, 1, 2, 0]))
@@ -214,7 +221,7 @@ def distinct(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _numbered(column: np.ndarray) -> tuple[np.ndarray, int]:
-    """A number for each value, ascending, and how many there are."""
+    """Numbers the values in ascending order; also returns the count of numbers."""
     top = int(column.max(initial=0)) if column.dtype.kind == "i" else 0
     small = 0 < top < _SPARSE * len(column) and column.min() >= 0
     if not small:
@@ -227,44 +234,50 @@ def _numbered(column: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 _SPARSE = 16
-"""So many times more numbers than rows are looked up; more are sorted."""
+"""Largest ratio of value range to rows for which values are numbered by a lookup table.
+
+Columns with a larger range are sorted.
+"""
 
 
-# Rates. Programs of different remat share most operators, and collectives of many
-# operators are alike, so each is priced once.
+# Rates. Programs with different remat policies share most operators, and many operators
+# have equal collectives, so each operator and collective is priced once.
 
 
 _BITS = (*AXES, MICRO)
 Table = tuple[Cases, np.ndarray]
 """A number for each case."""
 Repeats = tuple[Axes, ...]
-"""What something is done anew for: `((MICRO,),)` for each microbatch, or nothing."""
+"""Axes over which work is repeated: `((MICRO,),)` for each microbatch, () for once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """A collective."""
+    """A collective to be priced."""
 
     sent: CollectiveOp
     repeats: Repeats
     meets: bool = True
-    """Whether sync skew (`cost.sync_skews_s`) counts for it, not for a whole bundle."""
+    """Whether sync skew (`cost.sync_skews_s`) is added here; else its bundle has it."""
     ahead: bool = False
-    """Whether it waits for nothing that is computed, which hides a part of it."""
+    """Whether the collective depends on no computation, which hides a part of it."""
 
 
 class Rates:
-    """What was priced on the points of some columns."""
+    """Prices operators and collectives on the points of columns, and caches the prices.
+
+    Programs with different remat policies can share one object.
+    """
 
     def __init__(self, columns: Columns) -> None:
-        """Nothing is priced yet."""
+        """Starts with an empty cache."""
         self.columns = columns
         self._computing: dict[Hashable, Table] = {}
         self._sending: dict[Message, Table] = {}
         self._axes_used: dict[Axes, np.ndarray] = {}
 
     def repeats(self, repeats: Repeats) -> Table:
-        """How often something is done in a step."""
+        """The number of repeats in a step, by case."""
         cases = self.columns.divided(repeats)
         times = np.ones(len(cases.first))
         for axes in repeats:
@@ -274,12 +287,12 @@ class Rates:
     def computing(
         self, graph: Graph, key: Hashable, done: OperatorWork, *, cold: bool
     ) -> Table:
-        """Seconds of a step in which each device computes an operator.
+        """Seconds of a step in which each device computes an operator, by case.
 
         Args:
-            graph: has the operator.
-            key: of the work: equal keys and operations, equal work.
-            done: the work.
+            graph: the program with the operator.
+            key: cache key; equal keys and operation counts mean equal work.
+            done: the work of the operator.
             cold: as for `computing_s`.
         """
         one = done.operator
@@ -300,7 +313,7 @@ class Rates:
         return self._computing[key]
 
     def sending(self, asked: Sequence[Message]) -> list[Table]:
-        """Seconds of a step of each of some collectives."""
+        """Seconds of a step in each of several collectives, by case."""
         alike: dict[object, list[Message]] = defaultdict(list)
         for one in dict.fromkeys(asked):
             if one not in self._sending:
@@ -311,7 +324,7 @@ class Rates:
         return [self._sending[one] for one in asked]
 
     def _priced(self, alike: Sequence[Message]) -> Iterable[Table]:
-        """The same of one kind, along the same axes, divided alike."""
+        """Prices collectives of the same kind, axes, repeats and division."""
         sent, repeats = alike[0].sent, alike[0].repeats
         cases = self.columns.sending(sent.axes, {*repeats, sent.amount.axes})
         of, groups = self.columns.lies(sent.axes)
@@ -331,14 +344,14 @@ class Rates:
     def together_s(
         self, asked: Sequence[tuple[Mapping[Bundle, Total], np.ndarray]]
     ) -> list[np.ndarray]:
-        """Seconds of a step of what goes together, beyond what is sent by itself.
+        """Seconds of a step in bundles, in addition to messages sent by themselves.
 
         Args:
-            asked: what, with its bytes, and on which points of the columns. Many at
-                once take little longer than one.
+            asked: bundles with their bytes, and the points of the columns to price.
+                Pricing many entries at once takes little longer than pricing one.
 
         Returns:
-            For each of `asked` the seconds on its points.
+            For each entry of `asked` the seconds on its points; float [points].
         """
         found = [np.zeros(len(points)) for _, points in asked]
         joined = [
@@ -352,7 +365,7 @@ class Rates:
         return found
 
     def _each_s(self, joined: Sequence["_Joined"]) -> list[np.ndarray]:
-        """Seconds of a step of each; all of a kind are priced in one evaluation."""
+        """Seconds of a step in each bundle; all of one kind are priced together."""
         columns, platform = self.columns, self.columns.pool.device.platform
         found = [np.zeros(0)] * len(joined)
         kinds: set[CollectiveKind] = {one.bundle.kind for one in joined}
@@ -379,8 +392,10 @@ class Rates:
     def _joined(
         self, together: Mapping[Bundle, Total], points: np.ndarray
     ) -> list["_Joined"]:
-        """The bytes of bundles; those of one place that are among the same devices on
-        a point are one there.
+        """The bytes of bundles on points.
+
+        Bundles of one place whose collectives run among the same devices on a point are
+        merged there.
         """
         found: list[tuple[_Joined, np.ndarray]] = []
         for one, total in together.items():
@@ -397,7 +412,7 @@ class Rates:
         return [joined for joined, _ in found]
 
     def _used(self, names: Axes) -> np.ndarray:
-        """For each point a number that says which of some axes have parts."""
+        """A bit mask of the given axes that are larger than one; int [points]."""
         if names not in self._axes_used:
             used = np.zeros(len(self.columns), np.int64)
             for axis in names:
@@ -409,7 +424,7 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Joined:
-    """The bytes of a bundle on some points."""
+    """The bytes of a bundle at given points."""
 
     bundle: Bundle
     points: np.ndarray
@@ -417,51 +432,51 @@ class _Joined:
 
 
 def repeats_of(done: OperatorWork) -> Repeats:
-    """What work is done anew for."""
+    """The axes over which work is repeated: microbatches, if they divide the work."""
     return ((MICRO,),) if MICRO in done.divided_by else ()
 
 
-# Works. Two shardings that divide the dims of a group alike give it the same work, also
-# for another cluster and other pins.
+# Works. Two shardings that divide the dims of a group in the same way give it the same
+# work. This holds across clusters and pins too.
 
 
 GroupKey = tuple[int, PatternKey]
-"""Number of a group, and what of a division matters to it."""
+"""Number of a group, and the part of a division that its work depends on."""
 
 _KNOWN: WeakKeyDictionary[Workload, "Works"] = WeakKeyDictionary()
 
 
 def works_of(question: Workload) -> "Works":
-    """The works of a question: always the same object."""
+    """The `Works` of a workload, the same object on every call."""
     if question not in _KNOWN:
         _KNOWN[question] = Works(question)
     return _KNOWN[question]
 
 
 class Works:
-    """Works of one question's groups of operators."""
+    """The work of each group of operators of a workload, cached by division."""
 
     def __init__(self, question: Workload) -> None:
-        """Nothing is looked at yet."""
-        # Not the question itself, which would then never be forgotten.
+        """Starts with an empty cache."""
+        # A reference to the workload would keep it alive in `_KNOWN` forever.
         self._graph, self._alias = question.graph, question.alias
         self._groups = question.groups
         self._known: dict[GroupKey, OperatorWork] = {}
 
     def dims(self, number: int) -> tuple[int, ...]:
-        """The dims that a group has, equal layers' as one."""
+        """The dims of a group; dims of equal layers count as one."""
         return self._instances[number].dims
 
     def key(self, number: int, division: ShardingAssignment) -> GroupKey:
-        """What of a division matters to a group: equal keys, equal work."""
+        """The cache key of a group's work: equal keys mean equal work."""
         return number, self._instances[number].key(division)
 
     def pattern(self, key: GroupKey) -> tuple[Pattern, PatternKey]:
-        """The same, of all groups that differ in operations and dims only."""
+        """The key shared by all groups that differ only in operations and dims."""
         return self._instances[key[0]].pattern, key[1]
 
     def at(self, key: GroupKey) -> OperatorWork:
-        """What one execution of a group's operator takes."""
+        """The work of one execution of a group's operator."""
         if key not in self._known:
             self._known[key] = self._instances[key[0]].work(key[1])
         return self._known[key]
@@ -474,51 +489,51 @@ class Works:
         return [instance(self._graph, one.operator, root) for one in self._groups]
 
 
-# Priced operators. Candidates share them; `tensor_sharding` and the sums of the search
+# Priced operators. Candidates share them: `tensor_sharding` and the sums of the search
 # read the same tables.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PricedOp:
-    """A group of operators, divided in one way."""
+    """The prices of a group of operators under one division."""
 
     group: OpGroup
     work: OperatorWork
     computing: Table
-    """Seconds of a step in which each device computes them."""
+    """Seconds of a step in which each device computes the operators."""
     sending: tuple[Table, ...]
-    """Seconds of a step of each of their collectives."""
+    """Seconds of a step in each collective of the operators."""
     starts: Table
-    """Operators that are started in a step."""
+    """The number of operators started in a step."""
     bundles: tuple[tuple[Bundle, Table] | None, ...]
-    """For each collective what it is sent together with, and its bytes."""
+    """For each collective its bundle and its bytes; None if it is sent alone."""
 
     @property
     def seconds(self) -> tuple[Table, ...]:
-        """All that it takes, one thing after another."""
+        """The tables of computing and of each collective, which add up."""
         return (self.computing, *self.sending)
 
 
 class Prices:
-    """What groups of operators take on the points of some columns."""
+    """Prices of a workload's groups of operators, on the points of columns."""
 
     def __init__(self, question: Workload, rates: Rates) -> None:
-        """Nothing is priced yet.
+        """Starts with an empty cache of priced operators.
 
         Args:
-            question: what is asked.
-            rates: on the columns.
+            question: the workload.
+            rates: rates on the columns.
         """
         self.question, self.rates, self.columns = question, rates, rates.columns
         self.works = works_of(question)
         self._ways: dict[Hashable, PricedOp] = {}
 
     def priced_ops(self, division: ShardingAssignment) -> list[PricedOp]:
-        """Of each group of operators what it takes under a division."""
+        """The prices of each group of operators under a division."""
         return self.all([(n, division) for n in range(len(self.question.groups))])
 
     def all(self, asked: Sequence[tuple[int, ShardingAssignment]]) -> list[PricedOp]:
-        """The same of some groups, by number, each under its own division."""
+        """The prices of pairs of a group, by its number, and a division."""
         keys = [self.works.key(number, division) for number, division in asked]
         new = [key for key in dict.fromkeys(keys) if key not in self._ways]
         self._ways |= zip(new, self._priced(new), strict=True)
@@ -572,7 +587,7 @@ class Prices:
     def _bundled(
         self, group: OpGroup, done: OperatorWork, sent: CollectiveOp, cases: Cases
     ) -> tuple[Bundle, Table] | None:
-        """What a collective is sent together with, and its bytes."""
+        """The bundle of a collective and its bytes; None if it is sent alone."""
         found = bundle_of(self.columns.pool.device.platform, group, done, sent)
         if found is None:
             return None
@@ -599,19 +614,19 @@ def _times(number: float, table: Table) -> Table:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sums:
-    """What the operators of a program take together, by point."""
+    """Totals over the operators of a program, by point."""
 
     compute: Total
     optimizer: Total
     sending: Total
-    """What is sent by itself."""
+    """Seconds in collectives that are sent by themselves."""
     starts: Total
     together: dict[Bundle, Total]
-    """What goes together, and its bytes."""
+    """Bundles of combined collectives, with their bytes."""
 
 
 def sum_prices(ways: Iterable[PricedOp]) -> Sums:
-    """The totals of a program's operators."""
+    """Adds up the prices of a program's operators."""
     totals = Sums(
         compute=Total(), optimizer=Total(), sending=Total(), starts=Total(), together={}
     )

@@ -1,6 +1,6 @@
-"""Candidates with their time and memory: what fits, and in which order they are ranked.
+"""Time and memory of candidates, which of them fit, and their ranking.
 
-Values, and the ranking; how they come about is `search`'s business.
+`search` computes the values.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,41 +16,42 @@ from dtft.planner.spmd import ShardingAssignment
 TERMS = ("compute", "collectives", "bubble", "optimizer", "offload", "launch")
 MEMORY = ("parameters", "gradients", "optimizer", "activations", "batch", "reserve")
 IDLE = 4.0
-"""How many times faster a mesh must be whose devices repeat each other's work.
+"""Times by which a mesh with redundant work must be faster to be ranked first.
 
-It stands for fewer devices: worth taking where sending takes far longer than computing
-all (slow links), and not where it may be an error of the prediction, which for small
-messages is up to this much.
+Devices of such a mesh repeat the work of other devices, as if fewer devices were used.
+The mesh is worth selecting where communication takes far longer than computing
+everything on each device (slow links). A smaller gain may be an error of the
+prediction, which is off by up to this factor for small messages.
 """
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Priced:
-    """Every candidate of a space with its time and memory."""
+    """Every candidate of a space, with its time and memory."""
 
     space: Space
     terms: Mapping[str, np.ndarray]
-    """Seconds by term; each one entry per candidate."""
+    """Seconds of a step by term; float [candidates] each."""
     memory: Mapping[str, np.ndarray]
-    """Bytes of a device by term."""
+    """Bytes on a device by term; float [candidates] each."""
     divisions: Sequence[ShardingAssignment]
-    """Which axes divide which dims, for all candidates."""
+    """The distinct divisions of all candidates: which axes divide which dims."""
     division: np.ndarray
-    """For each candidate which of the divisions it has."""
+    """Position in `divisions` of each candidate's division; int [candidates]."""
     idle: np.ndarray
-    """Candidates with an axis that divides no product: devices that repeat the work
-    of others. bool."""
+    """Whether a candidate has an axis that divides no product, so that some devices
+    repeat the work of others; bool [candidates]."""
     host: np.ndarray
-    """Bytes of host memory that each device needs."""
+    """Bytes of host memory that each device needs; [candidates]."""
     host_capacity: int
     capacity: int
 
     def division_of(self, at: int) -> ShardingAssignment:
-        """Which axes divide which dims in a candidate."""
+        """The division of a candidate: which axes divide which dims."""
         return self.divisions[self.division[at]]
 
     def where(self, rows: np.ndarray) -> "Priced":
-        """Some of the candidates."""
+        """The candidates that indices or a mask select."""
 
         def some(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
             return {name: column[rows] for name, column in columns.items()}
@@ -67,31 +68,35 @@ class Priced:
 
     @cached_property
     def step_s(self) -> np.ndarray:
-        """Seconds of a step; of a rounded-up batch the part that was asked for."""
+        """Seconds of a step, the sum of its terms; float [candidates].
+
+        If the batch was rounded up, its padding is not counted.
+        """
         return np.sum([self.terms[name] for name in TERMS], axis=0)
 
     @cached_property
     def worth_s(self) -> np.ndarray:
-        """Seconds by which candidates are ranked; see `IDLE`."""
+        """Seconds by which candidates are ranked: `step_s`, times `IDLE` if idle."""
         return np.where(self.idle, IDLE * self.step_s, self.step_s)
 
     @cached_property
     def memory_bytes(self) -> np.ndarray:
-        """Bytes of a device."""
+        """Bytes on a device, the sum of its terms; float [candidates]."""
         return np.sum([self.memory[name] for name in MEMORY], axis=0)
 
     @cached_property
     def fits(self) -> np.ndarray:
-        """Which candidates have room."""
+        """Whether a candidate fits in device and host memory; bool [candidates]."""
         roomy = self.memory_bytes <= self.capacity
         return roomy & (self.host <= self.host_capacity)
 
     @cached_property
     def ranking(self) -> np.ndarray:
-        """Candidates that fit before those that do not; faster before slower.
+        """Positions of the candidates, best first; int [candidates].
 
-        What does not fit is ordered by how little it lacks, idle devices last. Ties:
-        fewer bytes, then fewer microbatches, then the order of the space.
+        Candidates that fit come first, by `worth_s`. Candidates that do not fit follow
+        by their bytes, ascending, with idle ones last. Ties: fewer bytes, then fewer
+        microbatches, then the order of the space.
         """
         first = np.where(self.fits, self.worth_s, self.memory_bytes)
         keys = (
@@ -106,7 +111,10 @@ class Priced:
 
 
 def _rounded(values: np.ndarray) -> np.ndarray:
-    """To nine digits: sums in another order must not decide a ranking."""
+    """Rounds values so that the order of a floating-point sum decides no ranking.
+
+    Keeps ten significant digits.
+    """
     with np.errstate(divide="ignore"):
         digits = np.floor(np.log10(np.maximum(values, 1e-300)))
     scale = 10.0 ** (digits - 9)
@@ -114,7 +122,7 @@ def _rounded(values: np.ndarray) -> np.ndarray:
 
 
 def joined(one: Priced, other: Priced) -> Priced:
-    """The candidates of both, of the same pool and orders."""
+    """Joins two sets of candidates that have the same pool and the same orders."""
 
     def both(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
         return {name: np.concatenate([first[name], second[name]]) for name in first}

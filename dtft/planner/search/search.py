@@ -1,13 +1,13 @@
-"""The search: every candidate priced, what fits ranked, the best one returned.
+"""Prices every candidate of a space: seconds and bytes by term.
 
-Exhaustive over the space, exact per mesh and number of microbatches. Only the layout of
-`tensor` is chosen as if each collective were sent by itself, though XLA sends alike
-ones as one.
+The search is exhaustive over the space, and exact per mesh and number of microbatches.
+The dims of `tensor` are the exception: they are selected as if each collective were
+sent by itself, though XLA combines equal ones.
 
-Where a knob enters: an axis that divides examples, positions or dims of its own is laid
-in `_base`; a knob that changes what operators do on a device is a column of `Columns`;
-one that changes only what is kept, gathered or updated is read from the space in
-`_terms` and `_memory`. Its values come from `enumerate_space`.
+To add a knob, first add its values to `enumerate_space`. An axis that divides examples,
+positions or dims of its own is placed in `_base`. A knob that changes the work of
+operators on a device becomes a column of `Columns`. A knob that changes only which
+arrays are kept, gathered or updated is read from the space in `_terms` and `_memory`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,27 +50,27 @@ from dtft.planner.types import AXES
 from dtft.planner.workload import Role, Workload
 
 # Collectives of all shardings are priced in one call. Most shardings have few
-# candidates, and combined collectives differ between them: priced one by one they would
-# take as long as the rest of the search.
+# candidates, and combined collectives differ between shardings. Pricing each sharding
+# separately would take as long as the rest of the search.
 
 
 Part = tuple[ShardingAssignment, np.ndarray]
-"""A division, and the candidates that have it."""
+"""A division, and the indices of the candidates with this division."""
 
 
 def sending_s(
     resting: Resting, parts: Sequence[Part], sums: Sequence[Sums], zero: np.ndarray
 ) -> list[np.ndarray]:
-    """Seconds of a step of all collectives, if nothing hides any of it.
+    """Seconds of a step in all collectives, if no computation hides them.
 
     Args:
-        resting: gathers of arrays that are divided at rest.
+        resting: prices the gathers of arrays that are divided at rest.
         parts: divisions with their candidates.
-        sums: of each division what its operators take.
-        zero: level of each candidate.
+        sums: totals of the operators of each division.
+        zero: ZeRO level of each candidate.
 
     Returns:
-        Of each part the seconds of its candidates.
+        For each part the seconds of its candidates; float [candidates of the part].
     """
     columns, rates = resting.prices.columns, resting.prices.rates
     found = [np.zeros(len(rows)) for _, rows in parts]
@@ -93,11 +93,11 @@ def sending_s(
 
 _HEAVY = ("matmul", "convolution")
 NEARLY_NONE = 0.01
-"""Share of the operations below which an axis leaves its devices as good as idle."""
+"""Share of the operations below which an axis counts as idle: it divides too few."""
 
 
 def memory_floor(question: Workload, pool: Pool) -> MemoryFloor:
-    """What the state of a question takes, whatever is divided how."""
+    """A lower bound of the state's memory on a device, for any division."""
     graph = question.graph
 
     def total(role: Role) -> int:
@@ -106,21 +106,21 @@ def memory_floor(question: Workload, pool: Pool) -> MemoryFloor:
 
     return MemoryFloor(
         parameters=total("parameter"),
-        gradients=0,  # how many are there at a time depends on the program
+        gradients=0,  # the number alive at a time depends on the program
         optimizer=total("optimizer"),
         capacity=int(pool.device.memory_bytes * (1 - RESERVE)),
     )
 
 
 class PlanSearch:
-    """Prices the candidates of one question on one pool."""
+    """Prices the candidates of one workload on one pool."""
 
     def __init__(self, question: Workload, pool: Pool, *, scatters: bool) -> None:
-        """Nothing is priced yet.
+        """Builds the timeline of the workload; `price` does the pricing.
 
         Args:
-            question: what is asked.
-            pool: like devices.
+            question: the workload.
+            pool: a pool of equal devices.
             scatters: whether the backend has reduce-scatter
                 (`ShardingAssignment.scatters`).
         """
@@ -133,12 +133,12 @@ class PlanSearch:
         self._peaks = Peaks(timeline)
 
     def price(self, space: Space, rates: Rates | None = None) -> Priced:
-        """Time and memory of every candidate.
+        """Computes time and memory of every candidate.
 
         Args:
             space: the candidates.
-            rates: on the columns of these candidates, or of the same with another
-                remat.
+            rates: rates on the columns of these candidates, or of the same candidates
+                with another remat policy.
         """
         prices = Prices(self.question, rates or Rates(Columns(self.pool, space)))
         resting = Resting(prices)
@@ -181,13 +181,15 @@ class PlanSearch:
         return priced
 
     def with_offload(self, priced: Priced, best_s: float) -> Priced:
-        """The same, and candidates whose optimizer state rests in host memory.
+        """Adds candidates whose optimizer state rests in host memory.
 
-        Only those that could be the best: what fits without is slower with it.
+        Adds only candidates that could be the best: offload slows down a candidate that
+        fits without it.
 
         Args:
-            priced: of this search.
-            best_s: seconds of the best that fits; infinite without one.
+            priced: candidates priced by this search.
+            best_s: seconds of a step of the best candidate that fits; infinity if no
+                candidate fits.
         """
         lean = priced.memory_bytes - priced.memory["optimizer"] <= priced.capacity
         worth = lean & ~priced.fits & ~priced.idle & (priced.step_s < best_s)
@@ -202,7 +204,7 @@ class PlanSearch:
     def works(
         self, division: ShardingAssignment
     ) -> tuple[tuple[OpGroup, OperatorWork], ...]:
-        """What each group of operators takes under a division."""
+        """The groups of operators, each with its work under a division."""
         known = works_of(self.question)
         return tuple(
             (group, known.at(known.key(number, division)))
@@ -212,7 +214,13 @@ class PlanSearch:
     def moved(
         self, division: ShardingAssignment, mesh: Mapping[str, int], zero: int
     ) -> list[Moved]:
-        """Collectives that bring divided arrays together."""
+        """The collectives that gather divided parameters.
+
+        Args:
+            division: which axes divide which dims while computing.
+            mesh: sizes of the axes.
+            zero: ZeRO level.
+        """
         question = self.question
         parameters = self.leaves("parameter", division, mesh, zero > 0)
         times = {
@@ -233,7 +241,14 @@ class PlanSearch:
         mesh: Mapping[str, int],
         divides: bool,
     ) -> tuple[StateArray, ...]:
-        """Arrays of a role, and how each is divided."""
+        """The arrays of a role, each with its divisions in use and at rest.
+
+        Args:
+            role: the role of the arrays.
+            division: which axes divide which dims while computing.
+            mesh: sizes of the axes.
+            divides: whether `fsdp` divides the arrays at rest.
+        """
         graph, loops = self.question.graph, self.question.loop_dims
         values = {
             path: graph.values[graph.inputs[path]] for path in self.question.paths(role)
@@ -241,7 +256,7 @@ class PlanSearch:
         return zero_leaves(values, division, mesh, divides, loops)
 
     def _base(self, space: Space) -> ShardingAssignment:
-        """What all axes but `tensor` divide."""
+        """The division by all axes except `tensor`."""
         question = self.question
         first = question.weights
         by_expert = bool((space.columns["expert"] > 1).any())
@@ -260,7 +275,7 @@ class PlanSearch:
     def _layouts(
         self, prices: Prices, space: Space
     ) -> list[tuple[ShardingAssignment, np.ndarray]]:
-        """Divisions with `tensor` where it costs least, and the candidates of each."""
+        """Divisions of least cost by `tensor`, each with indices of its candidates."""
         chooser = Chooser(prices, self._base(space), "tensor")
         found, which = chooser.choose(candidates(self.question))
         of = which[prices.columns.of]
@@ -269,7 +284,7 @@ class PlanSearch:
     def _terms(
         self, resting: Resting, parts: Sequence[Part], space: Space
     ) -> Iterator[dict[str, np.ndarray]]:
-        """Seconds of some candidates by term, for each of some divisions."""
+        """Seconds of a step by term; yields one mapping per part."""
         ways = resting.prices.priced_ops
         sums = [price_table.sum_prices(ways(division)) for division, _ in parts]
         sent = sending_s(resting, parts, sums, space.columns["zero"])
@@ -293,7 +308,7 @@ class PlanSearch:
         space: Space,
         rows: np.ndarray,
     ) -> dict[str, np.ndarray]:
-        """Bytes of some candidates of one layout."""
+        """Bytes on a device by term, for candidates that share one layout."""
         columns = resting.prices.columns
         points, zero = columns.of[rows], space.columns["zero"][rows]
         found: dict[str, np.ndarray] = {}
@@ -310,9 +325,9 @@ class PlanSearch:
 
 
 def _busy(ways: Sequence[PricedOp]) -> set[str]:
-    """Axes that divide what is computed: products, or all where there are none.
+    """Axes that divide products, or any operators if the program has no products.
 
-    Not those that divide nearly none of their operations.
+    Leaves out axes that divide less than `NEARLY_NONE` of these operations.
     """
     heavy = [way for way in ways if way.group.operator.kind in _HEAVY] or ways
     shares: dict[str, float] = {}
@@ -327,9 +342,9 @@ def _busy(ways: Sequence[PricedOp]) -> set[str]:
 def _with_sums(
     resting: Resting, layout: ShardingAssignment, space: Space, rows: np.ndarray
 ) -> list[tuple[ShardingAssignment, np.ndarray]]:
-    """Divisions of a layout, by how gradients are divided; and the candidates of each.
+    """Divisions of a layout by the division of gradients, each with its candidates.
 
-    From ZeRO 2 on they are divided as their parameters are kept.
+    From ZeRO level 2, gradients are divided like their parameters at rest.
     """
     divided = space.columns["zero"][rows] >= 2
     found = [(layout, rows[~divided])]

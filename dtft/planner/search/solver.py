@@ -1,8 +1,8 @@
-"""The exact solver of small discrete cost problems.
+"""Solves small discrete cost problems exactly.
 
-Drops values that another is never worse than, then eliminates variables where the
-tables stay small (always on chains and trees), or solves a mixed-integer program; says
-which variables are in conflict where everything is forbidden.
+Eliminates variables if the tables stay small, as on chains and trees. Otherwise prunes
+dominated values first, and then eliminates variables or solves a mixed-integer program.
+If every assignment is forbidden, the error names the variables in conflict.
 """
 
 import math
@@ -22,37 +22,37 @@ from dtft.planner.search.elimination import (
     elimination_order,
 )
 
-# Pruning drops values that another value is never worse than. It is sound: an
+# Pruning drops dominated values: another value never costs more. Pruning is sound: an
 # assignment of least cost stays.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Pruned:
-    """What pruning left of a problem."""
+    """A problem after pruning."""
 
     problem: CostProblem
     """The problem with the values that stay, renumbered."""
     kept: tuple[np.ndarray, ...]
-    """For each variable the values that stay, as numbers of the first problem."""
+    """For each variable the values that stay, as numbered in the original problem."""
 
     def restored(self, values: Sequence[int]) -> tuple[int, ...]:
-        """The first problem's values for values of the pruned one."""
+        """Converts values of the pruned problem to values of the original problem."""
         return tuple(
             int(kept[value]) for kept, value in zip(self.kept, values, strict=True)
         )
 
 
 def prune(problem: CostProblem) -> Pruned:
-    """Removes dominated values until none is left.
+    """Removes dominated values until no dominated value is left.
 
-    Value a dominates b where in every factor, whatever the other variables' values, it
-    costs no more. Whoever uses b can then use a instead, so an optimum without b
-    exists; of values that dominate each other the first stays. Comparing entries one by
-    one needs no arithmetic, so no rounding can remove the optimum.
+    Value a dominates value b if a costs no more than b in every factor, for all values
+    of the other variables. Any assignment with b can use a instead, so an optimum
+    without b exists. Of values that dominate each other the first stays. Entries are
+    compared without arithmetic, so rounding cannot remove the optimum.
 
     >>> from dtft.planner.search.elimination import Factor
     >>> cost = Factor(variables=(0,), costs=np.array([3.0, 1.0, 1.0]))
-    >>> prune(Problem(sizes=(3,), factors=(cost,))).kept
+    >>> prune(CostProblem(sizes=(3,), factors=(cost,))).kept
     (array([1]),)
     """
     kept = [np.arange(size) for size in problem.sizes]
@@ -73,41 +73,42 @@ def prune(problem: CostProblem) -> Pruned:
         for at in around[variable]:
             scope = problem.factors[at].variables
             tables[at] = np.take(tables[at], stay, axis=scope.index(variable))
-            # With fewer combinations to compare in, others may be dominated now.
+            # With fewer combinations, values of other variables may be dominated now.
             waiting.update(dict.fromkeys(other for other in scope if other != variable))
     return Pruned(problem=problem.restricted(kept), kept=tuple(kept))
 
 
 def _by_value(costs: np.ndarray, place: int) -> np.ndarray:
-    """A row per value of one variable, a column per combination of the others."""
+    """Costs with a row per value of one variable, a column per other combination."""
     return np.moveaxis(costs, place, 0).reshape(costs.shape[place], -1)
 
 
 def _undominated(tables: Sequence[np.ndarray], num_values: int) -> np.ndarray:
-    """Which values stay, ascending."""
-    never_worse = np.ones((num_values, num_values), bool)  # [a, b]: a than b
+    """The values that no other value removes, ascending."""
+    # [a, b]: a is never worse than b.
+    never_worse = np.ones((num_values, num_values), bool)
     for table in tables:
         for value in range(num_values):
             never_worse[value] &= (table[value] <= table).all(axis=1)
     first = np.tri(num_values, k=-1, dtype=bool).T  # [a, b]: a comes before b
-    # A strict order, as dominance is transitive: what removes b is itself removed only
-    # by something that removes b too.
+    # `removes` is a strict order, because dominance is transitive. So a value that
+    # removes b is itself removed only by a value that removes b too.
     removes = never_worse & (~never_worse.T | first)
     return np.flatnonzero(~removes.any(axis=0))
 
 
 MAX_ENTRIES = 2**22
-"""Of the largest table that elimination makes: 32 MiB."""
+"""Limit of the entries of the largest table that elimination creates: 32 MiB."""
 
 _MAX_TOTAL = 2**27
-"""Entries of all tables that elimination makes: about a second."""
+"""Limit of the entries of all tables that elimination creates: about a second."""
 
 _FEWER = 64
-"""Where tables for all values of a variable at once are too large, for so many times
-fewer."""
+"""Factor by which `solve_each` reduces the values solved at once if tables are too
+large."""
 
 _MAX_SWEEPS = 100
-"""Over all variables, on the way to a local optimum."""
+"""Limit of the sweeps over all variables in the search for a local optimum."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,40 +116,41 @@ class Assignment:
     """A value for each variable of a problem."""
 
     values: tuple[int, ...]
-    """In the order of `CostProblem.sizes`."""
+    """Values of the variables, in the order of `CostProblem.sizes`."""
     cost: float
     method: Literal["elimination", "mixed-integer", "descent"]
-    """`descent` where the mixed-integer program found nothing better in its time."""
+    """`descent` if the mixed-integer program found no better assignment in its time."""
     bound: float
-    """No assignment costs less. The cost itself where it is proven to be the least; for
-    a mixed-integer program proven to HiGHS's tolerance, 1e-10 of the largest cost."""
+    """A lower bound of the cost of any assignment. Equals `cost` if the assignment is
+    proven to be optimal. A mixed-integer program proves optimality to HiGHS's
+    tolerance, 1e-10 of the largest cost."""
 
 
 def solve(
     problem: CostProblem, *, deadline_s: float = 10.0, max_entries: int = MAX_ENTRIES
 ) -> Assignment:
-    """The assignment of least cost.
+    """Finds an assignment of least cost.
 
-    The same for the same problem (but for a deadline that ends a search). Of
-    assignments that cost the same to the last bit: on a chain and on a tree whose
-    parents come before their children the lexicographically smallest; elsewhere the
-    smallest in the reverse of the elimination order; from a mixed-integer program, or
-    where values had to be pruned first, whichever is found first.
+    The result is deterministic, unless the deadline ends a search. Of assignments whose
+    costs are equal to the last bit, elimination returns the smallest one in the reverse
+    of the elimination order. On a chain, and on a tree whose parents come before their
+    children, this is the lexicographically smallest assignment. With pruning or a
+    mixed-integer program, the assignment found first is returned.
 
     Args:
-        problem: what to minimise.
-        deadline_s: seconds for the mixed-integer program, if there has to be one.
-            Elimination is only tried where it takes about a second at most.
-        max_entries: of the largest table that elimination may make.
+        problem: the problem to minimise.
+        deadline_s: seconds for the mixed-integer program, if it is needed. Elimination
+            is tried only if it takes about a second at most.
+        max_entries: limit of the entries of the largest table that elimination creates.
 
     Raises:
-        ValueError: every assignment is forbidden; names a smallest set of variables
-            that cannot be given values together.
-        TimeoutError: no assignment that is allowed was found in the time; where nothing
-            is forbidden, one always is.
+        ValueError: every assignment is forbidden; names the variables of a minimal set
+            of factors that forbid every assignment together.
+        TimeoutError: no allowed assignment was found in the time. Cannot happen if no
+            combination is forbidden.
 
     >>> pair = Factor(variables=(0, 1), costs=np.array([[3.0, 5.0], [2.0, 9.0]]))
-    >>> solve(Problem(sizes=(2, 2), factors=(pair,)))
+    >>> solve(CostProblem(sizes=(2, 2), factors=(pair,)))
     Assignment(values=(1, 0), cost=2.0, method='elimination', bound=2.0)
     """
     order = _order(problem, max_entries)
@@ -175,27 +177,27 @@ def solve_each(
     deadline_s: float = 10.0,
     max_entries: int = MAX_ENTRIES,
 ) -> np.ndarray:
-    """For each value of one variable the assignment of the others of least cost.
+    """Finds an assignment of least cost for each value of one variable.
 
-    One elimination for all of them where the tables stay small; otherwise each by
-    itself, as `solve` does.
+    Runs one elimination for many values at once if the tables stay small. Otherwise
+    solves the problem of each value separately with `solve`.
 
     Args:
-        problem: what to minimise.
-        given: the variable whose values are all wanted.
-        deadline_s: seconds for all mixed-integer programs together, if there have to
-            be any; what is left of it is divided evenly among the values to come.
-        max_entries: of the largest table that elimination may make.
+        problem: the problem to minimise.
+        given: the variable whose values are all kept.
+        deadline_s: seconds for all mixed-integer programs together, if they are needed.
+            The remaining time is divided evenly among the remaining values.
+        max_entries: limit of the entries of the largest table that elimination creates.
 
     Returns:
         Values of all variables; int [values of `given`, variables].
 
     Raises:
-        ValueError: a value of `given` leaves nothing that is allowed.
-        TimeoutError: nothing that is allowed was found in the time.
+        ValueError: every assignment with some value of `given` is forbidden.
+        TimeoutError: no allowed assignment was found in the time.
 
     >>> pair = Factor(variables=(0, 1), costs=np.array([[3.0, 5.0], [2.0, 1.0]]))
-    >>> solve_each(Problem(sizes=(2, 2), factors=(pair,))).tolist()
+    >>> solve_each(CostProblem(sizes=(2, 2), factors=(pair,))).tolist()
     [[0, 0], [1, 1]]
     """
     rows = problem.sizes[given]
@@ -217,7 +219,7 @@ def solve_each(
 def _each(
     problem: CostProblem, given: int, values: range, order: Sequence[int]
 ) -> np.ndarray:
-    """Some values of the given variable by elimination."""
+    """Solves for a range of values of the given variable, by elimination."""
     part = _at(problem, given, values)
     tables = [(factor.variables, factor.costs) for factor in part.factors]
     found, costs = eliminate_each(part.sizes, tables, order, given)
@@ -261,7 +263,7 @@ def _programmed(problem: CostProblem, deadline_s: float) -> Assignment:
         return Assignment(
             values=outcome.values, cost=cost, method="mixed-integer", bound=cost
         )
-    # HiGHS may end before it has a bound; what each factor costs at least is one.
+    # HiGHS may end without a bound; the sum of the factors' least costs is a bound too.
     floor = sum(float(factor.costs.min()) for factor in problem.factors)
     return _cut_short(problem, outcome.values, max(outcome.bound, floor), deadline_s)
 
@@ -269,7 +271,7 @@ def _programmed(problem: CostProblem, deadline_s: float) -> Assignment:
 def _cut_short(
     problem: CostProblem, found: tuple[int, ...] | None, bound: float, deadline_s: float
 ) -> Assignment:
-    """The better of what HiGHS found in its time and a local optimum."""
+    """The better of a local optimum and the assignment that HiGHS found in its time."""
     values, method = _descended(problem), "descent"
     if found is not None and problem.cost(found) <= problem.cost(values):
         values, method = found, "mixed-integer"
@@ -284,10 +286,13 @@ def _cut_short(
 
 
 def _descended(problem: CostProblem) -> tuple[int, ...]:
-    """A local optimum: each variable in turn takes its cheapest value, until all do."""
+    """Finds a local optimum by coordinate descent.
+
+    Each variable in turn takes its cheapest value, until no variable changes.
+    """
     around = problem.factors_of_variables()
     index: list[Any] = [0] * len(problem.sizes)
-    for _ in range(_MAX_SWEEPS):  # rounding could go round in circles
+    for _ in range(_MAX_SWEEPS):  # rounding errors could make it cycle
         changed = False
         for variable, factors in enumerate(around):
             value, index[variable] = index[variable], slice(None)
@@ -316,11 +321,12 @@ def _infeasible(problem: CostProblem) -> ValueError:
 
 
 def _conflict(problem: CostProblem) -> list[Factor]:
-    """Factors that together forbid everything, and without any one of them do not.
+    """Finds a minimal set of factors that together forbid every assignment.
 
-    Finds one factor after another: the last of the shortest run of factors that, with
-    those found before, forbids everything (the idea of QuickXplain, Junker, AAAI 2004).
-    Where that is too large to decide by elimination, all factors that forbid anything.
+    Finds one factor after another, by the idea of QuickXplain (Junker, AAAI 2004). The
+    next factor is the last one of the shortest run of factors that forbids every
+    assignment together with the factors found before. If elimination cannot decide this
+    within its limits, returns all factors that forbid any combination.
     """
     rest = [
         Factor(variables=f.variables, costs=np.where(np.isinf(f.costs), np.inf, 0.0))
@@ -328,7 +334,7 @@ def _conflict(problem: CostProblem) -> list[Factor]:
         if np.isinf(f.costs).any()
     ]
     hard = CostProblem(sizes=problem.sizes, factors=tuple(rest), names=problem.names)
-    order = _order(hard, MAX_ENTRIES)  # good for fewer factors too
+    order = _order(hard, MAX_ENTRIES)  # valid for subsets of the factors too
     if order is None:
         return rest
     found: list[Factor] = []
@@ -348,6 +354,6 @@ def _conflict(problem: CostProblem) -> list[Factor]:
 def _allow(
     factors: Sequence[Factor], sizes: Sequence[int], order: Sequence[int]
 ) -> bool:
-    """Whether any assignment is forbidden by none of the factors."""
+    """Whether some assignment is allowed by all of the factors."""
     tables = [(factor.variables, factor.costs) for factor in factors]
     return not math.isinf(eliminate(sizes, tables, order)[1])

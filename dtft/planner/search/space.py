@@ -1,8 +1,8 @@
-"""The space of candidates: mesh, order on the fabric and knobs as columns, and which
-knobs can be run.
+"""The space of candidates as columns (mesh, order on the fabric, knobs).
 
-`CAPABILITIES` is the published list of what each entry point and backend runs: the
-search stays within it, and whoever runs a plan checks the plan against it.
+Also declares which knobs can be run. `CAPABILITIES` lists the knobs that each entry
+point and backend runs. The search stays within this list, and the code that runs a plan
+checks the plan against it.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ Backend = Literal["cpu", "gpu", "tpu"]
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What one entry point can do on one backend."""
+    """The knobs that one entry point runs on one backend."""
 
     axes: frozenset[str]
     """Mesh axes that may be larger than 1."""
@@ -33,7 +33,7 @@ class Capabilities:
     zero: frozenset[int]
     """ZeRO levels."""
     constraints: bool = True
-    """Whether values inside the program can be given shardings."""
+    """Whether intermediate values of the program can be given shardings."""
     offload: bool = False
     """Whether optimizer state can be kept in host memory between updates."""
 
@@ -43,7 +43,8 @@ _STEP = Capabilities(
     axes=_AXES,
     microbatches=False,
     remat=frozenset({"none"}),
-    # Gradients (level 2) exist only inside of the user's step: constraints divide them.
+    # Level 2 divides gradients. Here they exist only inside the user's step, where
+    # constraints divide them.
     zero=frozenset({0, 1, 3}),
 )
 _LOSS = Capabilities(
@@ -61,20 +62,23 @@ CAPABILITIES: Mapping[tuple[Entry, Backend], Capabilities] = {
     ("loss", "gpu"): _LOSS,
     ("loss", "tpu"): _LOSS,
 }
-"""The list. No backend has `stage`: entry points take any step or loss, and nobody has
-said what its layers are. A config's own mesh can have it (`parallel/pipeline.py`)."""
+"""The knobs that each entry point runs on each backend.
+
+No backend runs the axis `stage`: entry points accept any step or loss, whose layers are
+not declared. The mesh of a training config can have the axis (`parallel/pipeline.py`).
+"""
 
 PLATFORMS: Mapping[str, Backend] = {
     "cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu",
 }  # fmt: skip
-"""Platforms of device types, and what JAX calls them, to the backend of each."""
+"""The backend of each platform; keys are platforms of device types and JAX's names."""
 
 
 def everything(rematerializes: bool) -> Capabilities:
-    """All knobs that can be priced, whether or not anything runs them.
+    """All knobs that can be priced, including knobs that nothing runs.
 
     Args:
-        rematerializes: whether programs with parts computed again can be traced.
+        rematerializes: whether rematerialized programs can be traced.
     """
     return Capabilities(
         axes=frozenset(AXES),
@@ -88,7 +92,7 @@ def everything(rematerializes: bool) -> Capabilities:
 def unsupported(
     entry: Entry, backend: Backend, mesh: Mapping[str, int], knobs: Knobs
 ) -> tuple[str, ...]:
-    """The knobs that cannot be run, in words; empty when the plan can be.
+    """The knobs that cannot be run, in words; empty if the plan can be run.
 
     >>> unsupported("step", "cpu", {"replica": 8}, Knobs(microbatches=4))
     ('microbatches=4: entry step on cpu runs microbatches=1',)
@@ -110,15 +114,16 @@ def unsupported(
 
 
 def check_runnable(plan: Plan, entry: Entry, platform: str) -> None:
-    """Refuses a plan that this entry point cannot run on these devices.
+    """Checks that an entry point can run a plan on a platform.
 
     Args:
-        plan: what is to be run.
-        entry: the entry point that is to run it.
+        plan: the plan to run.
+        entry: the entry point that runs the plan.
         platform: JAX's name of the devices' platform.
 
     Raises:
-        ValueError: names the entry point or every knob that does not work.
+        ValueError: the plan cannot be run; names the entry point, the platform or every
+            knob that prevents it.
     """
     if plan.entry != entry:
         other = {"step": "plan.jit(step)", "loss": "make_step(loss, optimizer, plan)"}
@@ -143,35 +148,35 @@ def _listed(names: frozenset[str] | frozenset[Remat] | frozenset[int]) -> str:
     return ", ".join(sorted(map(str, names)))
 
 
-# Candidates are pruned by divisibility, by a floor of memory and by the user's pins. As
-# columns, tens of thousands of them take milliseconds.
+# Candidates are pruned by divisibility, by a lower bound of memory and by the user's
+# pins. Stored as columns, tens of thousands of candidates take milliseconds.
 
 
 REMATS: tuple[Remat, ...] = ("none", "dots", "full")
-"""What numbers in the column `remat` stand for."""
+"""The policies that the numbers in the column `remat` stand for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryFloor:
-    """What no device can do without, whatever arrays are divided how."""
+    """A lower bound of the memory of each device, for any division of the arrays."""
 
     parameters: int
     """Bytes of the whole model's parameters."""
     gradients: int
     optimizer: int
-    """Bytes of its optimizer state."""
+    """Bytes of the whole model's optimizer state."""
     capacity: int
-    """Bytes that a device has for them."""
+    """Bytes of a device that are available for this state."""
 
     def bytes_of(self, sizes: np.ndarray, zero: np.ndarray) -> np.ndarray:
-        """Bytes on each device: nothing is on fewer than the axes that may divide it.
+        """The least bytes on each device, if all allowed axes divide every array.
 
-        All axes but `replica` and `fsdp` may divide anything; `fsdp` divides optimizer
-        state from zero=1 on, gradients from 2, parameters from 3.
+        All axes except `replica` and `fsdp` may divide any array. `fsdp` divides the
+        optimizer state from ZeRO level 1, gradients from 2 and parameters from 3.
 
         Args:
-            sizes: of the axes; [candidates, axes].
-            zero: level; [candidates].
+            sizes: sizes of the axes; [candidates, axes].
+            zero: ZeRO level; [candidates].
         """
         fsdp = sizes[:, AXES.index("fsdp")]
         model = sizes.prod(axis=1) // (sizes[:, AXES.index("replica")] * fsdp)
@@ -185,27 +190,29 @@ class MemoryFloor:
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What a plan may choose from."""
+    """The values that each knob of a plan may take."""
 
     num_devices: int
     batch: int
     """Samples in a step."""
     divides: Mapping[str, tuple[int, ...]]
-    """Axes to search, each with sizes that it has to divide, all of them; () any."""
+    """Axes to search, each with the array sizes that it must divide; () allows any."""
     data_axes: tuple[str, ...] = ("replica", "fsdp")
-    """Axes that the batch is divided over; those that are not searched count as one."""
+    """Axes that divide the batch; an axis that is not searched has size one."""
     levels: tuple[int, ...] = ()
-    """Devices, then groups, that each level of the fabric joins, innermost first; the
-    first is a host. () for one level."""
+    """The number of members that each level of the fabric joins, innermost first.
+
+    The first level is a host and joins devices; the others join groups. () stands for
+    one level."""
     max_microbatches: int = 1
     remat: tuple[Remat, ...] = ("none",)
     zero: tuple[int, ...] = (0, 3)
-    """Levels to search. Those above 0 divide over `fsdp`: a mesh has an axis `fsdp`
-    larger than one exactly where the level is above 0."""
+    """ZeRO levels to search. Levels above 0 divide over `fsdp`: a mesh has an axis
+    `fsdp` larger than one exactly if its level is above 0."""
     memory: MemoryFloor | None = None
     fewer: tuple[int, ...] | None = ()
-    """Numbers of devices, fewer than there are, to look at beside all of them and
-    those that the batch needs; None: only all of them."""
+    """Smaller numbers of devices to search too, besides all devices and the number
+    that the batch may require. None searches meshes of all devices only."""
 
     def __post_init__(self) -> None:
         for name in ("num_devices", "batch", "max_microbatches"):
@@ -225,7 +232,7 @@ class Choices:
 
 @dataclass(frozen=True, kw_only=True)
 class Reason:
-    """What one rule left of the candidates."""
+    """The number of candidates that one rule left."""
 
     rule: str
     left: int
@@ -240,29 +247,29 @@ class SearchCandidate:
     """One point of the space."""
 
     mesh: Mapping[str, int]
-    """Axes larger than one, slowest-varying (outermost on the fabric) first."""
+    """Sizes of the axes, slowest-varying (outermost on the fabric) first."""
     knobs: Knobs
     batch: int
-    """Samples in a step; more than asked for where the batch had to be rounded up."""
+    """Samples in a step; above the requested batch if it had to be rounded up."""
     devices_used: int
     baseline: str
-    """One of `BASELINES`."""
+    """The name of the baseline, an entry of `BASELINES`; '' for no baseline."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Space:
-    """Candidates as columns; the same for the same question."""
+    """Candidates as columns, deterministic for a given workload."""
 
     columns: Mapping[str, np.ndarray]
     """int64, one entry per candidate: each of `AXES`, `microbatches`, `zero`, `remat`
     (position in `REMATS`), `offload`, `virtual_stages`, `schedule` (position in
     `SCHEDULES`), `order` (position in `orders`), `batch`, `devices_used`,
-    `baseline` (position in `BASELINES`) and `mesh` (from 0 on, one number for each pair
-    of sizes and order: candidates that share it differ in knobs only)."""
+    `baseline` (position in `BASELINES`) and `mesh`. The latter numbers the pairs of
+    sizes and order from 0: candidates with equal numbers differ in knobs only."""
     orders: tuple[tuple[str, ...], ...]
     """Orders of the axes on the fabric, slowest-varying first."""
     reasons: tuple[Reason, ...] = field(default=())
-    """What each rule left, in the order in which they were applied."""
+    """The number of candidates that each rule left, in the order of application."""
 
     def __len__(self) -> int:
         return len(self.columns["batch"])
@@ -292,21 +299,21 @@ class Space:
         return np.stack([self.columns[axis] for axis in AXES], axis=1)
 
     def with_remat(self, remat: Remat) -> "Space":
-        """The same candidates, all with one remat."""
+        """Sets one remat policy for all candidates."""
         numbers = np.full(len(self), REMATS.index(remat))
         return replace(self, columns={**self.columns, "remat": numbers})
 
     def with_offload(self) -> "Space":
-        """The same candidates, all with optimizer state in host memory."""
+        """Puts the optimizer state of all candidates in host memory."""
         columns = {**self.columns, "offload": np.ones(len(self), np.int64)}
         return replace(self, columns=columns)
 
     def with_chunks(self, num_layers: int, pinned: int | None) -> "Space":
-        """Pipelines with every number of virtual stages that their layers allow.
+        """Expands candidates by every number of virtual stages that the layers allow.
 
         Args:
-            num_layers: of the model; whole chunks of them.
-            pinned: the number of virtual stages, if it is given.
+            num_layers: the number of layers of the model; chunks are whole layers.
+            pinned: the number of virtual stages, if it is pinned.
         """
         stage, parts = self.columns["stage"], self.columns["microbatches"]
         found = []
@@ -323,7 +330,7 @@ class Space:
         return replace(self, columns=columns)
 
     def joined(self, other: "Space") -> "Space":
-        """These candidates, then others of the same orders."""
+        """These candidates, followed by other candidates with the same orders."""
         columns = {
             name: np.concatenate([column, other.columns[name]])
             for name, column in self.columns.items()

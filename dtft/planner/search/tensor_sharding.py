@@ -1,9 +1,9 @@
-"""Which dims the axis `tensor` divides: exact for every mesh on the fabric.
+"""Selects the dims that the axis `tensor` divides, exactly for every mesh.
 
-Makes a cost problem of a program (a variable per dim that could be divided, a table per
-group of operators, all of it for every point at once) and has it solved exactly
-(`solver`): least are the seconds of a step in which every collective is waited for.
-Equal layers share their variables.
+Writes a program as a cost problem: one variable per dim that can be divided, and one
+table per group of operators, for all points at once. `solver` minimises the seconds of
+a step in which no collective is hidden behind computation. Equal layers share their
+variables.
 """
 
 import itertools
@@ -20,18 +20,22 @@ from dtft.planner.spmd import ShardingAssignment
 from dtft.planner.workload import Workload
 
 DEADLINE_S = 10.0
-"""For programs whose tables are too large for dynamic programming, which none of the
-models in the tests has: what is best so far is taken then."""
+"""Seconds after which the solver returns the best division found so far.
+
+Applies only to programs whose tables are too large for dynamic programming. No model
+in the tests has such tables.
+"""
 
 Tables = dict[tuple[int, ...], dict[tuple[int, ...], list[PricedOp]]]
-"""Dims, then for each whether it is divided, then what operators take."""
+"""Priced operators by their dims, then by which of these dims are divided (0 or 1)."""
 
 
 def candidates(question: Workload) -> tuple[int, ...]:
-    """Dims that an axis could divide with gain: weights', of matmuls and convolutions.
+    """Dims that an axis can usefully divide: weight dims of matmuls and convolutions.
 
-    Without those along which examples go, or loops: other axes are for them, or none.
-    Nor what only values inside have, such as positions cut from those of the batch.
+    Excludes dims of examples and positions, which other axes divide, and dims of loops,
+    which no axis divides. Also excludes dims that only intermediate values have, such
+    as positions sliced from those of the batch.
     """
     graph = question.graph
     allowed = question.weight_dims.difference(
@@ -50,28 +54,29 @@ def candidates(question: Workload) -> tuple[int, ...]:
 
 
 class Chooser:
-    """Lays one axis on the dims of a program, for all points of some columns."""
+    """Selects the dims of a program that one axis divides, for all points at once."""
 
     def __init__(self, prices: Prices, base: ShardingAssignment, axis: str) -> None:
-        """Nothing is laid yet.
+        """Keeps its arguments; `choose` selects the dims.
 
         Args:
-            prices: of the program's operators.
-            base: what the other axes divide; their dims are left to them.
-            axis: the axis to lay.
+            prices: prices of the program's operators.
+            base: dims that the other axes divide; `axis` does not divide these dims.
+            axis: the axis to place.
         """
         self._prices, self._base, self._axis = prices, base, axis
 
     def choose(
         self, dims: Sequence[int]
     ) -> tuple[list[ShardingAssignment], np.ndarray]:
-        """The divisions of least cost, with the axis along any of `dims`.
+        """Finds the divisions of least cost in which the axis may divide any of `dims`.
 
         Args:
-            dims: dims it may divide (`candidates`), where their sizes allow it.
+            dims: dims that the axis may divide (`candidates`) if their sizes allow it.
 
         Returns:
-            Divisions, and for each point which of them is its own.
+            The distinct divisions, and the index of the division of each point; int
+            [points].
         """
         columns = self._prices.columns
         tables = self._tables([dim for dim in dims if self._fits(dim)])
@@ -99,7 +104,7 @@ class Chooser:
         return divisions, which.ravel()[alike.of]
 
     def _tables(self, free: Sequence[int]) -> Tables:
-        """For each set of dims its operators, by which of the dims are divided."""
+        """The priced operators of each set of dims, by which dims are divided."""
         prices, allowed = self._prices, set(free)
         asked: list[tuple[int, ShardingAssignment]] = []
         with_dims = cache(self._with)
@@ -117,7 +122,7 @@ class Chooser:
         return found
 
     def _respects(self, tables: Tables) -> Iterable[Cases]:
-        """All in which points differ for any choice."""
+        """The cases of every table: points equal in all of them cost the same."""
         found = {self._prices.columns.divided([(self._axis,)]): None}
         for choices in tables.values():
             for way in itertools.chain(*choices.values()):
@@ -125,14 +130,17 @@ class Chooser:
         return found
 
     def _fits(self, dim: int) -> bool:
-        """Whether any point lets the axis divide a dim that others leave to it."""
+        """Whether the axis can divide a dim on any point, and no other axis does."""
         known = self._prices.question.graph.dims[dim]
         parts = np.unique(self._prices.columns.sizes[self._axis]).tolist()
         fits = any(part > 1 and known.divisible_by(part) for part in parts)
         return fits and not self._base.of(dim)
 
     def _possible(self, dim: int, variable: int, alike: Cases) -> Factor:
-        """Forbids to divide a dim where its sizes do not allow it."""
+        """A factor that forbids dividing a dim on points that cannot divide its sizes.
+
+        Points on which the axis has size one forbid the division too.
+        """
         parts = alike.sizes[self._axis]
         fits = parts > 1
         for size in self._prices.question.graph.dims[dim].sizes:
@@ -148,7 +156,7 @@ class Chooser:
 def _costs(
     choices: Mapping[tuple[int, ...], list[PricedOp]], alike: Cases
 ) -> np.ndarray:
-    """Seconds of some operators; [a dim for each of their choices ..., points]."""
+    """Seconds of some operators, float; one dim of size 2 per choice, then points."""
     shape = (2,) * len(next(iter(choices)))
     costs = np.zeros((*shape, len(alike.first)))
     for choice, ways in choices.items():

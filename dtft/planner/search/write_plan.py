@@ -1,7 +1,6 @@
-"""From the best candidate to a plan: specs of every array, constraints, collectives,
-alternatives.
+"""Writes a candidate as a plan: array specs, constraints, collectives, alternatives.
 
-Decides nothing any more; writes down what the search found.
+Makes no decisions; the search has selected the candidate.
 """
 
 from collections import Counter
@@ -43,12 +42,12 @@ from dtft.planner.types import Spec
 def axes_used(
     search: PlanSearch, candidate: SearchCandidate, division: ShardingAssignment
 ) -> dict[str, AxisUse]:
-    """The axes of a candidate's mesh that are larger than 1.
+    """The use of each axis of a candidate's mesh that is larger than one.
 
     Args:
-        search: has the program and the devices.
-        candidate: its mesh, outermost axis first.
-        division: which axes divide what.
+        search: the search, with the program and the devices.
+        candidate: the candidate, with the outermost axis of its mesh first.
+        division: which axes divide which dims.
     """
     shares = work_divided(search, division)
     found = {}
@@ -58,16 +57,16 @@ def axes_used(
             kinds = [link.kind for link in group.links]
             found[axis] = AxisUse(
                 levels=tuple(zip(group.sizes, kinds, strict=True)),
-                # Stages share the layers, whatever divides their operators.
+                # Stages divide the layers; the axis `stage` divides no operator.
                 work=1.0 if axis == "stage" else shares.get(axis, 0.0),
             )
     return found
 
 
 def work_divided(search: PlanSearch, division: ShardingAssignment) -> dict[str, float]:
-    """For each axis the share of the operations of products that it divides.
+    """For each axis the share of product operations that the axis divides.
 
-    Of all operations, where there is no product.
+    If the program has no products, the share of all operations.
     """
     works = search.works(division)
     heavy = [pair for pair in works if pair[0].operator.kind in PRODUCTS] or works
@@ -80,29 +79,29 @@ def work_divided(search: PlanSearch, division: ShardingAssignment) -> dict[str, 
     return {axis: min(1.0, share) for axis, share in shares.items()}
 
 
-# Collectives with their seconds. These add up to the seconds of the search: collectives
-# that are sent together (`collective_combiner`) share their seconds by bytes.
+# Collectives with their seconds, which add up to the seconds of the search. Collectives
+# that are combined (`collective_combiner`) share their seconds in proportion to bytes.
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Listed:
-    """A collective of a candidate."""
+    """A collective of a candidate, before equal ones are merged."""
 
     sent: CollectiveOp
     times: float
-    """In a step."""
+    """The number of times it is sent in a step."""
     where: str
     bundle: Bundle | None = None
     share: float = 1.0
-    """Of its times that a device takes part in: one stage's."""
+    """The share of `times` in which one device takes part: that of one stage."""
 
 
 def collectives(
     search: PlanSearch, candidate: SearchCandidate, division: ShardingAssignment
 ) -> tuple[Collective, ...]:
-    """Every collective of a step, largest first; alike ones of one place together.
+    """All collectives of a step, largest first; equal ones of one place are merged.
 
-    Of a pipeline those of a stage, on the average, and what it hands on.
+    For a pipeline, the collectives of an average stage and its sends to other stages.
     """
     found = [
         *_of_operators(search, candidate, division),
@@ -139,7 +138,7 @@ def _of_operators(
 def _of_arrays(
     search: PlanSearch, candidate: SearchCandidate, division: ShardingAssignment
 ) -> Iterator[_Listed]:
-    """Of what is divided at rest."""
+    """Yields the collectives that gather arrays divided at rest."""
     for one in search.moved(division, candidate.mesh, candidate.knobs.zero):
         repeats = candidate.knobs.microbatches if one.how.per_microbatch else 1
         yield _Listed(
@@ -168,7 +167,7 @@ def _between_stages(
 def _counted(
     found: Iterable[_Listed], speeds: MeshSpeeds, sizes: Sizes
 ) -> Iterator[Collective]:
-    """Alike ones as one, with the seconds of all."""
+    """Merges equal collectives of one place, and adds up their times and seconds."""
     listed = [one for one in found if speeds.axes(one.sent)]
     sums: Counter[Bundle] = Counter()
     for one in listed:
@@ -211,14 +210,14 @@ def as_plan(
     *,
     num_ranked: int = 20,
 ) -> Plan:
-    """The plan of one candidate.
+    """Writes the plan of one candidate.
 
     Args:
-        search: found it.
-        priced: what it costs.
-        at: the candidate.
-        cluster: what it is for.
-        num_ranked: alternatives to list.
+        search: the search that priced the candidate.
+        priced: the priced candidates.
+        at: the index of the candidate in `priced`.
+        cluster: the cluster that the plan is for.
+        num_ranked: the number of best candidates to list as alternatives.
     """
     question, candidate = search.question, priced.space[at]
     division = priced.division_of(at)
@@ -260,7 +259,7 @@ def as_plan(
 def _on_host(
     optimizer: Sequence[StateArray], names: Mapping[str, str], mesh: Mapping[str, int]
 ) -> tuple[str, ...]:
-    """Paths of the leaves that are worth a copy (`offload`)."""
+    """Paths of the optimizer leaves large enough to keep in host memory (`offload`)."""
     return tuple(
         names[leaf.path]
         for leaf in optimizer
@@ -269,17 +268,18 @@ def _on_host(
 
 
 def real(spec: Spec, mesh: Container[str]) -> Spec:
-    """A spec with the axes that a mesh has, so without what divides in time only."""
+    """A spec restricted to the axes of a mesh: drops axes that divide in time only."""
     return tuple(tuple(axis for axis in axes if axis in mesh) for axes in spec)
 
 
 def constraints(
     graph: Graph, division: ShardingAssignment, mesh: Mapping[str, int]
 ) -> dict[int, Spec]:
-    """Operators whose result is to be divided as planned: all that a compiler keeps.
+    """Specs for the results of operators, by the operator's number in the program.
 
-    Gradients that a user's own step makes of arrays which `fsdp` divides at rest are
-    divided alike at once.
+    Covers the first result of every operator that a compiler does not fuse away
+    (`CHEAP`), if it is not a scalar. A gradient from the backward pass of a user's step
+    is divided like its array at rest, if `fsdp` divides the array.
     """
     found = {}
     for number, operator in enumerate(graph.operators):
@@ -296,7 +296,7 @@ def constraints(
 def _divided_further(
     value: Value, spec: Spec, division: ShardingAssignment, mesh: Mapping[str, int]
 ) -> Spec:
-    """The spec of a gradient that is wanted divided as its array is at rest."""
+    """The spec of a gradient, divided further like its array at rest."""
     extra = dict(division.rest.get(frozenset(map(division.root, value.dims)), {}))
     found = []
     for dim, size, axes in zip(value.dims, value.shape, spec, strict=True):
@@ -323,9 +323,10 @@ def _prediction(priced: Priced, at: int, cluster: Cluster) -> Prediction:
 
 
 def _alternatives(priced: Priced, num_ranked: int) -> tuple[Alternative, ...]:
-    """The best, and every baseline, in the order of the ranking.
+    """The best candidates and every baseline, in the order of the ranking.
 
-    None with idle devices, unless the best has: they would be listed as faster.
+    Leaves out candidates with idle devices unless the best candidate has idle devices:
+    they would be listed as faster than the best.
     """
     ranking = priced.ranking
     shown = (priced.space.columns["baseline"] > 0)[ranking]

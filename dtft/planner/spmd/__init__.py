@@ -1,13 +1,11 @@
-"""What a division of arrays over mesh axes means: what each device computes, stores and
-sends.
+"""Models SPMD partitioning: the compute, memory and collectives of a sharding.
 
-* `partitioner`: work and collectives of each operator, as XLA's SPMD partitioner makes
-  them.
-* `op_signature`: operators that differ only in their dims, so that each pattern is
-  partitioned once.
-* `zero`: how parameters, gradients and optimizer state are divided at rest, and what
-  gathers them.
-* `collective_combiner`: which collectives XLA sends as one.
+* `partitioner`: work and collectives of each operator, as in XLA's SPMD partitioner.
+* `op_signature`: groups operators that differ only in their dims, so that each pattern
+  is partitioned once.
+* `zero`: how parameters, gradients and optimizer state are divided at rest, and the
+  collectives that gather them.
+* `collective_combiner`: the collectives that XLA combines into one.
 """
 
 from typing import TYPE_CHECKING

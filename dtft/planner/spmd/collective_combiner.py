@@ -1,13 +1,15 @@
-"""Which collectives go together: like ones that nothing waits for.
+"""Models XLA's collective combiner: equal collectives without dependencies are merged.
 
-XLA joins collectives of one kind among the same devices that do not need each other:
-the sums of all gradients of a loop's body (or outside of loops), and the arrays that
-are gathered behind an update. Their latency then counts once. Seen with jax 0.10.2: the
-GPU compiler joins all-reduces, all-gathers and reduce-scatters up to 30 MiB. The CPU
-compiler joins all-reduces too, but its runtime then sends each array by itself
-(`AllReduceThunk` of XLA), so that all that is saved is that devices meet once for all
-of them (`Link.meeting`). What waits in a chain, such as the sums of activations, is
-never joined.
+XLA combines collectives of one kind among the same devices that do not depend on each
+other. Examples are the all-reduces of all gradients of a loop's body (or outside of
+loops), and the all-gathers after an update. The latency of combined collectives counts
+once.
+
+Observed with jax 0.10.2: the GPU compiler combines all-reduces, all-gathers and
+reduce-scatters up to 30 MiB. The CPU compiler combines all-reduces too, but its runtime
+sends each array by itself (`AllReduceThunk` of XLA). This saves only synchronization:
+devices meet once for all of the arrays (`Link.meeting`). Collectives in a chain of
+dependencies, such as the sums of activations, are never combined.
 """
 
 from collections.abc import Hashable, Mapping
@@ -22,36 +24,42 @@ from dtft.planner.spmd.partitioner import MICRO, CollectiveOp, Sizes
 LIMITS: Mapping[str, Mapping[CollectiveKind, float]] = {
     "cpu": {},
 }
-"""Platform to kind to the most bytes of what is joined; others are as a GPU."""
+"""Platform to kind to the most bytes of a combined collective.
+
+Platforms that are not listed have the limits of a GPU.
+"""
 _TOGETHER: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
 _ACCELERATOR: Mapping[CollectiveKind, float] = dict.fromkeys(_TOGETHER, 30 * 2.0**20)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """What goes together."""
+    """A set of collectives that are combined."""
 
     kind: CollectiveKind
     axes: tuple[str, ...]
     times: float
-    """How often it is sent, in a step or for each microbatch."""
+    """How often the bundle is sent, in a step or for each microbatch."""
     repeated: bool
-    """Whether for each microbatch."""
+    """Whether `times` counts per microbatch."""
     place: Hashable
-    """Where in the program: nothing is joined across loops."""
+    """The place in the program: collectives of different loops are never combined."""
     is_one: bool = True
-    """Whether it is sent as one; otherwise array by array, one right behind another."""
+    """Whether the bundle is sent as one message; otherwise array by array in a row."""
     ahead: bool = False
-    """Whether it waits for nothing that is computed: devices need not meet for it."""
+    """Whether it depends on no computation, so that devices need not wait to meet."""
 
     def on(self, sizes: Sizes) -> "Bundle":
-        """The same on one mesh, without what has one part: what is equal, is one."""
+        """The bundle on one mesh, without axes of size one.
+
+        Equal results mean that the collectives are combined on this mesh.
+        """
         axes = tuple(axis for axis in self.axes if sizes.get(axis, 1) > 1)
         repeated = self.repeated and sizes.get(MICRO, 1) > 1
         return replace(self, axes=axes, repeated=repeated)
 
     def joins(self, other: "Bundle") -> bool:
-        """Whether both are one where they are among the same devices."""
+        """Whether both are combined on meshes where their devices are the same."""
         alike = self.kind, self.place, self.times
         return alike == (other.kind, other.place, other.times)
 
@@ -59,7 +67,7 @@ class Bundle:
 def bundle(
     platform: str, sent: CollectiveOp, times: float, repeated: bool, place: Hashable
 ) -> Bundle | None:
-    """Where a collective that nothing waits for belongs; None if it stays alone."""
+    """The bundle of a collective that nothing waits for; None if it is sent alone."""
     if sent.kind not in _TOGETHER:
         return None
     return Bundle(
@@ -73,12 +81,12 @@ def bundle(
 
 
 def messages(platform: str, kind: CollectiveKind, num_bytes: Any) -> Any:
-    """In how many messages joined collectives are sent.
+    """The number of messages in which combined collectives are sent.
 
     Args:
-        platform: of the devices.
-        kind: of the collectives.
-        num_bytes: of all of them together; a number or an array of them.
+        platform: the platform of the devices.
+        kind: the kind of the collectives.
+        num_bytes: bytes of all the collectives together; a number or an array.
 
     >>> messages("cuda", "all_reduce", np.array([1e6, 40e6])).tolist()
     [1.0, 2.0]

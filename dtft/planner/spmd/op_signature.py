@@ -1,8 +1,9 @@
-"""Operators that differ in nothing but which dims they have: their work is found once.
+"""Groups operators that differ only in their dims, to partition each pattern once.
 
-Layers, passes and programs with another remat are made of the same few operators over
-other dims. What a device does and sends depends on the shapes, on which dims are the
-same and on the axes of each, so operators of one pattern share their works.
+Layers, passes and programs with other remat policies consist of the same few operators
+over other dims. The work and collectives of a device depend on the shapes, on which
+dims are equal, and on the axes of each dim. So operators of one pattern share their
+work.
 """
 
 import itertools
@@ -22,22 +23,25 @@ from dtft.planner.spmd.partitioner import (
 PatternKey = tuple[
     tuple[Axes, ...], bool, tuple[int | None, ...], tuple[Axes, ...], Axes
 ]
-"""What of a division matters to an operator: axes of each of its dims; `scatters`; of
-each array the dim that comes first; axes that divide each result further; `spare`."""
+"""The part of a division that an operator's work depends on.
+
+Axes of each of its dims; `scatters`; the dim of each array that takes its axes first;
+axes that divide each result further; `spare`.
+"""
 
 _KNOWN: WeakValueDictionary[Hashable, "Pattern"] = WeakValueDictionary()
-"""Patterns that some program at hand has."""
+"""Patterns of the programs that are alive."""
 
 
 class Pattern:
-    """What operators have in common that are alike but for their dims."""
+    """The common form of operators that differ only in their dims."""
 
     def __init__(self, operator: Operator, values: tuple[Value, ...]) -> None:
-        """No division is looked at yet.
+        """Starts with an empty cache of works.
 
         Args:
-            operator: one of them; its dims are numbered by rank among its own.
-            values: its operands, then its results; their dims alike.
+            operator: an operator of the pattern; its dims are numbered by rank.
+            values: its operands, then its results; their dims are numbered likewise.
         """
         self._operator, self._values = operator, values
         self._graph = Graph(
@@ -47,7 +51,7 @@ class Pattern:
         self._known: dict[PatternKey, OperatorWork] = {}
 
     def work(self, key: PatternKey) -> OperatorWork:
-        """What one execution takes under a division, of an operator of the pattern."""
+        """The work of one execution of the pattern's operator, by key of a division."""
         if key not in self._known:
             division = self._division(*key)
             self._known[key] = work_of(self._graph, self._operator, division)
@@ -82,23 +86,23 @@ class Pattern:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Instance:
-    """An operator of a program, as one of a pattern."""
+    """An operator of a program, with its pattern."""
 
     operator: Operator
     pattern: Pattern
     dims: tuple[int, ...]
-    """Its dims, ascending; those that stand for others."""
+    """Dims of the operator (roots of their classes), ascending."""
     arrays: tuple[frozenset[int], ...]
     """Dims of each operand and result."""
 
     def key(self, division: ShardingAssignment) -> PatternKey:
-        """What of a division matters: equal keys, equal work."""
+        """The cache key of the operator under a division: equal keys, equal work."""
         axes = division.axes
         own = tuple([axes.get(dim, ()) for dim in self.dims])
         first: tuple[int | None, ...] = ()
         further: tuple[Axes, ...] = ()
         used = flat(own)
-        if division.first and len(set(used)) < len(used):  # some want the same axis
+        if division.first and len(set(used)) < len(used):  # two dims want the same axis
             found = map(division.first.get, self.arrays)
             first = tuple(None if d is None else self.dims.index(d) for d in found)
         if division.rest:
@@ -110,17 +114,17 @@ class Instance:
         return own, division.scatters, first, further, division.spare
 
     def work(self, key: PatternKey) -> OperatorWork:
-        """What one execution takes under divisions with a key."""
+        """The work of one execution under divisions with the given key."""
         return replace(self.pattern.work(key), operator=self.operator)
 
 
 def instance(graph: Graph, operator: Operator, root: Callable[[int], int]) -> Instance:
-    """An operator of a program as one of a pattern.
+    """Finds the pattern of an operator of a program.
 
     Args:
         graph: the program.
-        operator: one of it, or made of some of it.
-        root: dim to the dim that stands for it.
+        operator: an operator of the program, or one merged from several of them.
+        root: maps a dim to the dim that represents its class.
 
     >>> square = Value(shape=(8, 8), dtype="float32", dims=(4, 9))
     >>> other = Value(shape=(8, 8), dtype="float32", dims=(5, 7))
@@ -146,7 +150,8 @@ def instance(graph: Graph, operator: Operator, root: Callable[[int], int]) -> In
         operator,
         inputs=tuple(range(len(operator.inputs))),
         outputs=tuple(range(len(operator.inputs), len(values))),
-        # Of a product they give the depth; of others only a price depends on them.
+        # The depth of a matmul follows from its flops; for other operators only the
+        # price depends on flops.
         flops=operator.flops if operator.kind == "matmul" else 0.0,
         special=0.0,
         strided=0.0,

@@ -1,9 +1,8 @@
-"""What a division of dims over mesh axes means for an operator: its work and its
-collectives.
+"""Computes the work and collectives of operators whose dims are divided by mesh axes.
 
 Follows XLA's SPMD partitioner. Amounts are symbolic in the sizes of the axes
-(`ShardedSize`: a total and the axes that divide it), so thousands of meshes share one
-answer.
+(`ShardedSize`: a total and the axes that divide the total), so thousands of meshes
+share one result.
 """
 
 import math
@@ -17,19 +16,19 @@ from dtft.planner.cluster import CollectiveKind
 from dtft.planner.ir import Graph, Operator, Value
 from dtft.planner.types import Spec
 
-# Symbolic sizes. The sizes of the axes come at evaluation, as one number or as an
-# array with one entry per candidate mesh.
+# Symbolic sizes. The sizes of the axes are given at evaluation, each as one number or
+# as an array with one entry per candidate mesh.
 
 
 MICRO = "microbatches"
-"""Divides the batch like an axis, but in time: results add up and nothing is sent."""
+"""Name of a pseudo-axis that divides the batch in time: sums need no collectives."""
 Sizes = Mapping[str, Any]
-"""Axis to its size: an int, or an array with one per candidate."""
+"""Axis to its size: an int, or an array with one entry per candidate."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedSize:
-    """A number that some axes divide.
+    """A number divided by the sizes of mesh axes.
 
     >>> ShardedSize(total=48, axes=("tensor",)).at({"tensor": 4})
     12.0
@@ -39,12 +38,12 @@ class ShardedSize:
     axes: tuple[str, ...] = ()
 
     def at(self, sizes: Sizes) -> Any:
-        """What each device has of it."""
+        """The share of each device, for given sizes of the axes."""
         return self.total / parts(self.axes, sizes)
 
 
 def parts(axes: tuple[str, ...], sizes: Sizes) -> Any:
-    """Devices along several axes together; axes that are not there have one.
+    """The number of devices along several axes together; missing axes have size one.
 
     >>> parts(("replica", "tensor"), {"replica": np.array([2, 4]), "tensor": 2})
     array([4, 8])
@@ -57,7 +56,7 @@ def parts(axes: tuple[str, ...], sizes: Sizes) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveOp:
-    """One collective: the larger of a device's operand and result is its amount."""
+    """One collective; `amount` is the bytes of the larger of operand and result."""
 
     kind: CollectiveKind
     axes: tuple[str, ...]
@@ -66,23 +65,23 @@ class CollectiveOp:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorWork:
-    """One execution of an operator on each device."""
+    """The work of each device in one execution of an operator."""
 
     operator: Operator
     divided_by: tuple[str, ...]
     """Axes that divide the floating-point operations."""
     sizes: tuple[ShardedSize, ...]
-    """Of a product: rows, columns, depth, batch; empty for everything else."""
+    """Rows, columns, depth and batch of a matmul; empty for other operators."""
     reads: tuple[ShardedSize, ...]
     """Bytes of each operand."""
     writes: tuple[ShardedSize, ...]
     """Bytes of each result."""
     sent: tuple[CollectiveOp, ...]
     sides: tuple[ShardedSize, ShardedSize] | None = None
-    """Of a convolution: columns that each patch is multiplied by, and the channels of a
-    patch."""
+    """For a convolution, the columns that each patch is multiplied by, and the channels
+    of a patch."""
     turned_by: tuple[str, ...] = ()
-    """Axes that divide what the transposed products which it reads sum over."""
+    """Axes that divide the contracted dims of the transposed products that it reads."""
 
     @property
     def flops(self) -> ShardedSize:
@@ -91,21 +90,21 @@ class OperatorWork:
 
     @property
     def special(self) -> ShardedSize:
-        """Of these, functions such as exp."""
+        """The part of `flops` that evaluates functions such as exp."""
         return ShardedSize(total=self.operator.special, axes=self.divided_by)
 
     @property
     def strided(self) -> ShardedSize:
-        """Elements read across the order in which they lie."""
+        """Elements that are read with a stride, across their order in memory."""
         return ShardedSize(total=self.operator.strided, axes=self.divided_by)
 
     @property
     def turned(self) -> ShardedSize:
-        """More of these, where any of the axes in `turned_by` has parts."""
+        """Further strided elements, if any axis in `turned_by` is larger than one."""
         return ShardedSize(total=self.operator.turned, axes=self.divided_by)
 
 
-# Sizes of matmuls and convolutions: of each device's part.
+# Sizes of the part of a matmul or convolution that each device computes.
 
 
 def product_sizes(
@@ -117,10 +116,10 @@ def product_sizes(
     """Rows (m), columns (n), depth (k) and batch (b) of one matmul.
 
     Args:
-        operator: gives the operations, 2 b m n k.
+        operator: the matmul, with 2 b m n k operations.
         inputs: its operands.
         outputs: its results.
-        divides: axes along each of m, n, k and b; empty for what is no matmul.
+        divides: axes along each of m, n, k and b; empty for other operators.
     """
     if not divides:
         return ()
@@ -143,17 +142,18 @@ def convolution_sides(
     root: Callable[[int], int],
     kept: Mapping[str, int | None],
 ) -> tuple[ShardedSize, ShardedSize] | None:
-    """Columns of a convolution, seen as a product of patches (the kernel's results),
-    and its depth at each place of the kernel (the channels in).
+    """Columns and depth of a convolution, written as a product of patches.
 
-    In the backward pass the array in the kernel's place counts.
+    The columns are the output channels of the kernel; the depth is the number of input
+    channels at each position of the kernel. In the backward pass, the array in the
+    kernel's place takes the kernel's role. Returns None for other operators.
 
     Args:
-        operator: of any kind; None for what is no convolution.
+        operator: an operator of any kind.
         inputs: its operands.
         outputs: its results.
-        root: dim to the dim that stands for it.
-        kept: axis to the dim along which it divides the work.
+        root: maps a dim to the dim that represents its class.
+        kept: axis to the dim along which the axis divides the work.
     """
     if operator.kind != "convolution" or len(inputs) < 2:
         return None
@@ -173,12 +173,12 @@ def convolution_sides(
     return columns, ShardedSize(total=depth, axes=along({*deep}))
 
 
-# XLA's partitioner decides how a product is divided when its operands and its result
-# have shardings that do not fit together, and which of them it reshards.
+# If the shardings of operands and result of a product do not match, XLA's partitioner
+# selects the division of the work and the arrays to reshard.
 
 
 class WorkDims:
-    """One operator under a division: which axis goes along which of its dims."""
+    """One operator under a division: the dim along which each axis divides its work."""
 
     def __init__(
         self, graph: Graph, operator: Operator, division: "ShardingAssignment"
@@ -199,11 +199,11 @@ class WorkDims:
         return list(dict.fromkeys(a for spec in specs for axes in spec for a in axes))
 
     def _keep(self, axis: str) -> int | None:
-        """The dim along which this axis divides the work; None: all do all of it.
+        """The dim along which an axis divides the work; None if all devices repeat it.
 
-        XLA's partitioner takes for a product what needs no look at costs first: a dim
-        that both operands are divided along, or one operand and the result
-        (`PartitionBaseCase` in its `dot_handler.cc`).
+        For a product, XLA's partitioner first takes a dim that needs no comparison of
+        costs: a dim along which the axis divides both operands, or one operand and the
+        result (`PartitionBaseCase` in its `dot_handler.cc`).
         """
         dims: dict[int, None] = {}
         if self.alone and axis != MICRO:
@@ -218,7 +218,7 @@ class WorkDims:
         return min(dims, key=lambda dim: self._price(axis, dim), default=None)
 
     def _places(self, axis: str) -> list[int]:
-        """Of operands and result the dim that an axis divides, where it divides one."""
+        """The dims that an axis divides in operands and results, one per array."""
         values = (*self.inputs, *self.outputs)
         specs = (*self.in_specs, *self.out_specs)
         found = [
@@ -228,7 +228,7 @@ class WorkDims:
         return [self.division.root(v.dims[at]) for v, at in found if at is not None]
 
     def _price(self, axis: str, dim: int) -> tuple[float, int]:
-        """Bytes sent if the axis goes along `dim`, before division; ties: the first."""
+        """Sort key of a dim for an axis: bytes sent, before division, then the dim."""
         price = 0.0
         for value, spec in zip(self.inputs, self.in_specs, strict=True):
             at = position(spec, axis)
@@ -243,16 +243,16 @@ class WorkDims:
         return price, dim
 
     def is_partial(self, dim: int) -> bool:
-        """Whether the work, divided along a dim, leaves partial sums."""
+        """Whether dividing the work along a dim leaves partial sums."""
         if dim not in self.summed:
             return False
         if dim not in self.made:
             return True
-        # It is there twice, divided at one place: is that the one summed over?
+        # The dim occurs twice: partial sums arise if the contracted one is divided.
         return self.op.kind == "matmul" and not self._free(0, dim) | self._free(1, dim)
 
     def _free(self, index: int, dim: int) -> bool:
-        """Whether an operand of a matmul is divided along `dim` where it is kept."""
+        """Whether an operand of a matmul is divided along `dim` and keeps `dim`."""
         if self.op.kind != "matmul" or index > 1:
             return False
         spec, value = self.in_specs[index], self.inputs[index]
@@ -264,7 +264,7 @@ class WorkDims:
         )
 
     def fits(self, index: int, axis: str) -> bool:
-        """Whether an operand that an axis divides is divided as the work is."""
+        """Whether an axis divides an operand along the same dim as the work."""
         spec, value = self.in_specs[index], self.inputs[index]
         at = position(spec, axis)
         if at is None:
@@ -275,22 +275,22 @@ class WorkDims:
         if self.op.kind != "matmul" or index > 1:
             return True
         if dim in self.summed and dim in self.made:
-            # A product of a dim with itself: one of its places is summed over.
+            # A product of a dim with itself: one of its positions is contracted.
             return (at in self.op.contracted[index]) == self.is_partial(dim)
         return not (index == 1 and self._free(0, dim) and self.twice(dim))
 
     def twice(self, dim: int) -> bool:
-        """Whether rows and columns of a product are the same dim."""
+        """Whether a dim is both rows and columns of a product."""
         return [self.division.root(d) for d in self.outputs[0].dims].count(dim) > 1
 
 
 def position(spec: Spec, axis: str) -> int | None:
-    """The dim that an axis divides."""
+    """The position of the dim that an axis divides; None for no dim."""
     return next((at for at, part in enumerate(spec) if axis in part), None)
 
 
-# Results are constrained to the shardings, so a partial sum is reduced directly after
-# the operator that makes it.
+# Results are constrained to their shardings, so a partial sum is reduced directly after
+# the operator that produces it.
 
 
 Axes = tuple[str, ...]
@@ -302,34 +302,39 @@ class ShardingAssignment:
     """Which mesh axes divide which dims."""
 
     axes: Mapping[int, Axes]
-    """Dim to the axes that divide it wherever it occurs."""
+    """Dim to the axes that divide the dim wherever it occurs."""
     alias: Mapping[int, int] = field(default_factory=dict)
-    """Dim to the dim whose axes it has: equal layers share one decision."""
+    """Dim to the dim whose axes it shares: equal layers share one decision."""
     rest: Mapping[frozenset[int], Mapping[int, Axes]] = field(default_factory=dict)
-    """Dims of arrays whose sums are wanted divided further, and the axes that do it
-    along which of them: gradients at ZeRO levels 2 and 3."""
+    """For arrays whose sums are divided further (gradients at ZeRO levels 2 and 3): the
+    array's dims to the additional axes of each dim."""
     first: Mapping[frozenset[int], int] = field(default_factory=dict)
-    """Dims of an array, and the one of them that has its axes before the others have
-    theirs: of experts, in what they work on (`Workload.expert_arrays`), and of
+    """The dims of an array to the dim that takes its axes before the other dims: the
+    experts' dim in arrays they work on (`Workload.expert_arrays`), and dims of
     `Workload.weights`."""
     scatters: bool = False
-    """Whether the backend sums and divides in one collective (reduce-scatter): GPU and
-    TPU do; XLA's CPU backend sums everywhere, and each device keeps its part. It also
-    sums over the axes of one dim after those of another, where others sum at once, and
-    gathers what it looks for the largest of (`top_k`)."""
+    """Whether the backend sums and divides in one collective (reduce-scatter).
+
+    GPU and TPU do. XLA's CPU backend all-reduces, and each device keeps its part. It
+    also reduces over the axes of one dim after another, where other backends reduce
+    once, and gathers the operand of `top_k`.
+    """
     spare: Axes = ()
-    """Axes of the mesh for the dims of weights, whether they lie on any or not."""
+    """Axes of the mesh for dims of weights, whether or not they divide any dim."""
 
     def of(self, dim: int) -> Axes:
         """The axes that divide a dim."""
         return self.axes.get(self.root(dim), ())
 
     def root(self, dim: int) -> int:
-        """The dim that stands for it."""
+        """The dim that represents the class of a dim."""
         return self.alias.get(dim, dim)
 
     def spec(self, value: Value) -> Spec:
-        """How a value is divided; of dims that want the same axis the first has it."""
+        """The spec of a value; if several dims want an axis, the first dim takes it.
+
+        A dim in `first` takes its axes before all other dims.
+        """
         wanted = [
             self.of(dim) if size > 1 else ()
             for dim, size in zip(value.dims, value.shape, strict=True)
@@ -349,26 +354,26 @@ class ShardingAssignment:
         return tuple(spec)
 
     def _early(self, value: Value) -> int | None:
-        """The place of the dim that has its axes before the others."""
+        """The position of the dim that takes its axes first; None for no such dim."""
         roots = [self.root(dim) for dim in value.dims]
         dim = self.first.get(frozenset(roots))
         return None if dim is None else roots.index(dim)
 
 
 def flat(spec: Sequence[Axes]) -> Axes:
-    """The axes of a spec."""
+    """All axes of a spec, in the order of its dims."""
     return tuple(axis for part in spec for axis in part)
 
 
 def work_of(
     graph: Graph, operator: Operator, division: ShardingAssignment
 ) -> OperatorWork:
-    """What one execution of an operator takes on each device."""
+    """Computes the work of each device in one execution of an operator."""
     return _Placed(graph, operator, division).work()
 
 
 class _Placed(WorkDims):
-    """One operator under a division: what is sent for it."""
+    """One operator under a division, with the collectives that it needs."""
 
     def __init__(
         self, graph: Graph, operator: Operator, division: ShardingAssignment
@@ -402,7 +407,7 @@ class _Placed(WorkDims):
         )
 
     def _turned_by(self) -> Axes:
-        """Axes that leave partial sums in the transposed products that it reads."""
+        """Axes that leave partial sums in transposed products read by the operator."""
         axes = flat([self.division.of(dim) for dim in self.op.turned_over])
         return tuple(dict.fromkeys(axis for axis in axes if axis != MICRO))
 
@@ -410,7 +415,11 @@ class _Placed(WorkDims):
         return tuple(a for a in flat(self.in_specs[index]) if self.fits(index, a))
 
     def _send_operand(self, index: int) -> None:
-        """What an operand lacks, or has along another dim than the work."""
+        """Adds the collectives that reshard an operand to the division of the work.
+
+        An axis that divides another dim of the operand than of the work is exchanged
+        (all-to-all) if the operand has the work's dim; otherwise it is gathered.
+        """
         value, spec = self.inputs[index], self.in_specs[index]
         moved = [axis for axis in flat(spec) if not self.fits(index, axis)]
         roots = set(map(self.division.root, value.dims))
@@ -431,7 +440,7 @@ class _Placed(WorkDims):
             self._add("all_to_all", exchanged, amount)
 
     def _further(self, value: Value) -> Axes:
-        """Axes that divide a sum once it is made."""
+        """Additional axes that divide a sum of partial results."""
         dims = frozenset(map(self.division.root, value.dims))
         return tuple(
             a for axes in self.division.rest.get(dims, {}).values() for a in axes
@@ -465,14 +474,18 @@ class _Placed(WorkDims):
     def _add_up_spread(
         self, value: Value, kept: Axes, partial: Axes, further: Axes
     ) -> None:
-        """Of what all would make alike each makes some rows, and moves them then."""
+        """Adds the collectives of a scatter whose rows are spread over spare axes.
+
+        Devices along spare axes would compute equal sums; each reduces some of the rows
+        and then sends them to the devices that keep them.
+        """
         part = ShardedSize(total=value.num_bytes, axes=(*kept, *self.spare))
         self._add("all_reduce", partial, part)
         moved = ShardedSize(total=value.num_bytes, axes=(*kept, *further))
         self._add("permute", (*partial, *self.spare), moved)
 
     def _add_up(self, value: Value, wanted: Axes, partial: Axes) -> None:
-        """Partial sums become sums, divided at once where that is wanted."""
+        """Adds the collectives that reduce partial sums, divided further if wanted."""
         rest = tuple(axis for axis in wanted if axis not in partial)
         scattered = tuple(axis for axis in partial if axis in wanted)
         one_by_one = self.op.kind in PRODUCTS and not self.spare
@@ -488,7 +501,7 @@ class _Placed(WorkDims):
             self._add("all_reduce", axes, part)
 
     def _together(self, axes: Axes) -> list[Axes]:
-        """Axes that are summed over in one collective."""
+        """Groups axes into collectives: the axes of a group are reduced at once."""
         if self.division.scatters:
             return [axes] if axes else []
         dims = dict.fromkeys(self.kept[axis] for axis in axes)

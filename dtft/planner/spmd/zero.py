@@ -1,7 +1,7 @@
-"""How parameters, gradients and optimizer state are divided at rest, and what it moves.
+"""Divides parameters, gradients and optimizer state at rest, as ZeRO does.
 
-Decides on which dim of each array the axis `fsdp` lies at a ZeRO level, and which
-collectives bring arrays together for the model.
+Selects the dim of each array that the axis `fsdp` divides at a ZeRO level, and the
+collectives that gather arrays for the model.
 """
 
 import math
@@ -23,24 +23,25 @@ from dtft.planner.types import Spec
 
 ZERO_AXIS = "fsdp"
 ZERO_BESIDE = "tensor"
-"""The axis for dims of weights, whether it lies on any of an array or not."""
+"""The axis for dims of weights, whether or not it divides any dim of an array."""
 _UNDIVIDED = 2**60
-"""Dims that no axis divides are larger than all others."""
+"""Added to the rank of dims that no axis divides, so that they come first."""
 
 
 def rest_spec(
     value: Value, spec: Spec, sizes: Mapping[str, int], loops: Container[int] = ()
 ) -> Spec:
-    """A spec with the axis `fsdp` on the largest dim that can take it, if any can.
+    """Adds the axis `fsdp` to the largest dim of a spec that `fsdp` can divide, if any.
 
-    Of equally large dims the first, dims that no axis divides before others; never a
-    dim that a loop goes along, as XLA would gather all of it before the loop.
+    Dims that no axis divides are preferred. Of equally large dims the first one is
+    selected. A dim that a loop slices is never selected, because XLA would gather the
+    whole array before the loop.
 
     Args:
         value: the array.
-        spec: how other axes divide it.
-        sizes: of the axes.
-        loops: dims that a loop goes along.
+        spec: how other axes divide the array.
+        sizes: sizes of the axes.
+        loops: dims that loops slice.
 
     >>> made = Value(shape=(6, 8), dtype="float32", dims=(0, 1))
     >>> rest_spec(made, ((), ("tensor",)), {"tensor": 2, "fsdp": 2})
@@ -57,13 +58,13 @@ def rest_spec(
 def rest_place(
     value: Value, spec: Spec, sizes: Sizes, loops: Container[int] = ()
 ) -> np.ndarray:
-    """The dim on which `rest_spec` puts the axis `fsdp`; -1 where it is on none.
+    """The position of the dim that `rest_spec` divides by `fsdp`; -1 for no dim.
 
     Args:
         value: the array.
-        spec: how other axes divide it.
-        sizes: of the axes; numbers, or arrays with one for each mesh.
-        loops: dims that a loop goes along.
+        spec: how other axes divide the array.
+        sizes: sizes of the axes; numbers, or arrays with one entry per mesh.
+        loops: dims that loops slice.
 
     >>> made = Value(shape=(6, 8), dtype="float32", dims=(0, 1))
     >>> rest_place(made, ((), ("tensor",)), {"tensor": 2, "fsdp": np.array([1, 2, 4])})
@@ -85,11 +86,11 @@ def rest_place(
 
 
 def turned_place(value: Value) -> int:
-    """The dim along which gathering an array leaves its elements out of order.
+    """The position of the dim whose gather leaves elements in transposed order.
 
-    What is gathered along a dim lies as if that dim were the first. Of the last dim the
-    elements of a row are then far apart; of others whole rows are moved. -1: of none,
-    as there is one dim only.
+    An all-gather along a dim stores the result as if that dim came first. If it is the
+    last dim, the elements of a row are far apart; otherwise only whole rows move. Dims
+    of size one are ignored. Returns -1 if fewer than two dims are larger than one.
 
     >>> turned_place(Value(shape=(12, 8, 1), dtype="float32", dims=(0, 1, 2)))
     1
@@ -100,18 +101,18 @@ def turned_place(value: Value) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StateArray:
-    """An array of the state: what it is and where it is divided."""
+    """An array of the state, with its divisions in use and at rest."""
 
     path: str
     value: Value
     used: Spec
-    """As the model computes with it."""
+    """The spec with which the model computes."""
     rest: Spec
-    """As it is kept between steps."""
+    """The spec in which the array is kept between steps."""
 
     @property
     def gathered(self) -> tuple[str, ...]:
-        """Axes over which it is brought together for use."""
+        """Axes over which the array is gathered for use."""
         used = {axis for axes in self.used for axis in axes}
         return tuple(a for axes in self.rest for a in axes if a not in used)
 
@@ -123,14 +124,14 @@ def zero_leaves(
     divides: bool,
     loops: Container[int],
 ) -> tuple[StateArray, ...]:
-    """The arrays of a role.
+    """The arrays of a role, with their divisions in use and at rest.
 
     Args:
         values: path to value.
         division: which axes divide which dims while computing.
-        sizes: of the axes.
-        divides: whether `fsdp` divides them at rest.
-        loops: dims that a loop goes along.
+        sizes: sizes of the axes.
+        divides: whether `fsdp` divides the arrays at rest.
+        loops: dims that loops slice.
     """
     found = []
     for path, value in values.items():
@@ -142,51 +143,53 @@ def zero_leaves(
 
 @dataclass(frozen=True, kw_only=True)
 class Gathered:
-    """How a divided parameter is brought together."""
+    """How often, and in how many parts, a divided parameter is gathered."""
 
     times: int
-    """In a step, or for each microbatch."""
+    """The number of gathers in a step, or for each microbatch."""
     slices: int
-    """In so many parts, one after another: where a loop goes along the parameter."""
+    """The number of parts gathered one after another, if a loop slices the parameter;
+    else one."""
     per_microbatch: bool
     ahead: bool
-    """Whether it waits for nothing that is computed. In a loop over layers it waits for
-    the layer before."""
+    """Whether the gather depends on no computation. In a loop over layers a gather
+    waits for the previous layer."""
 
     @property
     def messages(self) -> int:
-        """Times that a part is gathered."""
+        """The number of messages: gathers times parts."""
         return self.times * self.slices
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moved:
-    """A collective that belongs to an array, not to an operator: a gathered shard."""
+    """A collective that gathers an array, and so belongs to no operator."""
 
     sent: CollectiveOp
-    """Of one part."""
+    """The collective of one part."""
     how: Gathered
     where: str
 
 
 def loop_slices(value: Value, loops: Container[int]) -> int:
-    """Parts that loops take of an array, one after another."""
+    """The number of slices that loops take from an array, one after another."""
     along = (s for s, dim in zip(value.shape, value.dims, strict=True) if dim in loops)
     return math.prod(along)
 
 
 def times_gathered(passes: int, changes: bool, zero: int, num_slices: int) -> Gathered:
-    """How often a divided parameter is brought together, and if for each microbatch.
+    """How often a divided parameter is gathered, and whether for each microbatch.
 
-    At level 3 for every pass that reads it: the backward pass gathers again (see
-    `dtft.parallel.fsdp`), in a loop over layers each layer's part. Below it once,
-    after the update; what a step leaves as it was is still whole everywhere.
+    At level 3, a parameter is gathered for every pass that reads it: the backward pass
+    gathers again (see `dtft.parallel.fsdp`). A loop over layers gathers the slice of
+    each layer. At levels 1 and 2, a parameter is gathered once, after the update; a
+    parameter that the step does not change is still whole on every device.
 
     Args:
-        passes: of the model that read it.
-        changes: whether the step changes it.
-        zero: level.
-        num_slices: parts that a loop takes of it (`loop_slices`).
+        passes: the number of passes of the model that read the parameter.
+        changes: whether the step changes the parameter.
+        zero: ZeRO level.
+        num_slices: the number of slices that loops take from it (`loop_slices`).
 
     >>> [times_gathered(2, True, zero, 12).messages for zero in (0, 1, 3)]
     [0, 1, 24]
@@ -201,7 +204,7 @@ def times_gathered(passes: int, changes: bool, zero: int, num_slices: int) -> Ga
 
 
 def gather_bundle(platform: str, sent: CollectiveOp, how: Gathered) -> Bundle | None:
-    """What a gather of a parameter is sent together with; None if it stays alone."""
+    """The bundle in which a gather of a parameter is sent; None if it is sent alone."""
     place = "parameters", how.slices
     found = bundle(platform, sent, how.messages, how.per_microbatch, place)
     return found and replace(found, ahead=how.ahead)
@@ -210,11 +213,11 @@ def gather_bundle(platform: str, sent: CollectiveOp, how: Gathered) -> Bundle | 
 def zero_gathers(
     parameters: Iterable[StateArray], times: Mapping[str, Gathered]
 ) -> list[Moved]:
-    """The all-gathers that bring divided parameters together.
+    """The all-gathers of divided parameters.
 
     Args:
-        parameters: leaves.
-        times: path to how often each is gathered (`times_gathered`).
+        parameters: the parameters, with their divisions.
+        times: path to how often each parameter is gathered (`times_gathered`).
     """
     found = []
     for leaf in parameters:
@@ -232,9 +235,9 @@ def further_division(
     division: ShardingAssignment,
     loops: Container[int],
 ) -> dict[frozenset[int], dict[int, tuple[str, ...]]]:
-    """What `ShardingAssignment.rest` has for gradients divided as their parameters.
+    """The `ShardingAssignment.rest` that divides gradients like their parameters.
 
-    Inside a loop over layers a gradient lacks the dim that the loop goes along.
+    Inside a loop over layers, a gradient lacks the dim that the loop slices.
     """
     found = {}
     for leaf in parameters:

@@ -1,10 +1,11 @@
-"""Transformers by their shape: seconds and bytes of a row of a table of training runs
-(`dtft plan predict`).
+"""Step time and memory of transformers, predicted from their shape and layout.
 
-* `model`: what a device does and keeps, from the model's shape; `predict`: seconds of a
-  step by term.
-* `table`: rows of text to shapes and layouts; `fitting`: scalars fitted to measured
-  rows, and the best layout.
+`dtft plan predict` uses this package for the rows of a table of training runs.
+
+* `model`: work and memory of a device, from the model's shape.
+* `predict`: seconds of a step by term.
+* `table`: reads rows of text as shapes and layouts.
+* `fitting`: fits scalars to measured rows, and searches the best layout.
 """
 
 from typing import TYPE_CHECKING

@@ -1,6 +1,4 @@
-"""Fits the scalars of predicted rows to measured steps, judges predictions, and
-searches layouts.
-"""
+"""Fits scalars to measured steps, evaluates predictions, and searches layouts."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,15 +11,15 @@ from dtft.planner.transformer.model import ParallelLayout, Shape, memory
 from dtft.planner.transformer.predict import Scales, stack, step_cost
 
 # The fit is soft-L1 least squares on log residuals, with a prior at the values of the
-# data sheet (reference section 7, level 2). Judged by leave-one-out, concordance of
-# pairs and regret (section 3).
+# data sheet (reference section 7, level 2). Predictions are evaluated by leave-one-out,
+# concordance of pairs and regret (section 3).
 
 
 Predictor = Callable[[np.ndarray], np.ndarray]
-"""Scalars to predicted seconds, one per row."""
+"""Function from scalars to predicted seconds, one per row."""
 
 _ALIKE = 1e-5
-"""Predicted so close, neither of two comes first."""
+"""Relative difference up to which two predictions count as equal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +33,14 @@ class ScaleFit:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionAccuracy:
-    """How good predictions of the same rows are."""
+    """Accuracy of predictions of measured rows."""
 
     median_error: float
     """Median of |predicted / measured - 1|."""
     p90_error: float
     worst_error: float
     concordance_5: float
-    """Share of pairs, measured more than 5 % apart, that are ordered rightly."""
+    """Share of correctly ordered pairs among pairs measured more than 5 % apart."""
     concordance_10: float
     num_pairs_5: int
     num_pairs_10: int
@@ -51,8 +49,7 @@ class PredictionAccuracy:
 NOISE = 0.03
 """Relative scatter of one measured step (data README); also the knee of soft L1."""
 SPREAD = 0.5
-"""How far, as a logarithm, a scalar may be from the data sheet before rows must
-speak for it: one standard deviation."""
+"""Prior standard deviation of the logarithm of a scalar around the data sheet."""
 
 
 def fit(
@@ -62,13 +59,13 @@ def fit(
     *,
     spread: float | np.ndarray = SPREAD,
 ) -> ScaleFit:
-    """The scalars, all above 0, that predict measured seconds best.
+    """Fits positive scalars so that predictions match the measured seconds.
 
     Args:
         predict: From scalars to seconds per row.
         measured: Seconds, one per row.
-        start: Values of the data sheet; the fit is drawn to them.
-        spread: Standard deviation of ln(value / start) before any row is seen.
+        start: Values of the data sheet, the mean of the prior.
+        spread: Prior standard deviation of ln(value / start).
     """
     start = np.asarray(start, float)
 
@@ -89,7 +86,7 @@ def leave_one_out(
     *,
     spread: float | np.ndarray = SPREAD,
 ) -> np.ndarray:
-    """Seconds of each row, predicted with scalars fitted to the others."""
+    """Predicts the seconds of each row with scalars fitted to all other rows."""
     found = np.empty_like(measured)
     for left_out in range(len(measured)):
         others = np.arange(len(measured)) != left_out
@@ -106,15 +103,17 @@ def leave_one_out(
 def concordance(
     predicted: np.ndarray, measured: np.ndarray, apart: float
 ) -> tuple[float, int]:
-    """Share of pairs ordered rightly among those measured further apart, and how many.
+    """Share of correctly ordered pairs of rows, and the number of pairs.
+
+    Only pairs whose measured seconds differ by more than `apart` count.
 
     Args:
-        predicted: Seconds; a pair that is predicted alike counts half.
-        measured: Seconds of the same rows.
-        apart: Least relative difference, of the smaller one.
+        predicted: Predicted seconds; a pair with equal predictions counts half.
+        measured: Measured seconds of the same rows.
+        apart: Least difference relative to the smaller of both seconds.
 
     Returns:
-        The share (of no pairs: 1, as none is ordered wrongly) and the number of pairs.
+        The share (1 without pairs) and the number of pairs.
 
     >>> concordance(np.array([1.0, 2.0, 2.5]), np.array([1.0, 1.2, 1.1]), 0.05)
     (0.6666666666666666, 3)
@@ -131,7 +130,8 @@ def concordance(
 
 
 def regret(predicted: np.ndarray, measured: np.ndarray, top: int) -> float:
-    """Best measured time among the `top` rows predicted best, by the best of all.
+    """Ratio of the best measured time among the `top` predicted rows to the best of
+    all rows.
 
     >>> regret(np.array([1.0, 2.0, 3.0]), np.array([1.1, 1.0, 3.0]), 1)
     1.1
@@ -143,7 +143,7 @@ def regret(predicted: np.ndarray, measured: np.ndarray, top: int) -> float:
 def judge(
     predicted: np.ndarray, measured: np.ndarray, ranked: Sequence[bool] | np.ndarray
 ) -> PredictionAccuracy:
-    """Errors over all rows, concordance over those marked as `ranked`."""
+    """Computes errors over all rows, and concordance over the `ranked` rows."""
     errors = np.abs(predicted / measured - 1)
     keep = np.asarray(ranked, bool)
     near, num_near = concordance(predicted[keep], measured[keep], 0.05)
@@ -164,16 +164,17 @@ def judge(
 
 
 HEADROOM = 0.1
-"""Of a device's memory that stays free: 9 of 10 published BigScience rows needed less
-than a tenth more than `memory` says."""
+"""Share of a device's memory that stays free: 9 of 10 published BigScience rows needed
+less than a tenth more memory than `memory` predicts."""
 LARGEST_MICRO_BATCH = 32
 LARGEST_TENSOR = 16
-"""Two hosts of 8: beyond, every matrix product waits for the network."""
+"""Largest `tp`: two hosts of 8 devices. With larger `tp` every matmul waits for the
+network."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedLayout:
-    """A layout that fits, and its predicted seconds."""
+    """A layout that fits the memory, and its predicted seconds."""
 
     layout: ParallelLayout
     step_s: float
@@ -197,7 +198,10 @@ def layouts(shape: Shape, like: ParallelLayout) -> Iterator[ParallelLayout]:
 
 
 def _pipelines(shape: Shape, split: ParallelLayout) -> Iterator[ParallelLayout]:
-    """Microbatches and virtual stages; interleaving needs them in groups of pp."""
+    """Yields the layouts of a split with all microbatch sizes and virtual stages.
+
+    Interleaving needs a number of microbatches that is a multiple of pp.
+    """
     of_replica = split.global_batch // split.dp
     for micro_batch in divisors(of_replica):
         if micro_batch > LARGEST_MICRO_BATCH:
@@ -212,10 +216,10 @@ def _pipelines(shape: Shape, split: ParallelLayout) -> Iterator[ParallelLayout]:
 def search(
     shape: Shape, like: ParallelLayout, pool: Pool, scales: Scales
 ) -> tuple[PredictedLayout, ...]:
-    """All layouts that fit into the pool's devices with headroom, fastest first.
+    """Finds all layouts that fit the pool's devices with headroom, fastest first.
 
     Raises:
-        ValueError: none fits; says how much is missing.
+        ValueError: no layout fits; the message has the needed and available memory.
     """
     found = list(layouts(shape, like))
     sizes = [sum(memory(shape, layout).values()) for layout in found]
@@ -239,7 +243,7 @@ def search(
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """Ascending.
+    """Divisors of a number, ascending.
 
     >>> divisors(12)
     (1, 2, 3, 4, 6, 12)

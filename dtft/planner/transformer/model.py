@@ -1,4 +1,4 @@
-"""What one device does and keeps for a GPT-like transformer, counted from its shape.
+"""Work and memory of one device for a GPT-like transformer, counted from its shape.
 
 Sources: reference section 7; arXiv 2104.04473 (operations, interleaving), 2205.05198
 (sequence parallelism, selective recomputation, activations), 2205.14135 (flash
@@ -14,16 +14,16 @@ from typing import Literal
 
 
 Recompute = Literal["full", "selective", "none"]
-"""What is computed again in the backward pass: layers, attention's core, nothing."""
+"""Recomputation in the backward pass: of layers, of the attention core, or none."""
 
 RECOMPUTE: tuple[Recompute, ...] = ("full", "selective", "none")
 ITEM_BYTES = 2
-"""Of activations, weights and gradients in fp16 or bf16."""
+"""Bytes of one activation, weight or gradient in fp16 or bf16."""
 
 
 FORWARD_KERNELS, BACKWARD_KERNELS = 16, 30
-"""Of one layer with the fused kernels of 2021: masked softmax, bias with GELU, bias
-with dropout and residual sum."""
+"""Kernels of one layer, with the fused kernels of 2021: masked softmax, bias with GELU,
+bias with dropout and residual sum."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,17 +38,17 @@ class Shape:
 
     @property
     def layer_parameters(self) -> int:
-        """Of one layer: four matrices of attention, two wide ones, biases, norms."""
+        """Parameters of one layer: attention, feed-forward, biases and norms."""
         return 12 * self.hidden**2 + 13 * self.hidden
 
     @property
     def embedding_parameters(self) -> int:
-        """Of the words; the logits use the same array."""
+        """Parameters of the word embedding, which the logits share."""
         return self.vocab * self.hidden
 
     @property
     def parameters(self) -> int:
-        """Of the model.
+        """The number of parameters of the model.
 
         >>> shape = Shape(hidden=4096, layers=36, heads=32, seq_len=2048, vocab=51200)
         >>> round(shape.parameters / 1e9, 2)
@@ -58,10 +58,11 @@ class Shape:
         return self.layers * self.layer_parameters + self.embedding_parameters + rest
 
     def flops(self, sequences: int, recompute: Recompute) -> float:
-        """Operations of a step, those computed again counted (data README).
+        """Flops of a step, with recomputation (data README).
 
-        96 B s L h^2 (1 + s/6h + V/16Lh) with full recomputation; without, 72 of the 96
-        and V/12Lh. Flash attention is counted as if it kept what it computes again.
+        96 B s L h^2 (1 + s/6h + V/16Lh) with full recomputation; without recomputation
+        72 replaces 96 and V/12Lh replaces V/16Lh. The recomputation inside flash
+        attention is not counted.
         """
         tokens = sequences * self.seq_len
         attention = 4 * self.seq_len * self.hidden
@@ -73,7 +74,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
-    """How a transformer is laid out on devices, and what is kept.
+    """Parallel layout of a transformer on devices, with its memory options.
 
     `tp` is innermost on the fabric, then `dp`, then `pp`, as in Megatron.
     """
@@ -86,36 +87,38 @@ class ParallelLayout:
     global_batch: int
     """Sequences per step."""
     virtual_stages: int = 1
-    """Interleaved parts of each pipeline stage; 1 is plain 1F1B."""
+    """The number of interleaved parts of each pipeline stage; 1 is plain 1F1B."""
     recompute: Recompute = "full"
     zero: int = 0
-    """Divided over `dp`: 1 optimizer state, 2 also gradients, 3 also parameters."""
+    """ZeRO stage, the state divided over `dp`: 1 optimizer state, 2 also gradients, 3
+    also parameters."""
     sequence_parallel: bool = False
-    """Whether what lies between matrix products is divided over `tp` too."""
+    """Whether activations between matmuls are divided over `tp` too."""
     flash_attention: bool = False
     """Whether attention scores stay on the chip."""
     gradient_bytes: int = ITEM_BYTES
-    """Of one gradient kept over microbatches: 2 (fp16), 4 (fp32 sums), 6 (both)."""
+    """Bytes of one gradient kept over microbatches: 2 (fp16), 4 (fp32 sums), 6 (both).
+    """
     stage_layers: tuple[int, ...] = ()
-    """Layers of each stage where they are uneven."""
+    """Layers of each stage; empty for equal stages."""
 
     @property
     def sum_bytes(self) -> int:
-        """Of one gradient in the sum over microbatches and replicas."""
+        """Bytes of one gradient in the sum over microbatches and replicas."""
         return min(self.gradient_bytes, 4)
 
     @property
     def gpus(self) -> int:
-        """Devices."""
+        """The number of devices."""
         return self.tp * self.pp * self.dp
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches of one replica in a step."""
+        """The number of microbatches of one replica in a step."""
         return self.global_batch // (self.micro_batch * self.dp)
 
     def layers_of(self, shape: Shape) -> tuple[int, ...]:
-        """Layers of each stage, first to last."""
+        """The number of layers of each stage, first to last."""
         return self.stage_layers or (shape.layers // self.pp,) * self.pp
 
 
@@ -132,7 +135,7 @@ class Matmul:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorCollective:
-    """Communication over `tp`; bytes as everywhere of the larger of operand, result."""
+    """Collective over `tp`; bytes are of the larger of operand and result."""
 
     kind: Literal["all_reduce", "all_gather", "reduce_scatter"]
     num_bytes: int
@@ -141,21 +144,21 @@ class TensorCollective:
 
 @dataclass(frozen=True, kw_only=True)
 class MicrobatchWork:
-    """Of one device, for one microbatch, forward and backward."""
+    """Work of one device for one microbatch, forward and backward."""
 
     matmuls: tuple[Matmul, ...]
     num_bytes: float
-    """Read and written in device memory by what is no matrix product."""
+    """Bytes that operators other than matmuls read and write in device memory."""
     kernels: int
-    """Launched one after another."""
+    """The number of kernels, launched one after another."""
     collectives: tuple[TensorCollective, ...] = ()
 
 
 def layer_work(shape: Shape, layout: ParallelLayout) -> MicrobatchWork:
-    """Of one layer.
+    """Computes the work of one layer for a microbatch.
 
     >>> shape = Shape(hidden=4096, layers=36, heads=32, seq_len=2048, vocab=51200)
-    >>> layout = Layout(tp=4, pp=1, dp=1, micro_batch=1, global_batch=1)
+    >>> layout = ParallelLayout(tp=4, pp=1, dp=1, micro_batch=1, global_batch=1)
     >>> products = layer_work(shape, layout).matmuls
     >>> counted = sum(2 * p.m * p.n * p.k * p.batch * p.trips for p in products)
     >>> counted * 4 == 96 * 2048 * 4096**2 + 16 * 2048**2 * 4096
@@ -166,8 +169,8 @@ def layer_work(shape: Shape, layout: ParallelLayout) -> MicrobatchWork:
         *(p for m in _linear(shape, layout) for p in _trained(m, passes)),
         *_attention(shape, layout),
     )
-    # A norm, a residual sum: 2 all-reduces forward and 2 backward; those of the forward
-    # pass again when it is computed again.
+    # 2 all-reduces forward and 2 backward; recomputing the forward pass repeats the
+    # forward all-reduces.
     return MicrobatchWork(
         matmuls=matmuls,
         num_bytes=_layer_bytes(shape, layout, passes),
@@ -177,7 +180,7 @@ def layer_work(shape: Shape, layout: ParallelLayout) -> MicrobatchWork:
 
 
 def embedding_work(shape: Shape, layout: ParallelLayout) -> MicrobatchWork:
-    """Of the first stage before its layers: look up, add positions, drop out."""
+    """Computes the work of the embedding: look-up, positions and dropout."""
     rows = _tokens(layout, shape) * shape.hidden
     # The gradient is a dense array: set to zero, scattered into, added.
     table = shape.embedding_parameters / layout.tp
@@ -191,7 +194,7 @@ def embedding_work(shape: Shape, layout: ParallelLayout) -> MicrobatchWork:
 
 
 def head_work(shape: Shape, layout: ParallelLayout) -> MicrobatchWork:
-    """Of the last stage after its layers: norm, logits, cross entropy in fp32."""
+    """Computes the work of the head: norm, logits, and cross entropy in fp32."""
     tokens = _tokens(layout, shape)
     logits = Matmul(m=tokens, n=-(-shape.vocab // layout.tp), k=shape.hidden)
     # fp16 to fp32 6; maximum 4; subtract 8; exp 8; sum 4; its gradient 8; to fp16 6.
@@ -235,7 +238,7 @@ def _layer_bytes(shape: Shape, layout: ParallelLayout, passes: int) -> float:
 
 
 def _accumulate_bytes(layout: ParallelLayout) -> int:
-    """Per parameter: a microbatch's gradient is read and added to the sum."""
+    """Bytes per parameter to read a microbatch's gradient and add it to the sum."""
     return ITEM_BYTES + 2 * layout.sum_bytes
 
 
@@ -250,7 +253,7 @@ def _linear(shape: Shape, layout: ParallelLayout) -> tuple[Matmul, ...]:
 
 
 def _trained(product: Matmul, passes: int) -> Iterator[Matmul]:
-    """A product with weights: forward, then the gradients of input and of weights."""
+    """Yields a matmul with weights and the matmuls of the gradients of its operands."""
     m, n, k = product.m, product.n, product.k
     yield Matmul(m=m, n=n, k=k, trips=passes)
     yield Matmul(m=m, n=k, k=n)
@@ -258,8 +261,11 @@ def _trained(product: Matmul, passes: int) -> Iterator[Matmul]:
 
 
 def _attention(shape: Shape, layout: ParallelLayout) -> tuple[Matmul, ...]:
-    """Scores and context. The causal half is counted: unfused kernels compute it, and
-    fused ones lose about as much to a lower rate as they save."""
+    """Matmuls of attention scores and context, without a saving for causal masks.
+
+    Unfused kernels compute the masked half. Fused kernels skip the masked half, and
+    lose about as much time to a lower rate.
+    """
     length, width = shape.seq_len, shape.hidden // shape.heads
     batch = layout.micro_batch * shape.heads // layout.tp
     if layout.flash_attention:
@@ -276,7 +282,7 @@ def _attention(shape: Shape, layout: ParallelLayout) -> tuple[Matmul, ...]:
 def _between(
     shape: Shape, layout: ParallelLayout, *, forward: int, backward: int
 ) -> tuple[TensorCollective, ...]:
-    """What joins the parts of `tp`, as many times as there would be all-reduces."""
+    """Collectives over `tp` in place of the given numbers of all-reduces."""
     if layout.tp == 1:
         return ()
     size = _tokens(layout, shape) * shape.hidden * ITEM_BYTES
@@ -299,21 +305,22 @@ def _tokens(layout: ParallelLayout, shape: Shape) -> int:
 
 
 OPTIMIZER_BYTES = 12
-"""Per parameter: fp32 master copy, two fp32 moments of Adam."""
+"""Bytes per parameter: fp32 master copy and two fp32 moments of Adam."""
 BUCKET_ITEMS = 500_000_000
 """Largest buffer in which gradients are reduced or parameters gathered under ZeRO
 (DeepSpeed's default `reduce_bucket_size` and `allgather_bucket_size`)."""
 RESERVE_BYTES = 1_000_000_000
-"""CUDA context, workspaces; as much again for communicators of each of tp, pp, dp."""
+"""Bytes of the CUDA context and workspaces, and again for the communicators of each of
+tp, pp and dp."""
 FRAGMENTATION = 0.05
-"""Of what the program allocates: lost between blocks (reference section 7: 3-8 %)."""
+"""Share of allocated memory lost to fragmentation (reference section 7: 3-8 %)."""
 
 
 def memory(shape: Shape, layout: ParallelLayout) -> Mapping[str, int]:
-    """Bytes of the fullest stage's devices, by term.
+    """Bytes of a device of the fullest stage, by term.
 
     >>> shape = Shape(hidden=4096, layers=36, heads=32, seq_len=2048, vocab=51200)
-    >>> layout = Layout(tp=4, pp=1, dp=32, micro_batch=16, global_batch=512)
+    >>> layout = ParallelLayout(tp=4, pp=1, dp=32, micro_batch=16, global_batch=512)
     >>> terms = memory(shape, layout)
     >>> terms["parameters"] / 1e9, terms["optimizer"] / 1e9
     (3.73389312, 22.40335872)
@@ -327,7 +334,7 @@ def stage_memory(shape: Shape, layout: ParallelLayout, stage: int) -> Mapping[st
     held = stage_parameters(shape, layout, stage)
     parts = [layout.dp if layout.zero >= level else 1 for level in (3, 2, 1)]
     activations = _activations(shape, layout, stage)
-    # The update takes fp32 gradients when activations are gone.
+    # The update needs fp32 gradients after the activations are freed.
     fp32 = 0 if layout.gradient_bytes >= 4 else 4 * held / parts[2]
     terms = {
         "parameters": ITEM_BYTES * held / parts[0],
@@ -343,9 +350,9 @@ def stage_memory(shape: Shape, layout: ParallelLayout, stage: int) -> Mapping[st
 
 
 def stage_parameters(shape: Shape, layout: ParallelLayout, stage: int) -> float:
-    """Parameters of each device of a stage before ZeRO divides them.
+    """The number of parameters on each device of a stage, before ZeRO.
 
-    First and last stage hold the embedding; both do where they are not the same.
+    The first stage and the last stage each hold the embedding.
     """
     layers = layout.layers_of(shape)[stage] * shape.layer_parameters
     held = layers + (2 * shape.hidden if stage == layout.pp - 1 else 0)
@@ -397,7 +404,7 @@ def _activations(shape: Shape, layout: ParallelLayout, stage: int) -> float:
 
 
 def _buffers(shape: Shape, layout: ParallelLayout, held: float) -> float:
-    """What is received and sent: stages, buckets of ZeRO, gathered layers."""
+    """Bytes of buffers: stage transfers, ZeRO buckets and gathered layers."""
     rows = layout.micro_batch * shape.seq_len * shape.hidden
     total = 4 * rows * ITEM_BYTES if layout.pp > 1 else 0
     if layout.zero == 0 or layout.dp == 1:

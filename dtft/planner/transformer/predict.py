@@ -1,8 +1,8 @@
 """Predicts rows of a table of training runs: seconds of a step by term, TFLOP/s and
 memory.
 
-Every term is base seconds, from the catalog's figures, times a scalar (`Scales`), so
-fitting the scalars needs no second counting.
+Every term is base seconds, from the catalog's figures, times a scalar (`Scales`).
+Fitting the scalars therefore computes the base seconds only once.
 """
 
 import math
@@ -51,29 +51,30 @@ from dtft.planner.transformer.table import Habits, Row, Table
 
 @dataclass(frozen=True, kw_only=True)
 class Scales:
-    """How many times the catalog's figure each kind of time takes."""
+    """Factors on the catalog's seconds, one per kind of work or link."""
 
     matmul: float = 1.0
-    """Matrix products, beside peak, efficiency and shape factor of the device type."""
+    """Factor on matmuls, beside peak, efficiency and shape factor of the device."""
     memory: float = 1.0
-    """Bytes through device memory, beside its bandwidth."""
+    """Factor on seconds of bytes through device memory."""
     launch: float = 1.0
-    """Starts of kernels. Far above 1 in eager programs: the catalog's figure is what a
-    device needs, a host that runs Python between layers needs more."""
+    """Factor on kernel launches. It is far above 1 in eager programs: the catalog has
+    the launch time of the device, and a host that runs Python between layers is
+    slower."""
     fast_link: float = 1.0
-    """Collectives inside a host."""
+    """Factor on collectives inside a host."""
     network: float = 1.0
-    """Collectives between hosts, which meet others on the way."""
+    """Factor on collectives between hosts, which share the network with others."""
     next_stage: float = 1.0
-    """Sending to the next pipeline stage, in a host or not: only neighbours talk."""
+    """Factor on sends to the next pipeline stage, inside or between hosts."""
 
     def vector(self) -> np.ndarray:
-        """As numbers, in the order of the fields."""
+        """The scalars as an array, in the order of the fields."""
         return np.array(astuple(self))
 
     @classmethod
     def of(cls, values: np.ndarray) -> "Scales":
-        """From numbers, in the order of the fields.
+        """Makes the scalars from an array in the order of the fields.
 
         >>> Scales.of(Scales(launch=3.0).vector()).launch
         3.0
@@ -82,16 +83,16 @@ class Scales:
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """The fields."""
+        """The names of the fields."""
         return tuple(field.name for field in fields(cls))
 
 
 SPREADS = Scales(
     matmul=0.2, memory=0.1, launch=2.0, fast_link=0.5, network=1.0, next_stage=0.5
 )
-"""How well each figure of the catalog is known, as a standard deviation of its
-logarithm: memory streams are alike everywhere, matrix products nearly so; what a host
-does between kernels and what others do to a network is known by its order only."""
+"""Prior standard deviation of the logarithm of each scalar. Memory streams and matmuls
+vary little between systems. Host time between kernels and network load by other jobs
+are known only to an order of magnitude."""
 
 BIGSCIENCE = Scales(
     matmul=0.963,
@@ -112,15 +113,16 @@ LLM_FOUNDRY_H100 = Scales(
     network=1.152,
     next_stage=0.890,
 )
-"""Fitted to the 70 bfloat16 rows of llm-foundry on H100, drawn to those of A100."""
+"""Fitted to the 70 bfloat16 rows of llm-foundry on H100, with the scalars of A100 as
+prior."""
 
 
 def elsewhere(fitted: Scales) -> Scales:
-    """Scalars for another cluster of like devices, and another program.
+    """Scalars for another cluster with the same device type, and another program.
 
-    Only what belongs to the device is carried over. Links are as the catalog has them,
-    and so are starts of kernels: they were fitted to one fabric and one program
-    (reference section 7: key scalars by device type, fabric, software version).
+    Only the scalars of the device, `matmul` and `memory`, are kept. Scalars of links
+    and kernel launches are 1: their fits hold for one fabric and one program (reference
+    section 7: key scalars by device type, fabric, software version).
     """
     return Scales(matmul=fitted.matmul, memory=fitted.memory)
 
@@ -130,14 +132,14 @@ FITTED: Mapping[str, Scales] = {
     "h100": elsewhere(LLM_FOUNDRY_H100),
     "h200": elsewhere(LLM_FOUNDRY_H100),
 }
-"""Machine or device type to the scalars of published runs on it."""
+"""Map from a machine or device type to scalars fitted to its published runs."""
 
 
 def scales_of(*names: str) -> Scales:
-    """The scalars of the first name that has some; else the device's of A100.
+    """The scalars of the first name in `FITTED`; else the device scalars of A100.
 
     Args:
-        names: Machine, then device type, as the catalog spells them.
+        names: Machine, then device type, in the catalog's spelling.
 
     >>> scales_of("jean-zay", "a100").network > scales_of("selene", "a100").network
     True
@@ -153,43 +155,45 @@ def scales_of(*names: str) -> Scales:
 DTYPE = "bfloat16"
 NETWORKS: tuple[LinkKind, ...] = ("InfiniBand", "Ethernet")
 STAGE_TERMS = ("matmul", "elementwise", "launch", "tensor", "pipeline")
-"""Of a stage and microbatch: matrix products, bytes through memory, kernel starts,
-collectives over `tp`, sending to the next stage and back."""
+"""Terms of a stage and microbatch: matmuls, bytes through memory, kernel launches,
+collectives over `tp`, and sends to the next stage and back."""
 STEP_TERMS = ("data", "optimizer")
-"""Of a step: gradients over `dp` (and of the embedding both ends hold), the update."""
+"""Terms of a step: reduction of gradients over `dp` (and of the embedding between first
+and last stage), and the optimizer update."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """Base seconds of a step; `terms` makes seconds of them.
+    """Base seconds of a step; `terms` multiplies the base seconds by scalars.
 
-    Of one row, or of several at once (`stack`): all arrays then have a dim of rows
-    before those named here.
+    With several rows (`stack`), all arrays have a leading dim of rows.
     """
 
     stages: np.ndarray
-    """[kinds, STAGE_TERMS] of one microbatch; stages that do the same are one kind."""
+    """Base seconds of one microbatch, [kinds, STAGE_TERMS]; stages with equal work are
+    one kind."""
     counts: np.ndarray
-    """[kinds] stages of each."""
+    """The number of stages of each kind, [kinds]."""
     gathered: np.ndarray
-    """[kinds] of collectives of ZeRO 2 and 3 per microbatch, which computing hides."""
+    """Base seconds of ZeRO 2 and 3 collectives per microbatch, which computation can
+    hide, [kinds]."""
     step: np.ndarray
-    """[STEP_TERMS]."""
+    """Base seconds of a step, [STEP_TERMS]."""
     stage_scales: np.ndarray
-    """[STAGE_TERMS] indices into `Scales.vector`."""
+    """Indices into `Scales.vector`, [STAGE_TERMS]."""
     step_scales: np.ndarray
-    """[STEP_TERMS] likewise; the first one is of `gathered` too."""
+    """Indices into `Scales.vector`, [STEP_TERMS]; `gathered` uses the first index."""
     num_microbatches: np.ndarray
     virtual_stages: np.ndarray
     overlap_slowdown: np.ndarray
-    """How much longer computing takes while a collective is hidden by it."""
+    """Factor on the time of computation that hides a collective."""
 
     def terms(self, scales: np.ndarray) -> dict[str, np.ndarray]:
         """Seconds by term, given `Scales.vector`.
 
-        `bubble` is waiting, for the first and last microbatch and for slower stages.
-        1F1B: (m - 1) max t + sum t; interleaved fill and drain take 1/v (reference
-        section 7).
+        `bubble` is the wait for pipeline fill and drain and for slower stages. A 1F1B
+        step takes (m - 1) max t + sum t; interleaved fill and drain take 1/v of the
+        time (reference section 7).
         """
         seconds = self.stages * scales[self.stage_scales][..., None, :]
         exposed = self._exposed(seconds, scales)
@@ -208,18 +212,18 @@ class StepCost:
         return found
 
     def step_s(self, scales: np.ndarray) -> np.ndarray:
-        """Seconds of the step; of each row if it is of several."""
+        """Seconds of the step, for each row of stacked costs."""
         return np.add.reduce(list(self.terms(scales).values()))
 
     def _exposed(self, seconds: np.ndarray, scales: np.ndarray) -> np.ndarray:
-        """Seconds per kind that hidden collectives add to computing all the same."""
+        """Seconds per kind of the exposed and slowing part of ZeRO collectives."""
         wanted = self.gathered * scales[self.step_scales][..., :1]
         hidden = np.minimum(wanted, seconds[..., :3].sum(-1))
         return wanted - hidden + (self.overlap_slowdown[..., None] - 1) * hidden
 
 
 def stack(costs: Sequence[StepCost]) -> StepCost:
-    """Several rows as one, with a dim of rows first: for fits and searches."""
+    """Stacks the costs of several rows along a leading dim, for fits and searches."""
     kinds = max(len(cost.counts) for cost in costs)
 
     def padded(cost: StepCost, name: str) -> np.ndarray:
@@ -238,12 +242,12 @@ def stack(costs: Sequence[StepCost]) -> StepCost:
 
 
 def step_cost(shape: Shape, layout: ParallelLayout, pool: Pool) -> StepCost:
-    """The base seconds of a step.
+    """Computes the base seconds of a step.
 
     Args:
-        shape: The model.
-        layout: How it is laid out.
-        pool: Like devices, at least as many as the layout has.
+        shape: The shape of the model.
+        layout: The parallel layout.
+        pool: Equal devices, at least as many as the layout has.
     """
     fabric = _Fabric.of(layout, pool)
     kinds = Counter(
@@ -273,26 +277,26 @@ def step_cost(shape: Shape, layout: ParallelLayout, pool: Pool) -> StepCost:
 
 @dataclass(frozen=True, kw_only=True)
 class _Fabric:
-    """A layout on a pool: who communicates with whom."""
+    """A layout on a pool, with the device group of each axis."""
 
     pool: Pool
     layout: ParallelLayout
     groups: Mapping[str, DeviceGroup]
-    """Of each axis."""
+    """Map from each axis to its device group."""
 
     @classmethod
     def of(cls, layout: ParallelLayout, pool: Pool) -> "_Fabric":
-        """`tp` innermost, then `dp`, then `pp`, as Megatron numbers ranks."""
+        """Places `tp` innermost, then `dp`, then `pp`, in Megatron's rank order."""
         mesh = {"stage": layout.pp, "replica": layout.dp, "tensor": layout.tp}
         groups = {axis: group_of(pool, mesh, axis) for axis in mesh}
         return cls(pool=pool, layout=layout, groups=groups)
 
     def seconds(self, kind: CollectiveKind, num_bytes: float, axis: str) -> float:
-        """Of one collective along an axis."""
+        """Seconds of one collective along an axis."""
         return collective_s(kind, num_bytes, self.groups[axis])
 
     def ends_s(self, num_bytes: float) -> float:
-        """Of an all-reduce between the first and the last stage."""
+        """Seconds of an all-reduce between the first and the last stage."""
         rest = self.layout.dp * self.layout.tp
         if self.layout.pp == 1:
             return 0.0
@@ -328,10 +332,10 @@ def _work_row(
 
 
 def _pipeline_s(shape: Shape, fabric: _Fabric) -> float:
-    """A microbatch's activations to the next stage, their gradients back.
+    """Seconds to send a microbatch's activations on and their gradients back.
 
-    Each device of `tp` sends its part (arXiv 2104.04473, section 4.1); a stage's two
-    transfers wait for one another, those of its neighbours run beside them.
+    Each device of `tp` sends its part (arXiv 2104.04473, section 4.1). The two
+    transfers of a stage run one after another, beside the transfers of its neighbors.
     """
     layout = fabric.layout
     if layout.pp == 1:
@@ -342,9 +346,10 @@ def _pipeline_s(shape: Shape, fabric: _Fabric) -> float:
 
 
 def _gathered_s(shape: Shape, fabric: _Fabric) -> float:
-    """Parameters gathered and gradients scattered, for a layer and a microbatch.
+    """Seconds of ZeRO gathers and reduce-scatters, for a layer and a microbatch.
 
-    ZeRO 3 gathers for the forward and for the backward pass; ZeRO 2 keeps them between.
+    ZeRO 3 gathers parameters for the forward and for the backward pass. ZeRO 2 gathers
+    once and keeps the parameters between both passes.
     """
     layout = fabric.layout
     if layout.zero < 2:
@@ -356,7 +361,9 @@ def _gathered_s(shape: Shape, fabric: _Fabric) -> float:
 
 
 def _data_s(shape: Shape, fabric: _Fabric) -> float:
-    """Gradients over `dp` once a step, and the embedding's between both ends."""
+    """Seconds per step to reduce gradients over `dp`, and the embedding's gradients
+    between first and last stage.
+    """
     layout = fabric.layout
     held = max(stage_parameters(shape, layout, s) for s in {0, layout.pp - 1})
     gradients = layout.sum_bytes * held
@@ -371,7 +378,7 @@ def _data_s(shape: Shape, fabric: _Fabric) -> float:
 
 
 def _optimizer_s(shape: Shape, fabric: _Fabric) -> float:
-    """Adam reads and writes its state; scaling, norm and update read gradients."""
+    """Seconds of the Adam update: memory traffic of state, gradients and parameters."""
     layout = fabric.layout
     held = max(stage_parameters(shape, layout, s) for s in {0, layout.pp - 1})
     moved = 2 * OPTIMIZER_BYTES + ITEM_BYTES + 14
@@ -385,21 +392,21 @@ STEP, RATE, MEMORY, FITS = (
     "predicted_memory_bytes",
     "predicted_fits",
 )
-"""Columns that are added; the last is `yes` or `no`."""
+"""Columns that `predict_table` adds; the last column has `yes` or `no`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowPrediction:
-    """What a row is predicted to take."""
+    """Predicted time and memory of a row."""
 
     terms: dict[str, float]
     """Seconds by term; see `STAGE_TERMS`, `STEP_TERMS`, and `bubble`."""
     tflops_per_gpu: float
-    """As `tflops_per_gpu` of the published tables: what is computed again counts."""
+    """TFLOP/s per device with recomputation, as in the published tables."""
     memory: dict[str, int]
     """Bytes of the fullest device by term."""
     capacity_bytes: int
-    """Of a device."""
+    """Bytes of memory of a device."""
 
     @property
     def step_s(self) -> float:
@@ -413,15 +420,15 @@ class RowPrediction:
 
     @property
     def fits(self) -> bool:
-        """Whether a device has room for it."""
+        """Whether the predicted memory fits a device."""
         return self.memory_bytes <= self.capacity_bytes
 
 
 def predict_row(row: Row, pool: Pool, scales: Scales) -> RowPrediction:
-    """The prediction of one row.
+    """Predicts time and memory of one row.
 
     Args:
-        row: The model and its layout.
+        row: The model shape and its layout.
         pool: At least as many devices as the layout has.
         scales: Scalars of the device type, such as `scales_of(name)`.
     """
@@ -438,7 +445,7 @@ def predict_row(row: Row, pool: Pool, scales: Scales) -> RowPrediction:
 
 
 def predict_table(text: str, cluster: str) -> tuple[Table, tuple[RowPrediction, ...]]:
-    """The table with the predicted columns, and the predictions.
+    """Predicts all rows of a table; returns the extended table and the predictions.
 
     Args:
         text: Comma-separated, with the columns of `table.REQUIRED`.
@@ -475,12 +482,12 @@ def predict_table(text: str, cluster: str) -> tuple[Table, tuple[RowPrediction, 
 
 
 def habits_of(device: DeviceType) -> Habits:
-    """What programs for a device do unless the table says otherwise."""
+    """Default options of programs for a device, for empty cells of a table."""
     return Habits(fused=any(name.startswith("float8") for name in device.peak_flops))
 
 
 def pool_of(cluster: str, gpus: int) -> Pool:
-    """At least `gpus` devices: exactly as many where only a name is given.
+    """Pool with at least `gpus` devices; a bare name gives exactly `gpus` devices.
 
     Raises:
         ValueError: the cluster is unknown, has several pools, or fewer devices.

@@ -1,8 +1,8 @@
-"""Tables of training runs: a row of text to a model shape and its layout, and back.
+"""Tables of training runs: reads rows of text as model shapes and layouts.
 
-Columns are those of the published Megatron table (`experiments/data/README.md`). A row
-that no cluster could run is refused by its number and the column to change. Text in,
-values out.
+The columns are the columns of the published Megatron table
+(`experiments/data/README.md`). An impossible row is an error that names the row's
+number and the column to change.
 """
 
 import csv
@@ -29,19 +29,22 @@ _YES_NO: Mapping[str, bool] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Habits:
-    """What programs did when a table does not say: those of the device's time."""
+    """Default options of training programs from the time of a device type."""
 
     fused: bool = False
-    """Flash attention, and gradients summed in fp32: programs for Hopper and later.
-    Before, unfused attention (except where nothing is computed again, which it does
-    not allow at these sizes) and fp16 gradients."""
+    """Whether programs use flash attention and fp32 gradient sums (Hopper and later).
+    Earlier programs use fp16 gradients and unfused attention. Without recomputation
+    flash attention is assumed: unfused attention would not fit at these sizes."""
 
     def flash_attention(self, recompute: Recompute) -> bool:
-        """Whether attention scores stay on the chip."""
+        """Whether flash attention is the default, with scores on the chip."""
         return self.fused or recompute == "none"
 
     def sequence_parallel(self, recompute: Recompute) -> bool:
-        """Published together with selective recomputation (arXiv 2205.05198)."""
+        """Whether sequence parallelism is the default.
+
+        It was published together with selective recomputation (arXiv 2205.05198).
+        """
         return self.fused or recompute != "full"
 
 
@@ -50,7 +53,7 @@ class Row:
     """One training run."""
 
     where: str
-    """For messages: number and name."""
+    """Number and name of the row, for messages."""
     shape: Shape
     layout: ParallelLayout
 
@@ -64,11 +67,11 @@ class Table:
 
     @classmethod
     def parse(cls, text: str) -> "Table":
-        """A table from comma-separated text with a header row.
+        """Reads a table from comma-separated text with a header row.
 
         Raises:
-            ValueError: no header, no row, a column twice, or a row of another length
-                than the header.
+            ValueError: there is no header or row, a column is duplicate, or a row has
+                another length than the header.
         """
         lines = [line for line in csv.reader(io.StringIO(text)) if line]
         if len(lines) < 2:
@@ -92,7 +95,7 @@ class Table:
         return cls(header=header, cells=tuple(cells))
 
     def with_columns(self, columns: Mapping[str, Sequence[object]]) -> "Table":
-        """The table with these columns, in place of those of the same name."""
+        """Adds columns to the table, or replaces columns of the same name."""
         header = tuple(dict.fromkeys((*self.header, *columns)))
         cells = tuple(
             {**row, **{name: str(values[number]) for name, values in columns.items()}}
@@ -101,7 +104,7 @@ class Table:
         return Table(header=header, cells=cells)
 
     def text(self) -> str:
-        """Comma-separated text."""
+        """Writes the table as comma-separated text."""
         out = io.StringIO()
         writer = csv.DictWriter(out, self.header, lineterminator="\n")
         writer.writeheader()
@@ -109,11 +112,11 @@ class Table:
         return out.getvalue()
 
     def rows(self, habits: Habits) -> tuple[Row, ...]:
-        """The training runs.
+        """Reads the training runs of the table.
 
         Raises:
-            ValueError: a column that is missing; a cell that cannot be read; a run
-                that cannot be: the text names row and column.
+            ValueError: a column is missing, a cell cannot be read, or a run is
+                impossible; the message names row and column.
         """
         if missing := [name for name in REQUIRED if name not in self.header]:
             raise ValueError(
@@ -159,7 +162,7 @@ def _row(where: str, cells: Mapping[str, str], habits: Habits) -> Row:
 
 
 def _check(where: str, shape: Shape, layout: ParallelLayout, gpus: int) -> None:
-    """Refuses what cannot be divided."""
+    """Checks that sizes are divisible by the layout, and that `gpus` matches it."""
     tp, pp, dp, parts = layout.tp, layout.pp, layout.dp, layout.virtual_stages
     if layout.gpus != gpus:
         raise ValueError(

@@ -6,7 +6,7 @@ from pathlib import Path
 from dtft.cli.checkpoint import job_record
 from dtft.elastic.assignment import HostRecord, SlotAssignment
 from dtft.elastic.inspect_job import Observer
-from dtft.elastic.leader.rendezvous_plan import Reason, Round, export_addresses
+from dtft.elastic.leader.rendezvous_plan import Round, RoundReason, export_addresses
 from dtft.elastic.messages.orders import fault_of_order
 from dtft.elastic.processes import free_port
 from dtft.elastic.store.memory import MemoryStore
@@ -39,7 +39,7 @@ def test_an_export_meets_at_a_hosts_own_address() -> None:
         rung=0,
         reason="",
     )
-    round_ = Round(ballot=(1, 1), reasons=[Reason("test")], detected=0.0)
+    round_ = Round(ballot=(1, 1), reasons=[RoundReason("test")], detected=0.0)
     round_.prepared["a"] = {"export_port": 8000}
     found = export_addresses(round_, assignment, {"a": record})
     assert found == {"a": "[fd00::5]:8000"}

@@ -16,8 +16,8 @@ from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
 from dtft.elastic.assignment import SlotAssignment
 from dtft.elastic.leader.recovery import RecoveryReport, decide, fetches_for
 from dtft.elastic.leader.rendezvous_plan import (
-    Reason,
     Round,
+    RoundReason,
     death,
     lost,
     main_reason,
@@ -244,7 +244,7 @@ def test_causes_come_before_consequences():
     assert main_reason(reasons) == "trainer of slot 1 on b killed by signal 9"
     assert main_reason([*reasons, lost("b")]) == "b was lost"
     assert main_reason(reasons[:1]) == "trainer of slot 0 on a ended with code 1"
-    said = Reason("the trainer says: host-9 was lost")  # a text decides nothing
+    said = RoundReason("the trainer says: host-9 was lost")  # a text decides nothing
     assert main_reason([said, *reasons]) == main_reason(reasons)
 
 
@@ -280,4 +280,4 @@ def test_a_failed_recovery_goes_on_in_the_next_round(old, detected, reasons):
     assert (new.detected, len(new.reasons)) == (detected, reasons)
     assert new.last_finished == (7 if reasons == 2 else 0)
     assert new.read == (reasons == 2)  # a corrupt copy may have been why it failed
-    assert next_round(None, (1, 2), [Reason("served")], now=9.0, read=True).read
+    assert next_round(None, (1, 2), [RoundReason("served")], now=9.0, read=True).read

@@ -16,7 +16,7 @@ from dtft.elastic.leader.commit_coordinator import CommitCoordinator
 from dtft.elastic.leader.host_registry import HostMonitor
 from dtft.elastic.leader.leader import Leader
 from dtft.elastic.leader.rendezvous import Phase, Rendezvous
-from dtft.elastic.leader.rendezvous_plan import Reason, Round
+from dtft.elastic.leader.rendezvous_plan import Round, RoundReason
 from dtft.elastic.messages.reports import (
     OPTIONAL_REPORT_FIELDS,
     REPORT_FIELDS,
@@ -102,7 +102,7 @@ class Busy(Desk):
             self.leader.connected(record_of(host))
             self.leader.handle_report(host, {"op": "fit", "ballot": BALLOT})
         rendezvous.current = Round(
-            ballot=BALLOT, reasons=[Reason("test")], detected=0.0
+            ballot=BALLOT, reasons=[RoundReason("test")], detected=0.0
         )
         rendezvous.assignment = rendezvous.coordinator = None
         if phase in ("preparing", "running"):
