@@ -138,12 +138,9 @@ def _sharding(what: str, leaf: Any, spec: Spec, mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, partition_spec(spec))
 
 
-# Makes a function keep the shardings that a plan gives to values inside it.
-#
-# The function's program is rebuilt with a sharding constraint after each operator that
-# the plan names by number (numbered as in `dtft.planner.ir.jaxprs`); nested programs
-# stay nested, so loops, rematerialized parts and custom derivatives mean what they
-# meant. Decides no sharding.
+# A function's program is rebuilt with a sharding constraint after each operator that
+# the plan names by number (`dtft.planner.ir` numbers them). Nested programs stay
+# nested, so loops, rematerialized parts and custom derivatives keep their meaning.
 
 
 _CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")

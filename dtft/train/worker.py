@@ -514,7 +514,7 @@ def _code(error: Exception) -> int:
 def _import_everything(experiment: Any) -> None:
     """Imports modules and makes datasets in advance; must not touch a device."""
     if experiment.cluster.devices_per_host > 0:
-        # Before threads start. Planned steps shall need the predicted time.
+        # Before threads start: a planned step shall take as long as predicted.
         keep_freed(large=bool(experiment.plan))
     import jax
 

@@ -234,10 +234,7 @@ def _text(mesh: Mapping[str, Any]) -> str:
     return "(" + ", ".join(f"{name}: {size}" for name, size in axes) + ")"
 
 
-# What the processes of a job tell their agents, and what they want back.
-#
-# Decides which options make sense in a job, what all processes must say alike, and
-# where each leaf of a restore shall go.
+# --------------------------------- options and restore targets that processes agree on
 
 
 KEEP_ALL = 2**31 - 1

@@ -21,18 +21,15 @@ from dtft.checkpoint.managers.local import LocalSteps
 from dtft.checkpoint.managers.options import ReplicatedOptions, checked, is_due
 from dtft.checkpoint.managers.save_clock import SaveClock
 
-# What counts as the number of a step, whatever loop it comes from.
-#
-# A number is made a plain int once, where a user gives it: it becomes a directory's
-# name, a key, JSON and msgpack, which take other kinds of numbers for something else.
-
-
 LARGEST = 2**63 - 1
 """The largest step that every file format and message can hold."""
 
 
 def step_number(step: Any) -> int:
     """Converts a step to a plain int.
+
+    A step becomes a directory's name, a key, JSON and msgpack, which encode numpy and
+    jax scalars differently.
 
     Args:
         step: an int, or what stands for one exactly: a numpy or jax integer scalar.

@@ -43,10 +43,10 @@ class SupervisionLimits:
     """An etcd that has not answered this long after its start is killed. Data that it
     does not come up on within this time are moved aside."""
     tries: int = 4
-    """Starts in a row that end before an answer, after which the data are discarded
+    """Starts in a row that end before an answer, after which the data are moved aside
     too."""
     crashes: int = 6
-    """Number of starts within `steady_s` after which the data are discarded, although
+    """Number of starts within `steady_s` after which the data are moved aside, although
     each start led to an answer."""
     steady_s: float = 60.0
     pauses_s: tuple[float, ...] = (0.0, 0.5, 1.0, 2.0, 4.0)

@@ -17,9 +17,7 @@ from dtft.parallel.mpmd.partition import Cut, Segment
 from dtft.parallel.mpmd.schedule import EACH, Calls, Key, NodeCall, sends, usable
 from dtft.planner.ir import is_var
 
-# Which values of a loss have a gradient, and which losses have none.
-#
-# Decides what a placed step differentiates, and refuses what it cannot.
+# -------------------------------------------- values of a loss that have a gradient
 
 
 def check(cut: Cut, params: Sequence[int], num_microbatches: int) -> None:
@@ -96,15 +94,13 @@ def is_float(aval: Any) -> bool:
     return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
-# A segment as two programs: forward with residuals, and backward.
-#
-# The backward program is the transposed derivative as `jax.vjp` has it, so rules of
-# derivatives hold. What it needs is kept, not computed again; what the segment reads or
-# writes anyway is not kept twice. Traces only.
-
-
 class Split:
-    """A segment's forward and backward programs."""
+    """A segment's forward program with residuals, and its backward program.
+
+    The backward program is the transposed derivative of `jax.vjp`, so custom derivative
+    rules hold. The residuals that it needs are kept, not computed again. A residual
+    that the segment reads or writes anyway is not kept twice.
+    """
 
     def __init__(
         self,
@@ -215,11 +211,10 @@ def struct(atom: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
-# The calls of a placed step that are made once: before and after its microbatches.
-#
-# Before, parameters go to nodes that use them beside their home and sums begin at zero;
-# after, sums of gradients meet at the homes of their parameters, and results of the
-# loss become means. Traces only.
+# Calls that are made once in a step. Before the microbatches, parameters are sent from
+# their home to the other nodes that use them, and sums begin at zero. After the
+# microbatches, sums of gradients are added at the homes of their parameters, and
+# results of the loss become means.
 
 
 _SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
@@ -352,13 +347,10 @@ def _mean(total: jax.Array, weights: list[jax.Array], found: list[jax.Array]) ->
     return sum(scaled[1:], scaled[0]) / total.astype(scaled[0].dtype)
 
 
-# The calls that compute a loss and its gradients from a program cut into segments.
-#
-# Per segment a forward call, which keeps what the backward call needs (residuals) on
-# its node, and a backward call, which is its transposed derivative. A value that
-# segments of several nodes use gets a cotangent from each such node, added up where the
-# value was made; a parameter used on several nodes has one home, where its gradients
-# are added. Traces only.
+# Each segment has a forward call, which keeps residuals on its node, and a backward
+# call. A value that segments of several nodes use gets a cotangent from each such node;
+# the node that made the value adds the cotangents. A parameter used on several nodes
+# has one home, which adds its gradients.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

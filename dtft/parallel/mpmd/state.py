@@ -21,11 +21,6 @@ from dtft.parallel.mpmd.schedule import EACH, Key
 from dtft.parallel.mpmd.update import Updating
 from dtft.parallel.planning import check_like
 
-# The state of a placed step: which arrays it has, and on whose device each of them is.
-#
-# Decides what a step takes for its state, and refuses the rest by name.
-
-
 State = dict[str, Any]
 """`{"params": ..., "opt_state": ...}`, every leaf on the device that updates it."""
 

@@ -38,10 +38,8 @@ from dtft.planner.plan import Plan
 from dtft.planner.search import check_runnable
 from dtft.planner.types import Spec
 
-# Gradients and updates as a plan says, inside of a jitted step.
-#
-# Puts a plan's knobs into the program of a loss: constraints, gathered parameters,
-# blocks computed again, microbatches, divided optimizer state. Traces only.
+# A plan's knobs in the program of a loss: sharding constraints, gathered parameters,
+# rematerialized blocks, microbatches, divided optimizer state.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
