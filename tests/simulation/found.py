@@ -540,5 +540,37 @@ FOUND: tuple[tuple[str, int, dict[str, Any], list[Fault]], ...] = (
             Fault(who="leader", what="stop", phase="recovery", seconds=9.3585716721023),
         ],
     ),
+    (
+        "F21",
+        70091421,
+        {
+            "slots": 2,
+            "spares": 0,
+            "last_step": 14,
+            "storage_interval": 0,
+            "skew": False,
+        },
+        [
+            Fault(
+                who="spare",
+                what="die",
+                phase="at",
+                after_s=9.395264897106118,
+                seconds=14.828271440401362,
+            ),
+            Fault(
+                who="leader",
+                what="memory-full",
+                phase="recovery",
+                seconds=15.28499256102003,
+            ),
+            Fault(
+                who="leader",
+                what="slow",
+                phase="replicating",
+                seconds=2.2369041384167168,
+            ),
+        ],
+    ),
 )
 """Name of the finding, seed, sizes of the job, faults."""

@@ -168,8 +168,12 @@ class HostRegistry:
         return len(self._records) - len(unusable & self._records.keys())
 
     def why_nobody(self) -> str:
-        """Why no registered host can have a slot; "" if at least one can."""
-        if not self._records or set(self._records) - set(self.unfit):
+        """Why no host can have a slot; "" if a registered or lost host may.
+
+        A lost host that was not unfit may return and have a slot.
+        """
+        hosts = self._records.keys() | self._gone.keys()
+        if not self._records or hosts - self.unfit.keys():
             return ""
         return "; ".join(f"{host}: {why}" for host, why in sorted(self.unfit.items()))
 

@@ -211,3 +211,15 @@ def test_a_live_host_that_calls_and_says_that_it_is_well_is_usable(
     for host in HOSTS:
         made.connect(record_of(host, incarnation="late.1"))
     assert {record.host for record in made.usable()} == set(HOSTS)
+
+
+def test_nobody_can_have_a_slot_only_if_all_that_were_here_said_so() -> None:
+    it = registry("a", "b")
+    it.unfit.update({"a": "no room"})
+    assert it.why_nobody() == ""  # b may be well
+    it.lose("b")
+    assert it.why_nobody() == ""  # and may come back
+    it.connect(record_of("b"))
+    it.unfit.update({"b": "no port"})
+    it.lose("b")
+    assert it.why_nobody() == "a: no room; b: no port"
