@@ -155,6 +155,9 @@ class Store(Protocol):
     def put(self, key: str, value: bytes, lease: int = 0) -> None:
         """Writes one key.
 
+        A put that was sent to more than one member may be applied again later. A write
+        for which this matters is a transaction that compares.
+
         Raises:
             LeaseGone: there is no such lease.
         """
