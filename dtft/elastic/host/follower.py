@@ -401,9 +401,9 @@ class Follower:
         """Reports an error that would occur on any host."""
         self._tell("fatal", message=message)
 
-    def _unfit(self, why: str) -> None:
+    def _unfit(self, why: str, **told: str) -> None:
         """Reports an error that concerns this host alone."""
-        self._tell("unfit", why=why)
+        self._tell("unfit", why=why, **told)
 
     def _hand_over(self, task: SlotTask) -> None:
         """Sends the state's location once the layout is known and the restore ended."""
@@ -579,7 +579,7 @@ class Follower:
         """Accepts the layout if its memory was allocated; otherwise reports `unfit`."""
         error = outcome.exception()
         if error is not None:  # also for a former formation: slots need equal memory
-            self._unfit(_why(error))
+            self._unfit(_why(error), layout=layout.to_json())
             return
         if task is not self._task:
             return

@@ -17,6 +17,7 @@ from dtft.elastic.leader.failure_budget import Failure
 from dtft.elastic.leader.records import Records
 from dtft.elastic.leader.rendezvous import Rendezvous
 from dtft.elastic.leader.rendezvous_plan import RoundReason, lost
+from dtft.elastic.messages import known_layout
 from dtft.elastic.seat_policy import missing
 from dtft.elastic.store import View
 
@@ -295,11 +296,19 @@ class HostMonitor:
         elif rendezvous.phase != "idle":
             self._journal.say(f"spare {host} was lost ({how})")
 
-    def unfit(self, host: str, why: str) -> None:
-        """Handles the report that a host cannot have a slot; the other hosts go on."""
-        if self._registry.unfit.get(host) == why:
-            return
+    def unfit(self, host: str, why: str, layout: str = "") -> None:
+        """Handles the report that a host cannot have a slot; the other hosts go on.
+
+        Args:
+            host: the reporting host.
+            why: the reason, for people.
+            layout: JSON of the layout that did not fit into the host's memory, if that
+                is the reason.
+        """
+        is_known = host in self._registry.unfit
         self._registry.unfit[host] = why
+        if is_known:  # asked again; only the free bytes of the reason are new
+            return
         self._journal.event("host_unfit", host=host, why=why)
         self._journal.say(f"{host} cannot be used: {why}")
         slot = self._rendezvous.slot_of.get(host)
@@ -308,6 +317,9 @@ class HostMonitor:
             self._rendezvous.form(RoundReason(text, hosts=(host,)))
         else:
             self._rendezvous.answered()
+        if layout:
+            others = self._registry.connected - self._registry.unfit.keys()
+            self._rendezvous.refused(known_layout(layout), others)
 
     def fit(self, host: str) -> None:
         """Handles the report that an unfit host can have a slot again."""

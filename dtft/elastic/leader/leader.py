@@ -191,7 +191,7 @@ class Leader:
         ballot = tuple(message.get("ballot", ()))
         round_, previous = self._rendezvous.current, self._rendezvous.previous
         if op == "unfit":
-            self._monitor.unfit(host, message["why"])
+            self._monitor.unfit(host, message["why"], message.get("layout", ""))
         elif op == "fit":
             self._monitor.fit(host)
         elif op == "fatal":

@@ -107,6 +107,8 @@ class Rendezvous:
         self.assignment: SlotAssignment | None = None
         self.coordinator: CommitCoordinator | None = None
         self.frozen = False
+        self._refused: Layout | None = None
+        """The newest layout that a host had not enough memory for."""
         self._awaited = ""
         """A host that the round waits for; checked first, before all hosts are
         checked."""
@@ -503,11 +505,23 @@ class Rendezvous:
         self._journal.say_once("copies", problem)
         self.expect(self._registry.connected)
 
+    def refused(self, layout: Layout, others: Collection[str]) -> None:
+        """Handles the report of a host that has not enough memory for a layout.
+
+        If no formation has had a layout yet, `others` are ordered to allocate memory
+        for it: the new round stops their trainers before these can announce the layout.
+        """
+        self._refused = layout
+        if self.coordinator is None:
+            for host in sorted(others):
+                self.expect_of(host)
+
     def expect_of(self, host: str) -> bool:
         """Orders one host to allocate memory for a slot; False without a layout."""
         layout = self.coordinator.layout if self.coordinator is not None else None
         if layout is None and self.current is not None:
             layout = self.current.layout_of(self._records.commits)
+        layout = layout or self._refused
         if layout is None:
             return False
         domains = self.previous.spread.domains if self.previous is not None else ()

@@ -73,7 +73,7 @@ REPORT_FIELDS: Mapping[str, Mapping[str, Check]] = {
         "missed": list_of(text),
     },
     "reached": {"ballot": ballot, "missed": list_of(text)},
-    "unfit": {"ballot": ballot, "why": text},
+    "unfit": {"ballot": ballot, "why": text, "layout": layout},
     "fit": {"ballot": ballot},
     "prepared": {
         "ballot": ballot,
@@ -178,6 +178,7 @@ OPTIONAL_REPORT_FIELDS: Mapping[str, frozenset[str]] = {
     "holdings": frozenset(
         {"complete", "export_port", "assignment", "commits", "missed"}
     ),
+    "unfit": frozenset({"layout"}),
     "staged": frozenset({"interval", "window"}),
     "fatal": frozenset(
         {"ballot", "slot", "code", "step", "phase", "error", "traceback", "log"}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
-from dtft.elastic.leader.host_registry import NOBODY_S
+from dtft.elastic.leader.host_registry import FIRST_ASK_S, NOBODY_S
 from tests.support.desks import LEASE_S, LeaderDesk, record_of
 
 
@@ -190,6 +190,25 @@ LAYOUT = Layout(
     mesh=MeshLayout(axis_names=("replica",), axis_sizes=(2,), slots=(0, 1)),
     leaves=(Leaf(path="w", shape=(4,), dtype="float32"),),
 )
+
+
+def test_hosts_are_asked_for_memory_that_another_host_lacks(desk: Desk) -> None:
+    desk.join("b")
+    for host in "ab":
+        desk.answer(host)
+    desk.turn()
+    ballot, layout = desk.orders[-1][2]["ballot"], LAYOUT.to_json()
+    desk.orders.clear()
+    told = {"op": "unfit", "ballot": ballot, "why": "no memory", "layout": layout}
+    desk.leader.handle_report("a", told)
+    assert desk.take("expect") == [("b", {"layout": layout, "domains": []})]
+    for host in "ab":
+        desk.answer(host)
+    desk.turn()
+    assert desk.phase == "waiting"
+    desk.turn(FIRST_ASK_S + 1)
+    assert desk.take("expect") == [("a", {"layout": layout, "domains": []})]
+    assert desk.phase == "waiting", "no round begins until it has the memory"
 
 
 def test_a_spare_is_told_what_a_slot_holds(desk: Desk) -> None:

@@ -54,7 +54,7 @@ SOUND: dict[str, dict[str, Any]] = {
         "missed": ["b"],
     },
     "reached": {"missed": ["b"]},
-    "unfit": {"why": "no room in /dev/shm"},
+    "unfit": {"why": "no room in /dev/shm", "layout": STATE.to_json()},
     "fit": {},
     "prepared": {"export_port": 80, "own": 1, "peers": 2, "seconds": 0.5},
     "prepare_failed": {"error": "gone", "corrupt": ["b step 7: w"]},
