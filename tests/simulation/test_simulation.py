@@ -90,6 +90,18 @@ def test_a_killed_trainer_is_named_though_its_peers_are_heard_before() -> None:
     assert told["assignment"]["reason"] == death and not world.violations
 
 
+@pytest.mark.parametrize("slots", [2, 3])
+def test_a_job_whose_hosts_have_no_memory_ends_soon(slots: int) -> None:
+    for seed in range(20):
+        world = World(Settings(seed=seed, slots=slots, spares=0, last_step=10))
+        world.memory_full |= {"h0", "h1", "h2"}
+        world.start_all()
+        world.run(60.0, lambda: world.result is not None)
+        assert world.result is not None and "no host can have a slot" in world.result
+        kinds = [kind for _, _, kind, _ in world.events]
+        assert kinds.count("assignment") == 1, "nothing is tried again in vain"
+
+
 def test_a_leader_that_writes_without_its_key_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
