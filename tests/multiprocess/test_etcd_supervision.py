@@ -161,6 +161,26 @@ def test_what_is_meant_is_left_alone(tmp_path: Path) -> None:
         it.until(it.serves_again)
 
 
+def test_an_etcd_that_is_killed_meanwhile_is_not_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with watched(tmp_path) as it:
+        os.kill(it.etcd.pid, signal.SIGKILL)
+        found = it.etcd.obstacle
+
+        def killed() -> str:
+            it.etcd.kill()  # by another thread, once the supervisor has looked
+            return found()
+
+        monkeypatch.setattr(it.etcd, "obstacle", killed)
+        it.until(lambda: not it.etcd.supervised)
+        it.supervisor.tick()
+        assert not it.etcd.running and it.etcd.num_starts == 1
+        it.etcd.start()
+        it.etcd.wait_ready()
+        assert it.value() == b"v"
+
+
 def test_a_supervised_pause_is_ended(tmp_path: Path) -> None:
     with watched(tmp_path) as it:
         # Until it has answered once, it is given the time of a start.

