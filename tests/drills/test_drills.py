@@ -10,6 +10,7 @@ import pytest
 
 from dtft.elastic.faults.schedule import PHASES
 from dtft.elastic.leader.events import read_events
+from tests.support.certificates import certificate
 from tests.support.harness import (
     DIGITS,
     FSDP,
@@ -20,7 +21,6 @@ from tests.support.harness import (
     drill,
     dtft,
 )
-from tests.unit.checkpoint.test_stream import certificate
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(450)]
 every = pytest.mark.drill_all

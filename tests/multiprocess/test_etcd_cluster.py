@@ -21,7 +21,6 @@ from dtft.elastic.store.api import (
     StoreUnavailable,
 )
 from dtft.elastic.store.etcd import EtcdStore
-from tests.multiprocess.test_store import Watcher
 from tests.support.etcd_cluster import (
     PASSWORD,
     PREFIX,
@@ -31,6 +30,7 @@ from tests.support.etcd_cluster import (
     has_ipv6,
     until,
 )
+from tests.support.watches import Watcher
 
 DEADLINE_S = 2.0
 SLACK_S = 3.0

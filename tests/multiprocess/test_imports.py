@@ -1,30 +1,12 @@
 """What an import pulls in, and who may touch private JAX API."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.imports import DEPENDENCIES, imported_by
+
 PACKAGE = Path(__file__).parents[2] / "dtft"
-DEPENDENCIES = frozenset(
-    "jax flax optax orbax grain tyro rich scipy xxhash msgpack tensorboardX "
-    "matplotlib sklearn".split()
-)
-
-
-def imported_by(module: str) -> set[str]:
-    """Names of all modules loaded in a fresh process by `import module`."""
-    code = f"import sys, {module}; print(*sys.modules)"
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=50,
-        cwd=PACKAGE.parent,
-    )
-    return set(result.stdout.split())
 
 
 def test_import_dtft_is_light() -> None:

@@ -21,10 +21,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dtft.checkpoint import Corrupt, ReplicatedCheckpointManager, ReplicatedOptions
 from dtft.checkpoint import StorageFailed as Failed
 from dtft.checkpoint.storage.stored_steps import CheckpointUnreadable
-from tests.support.managers import NEVER, forget, memory_only
-from tests.support.states import NANS
-
-Save, Restore = ocp.args.StandardSave, ocp.args.StandardRestore
+from tests.support.managers import NEVER, Restore, Save, forget, memory_only
+from tests.support.states import NANS, bits
 
 
 class Moments(NamedTuple):
@@ -87,18 +85,6 @@ def empties() -> dict[str, Any]:
         "nothing": np.zeros((0, 2)),
         "no keys": jax.random.split(jax.random.key(1), 0),
     }
-
-
-def bits(tree: Any) -> list[tuple[Any, ...]]:
-    """Type, dtype, shape and bytes of every leaf."""
-    found = []
-    for leaf in jax.tree.leaves(tree):
-        kind = "jax" if isinstance(leaf, jax.Array) else type(leaf).__name__
-        if kind == "jax" and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            kind, leaf = str(leaf.dtype), jax.random.key_data(leaf)
-        host = np.asarray(leaf)
-        found.append((kind, host.dtype, host.shape, host.tobytes()))
-    return found
 
 
 def like(tree: Any) -> Any:

@@ -1,7 +1,6 @@
 """The semantics of a store, the same for `MemoryStore` and for a real etcd."""
 
 import contextlib
-import queue
 import socket
 import threading
 import time
@@ -18,7 +17,6 @@ from dtft.elastic.store.address import StoreAddress
 from dtft.elastic.store.api import (
     Compare,
     Delete,
-    Events,
     LeaseGone,
     Put,
     Resync,
@@ -31,8 +29,8 @@ from dtft.elastic.store.etcd import EtcdStore, version_warning
 from dtft.elastic.store.etcd_wire import Connection
 from dtft.elastic.store.memory import MemoryStore
 from tests.support.hosts import wait_until
+from tests.support.watches import AnyStore, Watcher
 
-AnyStore = MemoryStore | EtcdStore
 LEASE_S = 4
 """A lease that is kept alive: a busy machine may stop a test for some seconds."""
 PROTOCOL: tuple[type[Store], ...] = (MemoryStore, EtcdStore)  # for the type checker
@@ -64,40 +62,6 @@ def store(request: pytest.FixtureRequest) -> Iterator[AnyStore]:
 def prefix(request: pytest.FixtureRequest) -> str:
     """Keys of one test only."""
     return f"/{request.node.name}/"
-
-
-class Watcher:
-    """Runs a watch in a thread and hands out what it yields."""
-
-    def __init__(self, store: AnyStore, prefix: str, revision: int) -> None:
-        self._batches: queue.Queue[Events] = queue.Queue()
-        self.stop = threading.Event()
-        self.thread = threading.Thread(
-            target=self._run, args=(store, prefix, revision), daemon=True
-        )
-        self.thread.start()
-
-    def _run(self, store: AnyStore, prefix: str, revision: int) -> None:
-        for batch in store.watch(prefix, revision, self.stop):
-            self._batches.put(batch)
-
-    def batch(self) -> Events:
-        return self._batches.get(timeout=20)
-
-    def events(self, count: int) -> list[StoreEvent]:
-        found: list[StoreEvent] = []
-        while len(found) < count:
-            found += self.batch()
-        return found
-
-    def silent(self) -> bool:
-        return self._batches.empty()
-
-    def end(self) -> None:
-        """Also when nothing happens that would wake the watch."""
-        self.stop.set()
-        self.thread.join(20)
-        assert not self.thread.is_alive()
 
 
 def shape(events: list[StoreEvent]) -> list[tuple[str, str, bytes]]:

@@ -96,7 +96,7 @@ def test_a_job_whose_hosts_have_no_memory_ends_soon(slots: int) -> None:
         world = World(Settings(seed=seed, slots=slots, spares=0, last_step=10))
         world.memory_full |= {"h0", "h1", "h2"}
         world.start_all()
-        world.run(60.0, lambda: world.result is not None)
+        world.run(60.0, lambda world=world: world.result is not None)
         assert world.result is not None and "no host can have a slot" in world.result
         kinds = [kind for _, _, kind, _ in world.events]
         assert kinds.count("assignment") == 1, "nothing is tried again in vain"

@@ -24,6 +24,17 @@ from tests.support.virtual_loop import VirtualLoop, VirtualMirrors
 
 TICK_S = 0.1
 LEASE_S = 5.0
+ASSIGNMENT = SlotAssignment(
+    generation=1,
+    attempt=1,
+    slots=("a", "b"),
+    incarnations=("a.1", "b.1"),
+    source="memory",
+    step=7,
+    rung=1,
+    reason="",
+)
+"""Of hosts a and b, whose incarnations are those of `record_of`."""
 
 
 def agent_config(directory: Path, host: str, **changes: Any) -> AgentConfig:
@@ -208,3 +219,27 @@ class LeaderDesk:
         if hasattr(self, "leader"):
             self.leader.close()
         self.store.close()
+
+
+class Desk(LeaderDesk):
+    """A leader of two slots, on host a."""
+
+    def __init__(self, directory: Path, **changes: Any) -> None:
+        super().__init__(directory, record_of("a"), **changes)
+        self.register(record_of("a"))
+        self.put("m/era", '{"era": 1, "id": "x"}')
+        self.begin()
+
+    def join(self, host: str) -> None:
+        """A host registers and connects."""
+        self.register(record_of(host))
+        self.look()
+        self.leader.connected(record_of(host))
+
+    def answer(self, host: str, **has: Any) -> None:
+        """A host says what it holds, if it was asked to."""
+        for asked, _, fields in list(self.orders):
+            if asked == host and "ballot" in fields:
+                reply = {"holdings": {}, "corrupt": [], "finished": 0, "layouts": []}
+                report = {"op": "holdings", "ballot": fields["ballot"], "items": {}}
+                self.leader.handle_report(host, report | reply | has)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import optax
 
 LAYERS, WIDTH, ROWS = 4, 64, 512
 PARAMS = {
@@ -10,6 +11,7 @@ PARAMS = {
     "head": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32),
 }  # fmt: skip
 BATCH = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+OPTIMIZER = optax.sgd(1e-3)
 
 
 def loss(params, batch):

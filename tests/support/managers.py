@@ -3,9 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import orbax.checkpoint as ocp
+
 from dtft.checkpoint.managers.options import ReplicatedOptions
 from dtft.checkpoint.managers.replicated import ReplicatedCheckpointManager
 
+Save, Restore = ocp.args.StandardSave, ocp.args.StandardRestore
 NEVER = 10**9
 """An interval that no test reaches."""
 

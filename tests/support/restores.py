@@ -1,9 +1,11 @@
 """Layouts, holdings and checks for restores onto another layout."""
 
+import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
+from hypothesis import strategies as st
 
 from dtft.checkpoint.replication.copy_placement import place_copies
 from dtft.checkpoint.replication.restore_plan import (
@@ -19,6 +21,24 @@ SMALL = 64 * 1024
 """Bytes that are not cut between senders: the leaves here are small, too."""
 
 Specs = Mapping[str, tuple[tuple[str, ...], ...]]
+
+SPECS = [
+    (),
+    (("fsdp",),),
+    (("replica", "fsdp"),),
+    (("fsdp", "replica"), ("tensor",)),
+    ((), ("tensor",)),
+    (("tensor",), ("fsdp",)),
+]
+"""How leaves of `layouts` may be divided."""
+
+EXTRA = (
+    Leaf(path="scalar", shape=(), dtype="int32"),
+    Leaf(path="empty", shape=(0, 12), dtype="int8", spec=(("fsdp",), ("tensor",))),
+    # Large enough to be cut between senders.
+    Leaf(path="large", shape=(1536, 24), dtype="float32", spec=((), ("fsdp",))),
+)
+"""Leaves that every one of `layouts` has."""
 
 
 def layout_of(
@@ -144,3 +164,19 @@ def holders_of(holdings: Inventory) -> dict[Slice, set[str]]:
 def routes_of(plan: RestorePlan) -> set[tuple[str, str]]:
     """(source, target) pairs."""
     return {(t.source, t.target) for t in plan.transfers}
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    """Layouts of six leaves; hosts have one device or more, in any order."""
+    axes = {
+        "replica": draw(st.sampled_from([1, 2, 3])),
+        "fsdp": draw(st.sampled_from([1, 2, 3, 4])),
+        "tensor": draw(st.sampled_from([1, 2])),
+    }
+    num_devices = axes["replica"] * axes["fsdp"] * axes["tensor"]
+    per_host = draw(st.sampled_from([n for n in (1, 2, 4) if num_devices % n == 0]))
+    order = draw(st.permutations(range(num_devices // per_host)))
+    specs = {f"w{i}": draw(st.sampled_from(SPECS)) for i in range(3)}
+    layout = layout_of(axes, specs, shape=(72, 24), per_host=per_host, order=order)
+    return dataclasses.replace(layout, leaves=(*layout.leaves, *EXTRA))

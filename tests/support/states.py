@@ -1,5 +1,9 @@
 """A small state with every kind of leaf that is easy to get wrong."""
 
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -71,3 +75,15 @@ def same_bits(a: object, b: np.ndarray) -> bool:
     """Equal in shape, dtype and every bit."""
     a = np.asarray(a)
     return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+def bits(tree: Any) -> list[tuple[Any, ...]]:
+    """Type, dtype, shape and bytes of every leaf."""
+    found = []
+    for leaf in jax.tree.leaves(tree):
+        kind = "jax" if isinstance(leaf, jax.Array) else type(leaf).__name__
+        if kind == "jax" and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            kind, leaf = str(leaf.dtype), jax.random.key_data(leaf)
+        host = np.asarray(leaf)
+        found.append((kind, host.dtype, host.shape, host.tobytes()))
+    return found

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import dtft
-from tests.multiprocess.test_imports import DEPENDENCIES, imported_by
+from tests.support.imports import DEPENDENCIES, imported_by
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from dtft.checkpoint.replication.failure_domains import (
     parse_domain_file,
     separate_copies,
 )
+from tests.support.failure_domains import FILE
 from tests.support.restores import hosts, layout_of
-from tests.unit.checkpoint.test_domains import FILE
 
 FSDP = {"w": (("fsdp",),)}
 

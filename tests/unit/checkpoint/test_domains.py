@@ -11,16 +11,8 @@ from dtft.checkpoint.replication.failure_domains import (
     parse_domain_label,
     separate_copies,
 )
+from tests.support.failure_domains import FILE
 from tests.support.restores import hosts, layout_of
-
-FILE = """
-# host  label
-h00 power=a rack=1
-h01 power=a rack=2
-
-h02 rack=3,power=b   # either order, either separator
-h03 power=b rack=4
-"""
 
 
 def test_file() -> None:

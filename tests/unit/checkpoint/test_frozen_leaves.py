@@ -16,8 +16,8 @@ from dtft.checkpoint import Corrupt, StorageFailed
 from dtft.checkpoint.memory import local_store
 from dtft.checkpoint.memory.local_store import Versions
 from dtft.checkpoint.state.record import record_of
-from tests.multiprocess.test_replicated import Save, bits
-from tests.support.managers import forget, memory_only
+from tests.support.managers import Save, forget, memory_only
+from tests.support.states import bits
 
 KINDS = ("divided", "whole", "numpy", "key", "number", "complex", "empty")
 

@@ -1,7 +1,7 @@
 """What a commit's health is, from what hosts hold."""
 
 from dtft.checkpoint.replication.commit import commit_health, worth_showing
-from tests.unit.elastic.test_recovery import HOSTS, commit_of, holdings_of, layout
+from tests.support.commits import HOSTS, commit_of, holdings_of, layout
 
 
 def test_every_copy_is_there() -> None:

@@ -14,8 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dtft.checkpoint.state.leaf_codec import restore_targets
 from dtft.checkpoint.state.record import STORABLE, record_of
-from tests.multiprocess.test_replicated import Restore, Save
-from tests.support.managers import forget, memory_only
+from tests.support.managers import Restore, Save, forget, memory_only
 
 WIDE = np.dtype(np.longdouble)
 """As wide as a float64 on some machines."""

@@ -10,8 +10,7 @@ from dtft.checkpoint.replication.restore_plan import RestorePlan, plan_restore
 from dtft.checkpoint.state.digests import chunk_digests, verify_digests
 from dtft.checkpoint.state.partition import Region, digests_in, move_regions, span_of
 from dtft.checkpoint.state.slices import Layout, Leaf, Slice
-from tests.support.restores import SMALL, held_at, hosts
-from tests.unit.checkpoint.test_restore import layouts
+from tests.support.restores import SMALL, held_at, hosts, layouts
 
 CHUNK = 96
 

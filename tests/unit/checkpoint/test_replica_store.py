@@ -12,9 +12,9 @@ from dtft.checkpoint.replication.copy_placement import place_copies
 from dtft.checkpoint.state import digests as state_digests
 from dtft.checkpoint.state.digests import chunk_digests, pack_flags
 from dtft.checkpoint.state.slices import Layout
+from tests.support.commits import layout
 from tests.support.hosts import hand_over, write
 from tests.support.hosts import stage as write_step
-from tests.unit.elastic.test_recovery import layout
 
 CHUNK = 16
 

@@ -22,38 +22,9 @@ from tests.support.restores import (
     held_at,
     hosts,
     layout_of,
+    layouts,
     restore,
 )
-
-SPECS = [
-    (),
-    (("fsdp",),),
-    (("replica", "fsdp"),),
-    (("fsdp", "replica"), ("tensor",)),
-    ((), ("tensor",)),
-    (("tensor",), ("fsdp",)),
-]
-EXTRA = (
-    Leaf(path="scalar", shape=(), dtype="int32"),
-    Leaf(path="empty", shape=(0, 12), dtype="int8", spec=(("fsdp",), ("tensor",))),
-    # Large enough to be cut between senders.
-    Leaf(path="large", shape=(1536, 24), dtype="float32", spec=((), ("fsdp",))),
-)
-
-
-@st.composite
-def layouts(draw: st.DrawFn) -> Layout:
-    axes = {
-        "replica": draw(st.sampled_from([1, 2, 3])),
-        "fsdp": draw(st.sampled_from([1, 2, 3, 4])),
-        "tensor": draw(st.sampled_from([1, 2])),
-    }
-    num_devices = axes["replica"] * axes["fsdp"] * axes["tensor"]
-    per_host = draw(st.sampled_from([n for n in (1, 2, 4) if num_devices % n == 0]))
-    order = draw(st.permutations(range(num_devices // per_host)))
-    specs = {f"w{i}": draw(st.sampled_from(SPECS)) for i in range(3)}
-    layout = layout_of(axes, specs, shape=(72, 24), per_host=per_host, order=order)
-    return dataclasses.replace(layout, leaves=(*layout.leaves, *EXTRA))
 
 
 @st.composite

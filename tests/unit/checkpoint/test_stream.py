@@ -2,7 +2,6 @@
 
 import contextlib
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from dtft.checkpoint.transport.dialing import parse_address
 from dtft.checkpoint.transport.protocol import Credentials, Tls
 from dtft.checkpoint.transport.server import TransportServer, connect
 from dtft.elastic.transfer.replication import Pusher
+from tests.support.certificates import certificate
 from tests.support.hosts import (
     EPOCH,
     content,
@@ -26,16 +26,6 @@ from tests.support.hosts import (
     order_after_loss,
     wait_until,
 )
-
-
-def certificate(folder: Path, name: str) -> Tls:
-    """A certificate that signs itself."""
-    made = Tls(certificate=folder / f"{name}.pem", key=folder / f"{name}.key")
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-nodes", "-days", "2"]
-    command += ["-pkeyopt", "ec_paramgen_curve:prime256v1", "-subj", f"/CN={name}"]
-    command += ["-keyout", str(made.key), "-out", str(made.certificate)]
-    subprocess.run(command, check=True, capture_output=True, timeout=30)
-    return made
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from dtft.collectives import (
     reduce_in_backward,
     ring_reduce_scatter,
 )
+from tests.support.shard_maps import over_devices
 
 OWN: tuple[Algorithm, ...] = ("ring", "tree", "gather")
 ALL: tuple[Algorithm, ...] = ("native", *OWN)
@@ -37,20 +38,6 @@ CASES: tuple[tuple[Any, tuple[int, ...], Op], ...] = (
     (jnp.bool_, (4,), "max"),
 )
 """One program for all of them: programs are what takes time here."""
-
-
-def over_devices(function: Any, num: int, *, check_vma: bool = True) -> Any:
-    """The jitted function of [num, ...] rows on num devices, replicated result."""
-    mesh = Mesh(np.array(jax.devices()[:num]), ("replica",))
-    return jax.jit(
-        jax.shard_map(
-            lambda tree: function(jax.tree.map(lambda x: x[0], tree)),
-            mesh=mesh,
-            in_specs=PartitionSpec("replica"),
-            out_specs=PartitionSpec(),
-            check_vma=check_vma,
-        )
-    )
 
 
 def rows(num: int, shape: tuple[int, ...], dtype: Any, seed: int = 0) -> jax.Array:

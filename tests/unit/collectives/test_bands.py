@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtft.collectives import all_reduce_symmetric, bands, pack_lower, packing
-from tests.unit.collectives.test_all_reduce import over_devices
-from tests.unit.collectives.test_symmetric import DTYPES, symmetric
+from tests.support.shard_maps import over_devices
+from tests.support.symmetric_matrices import DTYPES, symmetric
 
 
 @settings(max_examples=12, deadline=None)

@@ -25,16 +25,8 @@ from dtft.collectives import (
     unpack_lower,
     unpack_triangle,
 )
-from tests.unit.collectives.test_all_reduce import over_devices
-
-DTYPES = (np.float32, np.float64, jnp.bfloat16, np.float16, np.int32, np.complex64)
-
-
-def symmetric(n: int, batch: tuple[int, ...] = (), dtype: Any = np.float32) -> Any:
-    """Whole numbers, so that sums are exact in every dtype."""
-    values = np.random.default_rng(n).integers(-9, 9, size=(*batch, n, n))
-    lower = np.tril(values)
-    return (lower + np.tril(values, -1).swapaxes(-1, -2)).astype(jnp.dtype(dtype))
+from tests.support.shard_maps import over_devices
+from tests.support.symmetric_matrices import DTYPES, symmetric
 
 
 def definite(n: int, condition: float, dtype: Any = np.float32) -> np.ndarray:

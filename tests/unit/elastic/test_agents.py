@@ -1,11 +1,7 @@
 """Whole agents in one process: they meet over TLS, and look into a job needs none."""
 
-import contextlib
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,50 +11,10 @@ from dtft.cli.checkpoint import job_record
 from dtft.elastic.admission import JobMismatch
 from dtft.elastic.host.agent import Agent
 from dtft.elastic.inspect_job import Observer
-from dtft.elastic.job import AgentConfig
-from dtft.elastic.leader.events import read_events
 from dtft.elastic.store.memory import MemoryStore
+from tests.support.agents import SECRET, agents, config, joined
+from tests.support.certificates import certificate
 from tests.support.hosts import wait_until
-from tests.unit.checkpoint.test_stream import certificate
-
-SECRET = b"0123456789abcdef"
-
-
-def config(folder: Path, host: str, **changes: Any) -> AgentConfig:
-    return AgentConfig(
-        job="j",
-        host=host,
-        store="s:1",
-        secret=SECRET,
-        num_slots=3,
-        trainer_command=(sys.executable, "-c", "import time; time.sleep(60)"),
-        run_directory=folder / "run",
-        config_digest="",
-        arena_directory=folder,
-        **changes,
-    )
-
-
-@contextlib.contextmanager
-def agents(store: MemoryStore, *configs: AgentConfig) -> Iterator[list[Agent]]:
-    """Agents that run on threads of their own."""
-    made = [Agent(one, store) for one in configs]
-    threads = [threading.Thread(target=agent.run, daemon=True) for agent in made]
-    for thread in threads:
-        thread.start()
-    try:
-        yield made
-    finally:
-        for agent in made:
-            agent.leave()
-        for thread in threads:
-            thread.join(20)
-        assert not any(thread.is_alive() for thread in threads)
-
-
-def joined(folder: Path) -> set[str]:
-    events = read_events(folder / "run")
-    return {event["host"] for event in events if event["event"] == "host_joined"}
 
 
 def test_agents_meet_over_tls_and_only_over_tls(tmp_path: Path) -> None:

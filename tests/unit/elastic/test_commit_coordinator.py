@@ -18,8 +18,8 @@ from dtft.checkpoint.replication.snapshot_interval import (
 from dtft.elastic.assignment import SlotAssignment
 from dtft.elastic.leader.commit_coordinator import GRACE_S, CommitCoordinator
 from dtft.elastic.leader.storage import FIRST_PAUSE_S, StorageHealth
+from tests.support.commits import HOSTS, layout, root_of, value
 from tests.support.desks import agent_config
-from tests.unit.elastic.test_recovery import HOSTS, layout, root_of, value
 
 
 class Desk:

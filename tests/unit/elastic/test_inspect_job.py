@@ -27,8 +27,8 @@ from dtft.elastic.leader.export_requests import Answer, ExportRequests, serve_ex
 from dtft.elastic.store.memory import MemoryStore
 from dtft.elastic.store.view import job_key
 from dtft.elastic.transfer.replica_server import Inbox
+from tests.support.commits import layout
 from tests.support.hosts import stage
-from tests.unit.elastic.test_recovery import layout
 
 SECRET = b"0123456789abcdef"
 STATE = layout(2, 1)

@@ -29,7 +29,7 @@ from dtft.elastic.job import AgentConfig
 from dtft.elastic.leader.commit_coordinator import CommitCoordinator
 from dtft.elastic.leader.storage import StorageHealth
 from dtft.train.worker import WindowClock
-from tests.unit.elastic.test_recovery import layout
+from tests.support.commits import layout
 
 CHUNK = 256
 HOSTS = ("h0", "h1")

@@ -10,8 +10,8 @@ from dtft.elastic.leader.rendezvous_plan import Round, RoundReason, export_addre
 from dtft.elastic.messages.orders import fault_of_order
 from dtft.elastic.processes import free_port
 from dtft.elastic.store.memory import MemoryStore
+from tests.support.agents import SECRET, agents, config, joined
 from tests.support.hosts import wait_until
-from tests.unit.elastic.test_agents import SECRET, agents, config, joined
 
 
 def test_two_agents_meet(tmp_path: Path) -> None:

@@ -9,31 +9,7 @@ import pytest
 
 from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
 from dtft.elastic.leader.host_registry import FIRST_ASK_S, NOBODY_S
-from tests.support.desks import LEASE_S, LeaderDesk, record_of
-
-
-class Desk(LeaderDesk):
-    """A leader of two slots, on host a."""
-
-    def __init__(self, directory: Path, **changes: Any) -> None:
-        super().__init__(directory, record_of("a"), **changes)
-        self.register(record_of("a"))
-        self.put("m/era", '{"era": 1, "id": "x"}')
-        self.begin()
-
-    def join(self, host: str) -> None:
-        """A host registers and connects."""
-        self.register(record_of(host))
-        self.look()
-        self.leader.connected(record_of(host))
-
-    def answer(self, host: str, **has: Any) -> None:
-        """A host says what it holds, if it was asked to."""
-        for asked, _, fields in list(self.orders):
-            if asked == host and "ballot" in fields:
-                reply = {"holdings": {}, "corrupt": [], "finished": 0, "layouts": []}
-                report = {"op": "holdings", "ballot": fields["ballot"], "items": {}}
-                self.leader.handle_report(host, report | reply | has)
+from tests.support.desks import LEASE_S, Desk, record_of
 
 
 @pytest.fixture

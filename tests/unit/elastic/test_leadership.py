@@ -12,11 +12,10 @@ from dtft.elastic.store.embedded import EmbeddedEtcd
 from dtft.elastic.store.etcd import EtcdStore
 from dtft.elastic.store.memory import MemoryStore
 from dtft.elastic.store.view import View
-from tests.support.desks import LeaderDesk, record_of
+from tests.support.agents import agents, config, joined
+from tests.support.desks import ASSIGNMENT, LEASE_S, LeaderDesk, record_of
 from tests.support.hosts import wait_until
-from tests.unit.elastic.test_agents import agents, config, joined
-from tests.unit.elastic.test_membership import LEASE_S, Cluster, Host
-from tests.unit.elastic.test_reports import ASSIGNMENT
+from tests.support.members import Cluster, Host
 
 
 class Term:

@@ -18,10 +18,11 @@ from dtft.elastic.messages.orders import (
     fault_of_order,
     order_fields,
 )
-from tests.unit.elastic.test_recovery import commit_of, layout, value
-from tests.unit.elastic.test_reports import ANYTHING, ASSIGNMENT
-from tests.unit.elastic.test_reshard import order as planned
-from tests.unit.elastic.test_reshard import saved
+from tests.support.commits import commit_of, layout, value
+from tests.support.desks import ASSIGNMENT
+from tests.support.message_values import ANYTHING
+from tests.support.reshard_plans import order as planned
+from tests.support.reshard_plans import saved
 
 STATE = layout(1, 2)
 KEYS = [piece.key for piece in STATE.slices(0)]

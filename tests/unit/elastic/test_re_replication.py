@@ -19,6 +19,7 @@ from dtft.elastic.leader.recovery import decide
 from dtft.elastic.leader.rendezvous_plan import Round, lost
 from dtft.elastic.store.view import View
 from dtft.elastic.transfer.replication import Pusher
+from tests.support.commits import HOSTS, commit_of, holdings_of, layout, root_of
 from tests.support.hosts import (
     EPOCH,
     JOB,
@@ -26,13 +27,6 @@ from tests.support.hosts import (
     hosts,
     order_after_loss,
     wait_until,
-)
-from tests.unit.elastic.test_recovery import (
-    HOSTS,
-    commit_of,
-    holdings_of,
-    layout,
-    root_of,
 )
 
 SHAPES = [(1, 4), (2, 2), (4, 1)]

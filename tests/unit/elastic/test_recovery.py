@@ -3,16 +3,13 @@
 import pytest
 
 from dtft.checkpoint.replication.commit import (
-    Commit,
     Divergence,
     Mislabelled,
     StepTracker,
     locate,
     push_root,
 )
-from dtft.checkpoint.replication.copy_placement import Push, place_copies
-from dtft.checkpoint.state.digests import digest_root
-from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
+from dtft.checkpoint.replication.copy_placement import place_copies
 from dtft.elastic.assignment import SlotAssignment
 from dtft.elastic.leader.recovery import RecoveryReport, decide, fetches_for
 from dtft.elastic.leader.rendezvous_plan import (
@@ -23,51 +20,7 @@ from dtft.elastic.leader.rendezvous_plan import (
     main_reason,
     next_round,
 )
-
-HOSTS = ("h0", "h1", "h2", "h3")
-
-
-def layout(replica: int, fsdp: int) -> Layout:
-    slots = tuple(range(replica * fsdp))
-    mesh = MeshLayout(
-        axis_names=("replica", "fsdp"), axis_sizes=(replica, fsdp), slots=slots
-    )
-    leaves = (
-        Leaf(path="w", shape=(8, 4), dtype="float32", spec=(("fsdp",),)),
-        Leaf(path="b", shape=(3,), dtype="float32"),
-    )
-    return Layout(mesh=mesh, leaves=leaves)
-
-
-def value(key: str) -> bytes:
-    return key.encode().ljust(16, b".")[:16]
-
-
-def root_of(push: Push) -> str:
-    """What a host says of a copy that is right."""
-    return push_root(push, {piece.key: value(piece.key) for piece in push.slices})
-
-
-def commit_of(state: Layout, step: int) -> Commit:
-    keys = [piece.key for piece in state.owners]
-    return Commit(
-        step=step,
-        generation=1,
-        attempt=1,
-        root=digest_root((key, value(key)) for key in keys),
-        layout=state.digest,
-        holders=HOSTS[: state.mesh.num_slots],
-        copies=2,
-    )
-
-
-def holdings_of(state: Layout, copies: int, step: int) -> dict:
-    placement = place_copies(state, copies)
-    found: dict[str, dict[int, dict[str, bytes]]] = {}
-    for slot in range(state.mesh.num_slots):
-        pieces = (*state.slices(slot), *placement.hosted(slot))
-        found[HOSTS[slot]] = {step: {p.key: value(p.key) for p in pieces}}
-    return found
+from tests.support.commits import HOSTS, commit_of, holdings_of, layout, root_of, value
 
 
 def test_all_alive_is_rung_1_and_moves_nothing():

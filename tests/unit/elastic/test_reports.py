@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dtft.checkpoint.replication.snapshot_interval import Window
-from dtft.elastic.assignment import SlotAssignment
 from dtft.elastic.host.follower import REPORTED
 from dtft.elastic.leader.commit_coordinator import CommitCoordinator
 from dtft.elastic.leader.host_registry import HostMonitor
@@ -24,24 +23,14 @@ from dtft.elastic.messages.reports import (
     misfit,
     report_fields,
 )
-from tests.support.desks import record_of
-from tests.unit.elastic.test_leader import Desk
-from tests.unit.elastic.test_recovery import commit_of, layout, value
+from tests.support.commits import commit_of, layout, value
+from tests.support.desks import ASSIGNMENT, Desk, record_of
+from tests.support.message_values import ANYTHING
 
 STATE = layout(1, 2)
 DIGESTS = [value(piece.key) for piece in STATE.slices(0)]
 SLOTS = {"a": 0, "b": 1}
 BALLOT = (1, 3)
-ASSIGNMENT = SlotAssignment(
-    generation=1,
-    attempt=1,
-    slots=tuple(SLOTS),
-    incarnations=("a.1", "b.1"),
-    source="memory",
-    step=7,
-    rung=1,
-    reason="",
-)
 SOUND: dict[str, dict[str, Any]] = {
     "holdings": {
         "layouts": [STATE.to_json()],
@@ -197,23 +186,6 @@ def test_what_does_not_fit_the_formation_is_dropped(
 
 NAMES = sorted({name for fields in REPORT_FIELDS.values() for name in fields})
 PHASES: list[Phase] = ["gathering", "waiting", "assigning", "preparing", "running"]
-SMALL = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-(1 << 70), 1 << 70),
-    st.floats(),
-    st.text(max_size=8),
-    st.binary(max_size=20),
-    st.sampled_from([*REPORT_FIELDS, "a", '{"mesh": {}}', '{"mesh": {"slots": [9]}}']),
-)
-ANYTHING = st.recursive(
-    SMALL,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.dictionaries(st.one_of(st.text(max_size=4), st.integers(0, 9)), inner),
-    ),
-    max_leaves=6,
-)
 
 
 @given(

@@ -2,54 +2,10 @@
 
 import pytest
 
-from dtft.checkpoint.replication.commit import Commit
 from dtft.checkpoint.replication.copy_placement import place_copies
-from dtft.checkpoint.state.digests import digest_root
-from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
-from dtft.elastic.leader.reshard import NotPlanned, ReshardPlans
-
-MESH = MeshLayout(axis_names=("x",), axis_sizes=(3,), slots=(0, 1, 2))
-HOSTS = ("a", "b", "c")
-ADDRESSES = {host: f"{host}:1" for host in HOSTS}
-
-
-def layout(*spec: tuple[str, ...]) -> Layout:
-    leaf = Leaf(path="w", shape=(3, 6), dtype="uint8", spec=spec)
-    return Layout(mesh=MESH, leaves=(leaf,))
-
-
-ROWS, COLUMNS = layout(("x",)), layout((), ("x",))
-
-
-def commit(step: int, digests: dict[str, bytes]) -> Commit:
-    return Commit(
-        step=step,
-        generation=1,
-        attempt=1,
-        root=digest_root(digests.items()),
-        layout=ROWS.digest,
-        holders=HOSTS,
-        copies=2,
-    )
-
-
-def saved(*steps: int, slots: int = 3) -> ReshardPlans:
-    """Every slot has staged its row of each step, and all were committed."""
-    made = ReshardPlans(None, None)
-    for step in steps:
-        digests: dict[str, bytes] = {}
-        for slot in range(slots):
-            value = bytes([step, slot]) * 8
-            made.staged(slot, step, [value])
-            digests[ROWS.slices(slot)[0].key] = value
-        made.committed(commit(step, digests), place_copies(ROWS, 2))
-    return made
-
-
-def order(plans: ReshardPlans, host: str, step: int, wanted: Layout = COLUMNS):
-    return plans.order_for(
-        *(host, step, wanted), slots=HOSTS, addresses=ADDRESSES, domains={}
-    )
+from dtft.checkpoint.state.slices import Layout, Leaf
+from dtft.elastic.leader.reshard import NotPlanned
+from tests.support.reshard_plans import HOSTS, MESH, ROWS, commit, order, saved
 
 
 def test_a_host_takes_what_it_has_and_fetches_the_rest() -> None:

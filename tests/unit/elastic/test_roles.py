@@ -4,20 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtft.elastic.assignment import HostRecord, SlotAssignment, fill_slots, next_epoch
-
-
-def record(number: int, incarnation: str = "a") -> HostRecord:
-    return HostRecord(
-        host=f"host-{number}",
-        address=f"127.0.0.1:{9000 + number}",
-        incarnation=incarnation,
-        joined_ns=number,
-        pid=number,
-    )
-
-
-def entries(records: list[HostRecord]) -> list[tuple[str, str]]:
-    return [(r.host, r.incarnation) for r in records]
+from tests.support.numbered_hosts import entries, record
 
 
 def assignment(records: list[HostRecord], generation: int = 1) -> SlotAssignment:

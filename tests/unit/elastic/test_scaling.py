@@ -14,8 +14,8 @@ from dtft.elastic.assignment import HostRecord, SizeLimits, SlotAssignment, resi
 from dtft.elastic.inspect_job import NotThere, Observer
 from dtft.elastic.leader.records import ASSIGNMENT_PATIENCE_S
 from dtft.elastic.scale_job import ScaleRefused, scale
+from tests.support.commits import layout, root_of, value
 from tests.support.desks import LeaderDesk, record_of
-from tests.unit.elastic.test_recovery import layout, root_of, value
 
 STATE = layout(2, 1)
 PROMPT_S = 0.5

@@ -17,8 +17,8 @@ from dtft.elastic.assignment import (
     size_for,
 )
 from dtft.elastic.leader.recovery import layout_on
-from tests.unit.elastic.test_recovery import layout
-from tests.unit.elastic.test_roles import entries, record
+from tests.support.commits import layout
+from tests.support.numbered_hosts import entries, record
 
 BATCH = SizeLimits(global_batch=96, batch_axes=("replica", "fsdp"))
 

@@ -14,7 +14,7 @@ from dtft.elastic.anti_affinity import (
 )
 from dtft.elastic.assignment import HostRecord, SlotAssignment, fill_slots, seat
 from dtft.elastic.store.view import View
-from tests.unit.elastic.test_recovery import HOSTS, commit_of, holdings_of, layout
+from tests.support.commits import HOSTS, commit_of, holdings_of, layout
 
 RACKS = {"h0": "r1", "h1": "r1", "h2": "r2", "h3": "r2", "s1": "r2", "s2": "r1"}
 STATE = layout(1, 4)

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from dtft.elastic.leader.storage import PATIENCE_S, StorageWatch
+from tests.support.commits import commit_of, holdings_of, layout
+from tests.support.desks import Desk
 from tests.support.virtual_loop import VirtualLoop
-from tests.unit.elastic.test_leader import Desk
-from tests.unit.elastic.test_recovery import commit_of, holdings_of, layout
 
 
 def test_the_last_answer_counts_while_storage_hangs(tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from dtft.elastic.store.api import Delete
 from dtft.elastic.store.memory import MemoryStore
 from dtft.elastic.store.view import View, ViewReader, job_key, read_commits, read_view
-from tests.support.desks import record_of
-from tests.unit.elastic.test_reports import ASSIGNMENT
+from tests.support.desks import ASSIGNMENT, record_of
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from dtft.parallel.planning.planned_step import make_step
@@ -15,9 +14,7 @@ from dtft.planner.search.decision import decide
 from dtft.planner.search.price_table import Columns, Rates, Total
 from dtft.planner.spmd.collective_combiner import Bundle
 from dtft.planner.workload import of_loss
-from tests.support.layer_chain import BATCH, LAYERS, PARAMS, WIDTH, loss
-
-OPTIMIZER = optax.sgd(1e-3)
+from tests.support.layer_chain import BATCH, LAYERS, OPTIMIZER, PARAMS, WIDTH, loss
 
 
 def planned(cluster: str, **pins: int) -> Plan:

@@ -2,8 +2,15 @@
 
 from dtft.planner.ir.op_groups import CHEAP, loop_copies
 from dtft.planner.workload import of_loss
-from tests.support.layer_chain import BATCH, LAYERS, PARAMS, ROWS, WIDTH, loss
-from tests.unit.planner.test_combining import OPTIMIZER
+from tests.support.layer_chain import (
+    BATCH,
+    LAYERS,
+    OPTIMIZER,
+    PARAMS,
+    ROWS,
+    WIDTH,
+    loss,
+)
 
 
 def test_stacks_of_both_passes_are_copied() -> None:

@@ -5,13 +5,11 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dtft.config.experiment import Experiment
 from dtft.config.loading import ConfigError
-from dtft.models.base import CNNConfig
 from dtft.train.loop import Result, run
 from dtft.train.single_process import (
     LocalRuntime,
@@ -98,16 +96,11 @@ def test_mesh_that_does_not_fit_exits_with_2(
 CRASHING = """
 import dataclasses
 from configs.digits_cnn import config as digits
-from tests.unit.train.test_single import Crashing
+from tests.support.crashing_model import Crashing
 
 def config():
     return dataclasses.replace(digits(), model=Crashing(channels=(4, 8), hidden=16))
 """
-
-
-class Crashing(CNNConfig):
-    def loss(self, model: Any, batch: Any) -> Any:
-        return momentun  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
 
 
 def test_a_crash_names_the_step_the_last_checkpoint_and_how_to_go_on(

@@ -1,0 +1,25 @@
+"""What an import pulls in, seen in a fresh process."""
+
+import subprocess
+import sys
+
+from tests.support.harness import REPOSITORY
+
+DEPENDENCIES = frozenset(
+    "jax flax optax orbax grain tyro rich scipy xxhash msgpack tensorboardX "
+    "matplotlib sklearn".split()
+)
+
+
+def imported_by(module: str) -> set[str]:
+    """Names of all modules loaded in a fresh process by `import module`."""
+    code = f"import sys, {module}; print(*sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=50,
+        cwd=REPOSITORY,
+    )
+    return set(result.stdout.split())
