@@ -68,7 +68,7 @@ class StorageTier:
         if max_to_keep is not None and max_to_keep < 1:
             raise ValueError(
                 f"max_to_keep={max_to_keep} would keep no checkpoint. Allowed: 1 or "
-                "more. Set --storage.keep 1 or more."
+                "more. Set --checkpoint.storage_keep 1 or more."
             )
         text = str(directory)
         self.directory = epath.Path(text if "://" in text else os.path.abspath(text))

@@ -1,9 +1,9 @@
 """Plays faults on a local cluster, from outside, by signals and cuts.
 
-Reads the hosts' progress boards to find the moment, freezes the victims, makes sure the
-moment has not passed, and kills. A stop, cut or pause is undone when its seconds are
-over, while later faults strike. The injector knows processes and boards, no models, and
-takes no part in the recovery under test.
+The injector reads the hosts' progress boards to find a fault's moment, freezes the
+victims, checks that the moment has not passed, and kills the victims. The injector
+undoes a stop, cut or pause when its duration is over, also while later faults are
+pending. The injector knows nothing of models and takes no part in the recovery.
 """
 
 import functools
@@ -31,10 +31,10 @@ from dtft.elastic.store import EtcdStore, StoreUnavailable, job_key
 
 POLL_S = 0.0003
 STORE_AWAY_S = 5.0
-FIRST_EXPORT_S = 50.0  # below `timeouts.stage`: held trainers are not taken for hung
+FIRST_EXPORT_S = 50.0  # below `timeouts.stage`, so held trainers do not count as hung
 SCALE_S = 240.0
 HEALED_S = 5.0
-"""Seconds after the end of stops and cuts until a `healed` fault strikes."""
+"""Seconds from the end of all stops and cuts to a fault of phase `healed`."""
 SAMPLE_S = 0.05
 WARM_STEPS = 10
 """Steps left out of measured speeds: compilation, cold caches."""
@@ -49,28 +49,28 @@ _PHASE_FIELD: dict[str, ProgressField] = {
 
 @dataclass(kw_only=True)
 class InjectedFault:
-    """One fault as it happened: victims, times and steps."""
+    """Record of one fault that has happened: victims, times and steps."""
 
     fault: Fault
     hosts: tuple[str, ...] = ()
     at: float = 0.0
     """Wall-clock time of the fault."""
     finished: int = 0
-    """Last step that any trainer had finished at that moment."""
+    """Last step that any trainer had finished at the time of the fault."""
     computing: int = 0
     committed: int = 0
     steps_seen: tuple[int, int] = (0, 0)
-    """kill-store: last finished step at the store's kill, and at its restart."""
+    """kill-store: last finished step when the store was killed and when restarted."""
     until: float | None = None
-    """Wall-clock time at which a stop, cut or pause was undone; None: never."""
+    """Wall-clock time at which a stop, cut or pause was undone; None if not yet."""
     gone_s: float | None = None
-    """Seconds from the fault until every stopped process had been killed."""
+    """Seconds from the fault until all stopped processes had been killed."""
     steps_per_s: float | None = None
     """pause-store: steps per second before the pause, over an equally long time."""
     steps_per_s_during: float | None = None
     corrupted_bytes: int = 0
     reply: dict[str, Any] = field(default_factory=dict)
-    """scale: the job's reply to the request; empty until the reply."""
+    """scale: the job's reply to the request; empty before the reply."""
 
 
 class FaultInjector(threading.Thread):
@@ -87,16 +87,17 @@ class FaultInjector(threading.Thread):
         fail_marker: Path | None = None,
         last_step: int = 0,
     ) -> None:
-        """Strikes nothing yet.
+        """Makes the thread; `start` begins with the faults.
 
         Args:
             cluster: the local cluster that the faults hit.
-            faults: in any order.
-            seed: of the random moment within a step.
-            rejoin_s: seconds after which a killed host comes back, and a new host comes
-                in place of one that is stopped or cut for ever; None: never.
+            faults: faults in any order.
+            seed: seed of the random moment within a step.
+            rejoin_s: seconds after which a killed host is started again, and after
+                which a new host replaces a host that is stopped or cut for ever; None:
+                hosts are not replaced.
             network: the hosts' namespaces; needed for cuts.
-            fail_marker: exists once a trainer has raised for a `fail`.
+            fail_marker: file that exists once a trainer has raised for a `fail`.
             last_step: last step of the run; speeds are measured up to this step.
         """
         super().__init__(daemon=True)
@@ -116,7 +117,7 @@ class FaultInjector(threading.Thread):
         self._read_at = self._log_read_at = self._raised_at = 0.0
 
     def run(self) -> None:
-        """Plays every fault."""
+        """Plays every fault in order; stores an exception in `error`."""
         pending = list(self._faults)
         corrupting: list[Fault] = []
         try:
@@ -136,12 +137,12 @@ class FaultInjector(threading.Thread):
                 interruption.end()
 
     def stop(self) -> None:
-        """Gives up faults that have not struck."""
+        """Cancels the faults that have not happened yet."""
         self._cancelled.set()
 
     @property
     def done(self) -> bool:
-        """Whether every fault has struck and ended, and scale requests are answered."""
+        """Whether all faults have happened and ended, and all requests have replies."""
         expected = [fault for fault in self._faults if fault.kind != "corrupt"]
         open_ = [
             it for it in self.injected if it.fault.kind == "scale" and not it.reply
@@ -151,7 +152,7 @@ class FaultInjector(threading.Thread):
 
     @property
     def not_over(self) -> list[str]:
-        """Faults that have not struck, or last longer than their seconds."""
+        """Faults that have not happened, and faults that are not undone yet."""
         struck = [strike.fault for strike in self.injected]
         found = [str(it) for it in self._faults if it not in struck]
         lasts = [it.fault for it in self.injected if it.until is None]
@@ -162,8 +163,9 @@ class FaultInjector(threading.Thread):
 
     @property
     def held(self) -> frozenset[str]:
-        """Hosts that are stopped or cut for ever, whose end the drill does not
-        await.
+        """Hosts that are stopped or cut for ever.
+
+        The drill does not wait until these hosts end.
         """
         return frozenset(
             host
@@ -175,7 +177,7 @@ class FaultInjector(threading.Thread):
     # ----------------------------------------------------------------- watching
 
     def _watch(self) -> None:
-        """Undoes faults whose seconds are over, and samples the finished step."""
+        """Undoes faults whose duration is over, and samples the last finished step."""
         now = time.time()
         for strike, interruption in list(self._open):
             if strike.gone_s is None and interruption.gone:
@@ -202,7 +204,7 @@ class FaultInjector(threading.Thread):
     # ------------------------------------------------------------------ looking
 
     def _look(self) -> None:
-        """Reads the slots' hosts from the event log, at most every 20 ms."""
+        """Reads the host of each slot from the event log, at most every 20 ms."""
         if time.monotonic() < self._read_at + 0.02:
             return
         self._read_at = time.monotonic()
@@ -236,7 +238,7 @@ class FaultInjector(threading.Thread):
         return tuple(self._slots[slot] for slot in fault.slots)
 
     def _leader(self) -> str:
-        """Host that holds the leader's key; the last leader if the store is away."""
+        """Returns the host with the leader key; without the store the last leader."""
         store = EtcdStore(self._cluster.store_address)
         try:
             pair = store.get(job_key(self._cluster.options.job, "m/leader"))
@@ -254,7 +256,7 @@ class FaultInjector(threading.Thread):
 
     def _reached(self, fault: Fault) -> bool:
         if max(fault.slots, default=-1) >= len(self._slots):
-            return False  # the job has not grown so far yet
+            return False  # the job has not yet grown to this many slots
         if fault.phase == "recovery":
             started = bool(self.injected) or fault.step == 0
             return started and self._most("recovering") == 1
@@ -284,8 +286,10 @@ class FaultInjector(threading.Thread):
             time.sleep(POLL_S)
 
     def _try(self, fault: Fault, corrupting: Sequence[Fault]) -> bool:
-        """Freezes the victims, checks again, and strikes; False if the moment
-        passed.
+        """Freezes the victims, checks the moment again and carries out the fault.
+
+        Returns:
+            False if the moment has passed; the victims then continue.
         """
         if fault.kind == "scale":
             self._scale(fault)
@@ -310,7 +314,7 @@ class FaultInjector(threading.Thread):
         for host in victims:
             self._cluster.signal_host(host, signal.SIGSTOP)
         if fault.phase == "collective" or corrupting:
-            time.sleep(0.15)  # the others arrive in the collective and block
+            time.sleep(0.15)  # the other hosts arrive in the collective and block
         elif fault.phase in _PHASE_FIELD and not self._reached(fault):
             for host in victims:
                 self._cluster.signal_host(host, signal.SIGCONT)
@@ -319,7 +323,7 @@ class FaultInjector(threading.Thread):
         return True
 
     def _interrupt(self, fault: Fault, victims: tuple[str, ...]) -> bool:
-        """Begins a stop, cut or pause; undoes it and returns False if too late."""
+        """Begins a stop, cut or pause; if too late, undoes the fault, returns False."""
         if fault.phase is None:
             time.sleep(self._random.uniform(0.0, 0.05))
         if fault.phase == "stored":
@@ -339,14 +343,16 @@ class FaultInjector(threading.Thread):
         return True
 
     def _resume_held(self, fault: Fault, victims: tuple[str, ...]) -> None:
-        """Resumes trainers that were held for `stored`, unless the fault stops them."""
+        """Resumes trainers held for phase `stored`, unless the fault stops trainers."""
         if fault.phase == "stored" and fault.kind in ("stop-agent", "cut"):
             for pid in filter(None, (self._cell(it, "trainer_pid") for it in victims)):
                 os.kill(pid, signal.SIGCONT)
 
     def _failed_at(self, fault: Fault) -> float:
-        """Wall-clock time of a trainer's first exception, by marker or log; 0.0:
-        none.
+        """Returns the wall-clock time of a trainer's `fail`; 0.0 if not yet.
+
+        The time is that of the marker file, or else that at which the exception was
+        found in the trainer's log.
         """
         if self._raised_at or time.monotonic() < self._log_read_at + 0.1:
             return self._raised_at
@@ -361,7 +367,7 @@ class FaultInjector(threading.Thread):
         return self._raised_at
 
     def _noted(self, fault: Fault, victims: tuple[str, ...]) -> InjectedFault:
-        """Record of a fault with the present time and steps."""
+        """Makes the record of a fault with the current time and steps."""
         return InjectedFault(
             fault=fault,
             hosts=victims,
@@ -372,7 +378,13 @@ class FaultInjector(threading.Thread):
         )
 
     def _hold_until_stored(self, victims: tuple[str, ...]) -> None:
-        """Stops the victims' trainers; their agents go on, and so does the export."""
+        """Stops the victims' trainers and waits for a completed export.
+
+        The agents are not stopped, so the export continues.
+
+        Raises:
+            TimeoutError: no export completed within `FIRST_EXPORT_S`.
+        """
         for pid in filter(None, (self._cell(it, "trainer_pid") for it in victims)):
             os.kill(pid, signal.SIGSTOP)
         end = time.monotonic() + FIRST_EXPORT_S
@@ -397,14 +409,20 @@ class FaultInjector(threading.Thread):
             self._most("committed"),
         )
         strike.at = time.time()
-        if fault.kind == "kill-trainer":
-            self._kill_trainers(victims)
-        else:
-            for host in victims:
-                self._boards.pop(host, None)
-                self._cluster.kill_host(host)
-                self._come_back(host)
+        match fault.kind:
+            case "kill-trainer":
+                self._kill_trainers(victims)
+            case "kill-host" | "kill-leader":
+                self._kill_hosts(victims)
+            case kind:
+                raise ValueError(f"fault {kind!r} is in RULES; nothing here does it")
         self.injected.append(strike)
+
+    def _kill_hosts(self, victims: tuple[str, ...]) -> None:
+        for host in victims:
+            self._boards.pop(host, None)
+            self._cluster.kill_host(host)
+            self._come_back(host)
 
     def _kill_trainers(self, victims: tuple[str, ...]) -> None:
         for host in victims:
@@ -422,7 +440,7 @@ class FaultInjector(threading.Thread):
         timer.start()
 
     def _corrupt(self, host: str) -> int:
-        """Flips one byte in every 4 KiB of a host's arena; returns how many."""
+        """Inverts a byte in every 4 KiB of a host's arena; returns the count."""
         flipped = 0
         memory_directory = self._cluster.memory_directory(host)
         for path in (*memory_directory.glob("arena*"), memory_directory / "reserve"):
@@ -438,9 +456,9 @@ class FaultInjector(threading.Thread):
         return flipped
 
     def _scale(self, fault: Fault) -> None:
-        """Asks for another size as `dtft scale` does, on a thread of its own.
+        """Requests another size, as `dtft scale` does, on a separate thread.
 
-        Other faults may strike before the reply.
+        Further faults may happen before the reply.
         """
         strike = InjectedFault(fault=fault, at=time.time())
         strike.finished, strike.committed = (
@@ -461,12 +479,15 @@ class FaultInjector(threading.Thread):
         except Exception as error:
             strike.reply = {"error": str(error)}
             if all(fault.kind == "scale" for fault in self._faults):
-                self.error = f"{strike.fault}: {error}"  # nothing else is to blame
+                self.error = f"{strike.fault}: {error}"  # no other fault is a cause
         finally:
             store.close()
 
     def _strike_store(self, fault: Fault) -> None:
-        """Kills the store and restarts it; after `crash-store` its supervisor does."""
+        """Kills the store; restarts the store except after `crash-store`.
+
+        After `crash-store` the store's supervisor restarts the store.
+        """
         strike = self._noted(fault, ())
         etcd = self._cluster.etcd
         if fault.kind == "crash-store":
@@ -492,7 +513,7 @@ class FaultInjector(threading.Thread):
 def rate(
     samples: Iterable[tuple[float, int]], begin: float, end: float, last_step: int
 ) -> float | None:
-    """Steps per second within an interval; None with fewer than two samples.
+    """Computes the steps per second in an interval; None with fewer than two samples.
 
     The interval ends early at the run's last step.
 
@@ -500,7 +521,7 @@ def rate(
         samples: (time in seconds, last finished step), in order of time.
         begin: start of the interval, in seconds.
         end: end of the interval, in seconds.
-        last_step: last step of the run; 0: unknown.
+        last_step: last step of the run; 0 if unknown.
 
     >>> samples = [(float(t), 10 * t) for t in range(100)]
     >>> rate(samples, 20.0, 40.0, last_step=1000)
