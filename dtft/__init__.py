@@ -1,4 +1,4 @@
-"""dtft: distributed training, fault tolerant.
+"""dtft: fault-tolerant distributed training with JAX.
 
 `import dtft` is light: public names and subpackages load on first use.
 """

@@ -1,7 +1,7 @@
 """All uses of JAX's private API in dtft, behind a version check.
 
-* JAX's coordination service in a process of its own, so that no trainer is special, and
-  a trainer's connection to the service.
+* JAX's coordination service in a separate process, so that no trainer has to run it,
+  and a trainer's connection to the service.
 * Text from process 0 to all processes through the coordination service.
 * The bytes of a CPU array's buffer.
 * Compilation of a module that another process lowered.
@@ -61,7 +61,9 @@ def join_world(
     heartbeat_s: float,
     timeout_s: float,
 ) -> None:
-    """Does `jax.distributed.initialize` without starting a service in process 0.
+    """Connects this process to a coordination service that runs already.
+
+    Does the work of `jax.distributed.initialize`, but starts no service in process 0.
 
     Args:
         address: host:port of the coordination service.
@@ -176,7 +178,7 @@ def scan_arguments(eqn: Any) -> tuple[int, int]:
     """The numbers of constants and of carried values among the arguments of a `scan`.
 
     The constants come first, then the carry. Older versions of JAX have both numbers as
-    parameters of the equation; newer ones have the trees of the arguments (0.12:
+    parameters of the equation; newer versions have the trees of the arguments (0.12:
     `ft_in`).
     """
     if "ft_in" in eqn.params:

@@ -1,6 +1,7 @@
 """Loads the public names of a package on first use, so that its import is light.
 
-`dtft.optim` has its own copy, because `dtft.optim` works without the rest of dtft.
+`dtft.optim` implements the same loading separately, because it works without the rest
+of dtft.
 """
 
 import importlib

@@ -1,27 +1,30 @@
-"""When load is divided anew between nodes, from what rounds of steps measured.
+"""Decides when load is divided anew between nodes, from measured rounds of steps.
 
-One value, `Balance`, goes through rounds: divide, train, measure, judge. Pure: it is
-handed seconds and returns the next value. What is divided is a `Work`: `Microbatches`,
-`Operators` or `Layers`.
+The value `Balance` goes through rounds: divide, train, measure, judge. `Balance.after`
+is a pure function: it takes measured seconds and returns the next `Balance`. The load
+is a `Work`: `Microbatches`, `Operators` or `Layers`.
 
-Two policies. `proportional` is the seeds' rule: a node's weight follows its wait.
-`exact` takes the division that is best for the seconds of `SpeedEstimator`, if its gain
-is above the noise. Its guarantee, where a step is its slowest node's work:
-let e be the largest relative error of the seconds that nodes are estimated to need, d
-the least gain that is accepted, a the division at the end and a* the best. The last
-candidate c was refused: (1 - d) T(a; est) <= T(c; est), and T(c; est) <= T(a*; est) as
-c is best for the estimates. Estimates are off by e at most: (1 - e) T(a) <= T(a; est)
-and T(a*; est) <= (1 + e) T(a*). Together: T(a) <= T(a*) (1 + e) / ((1 - e) (1 - d)).
-If c was tried before, it was refused by what both took: then T(a) (1 - d) <= T(c) with
-an error e of each, and T(c) <= T(a*) (1 + e) / (1 - e), so (1 + e) / (1 - e) counts
-twice. Each accepted division multiplies the true T by at most
-r = (1 - d) (1 + e) / (1 - e); with d > 2 e / (1 + e) that is below 1, so there are at
-most ln(T0 / T*) / ln(1 / r) of them, each followed by at most K rounds.
+There are two policies. `proportional` raises the weight of a node that waits. `exact`
+takes the division that is best for the seconds of `SpeedEstimator`, if the gain is
+above the noise. `exact` has a guarantee if a step takes as long as its slowest node.
+Let e be the largest relative error of the estimated seconds of nodes, d the least gain
+that is accepted, a the division at the end, a* the best division, T(x) the true and
+T(x; est) the estimated step seconds of division x, and K the patience.
+The last candidate c was refused: (1 - d) T(a; est) <= T(c; est), and T(c; est) <=
+T(a*; est) because c is best for the estimates. Estimates are off by at most e:
+(1 - e) T(a) <= T(a; est) and T(a*; est) <= (1 + e) T(a*). Together:
+T(a) <= T(a*) (1 + e) / ((1 - e) (1 - d)).
+If c was tried before, it was refused by the measured seconds of both divisions: then
+T(a) (1 - d) <= T(c) with an error e of each, and T(c) <= T(a*) (1 + e) / (1 - e), so
+(1 + e) / (1 - e) counts twice. Each accepted division multiplies the true T by at most
+r = (1 - d) (1 + e) / (1 - e). With d > 2 e / (1 + e), r is below 1. So at most
+ln(T0 / T*) / ln(1 / r) divisions are accepted, each followed by at most K rounds.
 
-Where estimates say less than that (a pipeline waits too; a node is not quite what its
-load says) there is no such bound. Still, between two drifts of a node a division that
-is remembered (`speed_estimator.MOST`; all of them if `after` is told of whole steps)
-comes back only if it was measured to be faster by d than the one in force.
+The bound does not hold if a step also waits for other things, as a pipeline does, or if
+a node's seconds do not follow from its load. Still, between two drifts of a node a
+remembered division comes back only if it was measured to be faster by d than the
+division in force. `speed_estimator.MOST` divisions are remembered, or all divisions if
+`after` gets the seconds of whole steps.
 """
 
 from collections.abc import Mapping
@@ -35,14 +38,14 @@ from dtft.balance.speed_estimator import Load, SpeedEstimator, Speeds, key_of
 from dtft.balance.work import waits
 from dtft.planner.arguments import check_choice, check_number, check_whole
 
-# Seconds of steps by division. If a step takes longer than its slowest node's work (a
-# pipeline fills and drains, nodes wait for transfers), seconds of nodes do not say
-# which of two divisions is faster. Measured steps of both do.
+# Seconds of whole steps by division. If a step takes longer than its slowest node (a
+# pipeline fills and drains, nodes wait for transfers), the seconds of nodes do not
+# decide which of two divisions is faster. Measured seconds of whole steps do.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Took:
-    """Steps of one division."""
+    """Mean seconds and number of the measured steps of one division."""
 
     division: Any
     step_s: float
@@ -51,23 +54,27 @@ class Took:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """Of the divisions tried since a node drifted last; none where nobody says."""
+    """Step seconds of the divisions tried since the last drift of a node.
+
+    Without measurements of whole steps, `took` is empty.
+    """
 
     took: Mapping[Load, Took] = field(default_factory=dict)
 
     def after(
         self, division: Any, load: Load, step_s: ArrayLike, level: float
     ) -> "StepTimes":
-        """With another round.
+        """Adds the steps of another round.
 
         Args:
-            division: The one in force.
-            load: That of the division.
+            division: The division in force.
+            load: Units of each node in the division.
             step_s: Seconds of whole steps, `[steps]`.
-            level: By how much everything is slower than before.
+            level: Factor by which all nodes became slower; earlier seconds are
+                multiplied by this factor.
 
         Raises:
-            ValueError: no seconds above 0.
+            ValueError: `step_s` is empty, or has a number that is not above 0.
         """
         seconds = np.asarray(step_s, float)
         if seconds.ndim != 1 or not seconds.size or not (seconds > 0).all():
@@ -86,14 +93,14 @@ class StepTimes:
         return StepTimes(took={**took, load: here})
 
     def gain(self, here: Load, there: Load) -> float | None:
-        """Share of a step that the second saves; None if one of them was not tried."""
+        """Share of the step that load `there` saves; None if one was not tried."""
         if here not in self.took or there not in self.took:
             return None
         return 1 - self.took[there].step_s / self.took[here].step_s
 
     def fastest(self, here: Load) -> tuple[Any, float] | None:
-        """The division whose steps took least, and the share of a step that it saves;
-        None if nothing was tried."""
+        """The division with the fastest measured steps, and the share of a step that it
+        saves relative to `here`; None if `here` was not tried."""
         if here not in self.took:
             return None
         best = min(self.took.values(), key=lambda it: it.step_s)
@@ -106,11 +113,11 @@ Division = TypeVar("Division")
 
 
 class Work(Protocol[Division]):
-    """What is divided between nodes."""
+    """Work that can be divided between nodes."""
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes that share the work."""
+        """The number of nodes that share the work."""
         ...
 
     def by_weight(self, weights: Floats) -> Division:
@@ -118,8 +125,8 @@ class Work(Protocol[Division]):
         ...
 
     def best(self, unit_s: Floats, fixed_s: Floats | None = None) -> Division:
-        """The division that ends first if a unit takes these seconds, and each step so
-        many more whatever a node holds; `[n]` each."""
+        """The division with the shortest step if each node takes `unit_s` seconds per
+        unit of load, and `fixed_s` more seconds for any load; `[n]` each."""
         ...
 
     def load(self, division: Division) -> Floats:
@@ -129,21 +136,22 @@ class Work(Protocol[Division]):
     def seconds(
         self, division: Division, unit_s: Floats, fixed_s: Floats | None = None
     ) -> float:
-        """Until the last node is done."""
+        """Seconds until the last node is done with a step."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """When a division changes and when the loop stops."""
+    """Rules for when a division changes, and when it is final."""
 
     policy: Policy = "exact"
     least_gain: float = 0.01
-    """`exact` does not change for less (a share of the step)."""
+    """Least gain, as a share of the step, for which `exact` changes the division."""
     noise_factor: float = 2.0
-    """`exact` accepts a gain above this many relative standard errors."""
+    """Relative standard errors that a gain must exceed for `exact` to accept it."""
     step: float = 0.3
-    """`proportional`: how far weights follow waits."""
+    """Relative change of a weight by `proportional`, for a wait of one step above the
+    mean wait."""
     patience: int = 3
     """Unchanged rounds after which the division is final."""
 
@@ -158,14 +166,15 @@ class Rules:
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """What a round said."""
+    """Result of a round: waits, gain, and whether the division changed."""
 
     max_wait_s: float
     mean_wait_s: float
     gain: float
-    """Share of the step that the best known division saves (`exact`)."""
+    """Share of the step that the candidate saves. With `proportional` the gain is 1 if
+    the candidate differs from the division in force, else 0."""
     threshold: float
-    """Gain from which it is accepted."""
+    """Gain above which the candidate is accepted."""
     changed: bool
     drifted: tuple[int, ...]
     """Nodes whose speed changed."""
@@ -173,27 +182,27 @@ class Judgement:
 
 @dataclass(frozen=True, kw_only=True)
 class Balance(Generic[Division]):
-    """The division in force and all that is known about the nodes."""
+    """The division in force, and the measurements of the nodes."""
 
     work: Work[Division]
     rules: Rules
     division: Division
     weights: Floats
     tried: SpeedEstimator
-    """What nodes took with the divisions so far."""
+    """Seconds of nodes with the divisions tried so far."""
     steps: StepTimes = StepTimes()
-    """What whole steps took, where `after` is told."""
+    """Seconds of whole steps by division, if `after` gets them."""
     unchanged: int = 0
-    """Rounds since the division changed last."""
+    """Rounds since the last change of the division or the last drift."""
     rounds: int = 0
     judgement: Judgement | None = field(default=None, compare=False)
 
     @classmethod
     def begin(cls, work: Work[Division], rules: Rules = Rules()) -> "Balance[Division]":
-        """Equal weights and nothing known.
+        """Starts with equal weights and without measurements.
 
         Raises:
-            ValueError: no work, or no rules.
+            ValueError: `work` lacks the methods of `Work`, or `rules` is no `Rules`.
         """
         if not hasattr(work, "by_weight"):
             raise ValueError(
@@ -216,8 +225,11 @@ class Balance(Generic[Division]):
 
     @property
     def settled(self) -> bool:
-        """Nothing is left to find: it stays so until a node drifts, joins or leaves, or
-        more steps have made the noise smaller than a gain."""
+        """Whether the division is unchanged for `patience` rounds without drift.
+
+        A settled division can still change if a node drifts, or if more steps make the
+        noise smaller than a gain.
+        """
         return self.unchanged >= self.rules.patience
 
     def after(
@@ -228,18 +240,18 @@ class Balance(Generic[Division]):
         remaining_steps: float = np.inf,
         cost_s: float = 0.0,
     ) -> "Balance[Division]":
-        """With one more round.
+        """Adds a round of steps, and changes the division if the gain exceeds the cost.
 
         Args:
             busy_s: Seconds of local work, `[steps, n]`.
-            step_s: Seconds of whole steps, `[steps]`, where these are more than the
-                slowest node's work: divisions that were tried are compared by them.
-            remaining_steps: Steps that a new division would serve.
-            cost_s: Of changing the division (compiling, moving state).
+            step_s: Seconds of whole steps, `[steps]`, if these exceed the seconds of
+                the slowest node. Tried divisions are then compared by step seconds.
+            remaining_steps: The number of steps that a new division would serve.
+            cost_s: Seconds to change the division (compiling, moving state).
 
         Raises:
-            ValueError: see `SpeedEstimator.after` and `StepTimes.after`; or a cost or
-                steps below 0.
+            ValueError: see `SpeedEstimator.after` and `StepTimes.after`; or `cost_s` or
+                `remaining_steps` is below 0.
         """
         if not (remaining_steps >= 0 and cost_s >= 0):
             raise ValueError(
@@ -292,8 +304,11 @@ def _exact(now: Balance[Division], _: Floats) -> tuple[Division, Floats, float, 
 def _gain(
     now: Balance[Division], candidate: Division, speeds: Speeds
 ) -> tuple[float, float]:
-    """By seconds of nodes: what a division saves, and the error of that; as these were
-    measured, where both divisions were tried."""
+    """Share of a step that a candidate saves by the seconds of nodes, and its error.
+
+    The seconds are measured seconds if both divisions were tried, else estimates. The
+    error is a relative standard error.
+    """
     loads = [now.work.load(it) for it in (now.division, candidate)]
     here, there = (now.tried.measured(load) for load in loads)
     if here is None or there is None:
@@ -306,7 +321,10 @@ def _gain(
 def _proportional(
     now: Balance[Division], busy: Floats
 ) -> tuple[Division, Floats, float, float]:
-    """The literal rule: weights follow waits; any change of the division is taken."""
+    """Raises the weights of nodes that wait longer than the mean node.
+
+    Any change of the division is accepted.
+    """
     wait = waits(busy).mean(0)
     step_s = float(busy.max(1).mean())
     weights = now.weights * (1 + now.rules.step * (wait - wait.mean()) / step_s)

@@ -1,8 +1,8 @@
-"""The operators of a program as something to divide: a division is a placement.
+"""The operators of a program as divisible work: a division is a placement.
 
-So that `balance.Balance` moves operators between nodes by what was measured. A unit of
-load is a second by the cost model, and what a unit takes is how many times as long the
-node really needed.
+With `Operators`, `balance.Balance` moves operators between nodes by measured seconds. A
+unit of load is one second of the cost model. The seconds per unit are the ratio of
+measured to modelled seconds of a node.
 """
 
 from dataclasses import dataclass
@@ -23,17 +23,17 @@ from dtft.placement import (
 )
 
 TURNS = 3
-"""Further placements for what nodes need per step."""
+"""Number of further placements that `Operators.best` tries if `fixed_s` is given."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Operators:
-    """Tasks of a step on unlike nodes (`balance.Work`)."""
+    """Tasks of a step on different nodes, as divisible work (`balance.Work`)."""
 
     tasks: Tasks
     nodes: Nodes
     made: TaskGraph | None = None
-    """What of a program the tasks are."""
+    """Operators of the program that the tasks consist of; None without a program."""
     order: Order = "rank"
     microbatches: int = 1
     moves: int | None = None
@@ -47,7 +47,7 @@ class Operators:
         microbatches: int = 1,
         moves: int | None = None,
     ) -> "Operators":
-        """The tasks of a priced program; options as those of `place`."""
+        """The tasks of a priced program; the options are the same as of `place`."""
         return cls(
             tasks=priced.tasks,
             nodes=priced.nodes,
@@ -59,11 +59,11 @@ class Operators:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes it is divided between."""
+        """The number of nodes that share the tasks."""
         return self.nodes.num
 
     def by_weight(self, weights: Floats) -> Placement:
-        """The placement if each node is as fast as its weight says."""
+        """The best placement found if the relative speed of each node is its weight."""
         return place_tasks(
             self.tasks,
             self.nodes,
@@ -75,9 +75,12 @@ class Operators:
         )
 
     def best(self, unit_s: Floats, fixed_s: Floats | None = None) -> Placement:
-        """The best placement found if nodes take so many times as long as planned, and
-        each step `fixed_s` more: placed a few times, each time with the weights that
-        nodes have with about the load that they got."""
+        """The best placement found if a node takes `unit_s` times the modelled seconds.
+
+        With `fixed_s`, each node takes these seconds more per step. The tasks are then
+        placed several times, each time with weights from the loads of the last
+        placement, and the placement with the shortest step is returned.
+        """
         unit = np.asarray(unit_s, float)
         found = self.by_weight(1 / unit)
         if fixed_s is None or not np.any(fixed_s):
@@ -89,7 +92,7 @@ class Operators:
         return min(ways, key=lambda way: self.seconds(way, unit, fixed_s))
 
     def load(self, division: Placement) -> Floats:
-        """Seconds that the cost model gives each node in a step."""
+        """Seconds of each node in a step by the cost model, `[n]`."""
         each = self.tasks.seconds[np.arange(len(self.tasks.names)), division.node_of]
         sums = np.bincount(division.node_of, each, minlength=self.num_nodes)
         return self.microbatches * sums.astype(float)
@@ -97,7 +100,7 @@ class Operators:
     def seconds(
         self, division: Placement, unit_s: Floats, fixed_s: Floats | None = None
     ) -> float:
-        """Seconds of a step of a placement, with all that it waits for."""
+        """Seconds of a step of a placement, including waits for transfers."""
         weights = 1 / self._with_load(division, np.asarray(unit_s, float), fixed_s)
         copies = min(self.microbatches, self.num_nodes)
         for frees in (True, False):
@@ -113,7 +116,7 @@ class Operators:
     def _with_load(
         self, division: Placement, unit_s: Floats, fixed_s: Floats | None
     ) -> Floats:
-        """How many times as long as planned nodes take with the load that they have."""
+        """Ratio of real to modelled seconds of each node at its load, `[n]`."""
         if fixed_s is None:
             return unit_s
         load = self.load(division)

@@ -1,9 +1,8 @@
-"""What a unit of load takes on each node: by the divisions tried so far, by the last
-rounds, and drift.
+"""Estimates the seconds of a unit of load on each node, and detects drift of nodes.
 
-What a unit takes depends on the division: a node needs something for each step whatever
-it holds (an update, sending). So drift is asked of rounds with one division only, and a
-division that was tried is known for what it took.
+The seconds of a unit depend on the division: a node has fixed work in each step (an
+update, transfers). So drift is tested on rounds of one division only, and a division
+that was tried keeps its measured seconds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,32 +12,34 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 # Unit times under one division. A unit is a microbatch, or one second of predicted work
-# on a node of speed 1. Drift is relative between nodes: where all become slower or
-# faster together, as on a shared machine, the estimates follow and no node drifts.
+# on a node of speed 1. Drift is relative between nodes: if all nodes become slower or
+# faster together, as on a shared machine, all estimates are scaled and no node drifts.
 
 
 Floats = NDArray[np.float64]
 
 TRIM = 0.1
-"""Share of a round's steps left out at either end: pauses of a machine are no speed."""
+"""Share of a round's steps left out at each end, to exclude pauses of the machine."""
 
 SHARED_STEPS = 20
-"""The noise that all nodes show counts as this many steps of each: ten steps of its own
-say little about a node's noise, and machines are alike in it."""
+"""Weight of the mean noise of all nodes in a node's noise, in steps. A few steps give a
+poor estimate of a node's noise, and nodes have similar noise."""
 
 LEAST_CHANGE = 0.02
-"""A node that changed by less has not drifted, however sure that is."""
+"""Least relative change that counts as drift, even if a smaller one is significant."""
 
 SLACK = 0.5
-"""Standard errors by which a round may differ without counting towards drift."""
+"""Standard errors by which a round may differ without adding to `rise` or `fall`."""
 
 FLOOR = 0.002
-"""Least relative standard error of a round: clocks and caches are not finer."""
+"""Least relative standard error of a round, as clocks and caches limit precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitTimes:
-    """Means per node, for what the newest round was like; all arrays are `[n]`.
+    """Mean seconds per unit of each node in one division; all arrays are `[n]`.
+
+    Means are scaled to the speed of the machine in the newest round.
 
     `num_steps` is 0 for a node that was not measured yet.
     """
@@ -46,16 +47,16 @@ class UnitTimes:
     num_steps: NDArray[np.int64]
     mean_s: Floats
     variance: Floats
-    """Of one step."""
+    """Variance of the seconds per unit of one step."""
     rise: Floats
-    """How surely the node became slower beside the others since its estimate, in
-    standard errors."""
+    """Evidence that the node became slower relative to the others since its estimate, a
+    cumulative sum of standard errors (CUSUM)."""
     fall: Floats
-    """How surely it became faster."""
+    """Evidence that the node became faster, a cumulative sum like `rise`."""
 
     @classmethod
     def unknown(cls, num_nodes: int) -> "UnitTimes":
-        """Nothing was measured."""
+        """Unit times without measurements."""
         zeros = np.zeros(num_nodes)
         return cls(
             num_steps=np.zeros(num_nodes, np.int64),
@@ -67,7 +68,7 @@ class UnitTimes:
 
     @property
     def error(self) -> Floats:
-        """Standard error of each estimate as a share of it, `[n]`; 0 if not known."""
+        """Relative standard error of each mean, `[n]`; 0 if not measured."""
         known = self.num_steps > 0
         if not known.any():
             return np.zeros(known.size)
@@ -78,15 +79,15 @@ class UnitTimes:
         return np.where(known, np.sqrt(noise / steps), 0.0)
 
     def after(self, busy_s: ArrayLike, load: ArrayLike) -> "UnitTimes":
-        """With another round; a node that drifted is known by this round only.
+        """Adds a round; a node that drifted keeps the measurements of this round only.
 
         Args:
             busy_s: Seconds of local work, `[steps, n]`.
-            load: Units that each node worked on in each of the steps, `[n]`; a node
-                without load keeps its estimate.
+            load: Units of each node in each of the steps, `[n]`; a node without load
+                keeps its estimate.
 
         Raises:
-            ValueError: shapes that do not fit, or a loaded node that took no time.
+            ValueError: shapes do not fit, or a node with load took no time.
         """
         busy, units = _checked(busy_s, load, self.num_steps.size)
         loaded = units > 0
@@ -99,13 +100,13 @@ class UnitTimes:
         return seen._pooled(mean, variance, steps, loaded)
 
     def scaled(self, level: float) -> "UnitTimes":
-        """On a machine that takes so many times as long for everything."""
+        """Unit times on a machine that takes `level` times as long."""
         return replace(
             self, mean_s=level * self.mean_s, variance=level**2 * self.variance
         )
 
     def without(self, nodes: Sequence[int]) -> "UnitTimes":
-        """With nothing known of some nodes."""
+        """Unit times without the measurements of some nodes."""
         known = np.ones(self.num_steps.size, bool)
         known[list(nodes)] = False
         return UnitTimes(
@@ -119,7 +120,7 @@ class UnitTimes:
     def _compared(
         self, mean: Floats, variance: Floats, steps: int, loaded: NDArray[np.bool_]
     ) -> "UnitTimes":
-        """With what the round says about drift; nodes that drifted are forgotten."""
+        """Updates `rise` and `fall` with a round; forgets nodes that drifted."""
         known = loaded & (self.num_steps > 0)
         estimate = np.where(known, self.mean_s, 1.0)
         counted = np.maximum(self.num_steps, 1)
@@ -153,7 +154,9 @@ class UnitTimes:
 
 
 def shared_level(ratio: Floats) -> float:
-    """By how much every node is slower, or faster: 1 where some are either.
+    """Change of speed that all nodes share: the ratio closest to 1.
+
+    The level is 1 if some nodes became slower and others faster.
 
     >>> shared_level(np.array([1.5, 1.2])), shared_level(np.array([1.5, 0.9]))
     (1.2, 1.0)
@@ -164,21 +167,22 @@ def shared_level(ratio: Floats) -> float:
 
 
 def drifted(before: UnitTimes, after: UnitTimes, load: ArrayLike) -> tuple[int, ...]:
-    """Nodes with load whose mean was begun anew between the two."""
+    """Nodes with load whose mean started anew between `before` and `after`."""
     begun = (np.asarray(load) > 0) & (before.num_steps > 0)
     begun &= after.num_steps <= before.num_steps
     return tuple(np.flatnonzero(begun).tolist())
 
 
 def _trimmed(unit_s: Floats) -> tuple[Floats, Floats]:
-    """Mean without the extremes and the variance of one step that goes with it."""
+    """Trimmed mean over the steps, and the matching variance of one step."""
     steps = unit_s.shape[0]
     cut = int(TRIM * steps)
     ordered = np.sort(unit_s, axis=0)
     mean = ordered[cut : steps - cut].mean(0)
     if steps == 1:
         return mean, np.zeros_like(mean)
-    # Winsorized variance (Tukey and McLaughlin 1963), as one step's share of the mean.
+    # Winsorized variance (Tukey and McLaughlin 1963). Divided by the number of steps it
+    # is the variance of the trimmed mean.
     ordered[:cut] = ordered[cut]
     ordered[steps - cut :] = ordered[steps - cut - 1]
     return mean, ordered.var(0, ddof=1) / (1 - 2 * cut / steps) ** 2
@@ -216,39 +220,39 @@ def _checked(
 
 
 Load = tuple[float, ...]
-"""Units of each node: divisions with the same load count as the same."""
+"""Units of each node. Divisions with the same load count as one division."""
 
 MOST = 6
-"""So many divisions are remembered, the newest: commits hold them."""
+"""Number of divisions that are remembered, the newest; each commit stores them all."""
 
 OTHERWISE = 0.01
-"""What a node takes with another division than the newest may be off by this share for
-reasons that are not its load."""
+"""Relative standard error of a node's seconds in any division but the newest, for
+reasons other than load."""
 
 LIKELY_FIXED = 0.15
-"""A node's fixed part is about this share of its step or less, before it is measured
-with unlike loads."""
+"""Likely size of a node's fixed seconds, as a share of its shortest measured seconds,
+before any node was measured with different loads."""
 
 MOST_FIXED = 0.5
-"""The fixed part is at most this share of the shortest time measured."""
+"""Largest share of a node's shortest measured seconds that can be fixed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """What nodes need for a step: `fixed_s + load * unit_s`, each `[n]`."""
+    """Seconds of nodes in a step, as `fixed_s + load * unit_s`, each `[n]`."""
 
     fixed_s: Floats
     unit_s: Floats
     error: float
-    """Largest standard error of what a node was measured to take, as a share of it;
-    infinite before anything was."""
+    """Largest relative standard error of the seconds of a node; infinite before any
+    measurement."""
 
     def needed(self, load: ArrayLike) -> Floats:
-        """Seconds of each node with a load, `[n]`."""
+        """Seconds of each node in a step with a load, `[n]`."""
         return self.fixed_s + np.asarray(load, float) * self.unit_s
 
     def weights(self, load: Floats) -> Floats:
-        """How fast nodes are beside each other with about this load, `[n]`."""
+        """Speed of each node relative to the mean node, at about this load, `[n]`."""
         loaded = np.where(load > 0, load, np.inf)
         each = self.unit_s + self.fixed_s / loaded
         return each.mean() / each
@@ -256,17 +260,19 @@ class Speeds:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedEstimator:
-    """Unit times by division, the newest divisions that were tried."""
+    """Unit times of the newest divisions that were tried, and estimates from them."""
 
     num_nodes: int
     times: Mapping[Load, UnitTimes] = field(default_factory=dict)
-    """The newest comes last."""
+    """Map from the load of a division to unit times; the newest division is last."""
     level: float = 1.0
-    """By how much everything took longer in the newest round than before."""
+    """Factor by which all nodes were slower in the newest round than estimated."""
 
     def measured(self, load: Floats) -> Speeds | None:
-        """What nodes took with this load; None if it was not tried, or if one of them
-        is not known with it any more."""
+        """Measured seconds of nodes with a load.
+
+        None if the load was not tried, or if a node drifted since.
+        """
         found = self.times.get(key_of(load))
         if found is None or (found.num_steps[load > 0] == 0).any():
             return None
@@ -279,13 +285,16 @@ class SpeedEstimator:
     def after(
         self, busy_s: ArrayLike, load: Floats
     ) -> tuple["SpeedEstimator", tuple[int, ...]]:
-        """With another round, and the nodes that drifted while the load was the same.
+        """Adds a round, and forgets nodes that drifted, for all other divisions.
 
-        What was known of these nodes is forgotten, for all divisions.
+        Drift is tested against earlier rounds with the same load.
 
         Args:
             busy_s: Seconds of local work, `[steps, n]`.
             load: Units that each node worked on, `[n]`.
+
+        Returns:
+            The estimator with the round, and the nodes that drifted.
 
         Raises:
             ValueError: see `UnitTimes.after`.
@@ -300,23 +309,24 @@ class SpeedEstimator:
         return SpeedEstimator(num_nodes=self.num_nodes, times=times, level=level), gone
 
     def _level(self, here: UnitTimes, load: Floats) -> float:
-        """By how much all nodes are slower than what other divisions let expect."""
+        """Factor by which all nodes are slower than estimated from past divisions."""
         known = (load > 0) & self.known
         expected = self.speeds().needed(load)
         return shared_level(here.mean_s[known] * load[known] / expected[known])
 
     @property
     def known(self) -> NDArray[np.bool_]:
-        """Nodes of which something was measured, `[n]`."""
+        """Whether each node was measured, `[n]`."""
         steps = [took.num_steps > 0 for took in self.times.values()]
         return np.any(steps, axis=0) if steps else np.zeros(self.num_nodes, bool)
 
     def speeds(self) -> Speeds:
-        """What fits best; a node never measured is taken for a middling one.
+        """Fits fixed seconds and seconds per unit of each node to all measurements.
 
-        Per node the least squares of `(busy - fixed - load * unit) / error` over the
-        divisions, with `fixed / likely` as one more term. What is likely is asked of
-        all nodes: where units take the same in all divisions, nothing is fixed.
+        The fit of a node is least squares of `(busy - fixed - load * unit) / error`
+        over the divisions, with the prior `fixed / likely` as one more term. `likely`
+        is estimated from all nodes: if a unit takes the same seconds in all divisions,
+        fixed seconds are 0. A node without measurements gets the median `unit_s`.
         """
         known = self.known
         if not known.any():
@@ -329,8 +339,10 @@ class SpeedEstimator:
         return Speeds(fixed_s=fixed_s, unit_s=unit_s, error=float(error.max()))
 
     def _rows(self) -> tuple[Floats, Floats, Floats]:
-        """Load, seconds and their relative error, `[divisions, n]`; the error is
-        infinite where a node was not measured."""
+        """Load, busy seconds and relative error of the seconds, `[divisions, n]` each.
+
+        The error is infinite where a node was not measured.
+        """
         load = np.array([list(it) for it in self.times])
         took = list(self.times.values())
         measured = np.array([it.num_steps > 0 for it in took]) & (load > 0)
@@ -342,10 +354,13 @@ class SpeedEstimator:
 
 
 class _Rows:
-    """Measured seconds as sums that least squares need; all `[n]`."""
+    """Weighted sums of measurements for a least-squares fit; all `[n]`."""
 
     def __init__(self, load: Floats, busy: Floats, error: Floats) -> None:
-        """Of `[divisions, n]`; each node was measured at least once."""
+        """Sums over divisions; each node must be measured at least once.
+
+        All arguments are `[divisions, n]`.
+        """
         seen = np.isfinite(error)
         off_s = np.where(seen, busy, 1.0) * np.where(seen, error, 1.0)
         sure = np.where(seen, 1 / off_s**2, 0.0)
@@ -358,8 +373,10 @@ class _Rows:
         self.newest, self.newest_s = load[last, nodes], busy[last, nodes]
 
     def fitted(self) -> tuple[Floats, Floats, Floats]:
-        """Fixed seconds, those of a unit, and the relative standard error of both
-        together with the newest load."""
+        """Fixed seconds, seconds per unit, and an error, `[n]` each.
+
+        The error is the relative standard error of a node's seconds at its newest load.
+        """
         ones = self.ones + 1 / np.maximum(self._likely(), 1e-9 * self.shortest) ** 2
         area = ones * self.squared - self.load**2
         fixed = (self.busy * self.squared - self.load * self.both) / area
@@ -370,8 +387,11 @@ class _Rows:
         return fixed, unit, np.sqrt(variance) / self.newest_s
 
     def _likely(self) -> Floats:
-        """How large fixed seconds may be: by moments, as shares of the shortest time,
-        of nodes that were measured with unlike loads."""
+        """Likely size of the fixed seconds of each node, `[n]`.
+
+        The size is a share of a node's shortest seconds. The share is estimated by
+        moments from nodes measured with different loads; else it is `LIKELY_FIXED`.
+        """
         area = self.ones * self.squared - self.load**2
         unlike = area > 1e-6 * self.ones * self.squared
         if not unlike.any():
@@ -385,5 +405,5 @@ class _Rows:
 
 
 def key_of(load: Floats) -> Load:
-    """A division's load, to find it by."""
+    """The load of a division as a key of a mapping."""
     return tuple(load.tolist())

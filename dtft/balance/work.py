@@ -1,5 +1,6 @@
-"""What load can be divided without a program: microbatches of replicas, layers of
-pipeline stages. Operators of a placement are in `operators`, which needs JAX.
+"""Divisible work without a program: microbatches of replicas, layers of stages.
+
+Operators of a placement are in `operators`, which needs JAX.
 """
 
 from collections.abc import Sequence
@@ -23,25 +24,27 @@ def allocate(
     cap: ArrayLike | None = None,
     low: int = 1,
 ) -> Counts:
-    """The shares that end first: they minimise `max(fixed_s + shares * unit_s)`.
+    """Finds the integer shares that minimise `max(fixed_s + shares * unit_s)`.
 
-    Exact: handing out one microbatch after the other, each to the node that would end
-    first with it, is optimal for this objective; all but the last few are handed out at
-    once. Equal finishing times go to the earlier node, so that equal input gives equal
-    shares everywhere.
+    The result is exact: giving each microbatch in turn to the node that would end first
+    with it is optimal for this objective. A bisection gives out all but the last few at
+    once. At equal finishing times the earlier node gets the microbatch, so equal input
+    gives equal shares on every host.
 
     Args:
         unit_s: Seconds per microbatch, `[n]`, each finite and above 0.
         total: Microbatches of a step, over all nodes.
-        fixed_s: Seconds of each node whatever its share, `[n]`, 0 or more; None: 0.
-        cap: Most that each node can take, `[n]` (its memory); None: `total`.
-        low: Fewest that each node takes.
+        fixed_s: Seconds of each node that do not depend on its share, `[n]`, 0 or more;
+            None: 0.
+        cap: Largest share of each node, `[n]`, limited by memory; None: `total`.
+        low: Smallest share of each node.
 
     Returns:
         `[n]` integers with sum `total`.
 
     Raises:
-        ValueError: seconds that are none, or no shares keep to `low` and `cap`.
+        ValueError: `unit_s` or `fixed_s` has a value that is not allowed, or no shares
+            keep to `low` and `cap`.
 
     >>> allocate([1.0, 2.0, 4.0], 7)
     array([4, 2, 1])
@@ -61,7 +64,7 @@ def allocate(
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatches:
-    """A step's microbatches as something to divide (`balance.Work`)."""
+    """The microbatches of a step as divisible work (`balance.Work`)."""
 
     num_nodes: int
     total: int
@@ -75,13 +78,13 @@ class Microbatches:
         _check_bounds(self.total, np.array(most), self.low, self.num_nodes)
 
     def by_weight(self, weights: Floats) -> Counts:
-        """Shares in proportion to weights; a cap passes on what is above it."""
+        """Shares in proportion to weights; other nodes take what exceeds a cap."""
         if self.cap is None:
             return by_weight(weights, self.total, low=self.low)
         return allocate(1 / np.asarray(weights), self.total, cap=self.cap, low=self.low)
 
     def best(self, unit_s: Floats, fixed_s: Floats | None = None) -> Counts:
-        """The shares that end first."""
+        """The shares with the fewest seconds until the last node is done."""
         return allocate(unit_s, self.total, fixed_s=fixed_s, cap=self.cap, low=self.low)
 
     def load(self, division: Counts) -> Floats:
@@ -91,16 +94,16 @@ class Microbatches:
     def seconds(
         self, division: Counts, unit_s: Floats, fixed_s: Floats | None = None
     ) -> float:
-        """Until the last node is done."""
+        """Seconds until the last node is done."""
         shares = check_division(division, self.num_nodes, self.total)
         return makespan(shares, unit_s, fixed_s)
 
 
 def check_division(division: ArrayLike, num_nodes: int, total: int) -> Counts:
-    """A division as an array; refuses one that does not divide all there is.
+    """Converts a division to an array, and checks its length and its sum.
 
     Raises:
-        ValueError: names what it has to add up to.
+        ValueError: the length is not `num_nodes`, or the sum is not `total`.
 
     >>> check_division([2, 1], 2, 4)
     Traceback (most recent call last):
@@ -125,13 +128,13 @@ def makespan(
 
 
 def waits(busy_s: ArrayLike) -> Floats:
-    """Seconds that each node waits for the slowest; the last dim is nodes."""
+    """Seconds that each node waits for the slowest node; the last axis is nodes."""
     busy = np.asarray(busy_s, float)
     return busy.max(-1, keepdims=True) - busy
 
 
 def even(total: int, num_nodes: int) -> Counts:
-    """Equal shares; the first nodes take what is left over.
+    """Equal shares; the first nodes take the remainder.
 
     >>> even(10, 4)
     array([3, 3, 2, 2])
@@ -170,7 +173,7 @@ def by_weight(weights: ArrayLike, total: int, *, low: int = 1) -> Counts:
 def _before_makespan(
     seconds: Floats, fixed: Floats, total: int, most: Counts, low: int
 ) -> Counts:
-    """What all are done with shortly before the best makespan: at most `total`."""
+    """Shares that take just less than the best makespan; the sum is at most `total`."""
     early, late = 0.0, float(fixed.max() + seconds.max() * total)
     for _ in range(60):
         middle = (early + late) / 2
@@ -188,10 +191,11 @@ def _done_by(left: Floats, seconds: Floats, most: Counts, low: int) -> Counts:
 def _hand_out(
     shares: Counts, seconds: Floats, fixed: Floats, total: int, most: Counts
 ) -> Counts:
-    """The rest, one by one, to the node that would end first with one more."""
+    """Gives each remaining microbatch to the node that would end first with it."""
     while (missing := total - int(shares.sum())) > 0:
         finish = np.where(shares < most, fixed + (shares + 1) * seconds, np.inf)
-        # No more than one each at a time: a node's second would come after its first.
+        # Gives one to several nodes at once, as long as no node would end earlier with
+        # two more.
         first = np.argsort(finish, kind="stable")[:missing]
         ends = fixed[first] + (shares[first] + 2) * seconds[first]
         kept = finish[first] <= ends.min()
@@ -260,10 +264,10 @@ def _short(values: Sequence[int] | Counts) -> str:
     return "[" + ", ".join(shown) + (", ...]" if len(values) > 8 else "]")
 
 
-# Layers over unlike stages, exactly best for a 1F1B step of (m - 1) max t + sum t
-# seconds (`cost.pipeline_s`). Dynamic programming finds the least sum of all splits
-# whose stages keep to a limit. The limit then goes down to the next lower slowest
-# stage, until no split keeps to it.
+# Splits layers over unequal stages, optimally for a 1F1B step of (m - 1) max t + sum t
+# seconds (`cost.pipeline_s`) with m microbatches and stage seconds t. Dynamic
+# programming finds the split with the least sum t whose stages are all below a limit.
+# The limit is then lowered to the max t of this split, until no split is below it.
 
 
 _ARRAYS = ("layer_s", "state_bytes", "activation_bytes", "capacity_bytes")
@@ -271,24 +275,24 @@ _ARRAYS = ("layer_s", "state_bytes", "activation_bytes", "capacity_bytes")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layers:
-    """Layers of a step as something to divide (`balance.Work`); stage s is on node s.
+    """The layers of a model as divisible work (`balance.Work`); stage s is on node s.
 
     A division is the number of layers of each stage, `[stages]`.
     """
 
     layer_s: Floats
-    """Seconds of each layer, forward and backward of one microbatch, by the cost model;
-    `[layers, stages]`, infinite where a node has no kernel for it."""
+    """Seconds of each layer by the cost model, forward and backward of one microbatch,
+    `[layers, stages]`; infinite where a node has no kernel for a layer."""
     microbatches: int
-    """Of one step."""
+    """The number of microbatches of a step."""
     low: int = 1
-    """Fewest layers of a stage; 0: a node may be left idle."""
+    """Least number of layers of a stage; with 0 a node may be idle."""
     state_bytes: Floats | None = None
-    """Of each layer's parameters, gradients and optimizer, `[layers]`."""
+    """Bytes of each layer's parameters, gradients and optimizer state, `[layers]`."""
     activation_bytes: Floats | None = None
-    """What each layer keeps of one microbatch for its backward, `[layers]`."""
+    """Bytes that each layer keeps of one microbatch for its backward, `[layers]`."""
     capacity_bytes: Floats | None = None
-    """Of each node, `[stages]`."""
+    """Bytes of memory of each node, `[stages]`."""
 
     def __post_init__(self) -> None:
         for name in _ARRAYS:
@@ -312,7 +316,7 @@ class Layers:
             )
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Refuses a field that is no array of a shape, of numbers of 0 or more."""
+        """Checks that a field is an array of a shape, with numbers of 0 or more."""
         value = getattr(self, name)
         if value is None:
             return
@@ -325,26 +329,27 @@ class Layers:
 
     @property
     def num_nodes(self) -> int:
-        """Stages."""
+        """The number of stages, each on one node."""
         return self.layer_s.shape[1]
 
     def by_weight(self, weights: Floats) -> Counts:
-        """The best split if each node is as fast as its weight says."""
+        """The best split if the speed of each node is its weight."""
         each = f"each of {self.num_nodes} stages"
         given = np.array(numbers("weights", weights, each))
         with np.errstate(divide="ignore", over="ignore"):
             return self.best(1 / given)
 
     def best(self, unit_s: Floats, fixed_s: Floats | None = None) -> Counts:
-        """The split whose step is shortest if a nominal second takes `unit_s`.
+        """The split with the shortest step if nodes differ from the cost model.
 
         Args:
-            unit_s: `[stages]`; infinite where one can have no layer.
-            fixed_s: what a stage that has layers needs more for a step, `[stages]`.
+            unit_s: Real seconds of a second of the cost model, `[stages]`; infinite for
+                a stage that can have no layer.
+            fixed_s: Extra seconds of each stage with layers in a step, `[stages]`.
 
         Raises:
-            ValueError: `unit_s` is no number above 0 for each stage, or no split keeps
-                to memory and kernels.
+            ValueError: `unit_s` is not a number above 0 for each stage, or no split
+                keeps to memory and kernels.
         """
         unit = np.asarray(unit_s, float)
         if unit.shape != (self.num_nodes,) or not (unit > 0).all():
@@ -370,7 +375,7 @@ class Layers:
         return best
 
     def load(self, division: Counts) -> Floats:
-        """Nominal seconds of each stage in a step."""
+        """Seconds of each stage in a step by the cost model, `[stages]`."""
         nominal = self._sums(np.ones(self.num_nodes))
         counts = check_division(division, self.num_nodes, len(self.layer_s))
         return self.microbatches * _of_stages(nominal, counts)
@@ -378,7 +383,7 @@ class Layers:
     def seconds(
         self, division: Counts, unit_s: Floats, fixed_s: Floats | None = None
     ) -> float:
-        """Of a 1F1B step."""
+        """Seconds of a 1F1B step."""
         sums = self._with(fixed_s, self._sums(np.asarray(unit_s, float)))
         counts = check_division(division, self.num_nodes, len(self.layer_s))
         return self._step_s(_of_stages(sums, counts))
@@ -387,7 +392,10 @@ class Layers:
         return float((self.microbatches - 1) * stage_s.max() + stage_s.sum())
 
     def _sums(self, unit_s: Floats) -> Floats:
-        """Seconds of layers `[start, stop)` on each stage, `[stages, start, stop]`."""
+        """Seconds of layers `[start, stop)` on each stage, `[stages, start, stop]`.
+
+        Seconds are infinite where a stage cannot run one of the layers.
+        """
         can = np.isfinite(self.layer_s) & np.isfinite(unit_s)
         upto = _upto(np.where(can, self.layer_s, 0.0) * np.where(can, unit_s, 1.0))
         lacking = _upto((~can).astype(float))
@@ -396,7 +404,7 @@ class Layers:
         return np.moveaxis(sums, 2, 0)
 
     def _with(self, fixed_s: Floats | None, sums: Floats) -> Floats:
-        """With a microbatch's part of what each stage with layers needs for a step."""
+        """Adds to stages with layers the fixed seconds per step, per microbatch."""
         if fixed_s is None:
             return sums
         places = np.arange(len(self.layer_s) + 1)
@@ -405,7 +413,7 @@ class Layers:
         return sums + np.where(has, each, 0.0)
 
     def _costs(self, unit_s: Floats) -> Floats:
-        """The same, infinite for what a stage may not have."""
+        """`_sums`, but infinite for fewer than `low` layers or too little memory."""
         costs = self._sums(unit_s)
         places = np.arange(len(self.layer_s) + 1)
         number = places[None, :] - places[:, None]
@@ -424,7 +432,10 @@ class Layers:
 
 
 def _array(rows: Sequence[Any]) -> Any:
-    """Rows of numbers as an array; what is none stays, to be refused by name."""
+    """Converts rows of numbers to an array; returns anything else unchanged.
+
+    `Layers._check` then refuses the value with the name of its field.
+    """
     try:
         return np.array(rows, float)
     except (TypeError, ValueError):
@@ -432,7 +443,7 @@ def _array(rows: Sequence[Any]) -> Any:
 
 
 def _upto(rows: Floats) -> Floats:
-    """Sums of the first 0, 1, ... rows."""
+    """Cumulative sums: entry n is the sum of the first n rows, n from 0."""
     return np.concatenate([np.zeros((1, rows.shape[1])), np.cumsum(rows, axis=0)])
 
 
@@ -442,7 +453,7 @@ def _of_stages(sums: Floats, division: Counts) -> Floats:
 
 
 def _least_sum(costs: Floats) -> Counts | None:
-    """Layers of each stage that take least in all; None where there is no way."""
+    """Layers of each stage with the least sum of costs; None if no sum is finite."""
     num_stages, num_places, _ = costs.shape
     least = np.full(num_places, np.inf)
     least[0] = 0.0

@@ -1,9 +1,10 @@
-"""Micro-benchmarks on the devices at hand, and the calibration that they make.
+"""Micro-benchmarks of the local devices, and the calibration fitted to their times.
 
-* `calibrate`: which sizes are measured, and what the times say of the devices.
-* `microbenchmarks`: times of single operations, on images, and of collectives.
+* `calibrate`: the sizes to measure, and the fit of the planner's scalars.
+* `microbenchmarks`: times of single operations, convolutions and collectives.
 
-The file and its formulas are in `dtft.planner.cost`, `dtft calibrate` is in `dtft.cli`.
+The calibration file and the formulas are in `dtft.planner.cost`. The command `dtft
+calibrate` is in `dtft.cli`.
 """
 
 from typing import TYPE_CHECKING

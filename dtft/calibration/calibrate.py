@@ -1,6 +1,6 @@
-"""Measures the devices at hand in under a minute, and what that says of them.
+"""Measures the local devices in under a minute, and fits the planner's scalars.
 
-How it is measured is in `microbenchmarks`, what it means in `dtft.planner.cost`.
+The measurements are in `microbenchmarks`, the fits in `dtft.planner.cost`.
 """
 
 import math
@@ -38,55 +38,57 @@ from dtft.planner.cost import (
 )
 
 _LONG = BenchmarkPace(budget_s=0.08, repeats=3)
-"""Of memory that processes on the same cores use: many time slices of each."""
+"""Pace of memory benchmarks if processes share cores: a loop spans many time slices."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkSizes:
-    """What is measured on a platform."""
+    """Sizes of the micro-benchmarks of a platform."""
 
     dtypes: tuple[str, ...]
-    """Of matmuls; the first decides the efficiency."""
+    """Dtypes of matmuls; the efficiency is fitted to the first dtype."""
     rows: tuple[int, ...]
     dims: tuple[tuple[int, int], ...]
-    """(n, k) of matmuls."""
+    """Pairs (n, k) of matmuls (m, k) by (k, n); `rows` has the sizes m."""
     streams: tuple[int, ...]
-    """Bytes read and written."""
+    """Bytes read and written by the memory benchmark."""
     convolutions: tuple[tuple[int, int, int], ...]
     """Rows, side and channels of convolutions."""
     images: tuple[int, int, int] | None
-    """Rows and side of images of three colours, and channels that the first convolution
-    makes of them; windows are of as many channels. None: neither is slow there."""
+    """Number and side of images with three channels, and output channels of the first
+    convolution, also the channels of pooling windows. None: not measured, because first
+    convolutions and windows are not slow on the platform."""
     elements: int
-    """Side of a square array, small enough to stay at hand."""
+    """Side of the square array of element-wise operations, which fits into cache."""
     strided: int | None
-    """Side of a square array as large as a weight; None: the compiler lays arrays out
-    in the order in which they are read."""
+    """Side of the square array of transposed reads, as large as a weight. None: not
+    measured, because the compiler stores arrays in the order of reading."""
     kinds: tuple[CollectiveKind, ...]
-    """Of collectives; the others are priced by the curve of all."""
+    """Kinds of collectives to measure; others use the curve fitted to all kinds."""
     collectives: tuple[int, ...]
-    """Bytes."""
+    """Bytes of collectives."""
     meeting: tuple[int, ...]
-    """Bytes of all-reduces behind computing, in jobs of several processes."""
+    """Bytes of all-reduces timed after matmuls, in jobs of several processes."""
     ahead: tuple[int, ...]
-    """Bytes of parameters gathered ahead of the layers that need them, there."""
+    """Bytes of parameters gathered before the layers that need them, in jobs of several
+    processes."""
     overlap: tuple[int, tuple[int, ...]] | None
-    """Side of a matmul, and bytes of the all-reduces beside it; None: nothing overlaps,
-    a device computes and communicates in one thread."""
+    """Side of a matmul, and bytes of the all-reduces that run beside it. None: not
+    measured, because a device computes and communicates in one thread."""
     pace: BenchmarkPace = BenchmarkPace()
     shared: BenchmarkPace = BenchmarkPace()
-    """Of memory, which devices share."""
+    """Pace of the memory benchmark; devices share memory."""
     behind: int = 0
-    """Collectives behind each other and behind computing, as which those that most
-    steps have are timed in jobs of processes that share cores; 0: alone."""
+    """Number of collectives in a row after matmuls, as frequent kinds are timed in jobs
+    of processes that share cores; 0: each collective is timed alone."""
 
     def among(self, num_processes: int) -> "BenchmarkSizes":
-        """What a job of several processes measures.
+        """The sizes that a job of several processes measures.
 
-        Where they share cores compiling a collective takes longer than many of them, so
-        fewer are measured (every third size); and it takes a millisecond while all go
-        together, as just behind a start, but several when they do not, as in a step:
-        most are measured behind computing (`behind`).
+        If processes share cores (`behind` is above 0), compiling a collective takes
+        longer than running many, so only every third size is measured. A collective
+        takes 1 ms if all processes begin it together, as at the start of a program, but
+        several ms in a step. So frequent kinds are timed after matmuls.
 
         >>> [len(sizes.among(4).collectives) for sizes in (CPU, ACCELERATOR)]
         [3, 8]
@@ -99,7 +101,7 @@ class BenchmarkSizes:
 
 
 def _powers(first: int, last: int, num: int) -> tuple[int, ...]:
-    """Sizes evenly spaced as logarithms, multiples of 1024."""
+    """Sizes from `first` to `last`, evenly spaced on a log scale, multiples of 1024."""
     ratio = (last / first) ** (1 / (num - 1))
     return tuple(round(first * ratio**n / 1024) * 1024 for n in range(num))
 
@@ -138,11 +140,11 @@ ACCELERATOR = BenchmarkSizes(
 
 
 _OFTEN: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
-"""Kinds of which nearly every step has some, many behind each other."""
+"""Kinds of collectives that nearly every step runs, many in a row."""
 _OF_SIZES = 3
-"""Times that each size of them is timed in jobs of several processes."""
+"""Number of timings of each size of these kinds, in jobs of several processes."""
 _ROUNDS = 5
-"""Times that collectives are timed behind and beside computing."""
+"""Number of timings of collectives that run after matmuls or beside layers."""
 
 
 def measure_devices(
@@ -150,11 +152,12 @@ def measure_devices(
 ) -> Calibration:
     """Measures devices, all at once, and fits the planner's scalars.
 
-    In a job of several processes all of them call it, with `jax.devices()`.
+    In a job of several processes, every process must call this function with
+    `jax.devices()`.
 
     Args:
-        devices: of one type; see `Cluster.from_devices`.
-        sizes: default: by the platform.
+        devices: devices of one type; see `Cluster.from_devices`.
+        sizes: sizes to measure; default: `CPU` or `ACCELERATOR`, by the platform.
     """
     pool = Cluster.from_devices(devices).uniform
     sizes = sizes or (CPU if pool.device.platform == "cpu" else ACCELERATOR)
@@ -202,7 +205,10 @@ def _say(text: str) -> None:
 def _compute(
     devices: Sequence[Any], device: DeviceType, sizes: BenchmarkSizes
 ) -> tuple[DeviceType, dict[str, CalibrationFit]]:
-    """Memory first: it bounds what matmuls of few rows can reach."""
+    """Measures all operations but collectives, and fits the device to their times.
+
+    Memory is fitted first, because its bandwidth bounds matmuls of few rows.
+    """
     mesh = microbenchmarks.make_mesh(devices, 1, len(devices))
     _say("memory ...")
     streams = [
@@ -243,7 +249,7 @@ def _compute(
 
 
 def _elements(mesh: Any, sizes: BenchmarkSizes) -> list[ElementTime]:
-    """Every function of `microbenchmarks.ELEMENT_WISE`."""
+    """Times every function of `microbenchmarks.ELEMENT_WISE`."""
     num = sizes.elements**2
     return [
         ElementTime(
@@ -258,7 +264,7 @@ def _elements(mesh: Any, sizes: BenchmarkSizes) -> list[ElementTime]:
 
 
 def _convolutions(mesh: Any, sizes: BenchmarkSizes) -> list[ConvolutionTime]:
-    """Both passes of some, and those of three channels forward."""
+    """Times convolutions in both passes, and a first convolution of images forward."""
     times = [
         ConvolutionTime(
             flops=2.0 * rows * side**2 * 9 * channels**2,
@@ -287,7 +293,7 @@ def _convolutions(mesh: Any, sizes: BenchmarkSizes) -> list[ConvolutionTime]:
 def _matmuls(
     mesh: Any, dtype: str, sizes: BenchmarkSizes
 ) -> tuple[list[MatmulTime], float]:
-    """Times, and the seconds to start a small program."""
+    """Times matmuls; also returns the seconds to start a small program."""
     times, dispatch = [], []
     for m in sizes.rows:
         for n, k in sizes.dims:
@@ -300,10 +306,11 @@ def _matmuls(
 def _collectives(
     devices: Sequence[Any], inner: int, level: Level, sizes: BenchmarkSizes
 ) -> list[CollectiveTime]:
-    """Every kind and size, among each number of devices of `_group_sizes`.
+    """Times every kind and size of collective in groups of each of `_group_sizes`.
 
-    Size by size: seconds in which the machine is slow meet all kinds alike. In jobs of
-    several processes those that most steps have are timed as steps have them.
+    The loop over sizes is outermost, so that a slow phase of the machine affects all
+    kinds. In jobs of several processes, frequent kinds are timed after matmuls, as in a
+    step.
     """
     groups = _group_sizes(level.size)
     meshes = [microbenchmarks.make_mesh(devices, inner, members) for members in groups]
@@ -330,7 +337,10 @@ def _collectives(
 def _in_step(
     mesh: Any, kind: CollectiveKind, members: int, sizes: BenchmarkSizes
 ) -> list[CollectiveTime]:
-    """Every size of a kind behind computing; alone where noise hides what it takes."""
+    """Times every size of a kind after matmuls.
+
+    A size whose time would be 0 or less, because of noise, is timed alone.
+    """
     found = microbenchmarks.behind_s(
         mesh, sizes.collectives, _OF_SIZES, kind, sizes.behind
     )
@@ -350,8 +360,10 @@ def _in_step(
 def _behind(
     devices: Sequence[Any], inner: int, level: Level, sizes: BenchmarkSizes
 ) -> list[SyncSkewTime]:
-    """All-reduces behind computing, in jobs of several processes only: what the threads
-    of one lose so is not priced yet."""
+    """Times all-reduces after matmuls; empty in a job of one process.
+
+    The cost model does not price waits between the threads of one process.
+    """
     if jax.process_count() == 1 or not sizes.meeting:
         return []
     times: list[SyncSkewTime] = []
@@ -368,7 +380,7 @@ def _behind(
 def _ahead(
     devices: Sequence[Any], inner: int, level: Level, sizes: BenchmarkSizes
 ) -> list[PrefetchTime]:
-    """Gathers beside computing, in jobs of several processes, as `_behind`."""
+    """Times gathers of parameters beside layers; empty in a job of one process."""
     if jax.process_count() == 1 or not sizes.ahead:
         return []
     times: list[PrefetchTime] = []
@@ -387,7 +399,10 @@ def _ahead(
 
 
 def _group_sizes(size: int) -> list[int]:
-    """Two, all, and about their geometric mean, of those that divide a level.
+    """Group sizes to measure on a level: divisors of its size.
+
+    The sizes are the smallest divisor above 1, the level's size, and the divisor
+    nearest to their geometric mean.
 
     >>> _group_sizes(8), _group_sizes(2), _group_sizes(6), _group_sizes(256)
     ([2, 4, 8], [2], [2, 3, 6], [2, 32, 256])
@@ -401,7 +416,10 @@ def _group_sizes(size: int) -> list[int]:
 def _overlap(
     devices: Sequence[Any], device: DeviceType, sizes: BenchmarkSizes
 ) -> tuple[DeviceType, float]:
-    """A matmul beside all-reduces of several sizes."""
+    """Times a matmul beside all-reduces of several sizes, and fits the overlap.
+
+    Returns the device with the fit, and the residual.
+    """
     _say("overlap ...")
     mesh = microbenchmarks.make_mesh(devices, 1, len(devices))
     assert sizes.overlap is not None

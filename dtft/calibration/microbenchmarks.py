@@ -1,11 +1,11 @@
-"""Times of single operations on the devices at hand: computing, images, collectives.
+"""Times single operations on the local devices: matmuls, convolutions, collectives.
 
-Every device works at once, as in a step: devices that share cores or a bus are seen so.
-An operation runs many times in a loop of one program, and the time of a program with
-one turn is taken off, so what the host needs to start it does not count. In a job of
-several processes all of them call this alike, they begin a program together, and its
-time is that of the last to end: where processes share cores the first to end has had
-more than its share.
+All devices run an operation at once, as in a step, so times include contention for
+shared cores and buses. An operation runs many times in a loop of one program. The time
+of a program with one turn is subtracted, so the host's time to start a program does not
+count. In a job of several processes, all processes make the same calls and begin a
+program together. The time of the last process to end counts: if processes share cores,
+the first process to end had more than its share.
 """
 
 import math
@@ -27,23 +27,23 @@ from dtft.planner.cluster import CollectiveKind
 MOST_TURNS = 20_000
 
 Body = Callable[..., tuple[jax.Array, ...]]
-"""One turn, on one device: from the arrays that the loop carries to the next ones."""
+"""One turn of a loop on one device: maps the carried arrays to their next values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkPace:
-    """How long is measured."""
+    """Duration and number of the timed loops."""
 
     budget_s: float = 0.01
-    """Least duration of a loop that is timed."""
+    """Least duration of a timed loop, in seconds."""
     repeats: int = 5
-    """Times that it is timed; the median counts."""
+    """Number of timings of a loop; the median counts."""
 
     def among(self, num_processes: int) -> "BenchmarkPace":
-        """Longer loops, fewer times, in a job of several processes.
+        """The pace for a job of several processes: longer loops, fewer timings.
 
-        They begin milliseconds apart, find together after each time, and for some
-        turns in a row one of them has a core for itself.
+        Longer loops average out two effects: processes begin milliseconds apart, and
+        some turns run while a process has a core without others.
 
         >>> pace = BenchmarkPace(budget_s=0.5)
         >>> pace.among(1), pace.among(4)
@@ -57,14 +57,14 @@ class BenchmarkPace:
 
 @dataclass(frozen=True, kw_only=True)
 class TimedProgram:
-    """One turn, and what is needed besides to run a program of one turn."""
+    """Seconds of one turn, and further seconds to start a program of one turn."""
 
     seconds: float
     dispatch_s: float
 
 
 def make_mesh(devices: Sequence[Any], inner: int, group: int) -> Mesh:
-    """Devices as (outer, group, inner): members of a group are `inner` apart."""
+    """A mesh (outer, group, inner); members of a group are `inner` devices apart."""
     shape = (-1, group, inner)
     return Mesh(np.array(devices).reshape(shape), ("outer", "group", "inner"))
 
@@ -72,13 +72,13 @@ def make_mesh(devices: Sequence[Any], inner: int, group: int) -> Mesh:
 def make_loop(
     mesh: Mesh, body: Body, shapes: Sequence[tuple[int, ...]], dtype: Any
 ) -> Callable[[int], float]:
-    """A loop on every device: from a number of turns to the seconds that they take.
+    """Compiles a loop; returns a function from a number of turns to their seconds.
 
     Args:
-        mesh: of `make_mesh`; every device of it runs the loop.
+        mesh: mesh of `make_mesh`; all devices of the mesh run the loop.
         body: one turn.
-        shapes: of the arrays that it carries, on one device.
-        dtype: of these arrays.
+        shapes: shapes of the carried arrays on one device.
+        dtype: dtype of these arrays.
     """
     specs = tuple(
         PartitionSpec(("outer", "group", "inner"), *[None] * (len(shape) - 1))
@@ -118,11 +118,11 @@ def timed(
     """Seconds of one turn of a loop.
 
     Args:
-        mesh: as for `make_loop`, like the next three.
+        mesh: mesh of `make_mesh`; all devices of the mesh run the loop.
         body: one turn.
-        shapes: of the arrays that it carries, on one device.
-        dtype: of these arrays.
-        pace: how long is measured.
+        shapes: shapes of the carried arrays on one device.
+        dtype: dtype of these arrays.
+        pace: duration and number of the timed loops.
     """
     run = make_loop(mesh, body, shapes, dtype)
     turns = _turns(run, pace.budget_s)
@@ -135,7 +135,7 @@ def timed(
 
 
 def _turns(run: Callable[[int], float], budget_s: float) -> int:
-    """Turns that take about `budget_s`; every process comes to the same number."""
+    """The number of turns of about `budget_s` seconds; equal on all processes."""
     turns = 2
     while True:
         seconds = run(turns)
@@ -154,7 +154,7 @@ def agreed(seconds: float) -> float:
 
 
 def slowest(seconds: float) -> float:
-    """The longest that any process saw; all go on from here together."""
+    """The most seconds on any process; waits for all processes."""
     if jax.process_count() == 1:
         return seconds
     return float(np.max(multihost_utils.process_allgather(np.float32(seconds))))
@@ -163,15 +163,15 @@ def slowest(seconds: float) -> float:
 def filled(
     mesh: Mesh, shapes: Sequence[tuple[int, ...]], specs: Sequence[Any], dtype: Any
 ) -> tuple[jax.Array, ...]:
-    """Random arrays: zeros are computed with less power, so faster, on accelerators.
+    """Makes random arrays: zeros need less power, so accelerators would be faster.
 
-    Made by the host, the same for every device: no program has to be compiled for it.
+    The host makes equal values for all devices, so no program has to be compiled.
 
     Args:
-        mesh: of `make_mesh`.
-        shapes: on one device.
-        specs: how each is divided along its first dim.
-        dtype: of all.
+        mesh: mesh of `make_mesh`.
+        shapes: shapes of the arrays on one device.
+        specs: partition of each array, along its first axis.
+        dtype: dtype of all arrays.
     """
     values = np.random.default_rng(0).standard_normal(1021)
     made = []
@@ -186,7 +186,10 @@ def filled(
 def matmul_s(
     mesh: Mesh, m: int, n: int, k: int, dtype: Any, pace: BenchmarkPace
 ) -> TimedProgram:
-    """One (m, k) by (k, n): half of what it and the way back to (m, k) take."""
+    """Times one matmul (m, k) by (k, n).
+
+    A turn has two matmuls, the second by (n, k); the time is half of a turn.
+    """
 
     def body(x: jax.Array, up: jax.Array, down: jax.Array) -> tuple[jax.Array, ...]:
         return (x @ up) @ down, up, down
@@ -196,7 +199,10 @@ def matmul_s(
 
 
 def stream_s(mesh: Mesh, num_bytes: int, pace: BenchmarkPace) -> TimedProgram:
-    """Reading four arrays and writing three, as Adam does: num_bytes together."""
+    """Times an update that reads four arrays and writes three, as Adam.
+
+    `num_bytes` is the sum of bytes read and written on one device.
+    """
 
     def body(
         x: jax.Array, mean: jax.Array, square: jax.Array, by: jax.Array
@@ -214,8 +220,9 @@ ELEMENT_WISE: Mapping[str, tuple[Callable[[jax.Array], jax.Array], float, float]
     "gelu": (lambda x: 1.1 * jax.nn.gelu(x), 10, 1),
     "softmax": (lambda x: jax.nn.softmax(1.1 * x, axis=-1), 6, 1),
 }
-"""What is timed to learn what operations cost that are no products: a function, its
-operations per element (`planner.flops`), and those among them that are like exp."""
+"""Functions that are timed to fit the cost of element-wise operators: the function, its
+operations per element (`planner.ir.flops`), and how many of these operations are
+special functions such as exp."""
 
 
 def _norm(x: jax.Array) -> jax.Array:
@@ -227,17 +234,16 @@ def _norm(x: jax.Array) -> jax.Array:
 def element_wise_s(
     mesh: Mesh, name: str, side: int, pace: BenchmarkPace
 ) -> TimedProgram:
-    """One of `ELEMENT_WISE` of (side, side) numbers."""
+    """Times a function of `ELEMENT_WISE` on a (side, side) array of float32."""
     function, _, _ = ELEMENT_WISE[name]
     return timed(mesh, lambda x: (function(x),), [(side, side)], jnp.float32, pace)
 
 
 def strided_s(mesh: Mesh, side: int, pace: BenchmarkPace) -> float:
-    """Seconds of one element read across the order in which elements lie.
+    """Extra seconds to read one element of a transposed array, out of memory order.
 
-    As an update reads a gradient that its product made transposed; beyond what reading
-    it in that order takes. Both arrays change in every turn, or XLA would transpose one
-    before the loop.
+    An update reads a gradient this way if a matmul made the gradient transposed.
+    Both arrays change in every turn; otherwise XLA would transpose before the loop.
     """
 
     def along(x: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
@@ -256,21 +262,21 @@ def strided_s(mesh: Mesh, side: int, pace: BenchmarkPace) -> float:
 # ----------------------------------------------------------------- operations on images
 
 COLOURS = 3
-"""Channels of an image."""
+"""The number of channels of an image."""
 _NUM = 6
-"""Convolutions that are timed together."""
+"""The number of convolutions that are timed together."""
 GRADIENTS = _NUM / (3 * _NUM - 1)
-"""Share of them that make the gradient of a kernel, in `convolution_s`."""
+"""Share of the convolutions in `convolution_s` that make the gradient of a kernel."""
 _SIDE = 3
-"""Of a kernel or window."""
+"""Side of a kernel or window."""
 
 
 def convolution_s(
     mesh: Mesh, rows: int, side: int, channels: int, pace: BenchmarkPace
 ) -> float:
-    """Seconds of one 3 by 3 convolution of (rows, side, side, channels), as in a step.
+    """Seconds of one 3 by 3 convolution of (rows, side, side, channels).
 
-    Both passes of a few in a row.
+    The time is the mean over the forward and backward passes of several in a row.
     """
 
     def loss(kernels: jax.Array, x: jax.Array) -> jax.Array:
@@ -294,11 +300,11 @@ def first_s(
     """Seconds of one 3 by 3 convolution, forward, of (rows, side, side, `COLOURS`).
 
     Args:
-        mesh: of `make_mesh`.
-        rows: images of one device.
-        side: of an image.
-        channels: that come out.
-        pace: how long is measured.
+        mesh: mesh of `make_mesh`.
+        rows: the number of images on one device.
+        side: side of an image.
+        channels: output channels.
+        pace: duration and number of the timings.
     """
     shapes = [
         (1, _NUM, _SIDE, _SIDE, COLOURS, channels),
@@ -314,10 +320,10 @@ def first_s(
 def windows_s(
     mesh: Mesh, rows: int, side: int, channels: int, pace: BenchmarkPace
 ) -> tuple[float, float]:
-    """Seconds of one element of one window whose largest is taken, and of its gradient.
+    """Seconds per window element of 3 by 3 max pooling, and of its backward pass.
 
-    Windows of 3 by 3 of (rows, side, side, channels): forward around every element, and
-    back around every second one, as where images become smaller.
+    The input is (rows, side, side, channels). The forward pass has stride 1. The
+    backward pass has stride 2, as in layers that reduce the size of images.
     """
     shape, fewer = (rows, side, side, channels), (rows, side // 2, side // 2, channels)
 
@@ -352,8 +358,9 @@ def _once_s(
     shapes: Sequence[tuple[int, ...]],
     pace: BenchmarkPace,
 ) -> float:
-    """Seconds of a program without a loop: XLA's CPU backend computes convolutions
-    inside of loops many times slower.
+    """Median seconds of a program without a loop.
+
+    XLA's CPU backend computes convolutions inside loops many times slower.
     """
     specs = [PartitionSpec(("outer", "group", "inner"))] * len(shapes)
     program = jax.jit(
@@ -363,7 +370,7 @@ def _once_s(
     )
     arrays = filled(mesh, shapes, specs, jnp.float32)
     jax.block_until_ready(program(*arrays))
-    slowest(0.0)  # compiling takes processes unlike times
+    slowest(0.0)  # waits for all processes to compile
     times = []
     for _ in range(max(pace.repeats, 1)):
         begin = time.perf_counter()
@@ -375,18 +382,22 @@ def _once_s(
 # ------------------------------------------- collectives: alone, behind and beside work
 
 _COMPUTED = (256, 512), (512, 512)
-"""Operands of the matmuls that collectives are timed behind."""
+"""Shapes of the operands of the matmuls before a timed collective."""
 _MATMULS, _TURNS = 4, 5
-"""Of a turn, some milliseconds as between the collectives of a step; and turns."""
+"""Number of matmuls of a turn, which take some milliseconds, as between the collectives
+of a step; and number of turns."""
 _LAYERS, _OF_LAYER, _FEW = 4, 2, 4
-"""Gathers of a turn that computing needs one after another; matmuls before each; and
+"""Number of layers of a turn, each with one gather; matmuls of a layer; and number of
 turns."""
 
 
 def collective_s(
     mesh: Mesh, kind: CollectiveKind, num_bytes: int, pace: BenchmarkPace
 ) -> TimedProgram:
-    """One collective of float32 along `group`; bytes as the planner counts them."""
+    """Times one collective of float32 along the mesh axis `group`.
+
+    `num_bytes` counts bytes as the planner does.
+    """
     members = mesh.shape["group"]
     local = _local(kind, num_bytes, members)
 
@@ -397,13 +408,16 @@ def collective_s(
 
 
 def _local(kind: CollectiveKind, num_bytes: int, members: int) -> int:
-    """Numbers that a device has, of so many bytes as the planner counts them."""
+    """Elements of float32 on a device for a collective of `num_bytes`.
+
+    `num_bytes` counts bytes as the planner does.
+    """
     size = num_bytes // 4 // members * members
     return size // members if kind == "all_gather" else size
 
 
 def collective(kind: CollectiveKind, x: jax.Array, members: int) -> jax.Array:
-    """A collective whose result has the operand's shape again, at little more cost."""
+    """Runs a collective; returns an array of the operand's shape for the next turn."""
     if kind == "all_reduce":
         return lax.psum(x, "group")
     if kind == "permute":
@@ -417,7 +431,7 @@ def collective(kind: CollectiveKind, x: jax.Array, members: int) -> jax.Array:
         part = lax.psum_scatter(x, "group", tiled=True)
         return lax.dynamic_update_slice(x, part, (0,))
     whole = lax.all_gather(x, "group", tiled=True)
-    # The next member's part: taking back one's own would undo the gathering.
+    # Takes the next member's part. A member's own part would equal the operand.
     other = (lax.axis_index("group") + 1) % members
     return lax.dynamic_slice(whole, (other * x.shape[0],), x.shape)
 
@@ -425,7 +439,7 @@ def collective(kind: CollectiveKind, x: jax.Array, members: int) -> jax.Array:
 def overlap_s(
     mesh: Mesh, side: int, num_bytes: int, dtype: Any, pace: BenchmarkPace
 ) -> TimedProgram:
-    """A square matmul, and an all-reduce that does not need it, in one turn."""
+    """Times a turn with a square matmul and an independent all-reduce."""
     members = mesh.shape["group"]
 
     def body(x: jax.Array, by: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
@@ -442,20 +456,20 @@ def behind_s(
     kind: CollectiveKind = "all_reduce",
     num: int = 1,
 ) -> list[float]:
-    """What collectives add to matmuls that they wait for, and that wait for them.
+    """Seconds that a collective adds to a loop of matmuls that depend on it.
 
-    A loop with matmuls alone and one with each size of a collective, in turns: they
-    are compared while the machine is equally fast.
+    Each round times a loop of matmuls alone, then a loop with each size of collective,
+    so that slow phases of the machine affect all loops.
 
     Args:
-        mesh: of `make_mesh`.
-        all_bytes: of the collectives.
-        rounds: times that each is timed; the median counts.
-        kind: of all of them.
-        num: collectives behind each other, as of gradients; of one size.
+        mesh: mesh of `make_mesh`.
+        all_bytes: bytes of the collectives.
+        rounds: number of timings of each loop; the median counts.
+        kind: kind of the collectives.
+        num: number of collectives of one size in a row, as for gradients.
 
     Returns:
-        Seconds of one collective, for each size.
+        Seconds of one collective, for each size; 0 or less is possible by noise.
     """
     members = mesh.shape["group"]
 
@@ -488,17 +502,17 @@ def behind_s(
 def ahead_s(
     mesh: Mesh, all_bytes: Sequence[int], rounds: int
 ) -> tuple[float, float, float]:
-    """Layers whose parameters are gathered, which waits for nothing that they compute.
+    """Times layers, gathers of the layers' parameters, and both together.
 
-    In turns, as in `behind_s`: only the layers, only the gathers, and both.
+    A gather does not depend on the layers. Each round times all three loops.
 
     Args:
-        mesh: of `make_mesh`.
-        all_bytes: of the parameters of layers, which have them by turns.
-        rounds: times that each is timed; the median counts.
+        mesh: mesh of `make_mesh`.
+        all_bytes: bytes of parameters of a layer; layers take the sizes in turn.
+        rounds: number of timings of each loop; the median counts.
 
     Returns:
-        Seconds of each.
+        Seconds of a turn with only the layers, only the gathers, and both.
     """
     members = mesh.shape["group"]
     some = [all_bytes[n % len(all_bytes)] for n in range(_LAYERS)]
@@ -513,7 +527,7 @@ def ahead_s(
 
 
 def _layers(members: int, computes: bool, gathers: bool) -> Body:
-    """One turn of `ahead_s`."""
+    """Makes the body of one turn of `ahead_s`."""
 
     def body(x: jax.Array, by: jax.Array, *parts: jax.Array) -> tuple[jax.Array, ...]:
         after = []
@@ -522,7 +536,7 @@ def _layers(members: int, computes: bool, gathers: bool) -> Body:
             for _ in range(_OF_LAYER if computes else 0):
                 x = jnp.tanh(x @ by)
             x = x + 1e-3 * whole[0] if computes else x
-            after.append(0.999 * whole)  # or it would be gathered before the loop
+            after.append(0.999 * whole)  # keeps the gather inside the loop
         return x, by, *after
 
     return body

@@ -11,38 +11,45 @@ SHORTEST_STEP_S = 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
-    """Timeouts in seconds. The error of a timeout names the late host."""
+    """All timeouts of a job, in seconds. The error of a timeout names the late host."""
 
     lease: float = 5.0
-    """Silence after which a host counts as dead. A closed connection counts at once."""
+    """Seconds of silence after which a host counts as dead. A host whose connection is
+    closed counts as dead immediately."""
     connect: float = 5.0
-    """Opening a connection to a peer or to the store."""
+    """Limit of opening a connection to a peer or to the store, in seconds."""
     step: float | None = None
-    """One training step; a trainer that takes longer counts as stuck. None: the larger
-    of 10 s and 20 times the median step, and `start` until 3 steps have finished."""
+    """Limit of one training step, in seconds; a trainer that takes longer counts as
+    stuck. None: the larger of 10 s and 20 times the median step. Until 3 steps have
+    finished, None means the limit `start`."""
     data: float = 60.0
-    """Reading the rows of one step."""
+    """Limit of reading the rows of one step, in seconds."""
     evaluate: float = 60.0
-    """Evaluating one batch after the last step."""
+    """Limit of evaluating one batch after the last step, in seconds."""
     save: float | None = None
-    """One save: waiting until the last snapshot is safe, and copying the next one.
-    None: 30 s more than `replicate`."""
+    """Limit of one save, in seconds. A save waits until the last snapshot is safe, and
+    then copies the next snapshot. None: 30 s more than `replicate`."""
     stage: float = 120.0
-    """From one snapshot to the next; trainers that exceed this limit are restarted."""
+    """Limit per step of the time from one snapshot to the next, in seconds: multiplied
+    by the steps of the interval. Trainers that exceed the limit are restarted."""
     replicate: float = 30.0
-    """From the first host's snapshot of a step to the commit of the step."""
+    """Limit in seconds from the first host's snapshot of a step to the commit of the
+    step."""
     restore: float = 60.0
-    """Fetching a slot's slices from peers and checking the slices."""
+    """Limit of fetching and checking a slot's slices from peers, in seconds."""
     start: float = 180.0
-    """From the start of the trainers to the end of their first step; also the limit of
-    each compilation."""
+    """Limit in seconds from the start of the trainers to the end of their first step;
+    also the limit of each compilation."""
     export: float = 300.0
-    """One export to storage. A late export is given up, and training continues."""
+    """Limit of one export to storage, in seconds. A late export is given up, and
+    training continues."""
     heartbeat: float = 10.0
-    """JAX's heartbeat between trainers and the JAX coordination service."""
+    """Heartbeat timeout between trainers and the JAX coordination service, in seconds.
+    """
     stop: float = 10.0
-    """From Ctrl-C to the end of every process. The processes of a late job are killed.
-    If memory then holds a step that storage lacks, an export takes up to 10 s more."""
+    """Limit in seconds from Ctrl-C to the end of every process. The processes of a late
+    job are killed. If memory then holds a step that storage lacks, an export takes up
+    to 10 s more."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

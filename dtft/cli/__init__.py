@@ -1,10 +1,10 @@
 """The command `dtft`: turns command lines into calls.
 
-* `dispatch`: finds the command that is named, reads its flags and runs it. `commands`:
-  the flags of each command, and what it calls; imports nothing heavy, so that help is
-  fast.
-* `jobs` (launch, agent, scale), `checkpoint`, `plan`, `predict`, `calibrate`: from
-  flags to calls and printed lines. `out_files`: files that flags name.
+* `dispatch`: finds the named command, parses its flags and runs it. `commands`: the
+  flags of each command, and the function that it calls; has only light imports, so that
+  help is fast.
+* `jobs` (launch, agent, scale), `checkpoint`, `plan`, `predict`, `calibrate`: carry out
+  the commands and print the results. `out_files`: checks of files that flags name.
 
 Drills and benches are in `dtft.drills`; `python -m dtft.cli` is the command `dtft`.
 """

@@ -1,7 +1,7 @@
-"""`dtft calibrate`: measures this machine, writes the planner's file, shows a table.
+"""`dtft calibrate`: measures this machine, prints a table, writes a calibration file.
 
-With the logs of past runs it also corrects the terms of predictions by what steps
-really took. Sets no target.
+With logs of past runs it also corrects the terms of predictions by the measured times
+of steps.
 """
 
 import time
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 
 _MOST = 256
-"""CPU devices that are made: each has a thread of its own."""
+"""Largest number of CPU devices that are made; each has its own thread."""
 
 
 def run(options: "CalibrateCommand") -> int:
-    """Runs the command.
+    """Runs `dtft calibrate`; returns the exit code.
 
     Raises:
-        ValueError: more devices than there are, no folder for the file, or a file that
-            is no calibration or no log of runs.
+        ValueError: the machine has fewer devices, the calibration cannot be written, or
+            a file is not a calibration or not a log of runs.
     """
     check_writable("--out", options.out)
     if options.runs == ():
@@ -61,7 +61,14 @@ def _runs(path: Path) -> list[PastRun]:
 
 
 def _devices(number: int | None) -> list[Any]:
-    """The devices to measure; on CPU makes `number` devices."""
+    """Returns the devices to measure; on CPU first makes `number` devices.
+
+    Args:
+        number: number of devices; None for all.
+
+    Raises:
+        ValueError: `number` is out of range.
+    """
     import jax
 
     if number is not None and not 1 <= number <= _MOST:
@@ -78,7 +85,7 @@ def _devices(number: int | None) -> list[Any]:
 
 
 def table(found: Calibration) -> str:
-    """The calibration's figures with their errors, as a table for people."""
+    """Formats the calibration's figures and their relative errors as a table."""
     efficiency = found.efficiency
     lines = [f"{found.num_devices} x {found.device}, {found.software}", ""]
     lines += [f"{'scalar':<44}{'value':>16}{'error':>9}"]

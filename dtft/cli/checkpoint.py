@@ -1,6 +1,6 @@
 """`dtft checkpoint ls|show|verify|export`, on a storage directory or on a live job.
 
-Results are plain values first (`--json`), from which lines for people are made.
+Each command makes a record of plain values (`--json`), and text lines from this record.
 """
 
 import contextlib
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 
 PROGRESS_S = 5.0
-"""Seconds between two lines about a verification's progress."""
+"""Seconds between two progress lines of a verification."""
 
 
 def storage_lines(record: Record) -> list[str]:
-    """The steps of a storage directory, for people."""
+    """Formats the steps of a storage directory as lines."""
     rows = [
         (it["step"], size_text(it["num_bytes"]), _when(it["written"]))
         for it in record["steps"]
@@ -62,7 +62,7 @@ def storage_lines(record: Record) -> list[str]:
 
 
 def job_record(state: "JobState") -> Record:
-    """A job as plain values."""
+    """Makes the record of a job from its state."""
     assignment = state.view.assignment
     return {
         "job": state.job,
@@ -112,7 +112,7 @@ def _commit_record(commit: CommitHealth, state: "JobState") -> Record:
 
 
 def job_lines(record: Record) -> list[str]:
-    """A job for people: commits, hosts, storage."""
+    """Formats the record of a job as lines: commits, hosts, storage."""
     lines = [
         f"job {record['job']}: generation {record['generation']}, attempt "
         f"{record['attempt']}, leader {record['leader'] or 'none'}"
@@ -131,7 +131,7 @@ def job_lines(record: Record) -> list[str]:
 
 
 def _commit_lines(commits: list[Record]) -> list[str]:
-    """The commits in memory, newest first."""
+    """Formats the commits in memory, newest first."""
     if not commits:
         return ["nothing is committed yet"]
     rows = [
@@ -152,7 +152,7 @@ def _commit_lines(commits: list[Record]) -> list[str]:
 
 
 def _host_lines(record: Record) -> list[str]:
-    """The hosts, with what each holds of the newest commit."""
+    """Formats the hosts, each with its number of slices of the newest commit."""
     newest = record["commits"][0]["slices_on"] if record["commits"] else {}
     rows = [
         (
@@ -170,7 +170,7 @@ def _host_lines(record: Record) -> list[str]:
 
 
 def verify_record(state: "JobState") -> Record:
-    """A job whose copies were read, as plain values."""
+    """Makes the record of a job whose hosts have read their copies."""
     record = job_record(state)
     for told, host in zip(record["hosts"], state.hosts, strict=True):
         told["copies_read"] = host.copies_read
@@ -180,7 +180,7 @@ def verify_record(state: "JobState") -> Record:
 
 
 def verify_lines(record: Record) -> tuple[list[str], bool]:
-    """Lines on the verification of a job's copies, and whether all are right."""
+    """Formats a verification as lines; also returns whether all copies are right."""
     hosts, commits = record["hosts"], record["commits"]
     unread = {step for host in hosts for step in host["unread"]}
     rows = [
@@ -221,11 +221,11 @@ def _when(seconds: float) -> str:
 
 
 Printed = tuple[Record, list[str], int]
-"""The record, the lines for people, the exit code."""
+"""Record, text lines and exit code of a command."""
 
 
 def ls(source: "CheckpointFlags") -> int:
-    """`dtft checkpoint ls`: prints the steps of a directory or job.
+    """Runs `dtft checkpoint ls`: prints the steps; returns the exit code.
 
     Raises:
         ValueError: wrong input, no such job, or another secret.
@@ -235,7 +235,7 @@ def ls(source: "CheckpointFlags") -> int:
 
 
 def show(source: "CheckpointFlags", step: int | None) -> int:
-    """`dtft checkpoint show`: prints the parts of a step. Raises as `ls`."""
+    """Runs `dtft checkpoint show`: prints the parts of a step. Raises as `ls`."""
     on_job = partial(_show_job, step=step)
     return _answer(source, partial(_show_directory, step=step), on_job)
 
@@ -243,7 +243,7 @@ def show(source: "CheckpointFlags", step: int | None) -> int:
 def verify(
     source: "CheckpointFlags", step: int | None, rate: int, timeout_s: float
 ) -> int:
-    """`dtft checkpoint verify`: reads and checks all bytes. Raises as `ls`."""
+    """Runs `dtft checkpoint verify`: reads and checks all bytes. Raises as `ls`."""
     if rate and source.directory:
         raise ValueError(
             f"--rate {rate} is for the hosts of a live job, but DIR is "
@@ -254,7 +254,7 @@ def verify(
 
 
 def export(source: "CheckpointFlags", step: int | None, to: str) -> int:
-    """`dtft checkpoint export`: writes a step to storage. Raises as `ls`."""
+    """Runs `dtft checkpoint export`: writes a step to storage. Raises as `ls`."""
     on_directory = partial(_export_directory, step=step, to=to)
     return _answer(source, on_directory, partial(_export_job, step=step, to=to))
 
@@ -264,7 +264,11 @@ def _answer(
     on_directory: Callable[[Path], Printed],
     on_job: "Callable[[Observer], Printed]",
 ) -> int:
-    """Prints the result for a directory or a live job; returns the exit code."""
+    """Runs a command on a directory or a live job; prints the result.
+
+    Returns:
+        The exit code.
+    """
     job = source.job
     is_live = bool(job.store or job.name)
     if is_live == bool(source.directory) or (is_live and not (job.name and job.store)):
@@ -278,7 +282,7 @@ def _answer(
     else:
         try:
             found = on_directory(checkpoints_in(source.directory))
-        except RuntimeError as error:  # the step is damaged; its text says which
+        except RuntimeError as error:  # the step is damaged; the text names the step
             raise ValueError(str(error)) from error
         record, lines, code = found
     print(json.dumps(record, indent=1) if source.json else "\n".join(lines))
@@ -324,7 +328,7 @@ def _verify_directory(directory: Path, *, step: int | None) -> Printed:
     _use_cpu()
     steps = [found.step for found in list_steps(directory)[0]]
     if step in steps:
-        steps = [step]  # also a torn one, which is then said
+        steps = [step]  # a torn step is included and reported
     elif step is not None or not steps:
         steps = [pick_step(directory, step)]
     found = verify_step(directory, steps)
@@ -459,20 +463,20 @@ def _observer(job: "JobFlags") -> "Iterator[Observer]":
 
 
 def _use_cpu() -> None:
-    """Makes JAX use the CPU and keep 64-bit values."""
+    """Makes JAX use the CPU and allow 64-bit values."""
     import jax
 
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells what is no news
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs needless warnings
     sys.unraisablehook = partial(_without_echoes, sys.unraisablehook)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_x64", True)
 
 
 def _without_echoes(shown: Callable[[Any], Any], unraisable: Any) -> None:
-    """Shows an unraisable exception, unless an abandoned read caused the exception.
+    """Passes an unraisable exception to `shown`, unless an abandoned read caused it.
 
-    When Orbax fails to read one array it gives up the others; TensorStore then has a
-    traceback printed for each that ends later, which hides the one error that counts.
+    When Orbax fails to read one array, it abandons the reads of the others. TensorStore
+    then prints a traceback for each of these reads, which would hide the real error.
     """
     if str(unraisable.exc_value) != "Event loop is closed":
         shown(unraisable)

@@ -1,9 +1,10 @@
-"""The commands: the flags of each, and the module that does its work.
+"""The commands: the flags of each, and the module that does the work.
 
-A command is a value. Its fields are its flags, their docstrings its help; tyro reads it
-from a command line (`dtft/cli/dispatch.py`). Where `run` takes words, these are what
-the command itself does not know, such as keys of the config: what it calls reads them.
-Imports nothing heavy, so that help is fast: `run` imports what it calls.
+A command is a dataclass. Its fields are its flags, and the fields' docstrings are the
+flags' help texts; tyro makes the dataclass from a command line
+(`dtft/cli/dispatch.py`). If `run` takes words, they are the words that are not flags of
+the command, such as keys of the config. This module has only light imports, so that
+help is fast; `run` imports the module that it calls.
 """
 
 from dataclasses import dataclass, field
@@ -13,12 +14,12 @@ from tyro.conf import OmitArgPrefixes, Positional, UseAppendAction, arg
 
 
 def _hint(default: str) -> str:
-    """The help text of a default; empty if the flag is optional without a value."""
+    """Formats a default for the help text; "" if the default is empty or None."""
     return "" if default in ("", "''", "None") else f"(default: {default})"
 
 
 def _told(metavar: str, **how: Any) -> Any:
-    """How a flag is shown, where the type of its field does not say it."""
+    """Makes the annotation of a flag with this metavar in the help."""
     return arg(metavar=metavar, help_behavior_hint=_hint, **how)
 
 
@@ -50,20 +51,20 @@ def _check_counts(**counts: int | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFlags:
-    """Keys of the config that have a flag of their own."""
+    """Keys of the config that also have a short flag."""
 
     hosts: _CountOrNone = None
-    """Slots: hosts that train at the same time (cluster.hosts)."""
+    """Number of slots: hosts that train at the same time (cluster.hosts)."""
     run_dir: Annotated[str, _told("DIR")] = ""
-    """Run directory; an old one is resumed (log.run_dir)."""
+    """Run directory; a run in it is resumed (log.run_dir)."""
     min_replicas: Annotated[int | None, _told("B")] = None
-    """Go on with B replicas when hosts are lost; without, the job waits for a host."""
+    """When hosts are lost, continue with B replicas or more; default: wait."""
 
     def __post_init__(self) -> None:
         _check_counts(min_replicas=self.min_replicas)
 
     def keys(self) -> list[str]:
-        """The flags as keys of the config, for any process that loads the config."""
+        """Returns the flags as keys of the config, for processes that load it."""
         words: list[str] = []
         if self.hosts is not None:
             words += ["--cluster.hosts", str(self.hosts)]
@@ -76,59 +77,59 @@ class RunFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class HostFlags:
-    """What every host of a job is told."""
+    """Flags that are equal on every host of a job."""
 
     domain_file: _File = ""
-    """Lines: HOST power=NAME rack=NAME."""
+    """File of failure domains; each line is HOST power=NAME rack=NAME."""
     tls_cert: _File = ""
-    """PEM file: connections between hosts are encrypted."""
+    """PEM file of the certificate; connections between hosts are encrypted."""
     tls_key: _File = ""
-    """PEM file: the private key of --tls-cert."""
+    """PEM file of the private key of --tls-cert."""
     nixl: _Switch = False
-    """Fetch with NIXL (RDMA) where both hosts have it."""
+    """Fetch slices with NIXL (RDMA) if both hosts have it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlaceFlags:
-    """Which host this is."""
+    """Flags that are specific to one host."""
 
     host_name: Annotated[str | None, _told("NAME")] = None
-    """Name of the host; without, this machine's name and the process's number."""
+    """Name of the host; default: this machine's name and the process id."""
     domain: Annotated[str, _told("power=NAME,rack=NAME")] = ""
-    """Where the host is."""
+    """Failure domains of the host."""
     bind: Annotated[str, _told("HOST:PORT")] = "127.0.0.1:0"
-    """Where it listens for other hosts."""
+    """Address on which this host listens for other hosts; port 0: any free port."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobFlags:
-    """A job, its etcd, and the secret that its hosts share."""
+    """Flags of a job: its name, its etcd, and its secret."""
 
     name: Annotated[str, _told("NAME", name="job")]
     """Name of the job."""
     store: Annotated[str, _told("HOST:PORT,...")]
-    """Its etcd; several members with commas between."""
+    """Address of etcd; several members are separated by commas."""
     store_ca: _File = ""
-    """PEM file that signed etcd's certificate: use TLS."""
+    """PEM file of the authority that signed etcd's certificate; use TLS."""
     store_cert: _File = ""
-    """PEM file: the client's certificate, if etcd asks for one."""
+    """PEM file of the client's certificate, if etcd requires one."""
     store_key: _File = ""
-    """PEM file: the private key of --store-cert."""
+    """PEM file of the private key of --store-cert."""
     store_user: Annotated[str, _told("NAME")] = ""
-    """User of etcd."""
+    """User name in etcd."""
     store_password_file: _File = ""
-    """Its first line is the user's password."""
+    """File whose first line is the password of --store-user."""
     store_prefix: Annotated[str, _told("P")] = ""
-    """Every key lies below P; without, /dtft."""
+    """Prefix of every key in etcd; default: /dtft."""
     store_private: _Switch = False
-    """Only dtft uses this etcd: compact its history."""
+    """Only dtft uses this etcd, so compact its history."""
     secret_file: _File = ""
-    """The job's secret; without, $DTFT_SECRET_FILE."""
+    """File of the job's secret; default: $DTFT_SECRET_FILE."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFlags:
-    """Which checkpoints: of a directory, or of a live job."""
+    """Flags that select the checkpoints of a directory or of a live job."""
 
     directory: Annotated[Positional[str], _told("DIR")] = ""
     """Storage or run directory."""
@@ -151,14 +152,14 @@ _Checkpoints = OmitArgPrefixes[CheckpointFlags]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainCommand:
-    """One process, all local devices, no memory tier."""
+    """Train in one process on all local devices, without the memory tier."""
 
     config: _Config
     run_dir: Annotated[str, _told("DIR")] = ""
-    """Run directory; an old one is resumed (log.run_dir)."""
+    """Run directory; a run in it is resumed (log.run_dir)."""
 
     def run(self, words: list[str]) -> int:
-        """Trains."""
+        """Trains; returns the exit code."""
         from dtft.train import train
 
         return train(self.config, [*words, *RunFlags(run_dir=self.run_dir).keys()])
@@ -166,12 +167,12 @@ class TrainCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigCommand:
-    """Print the resolved config."""
+    """Print the resolved config as JSON."""
 
     config: _Config
 
     def run(self, words: list[str]) -> int:
-        """Prints it as JSON."""
+        """Prints the config as JSON; returns the exit code."""
         from dtft.config import load_experiment, to_json
 
         print(to_json(load_experiment(self.config, words, "dtft config")))
@@ -180,21 +181,21 @@ class ConfigCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchCommand:
-    """A local cluster: etcd, agents, trainers."""
+    """Train on a local cluster: start etcd, agents and trainers."""
 
     config: _Config
     run_flags: _Run = field(default_factory=RunFlags)
     spares: _Count = 0
-    """Hosts that wait."""
+    """Number of spare hosts."""
     host: _Host = field(default_factory=HostFlags)
     tls: _Switch = False
-    """Encrypt, with a certificate that is made for this job."""
+    """Encrypt connections with a certificate that is made for this job."""
 
     def __post_init__(self) -> None:
         _check_counts(spares=self.spares)
 
     def run(self, words: list[str]) -> int:
-        """Starts the cluster, and waits for its end."""
+        """Runs the cluster until its job ends; returns the exit code."""
         from dtft.cli.jobs import launch
 
         return launch(self, words)
@@ -215,32 +216,33 @@ _FAULTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class DrillCommand:
-    """Kill real processes and compare with an undisturbed run."""
+    """Inject faults into a run and compare it with an undisturbed run."""
 
     config: _Config
     run_flags: _Run = field(default_factory=RunFlags)
     spares: _Count = 0
-    """Hosts that wait."""
+    """Number of spare hosts."""
     host: _Host = field(default_factory=HostFlags)
     fault: Annotated[_Texts, _told("KIND:SLOT@STEP", help=_FAULTS)] = ()
     deadline: _Seconds = 600.0
-    """The run with faults must end within S seconds."""
+    """Limit of the run with faults, in seconds."""
     host_memory: Annotated[_Texts, _told("HOST=MIB")] = ()
-    """Memory for arenas of one host; may be repeated."""
+    """Memory for the arenas of one host in MiB; may be repeated."""
     rejoin: Annotated[float | None, _told("S")] = None
-    """Killed hosts return after S seconds, new ones come for those held for ever."""
+    """Restart killed hosts after S seconds; replace hosts that are stopped or cut for
+    ever."""
     seed: _Count = 0
-    """Of the moment in a step."""
+    """Seed of the random moment of a fault within its step."""
     control: Annotated[str, _told("DIR")] = ""
-    """Reuse the undisturbed run in DIR."""
+    """Directory of an undisturbed run that is reused."""
     json: _File = ""
-    """Write the record here."""
+    """File to write the drill's record to."""
 
     def __post_init__(self) -> None:
         _check_counts(spares=self.spares)
 
     def run(self, words: list[str]) -> int:
-        """Runs the drill."""
+        """Runs the drill; returns the exit code."""
         from dtft.drills import run_drill
 
         return run_drill(self, words)
@@ -248,20 +250,20 @@ class DrillCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchCommand:
-    """Wall time per step, memory tier off and on.
+    """Measure the wall time per step with the memory tier off and on.
 
-    How fast slices are fetched: bench transport.
+    To measure how fast slices are fetched, use bench transport.
     """
 
     config: _Config
     run_flags: _Run = field(default_factory=RunFlags)
     rounds: _Count = 3
-    """Runs with the tier off and on, in turn."""
+    """Number of runs with the tier off and on, in turn."""
     json: _File = ""
-    """Write the figures here."""
+    """File to write the figures to."""
 
     def run(self, words: list[str]) -> int:
-        """Measures."""
+        """Measures; returns the exit code."""
         from dtft.drills import run_bench
 
         return run_bench(self, words)
@@ -269,13 +271,17 @@ class BenchCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchTransportCommand:
-    """How fast slices are fetched, against raw sockets."""
+    """Measure how fast slices are fetched, compared with raw sockets."""
 
     json: _File = ""
-    """Write the figures here."""
+    """File to write the figures to."""
 
     def run(self, words: list[str]) -> int:
-        """Measures what the words say: fields of `TransportBench`."""
+        """Measures; returns the exit code.
+
+        Args:
+            words: flags for the fields of `TransportBench`.
+        """
         import json
         from pathlib import Path
 
@@ -295,9 +301,9 @@ class BenchTransportCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class AgentCommand:
-    """One host of a job; start one per machine.
+    """Run one host of a job; start one agent per machine.
 
-    Without a trainer, as memory for your own processes: agent --serve-only.
+    To run without a trainer, as memory for your own processes, use agent --serve-only.
     """
 
     config: _Config
@@ -307,7 +313,7 @@ class AgentCommand:
     host: _Host = field(default_factory=HostFlags)
 
     def run(self, words: list[str]) -> int:
-        """Runs the agent and its trainers until the job ends."""
+        """Runs the agent and its trainers until the job ends; returns the exit code."""
         from dtft.cli.jobs import run_agent
 
         return run_agent(self, words)
@@ -315,35 +321,36 @@ class AgentCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeCommand:
-    """Memory for the processes of your own loop.
+    """Keep the steps of your own training processes in host memory.
 
-    Keeps every step of a jax.distributed job in the memory of its hosts. Start one per
-    process of the job, and more as spares; they outlive the processes. In the job, in
-    every process:
+    Keeps every step of a jax.distributed job in the memory of its hosts. Start one
+    agent per process of the job, and more as spares; agents outlive the processes. In
+    every process of the job:
 
         manager = dtft.checkpoint.ReplicatedCheckpointManager(directory)
 
-    A process uses the only free agent of its machine, or the one that DTFT_AGENT_SOCKET
-    names (the agent's first line says how). When a host is lost: start an agent in its
-    place, if there is no spare, and restart all processes; the newest step comes from
-    the memory of the hosts that are left. SIGTERM ends an agent and frees its memory.
+    A process uses the only free agent of its machine, or the agent that
+    DTFT_AGENT_SOCKET names (the agent's first line shows how). When a host is lost,
+    start an agent in its place if there is no spare, and restart all processes. The
+    newest step is then restored from the memory of the remaining hosts. SIGTERM ends an
+    agent and frees its memory.
 
-    Must be the same on every host: --copies N (of every slice; 2), --arena_directory
-    DIR (a memory file system; /dev/shm), --timeouts.NAME SECONDS. Directory, intervals
-    and retention of the storage tier are those of the first process
-    (ReplicatedOptions).
+    These flags must be equal on every host: --copies N (copies of every slice; default
+    2), --arena_directory DIR (on a memory file system; default /dev/shm),
+    --timeouts.NAME SECONDS. The first process (ReplicatedOptions) decides directory,
+    intervals and retention of the storage tier.
     """
 
     hosts: _CountOrNone = None
-    """Refuse jobs of another size."""
+    """Refuse jobs with another number of processes."""
     run_dir: Annotated[str, _told("DIR")] = ""
-    """Logs and events; without, runs/NAME."""
+    """Directory of logs and events; default: runs/NAME."""
     job: _Job
     place: _Place = field(default_factory=PlaceFlags)
     host: _Host = field(default_factory=HostFlags)
 
     def run(self, words: list[str]) -> int:
-        """Serves until it is told to end."""
+        """Serves until a signal or the job's end; returns the exit code."""
         from dtft.cli.jobs import serve
 
         return serve(self, words)
@@ -351,18 +358,18 @@ class ServeCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleCommand:
-    """More or fewer replicas for a live job."""
+    """Change the number of replicas of a live job."""
 
     replicas: Annotated[int, _told("T")]
-    """Replicas that shall train."""
+    """New number of replicas."""
     timeout: _Seconds = 600.0
-    """Seconds in which it must be done."""
+    """Limit of the change in seconds."""
     json: _Switch = False
     """Print JSON."""
     job: _Job
 
     def run(self) -> int:
-        """Scales it."""
+        """Changes the number of replicas; returns the exit code."""
         from dtft.cli import jobs
 
         return jobs.run(self)
@@ -373,12 +380,12 @@ class ScaleCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointLsCommand:
-    """Steps, sizes, holders, copies, health."""
+    """List steps with sizes, holders, copies and health."""
 
     source: _Checkpoints = field(default_factory=CheckpointFlags)
 
     def run(self) -> int:
-        """Prints the steps."""
+        """Prints the steps; returns the exit code."""
         from dtft.cli import checkpoint
 
         return checkpoint.ls(self.source)
@@ -386,14 +393,14 @@ class CheckpointLsCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointShowCommand:
-    """The leaves of a step, or the holders of its slices."""
+    """Show the leaves of a stored step, or the holders of a live step's slices."""
 
     source: _Checkpoints = field(default_factory=CheckpointFlags)
     step: _CountOrNone = None
-    """Step; without, the newest."""
+    """Step; default: the newest."""
 
     def run(self) -> int:
-        """Prints the leaves, or the holders of the slices."""
+        """Prints the leaves, or the holders of the slices; returns the exit code."""
         from dtft.cli import checkpoint
 
         return checkpoint.show(self.source, self.step)
@@ -401,18 +408,18 @@ class CheckpointShowCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointVerifyCommand:
-    """Read everything again and compare digests; of a live job all hosts' copies."""
+    """Read all bytes again and compare digests; of a live job all hosts' copies."""
 
     source: _Checkpoints = field(default_factory=CheckpointFlags)
     step: _CountOrNone = None
-    """Step of DIR; without, all of them."""
+    """Step of DIR; default: all steps."""
     rate: Annotated[int, _told("BYTES_PER_S")] = 0
-    """Of a live job: bytes a second that each host may read; 0 for no limit."""
+    """Of a live job: bytes per second that each host may read; 0: no limit."""
     timeout: _Seconds = 600.0
-    """Of a live job: seconds that a host may take, beside those that --rate needs."""
+    """Of a live job: limit of each host in seconds, plus the time that --rate needs."""
 
     def run(self) -> int:
-        """Reads it.
+        """Verifies the copies; returns the exit code.
 
         Raises:
             ValueError: --rate is below 0, or --timeout is not above 0.
@@ -430,16 +437,16 @@ class CheckpointVerifyCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointExportCommand:
-    """Write a live job's newest commit; or copy a stored step."""
+    """Write a live job's newest commit to storage, or copy a stored step."""
 
     source: _Checkpoints = field(default_factory=CheckpointFlags)
     step: _CountOrNone = None
-    """Step of DIR; without, the newest."""
+    """Step of DIR; default: the newest."""
     to: Annotated[str, _told("DIR")] = ""
-    """Where the step of DIR is copied to."""
+    """Directory to which the step of DIR is copied."""
 
     def run(self) -> int:
-        """Writes it."""
+        """Writes or copies the step; returns the exit code."""
         from dtft.cli import checkpoint
 
         return checkpoint.export(self.source, self.step, self.to)
@@ -447,15 +454,15 @@ class CheckpointExportCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOddsCommand:
-    """How likely several losses are survived."""
+    """Print how likely a job survives the loss of several hosts."""
 
     hosts: _Count
-    """Hosts of the job."""
+    """Number of hosts of the job."""
     copies: _Count = 2
-    """Copies of every slice."""
+    """Number of copies of every slice."""
 
     def run(self) -> int:
-        """Prints a table."""
+        """Prints a table of probabilities; returns the exit code."""
         from dtft.checkpoint.replication import odds_table
 
         print(odds_table(self.hosts, self.copies))
@@ -467,34 +474,35 @@ class CheckpointOddsCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCommand:
-    """How to shard a config on a cluster, how fast it is, whether it fits.
+    """Plan how to shard a config on a cluster; predict speed and memory.
 
-    For a table of layouts: plan predict.
+    To predict a table of layouts, use plan predict.
     """
 
     config: _Config
     cluster: Annotated[str | None, _told("SPEC")] = None
-    """64x8xH100, 8xA100, a file; without, the devices of `dtft train` here."""
+    """64x8xH100, 8xA100 or a file; default: the devices of `dtft train` here."""
     pin: Annotated[_Texts, _told("NAME=VALUE")] = ()
-    """A knob that is given, such as tensor=8; may be repeated."""
+    """Fix one knob of the plan, such as tensor=8; may be repeated."""
     html: Annotated[str, _told("PATH")] = ""
-    """Write a report with pictures."""
+    """File to write an HTML report with pictures to."""
     json: Annotated[str, _told("PATH")] = ""
-    """Write the plan."""
+    """File to write the plan to."""
     what_if: _Switch = False
-    """Look also at knobs that cannot be run here."""
+    """Consider knobs too that cannot be run here."""
     verify: Annotated[int, _told("[N]")] = 0
-    """Compile the N best (4) for devices that need not exist; take one that fits."""
+    """Compile the N best plans (default 4), without their devices; take the fastest
+    that fits."""
     calibration: _File = ""
-    """Figures of such devices, as `dtft calibrate --out FILE` wrote them."""
+    """File from `dtft calibrate --out FILE` on such devices."""
     trial: _Count = 0
-    """Run the best N on the devices here, and take the fastest."""
+    """Run the best N plans on the devices here, and take the fastest."""
 
     def __post_init__(self) -> None:
         _check_counts(verify=self.verify, trial=self.trial)
 
     def run(self, words: list[str]) -> int:
-        """Plans."""
+        """Makes, prints and writes the plan; returns the exit code."""
         from dtft.cli import plan
         from dtft.config import load_experiment
 
@@ -503,17 +511,18 @@ class PlanCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictCommand:
-    """Time and memory of a table of layouts."""
+    """Predict time and memory of a table of layouts."""
 
     rows: Annotated[Positional[str], _told("ROWS.csv")]
-    """Table; its columns are those of experiments/data/megatron_a100.csv."""
+    """Table with the columns of experiments/data/megatron_a100.csv."""
     cluster: Annotated[str, _told("SPEC")]
-    """A catalog's name (a100, selene) with each row's gpus, 64x8xH100, or a file."""
+    """Catalog name (a100, selene) of a cluster with each row's gpus, 64x8xH100, or a
+    file."""
     out: Annotated[str, _told("OUT.csv")]
-    """The table with predicted_* columns."""
+    """File to write the table with predicted_* columns to."""
 
     def run(self) -> int:
-        """Predicts."""
+        """Writes the predictions; returns the exit code."""
         from dtft.cli import predict
 
         return predict.run(self)
@@ -524,16 +533,16 @@ class CalibrateCommand:
     """Measure this machine for the planner."""
 
     out: _File = ""
-    """Write the calibration here."""
+    """File to write the calibration to."""
     given: Annotated[str, _told("FILE", name="from")] = ""
-    """Begin with this calibration, and measure nothing."""
+    """Calibration to start from, instead of measuring."""
     runs: Annotated[tuple[str, ...] | None, _told("LOG [LOG ...]")] = None
-    """Correct it by the steps of past runs: plan_times.jsonl of their directories."""
+    """Correct the calibration by past runs: plan_times.jsonl of their directories."""
     devices: _CountOrNone = None
-    """How many (CPU: as many are made); without, all."""
+    """Number of devices (on CPU this number is made); default: all."""
 
     def run(self) -> int:
-        """Measures."""
+        """Measures and writes the calibration; returns the exit code."""
         from dtft.cli import calibrate
 
         return calibrate.run(self)
@@ -550,7 +559,7 @@ WITH_KEYS = {
     "bench transport": BenchTransportCommand,
     "plan": PlanCommand,
 }
-"""Commands by name that have the keys of a config as flags, too."""
+"""Name to command, for commands that pass unknown flags on, such as config keys."""
 WITHOUT_KEYS = {
     "plan predict": PredictCommand,
     "calibrate": CalibrateCommand,
@@ -561,7 +570,7 @@ WITHOUT_KEYS = {
     "checkpoint export": CheckpointExportCommand,
     "checkpoint odds": CheckpointOddsCommand,
 }
-"""Commands by name that know all of their flags themselves."""
+"""Name to command, for commands that refuse unknown flags."""
 COMMANDS: dict[str, type] = {**WITH_KEYS, **WITHOUT_KEYS}
 BARE = {"plan": {"--verify": "4"}}
-"""Flags by command that may stand without a value, and what they mean then."""
+"""Command to its flags that may be given without a value, and the default of each."""

@@ -1,7 +1,7 @@
-"""The command `dtft`: finds the named subcommand, reads its flags and runs it.
+"""The command `dtft`: finds the named subcommand, parses its flags and runs it.
 
 `dtft/cli/commands.py` defines the commands and their flags. Wrong input ends with one
-clear error and exit code 2.
+error message and exit code 2.
 """
 
 import difflib
@@ -105,7 +105,7 @@ def _parsed(
         COMMANDS[name],
         args=words,
         prog=f"dtft {name}",
-        description=_text(COMMANDS[name]).replace("\n", "\n "),  # keeps its lines
+        description=_text(COMMANDS[name]).replace("\n", "\n "),  # keeps line breaks
         config=_MARKERS,
         return_unknown_args=name in WITH_KEYS,
         console_outputs=not quiet,
@@ -124,9 +124,9 @@ def _tell_keys(name: str, words: Sequence[str]) -> None:
 
 
 def _in_full(words: Sequence[str], bare: dict[str, str]) -> Iterator[str]:
-    """Adds the default value to each flag that stands without its number.
+    """Adds the default value to each flag that is given without its number.
 
-    tyro has no flag whose value may be left out.
+    tyro does not support flags with an optional value.
 
     >>> list(_in_full(["--verify", "x", "--verify", "2"], {"--verify": "4"}))
     ['--verify=4', 'x', '--verify', '2']
@@ -138,7 +138,12 @@ def _in_full(words: Sequence[str], bare: dict[str, str]) -> Iterator[str]:
 
 
 def _without_command(given: list[str]) -> NoReturn:
-    """Lists the commands for --help; refuses words that name no command."""
+    """Prints the list of commands for --help; refuses words that name no command.
+
+    Raises:
+        SystemExit: the list was printed.
+        ValueError: the words name no command.
+    """
     group = [name for name in COMMANDS if name.split()[:1] == given[:1]]
     prefix, words = ("dtft", given) if not group else (f"dtft {given[0]}", given[1:])
     known = [name.split()[-1] for name in group] or [*COMMANDS]
@@ -162,7 +167,7 @@ def _without_command(given: list[str]) -> NoReturn:
 
 
 def _listed(name: str, kind: type) -> Any:
-    """A command in a list of commands, with the first sentences of its docstring."""
+    """Makes the entry of a list of commands, with the docstring's first paragraph."""
     about = _text(kind).partition("\n\n")[0]
     return Annotated[kind, tyro.conf.subcommand(name, description=about)]
 
@@ -172,7 +177,7 @@ def _text(kind: type) -> str:
 
 
 def _nobody_reads(stream: TextIO) -> bool:
-    """Whether a stream is a pipe whose reader has gone, as `| head` does."""
+    """Whether a stream is a pipe whose reader has ended, such as `| head`."""
     poll = select.poll()
     poll.register(stream.fileno(), 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))

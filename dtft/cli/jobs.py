@@ -75,7 +75,10 @@ def run_agent(options: "AgentCommand", words: list[str]) -> int:
 
     Args:
         options: CONFIG, job and host.
-        words: keys of the config, as they were typed.
+        words: words of the command line that set keys of the config.
+
+    Returns:
+        The exit code.
 
     Raises:
         ValueError: wrong input, or etcd cannot be reached.
@@ -99,7 +102,7 @@ def run_agent(options: "AgentCommand", words: list[str]) -> int:
 
 
 def log_to_stderr() -> None:
-    """Sets up logging of an agent's process to stderr."""
+    """Sets up logging to stderr for an agent's process."""
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s"
     )
@@ -110,15 +113,15 @@ def run_at(
     make: Callable[[Store], Agent | ServingHost],
     leaving: Callable[[], None] = lambda: None,
 ) -> str:
-    """Runs a host's part in a job; on a signal the host leaves the job.
+    """Runs a host of a job until the job ends; on a signal the host leaves the job.
 
     Args:
         address: address of etcd.
-        make: makes the host's part from the store.
+        make: makes the agent or serving host from the store.
         leaving: called on a signal, before the host leaves.
 
     Returns:
-        What its `run` returns.
+        The result of the host's `run`.
 
     Raises:
         ValueError: etcd cannot be reached.
@@ -139,7 +142,7 @@ def run_at(
 
 
 def _exit_code(result: dict[str, Any], config: AgentConfig, stored: int) -> int:
-    """The exit code of an ended job; prints the job's outcome."""
+    """Prints the outcome of an ended job; returns the exit code."""
     if result["status"] == "error":
         _complain(f"{result['message']} ({config.host})")
         return int(result["code"])
@@ -215,7 +218,7 @@ def _checkpoint_settings(checkpoint: CheckpointConfig) -> dict[str, Any]:
 
 
 def _digest(experiment: Experiment) -> str:
-    """SHA-256 of the config without `log`, which must be equal on all hosts."""
+    """Returns the SHA-256 of the config without `log`, in hexadecimal."""
     resolved = json.loads(to_json(experiment))
     text = json.dumps({**resolved, "log": None}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -228,11 +231,14 @@ _ONLY = f"`{_PROG}` trains nothing"
 
 
 def serve(options: "ServeCommand", words: list[str]) -> int:
-    """Runs the agent of one host until a signal or the job's end.
+    """Runs the serving agent of one host until a signal or the job's end.
 
     Args:
         options: job and host.
-        words: fields of `ServeConfig`, as they were typed.
+        words: words of the command line that set fields of `ServeConfig`.
+
+    Returns:
+        The exit code.
 
     Raises:
         ValueError: a flag is wrong, or the job refuses the host.
@@ -298,10 +304,11 @@ def _serve_config(words: list[str]) -> ServeConfig:
 
 
 def run(options: "ScaleCommand") -> int:
-    """Scales a live job.
+    """Changes the number of replicas of a live job.
 
     Returns:
-        The exit code: 0 the job trains so, 1 it could not be done, or not in time.
+        The exit code: 0 if the job trains with the new number, 1 if the change failed
+        or took too long.
 
     Raises:
         ValueError: wrong input, no such job, another secret, or a size that the job
@@ -335,7 +342,7 @@ def run(options: "ScaleCommand") -> int:
 
 
 def line(job: str, found: dict[str, Any]) -> str:
-    """The outcome of a scaling, as a line for people.
+    """Formats the reply of `scale` as a line.
 
     >>> line("j", {"replicas": 3, "before": 3, "hosts": 3})
     'job j trains with 3 replicas (3 hosts) already; nothing was changed'
@@ -357,11 +364,14 @@ def line(job: str, found: dict[str, Any]) -> str:
 
 
 def launch(command: "LaunchCommand", words: list[str]) -> int:
-    """Runs a local cluster until its job ends, and prints the resume command.
+    """Runs a local cluster until its job ends; after a failure prints a resume command.
 
     Args:
         command: CONFIG, and the cluster's settings.
-        words: keys of the config, as they were typed.
+        words: words of the command line that set keys of the config.
+
+    Returns:
+        The exit code.
 
     Raises:
         ValueError: wrong input.

@@ -1,6 +1,6 @@
-"""Files that commands write and read: refused by their flag, before any work is lost.
+"""Checks of the files that commands read and write, before any work is done.
 
-This module handles paths only.
+Errors name the flag of the file.
 """
 
 from collections.abc import Mapping
@@ -8,14 +8,14 @@ from pathlib import Path
 
 
 def check_writable(flag: str, path: str | None) -> None:
-    """Refuses a path that no file can be written to.
+    """Checks that a file can be written at a path.
 
     Args:
-        flag: what gave it, such as `--json`.
-        path: None or '' where nothing is to be written.
+        flag: the flag with the path, such as `--json`.
+        path: path of the file; None or "" if no file is written.
 
     Raises:
-        ValueError: its folder does not exist, or it is a folder.
+        ValueError: the path is a folder, or is in a folder that does not exist.
     """
     if path and (not Path(path).absolute().parent.is_dir() or Path(path).is_dir()):
         raise ValueError(
@@ -25,13 +25,13 @@ def check_writable(flag: str, path: str | None) -> None:
 
 
 def check_apart(paths: Mapping[str, str | None]) -> None:
-    """Refuses two flags with one file, of which one would destroy the other.
+    """Checks that no two flags name the same file.
 
     Args:
-        paths: flag to its path; None or '' where there is none.
+        paths: flag to its path; None or "" if the flag is not given.
 
     Raises:
-        ValueError: names both flags.
+        ValueError: two flags name one file; the message names both flags.
     """
     seen: dict[Path, str] = {}
     for flag, path in paths.items():
@@ -46,15 +46,15 @@ def check_apart(paths: Mapping[str, str | None]) -> None:
 
 
 def read_text(flag: str, path: str, allowed: str) -> str:
-    """The text of a file, without the mark that some programs begin it with.
+    """Reads a UTF-8 text file; drops a byte order mark at its start.
 
     Args:
-        flag: what gave it.
-        path: of the file.
-        allowed: what it should be, in words.
+        flag: the flag with the path.
+        path: path of the file.
+        allowed: description of allowed files, for the error message.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: the file cannot be read.
     """
     try:
         return Path(path).read_text(encoding="utf-8-sig")

@@ -1,8 +1,7 @@
-"""`dtft plan CONFIG`: the plan of a config for a cluster, in words, as JSON and HTML.
+"""`dtft plan CONFIG`: plans a config for a cluster; writes text, JSON and HTML.
 
-Calls the planner and writes the plan. Without --cluster the plan is that of `dtft
-train CONFIG --plan auto` on this machine. Runs no step but for a trial: a plan for a
-cluster that is elsewhere needs none of its devices.
+Without --cluster the plan is that of `dtft train CONFIG --plan auto` on this machine.
+Steps run only for --trial, so the devices of the cluster need not exist here.
 """
 
 import sys
@@ -37,11 +36,11 @@ if TYPE_CHECKING:
 
 
 def run(options: "PlanCommand", experiment: Experiment) -> int:
-    """Runs the command.
+    """Runs `dtft plan`; returns the exit code.
 
     Raises:
-        ValueError: a config that cannot be planned, pins that cannot be met, an unknown
-            cluster; or nothing fits, predicted or compiled.
+        ValueError: the config cannot be planned, the pins cannot be satisfied, the
+            cluster is unknown, or no plan fits as predicted or as compiled.
     """
     calibration = options.calibration or None
     if options.cluster is None:
@@ -86,7 +85,10 @@ def _check_flags(options: "PlanCommand", calibration: str | None) -> None:
 def _checked(
     found: RunnablePlan, asked: PlannerInputs, options: "PlanCommand"
 ) -> tuple[RunnablePlan, tuple[Section, ...]]:
-    """The plan that a trial or the compiler prefers, and its report sections."""
+    """Returns the plan that a trial or the compiler chooses, and report sections.
+
+    Without --trial and --verify the plan is unchanged.
+    """
     decision = found.decision
     if decision is None:
         return found, ()
@@ -102,10 +104,10 @@ def _checked(
 
 
 def _here(experiment: Experiment) -> Cluster:
-    """The devices that `dtft train` has here; says which, and for what they are not.
+    """Makes a cluster from the devices that `dtft train` has here, and prints them.
 
     Raises:
-        ValueError: the planner does not know them.
+        ValueError: the planner does not know the devices.
     """
     found = Cluster.from_devices(devices_of(experiment))
     hosts, pool = experiment.cluster.hosts, found.uniform
@@ -130,17 +132,17 @@ def planned(
     calibration: str | None = None,
     what_if: bool = False,
 ) -> RunnablePlan:
-    """The plan of a config.
+    """Makes the plan of a config.
 
     Args:
-        asked: its loss, optimizer, parameters and batch.
-        cluster: one, in words, or a file.
+        asked: loss, optimizer, parameters and batch of the config.
+        cluster: a cluster, its text such as "8xA100", or a file.
         given: pins, as NAME=VALUE.
-        calibration: a file that `dtft calibrate` wrote.
-        what_if: looks also at knobs that cannot be run here.
+        calibration: path of a file from `dtft calibrate`; None for none.
+        what_if: whether knobs that cannot be run here are considered too.
 
     Raises:
-        ValueError: as `run`.
+        ValueError: see `run`.
     """
     return plan(
         loss=asked.loss,
@@ -155,10 +157,11 @@ def planned(
 
 
 def pins_of(given: Sequence[str]) -> dict[str, Any]:
-    """Pins of a command line.
+    """Parses the --pin flags into keyword arguments of `plan`.
 
     Raises:
-        ValueError: one of them is not NAME=VALUE, no knob, or its value is no number.
+        ValueError: a text is not NAME=VALUE, the knob does not exist or is given twice,
+            or its value is invalid.
 
     >>> pins_of(["tensor=8", "remat=dots", "order=replica,tensor"])
     {'tensor': 8, 'remat': 'dots', 'order': ('replica', 'tensor')}
@@ -199,11 +202,11 @@ def _is_true(text: str, value: str) -> bool:
 
 
 def show(found: RunnablePlan, checked: Sequence[Section]) -> None:
-    """Tables on a terminal, aligned text elsewhere.
+    """Prints a plan: as tables on a terminal, elsewhere as aligned text.
 
     Args:
-        found: what is shown.
-        checked: what the compiler made of it, shown last.
+        found: the plan.
+        checked: sections from a trial or the compiler, printed last.
     """
     parts = (*found.sections(), *checked)
     if sys.stdout.isatty():

@@ -1,7 +1,7 @@
-"""`dtft plan predict`: a table of training runs in, the same with predictions out.
+"""`dtft plan predict`: adds predictions to a table of training runs.
 
-Reads and writes the files and prints a summary. How a row is predicted is in
-`dtft.planner.transformer`.
+Reads and writes the files and prints a summary. `dtft.planner.transformer` predicts the
+rows.
 """
 
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def run(options: "PredictCommand") -> int:
-    """Runs the command.
+    """Runs `dtft plan predict`; returns the exit code.
 
     Raises:
-        ValueError: a table or row that cannot be, an unknown or too small cluster, no
-            such table, no folder for the result, or a result that would take the place
-            of what is read.
+        ValueError: the table cannot be read or has an invalid row, the cluster is
+            unknown or too small, or the result cannot be written or would overwrite an
+            input file.
     """
     from dtft.planner.transformer import predict_table
 
@@ -38,7 +38,7 @@ def run(options: "PredictCommand") -> int:
 
 
 def lines(table: "Table", found: Sequence["RowPrediction"]) -> list[str]:
-    """The predictions in words, one line each, with the bytes over capacity."""
+    """Formats each prediction as a line, with the bytes above the device's capacity."""
     made = []
     for number, (cells, row) in enumerate(zip(table.cells, found, strict=True), 1):
         name = cells.get("model") or f"row {number}"

@@ -1,8 +1,8 @@
 """All-reduce with explicit axis names: XLA's collective, or one of known order.
 
-To be called inside `jax.shard_map`. Under `jax.vmap` with an axis name only ``native``,
-``ring``, and ``tree`` over a power of two devices work, because `ppermute` under `vmap`
-accepts only permutations in which every device sends.
+Call `all_reduce` inside `jax.shard_map`. Under `jax.vmap` with an axis name only
+``native``, ``ring``, and ``tree`` over a power of two devices work, because `ppermute`
+under `vmap` accepts only permutations in which every device sends.
 """
 
 from collections.abc import Callable
@@ -41,14 +41,16 @@ def all_reduce(
 
     * ``native`` (default, and the choice for accelerators): `lax.psum`, `lax.pmax`. The
       backend chooses the order of summation, which may differ between runs.
-    * ``ring``: reduce-scatter, then all-gather (`dtft.collectives.ring`). A fixed,
-      documented order, hence the same bits in every run. For large arrays.
+    * ``ring``: reduce-scatter, then all-gather (`dtft.collectives.ring`). The order of
+      summation is fixed and documented, so every run gives the same bits. Suited to
+      large arrays.
     * ``tree``: recursive doubling, about log2 p rounds of the whole array, also in a
       fixed order: 0 with 1, then pairs with pairs, and so on. If p is not a power of
       two, the devices beyond the largest power of two first send their values to the
-      others and receive the result last. For small arrays, where latency dominates.
+      others and receive the result last. Suited to small arrays, where latency
+      dominates.
     * ``gather``: every device sends to device 0, which combines in device order and
-      broadcasts. A host gather: p-1 arrays arrive on one link. For comparison.
+      broadcasts. p-1 arrays arrive on the link of device 0. Meant for comparisons.
 
     Partial results have x's dtype, so in bfloat16 and float16 ring and tree round after
     every addition (``gather`` computes sum and mean in float32 and rounds once). Cast x
@@ -103,10 +105,10 @@ def all_reduce(
 
 
 def bytes_sent(num_bytes: int, num_devices: int, algorithm: Algorithm) -> int:
-    """Bytes that the busiest device sends in one `all_reduce` of num_bytes.
+    """Returns the bytes that the busiest device sends in one `all_reduce` of num_bytes.
 
-    ``native`` is counted as a ring, which backends use for large arrays. In
-    ``gather``, device 0 sends this much and *receives* (p-1) times num_bytes. The
+    ``native`` is counted as a ring, which backends use for large arrays. In ``gather``
+    the busiest device is device 0, which also *receives* (p-1) times num_bytes. The
     extra all-gather of `check_vma=True` is not counted.
 
     >>> {a: bytes_sent(8000, 8, a) for a in ("ring", "tree", "gather")}

@@ -1,9 +1,9 @@
 """Fills symmetric matrices from one stored triangle, a band of rows at a time.
 
-For CPU: XLA reads the transpose of a large matrix element by element, with the stride
-of a row, and merges the transpose with the triangle through further copies of the whole
-matrix. Here a narrow band is transposed while the band is in the cache, and then
-written to its place. `packing` defines which rectangle holds which triangle.
+Used on CPU, where XLA reads the transpose of a large matrix element by element with the
+stride of a row, and merges the transpose with the triangle through further copies of
+the whole matrix. Here a narrow band is transposed while the band is in the cache, and
+is then written to its place. `packing` defines which rectangle holds which triangle.
 """
 
 import jax.numpy as jnp
@@ -16,11 +16,12 @@ BAND = 32
 def mirror_into(
     out: Array, stored: Array, *, row: int, column: int, lower: bool
 ) -> Array:
-    """Writes a block of a symmetric matrix whose triangle is part of `stored`.
+    """Writes rows of a symmetric matrix into `out`, mirrored from a stored triangle.
 
-    The block is [w, m] at (row, column) of `out`, with (i, j) taken from `stored`:
-    with `lower`, stored [m, w] holds (i, j) at [i, j] for j <= i and at [j, i] for
-    j > i; otherwise stored [w, m], w = m, holds it at [i, j] for j > i, else at [j, i].
+    The rows are a block [w, m] at (row, column) of `out`. With `lower`, `stored` is
+    [m, w], and element (i, j) of the block is stored at [i, j] if j <= i, else at
+    [j, i]. Without `lower`, `stored` is [w, m] with w = m, and element (i, j) is stored
+    at [i, j] if j > i, else at [j, i].
 
     Args:
         out: [n, n], the matrix to write into.

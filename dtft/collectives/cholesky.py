@@ -1,10 +1,10 @@
 """Cholesky factors of positive definite matrices: encoding, broadcast and reduction.
 
-A factor has as many numbers as the lower triangle, costs O(n^3) and cannot be added
-(factors 1 and 2 of D=1 and D=4 add to 3, whose square is 9, not 5). Sending the factor
-pays in two cases. Rounding the factor to bfloat16 keeps D positive definite, but
-rounding D does not. A receiver that needs the factor need not compute the factor
-itself. Otherwise send the packed matrix (`dtft.collectives.symmetric`).
+A factor has as many numbers as the lower triangle. Computing a factor costs O(n^3), and
+factors cannot be added (the factors of D=1 and D=4 are 1 and 2, whose sum 3 is the
+factor of 9, not of 5). Sending the factor pays in two cases: the factor is rounded to
+bfloat16 (this keeps D positive definite, but rounding D does not), or the receiver
+needs the factor. Otherwise send the packed matrix (`dtft.collectives.symmetric`).
 
 Shapes: n rows; m = n(n+1)/2 packed numbers. Factors are lower triangular, L L^T = D.
 """
@@ -38,7 +38,7 @@ class CholeskyCode(NamedTuple):
     jitter: Array
     """[...]: value added to the diagonal; 0 if the matrix was factored unchanged."""
     ok: Array
-    """[...], bool: whether the matrix was encoded."""
+    """[...], bool: whether the factor exists and fits into the wire dtype."""
 
 
 def cholesky_encode(
@@ -96,10 +96,10 @@ def cholesky_encode(
 
 
 def cholesky_decode(packed: Array, n: int) -> Array:
-    """L L^T of packed factors: [..., n(n+1)/2] -> [..., n, n], exactly symmetric.
+    """Multiplies packed factors to L L^T: [..., n(n+1)/2] -> [..., n, n].
 
-    Computed and returned in float32 at least, at full precision, because products in
-    TF32 could make the result indefinite.
+    The result is exactly symmetric, in float32 at least. The product is computed at
+    full precision, because TF32 could make the result indefinite.
     """
     factor = _at_least_float32(unpack_triangle(as_array("packed", packed), n))
     product = jnp.matmul(
@@ -116,11 +116,11 @@ def broadcast_factor(
     jitter: float = 1e-6,
     wire_dtype: DTypeLike | None = None,
 ) -> Array:
-    """Broadcasts the factor of the owner's matrix; only the owner factors.
+    """Computes the Cholesky factor on the owner and broadcasts the factor.
 
     Args:
         matrix: [..., n, n] as in `cholesky_encode`; read on the owner only.
-        owner: index along the axis of the device that factors.
+        owner: index along the axis of the device that computes the factor.
         axis_name: axis or axes; None means one device.
         jitter: as in `cholesky_encode`.
         wire_dtype: dtype on the wire. Every device, the owner too, gets the rounded
@@ -177,7 +177,10 @@ def _refuse(caller: str, primals: Any, tangents: Any) -> Any:
 def gather_codes(
     matrix: Array, axis_name: AxisName, wire_dtype: DTypeLike | None
 ) -> Array:
-    """Gathers the packed factors of all devices: [p, ..., m], NaN if not ok."""
+    """Gathers the packed factors of all devices: [p, ..., m].
+
+    The factor of a matrix that cannot be encoded is NaN.
+    """
     axis_size(axis_name)  # refuses an axis that is not bound
     own = _poisoned(cholesky_encode(matrix, wire_dtype=wire_dtype))
     bits = lax.all_gather(_as_bits(own), axis_name, to="invarying")
@@ -185,7 +188,7 @@ def gather_codes(
 
 
 def qr_combine(first: Array, second: Array) -> Array:
-    """The factor of D1 + D2 from the factors of D1 and D2, without forming D1 or D2.
+    """Computes the factor of D1 + D2 from those of D1 and D2, without forming D1 or D2.
 
     R = qr([L1^T; L2^T]) satisfies R^T R = L1 L1^T + L2 L2^T. The result is R^T, with
     signs such that the diagonal is >= 0, which makes the factor unique.
@@ -216,7 +219,7 @@ def qr_combine(first: Array, second: Array) -> Array:
 
 
 def reduce_factors(factor: Array, axis_name: AxisName | None) -> Array:
-    """The factor of the sum of D over all devices, by one QR of all factors.
+    """Computes the factor of the sum of D over all devices, by one QR of all factors.
 
     The packed factors are gathered, (p-1) n(n+1)/2 numbers per device. Every device
     then computes the same QR of [p n, n], so the results are equal. This is better
@@ -305,7 +308,7 @@ def _factor_with_retries(matrix: Array, jitter: float) -> tuple[Array, Array, Ar
 
 
 def _is_factor(lower: Array) -> Array:
-    """[...], bool: whether all elements are finite and the diagonal is positive."""
+    """Whether all elements are finite and the diagonal is positive; [...], bool."""
     diagonal = jnp.diagonal(lower, axis1=-2, axis2=-1)
     return jnp.isfinite(lower).all(axis=(-2, -1)) & (diagonal > 0).all(axis=-1)
 

@@ -42,7 +42,7 @@ def reduced_gradients(
     has_aux: bool = False,
     reduced_by_loss: Collection[str] = (),
 ) -> Callable[[Any, Any], ValueAndGradients]:
-    """`jax.value_and_grad(loss)` over a batch divided over one axis of the mesh.
+    """Makes a `jax.value_and_grad(loss)` for a batch divided over a mesh axis.
 
     Each position of the axis differentiates `loss` on its own rows; the gradients, the
     value and `aux` are then averaged over the axis. All positions have equally many

@@ -1,8 +1,8 @@
 """Building blocks of hand-written collectives: axis size, send to neighbor, broadcast.
 
-To be called inside `jax.shard_map`. `broadcast` does not work under `jax.vmap` with an
-axis name, because `ppermute` under `vmap` accepts only permutations in which every
-device sends.
+Call these functions inside `jax.shard_map`. `broadcast` does not work under `jax.vmap`
+with an axis name, because `ppermute` under `vmap` accepts only permutations in which
+every device sends.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ AxisName = str | tuple[str, ...]
 
 
 def axis_size(axis_name: AxisName) -> int:
-    """The number p of devices along the axis, as a Python int known while tracing.
+    """Returns the number p of devices along the axis, a Python int known while tracing.
 
     Raises:
         ValueError: `axis_name` is not bound here, or is not a name.

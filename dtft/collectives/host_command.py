@@ -62,20 +62,22 @@ class HostCommanded:
         )
 
     def __call__(self, params: Any, batch: Any) -> ValueAndGradients:
-        """Reduced value and gradients; returns once the reduction is dispatched."""
+        """Computes value and gradients; returns once their reduction is dispatched."""
         rows = self.local_gradients(params, batch)
         self.await_command(rows)
         return self.reduce(rows)
 
     def local_gradients(self, params: Any, batch: Any) -> ValueAndGradients:
-        """Starts the program of each position's own value and gradients.
+        """Starts the program that computes each position's local value and gradients.
 
         Returns:
             As `__call__`, each leaf with a leading replica dim: row i belongs to
-            position i of the axis and lies on its devices. The arrays may not be ready.
+            position i of the axis and lies on the devices of this position. The arrays
+            may not be ready.
 
         Raises:
-            ValueError: called inside `jax.jit`, or rows that cannot be divided evenly.
+            ValueError: the call is inside `jax.jit`, or the rows of `batch` cannot be
+                divided evenly.
         """
         if any(isinstance(x, Tracer) for x in jax.tree.leaves((params, batch))):
             raise ValueError(
@@ -105,7 +107,7 @@ class HostCommanded:
 def _programs(
     loss: Loss, mesh: Mesh, axis_name: str, algorithm: Algorithm, has_aux: bool
 ) -> tuple[Callable[..., ValueAndGradients], Callable[..., ValueAndGradients]]:
-    """The two jitted programs: local gradients as rows, and the reduction of rows."""
+    """Makes the two jitted programs: local gradients as rows, and their reduction."""
     by_share = PartitionSpec(axis_name)
 
     def local(params: Any, batch: Any) -> ValueAndGradients:

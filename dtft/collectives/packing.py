@@ -23,11 +23,11 @@ from dtft.collectives.bands import mirror_into
 from dtft.collectives.hops import as_array
 
 LARGE = 512
-"""Smallest n that is unpacked in bands on CPU; below, bands do not pay."""
+"""Smallest n that is unpacked in bands on CPU; for smaller n bands are not faster."""
 
 
 def packed_size(n: int) -> int:
-    """The number of elements of the lower triangle, diagonal included.
+    """Returns the number of elements of the lower triangle, diagonal included.
 
     >>> packed_size(4)
     10
@@ -78,7 +78,7 @@ def pack_lower(matrix: Array) -> Array:
 
 
 def unpack_lower(packed: Array, n: int) -> Array:
-    """Unpacks to exactly symmetric matrices: [..., n(n+1)/2] -> [..., n, n].
+    """Unpacks vectors to exactly symmetric matrices: [..., n(n+1)/2] -> [..., n, n].
 
     Raises:
         ValueError: the last dim is not n(n+1)/2.
@@ -91,7 +91,7 @@ def unpack_lower(packed: Array, n: int) -> Array:
 
 
 def unpack_triangle(packed: Array, n: int) -> Array:
-    """Unpacks to lower triangular matrices: [..., n(n+1)/2] -> [..., n, n].
+    """Unpacks vectors to lower triangular matrices: [..., n(n+1)/2] -> [..., n, n].
 
     Raises:
         ValueError: the last dim is not n(n+1)/2.
@@ -134,7 +134,7 @@ def _unpack_in_bands(packed: Array, n: int) -> Array:
         each = jax.vmap(functools.partial(_unpack_in_bands, n=n))(flat)
         return each.reshape(*packed.shape[:-1], n, n)
     k, h = n // 2, n - n // 2
-    upper = lines[:k, n % 2 :][:, :k]  # the second triangle, turned over
+    upper = lines[:k, n % 2 :][:, :k]  # the second triangle, transposed
     lower = lines[1 - n % 2 :]  # [n, h], the first triangle above the square
     out = jnp.pad(lower, ((0, 0), (0, k)))
     out = mirror_into(out, lower, row=0, column=0, lower=True)
@@ -155,7 +155,7 @@ def _lines(packed: Array, n: int) -> Array:
 
 
 def _triangles(packed: Array, n: int) -> tuple[Array, Array, Array]:
-    """The parts of packed matrices: first triangle [h, h], square, second [k, k].
+    """Splits packed matrices into first triangle [h, h], square [k, h], second [k, k].
 
     Elements above the diagonals of the two triangles are arbitrary.
     """

@@ -40,30 +40,31 @@ def all_reduce_symmetric(
     wire_dtype: DTypeLike | None = None,
     costs: WireCosts | None = None,
 ) -> Array:
-    """Sum or mean of symmetric matrices over an axis; the result is exactly symmetric.
+    """Sums or averages symmetric matrices over an axis, with exactly symmetric results.
 
-    * ``packed`` (default): the lower triangle, half the bytes, exact. A narrow
-      wire_dtype can cost definiteness: in bfloat16 the smallest eigenvalues of an
-      ill-conditioned matrix turn negative (and on CPU it saves nothing, see
-      `all_reduce`).
-    * ``full``: all n^2 numbers. For links faster than memory, and for comparison.
-    * ``cholesky``: the factors of positive definite matrices. Factors cannot be added,
-      so every device gathers all p factors and adds the products L L^T: p/2 times the
-      bytes of ``packed`` and O(p n^3) work. With wire_dtype bfloat16 the result stays
-      positive definite (`benchmarks/cholesky_wire.py`). Inside `jax.shard_map` only,
-      not under a `jax.vmap` with an axis name.
+    * ``packed`` (default): sends the lower triangle, half the bytes, exactly. With a
+      narrow wire_dtype the result may not be positive definite: in bfloat16 the
+      smallest eigenvalues of an ill-conditioned matrix turn negative (and on CPU
+      bfloat16 saves no bytes, see `all_reduce`).
+    * ``full``: sends all n^2 numbers. Meant for links faster than memory, and for
+      comparisons.
+    * ``cholesky``: sends the factors of positive definite matrices. Factors cannot be
+      added, so every device gathers all p factors and adds the products L L^T: p/2
+      times the bytes of ``packed`` and O(p n^3) work. With wire_dtype bfloat16 the
+      result stays positive definite (`benchmarks/cholesky_wire.py`). This wire works
+      inside `jax.shard_map` only, not under a `jax.vmap` with an axis name.
     * ``auto``: the wire that `measure_wires` found the cheapest for matrices of this
       size on these devices and links, according to ``costs``.
 
-    Differentiable with every wire. The derivative of ``cholesky`` is the derivative of
-    the sum: jitter and rounding count as constants.
+    The function is differentiable with every wire. The derivative of ``cholesky`` is
+    the derivative of the sum: jitter and rounding count as constants.
 
     Args:
         matrix: [..., n, n], declared symmetric; only the lower triangle is read.
         axis_name: axis or axes; None means one device: the result is the symmetric
             matrix of the lower triangle.
         op: "sum" (default) or "mean".
-        algorithm: as in `all_reduce`; only "native" with ``cholesky``, which gathers.
+        algorithm: as in `all_reduce`; ``cholesky`` accepts only "native".
         wire: see above.
         wire_dtype: floating dtype to which a floating matrix is rounded before sending
             (partial sums too, see `all_reduce`); None keeps the matrix's dtype.
@@ -140,7 +141,7 @@ def check_options(
     wire_dtype: DTypeLike | None,
     costs: WireCosts | None = None,
 ) -> None:
-    """Raises for unknown or incompatible options of `all_reduce_symmetric`."""
+    """Raises a ValueError for unknown or incompatible options."""
     if op not in ("mean", "sum"):
         raise ValueError(f"op={op!r} is unknown here. Allowed: 'mean', 'sum'.")
     wires = (*get_args(Wire), "auto")

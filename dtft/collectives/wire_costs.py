@@ -28,7 +28,7 @@ class WireCosts:
     """Measured seconds of one all-reduce, by n and wire; equal on all processes.
 
     Attributes:
-        seconds: rows n to wire to seconds of one all-reduce.
+        seconds: for each size n, the seconds of one all-reduce by wire.
     """
 
     seconds: Mapping[int, Mapping[Wire, float]]
@@ -44,7 +44,7 @@ class WireCosts:
             )
 
     def cheapest(self, n: int, wires: Collection[Wire] = WIRES) -> Wire:
-        """The fastest wire at the measured size nearest to n by ratio.
+        """Returns the fastest wire at the measured size nearest to n by ratio.
 
         Raises:
             ValueError: none of the wires was measured at this size.

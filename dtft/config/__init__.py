@@ -1,12 +1,12 @@
-"""What an experiment is, as values, and how it is read.
+"""The config of an experiment: its dataclasses, and how it is loaded.
 
-* `experiment`: dataclasses of model, data, mesh, limits. `optimizers`: their configs,
-  with schedules and exchange between replicas.
-* `loading`: from a config's name and flags to an Experiment, and to `config.json`.
-* `log_disk`: the disk that a run's logs lie on.
+* `experiment`: dataclasses of mesh, cluster, checkpoints and limits. `optimizers`:
+  optimizer configs, with schedules and exchange between replicas.
+* `loading`: makes an Experiment from a config's name and flags, and writes it as JSON.
+* `log_disk`: writes to the disk of a run's logs.
 
-Imports no JAX: processes that never train read configs too. Data sets are in
-`dtft.data`, models' configs in `dtft.models`.
+This package does not import JAX, because processes that never train read configs too.
+Configs of data sets are in `dtft.data`, configs of models in `dtft.models`.
 """
 
 from typing import TYPE_CHECKING

@@ -1,6 +1,6 @@
-"""What an experiment is: one value that names model, data, optimizer, mesh and limits.
+"""The dataclass `Experiment`: model, data, optimizer, mesh and limits of a run.
 
-Decides which values are allowed and whether they fit together. Imports no JAX.
+Checks which values are allowed and whether they fit together. Does not import JAX.
 """
 
 import math
@@ -19,29 +19,30 @@ from dtft.models.base import ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceConfig:
-    """Uneven shares of the batch, learned while training."""
+    """Uneven shares of the batch, chosen from times that are measured in training."""
 
     policy: Annotated[
         Literal["off", "proportional", "exact"], arg(aliases=("--balance",))
     ] = "off"
-    """`off`: equal rows for all. `exact`: the shares that end first, changed only for
-    a gain above the noise. `proportional`: weights follow waits; it need not settle."""
+    """`off`: equal rows for all replicas. `exact`: the shares with the shortest
+    predicted step, changed only for a gain above the noise. `proportional`: weights
+    follow waits, so replicas that wait get more rows; shares may never converge."""
     microbatches: int = 0
-    """Parts of a step's batch, over all replicas: a share is a number of them. They
-    divide data.global_batch; 0 for the most that do, up to 64."""
+    """Number of equal parts (microbatches) of a step's batch. Each replica takes some
+    of the parts. Must divide data.global_batch; 0: its largest divisor up to 64."""
     most: int = 0
-    """Microbatches that a replica has room for; 0 for four times an equal share. Input
-    buffers are so large on every device."""
+    """Largest number of microbatches of a replica; 0 for four times an equal share.
+    Every device has input buffers of this size."""
     every: int = 20
-    """Steps of a round, at whose end shares may change."""
+    """Number of steps of a round; shares may change at the end of a round."""
     probes: int = 5
-    """Steps at the end of a round that are measured: each waits for the host."""
+    """Number of measured steps at the end of a round; each waits for the host."""
     patience: int = Rules.patience
-    """Unchanged rounds after which shares are settled."""
+    """Number of rounds without a change after which shares are final."""
     least_gain: float = Rules.least_gain
-    """`exact` does not change shares for less, as a part of the step."""
+    """`exact`: least gain for which shares change, as a fraction of the step time."""
     noise_factor: float = Rules.noise_factor
-    """`exact` changes them for a gain above this many standard errors."""
+    """`exact`: shares change for a gain above this many relative standard errors."""
 
     def __post_init__(self) -> None:
         for name in ("microbatches", "most"):
@@ -67,7 +68,7 @@ class BalanceConfig:
             raise ValueError(f"balance.{error}") from None
 
     def rules(self, policy: Policy) -> Rules:
-        """When shares change under a policy, and when they are settled."""
+        """Makes the rules by which shares change and become final under a policy."""
         return Rules(
             policy=policy,
             least_gain=self.least_gain,
@@ -91,20 +92,22 @@ class BalanceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """How rows pass through the stages of a mesh that has some.
+    """How rows pass through the pipeline stages of a mesh with mesh.stage above 1.
 
-    Idle of each stage: `(stages - 1) / (microbatches x virtual_stages + stages - 1)`.
+    The idle fraction of each stage is
+    `(stages - 1) / (microbatches x virtual_stages + stages - 1)`.
     """
 
     microbatches: int = 4
-    """Parts in which the rows of a replica follow each other."""
+    """Number of parts of a replica's rows, which pass the stages one after another."""
     schedule: Literal["gpipe", "circular"] = "gpipe"
     """`gpipe`: rows pass each stage once; `circular`: `virtual_stages` times."""
     virtual_stages: int = 1
-    """Chunks of neighbouring layers that each stage has, one per round (`circular`)."""
+    """Number of chunks of neighbouring layers of each stage, one per round
+    (`circular`)."""
     layers: tuple[int, ...] = ()
-    """Layers of each chunk, in the order in which rows pass them: stage 0 has the
-    first, stage 1 the second ...; empty for equally many, the rest in front."""
+    """Number of layers of each chunk, in the model's order; chunk c is on stage
+    c % stages. Empty: equal numbers, with the rest in the first chunks."""
 
     def __post_init__(self) -> None:
         for name in ("microbatches", "virtual_stages"):
@@ -126,14 +129,14 @@ class PipelineConfig:
             )
 
     def chunks(self, stages: int, num_layers: int) -> tuple[int, ...]:
-        """Layers of each chunk, in the model's order; chunk c is on stage c % stages.
+        """Returns the number of layers of each chunk; chunk c is on stage c % stages.
 
         Args:
-            stages: of the mesh.
-            num_layers: of the model.
+            stages: number of stages of the mesh.
+            num_layers: number of layers of the model.
 
         Raises:
-            ValueError: the layers cannot be shared out so.
+            ValueError: the layers cannot be divided into these chunks.
 
         >>> PipelineConfig().chunks(stages=3, num_layers=8)
         (3, 3, 2)
@@ -157,7 +160,7 @@ class PipelineConfig:
         return self.layers
 
     def row_parts(self, stages: int) -> int:
-        """What the rows of a replica must be a multiple of.
+        """Returns the number that must divide the number of rows of a replica.
 
         >>> PipelineConfig(microbatches=4).row_parts(stages=6)
         12
@@ -165,14 +168,14 @@ class PipelineConfig:
         return math.lcm(self.microbatches, stages)
 
     def check_rows(self, stages: int, rows: int) -> None:
-        """Refuses a batch that the schedule cannot pass on in equal parts.
+        """Checks that the schedule can divide a replica's rows into equal parts.
 
         Args:
-            stages: of the mesh.
-            rows: of one replica's batch (of one part of it, with fsdp).
+            stages: number of stages of the mesh.
+            rows: rows of one replica (with fsdp: of one fsdp part of a replica).
 
         Raises:
-            ValueError: says what divides what.
+            ValueError: a number does not divide another; the message names both.
         """
         if self.schedule == "circular" and self.microbatches % stages:
             raise ValueError(
@@ -192,7 +195,7 @@ class PipelineConfig:
 
 
 PlanFlag = Annotated[str, arg(aliases=("--mesh",))]
-"""The text of `plan`: `--mesh auto` and `--mesh FILE` say it, too."""
+"""Type of `Experiment.plan`, with `--mesh` as a second name of its flag `--plan`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,13 +203,13 @@ class MeshConfig:
     """Sizes of the mesh axes, slowest-varying first. At most one may be -1."""
 
     replica: int = -1
-    """Copies of the model, each on its part of the batch; -1 for what is left."""
+    """Copies of the model, each on its part of the batch; -1: all remaining devices."""
     stage: int = 1
-    """Parts the model's layers are divided into, one after the other (`pipeline`)."""
+    """Number of pipeline stages, which divide the model's layers (`pipeline`)."""
     fsdp: int = 1
-    """Parts the state and the batch are divided into."""
+    """Number of parts that the state and the batch are divided into."""
     tensor: int = 1
-    """Parts the last dim of every matrix is divided into."""
+    """Number of parts that the last dimension of every matrix is divided into."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -228,22 +231,23 @@ class MeshConfig:
 
     @property
     def num_data_slots(self) -> int:
-        """Parts the batch is divided into. Only of a resolved mesh."""
+        """Number of parts of the batch. The mesh must have no size -1."""
         return self.replica * self.fsdp
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """How many hosts take part, spares not counted."""
+    """Numbers of hosts and devices, without spares, and limits for lost hosts."""
 
     hosts: int = 1
-    """Slots: hosts that train at the same time."""
+    """Number of slots: hosts that train at the same time."""
     devices_per_host: int = 1
-    """Devices of each host; -1 for all it has (accelerators)."""
+    """Number of devices of each host; -1 for all of the host's (accelerators)."""
     min_replicas: int = 0
-    """Lost hosts without spares: the job goes on with so many replicas; 0: it waits."""
+    """Fewest replicas with which the job continues when hosts are lost and no spare is
+    left; 0: the job waits for a host."""
     failure_budget: int = 2
-    """An exception that comes so often at one step ends the job."""
+    """Number of times that an exception occurs at one step until the job ends."""
 
     def __post_init__(self) -> None:
         if self.failure_budget < 1:
@@ -271,18 +275,18 @@ class ClusterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StopConfig:
-    """When training ends: at a step, or earlier when a metric has stopped improving."""
+    """Settings for the end of training: a step, or earlier a plateau of a metric."""
 
     steps: int = 1000
-    """Step to stop at."""
+    """Last step of the training."""
     metric: str = ""
     """Training metric whose plateau ends the run, such as `loss`; empty for none."""
     mode: Literal["min", "max"] = "min"
     """Whether a smaller or a larger value of the metric is better."""
     patience: int = 100
-    """Steps without improvement that count as a plateau."""
+    """Number of steps without improvement that count as a plateau."""
     min_delta: float = 0.0
-    """Improvements up to this size do not count."""
+    """Size up to which an improvement of the metric does not count."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "patience"):
@@ -300,29 +304,31 @@ class StopConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Both tiers: host memory across the cluster, and storage."""
+    """Settings of both checkpoint tiers: memory of the hosts, and storage."""
 
     copies: int = 2
-    """Hosts that hold each slice; 2 means the state survives any one host."""
+    """Number of hosts that hold each slice; with 2 the state survives the loss of any
+    one host."""
     share: Literal["full", "divided"] = "full"
-    """What a host copies at a commit: all its slices; or, of slices that d replicas
-    have, copies/d of them in turn, so that a restart fetches the rest from peers."""
+    """Slices that a host copies at a commit. `full`: all its slices. `divided`:
+    copies/d of the slices that d replicas have; a restart fetches the other slices
+    from peers."""
     interval: int | Literal["auto"] = 1
     """Steps from one snapshot in memory to the next; `auto`: as few as the stall budget
-    allows, measured while the job runs."""
+    allows, from costs that are measured while the job runs."""
     stall_budget: float = Automatic.budget
-    """With interval=auto: part of the wall time that snapshots may cost."""
+    """With interval=auto: fraction of the wall time that snapshots may cost."""
     max_interval: int = Automatic.maximum
-    """With interval=auto: most steps between snapshots. Its multiples always have one,
-    and only there a plateau of stop.metric ends the run."""
+    """With interval=auto: most steps between snapshots. Every multiple of this number
+    has a snapshot, and a plateau of stop.metric ends the run only at such a step."""
     storage_interval: int = 50
-    """Steps from one checkpoint in storage to the next; 0 for only the last."""
+    """Steps from one checkpoint in storage to the next; 0: only the last step."""
     storage_keep: int = 3
-    """Checkpoints that storage keeps."""
+    """Number of checkpoints that storage keeps."""
     arena_directory: str = "/dev/shm"
-    """Where the copies live; a directory in memory."""
+    """Directory of the copies in memory, on a memory file system."""
     chunk_bytes: int = 4 * 2**20
-    """Bytes that share one digest."""
+    """Bytes of a chunk, which has one digest."""
 
     def __post_init__(self) -> None:
         for name in ("copies", "interval", "storage_keep", "chunk_bytes"):
@@ -357,14 +363,14 @@ class CheckpointConfig:
 
     @property
     def automatic(self) -> Automatic | None:
-        """The bounds of an automatic interval; None for a fixed one."""
+        """Limits of an automatic snapshot interval; None for a fixed interval."""
         if self.interval != "auto":
             return None
         return Automatic(budget=self.stall_budget, maximum=self.max_interval)
 
     @property
     def cadence(self) -> Cadence:
-        """After which steps snapshots are taken at first."""
+        """Steps after which snapshots are taken at the start of a job."""
         if self.interval == "auto":
             return Cadence(interval=1, period=self.max_interval)
         return Cadence.every(self.interval)
@@ -372,14 +378,14 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """What is written where."""
+    """Settings of log lines and log files."""
 
     every: int = 10
     """Steps from one log line to the next."""
     tensorboard: bool = True
     """Whether to write a TensorBoard directory."""
     sample_ids: bool = False
-    """Whether each slot records which samples it used at each step."""
+    """Whether each slot records the samples that it used at each step."""
     run_dir: str = ""
     """Run directory; empty for runs/<name>-<start time>."""
 
@@ -392,12 +398,12 @@ class LogConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """Everything that decides a run. Equal experiments give equal results."""
+    """All settings of a run. Equal experiments give equal results."""
 
     name: str
     """Name of the run; part of the run directory's name."""
     seed: int = 0
-    """Decides the initial parameters and the order of the data."""
+    """Seed of the initial parameters and of the order of the data."""
     model: ModelConfig
     """The model; any subclass of ModelConfig."""
     data: DataConfig
@@ -405,27 +411,28 @@ class Experiment:
     optim: OptimConfig
     """The optimizer; any subclass of OptimConfig."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
-    """Sizes of the mesh axes. In a config file also `"auto"` or a `.json` path: what
-    `--mesh` with such a text means, and `plan`."""
+    """Sizes of the mesh axes. In a config file this may also be `"auto"` or a `.json`
+    path, which then sets `plan`."""
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
-    """How rows pass through the stages of a mesh with `stage`."""
+    """How rows pass through the pipeline stages."""
     plan: PlanFlag = ""
     """Instead of `mesh`: `auto` for the best plan that the planner finds, or the path
-    of a plan file (`dtft plan --json`). Decided once, and recorded in checkpoints;
-    for another number of devices `auto` is decided again. A running job grows only onto
-    the same axes with other replicas: where `auto` finds others it stays as it is."""
+    of a plan file (`dtft plan --json`). The plan is chosen once and recorded in
+    checkpoints; for another number of devices `auto` chooses again. A running job
+    changes only its number of replicas: if `auto` finds other axes, the job keeps its
+    size."""
     calibration: str = ""
-    """What `dtft calibrate --out` wrote on such devices: the figures of `plan=auto`."""
+    """File from `dtft calibrate --out` on such devices, used by `plan=auto`."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    """How many hosts take part."""
+    """Numbers of hosts and devices."""
     balance: BalanceConfig = field(default_factory=BalanceConfig)
-    """Uneven shares for replicas that are not equally fast."""
+    """Uneven shares of the batch for replicas of different speed."""
     stop: StopConfig = field(default_factory=StopConfig)
-    """When training ends."""
+    """Settings for the end of training."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """Where copies of the state go, and how often."""
+    """Settings of both checkpoint tiers."""
     log: LogConfig = field(default_factory=LogConfig)
-    """What is written where."""
+    """Settings of log lines and log files."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     """Deadlines in seconds."""
 
@@ -446,7 +453,12 @@ class Experiment:
         self._check_balance()
 
     def _read_mesh(self, mesh: object) -> None:
-        """Takes a text in the place of a mesh for the plan that it names."""
+        """Moves a text in `mesh` to `plan`; checks the type of `mesh`.
+
+        Raises:
+            ValueError: `mesh` is neither a MeshConfig nor the text of a plan, or `plan`
+                names another plan.
+        """
         if isinstance(mesh, MeshConfig):
             return
         if not (isinstance(mesh, str) and (mesh == "auto" or mesh.endswith(".json"))):

@@ -1,7 +1,7 @@
-"""From a config file and overrides to an Experiment, and to comparable JSON.
+"""Loads an Experiment from a config file and overrides, and converts it to JSON.
 
-Decides which config a name means, and which differences between two configs make a
-checkpoint unusable. Imports no JAX.
+Finds the config file of a name, and decides which differences between two configs make
+a checkpoint unusable. Does not import JAX.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from dtft.config.experiment import (
 
 
 def keys(config: Any, prefix: str = "") -> Iterator[str]:
-    """The dotted names of all fields that can be set.
+    """Yields the dotted names of all fields of a config that can be set.
 
     >>> from dtft.config.experiment import MeshConfig
     >>> list(keys(MeshConfig()))
@@ -41,11 +41,11 @@ def keys(config: Any, prefix: str = "") -> Iterator[str]:
 
 
 def unknown(config: Any, words: Sequence[str]) -> str:
-    """What is wrong with words of a command line that nobody knows.
+    """Makes the error message for unknown words of a command line.
 
     Args:
-        config: what they were to change, a dataclass.
-        words: one or more; the first flag of them is what is told.
+        config: the dataclass whose fields the words should set.
+        words: one or more unknown words; the message names the first flag.
 
     >>> from dtft.config.experiment import MeshConfig
     >>> unknown(MeshConfig(), ["--fsd", "2"])[:49]
@@ -95,15 +95,15 @@ def _alike(leaf: str, names: list[str]) -> list[str]:
 
 
 SCHEMA = 1
-"""Number of the JSON form; raised when old readers would misread it."""
+"""Version of the JSON format; increased when old readers would misread new files."""
 _SHAPE_RELEVANT = (
     *("schema", "data_identity", "seed", "model.", "data."),
     *("optim.class", "optim.sync."),
 )
 _STAGES = ("pipeline.virtual_stages", "pipeline.layers")
-"""Which stage has which layers: it decides the state's shape where there are stages."""
+"""Keys that decide the layers of each stage, and with stages the state's shape."""
 _ELSEWHERE = ("data.path", "data.threads")
-"""Where data lies and how fast it is read; what it is, data_identity says."""
+"""Keys of `data.` that do not change the data itself, which data_identity describes."""
 _FORMER_NAMES = {
     "dtft.models.base.CNNConfig": "cnn",
     "dtft.models.base.ResNetConfig": "resnet",
@@ -117,12 +117,12 @@ _FORMER_NAMES = {
     "dtft.train.optimizers.SGDConfig": "sgd",
     "dtft.train.shampoo.ShampooConfig": "shampoo",
 }
-"""What `config.json` of a run before 24 November 2026 calls a class: the place where it
-was then. Runs and checkpoints of that time resume."""
+"""Class names in `config.json` of runs before 24 November 2026, to today's short names.
+So runs and checkpoints of that time can be resumed."""
 
 
 class ConfigError(ValueError):
-    """The user's input is wrong; the text says what to change. Exit code 2."""
+    """The user's input is wrong; the message says what to change. Exit code 2."""
 
 
 def load_experiment(
@@ -131,10 +131,11 @@ def load_experiment(
     """Reads an experiment for a command; prints and exits when the input is wrong.
 
     Args:
-        config: path of a config module, or its name: one in `./configs`, or one of
-            those that come with dtft.
-        overrides: command line, such as ``["--optim.learning_rate", "0.01"]``.
-        prog: the command, for the help text.
+        config: path of a config module, or the name of a config in `./configs` or of
+            one that comes with dtft.
+        overrides: words of the command line that set keys of the config, such as
+            ``["--optim.learning_rate", "0.01"]``.
+        prog: name of the command, for the help text.
 
     Raises:
         SystemExit: with code 2 for wrong input, 0 for `--help`.
@@ -146,7 +147,7 @@ def load_experiment(
 
 
 def refuse(error: Exception) -> NoReturn:
-    """Prints one clear error and exits with code 2.
+    """Prints an error to stderr and exits with code 2.
 
     Raises:
         SystemExit: always.
@@ -158,12 +159,12 @@ def refuse(error: Exception) -> NoReturn:
 def parse_experiment(
     config: str, overrides: Sequence[str], prog: str = "dtft"
 ) -> Experiment:
-    """As `load_experiment`, but raises what does not concern a single value.
+    """As `load_experiment`, but raises ConfigError instead of exiting.
 
     Raises:
-        ConfigError: no such config, no such key, values that do not go together, or no
-            data where it should be.
-        SystemExit: a value that is not allowed; what is, was printed.
+        ConfigError: the config or a key does not exist, values do not fit together, or
+            the data does not exist.
+        SystemExit: a single value is not allowed; the allowed values were printed.
     """
     default = _default(find_config(config))
     overrides = _by_names_of_today(default, overrides)
@@ -186,7 +187,7 @@ def parse_experiment(
 
 
 def _by_names_of_today(default: Experiment, words: Sequence[str]) -> list[str]:
-    """A command line with keys of today; former ones of the optimizer are told."""
+    """Replaces former names of optimizer keys; prints a warning for each."""
     former = getattr(default.optim, "former_fields", {})
     found = list(words)
     for at, word in enumerate(found):
@@ -200,7 +201,11 @@ def _by_names_of_today(default: Experiment, words: Sequence[str]) -> list[str]:
 
 
 def _refuse_idle(before: BalanceConfig, balance: BalanceConfig) -> None:
-    """Refuses to change a balance that is off: whoever changes it wants it on."""
+    """Refuses changed `balance` options while `balance.policy` is off.
+
+    Raises:
+        ValueError: an option other than the policy differs from `before`.
+    """
     idle = [
         f"--balance.{name} {value}"
         for name, value in vars(balance).items()
@@ -214,12 +219,13 @@ def _refuse_idle(before: BalanceConfig, balance: BalanceConfig) -> None:
 
 
 def find_config(config: str) -> Path:
-    """The file of a config given as path or name.
+    """Finds the file of a config that is given as a path or a name.
 
-    A file goes before a name in `./configs`, and that before one that comes with dtft.
+    A path has priority over a name in `./configs`, and this name over that of a config
+    that comes with dtft.
 
     Raises:
-        ConfigError: there is none; names those there are, and where they are.
+        ConfigError: there is no such config; the message lists the existing names.
     """
     path, folders = Path(config), [Path("configs"), named_configs()]
     for candidate in [path, *(folder / f"{config}.py" for folder in folders)]:
@@ -242,10 +248,10 @@ def find_config(config: str) -> Path:
 
 
 def named_configs() -> Path:
-    """The folder of the configs that come with dtft.
+    """Returns the folder of the configs that come with dtft.
 
-    A wheel has them in the package; a checkout, also one that is installed as editable,
-    has them beside it.
+    In a wheel the folder is inside the package. In a checkout, which may be installed
+    as editable, the folder is beside the package.
     """
     package = Path(__file__).resolve().parents[1]
     inside = package / "config" / "named"
@@ -253,7 +259,7 @@ def named_configs() -> Path:
 
 
 def to_json(experiment: Experiment) -> str:
-    """The resolved config as canonical JSON: equal experiments give equal texts."""
+    """Encodes the resolved config as JSON; equal experiments give equal texts."""
     plain = {
         "schema": SCHEMA,
         "data_identity": experiment.data.identity(),
@@ -263,7 +269,7 @@ def to_json(experiment: Experiment) -> str:
 
 
 def diff_configs(old: str, new: str) -> list[str]:
-    """What changed from one resolved config to another.
+    """Lists the differences from one resolved config to another.
 
     >>> diff_configs('{"optim": {"b1": 0.9}}', '{"optim": {"b1": 0.8}}')
     ['optim.b1: 0.9 -> 0.8']
@@ -277,12 +283,12 @@ def diff_configs(old: str, new: str) -> list[str]:
 
 
 def shape_relevant(resolved: str) -> str:
-    """The part of a resolved config that must be the same when a run is resumed.
+    """Returns the part of a resolved config that must be equal to resume a run.
 
-    These are the model, the data with its identity and batch, the kind of optimizer,
-    what its replicas exchange, the seed, and which stage has which layers. The rest of
-    the mesh is not: a state can be restored onto another one, as long as no part of it
-    belongs to one replica.
+    This part is the model, the data with its identity and batch, the class of the
+    optimizer, the exchange between replicas, the seed, and the layers of each stage.
+    The rest of the mesh may differ, because a state can be restored onto another mesh
+    if no part of the state belongs to a single replica.
     """
     flat = _read(resolved)
     kept = {
@@ -302,7 +308,7 @@ def refuse_other(saved: str, now: str, where: str | Path) -> None:
     """Checks that a checkpoint of config `saved` can be resumed with `now`.
 
     Raises:
-        ConfigError: with the differences that matter.
+        ConfigError: the configs differ in a key that must be equal.
     """
     lines = diff_configs(shape_relevant(saved), shape_relevant(now))
     if lines:
@@ -316,15 +322,16 @@ def refuse_other(saved: str, now: str, where: str | Path) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Asked:
-    """What decides which mesh a config begins with."""
+    """The plan that the command line asks for; "" for none."""
 
     plan: PlanFlag = ""
 
 
 def _for_plan(default: Experiment, overrides: Sequence[str], prog: str) -> Experiment:
-    """The config without its own mesh, where a plan is asked for in the place of it.
+    """Resets mesh and pipeline of a config if the command line asks for a plan.
 
-    A mesh that is asked for beside it stays, and is refused with the plan.
+    If the command line sets mesh or pipeline keys too, the config stays unchanged; the
+    combination is refused later.
     """
     asked, rest = tyro.cli(
         _Asked, args=overrides, prog=prog, add_help=False, return_unknown_args=True
@@ -369,13 +376,13 @@ def _plain(value: Any) -> Any:
 
 
 def _name(kind: type) -> str:
-    """The class's own short name, else where it is: a user's class has none."""
+    """Returns the class's own `short_name`, or else its module and class name."""
     own = vars(kind).get("short_name")
     return own or f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _read(resolved: str) -> dict[str, Any]:
-    """A resolved config by dotted key, with the classes' names of today."""
+    """Parses a resolved config into dotted keys; replaces former class names."""
     flat = _flat(json.loads(resolved))
     for key, value in flat.items():
         if key.endswith(".class"):

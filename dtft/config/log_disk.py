@@ -1,7 +1,7 @@
-"""The disk that a run's logs lie on, which may become full or read-only meanwhile.
+"""Writes of log files to a disk that may become full or read-only during a run.
 
-Logs are for people: losing lines is told once and ends nothing. What training needs is
-written otherwise.
+If a write fails, a warning is printed once and training continues without logs. Data
+that training needs is written elsewhere.
 """
 
 import contextlib
@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import TextIO
 
 ROOM_BYTES = 1 << 20
-"""Less free space than this counts as full."""
+"""Free bytes below which a disk counts as full."""
 
 
 class Disk:
-    """Writes that may fail."""
+    """Log writes to one directory, which may fail."""
 
     def __init__(self, directory: Path) -> None:
-        """`directory` is on the disk, and named in the warning."""
+        """Stores the directory of the logs, which the warning names."""
         self._directory, self._failing = directory, False
 
     def attempt(self, write: Callable[[], object]) -> None:
-        """Runs one write; an OSError is told, unless the last write failed as well."""
+        """Runs one write; prints a warning at the first OSError of several in a row."""
         try:
             write()
         except OSError as error:
@@ -31,7 +31,7 @@ class Disk:
             self._failing = False
 
     def opened(self, path: Path) -> TextIO | None:
-        """A file to append to, or None."""
+        """Opens a file for appending; returns None and warns if this fails."""
         try:
             path.parent.mkdir(exist_ok=True)
             return open(path, "a")
@@ -40,7 +40,7 @@ class Disk:
             return None
 
     def has_room(self) -> bool:
-        """Whether about a MiB can be written now; told if not."""
+        """Whether about 1 MiB can be written; prints a warning if not."""
         try:
             found = os.statvfs(self._directory)
         except OSError as error:

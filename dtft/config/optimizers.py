@@ -1,8 +1,8 @@
-"""Optimizer configs: which optax transform, with what around it.
+"""Optimizer configs: each makes an optax transform with clipping, decay and a guard.
 
-Every option keeps the structure of the optimizer state the same (clipping, decay and
-guard are always there), so that changing one does not make a checkpoint unreadable.
-Imports no JAX before a transform is made.
+Clipping, decay and guard are always part of the transform. So these options do not
+change the structure of the optimizer state, and a checkpoint stays readable when they
+change. JAX is imported only when a transform is made.
 """
 
 from collections.abc import Callable
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """How the learning rate changes with the step."""
+    """Schedule of the learning rate."""
 
     kind: Literal["constant", "warmup_cosine"] = "constant"
-    """`constant`, or linear warm-up and then a cosine to `end`."""
+    """`constant`: the peak. `warmup_cosine`: linear warm-up, then a cosine to `end`."""
     warmup_steps: int = 0
-    """Steps of linear warm-up (`warmup_cosine` only)."""
+    """Number of steps of linear warm-up (`warmup_cosine` only)."""
     decay_steps: int = 0
-    """Steps until the cosine reaches its end, warm-up included (`warmup_cosine`)."""
+    """Number of steps until `end` is reached, warm-up included (`warmup_cosine`)."""
     end: float = 0.1
     """Learning rate at the end, as a fraction of the peak (`warmup_cosine` only)."""
 
@@ -47,7 +47,11 @@ class ScheduleConfig:
             )
 
     def of(self, peak: float) -> Callable[[Any], Any]:
-        """Step to learning rate, of which `peak` is the highest. For use in a trace."""
+        """Returns the schedule, a function from step to learning rate. Traceable.
+
+        Args:
+            peak: largest learning rate.
+        """
         import jax
         import optax
 
@@ -76,21 +80,23 @@ class SyncConfig:
     """
 
     moments: Literal["none", "operands", "state"] = "none"
-    """`none`: the mean gradient. `operands`: moments stay those of each replica's own
-    gradients, what the update is made of is reduced. `state`: moments are reduced."""
+    """`none`: the mean gradient is exchanged. `operands`: each replica keeps moments of
+    its local gradients, and the operands of the update are reduced. `state`: the
+    moments themselves are reduced."""
     every_mu: int = 1
     """Steps from one exchange of the first moment to the next."""
     every_nu: int = 1
     """Steps from one exchange of the second moment to the next (`state` only)."""
     every_nu_max: int = 1
-    """Steps from one exchange of its maximum to the next. With `state` not above
-    every_mu where gradients are sparse; `operands` exchanges early where it must."""
+    """Steps from one exchange of the second moment's maximum to the next. With `state`
+    and sparse gradients use at most every_mu. `operands` exchanges early if an update
+    is too large."""
     every_params: int = 1
-    """Steps from one mean of the parameters to the next (`state` only)."""
+    """Steps from one average of the parameters to the next (`state` only)."""
     max_op: Literal["mean", "max"] = "mean"
-    """Whether the maxima are reduced by their mean or by their maximum."""
+    """Whether the maxima are reduced by a mean or by a maximum."""
     algorithm: Literal["native", "ring", "tree", "gather"] = "native"
-    """How arrays are reduced (dtft.collectives)."""
+    """All-reduce algorithm (dtft.collectives)."""
 
     def __post_init__(self) -> None:
         periods = {k: v for k, v in vars(self).items() if k.startswith("every_")}
@@ -117,7 +123,7 @@ class SyncConfig:
 
     @property
     def updates_differ(self) -> bool:
-        """Whether replicas make updates that differ."""
+        """Whether the updates of replicas differ."""
         return self.moments == "state" and max(self.every_mu, self.every_nu_max) > 1
 
 
@@ -130,8 +136,8 @@ _OR_OPERANDS = dict.fromkeys(
 class OptimConfig:
     """Base of all optimizer configs.
 
-    `short_name` is the name of a class in `config.json`, wherever its module is; a
-    subclass without one of its own is named by its module and name.
+    `short_name` is the name of the class in `config.json`. A subclass that does not
+    define `short_name` has its module and class name there.
     """
 
     short_name: ClassVar[str] = ""
@@ -139,16 +145,16 @@ class OptimConfig:
     learning_rate: float = 1e-3
     """Peak learning rate."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    """How the learning rate changes with the step."""
+    """Schedule of the learning rate."""
     clip: float = 0.0
-    """Largest global norm of the gradient; 0 for no limit."""
+    """Largest global norm of the gradient, which clipping enforces; 0: no limit."""
     weight_decay: float = 0.0
     """Strength of decoupled weight decay."""
     guard: float = 0.0
     """Skip steps whose gradient is not finite or whose norm is this many times the
     median of the last 64; 0 for never. 10 is a good value."""
     sync: SyncConfig = field(default_factory=SyncConfig)
-    """What replicas exchange (MaxAdaBeliefConfig only)."""
+    """Settings of the exchange between replicas (MaxAdaBeliefConfig only)."""
 
     def __post_init__(self) -> None:
         if self.sync.moments != "none" and not isinstance(self, MaxAdaBeliefConfig):
@@ -171,41 +177,41 @@ class OptimConfig:
             )
 
     def learning_rate_at(self) -> Callable[[Any], Any]:
-        """The schedule: step to learning rate. For use under a trace."""
+        """Returns the schedule, a function from step to learning rate. Traceable."""
         return self.schedule.of(self.learning_rate)
 
     @property
     def reduces_itself(self) -> bool:
-        """Whether the optimizer wants each replica's own gradient.
+        """Whether the optimizer takes each replica's local gradient.
 
-        It then communicates over the axis that `build` is given, and marks state that
-        differs per replica (`dtft.optim.per_replica`).
+        Such an optimizer communicates over the axis that `build` is given, and marks
+        state that differs per replica (`dtft.optim.per_replica`).
         """
         return False
 
     @property
     def params_drift(self) -> bool:
-        """Whether replicas have parameters of their own between two steps."""
+        """Whether the parameters of replicas differ between two steps."""
         return False
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether each number is updated without its neighbours in the array.
+        """Whether each element is updated independently of its neighbours in the array.
 
-        Such an optimizer does the same to layers that are stacked into one array.
-        Norms over all gradients are no neighbours.
+        Such an optimizer gives the same result for layers that are stacked into one
+        array. A norm over all gradients does not count as a dependence.
         """
         return True
 
     def check_mesh(self, tensor: int) -> None:
-        """Refuses a mesh on which the optimizer cannot communicate.
+        """Checks that the optimizer can communicate on a mesh with `tensor` parts.
 
         Raises:
-            ValueError: the optimizer reduces itself, and `tensor` is above 1.
+            ValueError: the optimizer communicates by itself, and `tensor` is above 1.
         """
         if self.reduces_itself and tensor > 1:
-            # The partitioner of jax 0.10.2 ends the process with a failed check when
-            # it divides a gather over `tensor` in a program manual over `replica`.
+            # The partitioner of jax 0.10.2 aborts with a failed check when it divides
+            # a gather over `tensor` in a program that is manual over `replica`.
             raise ValueError(
                 f"mesh.tensor={tensor} does not go together with an optimizer that "
                 "communicates by itself. Allowed: 1 (mesh.fsdp may be more). Set "
@@ -213,18 +219,21 @@ class OptimConfig:
             )
 
     def reconcile(self, params: Any, count: Any, axis_name: str) -> Any:
-        """What the parameters of a replica become after its update number `count`."""
+        """Returns a replica's parameters after update number `count`; here unchanged.
+
+        A subclass may average the parameters over the axis `axis_name`.
+        """
         del count, axis_name
         return params
 
     def scale(self, axis_name: str | None = None) -> "optax.GradientTransformation":
-        """What makes a direction out of a gradient; supplied by the subclass.
+        """Makes the transform from gradient to direction; defined by each subclass.
 
         Args:
-            axis_name: the replica axis, for an optimizer that reduces itself.
+            axis_name: the replica axis, if `reduces_itself`; else None.
 
         Raises:
-            NotImplementedError: on the base class, which is no optimizer.
+            NotImplementedError: the class does not define this method.
         """
         raise NotImplementedError(
             f"{type(self).__name__} is no optimizer. Use MaxAdaBeliefConfig, "
@@ -232,17 +241,17 @@ class OptimConfig:
         )
 
     def build(self, axis_name: str | None = None) -> "optax.GradientTransformation":
-        """The whole chain: clip, scale, decay, learning rate; the guard around it.
+        """Makes the whole optimizer: clip, scale, decay and learning rate in a guard.
 
         Args:
-            axis_name: the replica axis, for an optimizer that reduces itself; it is
-                then used inside `jax.shard_map` over that axis.
+            axis_name: the replica axis, if `reduces_itself`; the optimizer must then
+                run inside `jax.shard_map` over that axis. Else None.
         """
         import optax
 
         from dtft.optim.guard import skip_outlier_gradients
 
-        # identity() has the same (empty) state as what it stands for.
+        # identity() has the same (empty) state as the transform that it replaces.
         clip = optax.clip_by_global_norm(self.clip) if self.clip else optax.identity()
         decay = (
             optax.add_decayed_weights(self.weight_decay)
@@ -255,7 +264,7 @@ class OptimConfig:
             decay,
             optax.scale_by_learning_rate(self.learning_rate_at()),
         )
-        # Replicas' own gradients differ, but they must decide alike.
+        # Local gradients differ, but all replicas must skip the same steps.
         over = axis_name if self.reduces_itself else None
         return skip_outlier_gradients(chain, self.guard or None, axis_name=over)
 
@@ -263,7 +272,7 @@ class OptimConfig:
 @renamed_fields(debias_max="bias_correct_max")
 @dataclass(frozen=True, kw_only=True)
 class MaxAdaBeliefConfig(OptimConfig):
-    """Max-AdaBelief (dtft.optim)."""
+    """Settings of Max-AdaBelief (dtft.optim)."""
 
     short_name: ClassVar[str] = "max_adabelief"
 
@@ -272,11 +281,11 @@ class MaxAdaBeliefConfig(OptimConfig):
     b2: float = 0.999
     """Decay of the second moment."""
     eps: float = 1e-16
-    """Added to the denominator outside the root."""
+    """Number added to the denominator outside the root."""
     eps_root: float = 1e-16
-    """Added to the second moment at every step."""
+    """Number added to the second moment at every step."""
     bias_correct_max: bool = True
-    """Whether the maximum is corrected for bias."""
+    """Whether the maximum of the second moment is corrected for bias."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -300,11 +309,14 @@ class MaxAdaBeliefConfig(OptimConfig):
 
     @property
     def params_drift(self) -> bool:
-        """Whether there are steps after which parameters are not averaged."""
+        """Whether parameters are averaged only at some steps."""
         return self.sync.every_params > 1
 
     def reconcile(self, params: Any, count: Any, axis_name: str) -> Any:
-        """Their mean, at the steps that `sync.every_params` divides."""
+        """Averages the parameters at steps that are multiples of `sync.every_params`.
+
+        If replicas make equal updates, the parameters are returned unchanged.
+        """
         if not self.sync.updates_differ:
             return params
         from dtft.optim.exchange import average_params
@@ -313,7 +325,7 @@ class MaxAdaBeliefConfig(OptimConfig):
         return average_params(params, count, axis_name, every, algorithm=algorithm)
 
     def scale(self, axis_name: str | None = None) -> "optax.GradientTransformation":
-        """The Max-AdaBelief direction."""
+        """Makes the Max-AdaBelief transform; see `OptimConfig.scale`."""
         from dtft.optim import max_belief_phases, scale_by_max_belief
 
         numbers = (self.b1, self.b2, self.eps, self.eps_root)
@@ -339,7 +351,7 @@ class MaxAdaBeliefConfig(OptimConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWConfig(OptimConfig):
-    """AdamW (optax)."""
+    """Settings of AdamW (optax)."""
 
     short_name: ClassVar[str] = "adamw"
 
@@ -348,14 +360,14 @@ class AdamWConfig(OptimConfig):
     b2: float = 0.999
     """Decay of the second moment."""
     eps: float = 1e-8
-    """Added to the denominator outside the root."""
+    """Number added to the denominator outside the root."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _decays(b1=self.b1, b2=self.b2)
 
     def scale(self, axis_name: str | None = None) -> "optax.GradientTransformation":
-        """The Adam direction."""
+        """Makes the Adam transform; see `OptimConfig.scale`."""
         del axis_name
         import optax
 
@@ -364,21 +376,21 @@ class AdamWConfig(OptimConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SGDConfig(OptimConfig):
-    """Stochastic gradient descent with momentum (optax)."""
+    """Settings of stochastic gradient descent with momentum (optax)."""
 
     short_name: ClassVar[str] = "sgd"
 
     momentum: float = 0.9
-    """Decay of the momentum; 0 for none."""
+    """Decay of the momentum; 0 for no momentum."""
     nesterov: bool = False
-    """Whether to look one step ahead."""
+    """Whether to use Nesterov momentum."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _decays(momentum=self.momentum)
 
     def scale(self, axis_name: str | None = None) -> "optax.GradientTransformation":
-        """The momentum."""
+        """Makes the momentum transform; see `OptimConfig.scale`."""
         del axis_name
         import optax
 
@@ -399,7 +411,7 @@ def _decays(**values: float) -> None:
 )
 @dataclass(frozen=True, kw_only=True)
 class ShampooConfig(OptimConfig):
-    """Shampoo with the magnitude of Max-AdaBelief (dtft.optim)."""
+    """Settings of Shampoo with the magnitude of Max-AdaBelief (dtft.optim)."""
 
     short_name: ClassVar[str] = "shampoo"
 
@@ -408,29 +420,29 @@ class ShampooConfig(OptimConfig):
     b2: float = 0.999
     """Decay of Max-AdaBelief's second moment."""
     eps: float = 1e-16
-    """Added to Max-AdaBelief's denominator outside the root."""
+    """Number added to Max-AdaBelief's denominator outside the root."""
     eps_root: float = 1e-16
-    """Added to Max-AdaBelief's second moment at every step."""
+    """Number added to Max-AdaBelief's second moment at every step."""
     beta_preconditioner: float = 0.999
-    """Decay of the statistics; 1 for their plain sum."""
+    """Decay of the statistics; 1: the statistics are a plain sum."""
     exponent: float = 0.25
-    """Each side is raised to minus this."""
+    """Exponent e: each side's statistics are raised to the power -e."""
     root_eps: float = 1e-6
-    """Added to the statistics' eigenvalues, as a fraction of the largest."""
+    """Number added to the statistics' eigenvalues, as a fraction of the largest one."""
     block_size: int = 256
-    """Largest rows and columns of the blocks that matrices are cut into."""
+    """Largest number of rows and columns of the blocks that matrices are cut into."""
     precondition_frequency: int = 10
-    """Steps from one computation of the roots to the next."""
+    """Steps from one computation of the inverse roots to the next."""
     statistics_every: int = 1
     """Steps from one measurement of the statistics to the next."""
     wire: Literal["none", "full", "packed", "cholesky"] = "none"
-    """`none`: statistics of the mean gradient, nothing is sent. Else they are those of
-    each replica's own gradient, and travel in full, packed to a triangle, or as
-    Cholesky factors."""
+    """`none`: statistics are of the mean gradient and are not sent. Otherwise each
+    replica has statistics of its local gradient, which are exchanged as whole matrices
+    (`full`), as triangles (`packed`) or as Cholesky factors (`cholesky`)."""
     wire_dtype: Literal["float32", "bfloat16"] = "float32"
-    """What statistics are rounded to on the way."""
+    """Dtype to which statistics are rounded when they are sent."""
     algorithm: Literal["native", "ring", "tree", "gather"] = "native"
-    """How gradients and statistics are reduced (dtft.collectives)."""
+    """All-reduce algorithm of gradients and statistics (dtft.collectives)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -468,16 +480,16 @@ class ShampooConfig(OptimConfig):
 
     @property
     def is_elementwise(self) -> bool:
-        """No: a number's update depends on its row and its column."""
+        """False: an element's update depends on its row and its column."""
         return False
 
     @property
     def reduces_itself(self) -> bool:
-        """Whether statistics are those of each replica's own gradient."""
+        """Whether statistics are of each replica's local gradient."""
         return self.wire != "none"
 
     def check_mesh(self, tensor: int) -> None:
-        """Refuses a mesh on which the statistics cannot be exchanged.
+        """Checks that the statistics can be exchanged on a mesh with `tensor` parts.
 
         Raises:
             ValueError: statistics are exchanged, and `tensor` is above 1.
@@ -490,7 +502,11 @@ class ShampooConfig(OptimConfig):
             )
 
     def scale(self, axis_name: str | None = None) -> "optax.GradientTransformation":
-        """The Shampoo direction, of the mean gradient."""
+        """Makes the Shampoo transform; see `OptimConfig.scale`.
+
+        With an axis the direction is that of the mean gradient over the axis, and the
+        statistics are of the local gradients.
+        """
         from dtft import optim
 
         exchanged = axis_name is not None

@@ -1,10 +1,10 @@
 """Data sets, and rows by global index.
 
-* `datasets`: configs of data sets, and the small ones. `images`: a folder of images,
-  and synthetic ones.
-* `rows`: which row is which sample, in which order, and which rows a data slot reads.
+* `datasets`: the base class of data configs, and configs of small data sets.
+* `images`: configs of an image folder and of synthetic images.
+* `rows`: the order of samples, and the rows that each data slot reads.
 
-How rows become arrays on a mesh is in `dtft.parallel.feed`.
+`dtft.parallel.feed` puts rows on a mesh as arrays.
 """
 
 from typing import TYPE_CHECKING

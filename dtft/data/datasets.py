@@ -1,7 +1,8 @@
-"""Data configs: which data set, cut how, and how many rows make a batch.
+"""Data configs: the data set, its split, and the number of rows per batch.
 
-Decides the data's identity, which must be equal when a run is resumed. JAX, grain and
-scikit-learn are not imported at module level, and the network is never used.
+A config computes the identity of the data, which must be equal when a run is resumed.
+JAX, grain and scikit-learn are not imported at module level, and the network is never
+used.
 """
 
 import functools
@@ -10,30 +11,31 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 DIGITS_SHA256 = "87ff0c9e40dc7e2c0e34e7257799c2e3f3aec1a016363bb11cad869ec428a826"
-"""Of scikit-learn's digits: data as uint8 bytes, then target as uint8 bytes."""
+"""SHA-256 of scikit-learn's digits: data as uint8 bytes, then target as uint8 bytes."""
 SPLIT_SEED = 20240229
-"""Decides which digits are for testing; never the experiment's seed."""
+"""Seed of the split into training and test digits, not the experiment's seed."""
 
 Columns = dict[str, Any]
 """Field name to numpy array; dim 0 is the sample."""
 
 
 class Samples(Protocol):
-    """Samples by number, each read when it is asked for."""
+    """Samples by number, each read on demand."""
 
     num_threads: int
-    """Threads that read one batch; 1 reads where the batch is asked for."""
+    """Number of threads that read one batch; with 1 the calling thread reads."""
 
     def __len__(self) -> int:
         """Number of samples."""
         ...
 
     def read(self, sample: int, entropy: tuple[int, int]) -> Columns:
-        """The fields of one sample, without dim 0. Called from several threads.
+        """Reads the fields of one sample, without dim 0. Called from several threads.
 
         Args:
-            sample: its number.
-            entropy: seed and global row of this use, which decide all that is random.
+            sample: the sample's number, from 0.
+            entropy: the experiment's seed and the global row; the only source of
+                randomness.
         """
         ...
 
@@ -42,8 +44,8 @@ class Samples(Protocol):
 class DataConfig:
     """Base of all data configs.
 
-    `short_name` is the name of a class in `config.json`, wherever its module is; a
-    subclass without one of its own is named by its module and name.
+    `short_name` names the class in `config.json`, independently of its module. If a
+    subclass sets no `short_name`, `config.json` has its module and class name.
     """
 
     short_name: ClassVar[str] = ""
@@ -60,25 +62,25 @@ class DataConfig:
 
     @property
     def tokens_per_example(self) -> int:
-        """Tokens a row counts for in the throughput; 0 counts rows."""
+        """Number of tokens per row, for the throughput; with 0 rows are counted."""
         return 0
 
     def count_classes(self) -> int:
-        """Number of different labels; 0 for data without labels."""
+        """Returns the number of different labels; 0 for data without labels."""
         return 0
 
     def check(self) -> None:
-        """Checks, without reading all of it, that the data is there.
+        """Checks that the data exists, without reading all of it.
 
         Raises:
-            ValueError: it is not; says what to change.
+            ValueError: the data is missing; the text names the option to change.
         """
 
     def identity(self) -> str:
-        """Names the data's content; equal identities mean equal rows.
+        """Returns a name for the data's content; equal names mean equal rows.
 
         Raises:
-            NotImplementedError: on the base class, which is no data.
+            NotImplementedError: the class is the base class.
         """
         raise NotImplementedError(
             f"{type(self).__name__} names no data. Use DigitsConfig or CharsConfig "
@@ -86,34 +88,37 @@ class DataConfig:
         )
 
     def load(self) -> tuple[Columns | Samples, Columns | Samples]:
-        """The train and the test set, in memory or by number; not shuffled.
+        """Loads the training set and the test set, not shuffled.
+
+        Returns:
+            Each set as columns in memory, or as samples that are read by number.
 
         Raises:
-            ValueError: the data's content is not what its identity says.
-            NotImplementedError: on the base class, which is no data.
+            ValueError: the data is missing, or does not match its identity.
+            NotImplementedError: the class is the base class.
         """
         raise NotImplementedError(f"{type(self).__name__} loads no data.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DigitsConfig(DataConfig):
-    """scikit-learn's digits: 1797 grey images of 8x8; a fixed fifth is for testing."""
+    """scikit-learn's digits: 1797 grey images of 8x8; a fixed fifth is the test set."""
 
     short_name: ClassVar[str] = "digits"
 
     def count_classes(self) -> int:
-        """The ten digits."""
+        """Returns 10, the number of digits."""
         return 10
 
     def identity(self) -> str:
-        """The hash of the whole set and the split."""
+        """Returns a name with the hash of the whole set and the seed of the split."""
         return f"digits:sha256={DIGITS_SHA256}:split={SPLIT_SEED}"
 
     def load(self) -> tuple[Columns, Columns]:
-        """Images in [0, 1] as [N, 8, 8, 1] and labels.
+        """Loads float32 images [N, 8, 8, 1] in [0, 1] and int32 labels [N].
 
         Raises:
-            ValueError: the scikit-learn here has other digits.
+            ValueError: the installed scikit-learn has other digits.
         """
         import numpy as np
         from sklearn.datasets import load_digits
@@ -137,15 +142,16 @@ class DigitsConfig(DataConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class CharsConfig(DataConfig):
-    """Characters of Python's own help texts (pydoc_data.topics), as ASCII.
+    """Characters of Python's help texts (pydoc_data.topics), as ASCII.
 
-    The text differs between Python's patch releases, so its hash is its identity.
+    The text differs between patch releases of Python, so the identity contains a hash
+    of the text.
     """
 
     short_name: ClassVar[str] = "chars"
 
     context: int = 64
-    """Characters per row; the target is one further."""
+    """Characters per row; the targets are the same text, shifted by one character."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -157,16 +163,19 @@ class CharsConfig(DataConfig):
 
     @property
     def tokens_per_example(self) -> int:
-        """Every character is a token."""
+        """Number of tokens per row: every character is a token."""
         return self.context
 
     def identity(self) -> str:
-        """The hash of the text and the row length."""
+        """Returns a name with the hash of the text and the row length."""
         digest = hashlib.sha256(_topics()).hexdigest()
         return f"pydoc_data.topics:sha256={digest}:context={self.context}"
 
     def load(self) -> tuple[Columns, Columns]:
-        """Windows [N, context + 1] side by side; the last twentieth is for testing."""
+        """Cuts the text into int32 rows [N, context + 1]; the last 5 % are for testing.
+
+        Each row starts with the last character of the row before.
+        """
         import numpy as np
 
         text = np.frombuffer(_topics(), np.uint8)

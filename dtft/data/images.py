@@ -1,9 +1,9 @@
 """Image data: a folder in ImageNet's format read file by file, and synthetic images.
 
-Decides which file is which sample and which part of it a row shows. A training row's
-part depends on the experiment's seed and the row's global index alone, so whichever
-host reads a row gets the same bytes (with the same Pillow: see constraints.txt). Images
-stay bytes; the model normalizes them. JAX, grain, numpy and Pillow are not imported at
+Numbers the files and chooses the crop of each row. The crop of a training row depends
+only on the file, the experiment's seed and the row's global index, so every host reads
+the same bytes for a row (with the same version of Pillow, see constraints.txt). Images
+are uint8; the model normalizes them. JAX, grain, numpy and Pillow are not imported at
 module level.
 
 Legend: H height, W width, C channels.
@@ -26,18 +26,19 @@ if TYPE_CHECKING:
 
 
 AREA = (0.08, 1.0)
-"""Share of the image that a training row shows, smallest and largest."""
+"""Smallest and largest share of the image's area in the crop of a training row."""
 ASPECT = (3 / 4, 4 / 3)
-"""Width by height of that part before it is resized."""
+"""Smallest and largest width / height of this crop before it is resized."""
 
 Box = tuple[float, float, float, float]
 """Left, upper, right and lower edge in pixels."""
 
 
 def random_box(width: int, height: int, random: "np.random.Generator") -> Box:
-    """A part of an image with a random area (AREA) and aspect ratio (ASPECT).
+    """Returns a crop with a random area (AREA), aspect ratio (ASPECT) and position.
 
-    Ten tries; then the largest part in the centre with an allowed aspect ratio.
+    If no crop of ten tries fits the image, returns the largest centred crop with an
+    allowed aspect ratio.
     """
     low, high = math.log(ASPECT[0]), math.log(ASPECT[1])
     for _ in range(10):
@@ -53,7 +54,7 @@ def random_box(width: int, height: int, random: "np.random.Generator") -> Box:
 
 
 def centre_box(width: int, height: int, share: float) -> Box:
-    """The square in the centre that takes `share` of the shorter side.
+    """Returns the centred square whose side is `share` of the shorter side.
 
     >>> centre_box(400, 256, 0.875)
     (88.0, 16.0, 312.0, 240.0)
@@ -63,10 +64,10 @@ def centre_box(width: int, height: int, share: float) -> Box:
 
 
 def open_image(path: Path) -> "Image.Image":
-    """The pixels of a file, as red, green and blue.
+    """Opens an image file and converts its pixels to RGB.
 
     Raises:
-        ValueError: it cannot be read as an image; names it.
+        ValueError: the file cannot be read as an image; the text names the file.
     """
     reader = pillow()
     try:
@@ -80,7 +81,7 @@ def open_image(path: Path) -> "Image.Image":
 
 
 def pillow() -> Any:
-    """Pillow's Image module.
+    """Imports and returns Pillow's Image module.
 
     Raises:
         ValueError: Pillow is not installed.
@@ -101,9 +102,10 @@ def _centred(width: int, height: int, wide: float, tall: float) -> Box:
 
 
 SUFFIXES = (".jpeg", ".jpg", ".png")
-"""Files with these endings, in either case, are samples; others are not read."""
+"""Suffixes of sample files, in upper or lower case; other files are not read."""
 VIEW_VERSION = 1
-"""Raised when the same file, seed and row no longer give the same bytes."""
+"""Version in the identity; to be incremented when the same file, seed and row no longer
+give the same bytes."""
 _LAYOUT = "Expected PATH/train/CLASS/*.JPEG and PATH/val/CLASS/*.JPEG"
 _SHIFTS = 2**16
 
@@ -112,9 +114,10 @@ _SHIFTS = 2**16
 class ImageFolderConfig(DataConfig):
     """A folder in ImageNet's format: PATH/train/CLASS/*.JPEG, PATH/val/CLASS/*.JPEG.
 
-    Classes are numbered in the order of their names. Training rows show a random part,
-    resized and flipped at random (Szegedy et al., "Going deeper with convolutions",
-    2015, section 6); test rows show the centre. Labels come from the folder alone.
+    Classes are numbered in the order of their names. A label is the number of the
+    file's class folder. Training rows are random crops, resized and flipped at random
+    (Szegedy et al., "Going deeper with convolutions", 2015, section 6); test rows are
+    resized centre crops.
     """
 
     short_name: ClassVar[str] = "image_folder"
@@ -122,11 +125,11 @@ class ImageFolderConfig(DataConfig):
     path: str = ""
     """The folder that holds `train` and `val`; required."""
     image_size: int = 224
-    """Height and width of the images that the model gets."""
+    """Height and width of the model's input images in pixels."""
     test_share: float = 0.875
-    """Share of a test image's shorter side that its centre crop takes (224 of 256)."""
+    """Side of a test image's centre crop as a share of the shorter side (224 / 256)."""
     threads: int = 8
-    """Threads that read and decode the rows of one batch."""
+    """Number of threads that read and decode the rows of one batch."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -138,14 +141,14 @@ class ImageFolderConfig(DataConfig):
             )
 
     def count_classes(self) -> int:
-        """Number of class folders."""
+        """Returns the number of class folders in `train`."""
         return len(_classes(Path(self.path) / "train"))
 
     def check(self) -> None:
-        """Checks that the folder has the layout, without reading the whole of it.
+        """Checks that `train` and `val` have class folders; lists no files.
 
         Raises:
-            ValueError: no folder is named, or it is laid out otherwise.
+            ValueError: `path` is not set, or a folder is missing or empty.
         """
         if not self.path:
             raise ValueError(
@@ -156,10 +159,11 @@ class ImageFolderConfig(DataConfig):
             _classes(Path(self.path) / split)
 
     def identity(self) -> str:
-        """The hash of every file's name and size, and how files become rows.
+        """Returns a name with a hash of all file names and sizes, and the settings.
 
-        The contents of a million files are not read: a file changed without a change
-        of its size goes unnoticed. The folder is listed once per process.
+        File contents are not read, because there may be millions of files. So a file
+        that changes but keeps its size does not change the identity. The folder is
+        listed once per process.
         """
         self.check()
         digest = _listing(self.path).digest
@@ -169,11 +173,11 @@ class ImageFolderConfig(DataConfig):
         )
 
     def load(self) -> "tuple[ImageFiles, ImageFiles]":
-        """Lists the files; images ([H, W, 3] uint8) and labels are read by row.
+        """Lists the files; images (uint8 [H, W, 3]) and labels are read row by row.
 
         Raises:
-            ValueError: the folder is missing, empty or laid out otherwise, or Pillow
-                is not installed.
+            ValueError: the folder is missing, empty or not in the expected layout, or
+                Pillow is not installed.
         """
         self.check()
         pillow()
@@ -186,7 +190,7 @@ class ImageFolderConfig(DataConfig):
 
 
 class ImageFiles:
-    """The images of one folder of classes, decoded when they are asked for."""
+    """The images of one folder of class folders, decoded on demand."""
 
     def __init__(
         self,
@@ -196,7 +200,10 @@ class ImageFiles:
         *,
         training: bool,
     ) -> None:
-        """Takes the files `names` ("class/file") of `folder`; reads none of them."""
+        """Stores the file names ("class/file") of `folder`; opens no file.
+
+        `training` chooses random crops instead of centre crops.
+        """
         self._config, self._folder, self._names = config, folder, names
         self._training = training
         classes = sorted({os.path.dirname(name) for name in names})
@@ -207,10 +214,10 @@ class ImageFiles:
         return len(self._names)
 
     def read(self, sample: int, entropy: tuple[int, int]) -> Columns:
-        """The image and the label; `entropy` decides which part a training row shows.
+        """Reads image and label; `entropy` seeds the crop and flip of a training row.
 
         Raises:
-            ValueError: the file cannot be read as an image; names it.
+            ValueError: the file cannot be read as an image; the text names the file.
         """
         import numpy as np
 
@@ -233,14 +240,14 @@ class ImageFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticImagesConfig(DataConfig):
-    """Noise with labels, made from the sample's number: for measurements of speed."""
+    """Noise images with labels, computed from the sample's number, for speed tests."""
 
     short_name: ClassVar[str] = "synthetic_images"
 
     image_size: int = 224
-    """Height and width of the images."""
+    """Height and width of the images in pixels."""
     num_samples: int = 8192
-    """Different training samples; as many test samples as one batch has rows."""
+    """Number of training samples; the test set has at most one batch of these."""
     num_classes: int = 1000
     """Number of different labels."""
 
@@ -258,18 +265,18 @@ class SyntheticImagesConfig(DataConfig):
             )
 
     def count_classes(self) -> int:
-        """Number of different labels."""
+        """Returns the number of different labels."""
         return self.num_classes
 
     def identity(self) -> str:
-        """How the samples are made."""
+        """Returns a name with the settings that determine the samples."""
         return (
             f"synthetic:samples={self.num_samples}:size={self.image_size}"
             f":classes={self.num_classes}:version=1"
         )
 
     def load(self) -> "tuple[SyntheticImages, SyntheticImages]":
-        """Training and test samples; no file is read."""
+        """Makes training and test samples; reads no file."""
         return (
             SyntheticImages(self, self.num_samples),
             SyntheticImages(self, min(self.global_batch, self.num_samples)),
@@ -277,12 +284,12 @@ class SyntheticImagesConfig(DataConfig):
 
 
 class SyntheticImages:
-    """Windows on one block of noise, so that a sample costs no more than its copy."""
+    """Noise images cut from one block of noise, so that reading a sample is cheap."""
 
     num_threads = 1
 
     def __init__(self, config: SyntheticImagesConfig, number: int) -> None:
-        """Makes the noise."""
+        """Makes the block of noise, from a fixed seed."""
         import numpy as np
 
         self._config, self._number = config, number
@@ -294,12 +301,12 @@ class SyntheticImages:
         return self._number
 
     def read(self, sample: int, entropy: tuple[int, int]) -> Columns:
-        """A window and a label; nothing in them is random."""
+        """Returns image and label, which depend only on the sample's number."""
         import numpy as np
 
         del entropy
         size = self._config.image_size
-        start = sample * 40503 % _SHIFTS  # odd, so no two samples share a window
+        start = sample * 40503 % _SHIFTS  # odd factor: every sample has another start
         window_HWC = self._noise[start : start + size * size * 3].reshape(size, size, 3)
         label = np.int32(sample % self._config.num_classes)
         return {"image": window_HWC, "label": label}

@@ -1,7 +1,7 @@
-"""Rows by global index: which row is which sample, and which rows a data slot reads.
+"""Rows by global index: the sample of each row, and the rows that a data slot reads.
 
-The data position is one integer, the number of global rows used so far. A data slot is
-a position in the mesh.
+The position in the data is one integer, the number of global rows used so far. A data
+slot is a position along the mesh axes that divide the batch.
 """
 
 import functools
@@ -18,19 +18,19 @@ from dtft.data.datasets import Columns, DataConfig, Samples
 ROUNDS = 4
 MIN_BITS = 16
 CHUNK = 2**16
-"""Rows whose order is made at once, and kept."""
+"""Number of rows whose order is computed at once and cached."""
 _WORD = 0xFFFFFFFF
 
 
 class RowOrder:
-    """Which sample each global row is: a permutation of the samples for each epoch.
+    """The sample of each global row: a permutation of the samples for each epoch.
 
-    The order is that of grain's `MapDataset.seed(s).shuffle().repeat()`, number by
-    number, computed for many rows at once: grain asks its C++ function for one row at a
-    time, and that walks farther the fewer samples there are. A block cipher of 4 rounds
-    permutes [0, 2^b); walking its cycles until a value is below the number of samples
-    gives a permutation of these (Black and Rogaway, "Ciphers with arbitrary finite
-    domains", 2002; the cipher is Simon's round function, eprint 2013/404).
+    The order equals grain's `MapDataset.seed(s).shuffle().repeat()`, but is computed
+    for many rows at once. Grain calls a C++ function for each row, which takes more
+    steps for fewer samples. A block cipher of 4 rounds permutes [0, 2^b). The cipher is
+    applied to a value until the result is below the number of samples, which gives a
+    permutation of the samples (Black and Rogaway, "Ciphers with arbitrary finite
+    domains", 2002; the cipher uses Simon's round function, eprint 2013/404).
 
     >>> order = RowOrder(num_samples=5, seed=7)
     >>> sorted(order.samples(np.arange(5, 10)).tolist())
@@ -38,18 +38,18 @@ class RowOrder:
     """
 
     def __init__(self, *, num_samples: int, seed: int) -> None:
-        """Makes nothing yet.
+        """Derives the seed of the order; the order is computed on demand.
 
         Args:
-            num_samples: samples in an epoch, 1 to 2^32.
-            seed: of the experiment.
+            num_samples: number of samples in an epoch, 1 to 2^32.
+            seed: seed of the experiment.
         """
         self._num_samples = num_samples
         self._seed = int(np.random.SeedSequence((seed, 1)).generate_state(1)[0])
         self._chunk = functools.lru_cache(maxsize=2)(self._make_chunk)
 
     def samples(self, rows: np.ndarray) -> np.ndarray:
-        """The sample of each row.
+        """Returns the sample of each row.
 
         Args:
             rows: [B] integers, global row numbers from 0.
@@ -59,7 +59,7 @@ class RowOrder:
         """
         epochs, places = np.divmod(np.asarray(rows, np.int64), self._num_samples)
         if len(places) and epochs[0] == epochs[-1] and self._num_samples <= CHUNK:
-            if epochs.min() == epochs.max():  # as almost always
+            if epochs.min() == epochs.max():  # true for almost every batch
                 return self._chunk(int(epochs[0]), 0)[places]
         found = np.empty(places.shape, np.int64)
         chunks = places // CHUNK
@@ -78,26 +78,27 @@ class RowOrder:
 
 
 def permuted(values: np.ndarray, size: int, seed: int) -> np.ndarray:
-    """Where a permutation of [0, size) takes these values.
+    """Maps values by a pseudo-random permutation of [0, size).
 
     Equal to grain's `index_shuffle(value, max_index=size - 1, seed=seed, rounds=4)`.
 
     Args:
         values: [N] integers in [0, size).
         size: 1 to 2^32.
-        seed: 32 bits, of the permutation.
+        seed: seed of the permutation, 32 bits.
 
     Returns:
         [N] int64.
     """
     if size == 1:
         return np.zeros(len(values), np.int64)
-    bits = (size - 2).bit_length()  # of `ceil(log2(size - 1))`
+    bits = (size - 2).bit_length()  # ceil(log2(size - 1))
     bits = max(bits + bits % 2, MIN_BITS)
     keys = _round_keys(seed, ROUNDS)
-    # Grain drops the bit above: of 2^16 + 1, 2^18 + 1 ... samples one comes twice.
+    # Grain masks values to `bits` bits: with 2^16 + 1, 2^18 + 1, ... samples the last
+    # value becomes 0, and one sample appears twice.
     found = np.asarray(values, np.uint64) & np.uint64(2**bits - 1)
-    if bits == MIN_BITS:  # few samples walk far
+    if bits == MIN_BITS:  # few samples need many applications of the cipher
         return _ends_of_walks(keys, size)[found]
     outside = np.arange(len(found))
     while len(outside):
@@ -107,10 +108,11 @@ def permuted(values: np.ndarray, size: int, seed: int) -> np.ndarray:
 
 
 def _ends_of_walks(keys: list[int], size: int) -> np.ndarray:
-    """For each value below `size`: the next one below `size` on its cycle.
+    """Encrypts each value below `size` repeatedly until the result is below `size`.
 
-    Values below `size` are made to stay where they are, so that a walk may go too far:
-    it takes about as many steps at once as it is long on average.
+    Values below `size` become fixed points of a table of the cipher. The table is then
+    composed with itself until one lookup makes about as many steps as a value needs on
+    average; extra steps stay at the fixed point.
     """
     ahead = _encrypted_all(keys)
     found = ahead[:size].copy()
@@ -123,7 +125,10 @@ def _ends_of_walks(keys: list[int], size: int) -> np.ndarray:
 
 
 def _encrypted_all(keys: list[int]) -> np.ndarray:
-    """[2^16] int64: `_encrypted` of 0, 1 ... with all that a half can be in a table."""
+    """Returns `_encrypted` of all 16-bit values in order, [2^16] int64.
+
+    Each round looks up the round function of an 8-bit half in a table.
+    """
     halves = np.arange(256, dtype=np.uint64)
     table = _mixed(halves, bits=8).astype(np.uint8)
     left = np.repeat(halves, 256).astype(np.uint8)
@@ -135,7 +140,7 @@ def _encrypted_all(keys: list[int]) -> np.ndarray:
 
 
 def _encrypted(values: np.ndarray, *, bits: int, keys: list[int]) -> np.ndarray:
-    """Simon's Feistel network on words of `bits` / 2."""
+    """Encrypts values of `bits` bits by a Feistel network of Simon's round function."""
     word = np.uint64(bits // 2)
     mask = np.uint64(2 ** (bits // 2) - 1)
     left, right = values >> word, values & mask
@@ -146,7 +151,7 @@ def _encrypted(values: np.ndarray, *, bits: int, keys: list[int]) -> np.ndarray:
 
 
 def _mixed(word: np.ndarray, *, bits: int) -> np.ndarray:
-    """Simon's round function of a word of `bits`."""
+    """Computes Simon's round function of words of `bits` bits."""
     mask = np.uint64(2**bits - 1)
 
     def rotated(by: int) -> np.ndarray:
@@ -156,7 +161,7 @@ def _mixed(word: np.ndarray, *, bits: int) -> np.ndarray:
 
 
 def _round_keys(seed: int, number: int) -> list[int]:
-    """Keys of 32 bits from one seed, as C++'s `std::seed_seq` makes them.
+    """Derives 32-bit keys from one seed, equal to those of C++'s `std::seed_seq`.
 
     ISO C++ 17, [rand.util.seedseq], for one seed and fewer than seven keys.
 
@@ -191,19 +196,19 @@ def _round_keys(seed: int, number: int) -> list[int]:
 
 
 def rows_of(step: int, data_slot: int, num_data_slots: int, global_batch: int) -> range:
-    """The global row indices that one data slot reads for one step.
+    """Returns the global row indices that one data slot reads for one step.
 
     Args:
-        step: steps finished before, so 0 for the first.
+        step: number of steps finished before this step; 0 for the first step.
         data_slot: position along the mesh axes that divide the batch.
         num_data_slots: number of such positions.
-        global_batch: rows per step over all of them.
+        global_batch: rows per step over all data slots.
 
     Returns:
-        Neighbouring global row indices.
+        A contiguous range of global row indices.
 
     Raises:
-        ValueError: the batch does not divide evenly, or there is no such slot.
+        ValueError: the batch does not divide evenly, or `data_slot` is out of range.
 
     >>> [rows_of(1, slot, 3, 6) for slot in range(3)]
     [range(6, 8), range(8, 10), range(10, 12)]
@@ -224,12 +229,18 @@ def rows_of(step: int, data_slot: int, num_data_slots: int, global_batch: int) -
 
 
 class Source:
-    """Rows by global index, as batches of numpy arrays with the sample's `id`."""
+    """Reads rows by global index, as batches of numpy arrays with the sample's `id`."""
 
     def __init__(
         self, samples: Columns | Samples, *, shuffle_seed: int | None = None
     ) -> None:
-        """Reads `samples` in order once, or shuffled anew in every epoch for ever."""
+        """Takes columns in memory, or samples that are read by number.
+
+        Args:
+            samples: the data set.
+            shuffle_seed: seed of the order, which differs in every epoch; rows have no
+                end. None makes row i sample i, for one epoch.
+        """
         self._columns = samples if isinstance(samples, dict) else None
         self._reader = None if isinstance(samples, dict) else samples
         self._seed = shuffle_seed or 0
@@ -237,7 +248,7 @@ class Source:
             next(iter(samples.values())) if isinstance(samples, dict) else samples
         )
         self.num_samples = count
-        """Number of different samples."""
+        """Number of samples in an epoch."""
         self._num_threads = self._reader.num_threads if self._reader else 1
         self._order = (
             None
@@ -247,11 +258,11 @@ class Source:
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether a row takes long enough to be read by threads, before it is due."""
+        """Whether rows are read ahead: True if `samples` uses more than one thread."""
         return self._num_threads > 1
 
     def batch(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
-        """The rows at `indices`, stacked; `id` is the sample's number."""
+        """Reads the rows at `indices` as arrays; `id` is the sample's number."""
         samples = self._ids(indices)
         if self._columns is not None:
             fields = {name: column[samples] for name, column in self._columns.items()}
@@ -259,23 +270,24 @@ class Source:
         pairs = list(zip(indices, samples.tolist(), strict=True))
         if not self.reads_ahead:
             return stacked([self._read(row, sample) for row, sample in pairs])
-        # A pool per batch: nothing to end at exit, and cheap beside decoding.
+        # A pool per batch needs no cleanup at exit, and costs little beside decoding.
         with ThreadPoolExecutor(self._num_threads) as pool:
             return stacked(list(pool.map(lambda pair: self._read(*pair), pairs)))
 
     def batches(
         self, indices_of: Callable[[int], Sequence[int]], first: int, size: int
     ) -> "grain.DatasetIterator[dict[str, np.ndarray]]":
-        """`batch(indices_of(k))` for k = `first`, `first` + 1 ... for ever, read ahead.
+        """Iterates over `batch(indices_of(k))` for k = `first`, `first` + 1, ...
 
         Args:
-            indices_of: `size` global row indices for each k; called from threads.
+            indices_of: returns the `size` global row indices of batch k; called from
+                threads.
             first: the first k.
             size: rows of each batch.
 
         Returns:
-            An iterator with grain's threads behind it; they hold two batches of rows.
-            To be closed.
+            An iterator without end. Grain's threads read up to two batches of rows
+            ahead. The caller must close the iterator.
         """
 
         def element(number: int) -> Columns:
@@ -290,7 +302,7 @@ class Source:
         return iter(ahead)
 
     def _ids(self, rows: Sequence[int]) -> np.ndarray:
-        """[B] int64: the sample of each row."""
+        """Returns the sample of each row, [B] int64."""
         numbers = np.asarray(rows, np.int64)
         return numbers if self._order is None else self._order.samples(numbers)
 
@@ -301,7 +313,7 @@ class Source:
 
 
 def stacked(elements: Sequence[Columns]) -> dict[str, np.ndarray]:
-    """Fields of several samples, the samples in dim 0."""
+    """Stacks the fields of several samples along a new dim 0."""
     return {
         name: np.stack([element[name] for element in elements]) for name in elements[0]
     }
@@ -309,7 +321,7 @@ def stacked(elements: Sequence[Columns]) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True, kw_only=True)
 class Datasets:
-    """What an experiment reads."""
+    """The training and test set of an experiment, and the identity of the data."""
 
     train: Source
     test: Source

@@ -1,11 +1,12 @@
-"""Drills: a run with injected faults, compared with the same run undisturbed.
+"""Drills: compares a run with injected faults to the same run without faults.
 
 * `drill`: the two runs of `dtft drill`, and the faults at their steps. `compare`:
-  judges both runs. `leftovers`: an ended job's remains on this machine.
+  judges both runs. `leftovers`: processes, sockets and memory that an ended job has
+  left on this machine.
 * `bench`: `dtft bench`, the memory tier's cost per step.
-* `options`: values that drills and commands of jobs read from their flags.
+* `options`: values that commands of drills and jobs compute from their flags.
 
-Processes are killed and networks are cut by `dtft.elastic`.
+`dtft.elastic` kills the processes and cuts the networks.
 """
 
 from typing import TYPE_CHECKING

@@ -1,8 +1,9 @@
 """`dtft bench`: the memory tier's cost, as wall time per step with the tier off and on.
 
-Runs the same job on a local cluster again and again, off and on in turn, so that a
-noisy machine disturbs both alike; prints medians and their ratio. `on` is as the config
-says: `--checkpoint.interval auto` shows what that costs. Sets no target.
+Runs the same job repeatedly on a local cluster, with the tier off and on in turn, so
+that noise of the machine affects both alike. Prints medians and their ratio. The runs
+with the tier on use the config's snapshot interval, so `--checkpoint.interval auto`
+measures the cost of the automatic interval. No figure is compared with a target.
 """
 
 import json
@@ -31,7 +32,7 @@ def run_bench(options: "BenchCommand", words: list[str]) -> int:
 
     Args:
         options: CONFIG and rounds.
-        words: keys of the config, as they were typed.
+        words: overrides of config keys, as typed on the command line.
 
     Raises:
         ValueError: wrong input.
@@ -52,9 +53,9 @@ def run_bench(options: "BenchCommand", words: list[str]) -> int:
 
 
 def tier_off(steps: int) -> list[str]:
-    """Overrides with which only the last step is kept: the memory tier off.
+    """Config overrides that turn the memory tier off: only the last step is copied.
 
-    They come last, so that they count whatever else the overrides say of the interval.
+    These overrides must follow all others, because the last value of a key counts.
     """
     allowed = ["--checkpoint.stall_budget", str(Automatic.budget)]
     allowed += ["--checkpoint.max_interval", str(Automatic.maximum)]
@@ -68,7 +69,7 @@ def measure_tier(
     """Runs several variants of one experiment in turns.
 
     Args:
-        experiment: its cluster and name.
+        experiment: the experiment; only its cluster and its name are used.
         runs: name to CONFIG and overrides, in the order of the turns.
         rounds: number of turns of each variant.
 

@@ -1,8 +1,9 @@
 """Compares a drill's faulted run with the undisturbed run, as record and text.
 
-The final states must be equal as bytes, and every sample used exactly once. A run whose
-mesh or shares changed cannot end so: there the restored states must be the committed
-ones, and losses must stay within rounding. Reads what the runs wrote; runs nothing.
+The final states must have equal bytes, and every sample must be used exactly once. If
+the mesh or the shares changed, the bytes differ: then every restored state must equal
+the committed state, and the losses must agree up to rounding. Only reads the files of
+both runs.
 """
 
 import contextlib
@@ -29,8 +30,8 @@ Span = tuple[float, float]
 def fault_fields(strike: InjectedFault) -> dict[str, Any]:
     """Record fields of a stop, cut or pause; empty for other faults.
 
-    `stopped_s`: null where it was never ended. `killed_after_s`: when somebody had
-    killed what was stopped.
+    `stopped_s`: seconds until the fault was ended, None if it never was.
+    `killed_after_s`: seconds until the stopped processes had been killed.
     """
     if strike.fault.kind not in INTERRUPTIONS:
         return {}
@@ -49,10 +50,10 @@ def fault_fields(strike: InjectedFault) -> dict[str, Any]:
 def agents(
     faulted: Path, injected: Sequence[InjectedFault]
 ) -> dict[str, dict[str, Any]]:
-    """The longest call of each host's event loop, the time it was stopped left out.
+    """The longest call of each host's event loop, without the time of its stops.
 
-    Agents write `loop-HOST.json` when they end: `host`, and in `calls` their longest
-    calls, each with `what`, `seconds`, and `at`, the wall-clock time it began.
+    Agents write `loop-HOST.json` when they end: `host`, and in `calls` the longest
+    calls, each with `what`, `seconds`, and `at`, the wall-clock time of its begin.
     """
     found: dict[str, dict[str, Any]] = {}
     for path in sorted(faulted.glob("loop-*.json")):
@@ -94,7 +95,7 @@ def longest_call(
 
 
 def interruption_lines(record: dict[str, Any]) -> list[str]:
-    """Lines for people on a record's interruptions, event loops and leftovers."""
+    """Lines to print about a record's interruptions, event loops and leftovers."""
     said = []
     for entry in record["faults"]:
         if "stopped_s" not in entry:
@@ -124,17 +125,18 @@ def interruption_lines(record: dict[str, Any]) -> list[str]:
     ]
 
 
-# Shares follow measured times, so two runs have different ones and end alike up to
-# rounding only: their losses are compared (`compare_losses`). Here the shares that each
-# attempt began with are compared with those in force at the restored step before.
+# Shares follow measured times, so two runs have different shares and their results are
+# equal only up to rounding: their losses are compared (`compare_losses`). The functions
+# here compare the shares at the begin of each attempt with the shares that were in
+# force at the restored step.
 
 Record = dict[str, Any]
 
 
 def attempts(directory: Path) -> list[Record]:
-    """Every start of trainers in a balanced run; empty without balancing.
+    """The attempts of a balanced run, one per start of trainers; empty without balance.
 
-    `replayed`: it began with the shares in force at the step that it restored.
+    `replayed`: whether the attempt began with the shares in force at its restored step.
     `found`: the shares in force at its end.
     """
     path = directory / BALANCE_FILE
@@ -171,7 +173,7 @@ def judged(records: Sequence[Record]) -> list[Record]:
 
 
 def shares_lines(record: Record) -> list[str]:
-    """Lines for people on a record's shares."""
+    """Lines to print about a record's shares."""
     said = []
     for it in record.get("shares", [])[1:]:
         how = "replayed" if it["replayed"] else "NOT those of the commit"
@@ -193,10 +195,12 @@ def _row(shares: Sequence[int]) -> str:
 # the losses stay within rounding of the undisturbed run's.
 
 LOSS_TOLERANCE = 1e-4
-"""Largest difference of a step's loss, as part of the undisturbed run's first loss.
+"""Largest allowed difference of a step's loss, as a fraction of the undisturbed run's
+first loss.
 
-float32 sums in another order differ by about 1e-7; training amplifies that a little at
-every step. A row used twice or left out, or one wrong leaf, shows at 1e-3 and more."""
+float32 sums in another order differ by about 1e-7; training amplifies the difference a
+little at every step. A row used twice or left out, or one wrong leaf, causes a
+difference of 1e-3 or more."""
 
 Events = Sequence[dict[str, Any]]
 Epoch = tuple[int, int]
@@ -205,10 +209,11 @@ Segments = Sequence[tuple[Epoch, int, int]]
 
 
 def resizes(control: Path, events: Events) -> list[dict[str, Any]]:
-    """Every restore onto another mesh: committed and restored digests.
+    """Every restore onto another mesh, with committed and restored digests.
 
-    `control_root` is the digest over the undisturbed run's state at that step, where
-    the disturbed one was on the same mesh until then; null otherwise.
+    `control_root` is the digest over the undisturbed run's state at the restored step.
+    The field is None if the faulted run had changed its mesh before, or if the
+    undisturbed run did not commit the step.
     """
     roots = {
         event["step"]: event.get("root")
@@ -233,7 +238,7 @@ def resizes(control: Path, events: Events) -> list[dict[str, Any]]:
 
 
 def compare_losses(control: Path, faulted: Path, segments: Segments) -> dict[str, Any]:
-    """The losses of the surviving steps beside those of the undisturbed run."""
+    """Compares the losses of the surviving steps with the undisturbed run's losses."""
     expected = {step: loss for (_, step), loss in _losses(control).items()}
     found = _losses(faulted)
     scale = abs(expected[min(expected)]) if expected else 1.0
@@ -272,7 +277,7 @@ def _losses(directory: Path) -> dict[tuple[Epoch, int], float]:
 
 
 def resize_lines(record: dict[str, Any]) -> list[str]:
-    """Lines for people on a record's changes of size."""
+    """Lines to print about a record's changes of size."""
     lines = []
     for it in record["resized"]:
         how = "equal bit for bit to" if it["bit_exact"] else "DIFFERENT from"
@@ -299,15 +304,15 @@ def judge(
     ended_in_time: bool = True,
     left_behind: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The drill's record: every promise checked, every cost listed.
+    """Makes the drill's record: the results of all checks, and the recoveries' costs.
 
     Args:
         control: directory of the undisturbed run.
         faulted: directory of the faulted run.
         injector: the ended injector of the faults.
         experiment: the experiment of both runs.
-        ended_in_time: whether the struck run ended before the drill's deadline.
-        left_behind: names of the struck run's leftovers on the machine.
+        ended_in_time: whether the faulted run ended before the drill's deadline.
+        left_behind: names of the faulted run's leftovers on the machine.
     """
     events = read_events(faulted)
     ended = [event for event in events if event["event"] == "end"]
@@ -347,7 +352,7 @@ def judge(
 
 
 def _is_good(record: dict[str, Any]) -> bool:
-    """Whether a run in which every fault was played kept all promises."""
+    """Whether a run in which every fault was injected passes all checks."""
     same_state = record["bit_identical"]
     if record["resized"] or record["shares"]:
         exact = all(it["bit_exact"] for it in record["resized"])
@@ -364,7 +369,8 @@ def _is_good(record: dict[str, Any]) -> bool:
 
 
 def expected_status(injected: Sequence[InjectedFault]) -> str:
-    """How the job must end: a step that fails every time ends it with an error."""
+    """The job's expected final status: "error" if some step fails every time, else
+    "done"."""
     return "error" if any(strike.fault.always for strike in injected) else "done"
 
 
@@ -380,7 +386,8 @@ def _differing(control: Path, faulted: Path, step: int) -> list[str]:
 
 
 def _differing_roots(control: Path, faulted: Path, step: int) -> list[str]:
-    """As `_differing`, by digests: the undisturbed run only committed this step."""
+    """Compares a step that the undisturbed run committed but did not store, by the
+    digests of the commits."""
     roots = [
         {it["step"]: it["root"] for it in read_events(run) if it["event"] == "commit"}
         for run in (control, faulted)
@@ -399,7 +406,11 @@ def _summary(directory: Path) -> dict[str, Any]:
 def _recoveries(
     events: Events, injected: Sequence[InjectedFault]
 ) -> list[dict[str, Any]]:
-    """Every recovery, its times counted from the blow, which only the drill knows."""
+    """The recoveries, with times counted from the injected fault.
+
+    The job's own report counts from the detection, as only the drill knows when the
+    fault was injected.
+    """
     found, previous = [], 0.0
     for event in events:
         if event["event"] != "recovery":
@@ -421,7 +432,8 @@ def _recoveries(
 
 
 def _replicated(recovery: dict[str, Any], events: Events) -> dict[str, Any]:
-    """When every slice had its copies again after a recovery, and what was pushed."""
+    """Seconds until every slice had its copies again after a recovery, and the bytes
+    that were pushed."""
     epoch = recovery["generation"], recovery["attempt"]
     for event in events:
         if event["event"] == "replicated":
@@ -466,7 +478,9 @@ def _outage(strike: InjectedFault, events: Events) -> dict[str, int]:
 def surviving_segments(
     events: Events, last: int
 ) -> list[tuple[tuple[int, int], int, int]]:
-    """Which steps of which attempt survive: (epoch, after step, up to step).
+    """The steps of each attempt that no later attempt repeats.
+
+    Each entry is (epoch, after step, up to step).
 
     >>> one = {"event": "assignment", "generation": 1, "attempt": 1, "step": 0}
     >>> two = {"event": "assignment", "generation": 2, "attempt": 1, "step": 7}
@@ -488,7 +502,8 @@ def surviving_segments(
 def samples_exactly_once(
     faulted: Path, control: Path, last: int, batch: int, events: Events
 ) -> bool:
-    """Whether the surviving history used each global row once, and the right sample."""
+    """Whether the surviving steps used each global row once, with the same sample as
+    the undisturbed run."""
     used = _samples(faulted)
     expected_ids = {
         row: sample for rows in _samples(control).values() for row, sample in rows
@@ -520,7 +535,7 @@ def _samples(directory: Path) -> dict[tuple[int, int, int], list[tuple[int, int]
 
 
 def say(record: dict[str, Any]) -> None:
-    """Prints a record for people."""
+    """Prints a drill's record as text."""
     for entry in record["faults"]:
         if "steps_during_outage" in entry:
             print(
@@ -550,7 +565,7 @@ def say(record: dict[str, Any]) -> None:
 
 
 def _likeness(record: dict[str, Any]) -> str:
-    """How the final state compares with the undisturbed run's."""
+    """Text on how the final state compares with the undisturbed run's."""
     if record["bit_identical"]:
         return "are equal bit for bit to the undisturbed run's"
     if record.get("loss_curve", {}).get("within_tolerance"):

@@ -1,7 +1,7 @@
 """`dtft drill`: an undisturbed run and a faulted run with one seed, compared.
 
-Runs both on local clusters, plays the faults at their steps, and judges the runs' files
-with `compare`. Takes no part in the recovery itself.
+Runs both on local clusters, injects the faults at their steps, and judges the runs'
+files with `compare`. The drill does not take part in the recovery.
 """
 
 import contextlib
@@ -41,7 +41,8 @@ DEADLINE_S = 600.0
 FAIL_AT = "DTFT_FAIL_AT"
 """Environment variable: SLOT:STEP:once|always:MARKER, where a trainer raises."""
 _LITTLE_MEMORY = 'mount -t tmpfs -o size="$1" dtft "$2" && shift 2 && exec "$@"'
-"""Shell: mounts memory of a size over a directory, then becomes a command."""
+"""Shell script: mounts a tmpfs of size $1 on directory $2, then executes the rest of
+its arguments as a command."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +55,11 @@ class Ran:
 
 
 def run_drill(options: "DrillCommand", words: list[str]) -> int:
-    """Runs the drill; 0 if the faulted run is as good as the undisturbed one.
+    """Runs the drill; returns exit code 0 if the faulted run passes all checks, else 1.
 
     Args:
         options: CONFIG, faults, and the clusters' settings.
-        words: keys of the config, as they were typed.
+        words: overrides of config keys, as typed on the command line.
 
     Raises:
         ValueError: wrong input, such as a fault that cannot be read.
@@ -104,7 +105,7 @@ def run_drill(options: "DrillCommand", words: list[str]) -> int:
 def _faults(experiment: Experiment, options: "DrillCommand") -> list[Fault]:
     hosts = experiment.cluster.hosts
     if any(text.startswith("scale:") for text in options.fault):
-        hosts += options.spares  # the job may grow over them
+        hosts += options.spares  # the job may grow onto the spares
     faults = [parse_fault(text, hosts) for text in options.fault]
     for fault in faults:
         if fault.step >= experiment.stop.steps:
@@ -120,10 +121,10 @@ def _faults(experiment: Experiment, options: "DrillCommand") -> list[Fault]:
 
 
 def _memory_limits(options: "DrillCommand") -> dict[str, int]:
-    """MiB of memory of the hosts that --host-memory names.
+    """Host to its memory limit in MiB, from --host-memory.
 
     Raises:
-        ValueError: it cannot be read, or this machine does not let memory be limited.
+        ValueError: the flag cannot be parsed, or this process may not limit memory.
     """
     found = {}
     for text in options.host_memory:
@@ -142,9 +143,10 @@ def _memory_limits(options: "DrillCommand") -> dict[str, int]:
 
 
 def _usable(control: Path, experiment: Experiment, *, every_loss: bool) -> bool:
-    """Whether a finished control run has the same result by construction.
+    """Whether a finished control run can be reused for the experiment.
 
-    Where losses are compared it must have those of all steps.
+    Its config must lead to the same final state. If losses are compared (`every_loss`),
+    the run must have logged the loss of every step.
     """
     saved = control / "config.json"
     if not (control / "summary.json").exists() or not saved.exists():
@@ -220,7 +222,10 @@ def _run(
 
 
 def _wait(cluster: LocalCluster, injector: FaultInjector, deadline_s: float) -> bool:
-    """Waits until all agents but those held for ever end; False at the deadline."""
+    """Waits until all agents have ended, except agents that a fault stops for good.
+
+    Returns False at the deadline.
+    """
     end = time.monotonic() + deadline_s
     while time.monotonic() < end:
         if cluster.wait(0.1):
@@ -232,7 +237,7 @@ def _wait(cluster: LocalCluster, injector: FaultInjector, deadline_s: float) -> 
 
 
 def _failures(faults: Sequence[Fault], marker: Path) -> dict[str, str]:
-    """Environment that makes a trainer raise inside a step."""
+    """Environment variables that make a trainer raise inside a step."""
     for fault in faults:
         if fault.kind == "fail":
             often = "always" if fault.always else "once"
@@ -244,12 +249,13 @@ def _failures(faults: Sequence[Fault], marker: Path) -> dict[str, str]:
 def _network(
     settings: ClusterOptions, faults: Sequence[Fault], options: "DrillCommand"
 ) -> Iterator[HostNamespaces | None]:
-    """Makes the namespaces of all hosts, if a fault cuts one off."""
+    """Makes network namespaces for all hosts; yields None if no fault cuts a host
+    off."""
     if not any(fault.kind == "cut" for fault in faults):
         yield None
         return
     hosts = settings.hosts + settings.spares
-    if options.rejoin is not None:  # new hosts come in place of those held for ever
+    if options.rejoin is not None:  # new hosts replace hosts that never come back
         hosts += sum(max(1, len(it.slots)) for it in faults if not it.heals)
     network = HostNamespaces([f"host-{number}" for number in range(hosts)])
     try:

@@ -1,6 +1,6 @@
 """Leftovers of an ended job on this machine: processes, sockets, shared memory.
 
-Names the leftovers and removes nothing. Linux only.
+Names the leftovers but does not remove them. Works on Linux only.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ GRACE_S = 5.0
 
 
 def of_ended_hosts(cluster: LocalCluster, grace_s: float = GRACE_S) -> list[str]:
-    """Leftovers of hosts whose agents have ended by themselves.
+    """Leftovers of hosts whose agents have ended.
 
     Args:
-        cluster: not closed yet, since closing removes all leftovers.
+        cluster: the cluster, before it is closed: closing removes all leftovers.
         grace_s: seconds to wait for the leftovers to vanish.
     """
     end = time.monotonic() + grace_s

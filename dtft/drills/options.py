@@ -1,7 +1,8 @@
-"""Values that drills and commands of jobs read from their flags.
+"""Values that the commands of drills and jobs compute from their flags.
 
-Experiment, run directory and secret; a host's failure domain and connections. Wrong
-flags are refused in one line before anything is started.
+The values are the experiment, the run directory and the secret, and a host's failure
+domain and connections. A wrong flag raises a ValueError with a one-line message before
+anything is started.
 """
 
 import os
@@ -49,7 +50,8 @@ def tls_of(flags: "HostFlags") -> Tls | None:
     """The certificate of --tls-cert and --tls-key, read once as a check.
 
     Raises:
-        ValueError: one of them is missing, or they cannot be read or used together.
+        ValueError: one of the flags is missing, --nixl is given too, or the files
+            cannot be read or used together.
     """
     if not flags.tls_cert and not flags.tls_key:
         return None
@@ -77,7 +79,7 @@ def own_certificate(flags: "HostFlags", directory: Path) -> list[str]:
     certificate, authenticates the peers.
 
     Raises:
-        ValueError: --tls-cert is given too, or `openssl` cannot make one.
+        ValueError: --tls-cert or --nixl is given too, or `openssl` fails.
     """
     if flags.tls_cert or flags.nixl:
         raise ValueError("give only one of --nixl, --tls, --tls-cert with --tls-key.")
@@ -112,7 +114,8 @@ def domain_of(flags: "HostFlags", place: "PlaceFlags", host: str) -> str:
     """The label of a host's failure domains, from --domain or --domain-file.
 
     Raises:
-        ValueError: both are given, the label cannot be read, or the file lacks it.
+        ValueError: both are given, the label cannot be read, or the file has no line
+            for the host.
     """
     if place.domain and flags.domain_file:
         raise ValueError("give either --domain or --domain-file, not both.")
@@ -146,14 +149,15 @@ def _domains_in(name: str):
 def for_clusters(
     command: "DrillCommand | BenchCommand", words: list[str], prog: str
 ) -> tuple[Experiment, list[str]]:
-    """The experiment, and the overrides for clusters with run directories of their own.
+    """Loads the experiment; returns it with the overrides for the runs' clusters.
 
-    SIGTERM and SIGHUP unwind like an error, so that clusters are closed and their
-    memory freed.
+    The overrides leave out the run directory, because each run gets a separate one.
+    SIGTERM and SIGHUP raise SystemExit from now on, so that clusters are closed and
+    their memory is freed.
 
     Args:
         command: CONFIG and sizes.
-        words: keys of the config, as they were typed.
+        words: overrides of config keys, as typed on the command line.
         prog: the command, for the help text.
 
     Raises:
@@ -172,11 +176,11 @@ def for_clusters(
 
 
 def prepare_run(experiment: Experiment) -> tuple[Path, list[str]]:
-    """The run directory, checked against what it already holds, and its override.
+    """Checks and makes the run directory; returns it with its config override.
 
     Raises:
-        ValueError: it holds checkpoints of another config, and nothing is touched; or
-            it cannot be written to.
+        ValueError: the directory holds checkpoints of another config and is left
+            unchanged, or it cannot be written to.
     """
     directory = Path(with_run_dir(experiment).log.run_dir).resolve()
     saved = directory / "config.json"
@@ -191,8 +195,8 @@ def store_address(job: "JobFlags") -> StoreAddress:
     """The etcd of --store and of the flags that begin with --store-.
 
     Raises:
-        ValueError: a flag has a value that is not allowed, or lacks its partner; or no
-            job can have this name.
+        ValueError: a flag has a value that is not allowed, or lacks the flag that it
+            needs; or no job can have this name.
     """
     check_name("--job", job.name)
     return StoreAddress.parse(
@@ -248,7 +252,7 @@ def cluster_options(
     """The local cluster for an experiment.
 
     Raises:
-        ValueError: the arena directory is not there.
+        ValueError: the arena directory does not exist.
     """
     from dtft.elastic.local_cluster import ClusterOptions, job_name
 

@@ -1,4 +1,4 @@
-"""Checks whether a host may join a job: free name, same secret and config.
+"""Checks whether a host may join a job: its name is free, secret and config match.
 
 The checks run once, before the host registers.
 """
@@ -16,20 +16,23 @@ from dtft.elastic.store import Store, claim, job_key, read_view
 
 PAUSE_S = 0.1
 SERVED = "--serve-only"
-"""Stands for the digest of a config in a job of the user's own processes."""
+"""Start of `config_digest` in a job whose processes the user starts."""
 
 
 class JobMismatch(ValueError):
-    """This host's secret or config is not the job's, or its name is taken."""
+    """A host may not join: its secret or config differs, or its name is taken."""
 
 
 def proof_of(secret: bytes, job: str) -> str:
-    """The stored proof of the secret, which does not reveal the secret."""
+    """Returns the HMAC-SHA256 of the job name under the secret, in hexadecimal.
+
+    The store keeps this proof, which does not reveal the secret.
+    """
     return hmac.new(secret, job.encode(), hashlib.sha256).hexdigest()
 
 
 def refuse_taken_name(store: Store, config: AgentConfig) -> None:
-    """Waits for the lease of a former host of this name to run out, or refuses.
+    """Waits until no host of this name is registered, for at most a lease and 1 s.
 
     Raises:
         JobMismatch: a live host has the name.
@@ -47,11 +50,11 @@ def refuse_taken_name(store: Store, config: AgentConfig) -> None:
 
 
 def check_domain(store: Store, config: AgentConfig) -> None:
-    """Compares this host's failure domains with those of the hosts that are there.
+    """Checks this host's failure domain labels against those of registered hosts.
 
     Raises:
         StoreUnavailable: the store does not answer.
-        JobMismatch: the labels do not fit together.
+        JobMismatch: the labels are inconsistent.
     """
     records = read_view(store, config.job)[0].hosts.values()
     labels = {record.host: record.domain for record in records}
@@ -62,7 +65,7 @@ def check_domain(store: Store, config: AgentConfig) -> None:
 
 
 def _fingerprint(config: AgentConfig) -> dict[str, Any]:
-    """The settings that all hosts of a job share."""
+    """Returns the settings that must be equal on all hosts: secret, config, TLS."""
     return {
         "secret": proof_of(config.secret, config.job),
         "config": config.config_digest,
@@ -71,17 +74,23 @@ def _fingerprint(config: AgentConfig) -> dict[str, Any]:
 
 
 def claims_of(config: AgentConfig) -> dict[str, bytes]:
-    """The job's unique values by name, for a store that has lost them."""
+    """Returns the values that hosts write again to a store that has lost data.
+
+    Returns:
+        Name of the key to its value: "fingerprint", and "terms" if there are any.
+    """
     claims = {"fingerprint": json.dumps(_fingerprint(config)).encode()}
     return claims | ({"terms": config.terms.encode()} if config.terms else {})
 
 
 def check_job(store: Store, config: AgentConfig) -> None:
-    """Compares this host's secret and config with those of the job, or sets them.
+    """Compares this host's secret, config and TLS setting with those of the job.
+
+    The first host of a job writes its own values to the store.
 
     Raises:
         StoreUnavailable: the store does not answer.
-        JobMismatch: one of them differs.
+        JobMismatch: a setting differs.
     """
     secret_proof, mine = proof_of(config.secret, config.job), _fingerprint(config)
     key = job_key(config.job, "m/fingerprint")

@@ -1,8 +1,9 @@
 """Pure decisions that spread a formation's copies over failure domains.
 
-Copies are placed by slot, once for the lifetime of the arenas: a host's copies must not
-move because another host was replaced. So a spare is chosen that keeps the copies in
-separate domains; if no spare does, people are told.
+Copies are placed by slot, once for the lifetime of the arenas, so a replaced host does
+not move the copies of other hosts. A spare is chosen for a slot such that the copies of
+each slice stay in separate failure domains. If no spare allows this, `shortfall`
+returns a warning.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +26,10 @@ from dtft.elastic.store import View
 
 
 def known_domains(records: Iterable[HostRecord]) -> tuple[FailureDomains, str]:
-    """The failure domains from all hosts' labels, and any disagreement as text."""
+    """Returns the failure domains from all hosts' labels, and an error text or "".
+
+    If the labels are inconsistent, the domains are those of unlabelled hosts.
+    """
     try:
         return domains_from_labels(
             {record.host: record.domain for record in records}
@@ -36,16 +40,16 @@ def known_domains(records: Iterable[HostRecord]) -> tuple[FailureDomains, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """The failure domains of a job, as read from a view."""
+    """The assignment and the failure domains of a job, from a view."""
 
     assignment: SlotAssignment | None
     domains: FailureDomains
     names: Mapping[str, str]
-    """Host to the domain in which its copy counts."""
+    """Host to its domain at the level over which the copies are spread."""
 
     @classmethod
     def of(cls, view: View) -> "Surroundings":
-        """The failure domains in the store's view."""
+        """Reads assignment and failure domains from a view."""
         domains, _ = known_domains(view.hosts.values())
         level = view.assignment.spread.level if view.assignment else "host"
         hosts = list(view.hosts)
@@ -54,28 +58,36 @@ class Surroundings:
 
     @property
     def placed(self) -> tuple[str, ...]:
-        """Per slot the domain by which copies were placed."""
+        """The domain of each slot when copies were placed; () without an assignment."""
         return self.assignment.spread.domains if self.assignment else ()
 
     def placed_on(self, layout: Layout | None) -> tuple[str, ...]:
-        """As `placed`, if that is of a formation of this layout's size."""
+        """Returns `placed` if its number of slots is that of `layout`, else ()."""
         fits = layout is not None and layout.mesh.num_slots == len(self.placed)
         return self.placed if fits else ()
 
     def copies(self, layout: Layout | None) -> tuple[int, int, str]:
-        """Copies asked for, effective ones, and why they differ; zeros if unknown."""
+        """Computes how many copies a formation has in separate domains.
+
+        Args:
+            layout: the newest layout; None if unknown.
+
+        Returns:
+            Requested copies, effective copies, and why the numbers differ ("" if not);
+            (0, 0, "") if the layout or a host of the formation is unknown.
+        """
         now = self.assignment
         if now is None or layout is None or layout.mesh.num_slots != len(now.slots):
             return 0, 0, ""
         if not self.names.keys() >= set(now.slots):
-            return 0, 0, ""  # a host is missing: the health of the commits tells
+            return 0, 0, ""  # a host is missing, which the commits' health shows
         placement = now.spread.place(layout)
         found = shortfall(now.spread, placement, now.slots, self.domains)
         return now.spread.copies, *found
 
 
 def spread_over(slots: Sequence[str], domains: FailureDomains, copies: int) -> Spread:
-    """The spread of a formation that starts without copies in memory."""
+    """Computes the spread of copies of a formation without copies in memory."""
     if not domains.levels:
         return Spread(copies=copies)
     found = separate_copies(domains, slots, copies)
@@ -90,7 +102,10 @@ def next_spread(
     *,
     keep: bool,
 ) -> Spread:
-    """The former spread while copies stay in memory (`keep`), else a new one."""
+    """Returns the previous spread if copies stay in memory (`keep`), or a new spread.
+
+    A different number of slots also makes a new spread.
+    """
     if keep and previous is not None and len(previous.slots) == len(slots):
         return previous.spread
     return spread_over(slots, domains, copies)
@@ -103,14 +118,17 @@ def preferred(
     spares: Sequence[HostRecord],
     domains: FailureDomains,
 ) -> tuple[HostRecord | None, ...]:
-    """The host of each slot: those that have one, and spares that suit the others.
+    """Fills empty slots with spares, so that copies stay in separate domains.
 
     Args:
-        previous: the former assignment.
-        layout: of its state; without it spares are taken in order.
-        seats: the host of each slot, None where it is empty.
-        spares: in the order in which they are taken otherwise.
-        domains: of all hosts.
+        previous: the previous assignment; None for none.
+        layout: layout of the state; None: spares are taken in order.
+        seats: the host of each slot; None for an empty slot.
+        spares: spare hosts in order of preference.
+        domains: failure domains of all hosts.
+
+    Returns:
+        The host of each slot; None for a slot without a spare.
     """
     groups, wanted, level = (), 0, "host"
     sizes = {len(seats), len(previous.slots) if previous else 0}
@@ -138,14 +156,15 @@ def shortfall(
     slots: Sequence[str],
     domains: FailureDomains,
 ) -> tuple[int, str]:
-    """Effective copies of a formation, and why they are fewer than asked for.
+    """Computes the effective copies of a formation: copies in separate domains.
 
-    Copies count at the level at which they are kept apart; where that is the host
-    although hosts are labelled, at the narrowest level of the labels, for a rack fails
-    as a whole.
+    Domains are those of the level over which copies are spread. If this level is the
+    host although hosts have labels, domains are those of the narrowest label, because a
+    rack fails as a whole.
 
     Returns:
-        The number, and a line for people that is empty if nothing is missing.
+        The number of effective copies, and a warning if it is below `spread.copies`,
+        else "".
     """
     level = spread.level
     if level == "host" and domains.levels:

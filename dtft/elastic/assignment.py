@@ -1,10 +1,11 @@
 """Pure functions that assign hosts to slots and choose the number of slots.
 
-`fill_slots` assigns hosts to slots; `next_epoch` decides whether a change makes a new
-generation. A replica group is the fewest hosts that together hold whole copies of the
-model: one copy, or as many copies as one host holds. `size_for` computes the number of
-whole groups in a formation, `choose_slots` its number of slots, `seat` the host of each
-slot, and `resized` the state's layout on another number of replicas.
+`fill_slots` assigns hosts to slots; `seat` does so when the number of slots may change.
+`next_epoch` decides whether a formation has a new generation. A replica group is the
+smallest set of hosts that together hold whole copies of the model: one copy, or as many
+copies as one host holds. `choose_slots` chooses the number of slots of a formation,
+`size_for` computes the number of slots for a requested number of replicas, and
+`resized` computes the state's layout for another number of replicas.
 """
 
 import dataclasses
@@ -30,27 +31,30 @@ class HostRecord:
     address: str
     """host:port of the host's transport."""
     incarnation: str
-    """PROCESS.NUMBER: the process differs for every start of the agent, the number for
-    every registration after an expired lease."""
+    """PROCESS.NUMBER. PROCESS differs for every start of the agent, NUMBER for every
+    registration of one agent process."""
     joined_ns: int
-    """Wall-clock time of registration; spares are taken in this order."""
+    """Wall-clock time of joining in nanoseconds; spares are taken in this order."""
     pid: int
-    """Process id of the agent, for people."""
+    """Process id of the agent, for messages."""
     domain: str = ""
-    """Label of its failure domains, as `checkpoint.domains` reads it."""
+    """Label of the host's failure domains, such as "power=p1,rack=r7"; "" for none."""
     process: int = -1
-    """Index of the user's process that is attached to the agent, -1 for none."""
+    """Index of the user's process that is attached to the agent; -1 for none."""
     attached_ns: int = 0
     """Wall-clock time in nanoseconds at which the process attached; it identifies the
     process."""
 
     def replaces(self, other: "HostRecord") -> bool:
-        """Whether this is a later agent process under the same name."""
+        """Whether this record is of a later agent process than `other`'s.
+
+        Both records have the same host name.
+        """
         another = process_of(self.incarnation) != process_of(other.incarnation)
         return another and self.joined_ns > other.joined_ns
 
     def to_json(self) -> str:
-        """JSON; inverse of `from_json`."""
+        """Encodes the record as JSON; inverse of `from_json`."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
     @classmethod
@@ -58,7 +62,7 @@ class HostRecord:
         """Parses the text of `to_json`.
 
         Raises:
-            ValueError, TypeError: it is not a record.
+            ValueError, TypeError: the text is not a record.
         """
         record = cls(**json.loads(text))
         for it in dataclasses.fields(cls):
@@ -73,26 +77,26 @@ class SlotAssignment:
     """The host of each slot, and the source of the restored state."""
 
     generation: int
-    """Changes exactly when the map from slot to host changes."""
+    """Number that increases exactly when the map from slot to host changes."""
     attempt: int
-    """Counts the formations of a generation; messages carry both."""
+    """Number of the formation within its generation."""
     slots: tuple[str, ...]
     """The host of each slot."""
     incarnations: tuple[str, ...]
     """Incarnations of the slots' hosts, in slot order."""
     source: Source
-    """Where the state comes from."""
+    """Where the state comes from: host memory, storage, or a new initial state."""
     step: int
-    """The step restored; 0 is the initial state."""
+    """The restored step; 0 for the initial state."""
     rung: int
     """Rung of the recovery ladder; 0 for the first formation of a job."""
     reason: str
-    """The reason for the formation, for people."""
+    """The reason for the formation, for messages."""
     spread: Spread = field(default_factory=Spread)
     """The failure domains over which the slots' copies are spread."""
     asked_slots: int = 0
-    """The requested number of slots, 0 for none; hosts report it to a store that has
-    lost it."""
+    """The requested number of slots; 0 for none. Kept here in case the store loses the
+    request."""
 
     @functools.cached_property
     def slot_of(self) -> dict[str, int]:
@@ -101,11 +105,11 @@ class SlotAssignment:
 
     @property
     def epoch(self) -> tuple[int, int]:
-        """(generation, attempt): later is larger, and only the latest is obeyed."""
+        """(generation, attempt), which increases; hosts obey only the latest epoch."""
         return self.generation, self.attempt
 
     def to_json(self) -> str:
-        """JSON; inverse of `from_json`."""
+        """Encodes the assignment as JSON; inverse of `from_json`."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
     @classmethod
@@ -125,9 +129,9 @@ class SlotAssignment:
 
 
 def process_of(incarnation: str) -> str:
-    """The agent process of an incarnation: NAME of NAME.NUMBER.
+    """Returns the agent process of an incarnation: PROCESS of PROCESS.NUMBER.
 
-    A process whose lease ran out registers again under the next number.
+    After its lease has expired, an agent process registers under the next number.
 
     >>> process_of("9f3c.2"), process_of("9f3c")
     ('9f3c', '9f3c')
@@ -148,17 +152,17 @@ def fill_slots(
     num_slots: int,
     choose: Choose | None = None,
 ) -> tuple[HostRecord | None, ...]:
-    """Keeps every live host in its slot and fills the others with spares.
+    """Keeps every live host in its slot and fills empty slots with spares.
 
     Args:
-        previous: (host, incarnation) of each slot, empty for a new job.
+        previous: previous (host, incarnation) of each slot; empty for a new job.
         hosts: the live hosts.
-        num_slots: number of slots.
-        choose: gives spares to the empty slots; by default one after the other.
+        num_slots: number of slots of a new job; otherwise `previous` has the number.
+        choose: gives spares to empty slots; None: in order.
 
     Returns:
-        The host of each slot; None where no host is left. A new job is filled in the
-        order of the hosts' names, spares stand in the order in which they joined.
+        The host of each slot; None where no host is left. The spares are in the order
+        in which the hosts joined; for a new job, by length of name, then by name.
     """
     live = {(record.host, process_of(record.incarnation)): record for record in hosts}
     entries = [(host, process_of(incarnation)) for host, incarnation in previous]
@@ -180,7 +184,10 @@ def fill_slots(
 def next_epoch(
     previous: SlotAssignment | None, filled: Sequence[HostRecord]
 ) -> tuple[int, int]:
-    """(generation, attempt) of a new formation.
+    """Computes (generation, attempt) of a new formation.
+
+    The generation increases if the hosts of the slots differ from `previous`; otherwise
+    the attempt increases.
 
     >>> next_epoch(None, [])
     (1, 1)
@@ -195,7 +202,7 @@ def next_epoch(
 
 
 REPLICA_AXIS = "replica"
-"""Mesh axis along which jobs grow and shrink; its groups are neighbouring slots."""
+"""Mesh axis along which jobs grow and shrink. Each replica has neighbouring slots."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,27 +210,27 @@ class SizeLimits:
     """Limits of a job's size."""
 
     min_replicas: int = 0
-    """Fewest replicas with which the job goes on after lost hosts without a spare; 0:
-    the job waits for a host."""
+    """Fewest replicas with which the job continues after it has lost hosts without a
+    spare; 0: the job waits for a host."""
     global_batch: int = 0
-    """Number of rows of a step, which is fixed: every part of the mesh takes equally
-    many rows. 0 allows any number of parts."""
+    """Number of rows of a step. Every part of the mesh takes equally many rows, so the
+    number of parts divides this number. 0 allows any number of parts."""
     batch_axes: tuple[str, ...] = (REPLICA_AXIS,)
-    """Mesh axes that divide the rows."""
+    """Mesh axes along which rows are divided."""
     row_parts: int = 1
-    """Number of equal parts, such as microbatches, into which the rows are divided
-    again."""
+    """Number of equal parts, such as microbatches, into which each mesh part's rows are
+    divided."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WantedSize:
-    """A requested size, as stored."""
+    """A requested size of the job, as stored in the store."""
 
     replicas: int
     slots: int
 
     def to_json(self) -> str:
-        """JSON; inverse of `from_json`."""
+        """Encodes the size as JSON; inverse of `from_json`."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
@@ -234,7 +241,7 @@ class WantedSize:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaGroups:
-    """How the slots of a job make up replicas.
+    """The numbers of replicas and slots of a job, and the replica groups that follow.
 
     >>> ReplicaGroups(replicas=4, slots=2, parts=1).group  # every host has two replicas
     (2, 1)
@@ -247,7 +254,7 @@ class ReplicaGroups:
 
     @classmethod
     def of(cls, layout: Layout, limits: SizeLimits) -> "ReplicaGroups":
-        """The groups of a running job."""
+        """Computes the groups of a running job from its layout."""
         mesh = layout.mesh
         sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
         others = [axis for axis in limits.batch_axes if axis != REPLICA_AXIS]
@@ -259,17 +266,17 @@ class ReplicaGroups:
 
     @property
     def group(self) -> tuple[int, int]:
-        """(replicas, slots) of the smallest group."""
+        """(replicas, slots) of one replica group."""
         common = math.gcd(self.replicas, self.slots)
         return self.replicas // common, self.slots // common
 
     def fits(self, replicas: int, limits: SizeLimits) -> bool:
-        """Whether a job may have this many replicas: whole groups, equal rows."""
+        """Whether a job may have this many replicas: whole groups with equal rows."""
         whole = replicas >= 1 and replicas % self.group[0] == 0
         return whole and limits.global_batch % (replicas * self.parts) == 0
 
     def slots_of(self, replicas: int) -> int:
-        """The number of slots of the whole groups with this many replicas.
+        """Returns the number of slots for this many replicas.
 
         >>> ReplicaGroups(replicas=2, slots=6, parts=3).slots_of(3)
         9
@@ -277,20 +284,21 @@ class ReplicaGroups:
         return replicas * self.slots // self.replicas
 
     def replicas_on(self, slots: int) -> int:
-        """The number of replicas of the whole groups on this many slots."""
+        """Returns the number of replicas on this many slots, rounded down."""
         return slots * self.replicas // self.slots
 
 
 def size_for(replicas: int, layout: Layout, limits: SizeLimits) -> WantedSize:
-    """The size of a job with `replicas` replicas.
+    """Computes the size of a job for a requested number of replicas.
 
     Args:
         replicas: the requested number of replicas.
-        layout: of the running job.
-        limits: the job's.
+        layout: layout of the running job.
+        limits: the job's size limits.
 
     Raises:
-        ValueError: it may not have so many; says what is allowed.
+        ValueError: the job may not have this number of replicas; the message has the
+            nearest allowed numbers.
     """
     groups = ReplicaGroups.of(layout, limits)
     if replicas < max(1, limits.min_replicas):
@@ -323,10 +331,10 @@ def _unfit(replicas: int, groups: ReplicaGroups, limits: SizeLimits) -> str:
 
 
 def resized(layout: Layout, replicas: int) -> Layout:
-    """The layout of the same state on a mesh with another number of replicas.
+    """Computes the layout of the same state on a mesh with `replicas` replicas.
 
     Raises:
-        ValueError: replicas are not groups of neighbouring slots in this mesh.
+        ValueError: the replicas are not groups of neighbouring slots in this mesh.
 
     >>> mesh = MeshLayout(
     ...     axis_names=("replica", "fsdp"), axis_sizes=(1, 2), slots=(0, 1))
@@ -359,7 +367,7 @@ def resized(layout: Layout, replicas: int) -> Layout:
 
 
 def _outermost(mesh: MeshLayout) -> int:
-    """The number of replicas if no larger axis lies before theirs, or else 0."""
+    """Returns the size of the replica axis; 0 if an axis before it is above 1."""
     for name, size in zip(mesh.axis_names, mesh.axis_sizes, strict=True):
         if name == REPLICA_AXIS:
             return size
@@ -375,8 +383,9 @@ def _in_order(slots: int, per_slot: int) -> tuple[int, ...]:
 def _with_rows(leaf: Leaf, before: int, replicas: int) -> Leaf:
     """Resizes a leaf that has one row per replica to `replicas` rows.
 
-    The leaf's shape changes, so a comparison refuses the leaf by name: rows of one
-    replica have no meaning for a new replica.
+    A state with such a leaf cannot be resized: rows of one replica have no meaning for
+    a new replica. The changed shape makes the comparison of layouts fail with the name
+    of the leaf.
     """
     rows = leaf.spec[:1] == ((REPLICA_AXIS,),) and leaf.shape[:1] == (before,)
     return dataclasses.replace(
@@ -393,19 +402,20 @@ def choose_slots(
     limits: SizeLimits,
     unfit: Collection[int] = (),
 ) -> int:
-    """The number of slots of the next formation.
+    """Chooses the number of slots of the next formation.
 
-    The wanted number if there are enough hosts. With fewer hosts, the most whole groups
-    that `limits.min_replicas` allows, or the size of the newest commit, so growing
-    never ends the job. A result above `available` means to wait.
+    With enough hosts this is `wanted`. With fewer hosts it is the largest smaller size
+    of whole groups that `limits.min_replicas` allows, or else the size of the newest
+    commit; so a failed growth never ends the job. If the result is above `available`,
+    the job waits for hosts.
 
     Args:
         wanted: the requested number of slots, or the number at the job's start.
-        committed: slots of the newest commit; 0 without a commit.
-        available: the number of hosts that can be given a slot.
-        groups: of the running job; None if no live host knows its state.
-        limits: the job's.
-        unfit: sizes (slots) that could not be restored or trained on.
+        committed: number of slots of the newest commit; 0 without a commit.
+        available: number of hosts that can be given a slot.
+        groups: groups of the running job; None if no live host knows its layout.
+        limits: the job's size limits.
+        unfit: numbers of slots on which a restore or a formation has failed.
 
     >>> choose_slots(wanted=3, committed=2, available=2, groups=None,
     ...     limits=SizeLimits())
@@ -441,11 +451,11 @@ def seat(
     has the same slices. The remaining slots are filled by `fill_slots`.
 
     Args:
-        previous: (host, incarnation) of each slot before.
+        previous: previous (host, incarnation) of each slot; empty for a new job.
         hosts: the live hosts.
-        num_slots: slots from now on.
-        group_slots: slots of a replica group.
-        choose: as in `fill_slots`.
+        num_slots: new number of slots.
+        group_slots: number of slots of a replica group.
+        choose: see `fill_slots`.
     """
     if not previous or len(previous) == num_slots:
         return fill_slots(previous, hosts, num_slots, choose)

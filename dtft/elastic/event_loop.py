@@ -1,8 +1,8 @@
 """An agent's event loop: callables run one after the other, on one thread.
 
-Long work runs on other threads and comes back as a `Future`: `aside` for one piece of
-work, a `Lane` for pieces in order. The longest calls are kept, because a blocked loop
-can neither renew its lease nor answer its leader.
+Long work runs on other threads, and its outcome is passed back as a `Future`: `aside`
+for one piece of work, a `Lane` for pieces in order. The loop records its longest calls,
+because a blocked loop can neither renew its lease nor answer its leader.
 """
 
 import heapq
@@ -16,20 +16,20 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 KEPT_CALLS = 10
-"""Number of longest calls kept for the drill's record."""
+"""Number of longest calls that are recorded, for the drill's record."""
 IDLE_S = 5.0
 """Seconds without work after which a lane's thread ends."""
 
 Work = Callable[[], Any]
 Then = Callable[["Future[Any]"], None]
-"""Takes the outcome of some work; `result()` returns it or raises its error."""
+"""Takes the outcome of some work; `result()` returns its result or raises its error."""
 
 
 class Lane(Protocol):
-    """Work of one kind, done in order and beside the loop."""
+    """Work of one kind, done in order on another thread than the loop's."""
 
     def submit(self, work: Work, then: Then) -> None:
-        """Has `work` done after what was submitted before; `then` runs on the loop."""
+        """Does `work` after all work submitted before; then runs `then` on the loop."""
         ...
 
     def close(self) -> None:
@@ -49,21 +49,21 @@ class Loop(Protocol):
         ...
 
     def post(self, function: Callable[..., None], *args: Any) -> None:
-        """Has a function called on the loop soon; safe from any thread."""
+        """Schedules a call on the loop as soon as possible; safe from any thread."""
         ...
 
     def call_later(
         self, delay_s: float, function: Callable[..., None], *args: Any
     ) -> None:
-        """Has a function called on the loop in `delay_s` seconds."""
+        """Schedules a call on the loop in `delay_s` seconds."""
         ...
 
     def aside(self, work: Work, then: Then | None = None) -> None:
-        """Has `work` done beside the loop, at once; `then` runs on the loop."""
+        """Does `work` at once on another thread; then runs `then` on the loop."""
         ...
 
     def lane(self, name: str) -> Lane:
-        """A new lane."""
+        """Makes a new lane."""
         ...
 
     def run(self) -> None:
@@ -71,7 +71,7 @@ class Loop(Protocol):
         ...
 
     def stop(self) -> None:
-        """Makes `run` return after the call under way."""
+        """Makes `run` return after the current call."""
         ...
 
 
@@ -81,16 +81,16 @@ class Call:
 
     seconds: float
     at: float
-    """Wall-clock time at which it began."""
+    """Wall-clock time at which the call began."""
     what: str
 
 
 class EventLoop:
-    """A `Loop` on threads. `run` owns the thread that calls it."""
+    """A `Loop` that uses threads. Calls run on the thread that calls `run`."""
 
     def __init__(self) -> None:
-        """Starts without a call."""
-        # Not a Queue: a signal handler may interrupt `get` and post, on one thread.
+        """Starts with no scheduled call."""
+        # SimpleQueue is reentrant: a signal handler may post while `get` runs.
         self._posted: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = (
             queue.SimpleQueue()
         )
@@ -138,23 +138,23 @@ class EventLoop:
 
     @property
     def longest(self) -> tuple[Call, ...]:
-        """The longest calls so far, the longest first."""
+        """The `KEPT_CALLS` longest calls so far, the longest first."""
         return tuple(sorted(self._longest, reverse=True))
 
     def record(self) -> dict[str, Any]:
-        """The longest calls as plain values for a file."""
+        """Returns the longest calls as a dict that can be written as JSON."""
         calls = [asdict(call) for call in self.longest]
         return {"longest_call_s": calls[0]["seconds"] if calls else 0.0, "calls": calls}
 
     def stop(self) -> None:
-        """Makes `run` return after the call under way; safe in a signal handler."""
+        """Makes `run` return after the current call; safe in a signal handler."""
         self._stopped = True
         self._posted.put((_nothing, ()))
 
     def run(self) -> None:
         """Runs posted calls and due timers until `stop`.
 
-        What is due comes first: a queue that is never empty delays no deadline.
+        Due timers run before posted calls, so a full queue delays no timer.
         """
         while not self._stopped:
             due, wait_s = self._due()
@@ -170,7 +170,7 @@ class EventLoop:
     def _due(
         self,
     ) -> tuple[tuple[Callable[..., None], tuple[Any, ...]] | None, float]:
-        """The timer that is due, if one is, and the seconds until the next."""
+        """Returns the call of a due timer or None, and the seconds to wait if None."""
         with self._lock:
             if not self._timers:
                 return None, 1.0
@@ -196,10 +196,10 @@ class EventLoop:
 
 
 class ThreadLane:
-    """A `Lane` on a thread that exists while there is work."""
+    """A `Lane` on a thread, which ends after `IDLE_S` seconds without work."""
 
     def __init__(self, name: str, post: Callable[..., None]) -> None:
-        """Starts without work or a thread."""
+        """Starts no thread; the first `submit` does."""
         self._name, self._post = name, post
         self._work: queue.Queue[tuple[Work, Then] | None] = queue.Queue()
         self._lock = threading.Lock()
@@ -238,7 +238,7 @@ class ThreadLane:
 
 
 def outcome_of(work: Work) -> "Future[Any]":
-    """Does some work and keeps what it returned or raised.
+    """Does some work; returns its result or exception as a finished future.
 
     >>> outcome_of(lambda: 3).result()
     3
@@ -254,11 +254,11 @@ def outcome_of(work: Work) -> "Future[Any]":
 
 
 def _nothing() -> None:
-    """Wakes the loop."""
+    """Does nothing; posted to wake the loop."""
 
 
 def _name(function: Callable[..., None], args: tuple[Any, ...]) -> str:
-    """A function for people, with the kind of event if its first argument says one."""
+    """Names a call by its function, and by its first argument if that is a str."""
     name = getattr(function, "__qualname__", type(function).__name__)
     kind = f" {args[0]}" if args and isinstance(args[0], str) else ""
     return f"{name}{kind}"

@@ -1,10 +1,10 @@
-"""Whether a trainer is stuck, and which host is behind when all wait for it.
+"""Detects hung trainers and finds the host that the other hosts wait for.
 
-A trainer writes its phase and the moment it began on its host's board. Its agent looks
-there about every second (`ProgressWatch`), and tells the leader of a phase that lasts.
-One hung trainer hangs all others in the collective, so all of them pass a limit: the
-leader names those that are behind (`verdict`). Clock, board and process state are
-arguments.
+A trainer writes its phase and the phase's start time on its host's progress board. The
+agent reads the board about every second (`ProgressWatch`) and reports long phases to
+the leader. One hung trainer blocks all others in the next collective, so the phases of
+all trainers exceed a limit. The leader then finds the hosts that are behind
+(`verdict`). Clock, board and process state are arguments.
 """
 
 from collections import deque
@@ -16,47 +16,48 @@ from dtft.checkpoint.managers import Phase
 from dtft.checkpoint.timeouts import Timeouts
 
 QUIET_S = 2.0
-"""A phase that lasts longer is reported to the leader."""
+"""Seconds after which a phase counts as long; the agent then reports every second."""
 PERIOD_S = 1.0
-"""From one report of a phase that lasts to the next."""
+"""Seconds between two reports of a long phase."""
 MOVING_S = 10.0
-"""From one report of a trainer that gets on to the next."""
+"""Seconds between two reports of a trainer without a long phase."""
 FRESH_S = 3.0
-"""A report of a phase that lasts counts for so long without a newer one."""
+"""Seconds after its last report from which a host counts as silent."""
 BLIND_S = 2.0
-"""At most so much time counts between two looks: an agent that was stopped did not see
-whether its trainer was."""
+"""Longest time in seconds that counts between two looks at the board. During a longer
+gap the agent itself was stopped, and perhaps its trainer too."""
 DUMP_AT = 0.8
-"""The share of its limit after which a trainer's stack is asked for. The leader acts at
-the limit, which ends the process."""
+"""Fraction of a phase's limit after which the agent dumps the trainer's stack. At the
+limit the leader restarts the trainer."""
 KNOWN_STEPS = 3
-"""Steps seen before the limit of a step follows from their times."""
+"""Number of measured steps from which the default limit of a step is computed."""
 KEPT_STEPS = 64
 SHORTEST_LIMIT_S = 10.0
 MEDIANS = 20
-"""The default limit of a step: so many medians, but not below `SHORTEST_LIMIT_S`."""
+"""The default limit of a step is this many median step times, at least
+`SHORTEST_LIMIT_S`."""
 BUSY = 0.2
-"""Processors that a process uses at least while it computes; one that waits for a
-collective uses about none."""
+"""Least number of processors that a computing process uses. A process that waits for a
+collective uses about 0."""
 
 STOPPED = "T"
 UNINTERRUPTIBLE = "D"
 ALONE: tuple[Phase, ...] = ("start", "compile", "data")
-"""Phases in which a trainer waits for no other host."""
+"""Phases in which a trainer does not wait for other hosts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stuck:
-    """A phase that lasts longer than it may."""
+    """A phase that has exceeded its limit; times are in seconds."""
 
     phase: Phase
     for_s: float
     limit_s: float
     timeout: str
-    """The field of `Timeouts` that is the limit."""
+    """Name of the field of `Timeouts` that sets the limit."""
 
     def text(self, host: str, slot: int, step: int) -> str:
-        """For people: host, slot, phase, seconds, and the flag that allows more.
+        """Describes the trainer: host, slot, phase, seconds, and the flag of the limit.
 
         >>> found = Stuck(phase="data", for_s=61.0, limit_s=60.0, timeout="data")
         >>> found.text("b", 1, 7).partition(" (")[0]
@@ -73,7 +74,7 @@ class Stuck:
 def stuck(
     phase: Phase, for_s: float, step_s: Sequence[float], timeouts: Timeouts
 ) -> Stuck | None:
-    """Whether a phase lasts longer than it may; see `limit_of`."""
+    """Returns a `Stuck` if a phase exceeds its limit (see `limit_of`), else None."""
     limit_s, timeout = limit_of(phase, step_s, timeouts)
     if for_s <= limit_s:
         return None
@@ -83,14 +84,14 @@ def stuck(
 def limit_of(
     phase: Phase, step_s: Sequence[float], timeouts: Timeouts, state: str = ""
 ) -> tuple[float, str]:
-    """How many seconds a phase may last, and the field of `timeouts` that says so.
+    """Returns the limit of a phase in seconds, and the field of `timeouts` for it.
 
     Args:
-        phase: of the trainer.
-        step_s: seconds of finished steps, the newest of them.
-        timeouts: of the job.
-        state: of the process; one that is stopped gets on in no phase, so it may not
-            last longer than a step.
+        phase: the trainer's phase; "" has no limit.
+        step_s: seconds of the newest finished steps.
+        timeouts: timeouts of the job.
+        state: state letter of the process. A stopped process makes no progress in any
+            phase, so its limit is at most that of a step.
 
     >>> limit_of("step", [1.0, 2.0, 1.0], Timeouts())
     (20.0, 'step')
@@ -121,40 +122,44 @@ def _limit_of_step(step_s: Sequence[float], timeouts: Timeouts) -> tuple[float, 
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """What an agent sees of its trainer at one moment."""
+    """The state of a trainer at one moment, as its agent reads it."""
 
     phase: Phase
     since: float
-    """When the phase began, in seconds on the monotonic clock."""
+    """Start time of the phase, in seconds on the monotonic clock."""
     computing: int
     finished: int
-    """Steps, as on the board."""
+    """Last finished step on the board; `computing` is the last dispatched step."""
     state: str = "?"
-    """Of the process, as in /proc/PID/stat; "?" if it cannot be read."""
+    """State letter of the process, as in /proc/PID/stat; "?" if unreadable."""
     cpu_s: float = 0.0
-    """Processor time that the process has used."""
+    """Processor time of the process in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobProgress:
-    """What the leader is told of one trainer; the fields of a `progress` report."""
+    """Progress of one trainer: the fields of a `progress` report to the leader."""
 
     computing: int
-    """The last step that was dispatched."""
+    """The last dispatched step."""
     finished: int
-    """The last step that is known to be finished."""
+    """The last step that is known to have finished."""
     phase: Phase
     for_s: float
-    """How long the phase lasts; time in which the agent did not look is left out."""
+    """Seconds that the phase has lasted, without time when the agent was stopped."""
     limit_s: float
     timeout: str
-    """The limit of the phase, and the field of `Timeouts` that it is."""
+    """Name of the field of `Timeouts` that sets `limit_s`."""
     state: str
     busy: float
-    """Processors used between the last two looks."""
+    """Mean number of processors used between the last two looks."""
 
     def stuck(self, longer_s: float = 0.0) -> Stuck | None:
-        """Whether the phase lasts longer than it may, `longer_s` after the report."""
+        """Returns a `Stuck` if the phase exceeds its limit, else None.
+
+        Args:
+            longer_s: seconds since the report, for which the phase continued.
+        """
         for_s = self.for_s + longer_s
         if not self.phase or for_s <= self.limit_s:
             return None
@@ -164,16 +169,19 @@ class JobProgress:
 
 
 class ProgressWatch:
-    """Follows one host's trainers from look to look; on the agent's event loop."""
+    """Measures how long the phases of one host's trainers last.
+
+    All methods run on the agent's event loop.
+    """
 
     def __init__(self, timeouts: Timeouts) -> None:
-        """Starts without an observation."""
+        """Starts with no observation."""
         self._timeouts = timeouts
         self._step_s: deque[float] = deque(maxlen=KEPT_STEPS)
         self.begin()
 
     def begin(self) -> None:
-        """Starts observing another trainer; the step times are kept."""
+        """Starts observing another trainer; keeps the step times."""
         self._last: tuple[float, Observation] | None = None
         self._counted_from: tuple[float, int] | None = None
         self._for_s = 0.0
@@ -181,7 +189,7 @@ class ProgressWatch:
         self._dumped = False
 
     def look(self, now: float, seen: Observation) -> JobProgress:
-        """What the trainer does, from what is on the board at `now`."""
+        """Returns the trainer's progress from an observation at the time `now`."""
         before = self._last
         gap = BLIND_S if before is None else min(now - before[0], BLIND_S)
         same = (seen.phase, seen.since, seen.computing)
@@ -206,7 +214,7 @@ class ProgressWatch:
         )
 
     def _count(self, now: float, seen: Observation) -> None:
-        """Learns the mean time of the steps that were dispatched since the last."""
+        """Records the mean time of the steps dispatched since the last record."""
         begun, before = self._counted_from, self._last
         blind = before is not None and now - before[0] > BLIND_S
         if seen.phase in ("", "start", "compile") or blind:
@@ -220,10 +228,11 @@ class ProgressWatch:
             self._counted_from = now, seen.computing
 
     def report_due(self, now: float, progress: JobProgress) -> bool:
-        """Whether the leader is to be told now; counts as told if so.
+        """Whether to report progress to the leader now; if True, records the report.
 
-        A phase that lasts is told every second, and its end at once; anything else
-        every ten seconds, and once that the trainer has no phase any more.
+        A long phase is reported every second, and its end at once. Other progress is
+        reported every ten seconds. When the trainer has no phase any more, this is
+        reported once.
         """
         told = self._reported
         lasts = progress.for_s >= QUIET_S
@@ -240,7 +249,7 @@ class ProgressWatch:
         return due
 
     def dump_due(self, progress: JobProgress) -> bool:
-        """Whether to ask for the trainer's stack now; True once for each phase."""
+        """Whether to dump the trainer's stack now; True at most once for each phase."""
         due = bool(progress.phase) and progress.for_s > DUMP_AT * progress.limit_s
         due, self._dumped = due and not self._dumped, self._dumped or due
         return due
@@ -263,29 +272,26 @@ def _busy(
 
 @dataclass(frozen=True, kw_only=True)
 class Blame:
-    """Hosts that are behind, and by which sign; all of them if none is behind."""
+    """Hosts that are behind, and the evidence; all hosts if none is behind."""
 
     hosts: tuple[str, ...]
     why: str
 
 
 def culprit(reports: Mapping[str, JobProgress]) -> Blame:
-    """Which trainers the others wait for.
+    """Finds the trainers that the other trainers wait for.
 
-    The first of these rules that tells some hosts from the others names them:
+    If any process is stopped (state T), the result is the stopped processes. Otherwise
+    each of these rules keeps some of the hosts that the rules before have kept:
 
-    1. The process is stopped (state T): it cannot get on, whatever it was doing.
-    2. The fewest steps dispatched: the others have handed a step to their devices that
-       this one has not, so their collectives wait for it.
-    3. Of those with equally many, the fewest steps finished: a collective can be over
-       on one host and not on another.
-    4. Of those, a phase in which no other host is waited for (start, compile, data),
-       while others are in one where they wait.
-    5. Of those, a process in uninterruptible sleep (state D): a disk or a network file
-       system hangs.
-    6. Of those, a process that uses a processor: who waits for a collective sleeps.
+    1. The fewest dispatched steps: collectives of a later step wait for such a host.
+    2. The fewest finished steps: a collective may have ended on some hosts only.
+    3. A phase without waiting for other hosts (start, compile, data), if others wait.
+    4. A process in uninterruptible sleep (state D): a disk or network file hangs.
+    5. A process that uses a processor: a process that waits for a collective sleeps.
 
-    Trainers without a phase, which have not begun or have ended well, are never named.
+    Trainers without a phase, which have not begun or have ended well, are left out. The
+    reason in the result is that of the first rule that left some hosts out.
     """
     group = {host: it for host, it in reports.items() if it.phase}
     if stopped := _those(group, lambda it: it.state == STOPPED):
@@ -338,28 +344,28 @@ def _those(
 
 @dataclass(frozen=True, kw_only=True)
 class HangVerdict:
-    """Trainers that are stuck, for the leader to start anew."""
+    """Hosts whose trainers are stuck; the leader restarts these trainers."""
 
     hosts: tuple[str, ...]
     text: str
-    """For people; names host, slot, phase, seconds, cause and the flag to raise."""
+    """Message with host, slot, phase, seconds, cause and the flag of the limit."""
 
 
 def verdict(
     heard: Mapping[str, tuple[float, JobProgress]], slots: Mapping[str, int], now: float
 ) -> HangVerdict | None:
-    """Which trainers are stuck; None if none is, or if it cannot be said yet.
+    """Returns the hosts whose trainers are stuck; None if none is, or not yet known.
 
-    A host that is behind is only named when it is beyond its own limit: others may
-    have passed theirs while they wait for one that compiles or reads, which may take
-    longer. Where the phase of some has lasted too long, and a host has not been heard
-    of for `FRESH_S`, that host is named: its agent cannot look. What was heard before
-    that accuses nobody.
+    If no trainer exceeds its limit, the result is None. If a trainer does, and a host
+    has not reported for `FRESH_S`, the silent hosts are the result, because their
+    agents cannot read the board. Otherwise the result is the hosts that are behind
+    (`culprit`), if their trainers exceed their own limits. Other trainers may exceed a
+    limit first while they wait for a host that compiles or reads data.
 
     Args:
-        heard: the newest report of each host, and when it came.
+        heard: host to the arrival time and the content of its newest report.
         slots: host to its slot, in the order of the slots.
-        now: on the clock of `heard`.
+        now: current time on the clock of `heard`.
     """
     aged = {
         host: (it, min(now - at, FRESH_S) if it.for_s >= QUIET_S else 0.0)
@@ -378,7 +384,7 @@ def verdict(
         worst = max(aged[host][0].for_s + aged[host][1] for host in late)
         least = min(aged[host][0].limit_s for host in late)
         if worst <= least + FRESH_S:
-            return None  # it may just have begun to last there
+            return None  # the silent host may just not have reported yet
         text = "; ".join(_silence(host, slots, heard, now) for host in silent)
         return HangVerdict(hosts=tuple(silent), text=text)
     blame = culprit({host: it for host, (it, _) in aged.items()})
@@ -397,7 +403,10 @@ def verdict(
 
 
 def _is_silent(heard: tuple[float, JobProgress] | None, now: float) -> bool:
-    """A trainer that has ended well has nothing more to say."""
+    """Whether a host has not reported for `FRESH_S`, or never.
+
+    A host whose trainer has ended well need not report.
+    """
     return heard is None or (bool(heard[1].phase) and now - heard[0] > FRESH_S)
 
 

@@ -1,8 +1,8 @@
-"""Looks at a live job from outside: the store's records and every host's holdings.
+"""Inspects a live job from outside: the store's records and every host's copies.
 
-Joins nothing and writes nothing; whoever looks must know the job's secret. A
-verification has every host read its copies; the host gives a corrupt one to nobody any
-more.
+An observer does not join the job and writes nothing to the store, but must know the
+job's secret. For a verification every host reads its copies; the host then no longer
+sends a corrupt copy to other hosts.
 """
 
 import hmac
@@ -29,41 +29,42 @@ from dtft.elastic.store import Store, View, job_key, read_commits, read_view
 CONNECT_S = 5.0
 LOOK_S = 30.0
 VERIFY_S = 600.0
-"""How long a host may take to read all its copies, beside what its rate needs."""
+"""Seconds for a host to read all its copies, plus the time that a rate limit needs."""
 SILENCE_S = 30.0
-"""A host that verifies and tells no progress for so long does not answer."""
+"""Seconds without a progress message after which a verifying host has failed."""
 MOST_VERIFIERS = 1024
-"""So many hosts verify at the same time; they wait for their own memory only."""
+"""Number of hosts that verify at the same time."""
 EXPORT_S = 900.0
 TRIES = 20
 LEADER_S = 20.0
-"""A job without a leader has one again by then, if it lives."""
+"""Seconds to wait for a leader; a live job elects a leader within this time."""
 LEADER_PAUSE_S = 0.2
 VERIFY_TRIES = 8
-"""Steps go on while one looks: so often is looked for one that all hosts still have."""
+"""Largest number of repeated verifications. Training continues meanwhile, so a step may
+be dropped before all hosts have read the step; then the hosts verify again."""
 VERIFY_AGAIN_S = 20.0
-"""A verification that took longer is not repeated for such a step."""
+"""Seconds of verification after which it is not repeated."""
 
 
 class NotThere(RuntimeError):
-    """Nobody leads the job at the moment, or the leader does not answer."""
+    """The job has no leader at the moment, or the leader does not answer."""
 
 
 def _ignore(host: str, read: int, total: int) -> None:
-    """Tells nobody of progress."""
+    """Ignores a progress message."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """How hosts read their copies again."""
+    """Settings of a verification: hosts read their copies and compare digests."""
 
     rate: int = 0
-    """Bytes a second that each host may read; 0 for no limit."""
+    """Bytes per second that each host may read; 0 for no limit."""
     timeout_s: float = VERIFY_S
-    """How long a host may take, beside what its rate needs."""
+    """Seconds for a host to read all its copies, plus the time that `rate` needs."""
     progress: Callable[[str, int, int], None] = _ignore
-    """Called with a host, the bytes it has read and the bytes of its copies; from
-    several threads."""
+    """Called from several threads with a host, the bytes that it has read and the bytes
+    of all its copies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,24 +73,24 @@ class HostState:
 
     record: HostRecord
     slot: int = -1
-    """The slot whose slices it owns; -1 for none (a spare)."""
+    """The host's slot; -1 for a spare."""
     arena_bytes: int = 0
     held: Mapping[int, Mapping[str, bytes]] = field(default_factory=dict)
     """Step to slice key to digest."""
     corrupt: tuple[str, ...] = ()
-    """Copies that were read and are wrong; they are not in `held`."""
+    """Descriptions of corrupt copies, which are not in `held`."""
     unread: tuple[int, ...] = ()
-    """Steps that were dropped before they were read."""
+    """Steps that were dropped before the host read their copies."""
     copies_read: int = 0
-    """Slices of steps that were read and compared with their digests."""
+    """Number of copies that were read and compared with their digests."""
     bytes_read: int = 0
-    """What steps share was read once."""
+    """Bytes read; chunks that several steps share count once."""
     seconds: float = 0.0
-    """How long the reading took."""
+    """Seconds that reading the copies took."""
     layout: str = ""
     storage_directory: str = ""
     error: str = ""
-    """Why it did not answer."""
+    """Why the host did not answer; "" if the host answered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,15 +102,18 @@ class JobState:
     view: View
     hosts: tuple[HostState, ...]
     commits: tuple[CommitHealth, ...]
-    """Newest first, without those that were dropped for newer ones."""
+    """Commits, newest first, without commits that newer ones have replaced."""
     copies: tuple[int, int, str] = (0, 0, "")
-    """Copies asked for, effective copies, and why they differ; 0 if not known."""
+    """Requested copies, effective copies, and why the numbers differ; (0, 0, "") if
+    unknown."""
 
     @property
     def telling(self) -> bool:
-        """Whether it does not show hosts between two steps: looking again may help.
+        """Whether this state is conclusive, so that the observer need not look again.
 
-        A silent host explains what is missing, and asking it again takes long.
+        A state is inconclusive if hosts dropped steps meanwhile, so that no healthy
+        commit was read on all hosts. A state with a corrupt copy or a silent host is
+        conclusive, because a silent host takes long to ask again.
         """
         if not self.commits or any(host.corrupt or host.error for host in self.hosts):
             return True
@@ -119,7 +123,7 @@ class JobState:
 
     @property
     def storage_directory(self) -> str:
-        """Where the job writes checkpoints, as its hosts call it; "" if none told."""
+        """Storage directory of the job, as its hosts name it; "" if none answered."""
         told = [host.storage_directory for host in self.hosts]
         return next((directory for directory in told if directory), "")
 
@@ -128,12 +132,18 @@ class Observer:
     """Queries a job from outside, with the job's secret."""
 
     def __init__(self, store: Store, address: str, job: str, secret: bytes) -> None:
-        """Checks that there is such a job and that the secret is its own.
+        """Checks that the job exists and has this secret.
+
+        Args:
+            store: the store.
+            address: the store's address, for messages.
+            job: name of the job.
+            secret: the job's secret.
 
         Raises:
             StoreUnavailable: the store does not answer.
-            ValueError: there is no such job; names those there are.
-            JobMismatch: the secret is another.
+            ValueError: the job does not exist; the message lists the store's jobs.
+            JobMismatch: the job has another secret.
         """
         self._store, self._address, self.job = store, address, job
         found = store.get(job_key(job, "m/fingerprint"))
@@ -150,12 +160,15 @@ class Observer:
                 "`dtft launch`)."
             )
         self.is_served = known.get("config", "").startswith(SERVED)
-        """Whether its processes are its user's own."""
+        """Whether the user starts the job's processes (--serve-only)."""
         tls = Tls() if known.get("tls") else None
         self._credentials = Credentials(job=job, secret=secret, tls=tls)
 
     def look(self, verify: Verification | None = None) -> JobState:
-        """Asks every host what it holds; with `verify` every copy is read again."""
+        """Asks every host for its copies; with `verify` the hosts read their copies.
+
+        Repeats this a limited number of times while the state is inconclusive.
+        """
         begun = time.monotonic()
         state = self._look_once(verify)
         for _ in range(VERIFY_TRIES if verify else TRIES):
@@ -225,11 +238,11 @@ class Observer:
         )
 
     def _verified(self, record: HostRecord, verify: Verification) -> dict[str, Any]:
-        """What a host answers once it has read all its copies.
+        """Makes a host read all its copies; returns the host's answer.
 
         Raises:
-            TimeoutError: it told no progress for `SILENCE_S`, or took too long.
-            OSError: it cannot be reached, or has gone.
+            TimeoutError: the host sent no progress for `SILENCE_S`, or took too long.
+            OSError: the connection failed.
         """
         request, allowed_s = {"verify": True, "rate": verify.rate}, verify.timeout_s
         begun = time.monotonic()
@@ -248,7 +261,7 @@ class Observer:
                     reply, _ = channel.receive(timeout_s=min(SILENCE_S, left_s))
                 except TimeoutError as error:
                     if left_s <= SILENCE_S:
-                        continue  # its time is over, which is said
+                        continue  # the time is over; the loop raises
                     raise TimeoutError(
                         f"{record.address} told no progress for {SILENCE_S:.0f} s"
                     ) from error
@@ -271,12 +284,12 @@ class Observer:
         return reply
 
     def export(self) -> int:
-        """Has the leader write the newest commit to storage; returns its step.
+        """Makes the leader write the newest commit to storage; returns the step.
 
-        If another host leads before the answer is here, that one is asked.
+        If the leader changes before the answer, the new leader gets the request.
 
         Raises:
-            RuntimeError: it could not; says why.
+            RuntimeError: the export failed; the message has the reason.
         """
         end = time.monotonic() + LEADER_S
         while True:
@@ -296,10 +309,15 @@ class Observer:
     def ask_leader(
         self, op: str, request: dict[str, Any], limit_s: float
     ) -> dict[str, Any]:
-        """Asks whoever leads the job now; adds `leader` to the answer.
+        """Sends a request to the job's leader; adds `leader` to the reply.
+
+        Args:
+            op: kind of the request.
+            request: the request.
+            limit_s: deadline of the reply in seconds.
 
         Raises:
-            NotThere: nobody leads, or the leader does not answer.
+            NotThere: the job has no leader, or the leader does not answer.
         """
         view, _ = read_view(self._store, self.job)
         leader = view.hosts.get(view.leader or "")
@@ -312,12 +330,12 @@ class Observer:
         return {**reply, "leader": leader.host}
 
     def result(self) -> str | None:
-        """How the job ended, for people; None while it lives."""
+        """Returns the status with which the job ended; None while the job runs."""
         view, _ = read_view(self._store, self.job)
         return json.loads(view.result)["status"] if view.result else None
 
 
 def _jobs(store: Store) -> list[str]:
-    """Names of the jobs in a store."""
+    """Lists the names of the jobs in a store."""
     pairs, _ = store.list("")
     return sorted({pair.key.partition("/")[0] for pair in pairs})

@@ -1,4 +1,4 @@
-"""The settings of an agent's job, made once by the command line."""
+"""The settings of one agent, made once from the command line."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +12,10 @@ from dtft.elastic.seat_policy import LAUNCHED, SERVED, SeatPolicy
 
 @dataclass(frozen=True, kw_only=True)
 class AgentConfig:
-    """One agent's settings. It names no model: the trainer is a command line."""
+    """One agent's settings. Contains no model: the trainer is a command line."""
 
     job: str
-    """Name of the job; hosts of one job share it."""
+    """Name of the job, equal on all its hosts."""
     host: str
     """Name of this host, unique in the job."""
     store: str
@@ -25,68 +25,69 @@ class AgentConfig:
     num_slots: int
     """Slots of the mesh at the start of the job; further hosts are spares."""
     sizes: SizeLimits = field(default_factory=SizeLimits)
-    """What the job's size must obey when it grows or shrinks."""
+    """Limits of the job's size when the job grows or shrinks."""
     trainer_command: tuple[str, ...]
     """Command line that starts a trainer."""
     trainer_environment: dict[str, str] = field(default_factory=dict)
     """Variables added to the trainer's environment."""
     run_directory: Path
-    """Logs, events and, below `checkpoints`, the storage tier."""
+    """Directory of logs, events and, in `checkpoints`, the storage tier."""
     config_digest: str
-    """Digest of the resolved config; all hosts of a job must agree on it."""
+    """Digest of the resolved config, which must be equal on all hosts of a job."""
     arena_directory: Path = Path("/dev/shm")
-    """Where the arenas lie: a memory file system."""
+    """Directory of the arenas, on a memory file system."""
     bind: str = "127.0.0.1:0"
     """host:port the transport listens on."""
     domain: str = ""
-    """Label of this host's failure domains: "power=p1,rack=r7", or nothing."""
+    """Label of this host's failure domains, such as "power=p1,rack=r7"; "" for none."""
     tls: Tls | None = None
-    """This host's certificate: connections between hosts are encrypted."""
+    """This host's certificate for encrypted connections between hosts; None: no TLS."""
     nixl: bool = False
-    """Whether fetches go over NIXL where the peer has it too."""
+    """Whether slices are fetched over NIXL from peers that also have NIXL."""
     copies: int = 2
-    """Copies every slice shall have."""
+    """Requested number of copies of every slice."""
     share: Share = "full"
-    """Whether each host copies all its slices at a commit, or copies/d of them."""
+    """Slices that each host copies at a commit: all its slices ("full"), or copies/d of
+    the slices that d replicas have ("divided")."""
     cadence: Cadence = field(default_factory=Cadence)
-    """After which steps snapshots are taken; at first, if that is automatic."""
+    """Steps after which snapshots are taken; only the initial ones if `automatic`."""
     automatic: Automatic | None = None
-    """Within which bounds the interval follows from what snapshots cost; None: not."""
+    """Limits of an automatic snapshot interval; None for a fixed interval."""
     failure_budget: int = 2
-    """So often may one exception come at the same step; the last ends the job."""
+    """Number of times that one exception occurs at the same step until the job ends."""
     last_step: int = 0
-    """The step after which the job is done; 0 if only its trainers know."""
+    """The last step of the job; 0 if only its trainers know."""
     storage_interval: int = 50
-    """Steps from one export to storage to the next."""
+    """Number of steps between two exports to storage."""
     storage_keep: int = 3
-    """Checkpoints that storage keeps."""
+    """Number of checkpoints that storage keeps."""
     chunk_bytes: int = 4 << 20
-    """Bytes under one digest."""
+    """Bytes of a chunk, which has one digest."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     """All deadlines, in seconds."""
     served: bool = False
-    """The trainers are the user's own processes, which attach."""
+    """Whether the trainers are processes that the user starts and that attach."""
     terms: str = ""
-    """JSON of what the user's processes have agreed on; "" where agents start them."""
+    """JSON of the `Terms` of the user's processes; "" if agents start the trainers."""
     storage: Path | None = None
-    """The storage tier, if it is not below the run directory."""
+    """Directory of the storage tier; None: `checkpoints` in the run directory."""
 
     @property
     def seats(self) -> SeatPolicy:
-        """Who fills the slots, and what follows from what trainers do."""
+        """The policy that fills slots and reacts to trainers."""
         return SERVED if self.served else LAUNCHED
 
     @property
     def storage_directory(self) -> Path:
-        """The storage tier."""
+        """Directory of the storage tier."""
         return self.storage or self.run_directory / "checkpoints"
 
     @property
     def trainer_log(self) -> Path:
-        """What the trainers of this host write."""
+        """Log file of this host's trainers."""
         return self.run_directory / "logs" / f"{self.host}.trainer.log"
 
     @property
     def memory_directory(self) -> Path:
-        """This host's arena, board and socket; its memory, so to speak."""
+        """Directory of this host's arena, progress board and socket."""
         return self.arena_directory / f"dtft-{self.job}-{self.host}"

@@ -1,9 +1,9 @@
 """Control links between a job's agents: each host to the leader, the leader to hosts.
 
-Both ends send a heartbeat when they send nothing else. An end that hears nothing for
-one lease closes the link. So a stalled or cut-off host is noticed in either direction,
-even if its kernel still acknowledges packets. `leader` and `host` decide how to react
-to a lost link.
+Both ends send a heartbeat when they send nothing else. An end that receives nothing for
+one lease closes the link. So both ends detect a stalled or cut-off peer, even if the
+peer's kernel still acknowledges packets. `leader` and `host` decide how to react to a
+lost link.
 """
 
 import dataclasses
@@ -27,14 +27,15 @@ logger = logging.getLogger(__name__)
 
 PROOF_TRIES = 40
 PROOF_PAUSE_S = 0.02
-"""A dying process closes its sockets one after another, so one try is too few."""
+"""Seconds between two of the `PROOF_TRIES` attempts to connect to a host whose link has
+ended. A dying process closes its sockets one after another, so one try is too few."""
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
-"""Seconds between attempts to reach the leader."""
+"""Longest pause in seconds between two attempts to reach the leader."""
 
 
 class LeaderLink:
-    """A host's connection to the newest leader; at most one."""
+    """A host's connection to the newest leader; there is at most one connection."""
 
     def __init__(
         self,
@@ -47,33 +48,33 @@ class LeaderLink:
         on_dead: Callable[[HostRecord], None],
         on_moved: Callable[[int, HostRecord], None],
     ) -> None:
-        """Starts without a connection.
+        """Opens no connection yet.
 
         Args:
-            me: this host's record.
-            network: reaches other agents.
-            loop: of the agent.
-            lease_s: a leader that is silent for so long is called anew.
-            on_order: takes each order of the leader.
-            on_dead: called when the leader's port refuses connections.
-            on_moved: called with term and record of a newer leader, if the host at the
-                other end does not lead any more.
+            me: returns this host's record.
+            network: connects to other agents.
+            loop: the agent's event loop.
+            lease_s: seconds of silence after which the link is closed and opened again.
+            on_order: called with each order of the leader.
+            on_dead: called with the leader's record when its port refuses connections.
+            on_moved: called with term and record of a newer leader, when the host at
+                the other end reports that it no longer leads.
         """
         self._on_moved = on_moved
         self._me, self._network, self._loop, self._lease_s = me, network, loop, lease_s
         self._on_order, self._on_dead = on_order, on_dead
         self.term = 0
-        """The term of the leader that is followed."""
+        """The term of the leader that this host follows."""
         self._leader: HostRecord | None = None
         self._channel: ControlChannel | None = None
         self._dialing: HostRecord | None = None
-        """The host being called; a newer leader does not wait for an older one."""
+        """The leader to which a connection is being opened; None for none."""
         self._heard_at = self._sent_at = self._opened_at = 0.0
         self._next_try, self._pause_s = 0.0, FIRST_PAUSE_S
 
     @property
     def hears(self) -> bool:
-        """Whether the leader was heard recently."""
+        """Whether the link is open and received a message within the last lease."""
         silent_s = self._loop.now() - self._heard_at
         return self._channel is not None and silent_s < self._lease_s
 
@@ -88,7 +89,7 @@ class LeaderLink:
         self._connect()
 
     def _leave(self, term: int, leader: HostRecord) -> None:
-        """Ends the link to a former leader, which is told who leads now."""
+        """Ends the link to a former leader; first sends the name of the new leader."""
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.post(moved(term, leader))
@@ -154,7 +155,7 @@ class LeaderLink:
             self._channel = None
             if self._loop.now() - self._opened_at > LONGEST_PAUSE_S:
                 self._next_try, self._pause_s = 0.0, FIRST_PAUSE_S
-            else:  # another process may have this host's name, and call as well
+            else:  # perhaps another process with this host's name also connects
                 self._back_off()
             self._connect()
 
@@ -163,7 +164,11 @@ class LeaderLink:
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
     def refuse(self, reason: str) -> None:
-        """Closes the connection after an invalid order of the leader."""
+        """Closes the link after an invalid order; a later `tick` connects again.
+
+        Args:
+            reason: the error in the order, for the log.
+        """
         logger.error("an order is refused and the link closed: %s", reason)
         channel, self._channel = self._channel, None
         if channel is not None:
@@ -171,10 +176,11 @@ class LeaderLink:
         self._next_try = self._loop.now() + LONGEST_PAUSE_S
 
     def tick(self, paused_s: float) -> None:
-        """Connects when it is due, and gives a silent leader's link up.
+        """Sends heartbeats, closes a silent link and connects again when due.
 
         Args:
-            paused_s: for how long this process stood still just now.
+            paused_s: seconds for which this process was just stopped; they do not count
+                as silence of the leader.
         """
         now = self._loop.now()
         self._heard_at += paused_s
@@ -187,13 +193,13 @@ class LeaderLink:
         self._connect()
 
     def send(self, message: Message) -> None:
-        """Sends a report; without a link it is lost, and its round with it."""
+        """Sends a report to the leader; drops the report if there is no link."""
         if self._channel is not None:
             self._sent_at = self._loop.now()
             self._channel.post(message)
 
     def close(self) -> None:
-        """Ends the link; the next `follow` makes another."""
+        """Ends the link; the next `follow` opens another link."""
         channel, self._channel, self._leader = self._channel, None, None
         self._dialing = None
         if channel is not None:
@@ -201,7 +207,7 @@ class LeaderLink:
 
 
 def _who(leader: HostRecord) -> tuple[str, str, str]:
-    """A link is to one agent process at one address."""
+    """Identifies a link's peer: host name, agent process and address."""
     return leader.host, process_of(leader.incarnation), leader.address
 
 
@@ -213,15 +219,15 @@ class _Follower:
     sent_at: float
 
     def post(self, message: Message, now: float) -> None:
-        """Sends a message, which is a sign of life too."""
+        """Sends a message; it also counts as a heartbeat."""
         self.sent_at = now
         self.channel.post(message)
 
 
 class FollowerLinks:
-    """The connections from other hosts to this host; used while it leads.
+    """The connections from other hosts to this host; used while this host leads.
 
-    At most one connection for each host: a later one replaces an earlier one.
+    There is at most one connection for each host; a later one replaces an earlier one.
     """
 
     def __init__(
@@ -236,18 +242,20 @@ class FollowerLinks:
         on_dead: Callable[[HostRecord], None],
         on_moved: Callable[[int, HostRecord], None],
     ) -> None:
-        """Starts without a connection.
+        """Starts with no connection.
 
         Args:
-            network: reaches other agents.
-            loop: of the agent.
-            lease_s: a host that is silent for so long is given up.
-            on_connected: called with the record of a host that has connected.
-            on_report: takes a host's name and its report.
-            on_lost: called with the reason when a link has ended.
-            on_dead: called when the port of a host whose link ended refuses.
-            on_moved: called with term and record of a newer leader that a host follows
-                now; this host may not see the store.
+            network: connects to other agents.
+            loop: the agent's event loop.
+            lease_s: seconds of silence after which a link is closed.
+            on_connected: called with the record of a host that has connected, or whose
+                record has changed.
+            on_report: called with a host's name and its report.
+            on_lost: called with a host's record and the reason when its link has ended.
+            on_dead: called with the record of a host whose link ended and whose port
+                now refuses connections.
+            on_moved: called with term and record of a newer leader that a host follows,
+                because this host may be cut off from the store.
         """
         self._network, self._loop, self._lease_s = network, loop, lease_s
         self._on_connected, self._on_report = on_connected, on_report
@@ -272,7 +280,8 @@ class FollowerLinks:
         """Handles a host's hello message on a new connection.
 
         Returns:
-            What hears it and learns of its end; None if the hello is not one.
+            The callbacks for messages and for the end of the connection; None to refuse
+            an invalid hello, or an older agent process of a connected host.
         """
         try:
             record = HostRecord.from_json(hello["record"])
@@ -297,12 +306,12 @@ class FollowerLinks:
         self._links[record.host] = self._channels[channel] = link
         if old is not None:
             self._end(old)
-            if _who(old.record) == _who(record):  # what was sent to it may be lost
+            if _who(old.record) == _who(record):  # messages to it may be lost
                 self._on_lost(old.record, "it has made another connection")
         self._on_connected(record)
 
     def _end(self, link: _Follower) -> None:
-        """Closes a link, of which nothing is heard any more."""
+        """Closes a link; later messages on the link are ignored."""
         if self._links.get(link.record.host) is link:
             del self._links[link.record.host]
         self._channels.pop(link.channel, None)
@@ -322,7 +331,7 @@ class FollowerLinks:
             self._on_report(link.record.host, message)
 
     def _described(self, link: _Follower, message: Message) -> None:
-        """Handles a changed record of a host."""
+        """Takes over a host's changed record."""
         try:
             record = HostRecord.from_json(message["record"])
         except (KeyError, TypeError, ValueError):
@@ -340,13 +349,16 @@ class FollowerLinks:
         self._prove(link.record, PROOF_TRIES)
 
     def _prove(self, record: HostRecord, tries: int) -> None:
-        """Tries a host's port until it refuses, or often enough to leave it alone."""
+        """Tries a host's port until the port refuses or `tries` attempts are used up.
+
+        Calls `on_dead` if the port refuses.
+        """
         if record.host in self._links or not tries:
             return
 
         def answered(state: PortState) -> None:
             if record.host in self._links:
-                return  # it is back already
+                return  # the host has connected again
             if state == "refused":
                 self._on_dead(record)
             else:
@@ -356,10 +368,11 @@ class FollowerLinks:
         self._network.probe(record.address, answered)
 
     def tick(self, paused_s: float) -> None:
-        """Sends signs of life, and gives up links of silent hosts.
+        """Sends heartbeats and closes the links of silent hosts.
 
         Args:
-            paused_s: for how long this process stood still just now.
+            paused_s: seconds for which this process was just stopped; they do not count
+                as silence of the hosts.
         """
         now = self._loop.now()
         if not paused_s and now < self._looked_at + self._lease_s / 20:
@@ -375,20 +388,20 @@ class FollowerLinks:
                 link.post({"op": "beat"}, now)
 
     def send(self, host: str, message: Message) -> None:
-        """Sends an order to a host; one that is not connected gets none."""
+        """Sends an order to a host; drops the order if the host is not connected."""
         if (link := self._links.get(host)) is not None:
             link.post(message, self._loop.now())
 
     def drop(self, host: str) -> None:
-        """Ends the link to a host, which then calls anew."""
+        """Ends the link to a host, which then connects again."""
         if (link := self._links.get(host)) is not None:
             self._end(link)
 
     def close(self, last: Message | None = None) -> None:
-        """Ends every link: this host does not lead any more, or ends.
+        """Ends every link, because this host no longer leads or ends.
 
         Args:
-            last: told to every host before.
+            last: message to send to every host first; None for none.
         """
         for link in list(self._links.values()):
             if last is not None:
@@ -397,7 +410,7 @@ class FollowerLinks:
 
 
 def moved(term: int, leader: HostRecord) -> Message:
-    """The message that names the new leader."""
+    """Makes the message that names the new leader and its term."""
     return {"op": "moved", "term": term, "leader": leader.to_json()}
 
 
@@ -411,7 +424,7 @@ def _tell_moved(message: Message, tell: Callable[[int, HostRecord], None]) -> No
 
 
 def described(record: HostRecord) -> Message:
-    """The message with a host's changed record.
+    """Makes the message with a host's changed record.
 
     >>> record = HostRecord(
     ...     host="a", address="", incarnation="x.1", joined_ns=0, pid=1)

@@ -1,10 +1,10 @@
 """A local cluster: a private etcd and one agent per host, each a process group.
 
-Starts, watches and ends processes: what agents do is the same here as on a thousand
-machines. `LocalCluster.wait` is the loop of the thread that starts processes, for they
-die with it; there the store is supervised. A host's death can be played (`kill_host`):
-every process of its group is killed and its memory is gone. `supervise` runs a cluster
-to its end and turns signals into a stop, a line for people, or an end by force.
+Agents run the same code here as on many machines. Processes die with the thread that
+started them; this thread calls `LocalCluster.wait`, which also supervises the store.
+`kill_host` simulates the loss of a host: it kills all processes of the host's group and
+deletes the host's memory. `supervise` runs a cluster until its job ends. On
+signals it stops the job, prints what the job waits for, or ends the job by force.
 """
 
 import contextlib
@@ -46,61 +46,63 @@ from dtft.elastic.store import (
 )
 
 LAUNCHED = "DTFT_LAUNCHED"
-"""Environment variable of agents whose end is told by whoever started them."""
+"""Environment variable of the agents of a local cluster. Such agents do not print the
+job's end, because the cluster does."""
 HEAD_START_S = 0.5
-"""Spares start later, so that host-0, host-1, ... take slot 0, 1, ... as a rule."""
+"""Seconds by which spares start later, so that host-0, host-1, ... usually take slot 0,
+1, ..."""
 LAST_EXPORT_S = 10.0
-"""A forced end waits so long for the export of the newest step."""
+"""Seconds that a forced end waits for the export of the newest step."""
 ASK_AGAIN_S = 1.0
-"""A request to stop is looked for in the store this often: a store may lose it."""
+"""Seconds between two checks that the store has the stop request, which it may lose."""
 KILL_S = 10.0
 STORE_S = 2.0
-"""One answer of the store."""
+"""Timeout of a store call, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostPlace:
-    """Where on this machine the processes of one host run."""
+    """How the processes of one host are started on this machine."""
 
     prefix: tuple[str, ...] = ()
-    """Put in front of the agent's command; must replace itself by that command."""
+    """Words before the agent's command; this program must `exec` the command."""
     arguments: tuple[str, ...] = ()
-    """Added to the agent's arguments."""
+    """Further arguments of the agent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
-    """What a local cluster is made of."""
+    """Settings of a local cluster."""
 
     agent_arguments: tuple[str, ...]
     """Arguments of `dtft agent` that all hosts share: CONFIG and overrides."""
     job: str
     """Name of the job."""
     hosts: int
-    """Hosts that fill slots."""
+    """Number of hosts that fill slots."""
     spares: int
-    """Hosts that wait."""
+    """Number of spare hosts."""
     run_directory: Path
-    """Logs, events, checkpoints."""
+    """Directory of logs, events and checkpoints."""
     arena_directory: Path = Path("/dev/shm")
-    """Where arenas lie."""
+    """Directory of the arenas."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Added to every agent's environment."""
+    """Further environment variables of every agent."""
     place: Callable[[str], HostPlace] = lambda _: HostPlace()
-    """The place of a host, by its name."""
+    """Returns the `HostPlace` of a host name."""
     store_host: str = "127.0.0.1"
     """The address of this machine at which hosts reach etcd."""
     storage_keep: int = 3
-    """Checkpoints that storage keeps."""
+    """Number of checkpoints that storage keeps."""
     store_limits: SupervisionLimits = field(default_factory=SupervisionLimits)
-    """When the store is taken to hang."""
+    """Limits of the supervision of the store."""
 
 
 class LocalCluster:
     """The processes of one job on this machine."""
 
     def __init__(self, options: ClusterOptions) -> None:
-        """Prepares the run directory and the job secret; starts nothing."""
+        """Makes the run directory and the secret file; starts no process."""
         self.options = options
         options.run_directory.mkdir(parents=True, exist_ok=True)
         (options.run_directory / "logs").mkdir(exist_ok=True)
@@ -123,7 +125,7 @@ class LocalCluster:
         """Frees the memory of dead jobs, starts etcd, then every agent.
 
         Raises:
-            ValueError: etcd does not come up; its text has the reason.
+            ValueError: etcd does not start; the message has the reason.
         """
         directory = self.options.arena_directory
         if line := swept_line(directory, sweep_memory(directory)):
@@ -163,7 +165,7 @@ class LocalCluster:
         return name
 
     def agent_command(self, name: str) -> list[str]:
-        """The command line of one host's agent."""
+        """Returns the command line of one host's agent."""
         place = self.options.place(name)
         return [
             *(*place.prefix, sys.executable, "-m", "dtft.cli", "agent"),
@@ -181,16 +183,16 @@ class LocalCluster:
 
     @property
     def secret(self) -> bytes:
-        """The job's secret, as agents read it."""
+        """The job's secret from the secret file."""
         return self._secret_file.read_bytes().strip()
 
     @property
     def storage_directory(self) -> Path:
-        """Where the job writes checkpoints."""
+        """Directory of the job's checkpoints."""
         return self.options.run_directory / "checkpoints"
 
     def memory_directory(self, name: str) -> Path:
-        """Where a host's arena and board lie."""
+        """Returns the directory of a host's arena and progress board."""
         return self.options.arena_directory / f"dtft-{self.options.job}-{name}"
 
     def signal_host(self, name: str, number: int) -> None:
@@ -199,19 +201,19 @@ class LocalCluster:
             os.killpg(self.agents[name].pid, number)
 
     def kill_host(self, name: str) -> None:
-        """SIGKILLs every process of a host; its memory dies with it."""
+        """Kills every process of a host (SIGKILL) and deletes the host's memory."""
         self.signal_host(name, signal.SIGKILL)
         try:
             self.agents.pop(name).wait(timeout=KILL_S)
-        except subprocess.TimeoutExpired:  # it is in an uninterruptible call
+        except subprocess.TimeoutExpired:  # the agent is in an uninterruptible call
             tell(f"the agent of {name} still runs {KILL_S:.0f} s after SIGKILL")
         shutil.rmtree(self.memory_directory(name), ignore_errors=True)
 
     def request_stop(self) -> None:
-        """Asks the job to stop at a step boundary; does not wait.
+        """Asks the job to stop at a step boundary; does not block.
 
-        The request is repeated until the store has it, and again if the store has lost
-        it: a store that is away is being restarted meanwhile.
+        A thread writes the request to the store until the store has recorded it, and
+        again if the store has lost it.
         """
         if self._stop is None:
             self._stop = threading.Thread(target=self._ask_to_stop, daemon=True)
@@ -231,22 +233,22 @@ class LocalCluster:
                 self._closed.wait(ASK_AGAIN_S if self._stop_recorded else 0.1)
 
     def poll(self) -> dict[str, int]:
-        """Return codes of the agents that have ended."""
+        """Returns host name to return code of the agents that have ended."""
         agents = list(self.agents.items())  # another thread may kill hosts
         codes = {name: agent.poll() for name, agent in agents}
         return {name: code for name, code in codes.items() if code is not None}
 
     def call_soon(self, action: Callable[[], object]) -> None:
-        """Has the thread that waits for the cluster run something.
+        """Runs `action` soon on the thread that calls `wait`.
 
-        Processes die with the thread that started them, so only that one may.
+        Only that thread may start processes, because they die with it.
         """
         self._requests.put(action)
 
     def wait(self, deadline_s: float) -> bool:
-        """Waits until every agent has ended; False if the deadline passed.
+        """Waits until every agent has ended; returns False after `deadline_s` seconds.
 
-        Supervises the store meanwhile.
+        Meanwhile it supervises the store and runs the actions of `call_soon`.
         """
         end = time.monotonic() + deadline_s
         while time.monotonic() < end:
@@ -259,14 +261,14 @@ class LocalCluster:
             time.sleep(0.05)
         return False
 
-    # ------------------------------------------------------------------ looking
+    # ---------------------------------------------------------------- observing
 
     def events(self) -> list[dict[str, Any]]:
-        """What the leaders of this job have recorded so far."""
+        """Returns the events that the leaders of this job have logged."""
         return read_events(self.options.run_directory)[self.first_event :]
 
     def progress(self) -> StopProgress:
-        """What can be seen of the job without its store and its leader."""
+        """Reads the job's progress from its event log, progress boards and storage."""
         events = self.events()
         last = {event["event"]: n for n, event in enumerate(events)}
         formed = [event for event in events if event["event"] == "assignment"]
@@ -296,18 +298,21 @@ class LocalCluster:
     def _cell(self, host: str, name: ProgressField) -> int:
         try:
             board = ProgressBoard(self.memory_directory(host) / "board")
-        except (OSError, ValueError):  # none yet, or not any more
+        except (OSError, ValueError):  # no board yet, or it was deleted
             return 0
         with contextlib.closing(board):
             return board.get(name)
 
     def result(self) -> dict[str, Any] | None:
-        """How the job has ended, as its leader recorded it; None if it has not."""
+        """Returns the leader's record of the job's end; None if there is no record.
+
+        The record is in the event log, or else in the store.
+        """
         ends = [event for event in self.events() if event["event"] == "end"]
         if ends:
             return ends[-1]
         store = EtcdStore(self.store_address, STORE_S)
-        try:  # the file's disk may have been full
+        try:  # the disk of the event log may have been full
             view, _ = read_view(store, self.options.job)
         except (StoreUnavailable, ValueError, LookupError):
             return None
@@ -318,12 +323,16 @@ class LocalCluster:
     # ------------------------------------------------------------------- ending
 
     def salvage(self, limit_s: float) -> int:
-        """Writes the newest step that memory holds to storage; returns it.
+        """Writes the newest step in the hosts' memory to storage; returns the step.
 
-        Stops the trainers, so that the step stays. Needs neither leader nor store.
+        Pauses the trainers, so they do not drop the step. Needs neither leader nor
+        store.
+
+        Args:
+            limit_s: deadline in seconds.
 
         Raises:
-            NotSalvaged: says why.
+            NotSalvaged: no step was written; the message has the reason.
         """
         hosts = list(self.agents)
         for name in hosts:
@@ -344,9 +353,10 @@ class LocalCluster:
         return work.run(roots, limit_s)
 
     def close(self) -> None:
-        """Ends everything that still runs and frees every host's memory.
+        """Ends all agents and etcd, and frees every host's memory.
 
-        Every part is ended whatever happens with the others, signals included.
+        An error at one part does not keep the others from ending; stop signals are
+        ignored meanwhile.
         """
         self._closed.set()
         if self._supervisor is not None:
@@ -359,7 +369,7 @@ class LocalCluster:
             last_first.callback(self.etcd.stop)
             for name in list(self.agents):
                 last_first.callback(self.kill_host, name)
-            for name in list(self.agents):  # all at once; each is waited for after
+            for name in list(self.agents):  # signal all first, then wait for each
                 self.signal_host(name, signal.SIGKILL)
 
     def _free_memory(self) -> None:
@@ -369,39 +379,42 @@ class LocalCluster:
 
 
 def tell(text: str) -> None:
-    """Prints one line for people; a terminal that is gone is no error."""
+    """Prints one line to stdout; ignores the error if the terminal is gone."""
     with contextlib.suppress(OSError):
         print(f"dtft: {text}", flush=True)
 
 
-# --------------------------------------------------------------------- to its end
+# ------------------------------------------------------------- running to the end
 
 
 class StopAsked:
-    """The signals that ask a process to end, in the order in which they came."""
+    """Records the stop signals of this process, in order of arrival."""
 
     def __init__(self) -> None:
-        """Starts without a request."""
+        """Starts with no recorded signal."""
         self._signals: list[tuple[float, int]] = []
 
     @property
     def times(self) -> int:
-        """The number of requests."""
+        """Number of stop requests; signals in quick succession count as one."""
         return presses(tuple(self._signals))
 
     @property
     def since_s(self) -> float:
-        """Seconds since the first time; 0 before that."""
+        """Seconds since the first signal; 0 before the first."""
         return time.monotonic() - self._signals[0][0] if self._signals else 0.0
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """A signal handler."""
+        """Records a signal; used as signal handler."""
         del frame
         self._signals.append((time.monotonic(), number))
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
-        """Takes the signals while the body runs; ignored ones (nohup) stay ignored."""
+        """Handles stop signals with `note` while the body runs; then restores handlers.
+
+        SIGHUP stays ignored if it was ignored (nohup).
+        """
         before = {it: signal.signal(it, self.note) for it in heard_signals()}
         try:
             yield
@@ -413,17 +426,17 @@ class StopAsked:
 def supervise(cluster: LocalCluster, stop_s: float) -> int:
     """Runs a cluster until its job ends.
 
-    Ctrl-C, SIGTERM or SIGHUP stops the job at a step boundary; a second Ctrl-C says
-    what is waited for; a third one, or the deadline, ends the job after an attempt to
-    export the newest step that memory holds; a fourth one gives that up.
+    Ctrl-C, SIGTERM or SIGHUP stops the job at a step boundary. A second Ctrl-C prints
+    what the job waits for. A third Ctrl-C, or the deadline, ends the job by force after
+    an attempt to export the newest step in memory. A fourth Ctrl-C cancels this export.
 
     Args:
-        cluster: not yet started.
-        stop_s: deadline for a requested stop, in seconds; after it `LAST_EXPORT_S` are
-            given to the export.
+        cluster: the cluster, which is not started.
+        stop_s: deadline for a requested stop, in seconds. The export has
+            `LAST_EXPORT_S` seconds more.
 
     Returns:
-        The exit code: that of the job's end; 1 if finished steps are lost.
+        The exit code: that of the job's end, or 1 if finished steps are lost.
     """
     asked = StopAsked()
     with asked.heard():
@@ -454,7 +467,11 @@ def _to_the_end(cluster: LocalCluster, asked: StopAsked, stop_s: float) -> int:
 
 
 def _end_by_force(cluster: LocalCluster, asked: StopAsked, why: str) -> int:
-    """Exports the newest step that memory holds; says which steps are lost."""
+    """Tries to export the newest step in memory; prints which steps are lost.
+
+    Returns:
+        The exit code, 1.
+    """
     progress = cluster.progress()
     newest = max(progress.committed, progress.recorded)
     if newest <= progress.stored and progress.store_serves:
@@ -478,10 +495,10 @@ def _end_by_force(cluster: LocalCluster, asked: StopAsked, why: str) -> int:
 def _exported(
     cluster: LocalCluster, asked: StopAsked, newest: int, limit_s: float
 ) -> str:
-    """Has the step `newest` stored; "" or why it is not.
+    """Stores the step `newest`; returns "", or the reason of a failure.
 
-    Waits for an export that the job has begun. If that ends, with a result or without,
-    and storage lacks the step, one is made from memory.
+    Waits for an export that the job has begun. If that export ends and storage lacks
+    the step, the step is exported from the hosts' memory (`LocalCluster.salvage`).
     """
     end, presses_before = time.monotonic() + limit_s, asked.times
     outcome: list[str] = []
@@ -492,7 +509,7 @@ def _exported(
             outcome.append("")
         except NotSalvaged as error:
             outcome.append(str(error))
-        except Exception as error:  # the end must come all the same
+        except Exception as error:  # the cluster must end even then
             outcome.append(f"{type(error).__name__}: {error}")
 
     begun: threading.Thread | None = None
@@ -514,7 +531,7 @@ def _exported(
 
 
 def _outcome(cluster: LocalCluster) -> int:
-    """The exit code, and a line that says how the job ended and what storage has."""
+    """Prints how the job ended and what storage has; returns the exit code."""
     result, progress = cluster.result(), cluster.progress()
     newest = max(progress.committed, progress.recorded)
     where = cluster.storage_directory
@@ -522,7 +539,7 @@ def _outcome(cluster: LocalCluster) -> int:
         status, step = result["status"], result["step"]
         if progress.stored >= step and (lost := lost_steps(newest, step)):
             tell(f"{status}: storage has step {step}; {lost}")
-            return 0  # the leader has said why
+            return 0  # the leader has logged why
         line = end_line(status, step, progress.stored, str(where))
         if progress.stored >= step:
             tell(line)
@@ -547,6 +564,10 @@ def _complain(reason: str) -> None:
 
 
 def job_name(experiment_name: str) -> str:
-    """A name for a local job: unique on this machine while it runs."""
+    """Makes a job name that is unique on this machine while the job runs.
+
+    The job name consists of the experiment's name, this process's id and a number from
+    the clock.
+    """
     safe = "".join(c if c.isascii() and c.isalnum() else "-" for c in experiment_name)
     return f"{safe}-{os.getpid()}-{time.time_ns() % 10**6}"

@@ -1,7 +1,7 @@
-"""Control connections between agents: what the links ask of a network, and TCP.
+"""Control connections between agents: the `Network` protocol, and TCP.
 
-A message is sent without waiting; one that the peer does not take in time ends the
-connection, which the receiving side of this host then reports.
+Sending a message does not block. If the peer does not accept a message in time, the
+connection ends, and the thread that receives on the connection reports the end.
 """
 
 import logging
@@ -23,12 +23,13 @@ from dtft.elastic.event_loop import Loop
 logger = logging.getLogger(__name__)
 
 FOREVER_S = 86400.0
-"""The links watch for silence themselves."""
+"""Receive timeout in seconds, practically none: the links detect silence themselves."""
 PROBE_S = 1.0
 
 Message = dict[str, Any]
 PortState = Literal["open", "refused", "silent"]
-"""refused: the machine answers, and nobody listens. silent: nothing answers."""
+"""Result of connecting to a port. refused: the machine answers, but no process listens.
+silent: no answer."""
 
 
 class ControlChannel(Protocol):
@@ -36,15 +37,15 @@ class ControlChannel(Protocol):
 
     @property
     def address(self) -> str:
-        """Of the peer, for messages."""
+        """Address of the peer, for messages."""
         ...
 
     def post(self, message: Message) -> None:
-        """Sends a message without waiting."""
+        """Sends a message; does not block."""
         ...
 
     def close(self) -> None:
-        """Ends the connection once what was posted is sent, or at once if it cannot."""
+        """Ends the connection after all posted messages, or when sending fails."""
         ...
 
 
@@ -54,7 +55,7 @@ Closed = Callable[[ControlChannel, str], None]
 
 
 class Network(Protocol):
-    """How an agent reaches others. What it calls is called on the event loop."""
+    """Connects an agent to other agents; runs all callbacks on the event loop."""
 
     def dial(
         self,
@@ -64,20 +65,21 @@ class Network(Protocol):
         heard: Heard,
         closed: Closed,
     ) -> None:
-        """Connects to an agent and hears it until the connection ends.
+        """Connects to an agent and receives its messages until the connection ends.
 
         Args:
             address: "host:port" of the agent's transport.
-            hello: who calls.
-            opened: takes the channel, or ConnectionRefusedError (nobody listens
-                there), or another OSError or TimeoutError.
-            heard: takes each message.
-            closed: called when a channel that was opened has ended.
+            hello: first message, which identifies this agent.
+            opened: called with a future of the channel; its exception is a
+                ConnectionRefusedError (no process listens), another OSError or a
+                TimeoutError.
+            heard: called with the channel and each message.
+            closed: called with channel and reason when an opened channel has ended.
         """
         ...
 
     def probe(self, address: str, then: Callable[[PortState], None]) -> None:
-        """Reports the outcome of connecting to a port, whoever listens there."""
+        """Connects to a port, disconnects and calls `then` with the result."""
         ...
 
 
@@ -85,7 +87,7 @@ class TcpChannel:
     """A `ControlChannel` on an authenticated channel of the transport."""
 
     def __init__(self, channel: Channel) -> None:
-        """Takes the channel over."""
+        """Wraps a channel, which `close` closes."""
         self._channel = channel
         self._outbound = Outbound(channel)
 
@@ -103,7 +105,10 @@ class TcpChannel:
         self._outbound.close()
 
     def hear(self, loop: Loop, heard: Heard, closed: Closed) -> None:
-        """Hears the peer until the connection ends; blocks."""
+        """Receives messages until the connection ends; blocks.
+
+        Posts `heard` to the loop for each message, and `closed` at the end.
+        """
         reason = "it was closed"
         try:
             while True:
@@ -119,10 +124,16 @@ class TcpChannel:
 
 
 class TcpNetwork:
-    """A `Network` of TCP connections, a thread for each."""
+    """A `Network` of TCP connections with one thread for each connection."""
 
     def __init__(self, loop: Loop, credentials: Credentials, limit_s: float) -> None:
-        """`limit_s`: deadline for opening a connection, in seconds."""
+        """Opens no connection yet.
+
+        Args:
+            loop: event loop for the callbacks.
+            credentials: credentials of the job.
+            limit_s: deadline for opening a connection, in seconds.
+        """
         self._loop, self._credentials, self._limit_s = loop, credentials, limit_s
 
     def dial(
@@ -140,7 +151,7 @@ class TcpNetwork:
             try:
                 raw = connect(address, self._credentials, hello, self._limit_s)
                 channel = TcpChannel(raw)
-            except Exception as error:  # unanswered, the link would wait for ever
+            except Exception as error:  # without outcome the link would hang
                 outcome.set_exception(error)
                 self._loop.post(opened, outcome)
                 return

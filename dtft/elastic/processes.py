@@ -19,19 +19,19 @@ _LOWEST_PORT = 10_000
 
 
 def die_with_parent() -> None:
-    """For use as `preexec_fn`: the kernel kills the process when its parent is gone.
+    """Makes the kernel kill this process when its parent ends; used as `preexec_fn`.
 
-    The signal comes when the parent *thread* that forked ends, not the process: start
-    the child from a thread that lives as long as the child shall. Survives `exec`. The
-    child's own children are not covered.
+    The kernel sends SIGKILL when the parent *thread* that forked ends, not the parent
+    process, so start the child from a thread that outlives the child. The setting
+    survives `exec` but does not apply to the child's own children.
     """
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def open_log(path: Path) -> BinaryIO:
-    """A log file to append to; where it cannot be opened, one that keeps nothing.
+    """Opens a log file for appending, or /dev/null if the log file cannot be opened.
 
-    A disk that is full or read-only must not keep a process from being started.
+    So a process can be started although the disk is full or read-only.
     """
     try:
         return open(path, "ab")
@@ -40,16 +40,16 @@ def open_log(path: Path) -> BinaryIO:
 
 
 def ended_with(process: subprocess.Popen) -> int | None:
-    """The return code of a child that has ended; None if it runs.
+    """Returns the return code of a child that has ended; None if the child runs.
 
-    Unlike `poll` it answers while another thread waits for the child, and leaves the
-    child to that thread.
+    Unlike `poll` this works while another thread waits for the child, and it does not
+    reap the child.
     """
     if process.returncode is None:
         try:
             options = os.WEXITED | os.WNOHANG | os.WNOWAIT
             found = os.waitid(os.P_PID, process.pid, options)
-        except ChildProcessError:  # the other thread has it
+        except ChildProcessError:  # another thread has reaped the child
             found = None
         if found is not None:
             killed = found.si_code != os.CLD_EXITED
@@ -58,12 +58,13 @@ def ended_with(process: subprocess.Popen) -> int | None:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that nobody listens on at an IP address of this host; not reserved.
+    """Finds a free TCP port at an IP address of this host; does not reserve the port.
 
-    A name in place of an address stands for 127.0.0.1: nothing is looked up.
+    A host name in place of an address counts as 127.0.0.1, without a lookup.
 
-    Taken from below the range that the kernel uses for outgoing connections: clients
-    that try again while a server restarts could otherwise occupy its port themselves.
+    The port is below the kernel's range for outgoing connections, if possible.
+    Otherwise a client that reconnects while a server restarts could occupy the server's
+    port.
     """
     try:
         ipaddress.ip_address(host)
@@ -94,7 +95,7 @@ def _can_bind(host: str, port: int) -> bool:
 
 
 def port_taken(port: int, host: str = "127.0.0.1") -> bool:
-    """Whether somebody listens on a TCP port of an address, so that a server cannot."""
+    """Whether a TCP port of an address is in use, so a server cannot listen there."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
         try:
@@ -106,7 +107,9 @@ def port_taken(port: int, host: str = "127.0.0.1") -> bool:
 
 
 def room_problem(directory: Path, num_bytes: int) -> str:
-    """Why files of so many bytes cannot be written in a directory; "" if they can.
+    """Returns why `num_bytes` bytes cannot be written in a directory; "" if possible.
+
+    Allocates and removes a file of this size.
 
     >>> room_problem(Path("/nonexistent"), 1)
     '/nonexistent: No such file or directory (errno 2)'
@@ -128,7 +131,7 @@ def room_problem(directory: Path, num_bytes: int) -> str:
 
 
 def state_letter(pid: int) -> str:
-    """The kernel's state letter of a process ("R", "S", "T", "D", "Z"); "" if gone.
+    """Returns the kernel's state letter of a process, such as "R"; "" if there is none.
 
     >>> state_letter(os.getpid())
     'R'
@@ -138,24 +141,25 @@ def state_letter(pid: int) -> str:
 
 
 def process_alive(pid: int) -> bool:
-    """Whether the process exists and runs; a zombie does not."""
+    """Whether a process exists and is not a zombie."""
     status = _state_and_group(pid)
     return status is not None and status[0] not in "ZX"
 
 
 def kill_group(pid: int, deadline_s: float) -> None:
-    """Kills a whole process group (SIGKILL) and waits until none of it runs.
+    """Kills a process group (SIGKILL) and waits until none of its processes runs.
 
-    Reaps nothing: a parent still has to wait for its child. A group that is gone
-    already is no error.
+    Does not reap processes; a parent must still wait for its child. Does nothing if the
+    group does not exist.
 
     Args:
-        pid: of the group's leader, started with `process_group=0` or a new session.
-        deadline_s: how long to wait.
+        pid: id of the group's leader, which was started with `process_group=0` or a new
+            session.
+        deadline_s: deadline in seconds.
 
     Raises:
-        ValueError: `pid` leads no group, or the group is the caller's own.
-        TimeoutError: some still run after `deadline_s`.
+        ValueError: `pid` is not a group leader, or the group is the caller's own.
+        TimeoutError: processes of the group still run after `deadline_s`.
     """
     if pid <= 1 or pid == os.getpgrp():
         raise ValueError(

@@ -1,9 +1,9 @@
 """Finds pairs of hosts cut off from each other, and chooses hosts to leave out.
 
-The leader reaches every host that answers a round, but two of these hosts may be cut
+The leader reaches every host that answers in a round, but two of these hosts may be cut
 off from each other. Such hosts can neither train nor exchange copies. So after a
-failure that a cut would explain, hosts report in their answer which peers' ports they
-did not reach.
+failure that a cut would explain, each host tries its peers' ports and reports the peers
+that it did not reach.
 """
 
 import bisect
@@ -24,12 +24,16 @@ LONGEST_PAUSE_S = 30.0
 def peers_to_try(
     host: str, hosts: Sequence[str], turn: int, most: int = MOST_TRIED
 ) -> list[str]:
-    """The peers a host tries: its next neighbours, both ways, on a ring of all.
+    """Returns the peers that a host tries: its neighbours on a ring of all hosts.
 
-    The hosts are given in order.
+    If host a tries host b, then b also tries a. Successive turns use neighbours farther
+    away, until all peers have been tried; then turns start again.
 
-    If one host tries another, the other tries the first as well. Successive turns use
-    neighbours farther away, until all peers have been tried.
+    Args:
+        host: name of the host.
+        hosts: names of all hosts in sorted order.
+        turn: number of the turn, from 0.
+        most: largest number of peers.
 
     >>> peers_to_try("c", "abcde", 0)
     ['a', 'b', 'd', 'e']
@@ -53,14 +57,15 @@ def peers_to_try(
 def believed(
     tried: Mapping[str, Collection[str]], missed: Mapping[str, Collection[str]]
 ) -> set[Pair]:
-    """The pairs that do not reach each other, from the reports of all hosts.
+    """Returns the pairs that do not reach each other, from the reports of all hosts.
 
-    One host's report may be wrong and does not suffice: either both hosts of a pair
-    report it, or most hosts that tried a host, and at least two, report that host.
+    The report of one host may be wrong. So a reported pair counts only if both hosts
+    report each other, or if one of the two is reported by at least two hosts and by
+    more than half of the hosts that tried it.
 
     Args:
-        tried: per host that has answered, whom it was to try.
-        missed: per host whom it did not reach.
+        tried: host that has answered to the peers that it had to try.
+        missed: host to the peers that it did not reach.
     """
     callers: dict[str, set[str]] = {host: set() for host in tried}
     complaints: dict[str, set[str]] = {host: set() for host in tried}
@@ -83,23 +88,24 @@ def believed(
 
 
 def pair(one: str, other: str) -> Pair:
-    """Two hosts in order."""
+    """Returns two host names in sorted order."""
     return (one, other) if one < other else (other, one)
 
 
 def set_aside(
     hosts: Collection[str], slots: Sequence[str], apart: Collection[Pair], leader: str
 ) -> list[str]:
-    """The fewest-connected hosts to leave out, so that all others reach each other.
+    """Chooses hosts to leave out, so that all other hosts reach each other.
 
-    One after the other, whoever most others do not reach. Of several, one that has no
-    slot; else not the leader's; else the one with the highest slot.
+    Repeatedly leaves out the host in most of the remaining pairs. Of equal hosts,
+    a host without a slot is left out first, then a host that does not lead, then the
+    host of the highest slot.
 
     Args:
-        hosts: that could have a slot.
+        hosts: hosts that could have a slot.
         slots: the host of each slot until now.
         apart: pairs that do not reach each other.
-        leader: the leader's host.
+        leader: name of the leader's host.
 
     >>> set_aside("abc", "ab", {("a", "b")}, "b")
     ['a']
@@ -123,23 +129,22 @@ def set_aside(
 
 
 class Reachability:
-    """A leader's knowledge of unreachable pairs, over all its rounds."""
+    """The pairs of hosts that do not reach each other, as one leader knows."""
 
     def __init__(self) -> None:
-        """Starts without an unreachable pair."""
+        """Starts with no pair."""
         self.apart: set[Pair] = set()
-        """Pairs that did not reach each other when they were tried last."""
+        """Pairs that did not reach each other at their last try."""
         self.is_suspected = False
-        """Since the last commit something has failed as it does when hosts are cut off
-        from each other."""
+        """Whether a failure since the last commit suggests that hosts are cut off."""
         self._look_at, self._pause_s = 0.0, FIRST_PAUSE_S
         self._asked: dict[str, list[str]] | None = None
         self._missed: dict[str, list[str]] = {}
-        """Of the look under way: whom hosts had to try, and whom they did not reach."""
+        """Host to the peers that it did not reach, in the current try (`ask`)."""
 
     @property
     def is_to_be_tried(self) -> bool:
-        """Whether hosts must report in the next round which peers they reach."""
+        """Whether hosts must try their peers in the next round."""
         return self.is_suspected or bool(self.apart)
 
     def learn(
@@ -150,8 +155,14 @@ class Reachability:
     ) -> set[Pair]:
         """Updates the pairs from hosts' reports; returns the new pairs.
 
-        What trains well together is left so, whatever else does not get through: pairs
-        count only from when a cut is suspected. One that was not tried now stays.
+        New pairs count only if a cut is suspected, so hosts that train well together
+        stay together. A known pair stays if it was reported again or not tried, unless
+        one of its hosts has not answered.
+
+        Args:
+            tried: host that has answered to the peers that it had to try.
+            missed: host to the peers that it did not reach.
+            now: current time in seconds.
         """
         found = believed(tried, missed)
         left = {it for it in self.apart if it in found or not _tried(it, tried)}
@@ -165,11 +176,11 @@ class Reachability:
         return new
 
     def committed(self) -> None:
-        """Handles a commit: hosts with slots reach each other."""
+        """Ends the suspicion: after a commit the hosts with slots reach each other."""
         self.is_suspected = False
 
     def is_due(self, now: float) -> bool:
-        """Whether hosts are to try again; counts as asked. The pause doubles."""
+        """Whether hosts must try again now; if True, doubles the pause that follows."""
         if not self.apart or now < self._look_at:
             return False
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
@@ -177,7 +188,10 @@ class Reachability:
         return True
 
     def ask(self, connected: Collection[str]) -> dict[str, list[str]]:
-        """The peers that hosts try again; pairs with an absent host are dropped."""
+        """Begins another try; returns each host and the peers that it tries.
+
+        Drops pairs with a host that is not connected.
+        """
         self.apart = {it for it in self.apart if set(it) <= set(connected)}
         asked: dict[str, list[str]] = {}
         for one, other in sorted(self.apart):
@@ -187,7 +201,11 @@ class Reachability:
         return asked
 
     def answered(self, host: str, missed: list[str]) -> list[Pair]:
-        """Pairs that reach each other again, once all hosts of a look have answered."""
+        """Records a host's answer to `ask`.
+
+        Returns:
+            After the last answer, the pairs that reach each other again; else [].
+        """
         if self._asked is None or host not in self._asked:
             return []
         self._missed[host] = missed
@@ -199,7 +217,7 @@ class Reachability:
         return sorted(gone)
 
     def text(self, host: str) -> str:
-        """The peers that a host does not reach, for people; "" if none."""
+        """Describes the peers that a host does not reach; "" for none."""
         others = sorted(b if a == host else a for a, b in self.apart if host in (a, b))
         return f"{host} and {', '.join(others)} do not reach each other" * bool(others)
 
@@ -213,12 +231,12 @@ def try_all(
     addresses: Mapping[str, str],
     then: Callable[[list[str]], None],
 ) -> None:
-    """Tries to reach all peers at once, each that is silent once more.
+    """Tries to reach all peers at once; tries each silent peer a second time.
 
     Args:
-        probe: as `Network.probe`.
+        probe: see `Network.probe`.
         addresses: peer to its "host:port".
-        then: takes the peers that were not reached.
+        then: called with the peers that were not reached, in sorted order.
     """
     waiting, missed = set(addresses), set[str]()
 

@@ -1,6 +1,6 @@
-"""Asks a live job for another number of replicas, from outside.
+"""Changes a live job's number of replicas, from outside.
 
-Asks the leading host, and asks again if that host stops leading: the store keeps the
+Sends the request to the leader, and again if the leader changes; the store keeps the
 requested size.
 """
 
@@ -15,7 +15,7 @@ PAUSE_S = 0.5
 
 
 class ScaleRefused(ValueError):
-    """The job may never have this size; the message has the allowed sizes."""
+    """The job can never have this size; the message has the allowed sizes."""
 
 
 def scale(observer: Observer, replicas: int, limit_s: float) -> dict[str, Any]:
@@ -27,15 +27,15 @@ def scale(observer: Observer, replicas: int, limit_s: float) -> dict[str, Any]:
         limit_s: deadline in seconds.
 
     Returns:
-        `replicas`, `before`, `hosts`; if something had to change also `step`,
-        `bytes_from_peers`, `bytes_from_storage` and `seconds`. `asked_again`: the
-        first answer was lost with whoever led then.
+        `replicas`, `before` (replicas before) and `hosts`; if the size changed also
+        `step`, `bytes_from_peers`, `bytes_from_storage` and `seconds`. `asked_again`:
+        whether an earlier attempt had failed.
 
     Raises:
         ScaleRefused: the job may not have this number of replicas.
         RuntimeError: the change failed or was late; the message has the reason.
     """
-    if observer.is_served:  # nobody leads it before its processes are there
+    if observer.is_served:  # without its processes this job may have no leader
         raise ScaleRefused(scale_refusal(observer.job))
     end = time.monotonic() + limit_s
     why = ""

@@ -1,9 +1,10 @@
-"""The differences between launched jobs and jobs of the user's own processes.
+"""The differences between launched jobs and jobs whose processes the user starts.
 
-Both have one leader, one rendezvous and one kind of host; a `SeatPolicy` says who fills
-which slot and what follows when somebody comes, goes or fails. The slot of a user's
-process is its index in the user's own job (`fill_by_process`); `Admission` says which
-process may attach, `missing` which one is waited for.
+Both kinds of jobs use the same leader, rendezvous and host code. A `SeatPolicy` decides
+which host fills which slot, and how the job reacts when hosts or processes come, go or
+fail. The slot of a user's process is its index in the user's own job
+(`fill_by_process`). `Admission` decides which process may attach; `missing` lists the
+processes that are not attached.
 """
 
 import json
@@ -27,24 +28,24 @@ from dtft.elastic.store import StoreUnavailable
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """Settings that every process of a job must share; the first process decides."""
+    """Settings that all processes of a job share; the first process decides."""
 
     processes: int
-    """Processes of the job, one per slot."""
+    """Number of processes of the job, one per slot."""
     directory: str
-    """Of the storage tier."""
+    """Directory of the storage tier."""
     storage_interval_steps: int
     max_to_keep: int
     chunk_bytes: int
     storage_timeout_s: float
 
     def to_json(self) -> str:
-        """JSON; inverse of `from_json`."""
+        """Encodes the terms as JSON; inverse of `from_json`."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Terms":
-        """Reads what `to_json` wrote.
+        """Parses the text of `to_json`.
 
         Raises:
             TypeError: a field is missing or unknown.
@@ -52,7 +53,7 @@ class Terms:
         return cls(**json.loads(text))
 
     def differences(self, other: "Terms") -> str:
-        """What `other` says otherwise, for people; "" if nothing.
+        """Describes the fields in which `other` differs; "" for none.
 
         >>> terms = Terms(processes=2, directory="/d", storage_interval_steps=1,
         ...     max_to_keep=1, chunk_bytes=1, storage_timeout_s=1.0)
@@ -69,17 +70,21 @@ class Terms:
 
 @dataclass(frozen=True, kw_only=True)
 class Admission:
-    """Which processes the agent of a host takes."""
+    """Decides which processes may attach to the agent of a host."""
 
     job: str
     host: str
     processes: int | None
-    """How many the job has to have; None for any number."""
+    """Required number of processes of the job; None for any number."""
     agree: Callable[[Terms], Terms]
-    """Makes terms those of the job, or returns the ones in force."""
+    """Stores these terms if the job has none; returns the job's terms."""
 
     def objection(self, message: Mapping[str, Any]) -> str | None:
-        """Why a process is not taken, from what it says of itself; None if it is."""
+        """Returns why a process may not attach, or None if it may.
+
+        Args:
+            message: the process's hello, with `terms`, `process` (index) and `pid`.
+        """
         who = f"job {self.job!r}, agent of host {self.host}"
         try:
             terms, index = Terms(**message["terms"]), int(message["process"])
@@ -109,10 +114,11 @@ class Admission:
 def fill_by_process(
     hosts: Collection[HostRecord], num_slots: int
 ) -> tuple[HostRecord | None, ...]:
-    """The host of each slot: the one to which the process of that index is attached.
+    """Fills each slot with the host to which the process of that index is attached.
 
-    Of two that claim one index the one that attached last has it: the other is left
-    from an earlier start of the job.
+    If two hosts have a process of one index, the later attached process counts; the
+    other is left over from an earlier start of the job. A slot without a process is
+    None.
 
     >>> def host(name, process, ns):
     ...     return HostRecord(host=name, address="", incarnation="", joined_ns=0,
@@ -129,7 +135,7 @@ def fill_by_process(
 
 
 def missing(hosts: Collection[HostRecord], num_slots: int) -> str:
-    """Which processes are not attached, for people; "" if all are.
+    """Describes the processes that are not attached; "" if all are.
 
     >>> missing([], 3)
     'processes 0, 1, 2 of 3 to attach'
@@ -143,7 +149,7 @@ def missing(hosts: Collection[HostRecord], num_slots: int) -> str:
 
 
 def scale_refusal(job: str) -> str:
-    """Why `dtft scale` cannot change the size of such a job.
+    """Explains why `dtft scale` cannot change the size of a served job.
 
     >>> scale_refusal("j").partition(":")[0]
     "job 'j' serves processes of its user's own (--serve-only)"
@@ -157,9 +163,9 @@ def scale_refusal(job: str) -> str:
 
 
 Filled = tuple[HostRecord | None, ...]
-"""The host of each slot, None where there is none."""
+"""The host of each slot; None for an empty slot."""
 ExitReport = tuple[str, dict[str, Any]] | None
-"""What the leader is told when a trainer has ended: op and fields, or nothing."""
+"""Op and fields of the report that a trainer has ended; None for no report."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,20 +175,20 @@ class Seating:
     usable: Sequence[HostRecord]
     """Hosts that may be given a slot."""
     replies: Mapping[str, Mapping[str, Any]]
-    """Per host what it has reported in this round."""
+    """Host to its report in this round."""
     num_slots: int
-    """Slots at the start of the job."""
+    """Number of slots at the start of the job."""
     choose_size: Callable[[int, Layout | None], int]
-    """Slots for a number of hosts."""
+    """Takes the number of usable hosts and the layout; returns the number of slots."""
     previous: SlotAssignment | None
     layout: Layout | None
-    """Of the state, if any live host knows it."""
+    """Layout of the state; None if no live host knows the layout."""
     limits: SizeLimits
     domains: FailureDomains
 
 
 def _fill_with_spares(seating: Seating) -> Filled:
-    """Hosts keep their slots; spares take the empty ones."""
+    """Keeps hosts in their slots and fills empty slots with spares."""
     old, layout = seating.previous, seating.layout
     return seat(
         list(zip(old.slots, old.incarnations, strict=True)) if old else [],
@@ -194,8 +200,8 @@ def _fill_with_spares(seating: Seating) -> Filled:
 
 
 def _fill_with_processes(seating: Seating) -> Filled:
-    """Slots go by the index of the attached process, if that can still be taken."""
-    free = [  # replies are newer than the store: who has stood down since
+    """Fills slots by the index of the attached process, if it is still attached."""
+    free = [  # replies are newer than records: a process may have detached since
         record
         for record in seating.usable
         if record.attached_ns
@@ -232,30 +238,31 @@ class SeatPolicy:
     """The policy that fills slots and reacts to the trainers of a job."""
 
     attached: bool
-    """Trainers are the user's own processes. They decide when they save and restore,
-    and may ask for a step on other shardings, or that one is safe or stored."""
+    """Whether trainers are processes that the user starts. Such processes decide when
+    to save and restore, may request a step for other shardings, and may wait until a
+    step is replicated or stored."""
     fill: Callable[[Seating], Filled]
-    """Who fills which slot."""
+    """Returns the host of each slot."""
     waiting_line: Callable[[str, int, str, str], str]
-    """What people are told while slots are empty: slots, their number, job, store."""
+    """Makes the message for empty slots from: slots, number of slots, job, store."""
     waiting_event: str
-    """The same, in the journal."""
+    """Name of the event in the log while slots are empty."""
     begins_on_join: bool
-    """A host that joins begins the job, or ends a wait. Otherwise it begins when every
-    process has attached."""
+    """Whether a joining host can start the job or end a wait. Otherwise the job starts
+    when every process has attached."""
     ends_by_itself: bool
-    """The job ends when all trainers have finished, or when an error would come again.
-    Otherwise trainers are let go with the reason, and the job waits for others."""
+    """Whether the job ends when all trainers have finished or an error would repeat.
+    Otherwise trainers are released with the reason, and the job waits for new ones."""
     reads_copies: bool
-    """Hosts read and check their copies at the start of every round."""
+    """Whether hosts read and verify their copies at the start of every round."""
     has_coordination_service: bool
-    """The leader starts JAX's coordination service for each formation."""
+    """Whether the leader starts JAX's coordination service for each formation."""
     reports: Mapping[str, Mapping[str, Check]]
-    """Reports that a host may make."""
+    """Fields and checks of the reports that a host may send."""
     exit_report: Callable[[int], ExitReport]
-    """What the end of a formation's trainer means, from its code."""
+    """Makes the report of a trainer's end from the trainer's return code."""
     scale_refusal: Callable[[str], str] | None
-    """Why a job of this name cannot be scaled; None if it can."""
+    """Explains why a job of this name cannot be scaled; None if a job can be scaled."""
 
 
 LAUNCHED = SeatPolicy(
@@ -271,7 +278,7 @@ LAUNCHED = SeatPolicy(
     exit_report=_exit_code,
     scale_refusal=None,
 )
-"""Agents start the trainers; any host can have any slot."""
+"""Policy of jobs whose agents start the trainers. Any host can have any slot."""
 
 SERVED = SeatPolicy(
     attached=True,
@@ -286,4 +293,4 @@ SERVED = SeatPolicy(
     exit_report=_gone_without_goodbye,
     scale_refusal=scale_refusal,
 )
-"""The user starts the processes (`--serve-only`), which are a world already."""
+"""Policy of jobs whose processes the user starts (`--serve-only`)."""

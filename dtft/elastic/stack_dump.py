@@ -1,10 +1,10 @@
-"""Where a process hangs, written to its log: its stacks, or why it has none.
+"""Writes the stacks of a hanging process to its log, or why it has no stacks.
 
 A trainer that has called `accept_requests` writes the Python stacks of all its threads
-when SIGUSR1 comes, without help of its interpreter. A process that cannot run (stopped,
-or in uninterruptible sleep) cannot do that either; its log then gets its state from
-/proc. A process that does not catch SIGUSR1 would die of it and is not sent any. Linux
-only.
+on SIGUSR1, even if its interpreter hangs. A process that cannot run (stopped, or in
+uninterruptible sleep) cannot write stacks; instead its state from /proc is written to
+its log. A process that does not catch SIGUSR1 would die of this signal, so the signal
+is not sent. Linux only.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ SIGNAL = signal.SIGUSR1
 DEADLINE_S = 1.0
 _POLL_S = 0.01
 _SETTLED_S = 0.05
-"""A log that does not grow for so long has the whole dump."""
+"""Seconds without growth of the log after which the dump counts as complete."""
 _STATES = {
     "R": "runs",
     "S": "sleeps",
@@ -35,22 +35,22 @@ _CANNOT_RUN = "DTtZX"
 
 
 def accept_requests() -> None:
-    """From now on SIGUSR1 has this process write all its stacks to stderr."""
+    """Makes this process write the stacks of all its threads to stderr on SIGUSR1."""
     faulthandler.register(SIGNAL, all_threads=True, chain=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessState:
-    """What the kernel says of a process."""
+    """State and processor time of a process, from /proc."""
 
     state: str
-    """One letter, as in /proc/PID/stat: T is stopped, D is uninterruptible sleep."""
+    """State letter in /proc/PID/stat; T is stopped, D is uninterruptible sleep."""
     cpu_s: float
-    """Processor time of all its threads."""
+    """Processor time of all its threads in seconds."""
 
 
 def process_state(pid: int) -> ProcessState | None:
-    """Reads /proc/PID/stat, which never blocks; None if there is no such process."""
+    """Reads /proc/PID/stat, which never blocks; returns None if there is no process."""
     fields = _stat(Path(f"/proc/{pid}/stat"))
     if fields is None:
         return None
@@ -59,18 +59,18 @@ def process_state(pid: int) -> ProcessState | None:
 
 
 def dump_stack(pid: int, log_path: Path, deadline_s: float = DEADLINE_S) -> str:
-    """Has a process write its stacks to its log, or writes its state there instead.
+    """Makes a process write its stacks to its log, or writes its state to the log.
 
-    Takes at most `deadline_s`, also where the log's disk hangs; so it is to be called
-    on a thread of its own. `pid` must be the caller's child.
+    Blocks for at most `deadline_s`, even if the log's disk hangs, so call it on a
+    separate thread.
 
     Args:
-        pid: of the process.
-        log_path: where its stderr goes.
-        deadline_s: how long its stacks are waited for.
+        pid: id of the process, which must be a child of the caller.
+        log_path: the file to which the process's stderr goes.
+        deadline_s: deadline in seconds.
 
     Returns:
-        What was found, for people: one line that names the log.
+        One line that describes the result and names the log.
     """
     found: list[str] = []
     end = time.monotonic() + deadline_s
@@ -99,7 +99,7 @@ def _dump(pid: int, log_path: Path, end: float) -> str:
 
 
 def _grown(log_path: Path, before: int, end: float) -> bool:
-    """Waits until the log has grown and is still again; whether it has grown."""
+    """Waits until the log grows and stops growing; returns False without growth."""
     size, still_since = before, time.monotonic()
     while (now := time.monotonic()) < end:
         if (newer := _size(log_path)) != size:
@@ -111,7 +111,7 @@ def _grown(log_path: Path, before: int, end: float) -> bool:
 
 
 def _write_state(pid: int, log_path: Path, why: str) -> str:
-    """Appends the state of every thread to the log; says it in one line."""
+    """Appends the state of every thread to the log; returns a summary line."""
     threads = _threads(pid)
     now = process_state(pid)
     state = now.state if now is not None else "X"
@@ -142,7 +142,10 @@ def _threads(pid: int) -> list[str]:
 
 
 def _stat(path: Path) -> list[str] | None:
-    """The fields after the name, which may hold spaces and brackets."""
+    """Returns the fields of a stat file after the process name; None if unreadable.
+
+    The process name may contain spaces and brackets.
+    """
     text = _text(path)
     return text.rpartition(")")[2].split() if text else None
 

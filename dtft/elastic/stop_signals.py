@@ -1,4 +1,4 @@
-"""Stop signals of processes, and the messages printed meanwhile.
+"""Stop signals of a job, and the messages printed while the job stops.
 
 The first signal asks the job to stop at a step boundary, the second prints the reason
 for the wait, the third ends the job after an attempt to export its newest step, and the
@@ -16,18 +16,19 @@ SIGNALS: tuple[signal.Signals, ...] = (
     signal.SIGHUP,
 )
 ECHO_S = 0.3
-"""Signals that follow each other faster are one: a shell and a wrapper send both."""
+"""Signals closer than this many seconds count as one, because a shell and a wrapper may
+both send a signal."""
 
 
 def heard_signals() -> tuple[signal.Signals, ...]:
-    """The signals that ask this process to end; not SIGHUP if it is ignored (nohup)."""
+    """Returns the stop signals of this process, without SIGHUP if ignored (nohup)."""
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         return tuple(it for it in SIGNALS if it != signal.SIGHUP)
     return SIGNALS
 
 
 def presses(signals: Sequence[tuple[float, int]]) -> int:
-    """The number of separate stop requests, given (time, number) of each signal.
+    """Counts the separate stop requests, given (time, number) of each signal.
 
     >>> interrupt, hang_up = int(signal.SIGINT), int(signal.SIGHUP)
     >>> presses([(0.0, hang_up), (5.0, hang_up)])
@@ -48,30 +49,30 @@ class StopProgress:
     """A job's progress as seen from outside, without store and leader."""
 
     finished: Mapping[str, int] = field(default_factory=dict)
-    """Host with a slot to the last step that its trainer has finished."""
+    """Each host with a slot to the last finished step of its trainer."""
     computing: int = 0
-    """The newest step that was begun; 0 for none."""
+    """The newest dispatched step; 0 for none."""
     committed: int = 0
-    """The newest commit that memory holds; 0 for none."""
+    """The newest commit in memory; 0 for none."""
     recorded: int = 0
-    """The newest commit that was ever recorded."""
+    """The newest commit in the event log; 0 for none."""
     stored: int = 0
     """The newest step in storage; 0 for none."""
     exporting: int = 0
-    """A step that is being written to storage; 0 for none."""
+    """The step that is being written to storage; 0 for none."""
     reforming: bool = False
     """Whether a formation is in progress."""
     reason: str = ""
-    """Why the last formation began."""
+    """Reason of the last formation."""
     missing: tuple[int, ...] = ()
-    """Slots without a host, if the job waits for one."""
+    """Slots without a host, if the job waits for a host."""
     store_serves: bool = True
     asked: bool = True
     """Whether the stop request is recorded in the store."""
 
 
 def waits_for(progress: StopProgress) -> str:
-    """The condition for which the end of a job waits, as text.
+    """Describes what the job waits for before it can stop.
 
     >>> waits_for(StopProgress(finished={"host-0": 12, "host-1": 11}, committed=11))
     'host-0 (step 12), host-1 (step 11) to reach a step boundary'
@@ -101,7 +102,7 @@ def waits_for(progress: StopProgress) -> str:
 
 
 def second_line(progress: StopProgress, left_s: float) -> str:
-    """The line printed at a second Ctrl-C."""
+    """Makes the line that a second Ctrl-C prints."""
     return (
         f"stopping; waiting for {waits_for(progress)}. {_safe(progress)} The job is "
         f"ended by force in {max(left_s, 0):.0f} s. Ctrl-C once more ends it now, "
@@ -118,7 +119,7 @@ def _safe(progress: StopProgress) -> str:
 
 
 def end_line(status: str, step: int, stored: int, where: str) -> str:
-    """The line for the end of a job; it names the steps that storage lacks.
+    """Makes the line for the end of a job, with the steps that storage lacks.
 
     >>> end_line("done", 100, 100, "run/checkpoints")
     'done at step 100, which is in run/checkpoints'
@@ -131,7 +132,7 @@ def end_line(status: str, step: int, stored: int, where: str) -> str:
 
 
 def left_line(host: str, job: str, committed: int, stored: int) -> str:
-    """The line of a host that was told to leave a job before its end.
+    """Makes the line of a host that leaves a job before the job's end.
 
     >>> left_line("a", "j", committed=9, stored=9)
     'a left job j before its end; storage has step 9'
@@ -147,7 +148,7 @@ def left_line(host: str, job: str, committed: int, stored: int) -> str:
 
 
 def lost_steps(newest: int, stored: int) -> str:
-    """The finished steps that are lost, as text; "" for none.
+    """Describes the finished steps that storage lacks; "" for none.
 
     >>> lost_steps(100, 1), lost_steps(5, 4), lost_steps(4, 4)
     ('steps 2 to 100 are lost', 'step 5 is lost', '')

@@ -1,1 +1,1 @@
-"""Models: a config each, which builds a Flax NNX module and knows its loss."""
+"""Model configs: each builds a Flax NNX module and computes its loss."""

@@ -1,8 +1,8 @@
-"""What a model is to the training loop, and the configs of the models shipped here.
+"""Configs of models: the base class and the models of this package.
 
-A config says how a module is built and what its loss is, so that the loop knows no
-model. Must stay free of jax imports at module level: configs are read by commands
-that never train.
+A config builds the module and computes its loss, so that the training loop is the same
+for every model. Do not import JAX at module level: commands that never train read
+configs too.
 """
 
 from dataclasses import dataclass
@@ -18,45 +18,45 @@ Batch = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class EqualLayers:
-    """The part of a model that can be cut into stages: equal layers in a row."""
+    """A sequence of equal layers, which can be cut into pipeline stages."""
 
     name: str
-    """The module's attribute, an `nnx.List`; each layer is called with what the one
-    before it gave, an array of the same shape with the examples in dim 0."""
+    """Name of the module's attribute, an `nnx.List`. Each layer maps the output of the
+    layer before to an array of the same shape, with the examples in dim 0."""
     count: int
-    """How many there are."""
+    """Number of layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Base of all model configs.
 
-    `short_name` is the name of a class in `config.json`, wherever its module is; a
-    subclass without one of its own is named by its module and name.
+    `short_name` names the class in `config.json`, independently of its module. If a
+    subclass sets no `short_name`, `config.json` has its module and class name.
     """
 
     short_name: ClassVar[str] = ""
 
     @property
     def layers(self) -> EqualLayers | None:
-        """Its equal layers; None for a model that is not such a row."""
+        """The model's sequence of equal layers; None if the model has none."""
         return None
 
     def before_layers(self, model: Any, batch: Batch) -> "jax.Array":
-        """What the first layer is called with; `model` has no layers here."""
+        """Computes the input of the first layer; `model` has no layers here."""
         raise NotImplementedError(f"{type(self).__name__} has no equal layers.")
 
     def after_layers(
         self, model: Any, last: "jax.Array", batch: Batch
     ) -> "tuple[jax.Array, dict[str, jax.Array]]":
-        """As `loss`, from what the last layer gave; `model` has no layers here."""
+        """Computes `loss` from the last layer's output; `model` has no layers here."""
         raise NotImplementedError(f"{type(self).__name__} has no equal layers.")
 
     def build(self, rngs: "nnx.Rngs") -> "nnx.Module":
         """Makes the module; equal `rngs` give equal parameters.
 
         Raises:
-            NotImplementedError: on the base class, which is no model.
+            NotImplementedError: the class is the base class.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no build(). Use a subclass of ModelConfig, "
@@ -66,16 +66,16 @@ class ModelConfig:
     def loss(
         self, model: Any, batch: Batch
     ) -> "tuple[jax.Array, dict[str, jax.Array]]":
-        """Losses per example ([B]) or per token ([B, T]), and metrics of that shape.
+        """Computes losses per example [B] or token [B, T], and metrics of this shape.
 
-        Their means over the global batch are what is optimized and logged.
+        Training minimizes the mean loss over the global batch, and logs all means.
         """
         raise NotImplementedError(f"{type(self).__name__} has no loss().")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CNNConfig(ModelConfig):
-    """A small convolutional classifier of 8x8 grey images."""
+    """Config of a small convolutional classifier of 8x8 grey images."""
 
     short_name: ClassVar[str] = "cnn"
 
@@ -95,7 +95,7 @@ class CNNConfig(ModelConfig):
         _positive("model", hidden=self.hidden, num_classes=self.num_classes)
 
     def build(self, rngs: "nnx.Rngs") -> "nnx.Module":
-        """Makes the module."""
+        """Makes the module; equal `rngs` give equal parameters."""
         from dtft.models.cnn import CNN
 
         return CNN(self, rngs)
@@ -103,7 +103,7 @@ class CNNConfig(ModelConfig):
     def loss(
         self, model: Any, batch: Batch
     ) -> "tuple[jax.Array, dict[str, jax.Array]]":
-        """Cross entropy and accuracy per example."""
+        """Computes cross entropy and accuracy per example."""
         from dtft.models.losses import classification
 
         return classification(model(batch["image"]), batch["label"])
@@ -111,18 +111,20 @@ class CNNConfig(ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ResNetConfig(ModelConfig):
-    """A residual network with bottleneck blocks (version 1.5) for colour images.
+    """Config of a residual network with bottleneck blocks for colour images.
 
-    He et al., "Deep Residual Learning for Image Recognition" (2016), with the stride
-    in the 3x3 convolution. The default is ResNet-50. Any image size will do.
+    He et al., "Deep Residual Learning for Image Recognition" (2016), in version 1.5:
+    the stride is in the 3x3 convolution. The default is ResNet-50. Images of any size
+    are accepted.
     """
 
     short_name: ClassVar[str] = "resnet"
 
     depths: tuple[int, ...] = (3, 4, 6, 3)
-    """Blocks of each stage; each stage after the first halves the image."""
+    """Number of blocks of each stage; each stage after the first halves the image."""
     width: int = 64
-    """Channels after the first convolution; stage s ends with width x 4 x 2**s."""
+    """Channels after the first convolution; stage s = 0, 1, ... ends with
+    width x 4 x 2**s channels."""
     num_classes: int = 1000
     """Number of classes."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -137,7 +139,7 @@ class ResNetConfig(ModelConfig):
         _positive("model", width=self.width, num_classes=self.num_classes)
 
     def build(self, rngs: "nnx.Rngs") -> "nnx.Module":
-        """Makes the module."""
+        """Makes the module; equal `rngs` give equal parameters."""
         from dtft.models.resnet import ResNet
 
         return ResNet(self, rngs)
@@ -145,7 +147,7 @@ class ResNetConfig(ModelConfig):
     def loss(
         self, model: Any, batch: Batch
     ) -> "tuple[jax.Array, dict[str, jax.Array]]":
-        """Cross entropy and accuracy per example."""
+        """Computes cross entropy and accuracy per example."""
         from dtft.models.losses import classification
 
         return classification(model(batch["image"]), batch["label"])
@@ -153,20 +155,20 @@ class ResNetConfig(ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig(ModelConfig):
-    """A small causal transformer over characters."""
+    """Config of a small causal transformer over characters."""
 
     short_name: ClassVar[str] = "transformer"
 
     vocabulary: int = 128
     """Number of different tokens; 128 is ASCII."""
     context: int = 64
-    """Most tokens seen at once."""
+    """Largest number of tokens in a sequence."""
     num_layers: int = 2
     """Number of blocks."""
     width: int = 64
     """Width of the residual stream."""
     num_heads: int = 4
-    """Attention heads."""
+    """Number of attention heads; a divisor of `width`."""
 
     def __post_init__(self) -> None:
         _positive("model", **vars(self))
@@ -177,24 +179,24 @@ class TransformerConfig(ModelConfig):
             )
 
     def build(self, rngs: "nnx.Rngs") -> "nnx.Module":
-        """Makes the module."""
+        """Makes the module; equal `rngs` give equal parameters."""
         from dtft.models.transformer import Transformer
 
         return Transformer(self, rngs)
 
     @property
     def layers(self) -> EqualLayers:
-        """Its blocks."""
+        """The transformer's blocks."""
         return EqualLayers(name="blocks", count=self.num_layers)
 
     def before_layers(self, model: Any, batch: Batch) -> "jax.Array":
-        """The embedded tokens."""
+        """Embeds the tokens of the batch, all but the last of each row."""
         return model.embed(batch["tokens"][:, :-1])
 
     def after_layers(
         self, model: Any, last: "jax.Array", batch: Batch
     ) -> "tuple[jax.Array, dict[str, jax.Array]]":
-        """Cross entropy and accuracy per token, predicting each token's successor."""
+        """Computes cross entropy and accuracy of predicting each next token."""
         from dtft.models.losses import classification
 
         return classification(model.head(last), batch["tokens"][:, 1:])
@@ -202,7 +204,7 @@ class TransformerConfig(ModelConfig):
     def loss(
         self, model: Any, batch: Batch
     ) -> "tuple[jax.Array, dict[str, jax.Array]]":
-        """As `after_layers`, of the whole model."""
+        """Computes cross entropy and accuracy of predicting each next token."""
         last_BTD = model.through(self.before_layers(model, batch))
         return self.after_layers(model, last_BTD, batch)
 

@@ -1,4 +1,4 @@
-"""A small convolutional classifier. Knows no mesh, optimizer or data set.
+"""A small convolutional classifier. Depends on no mesh, optimizer or data set.
 
 Legend: B examples, H height, W width, C channels.
 """
@@ -10,7 +10,7 @@ from dtft.models.base import CNNConfig
 
 
 class CNN(nnx.Module):
-    """Convolutions of stride 2, then two dense layers."""
+    """3x3 convolutions, all but the first with stride 2, then two dense layers."""
 
     def __init__(self, config: CNNConfig, rngs: nnx.Rngs) -> None:
         """Makes the layers of `config`."""
@@ -29,7 +29,7 @@ class CNN(nnx.Module):
         self.classes = nnx.Linear(config.hidden, config.num_classes, rngs=rngs)
 
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
-        """Logits [B, classes] of images [B, 8, 8, 1]."""
+        """Computes logits [B, classes] of images [B, 8, 8, 1]."""
         for convolution in self.convolutions:
             x_BHWC = nnx.relu(convolution(x_BHWC))
         x_BF = x_BHWC.reshape(x_BHWC.shape[0], -1)

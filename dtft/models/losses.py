@@ -1,4 +1,4 @@
-"""Losses that several models share. Knows arrays only, no model and no mesh."""
+"""Losses that several models share. Depends on arrays, not on models or meshes."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import optax
 def classification(
     logits: jax.Array, labels: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Cross entropy and accuracy, each of the shape of `labels`.
+    """Computes cross entropy and accuracy, each of the shape of `labels`.
 
     >>> losses, metrics = classification(jnp.eye(2) * 9, jnp.array([0, 0]))
     >>> [round(float(loss), 1) for loss in losses], metrics["accuracy"].tolist()

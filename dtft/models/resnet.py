@@ -1,9 +1,10 @@
 """ResNet v1.5: bottleneck blocks with batch normalization, for colour images.
 
 He et al., "Deep Residual Learning for Image Recognition" (CVPR 2016); v1.5 has the
-stride in the 3x3 convolution. Images come as bytes and are normalized here, on the
-device: that is a quarter of the traffic of float32. Knows no mesh, optimizer or data
-set: the batch is one global array, so batch statistics are those of all replicas.
+stride in the 3x3 convolution. The model takes images as bytes and normalizes them on
+the device, so the transfer has a quarter of the bytes of float32. The batch is one
+global array, so batch statistics include all replicas. Depends on no mesh, optimizer or
+data set.
 
 Legend: B examples, H height, W width, C channels, F features, N classes.
 """
@@ -20,16 +21,16 @@ from dtft.models.base import ResNetConfig
 IMAGE_MEAN = (0.485, 0.456, 0.406)
 """Mean of ImageNet's red, green and blue in [0, 1]."""
 IMAGE_DEVIATION = (0.229, 0.224, 0.225)
-"""Their standard deviation."""
+"""Standard deviation of ImageNet's red, green and blue in [0, 1]."""
 EXPANSION = 4
-"""Channels out of a bottleneck per channel inside it."""
+"""Output channels of a bottleneck block per inner channel."""
 
-# Keeps the size of activations through rectifiers (He et al. 2015).
+# Keeps the variance of activations the same from layer to layer (He et al. 2015).
 _HE = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
 
 
 class ResNet(nnx.Module):
-    """Convolution, stages of bottleneck blocks, mean over positions, classes."""
+    """A convolution, stages of bottleneck blocks, mean over positions, classifier."""
 
     def __init__(self, config: ResNetConfig, rngs: nnx.Rngs) -> None:
         """Makes the layers of `config`."""
@@ -54,29 +55,30 @@ class ResNet(nnx.Module):
         )
 
     def __call__(self, image_BHWC: jax.Array) -> jax.Array:
-        """Logits [B, N] in float32 of uint8 images [B, H, W, 3]."""
+        """Computes float32 logits [B, N] of uint8 images [B, H, W, 3]."""
         x_BHWC = nnx.relu(self.stem(normalized(image_BHWC).astype(self.dtype)))
         # nnx annotates `padding` as str, but takes pairs like its convolutions.
         pairs: Any = ((1, 1), (1, 1))
         x_BHWC = nnx.max_pool(x_BHWC, (3, 3), (2, 2), padding=pairs)
         for block in self.blocks:
             x_BHWC = block(x_BHWC)
-        # Sums over positions need more than bfloat16's 8 bits.
+        # bfloat16 has 8 significant bits, too few for a sum over positions.
         x_BF = jnp.mean(x_BHWC, axis=(1, 2), dtype=jnp.float32)
         return self.classes(x_BF.astype(self.dtype)).astype(jnp.float32)
 
 
 class Bottleneck(nnx.Module):
-    """1x1, 3x3 and 1x1 convolutions, added to their input."""
+    """A residual block: 1x1, 3x3 and 1x1 convolutions, added to the block's input."""
 
     def __init__(
         self, channels: int, inner: int, stride: int, *, dtype: Any, rngs: nnx.Rngs
     ) -> None:
-        """Makes the layers from `channels` to EXPANSION x `inner` channels."""
+        """Makes layers that map `channels` to EXPANSION x `inner` channels."""
         layer = partial(NormalizedConv, dtype=dtype, rngs=rngs)
         self.reduce = layer(channels, inner, 1, 1)
         self.spatial = layer(inner, inner, 3, stride)
-        # At first the block is the identity: deep networks start as shallow ones.
+        # Scale 0 makes the new block's branch 0, so a deep network starts as a shallow
+        # one.
         self.expand = layer(inner, inner * EXPANSION, 1, 1, scale=0.0)
         unlike = stride != 1 or channels != inner * EXPANSION
         self.shortcut = (
@@ -84,7 +86,7 @@ class Bottleneck(nnx.Module):
         )
 
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
-        """Adds both branches."""
+        """Computes the rectified sum of the convolutions and the shortcut."""
         y_BHWC = nnx.relu(self.reduce(x_BHWC))
         y_BHWC = self.expand(nnx.relu(self.spatial(y_BHWC)))
         if self.shortcut is not None:
@@ -106,7 +108,7 @@ class NormalizedConv(nnx.Module):
         rngs: nnx.Rngs,
         scale: float = 1.0,
     ) -> None:
-        """Makes both; `scale` is the normalization's initial scale."""
+        """Makes both layers; `scale` is the initial scale of the normalization."""
         self.conv = nnx.Conv(
             channels,
             features,
@@ -127,12 +129,12 @@ class NormalizedConv(nnx.Module):
         )
 
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
-        """Normalizes in float32; the result has the dtype of `x_BHWC`."""
+        """Convolves, then normalizes in float32; returns the dtype of `x_BHWC`."""
         return self.norm(self.conv(x_BHWC)).astype(x_BHWC.dtype)
 
 
 def normalized(image_BHWC: jax.Array) -> jax.Array:
-    """Images of bytes as float32 with ImageNet's mean 0 and deviation 1 per channel.
+    """Converts uint8 images to float32, normalized by ImageNet's mean and deviation.
 
     >>> print(normalized(jnp.full((1, 1, 1, 3), 128, jnp.uint8)).round(1))
     [[[[0.1 0.2 0.4]]]]

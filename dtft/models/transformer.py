@@ -1,4 +1,4 @@
-"""A small causal transformer. Knows no mesh, optimizer or data set.
+"""A small causal transformer. Depends on no mesh, optimizer or data set.
 
 Legend: B examples, T positions, D width, N heads, H width of a head.
 """
@@ -14,7 +14,7 @@ class Attention(nnx.Module):
     """Causal self-attention."""
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs) -> None:
-        """Makes one fused projection in and one out."""
+        """Makes a projection to queries, keys and values, and an output projection."""
         self.num_heads = config.num_heads
         self.project = nnx.Linear(
             config.width, 3 * config.width, use_bias=False, rngs=rngs
@@ -22,7 +22,7 @@ class Attention(nnx.Module):
         self.out = nnx.Linear(config.width, config.width, use_bias=False, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """Mixes positions, each with itself and those before it."""
+        """Lets each position attend to itself and to earlier positions."""
         batch, length, width = x_BTD.shape
         qkv = self.project(x_BTD).reshape(batch, length, 3, self.num_heads, -1)
         q_BTNH, k_BTNH, v_BTNH = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
@@ -33,7 +33,7 @@ class Attention(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention and a two-layer perceptron, both residual and pre-normalized."""
+    """Attention and a two-layer perceptron, both residual with normalized inputs."""
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs) -> None:
         """Makes the layers of one block."""
@@ -50,7 +50,7 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Embedding, blocks, norm, logits."""
+    """Token and position embeddings, blocks, a norm and a projection to logits."""
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs) -> None:
         """Makes the layers of `config`."""
@@ -63,20 +63,20 @@ class Transformer(nnx.Module):
         )
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        """Logits [B, T, vocabulary] of the next token at every position."""
+        """Computes logits [B, T, vocabulary] of the next token at every position."""
         return self.head(self.through(self.embed(tokens_BT)))
 
     def embed(self, tokens_BT: jax.Array) -> jax.Array:
-        """What the first block is called with."""
+        """Embeds tokens and positions: [B, T] -> [B, T, D], the first block's input."""
         places = jnp.arange(tokens_BT.shape[1])[None]
         return self.tokens(tokens_BT) + self.positions(places)
 
     def through(self, x_BTD: jax.Array) -> jax.Array:
-        """All blocks, one after the other."""
+        """Applies all blocks one after the other."""
         for block in self.blocks:
             x_BTD = block(x_BTD)
         return x_BTD
 
     def head(self, x_BTD: jax.Array) -> jax.Array:
-        """Logits of what the last block gave."""
+        """Computes logits [B, T, vocabulary] from the last block's output."""
         return self.logits(self.norm(x_BTD))

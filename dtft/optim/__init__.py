@@ -1,7 +1,8 @@
-"""Optimizers as optax transforms. Importing it loads jax and optax, no more of dtft.
+"""Optimizers as optax transforms.
 
-What communicates between replicas (`dtft.optim.sync`) needs `dtft.collectives` too; its
-names are here as well, and load on first use. Shampoo loads it with its first root.
+Importing this package loads jax and optax, but not `dtft.collectives`. The transforms
+that communicate between replicas need `dtft.collectives`; their names load on first
+use. Shampoo loads `dtft.collectives` when it computes the first inverse root.
 """
 
 import importlib

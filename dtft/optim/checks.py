@@ -1,7 +1,8 @@
-"""What hyperparameters may be, checked where their number is known.
+"""Checks the hyperparameters of optimizers; a failed check raises a ValueError.
 
-The number of a traced value (`optax.inject_hyperparams` under `jit`) cannot be judged,
-only its dtype. Of an array that is not traced the least and the greatest are.
+Of a traced value (`optax.inject_hyperparams` under `jit`) only the dtype is checked,
+because the number is not known. Of an array that is not traced, the smallest and the
+largest element are checked.
 """
 
 import operator
@@ -21,10 +22,12 @@ _INJECT = (
 
 
 def numbers(name: str, value: Any) -> list[float]:
-    """What is known now: a number, the least and greatest of an array; none if traced.
+    """Returns the numbers to check: a number, or the smallest and largest of an array.
+
+    Returns an empty list for a value whose number is not known, such as a traced value.
 
     Raises:
-        ValueError: no number at all.
+        ValueError: `value` is not a number or an array of numbers, or is empty.
 
     >>> [numbers("b2", x) for x in (0.999, np.array([0.9]), np.arange(4))]
     [[0.999], [0.9], [0.0, 3.0]]
@@ -47,12 +50,14 @@ def numbers(name: str, value: Any) -> list[float]:
 
 
 def check_decay(name: str, value: Any, least: str = "0 <=") -> None:
-    """A decay: 0 or more, below 1, in a dtype that can hold it.
+    """Raises a ValueError unless a value is a decay rate: 0 or more and below 1.
+
+    Also refuses a number that rounds to 1 in float32, and arrays of 16 bits or fewer.
 
     Args:
-        name: Of the argument, in the error.
-        value: Of the argument.
-        least: What the error says of 0, which is refused elsewhere if at all.
+        name: Name of the argument, for the error.
+        value: Value of the argument.
+        least: Lower bound as the error shows it. This check accepts 0 in any case.
 
     >>> check_decay("b2", 1.0)
     Traceback (most recent call last):
@@ -73,7 +78,10 @@ def check_decay(name: str, value: Any, least: str = "0 <=") -> None:
 
 
 def check_wide(name: str, value: Any) -> None:
-    """Refuses an array of 16 bits or fewer, traced or not: 0.999 is 1 in bfloat16."""
+    """Raises a ValueError for a floating array of 16 bits or fewer, traced or not.
+
+    In bfloat16 a decay rate of 0.999 rounds to 1.
+    """
     dtype = getattr(value, "dtype", None)
     if dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
         raise ValueError(
@@ -83,7 +91,10 @@ def check_wide(name: str, value: Any) -> None:
 
 
 def check_first_decay(name: str, value: Any) -> None:
-    """The decay of a first moment that a second one is measured against: not 0."""
+    """Raises a ValueError unless a first moment's decay rate is above 0 and below 1.
+
+    With a decay rate of 0 the prediction error g - m is 0, and so is its square.
+    """
     check_decay(name, value, least="0 <")
     for known in numbers(name, value):
         if _rounded(1 - known) == 1:
@@ -101,7 +112,7 @@ def check_first_decay(name: str, value: Any) -> None:
 
 
 def check_not_negative(**values: Any) -> None:
-    """Each finite and 0 or more."""
+    """Raises a ValueError unless every value is finite and 0 or more."""
     for name, value in values.items():
         for known in numbers(name, value):
             if not 0 <= known < float("inf"):
@@ -112,7 +123,7 @@ def check_not_negative(**values: Any) -> None:
 
 
 def check_positive(**values: Any) -> None:
-    """Each finite and above 0, also once it is rounded."""
+    """Raises a ValueError unless every value is finite and rounds to above 0."""
     check_not_negative(**values)
     for name, value in values.items():
         for known in numbers(name, value):
@@ -125,13 +136,16 @@ def check_positive(**values: Any) -> None:
 
 
 def check_schedule(name: str, value: Any) -> None:
-    """A schedule, or a finite number of 0 or more."""
+    """Raises a ValueError unless a value is a schedule or a finite number >= 0."""
     if not callable(value):
         check_not_negative(**{name: value})
 
 
 def check_flags(**values: Any) -> None:
-    """Each True or False; a text such as "no" would count as True."""
+    """Raises a ValueError unless every value is a bool.
+
+    A string such as "no" would count as True.
+    """
     for name, value in values.items():
         if not isinstance(value, bool):
             raise ValueError(
@@ -141,10 +155,10 @@ def check_flags(**values: Any) -> None:
 
 
 def whole(name: str, value: Any) -> int | None:
-    """The value of a whole number that is known now; None if it is traced.
+    """Returns a whole number as an int; None if the value is traced.
 
     Raises:
-        ValueError: not a whole number.
+        ValueError: `value` is not a whole number.
     """
     if _is_unknown(value):
         return None
@@ -157,7 +171,7 @@ def whole(name: str, value: Any) -> int | None:
 
 
 def check_real_moments(gradients: Any, moments: Any) -> None:
-    """Refuses a complex gradient of a parameter whose first moment is real."""
+    """Raises a ValueError if a gradient is complex and its first moment is real."""
 
     def check(path: Any, gradient: Any, moment: jax.Array) -> None:
         if gradient is None or jnp.iscomplexobj(moment):
@@ -176,7 +190,7 @@ def check_real_moments(gradients: Any, moments: Any) -> None:
 
 
 def check_moment_dtype(name: str, dtype: Any) -> None:
-    """A dtype that an average can be kept in, or None."""
+    """Raises a ValueError unless a dtype is floating, complex or None."""
     try:
         dtype = None if dtype is None else jnp.dtype(dtype)
     except TypeError:
@@ -192,12 +206,15 @@ def check_moment_dtype(name: str, dtype: Any) -> None:
 
 
 def check_leaves(tree_name: str, tree: Any, mu_dtype: Any = None) -> None:
-    """Every leaf a number that can be trained; names the first that is none.
+    """Raises a ValueError unless every leaf is floating or complex.
+
+    The error names the first leaf that is not.
 
     Args:
-        tree_name: What the tree is, in the error.
-        tree: Parameters or gradients; None is no leaf.
-        mu_dtype: Dtype of a first moment that has to hold each leaf, or None.
+        tree_name: Name of the tree, for the error.
+        tree: Parameters or gradients; None does not count as a leaf.
+        mu_dtype: Dtype of the first moment. A complex leaf with a real `mu_dtype` is
+            refused. None for the dtype of each leaf.
 
     >>> check_leaves("params", {"steps": 3})
     Traceback (most recent call last):
@@ -223,13 +240,16 @@ optax.partition.
 
 
 def _rounded(known: float) -> Any:
-    """In the default float: float64 only where jax has it; else 0 if below 1.2e-38."""
+    """Rounds a number to JAX's default float dtype; subnormal numbers become 0.
+
+    The dtype is float64 if JAX has float64 enabled, else float32.
+    """
     kind = jnp.finfo(jax.dtypes.canonicalize_dtype(float))
     return kind.dtype.type(known if abs(known) >= kind.tiny else 0)
 
 
 def _is_unknown(value: Any) -> bool:
-    """Whether it is traced, or divided over processes so that none sees it whole."""
+    """Whether a value is traced, or an array that no process holds completely."""
     if isinstance(value, Tracer) or not isinstance(value, jax.Array):
         return isinstance(value, Tracer)
     return not (value.is_fully_addressable or value.is_fully_replicated)

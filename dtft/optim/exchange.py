@@ -1,6 +1,6 @@
-"""One exchange between replicas: whether it is due, and what comes of it.
+"""Periodic reductions of arrays over a replica axis.
 
-Knows arrays and an axis name; must not know optimizers or meshes.
+Depends on arrays and an axis name; must not depend on optimizers or meshes.
 """
 
 from typing import Any, Literal
@@ -23,20 +23,21 @@ def average_params(
     algorithm: Algorithm = "native",
     sync: jax.Array | None = None,
 ) -> Any:
-    """Parameters, or at the updates that `every` divides their mean over the replicas.
+    """Averages parameters over the replicas when `count` is a multiple of `every`.
 
-    Applied after the update, because an optax transform can only add to parameters.
+    At other updates the parameters are returned unchanged. Call the function after the
+    update is applied, because an optax transform can only add to parameters.
 
     Args:
-        params: this replica's, after the update.
+        params: this replica's parameters, after the update.
         count: number of updates made, int32, equal on all replicas.
         axis_name: the replica axis; None for a single replica.
-        every: the period; 1 for always, 0 for only on command.
+        every: the period in updates; 1 averages at every update, 0 only on command.
         algorithm: how arrays are reduced, see `dtft.collectives`.
-        sync: other than 0 commands the exchange, see `sync_moments`.
+        sync: a value other than 0 commands the average, see `sync_moments`.
 
     Raises:
-        ValueError: `every` is no whole number of 0 or more, or an axis is not bound.
+        ValueError: `every` is not a whole number of 0 or more, or an axis is not bound.
     """
     period = checks.whole("every", every)
     if period is None or period < 0:
@@ -51,7 +52,10 @@ def average_params(
 
 
 def due(count: jax.Array, every: int, sync: jax.Array | None) -> jax.Array:
-    """Whether `count` is at the end of a period of `every` (0: never), or commanded."""
+    """Whether an exchange is due at update `count`; a scalar bool array.
+
+    An exchange is due if `every` is not 0 and divides `count`, or if `sync` is not 0.
+    """
     now = count % every == 0 if every else jnp.zeros([], bool)
     return now if sync is None else now | (jnp.asarray(sync) != 0)
 
@@ -63,12 +67,12 @@ def where_due(
     op: Reduction,
     algorithm: Algorithm,
 ) -> Any:
-    """The reduction of `tree` where `now`, the tree itself where not."""
+    """Reduces `tree` over the axis if `now` is true; else returns `tree` unchanged."""
 
     def exchange(own: Any) -> Any:
         reduced = all_reduce(own, axis_name, op=op, algorithm=algorithm)
-        # To shard_map a reduced array is of another type than the replica's own one,
-        # and both branches need one type: the choice of both has it.
+        # Both branches of `cond` need one type. In shard_map a reduced array is typed
+        # as replicated, and `where` gives it the type of the replica's array.
         return jax.tree.map(lambda r, x: jnp.where(True, r, x), reduced, own)
 
     return jax.lax.cond(now, exchange, lambda own: own, tree)

@@ -1,6 +1,6 @@
-"""What `dtft.optim` exported under other names before 24 November 2026.
+"""Names that `dtft.optim` exported before 24 November 2026.
 
-Each name loads, with a warning, by `dtft.optim.NAME`. Decides nothing.
+`dtft.optim.NAME` still loads each name, with a warning.
 """
 
 from typing import Any
@@ -27,18 +27,18 @@ NOW = {
     "unguarded": "skip_outlier_gradients with max_norm_ratio=None",
     "with_local_gradients": "average_gradients",
 }
-"""What to use in their place."""
+"""Former name to its replacement, as shown in the warning."""
 
 
 def unguarded(
     inner: optax.GradientTransformation, *, history: int = 64
 ) -> optax.GradientTransformationExtraArgs:
-    """`inner` with the state of `skip_outlier_gradients`, which it leaves as it is."""
+    """Wraps `inner` in the state of `skip_outlier_gradients`, but skips no gradient."""
     return guard_gradients(inner, None, history=history)
 
 
 def as_transform(phases: Phases) -> optax.GradientTransformation:
-    """Both phases in a row, as an optax transform."""
+    """Returns an optax transform that runs both phases one after the other."""
 
     def update(
         updates: optax.Updates, state: Any, params: optax.Params | None = None

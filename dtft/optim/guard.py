@@ -1,8 +1,9 @@
 """Rejects corrupt gradients before they reach the moments of an optimizer.
 
-An adaptive optimizer remembers: one gradient of 1e6 shrinks AdaBelief's steps until
-b2^t has made its square small again, and Max-AdaBelief's for ever; NaN stays in either.
-One number per step, the global norm, decides whether the step happens.
+Moments keep past gradients. After one gradient of 1e6, AdaBelief's steps are too small
+until b2^t has made the square of this gradient small again, and Max-AdaBelief's steps
+stay too small for ever. NaN stays in the moments of both. The global norm of each
+gradient decides whether the step is made.
 """
 
 from typing import Any, NamedTuple
@@ -16,14 +17,14 @@ from dtft.optim.checks import numbers, whole
 from dtft.optim.numerics import abs_squared, dtype_of, widen
 
 _EMPTY = -1.0
-"""A place in the history that holds no norm; NaN would trip `jax_debug_nans`."""
+"""Marks an empty place of the norm history; NaN would fail under `jax_debug_nans`."""
 
 
 class SkipOutliersState(NamedTuple):
-    """State of `skip_outlier_gradients`; the counters are there to be alerted on."""
+    """State of `skip_outlier_gradients`; its counters are meant for alerts."""
 
     norms: jax.Array
-    """The norms of the last accepted gradients, newest last, float32 [history]."""
+    """Norms of the last accepted gradients, newest last, float32 [history]."""
     outliers: jax.Array
     """Steps rejected for their norm so far, int32."""
     outliers_in_a_row: jax.Array
@@ -43,43 +44,44 @@ def skip_outlier_gradients(
     max_consecutive: int = 8,
     axis_name: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Lets `inner` see a gradient only if its norm is finite and not an outlier.
+    """Skips the step of `inner` if the gradient's norm is not finite or an outlier.
 
     A gradient is an outlier if its global norm exceeds `max_norm_ratio` times the
-    median of the last `history` accepted norms. A rejected step gives zero updates and
-    leaves the state of `inner` as it was, bit for bit, its step counts included.
+    median of the last `history` accepted norms. A rejected gradient gives zero updates
+    and leaves the state of `inner` unchanged bit for bit, step counts included.
 
-    *A way out.* After `max_consecutive` outliers in a row the next finite gradient is
-    believed: it is accepted whatever its norm, and the history is filled with its norm,
-    so what follows is judged by the new scale. Gradients that are not finite neither
-    count towards this nor are they ever let through. A norm whose square overflows
-    float32 counts as not finite, as the second moment would be infinite.
+    *Change of scale.* After `max_consecutive` outliers in a row the next finite
+    gradient is accepted whatever its norm. The history is then filled with this norm,
+    so later gradients are compared with the new scale. A gradient that is not finite
+    is never accepted and does not count as an outlier. A norm whose square overflows
+    float32 counts as not finite, because the second moment would be infinite.
 
-    *What it cannot see.* The first `warmup` finite gradients are accepted, as there is
-    nothing to judge them by; so is a corrupt value within `max_norm_ratio` times the
-    usual norm of the whole gradient.
+    *Limits.* The first `warmup` finite gradients are accepted, because too few norms
+    are known. A corrupt value is accepted if the norm of the whole gradient stays
+    within `max_norm_ratio` medians.
 
-    *On several devices* all must decide alike. Under `jit` the norm is that of the
-    global gradient, so they do. Under `shard_map` apply the guard to gradients that are
-    already reduced, or name the axes over which they differ in `axis_name`: then the
-    largest of the devices' norms decides for all. `inner` is computed in any case and
-    its result discarded on a rejection, so collectives inside it cannot be missed by a
-    device.
+    *Several devices* must all decide alike. Under `jit` all devices see the norm of the
+    global gradient. Under `shard_map` apply the transform to gradients that are already
+    reduced, or name the axes over which gradients differ in `axis_name`: then the
+    largest norm of all devices decides. `inner` is computed in any case and its result
+    is discarded on a rejection, so every device enters the collectives inside `inner`.
 
-    Put it around the whole chain: clipping before it would hide what it looks for.
+    Put the transform around the whole chain: clipping before it would hide outliers.
 
-    Gradients of integer leaves (float0, by `jax.grad(allow_int=True)`) are handed to
-    `inner` as they are and have no part in the norm.
+    Gradients of integer leaves (float0, by `jax.grad(allow_int=True)`) are passed to
+    `inner` unchanged and are left out of the norm.
 
     Args:
         inner: The transform to guard.
-        max_norm_ratio: Largest norm that is accepted, in medians; above 1. Data whose
-            gradients have heavy tails need more. None skips nothing and leaves norms
-            and counters as they are, so that a run that was saved with the guard can
-            go on without it, and the other way round.
-        history: How many accepted norms the median is taken of.
-        warmup: How many norms must be known before any is judged, at most `history`.
-        max_consecutive: How many outliers in a row are rejected before one is believed.
+        max_norm_ratio: Largest accepted norm, as a multiple of the median; above 1.
+            Gradients with heavy tails need a larger ratio. None skips nothing and
+            leaves norms and counters unchanged, so a checkpoint of a run with a ratio
+            can be continued without one, and the other way round.
+        history: Number of accepted norms that the median is taken of.
+        warmup: Number of norms that must be known before any gradient is rejected as
+            an outlier, at most `history`.
+        max_consecutive: Number of outliers in a row that are rejected before the next
+            one is accepted.
         axis_name: Mapped axis or axes over which gradients differ; None for none.
 
     Returns:
@@ -87,7 +89,7 @@ def skip_outlier_gradients(
         `optax.tree.get(state, "outliers")` and `"nonfinite"` find the counters.
 
     Raises:
-        ValueError: an argument is out of range. `update`: an axis that is not bound.
+        ValueError: an argument is out of range; in `update`, an axis is not bound.
 
     >>> solver = skip_outlier_gradients(optax.sgd(1.0), warmup=2)
     >>> state = solver.init(jnp.zeros(1))
@@ -128,7 +130,7 @@ def skip_outlier_gradients(
         outlier = finite & is_outlier(norm, state.norms, max_norm_ratio, warmup)
         believed = outlier & (state.outliers_in_a_row >= max_consecutive)
         accept = finite & (~outlier | believed)
-        # Zeros instead of a NaN that an iterative inner transform might not end on.
+        # Zeros, because an iterative inner transform might not terminate on NaN.
         seen = _if(accept, updates, jax.tree.map(_zeros, updates))
         changed, inner_state = wrapped.update(
             seen, state.inner_state, params, **extra_args
@@ -155,9 +157,13 @@ def skip_outlier_gradients(
 
 
 def _agreed_norm(updates: optax.Updates, axis_name: Any) -> tuple[jax.Array, jax.Array]:
-    """Whether the norm is finite, and the norm; the same on all devices of the axes."""
+    """Returns whether the global norm is finite, and the norm.
+
+    Both are equal on all devices of `axis_name`; the norm is the largest of the
+    devices' norms.
+    """
     squared = squared_norm(updates)
-    # Of the square: XLA makes sqrt(x * x) of a single number |x|.
+    # Tests the square: for one number XLA turns sqrt(x * x) into |x|, which is finite.
     finite, norm = jnp.isfinite(squared), jnp.sqrt(squared)
     if axis_name is not None:
         from dtft.collectives.hops import axis_size
@@ -169,7 +175,7 @@ def _agreed_norm(updates: optax.Updates, axis_name: Any) -> tuple[jax.Array, jax
 
 
 def squared_norm(updates: optax.Updates) -> jax.Array:
-    """The squared norm of all leaves together, float32, whatever their dtypes.
+    """Returns the squared global norm of a tree in float32; leaves out float0 leaves.
 
     >>> tree = {"a": jnp.array([3.0], jnp.float16), "b": jnp.array([4j])}
     >>> float(squared_norm(tree))
@@ -191,9 +197,10 @@ def is_outlier(
     max_norm_ratio: jax.typing.ArrayLike,
     warmup: int,
 ) -> jax.Array:
-    """Whether a norm is far above the (lower) median of the norms known, bool.
+    """Whether a norm exceeds `max_norm_ratio` times the (lower) median of known norms.
 
-    False while fewer than `warmup` norms are known, or while the median is 0.
+    False while fewer than `warmup` norms are known, or while the median is 0. Negative
+    elements of `norms` are empty places.
 
     >>> norms = jnp.array([-1.0, 1.0, 2.0, 3.0])
     >>> bool(is_outlier(jnp.array(21.0), norms, 10.0, warmup=3))
@@ -214,7 +221,11 @@ def _remember(norms: jax.Array, norm: jax.Array, restart: jax.Array) -> jax.Arra
 
 
 def _if(accept: jax.Array, new: Any, old: Any) -> Any:
-    """A select per leaf, which fuses with what computes the leaf; no branch."""
+    """Selects `new` if `accept` is true, else `old`, leaf by leaf.
+
+    XLA fuses each select with the computation of the leaf. A leaf of `new` that is not
+    a number is always taken.
+    """
 
     def chosen(a: Any, b: Any) -> Any:
         return jnp.where(accept, a, b) if _is_number(a) else a
@@ -232,7 +243,7 @@ def _is_number(leaf: Any) -> bool:
 
 
 def _is_float0(leaf: Any) -> bool:
-    """Whether it is the gradient of an integer, which has no value."""
+    """Whether a leaf has dtype float0: JAX's gradient of an integer, without data."""
     return getattr(leaf, "dtype", None) == jax.dtypes.float0
 
 

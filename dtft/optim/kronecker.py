@@ -1,6 +1,6 @@
-"""Kronecker-factored statistics of arrays: cut into blocks, measured, and inverted.
+"""Kronecker-factored statistics of arrays, block by block, and their inverse roots.
 
-How an array becomes matrices, and what is computed on them; all pure.
+An array is reshaped to a matrix and cut into blocks. All functions are pure.
 
 Legend: B blocks, M rows and N columns of a block, K one of the two; X, Y dims of the
 whole matrix.
@@ -13,21 +13,22 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-# Statistics decide by small eigenvalues: products in TF32 or bfloat16 would drown them.
+# The inverse roots depend on the small eigenvalues, which rounding to TF32 or bfloat16
+# would hide.
 _EXACT = jax.lax.Precision.HIGHEST
 
 
 class Blocks(NamedTuple):
-    """How one array is cut. Blocks are as equal as can be, so padding is small."""
+    """How one array is cut into blocks of equal shape, with little padding."""
 
     shape: tuple[int, ...]
-    """The array's own."""
+    """Shape of the array."""
     rows: int
-    """Dim X: all dims but the last, merged."""
+    """Size of dim X: all dims but the last, merged."""
     columns: int
-    """Dim Y: the last dim."""
+    """Size of dim Y: the last dim."""
     grid: tuple[int, int]
-    """Blocks in each dim."""
+    """Number of blocks in each dim."""
     block: tuple[int, int]
     """Shape of each block, (M, N)."""
 
@@ -37,10 +38,11 @@ class Blocks(NamedTuple):
         return self.grid[0] * self.grid[1]
 
     def cut(self, array: jax.Array) -> jax.Array:
-        """The blocks [B, M, N] of the array, row by row; zeros where it ends.
+        """Cuts an array into blocks [B, M, N], row by row, padded with zeros.
 
-        An array divided over Explicit mesh axes is gathered first: a merged dim has no
-        sharding in types. Over Auto axes the partitioner decides.
+        An array divided over Explicit mesh axes is gathered first, because the type of
+        a merged dim cannot express its sharding. Over Auto axes the partitioner
+        decides.
         """
         (down, across), (rows, columns) = self.grid, self.block
         matrix_XY = _gathered(array).reshape(self.rows, self.columns)
@@ -50,7 +52,7 @@ class Blocks(NamedTuple):
         return blocks.reshape(self.number, rows, columns)
 
     def join(self, blocks_BMN: jax.Array, like: jax.Array) -> jax.Array:
-        """The array of its blocks, divided as `like` is: the inverse of `cut`."""
+        """Inverse of `cut`: joins blocks to an array with the sharding of `like`."""
         (down, across), (rows, columns) = self.grid, self.block
         blocks = blocks_BMN.reshape(down, across, rows, columns).swapaxes(1, 2)
         matrix_XY = blocks.reshape(down * rows, across * columns)
@@ -60,11 +62,11 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(shape: tuple[int, ...], block_size: int) -> Blocks | None:
-    """How an array is seen as matrices; None where it is no matrix.
+    """Plans how an array is cut into blocks; None if the array is not a matrix.
 
-    All dims but the last are merged: a convolution's HWIO becomes (H W I, O), what
-    reaches one output times the outputs. An array whose matrix has a dim of 0 or 1 (a
-    vector or a scalar) is none.
+    All dims but the last are merged: a convolution kernel HWIO becomes (H W I, O), the
+    inputs of one output times the outputs. Vectors, scalars and arrays whose merged
+    matrix has a dim of 0 or 1 do not count as matrices.
 
     Args:
         shape: The array's shape.
@@ -84,7 +86,7 @@ def blocks_of(shape: tuple[int, ...], block_size: int) -> Blocks | None:
 
 
 def gram(blocks_BMN: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(G G^T [B, M, M], G^T G [B, N, N]) of every block, symmetric to the last bit."""
+    """Returns exactly symmetric G G^T [B, M, M] and G^T G [B, N, N] per block G."""
     left_BMM = jnp.einsum("bmn,bkn->bmk", blocks_BMN, blocks_BMN, precision=_EXACT)
     right_BNN = jnp.einsum("bmn,bmk->bnk", blocks_BMN, blocks_BMN, precision=_EXACT)
     return _symmetric(left_BMM), _symmetric(right_BNN)
@@ -95,17 +97,17 @@ def inverse_root(
     exponent: jax.typing.ArrayLike,
     eps: jax.typing.ArrayLike,
 ) -> jax.Array:
-    """(A + eps a I)^-exponent of every block A, a its largest eigenvalue.
+    """Returns (A + eps a I)^-exponent of each block A with largest eigenvalue a.
 
-    By eigendecomposition, in float64 where jax has it enabled and else in float32.
-    Eigenvalues that rounding (or a lossy wire) has made negative count as 0. Where A
-    is zero the root is the identity.
+    Uses an eigendecomposition, in float64 if JAX has float64 enabled, else in float32.
+    Negative eigenvalues, which come from rounding or from a narrow wire dtype, count
+    as 0. The root of a block of zeros is the identity.
 
     Args:
-        statistic_BKK: Positive semidefinite up to rounding, real.
+        statistic_BKK: Real matrices, positive semidefinite up to rounding.
         exponent: 1/4 in Shampoo.
-        eps: Relative to the largest eigenvalue. Below about 1e-6 float32's rounding of
-            the small eigenvalues shows.
+        eps: Added to the eigenvalues, as a fraction of the largest. Below about 1e-6
+            the result is affected by float32's rounding of the small eigenvalues.
 
     Returns:
         [B, K, K] in the dtype of the statistic.
@@ -117,10 +119,10 @@ def inverse_root(
     values_BK, vectors_BKK = _eigh(statistic_BKK.astype(dtype))
     values_BK = jnp.maximum(values_BK, 0)
     largest_B1 = jnp.max(values_BK, axis=-1, keepdims=True)
-    # `== 0`, not `> 0`: a statistic that is not a number must not become an identity.
+    # `== 0`, not `> 0`: a statistic with NaN must not give the identity.
     divisor_B1 = jnp.where(largest_B1 == 0, 1, largest_B1)
     power = -scalar(exponent, values_BK)
-    # The root of the ratio times the root of the scale: neither under- nor overflows.
+    # Ratio and scale are raised separately, so neither power under- or overflows.
     ratio_BK = (values_BK / divisor_B1 + scalar(eps, values_BK)) ** power
     scaled_BK = ratio_BK * divisor_B1**power
     powers_BK = jnp.where(largest_B1 == 0, 1, scaled_BK)
@@ -132,20 +134,24 @@ def inverse_root(
 def precondition(
     left_BMM: jax.Array, blocks_BMN: jax.Array, right_BNN: jax.Array
 ) -> jax.Array:
-    """The product left G right of every block."""
+    """Returns left G right of each block G: [B, M, N]."""
     half_BMN = jnp.einsum("bij,bjk->bik", left_BMM, blocks_BMN, precision=_EXACT)
     return jnp.einsum("bij,bjk->bik", half_BMN, right_BNN, precision=_EXACT)
 
 
 def scalar(value: jax.typing.ArrayLike, like: jax.Array) -> Any:
-    """Python numbers stay weak; traced hyperparameters take the dtype of `like`."""
+    """Converts a hyperparameter for arithmetic with `like`.
+
+    A Python number is returned unchanged, because it is weakly typed. An array is cast
+    to the dtype of `like`.
+    """
     if isinstance(value, (int, float)):
         return value
     return jnp.asarray(value).astype(like.dtype)
 
 
 def _explicit(array: jax.Array) -> NamedSharding | None:
-    """The sharding in an array's type; None where no mesh axis is Explicit."""
+    """Returns the sharding in an array's type; None if no mesh axis is Explicit."""
     sharding: Any = jax.typeof(array).sharding
     return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
 

@@ -1,6 +1,6 @@
 r"""Max-AdaBelief: AdaBelief whose second moment never shrinks, as an optax transform.
 
-The mathematics is in `max_adabelief`. Imports jax, optax and two helpers.
+The docstring of `max_adabelief` has the equations.
 """
 
 from typing import Any, NamedTuple
@@ -23,9 +23,9 @@ from dtft.optim.numerics import (
 
 
 class ScaleByMaxBeliefState(NamedTuple):
-    """State of `scale_by_max_belief`. A restore needs every field.
+    """State of `scale_by_max_belief`. A checkpoint needs every field.
 
-    Without `nu_max` the steps after a restore would be larger than those before.
+    Without `nu_max` the steps after a restore would be larger than the steps before.
     """
 
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -35,7 +35,7 @@ class ScaleByMaxBeliefState(NamedTuple):
     nu: optax.Updates
     """Second moment s of the prediction error, real and at least float32."""
     nu_max: optax.Updates
-    """The largest s so far, elementwise; dtype as `nu`."""
+    """Largest s so far, elementwise, in the dtype of `nu`."""
 
 
 @renamed(debias_max="bias_correct_max")
@@ -51,37 +51,40 @@ def scale_by_max_belief(
 ) -> optax.GradientTransformation:
     """Rescales updates according to the Max-AdaBelief algorithm.
 
-    See `max_adabelief` for the equations. Every leaf of the state keeps the dtype that
-    `init` gave it, whatever the dtype of the gradients; the update has the dtype of the
-    gradient, and is complex where the parameter is. A gradient of None gives an update
-    of None and leaves the moments of its parameter as they are.
+    See `max_adabelief` for the equations. Every leaf of the state keeps its dtype from
+    `init`, whatever the dtype of the gradients. The update has the dtype of the
+    gradient; if the parameter is complex, the update is complex too. A gradient of
+    None gives an update of None and leaves the moments of its parameter unchanged.
 
     Args:
-        b1: Decay rate of the first moment, 0 < b1 < 1. A traced 0 cannot be seen, and
-            gives m / (sqrt(eps_root t) + eps), a step of 3e6 times the learning rate.
-        b2: Decay rate of the second moment, 0 <= b2 < 1. If it is traced, 1
-            cannot be seen either, and gives updates of 0; more gives steps of 1e15.
-        eps: Term added to the denominator outside of the square root. With `eps` and
-            `eps_root` both 0 a gradient that has always been 0 gives 0/0, as in optax.
-        eps_root: Term added to the second moment at every step, so that it accumulates,
-            as in `optax.adabelief`. To differentiate through the update (as in
-            meta-learning) it must not be 0.
-        mu_dtype: Dtype of the first moment; None for the dtype of the parameter. The
-            second moment has no such option: in 16 bits it stops moving. In 8 bits
-            the first stops too, half-way to a constant gradient: give parameters of
-            float8 `mu_dtype=jnp.bfloat16` or wider.
+        b1: Decay rate of the first moment, 0 < b1 < 1. A traced number is not checked:
+            with 0 the second moment is made of `eps_root` alone, and a gradient of 1
+            gives a step of 3e6 times the learning rate.
+        b2: Decay rate of the second moment, 0 <= b2 < 1. A traced number is not
+            checked: 1 gives updates of 0; more than 1 makes `nu_max` 0, so that `eps`
+            alone divides and steps reach 1e15 times the learning rate.
+        eps: Term added to the denominator outside of the square root. If `eps` and
+            `eps_root` are both 0, a gradient that has always been 0 gives 0/0, as in
+            optax.
+        eps_root: Term added to the second moment at every step, so that the terms
+            accumulate, as in `optax.adabelief`. `eps_root` must not be 0 if the update
+            is differentiated, as in meta-learning.
+        mu_dtype: Dtype of the first moment; None for the dtype of the parameter. In 8
+            bits the first moment stops half-way to a constant gradient: for parameters
+            of float8 use `mu_dtype=jnp.bfloat16` or wider. The second moment has no
+            such option, because it stops moving in 16 bits already.
         nesterov: Whether to use Nesterov momentum.
-        bias_correct_max: Whether the maximum is divided by 1 - b2^t. False is the form
-            of Reddi et al., whose first step is 35 times the learning rate.
+        bias_correct_max: Whether the maximum is divided by 1 - b2^t. False gives the
+            form of Reddi et al., whose first step is 35 times the learning rate.
 
     Returns:
         The corresponding `optax.GradientTransformation`.
 
     Raises:
-        ValueError: A hyperparameter whose number is known is out of range, or an array
-            of fewer than 32 bits. `init`: a parameter that is an integer, or complex
-            with a real `mu_dtype`. `update`: a gradient that is an integer, or complex
-            for a real parameter.
+        ValueError: A hyperparameter that is not traced is out of range, or is an array
+            of fewer than 32 bits. In `init`: a parameter is an integer, or is complex
+            with a real `mu_dtype`. In `update`: a gradient is an integer, or is complex
+            for a real first moment.
 
     >>> transform = scale_by_max_belief()
     >>> state = transform.init(jnp.zeros(2))
@@ -125,9 +128,9 @@ def max_adabelief(
 ) -> optax.GradientTransformationExtraArgs:
     r"""The Max-AdaBelief optimizer: AdaBelief with AMSGrad's maximum.
 
-    AdaBelief divides by how far gradients are from their prediction. Where gradients
-    agree for long, that distance and with it the divisor decay, and steps grow by
-    orders of magnitude. Max-AdaBelief divides by the largest distance so far instead.
+    AdaBelief divides by the distance between gradients and their prediction, the first
+    moment. If gradients hardly change over many steps, this distance decays, and steps
+    grow by orders of magnitude. Max-AdaBelief divides by the largest distance so far.
 
     With :math:`g_t` the gradient, :math:`\alpha_t` the learning rate and
     :math:`\lambda` the weight decay, from :math:`m_0 = s_0 = s^{\max}_0 = 0`:
@@ -151,37 +154,41 @@ def max_adabelief(
 
     Args:
         learning_rate: A number of 0 or more, an array or a schedule.
-        b1: Decay rate of the first moment, 0 < b1 < 1. A traced 0 cannot be seen, and
-            gives m / (sqrt(eps_root t) + eps), a step of 3e6 times the learning rate.
-        b2: Decay rate of the second moment, 0 <= b2 < 1. If it is traced, 1
-            cannot be seen either, and gives updates of 0; more gives steps of 1e15.
-        eps: Term added to the denominator outside of the square root. With `eps` and
-            `eps_root` both 0 a gradient that has always been 0 gives 0/0, as in optax.
-        eps_root: Term added to the second moment at every step, so that it accumulates,
-            as in `optax.adabelief`. To differentiate through the update (as in
-            meta-learning) it must not be 0.
-        mu_dtype: Dtype of the first moment; None for the dtype of the parameter. The
-            second moment is real and at least float32. In float8, which it has with
-            parameters of float8 unless told otherwise, the first stops half-way to a
-            constant gradient: `mu_dtype=jnp.bfloat16` or wider does not.
+        b1: Decay rate of the first moment, 0 < b1 < 1. A traced number is not checked:
+            with 0 the second moment is made of `eps_root` alone, and a gradient of 1
+            gives a step of 3e6 times the learning rate.
+        b2: Decay rate of the second moment, 0 <= b2 < 1. A traced number is not
+            checked: 1 gives updates of 0; more than 1 makes `nu_max` 0, so that `eps`
+            alone divides and steps reach 1e15 times the learning rate.
+        eps: Term added to the denominator outside of the square root. If `eps` and
+            `eps_root` are both 0, a gradient that has always been 0 gives 0/0, as in
+            optax.
+        eps_root: Term added to the second moment at every step, so that the terms
+            accumulate, as in `optax.adabelief`. `eps_root` must not be 0 if the update
+            is differentiated, as in meta-learning.
+        mu_dtype: Dtype of the first moment; None for the dtype of the parameter. In 8
+            bits the first moment stops half-way to a constant gradient: for parameters
+            of float8 use `mu_dtype=jnp.bfloat16` or wider. The second moment is real
+            and at least float32.
         weight_decay: Strength of the decoupled weight decay, a number of 0 or more, an
-            array or a schedule. The learning rate multiplies it, as in `optax.adamw`.
-            None for none. If it is traced its sign cannot be seen, nor that of the
-            learning rate: weights grow where it is negative.
+            array or a schedule; None for no decay. The decay is multiplied by the
+            learning rate, as in `optax.adamw`. The signs of a traced decay and of a
+            traced learning rate are not checked; weights grow if one is negative.
         weight_decay_mask: Which parameters decay, as in `optax.add_decayed_weights`: a
-            tree of booleans, or a function from parameters to one, which
-            `optax.inject_hyperparams` needs named in `static_args`. None for all.
+            tree of booleans, or a function from parameters to such a tree; None for
+            all. Under `optax.inject_hyperparams` a function must be named in
+            `static_args`.
         nesterov: Whether to use Nesterov momentum.
-        bias_correct_max: Whether the maximum is divided by 1 - b2^t. False is the form
-            of Reddi et al., whose first step is 35 times the learning rate.
+        bias_correct_max: Whether the maximum is divided by 1 - b2^t. False gives the
+            form of Reddi et al., whose first step is 35 times the learning rate.
 
     Returns:
         The corresponding `optax.GradientTransformationExtraArgs`.
 
     Raises:
-        ValueError: A hyperparameter whose number is known is out of range, or an array
-            of fewer than 32 bits; a mask without a decay. See `scale_by_max_belief` for
-            what `init` and `update` refuse.
+        ValueError: A hyperparameter that is not traced is out of range, or is an array
+            of fewer than 32 bits; or a mask is given without a decay. See
+            `scale_by_max_belief` for the errors of `init` and `update`.
 
     Examples:
         >>> solver = max_adabelief(learning_rate=0.3)
@@ -199,51 +206,54 @@ def max_adabelief(
         1.72
 
     Notes:
-        *Which maximum.* It is taken over the raw :math:`s_t` and corrected for bias
-        afterwards. A maximum over the corrected moment (the default of
+        *Which maximum.* The maximum is taken over the raw :math:`s_t` and corrected for
+        bias afterwards. A maximum over the corrected moment (the default of
         `optax.amsgrad`) is not offered: in the first steps the correction multiplies
-        few noisy samples by 1/(1 - b2^t), and the maximum would keep the result for
+        few noisy samples by 1/(1 - b2^t), and the maximum would keep this product for
         ever.
 
-        *What the maximum bounds.* After s has fallen, the step: for a constant gradient
-        at the default betas it is 15.5 times the learning rate at most, where
-        AdaBelief's reaches millions. While s grows the maximum is s itself, and the
-        update is AdaBelief's: for a gradient that rises from 0.01 to 1 in 10,000 steps
-        it reaches 1121 times the learning rate in both (AMSGrad's: 1.5). Noise of 1 %
-        of the gradient lowers that to 134, of 10 % to 17.5. For a bound that always
-        holds, clip the update: `optax.chain(scale_by_max_belief(), optax.clip(16.0),
-        optax.scale_by_learning_rate(learning_rate))`; it changes nothing where no
-        update is larger (`experiments/step_bounds.py`).
+        *What the maximum bounds.* The maximum bounds the step after s has fallen: for a
+        constant gradient at the default betas the step is at most 15.5 times the
+        learning rate, while AdaBelief's step reaches millions. While s grows, the
+        maximum equals s, and the update equals AdaBelief's: for a gradient that rises
+        from 0.01 to 1 in 10,000 steps both reach 1121 times the learning rate (AMSGrad
+        reaches 1.5). Noise of 1 % of the gradient lowers this to 134, noise of 10 % to
+        17.5. For a bound that always holds, clip the update:
+        `optax.chain(scale_by_max_belief(), optax.clip(16.0),
+        optax.scale_by_learning_rate(learning_rate))`. Updates below the bound are
+        unchanged (`experiments/step_bounds.py`).
 
-        *The price.* A maximum never forgets. Where gradients are far larger early than
-        late it ends further from the optimum than AdaBelief, and one corrupt gradient
-        freezes its coordinates for good: `skip_outlier_gradients` rejects it before it
-        enters the moments.
+        *Drawback.* The maximum never decreases. If gradients are far larger early than
+        late, Max-AdaBelief ends further from the optimum than AdaBelief. One corrupt
+        gradient makes the steps of its coordinates tiny for ever.
+        `skip_outlier_gradients` rejects such a gradient before it enters the moments.
 
-        *What accumulates.* :math:`\bar{\varepsilon}` is stored with s at every step, so
-        :math:`s_t` has the floor :math:`\bar{\varepsilon} (1 - \beta_2^t) / (1 -
-        \beta_2)`: the corrected moment is never below 1e-13 at the defaults, and below
-        1e-5 with `eps_root=1e-8`. As :math:`g_t - m_t = \beta_1 (g_t - m_{t-1})`, s has
-        a factor :math:`\beta_1^2` and is nothing but the floor if b1 is 0.
+        *Floor of s.* :math:`\bar{\varepsilon}` is added to s at every step, so
+        :math:`s_t` is at least :math:`\bar{\varepsilon} (1 - \beta_2^t) / (1 -
+        \beta_2)`: the corrected moment is never below 1e-13 at the defaults, and never
+        below 1e-5 with `eps_root=1e-8`. As :math:`g_t - m_t = \beta_1 (g_t - m_{t-1})`,
+        s without the floor has a factor :math:`\beta_1^2`, and s equals the floor if b1
+        is 0.
 
-        *Against other implementations.* m and s equal those of `optax.adabelief` bit
-        for bit. The authors' PyTorch code (adabelief-pytorch) with `amsgrad=True,
-        rectify=False` computes the same update; it has a single eps: set `eps` and
-        `eps_root` to it. Its decoupled weight decay, `weight_decouple=True`, is
-        `weight_decay`. `optax.amsgrad` squares the gradient, not its distance to m, and
-        its `eps_root` does not accumulate.
+        *Other implementations.* m and s equal those of `optax.adabelief` bit for bit.
+        The authors' PyTorch code (adabelief-pytorch) with `amsgrad=True,
+        rectify=False` computes the same update. The PyTorch code has a single eps: set
+        both `eps` and `eps_root` to this value. Its decoupled weight decay
+        (`weight_decouple=True`) is `weight_decay` here. `optax.amsgrad` squares the
+        gradient, not the gradient's distance to m, and the `eps_root` of
+        `optax.amsgrad` does not accumulate.
 
-        *Values of eps.* The authors' table: 1e-8 for CNNs, 1e-16 for transformers,
-        1e-12 to 1e-16 for LSTMs.
+        *Values of eps.* The authors recommend 1e-8 for CNNs, 1e-16 for transformers,
+        and 1e-12 to 1e-16 for LSTMs.
 
-        *Clipping before it.* Elementwise clipping of gradients (`optax.clip`) makes
-        them all equal, so that g - m and with it s fall towards the floor: a known
-        cause of instability of AdaBelief in recurrent models. Prefer
+        *Clipping gradients.* Elementwise clipping of gradients (`optax.clip`) makes
+        successive gradients equal, so g - m decays and s falls towards the floor. This
+        is a known cause of instability of AdaBelief in recurrent models. Prefer
         `optax.clip_by_global_norm`.
 
         *Injected hyperparameters.* `optax.inject_hyperparams` casts numbers to the
-        dtype of the parameters: with bfloat16 parameters b2 would be 1. Pass it
-        `hyperparam_dtype=jnp.float32`; without, it is a ValueError.
+        dtype of the parameters: with bfloat16 parameters b2 would be 1, which raises a
+        ValueError. Pass `hyperparam_dtype=jnp.float32` to `optax.inject_hyperparams`.
 
     References:
         Zhuang et al., `AdaBelief Optimizer: Adapting Stepsizes by the Belief in
@@ -274,10 +284,10 @@ def max_adabelief(
 def decoupled_decay(
     weight_decay: optax.ScalarOrSchedule | None, mask: Any
 ) -> list[optax.GradientTransformation]:
-    """The link of a chain that decays weights; none for None.
+    """Returns a list with the transform of the decay; empty for a decay of None.
 
     Raises:
-        ValueError: a decay out of range; a mask without a decay would be ignored.
+        ValueError: the decay is out of range, or a mask is given without a decay.
     """
     if weight_decay is None and mask is not None:
         raise ValueError(
@@ -291,13 +301,17 @@ def decoupled_decay(
 
 
 def _checked_mask(mask: Any) -> Any:
-    """The mask, or the function that makes it, whose leaves are found to be booleans.
+    """Returns the mask after a check that its leaves are booleans.
+
+    A function that makes a mask is wrapped, so that its result is checked when it is
+    called.
 
     Raises:
-        ValueError: no mask, or a leaf of it is no boolean: "no" would count as True.
+        ValueError: `mask` is a number, string or array, or a leaf of the mask is not a
+            boolean. A string such as "no" would count as True.
     """
     leaves = jax.tree.leaves(mask)
-    if leaves and all(map(callable, leaves)):  # what optax takes for a function
+    if leaves and all(map(callable, leaves)):  # optax treats such a mask as a function
 
         def made(params: Any) -> Any:
             found = mask(params)
@@ -305,7 +319,8 @@ def _checked_mask(mask: Any) -> Any:
             return found
 
         return made
-    # An array too: what inject_hyperparams makes of a function it took for a schedule.
+    # Also an array: inject_hyperparams calls a function as a schedule and passes the
+    # result.
     if isinstance(mask, (str, bytes, int, float)) or hasattr(mask, "dtype"):
         raise ValueError(
             f"weight_decay_mask={mask!r} is no mask: every parameter would decay, or "
@@ -372,9 +387,10 @@ def _updated_moments(
     b2: jax.typing.ArrayLike,
     eps_root: jax.typing.ArrayLike,
 ) -> ScaleByMaxBeliefState:
-    """The state with moments that contain the gradients.
+    """Returns the state with the gradients g added to the moments.
 
-    `nu` is `b2 * nu + (1 - b2) * |g - mu|^2 + eps_root`, and `nu_max` its maximum.
+    The new `nu` is `b2 * nu + (1 - b2) * |g - mu|^2 + eps_root` with the new `mu`, and
+    the new `nu_max` is the maximum of `nu_max` and the new `nu`.
     """
     checks.check_leaves("updates", updates)
     checks.check_real_moments(updates, state.mu)
@@ -387,8 +403,8 @@ def _updated_moments(
     def second(g: Any, m: jax.Array, v: jax.Array) -> jax.Array:
         decay = hyperparameter(b2, v)
         error = abs_squared(widen_beside(g, m) - m).astype(v.dtype)
-        # This is eps_root, as v >= 0. Were it added as a constant, XLA's CPU compiler
-        # would work nu out twice and copy it: 72 instead of 56 bytes per parameter.
+        # Equals eps_root, because v >= 0. With a constant instead, XLA's CPU compiler
+        # would compute nu twice and copy it: 72 instead of 56 bytes per parameter.
         floor = jnp.maximum(-v, hyperparameter(eps_root, v))
         return (1 - decay) * error + decay * v + floor
 
@@ -411,17 +427,18 @@ def _scaled_first_moment(
     nesterov: bool,
     bias_correct_max: bool,
 ) -> optax.Updates:
-    """The first moment over the root of the maximum, both corrected for bias.
+    """Divides the first moment by the root of the maximum, both corrected for bias.
 
     Args:
-        updates: The gradients that the moments of `state` contain; with `nesterov` they
-            enter once more, and they give the dtypes of the result.
-        state: After `_updated_moments`.
-        b1: As for `scale_by_max_belief`, like all that follow.
-        b2: See there.
-        eps: See there.
-        nesterov: See there.
-        bias_correct_max: See there.
+        updates: The gradients that were last added to the moments. The result has the
+            dtypes of the gradients; `nesterov` also reads the values.
+        state: The result of `_updated_moments`.
+        b1: See `scale_by_max_belief`.
+        b2: See `scale_by_max_belief`.
+        eps: See `scale_by_max_belief`.
+        nesterov: See `scale_by_max_belief`.
+        bias_correct_max: See `scale_by_max_belief`; without it, the maximum is used
+            without the correction.
     """
     count = state.count
 
@@ -445,13 +462,14 @@ def _scaled_first_moment(
 
 
 def _map(function: Any, updates: Any, *moments: Any, none: int | None = 0) -> Any:
-    """`jax.tree.map` over gradients, some of which may be None.
+    """Maps a function over gradients and moments, where gradients may be None.
 
     Args:
-        function: Of a gradient and its moments.
+        function: Called with a gradient and the moments of the same leaf.
         updates: Gradients.
         *moments: Trees like the parameters.
-        none: Which of the moments stands where the gradient is None; None for None.
+        none: Index of the moment that is returned where the gradient is None. If
+            `none` is None, None is returned there.
     """
 
     def of(g: Any, *own: Any) -> Any:

@@ -1,7 +1,7 @@
-"""The two forms of an optimizer whose replicas exchange moments.
+"""The two modes of `sync_moments`, an optimizer whose replicas exchange moments.
 
-Decides which operand is reduced, kept or local in one update. What the options mean is
-told in `dtft.optim.sync`, which checks them and is what others use.
+Decides which operands of an update are reduced, held from an earlier reduction, or
+local. Use `dtft.optim.sync`, which documents and checks the options.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -23,15 +23,15 @@ class SyncState(NamedTuple):
     """State of `sync_moments`."""
 
     inner: Any
-    """The optimizer's; fields that differ per replica are marked `PerReplica`."""
+    """Optimizer state; fields that differ per replica are marked `PerReplica`."""
     held: dict[str, Any]
     """Reduced operands that are used until the next exchange; equal on all replicas."""
     taken: dict[str, jax.Array]
-    """The number of updates (int32) at which each of them was reduced."""
+    """Per held operand, the number of the update (int32) that reduced it last."""
 
 
 class MomentSync(NamedTuple):
-    """The options of `dtft.optim.sync.sync_moments`; its modes are methods."""
+    """The options of `dtft.optim.sync.sync_moments`; one update method per mode."""
 
     phases: Phases
     axis_name: str | None
@@ -43,7 +43,11 @@ class MomentSync(NamedTuple):
     refresh_above: float | None
 
     def init(self, params: optax.Params) -> SyncState:
-        """The first state of one replica."""
+        """Makes the state of one replica before the first update.
+
+        Raises:
+            ValueError: `every` or `op` names a field that the state does not have.
+        """
         inner = self.phases.init(params)
         missing = sorted({*self.every, *self.op} - {*inner._fields})
         if missing:
@@ -67,14 +71,14 @@ class MomentSync(NamedTuple):
         sync: jax.Array | None = None,
         **extra: Any,
     ) -> tuple[optax.Updates, SyncState]:
-        """One update made of reduced operands; moments stay the replica's own."""
+        """Makes one update from reduced operands; the stored moments stay local."""
         del params, extra
         self._check_command(sync)
         inner = self.phases.accumulate(updates, _unmark(state.inner))
         fresh = [name for name in self.every if name not in state.held]
         used = {name: self._reduced(name, getattr(inner, name)) for name in fresh}
-        # The update may look at the gradient too (Nesterov). If it does not, the
-        # compiler drops this reduction: nobody uses its result.
+        # Read by `direction` only with Nesterov momentum; else XLA drops the reduction
+        # as dead code.
         mean = all_reduce(updates, self.axis_name, op="mean", algorithm=self.algorithm)
 
         def direction() -> optax.Updates:
@@ -85,7 +89,7 @@ class MomentSync(NamedTuple):
         held, taken = self._exchanged(now, inner, state.held, state.taken)
         update = direction()
         if held and self.refresh_above is not None:
-            # Made of reduced operands, hence equal on all replicas, as it must be.
+            # The update is made from reduced operands, so all replicas decide alike.
             early = _largest(update) > self.refresh_above
             now = {name: early & (taken[name] != inner.count) for name in held}
             held, taken = self._exchanged(now, inner, held, taken)
@@ -101,7 +105,7 @@ class MomentSync(NamedTuple):
         sync: jax.Array | None = None,
         **extra: Any,
     ) -> tuple[optax.Updates, SyncState]:
-        """One update made of the replica's moments, which are reduced when due."""
+        """Makes one update from the replica's moments; reduces moments that are due."""
         del params, extra
         self._check_command(sync)
         inner = self.phases.accumulate(updates, _unmark(state.inner))
@@ -146,7 +150,11 @@ class MomentSync(NamedTuple):
     def _recorrected(
         self, held: dict[str, Any], taken: dict[str, jax.Array], count: jax.Array
     ) -> dict[str, Any]:
-        """Undoes the present correction for bias, and makes that of the exchange."""
+        """Rescales held operands so that bias is corrected as of their last exchange.
+
+        `direction` divides by 1 - decay^count of the present update. The factor
+        replaces this divisor by the divisor at the update of the exchange.
+        """
 
         def scale(name: str) -> Any:
             if name not in self.phases.decay:
@@ -167,7 +175,11 @@ class MomentSync(NamedTuple):
         return [name for name, period in self.every.items() if period != 1]
 
     def _mark(self, inner: Any) -> Any:
-        """Marks what differs per replica: not the count, nor what was just reduced."""
+        """Marks the fields that differ per replica as `PerReplica`.
+
+        The count is equal on all replicas; in mode "state" also every field that is
+        reduced at each update.
+        """
         equal = {"count"}
         if self.mode == "state":
             equal |= {name for name, period in self.every.items() if period == 1}

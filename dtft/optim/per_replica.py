@@ -1,8 +1,8 @@
-"""State that differs per replica: marked in the tree, with a row per replica outside.
+"""State that differs per replica: `PerReplica` marks in a pytree, and their conversion.
 
-Inside `jax.shard_map` a replica has its own value; outside, the same leaf is one global
-array with a leading replica dim, divided over the replica axis. So every row is a
-distinct piece of state, which no other replica can stand in for. Knows pytrees only.
+Inside `jax.shard_map` each replica has its own array for a marked leaf. Outside, the
+leaf is one global array with a leading replica dim, divided over the replica axis. The
+rows differ, so a lost row cannot be restored exactly from another replica's row.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec
 
 
 class PerReplica(NamedTuple):
-    """Marks the leaves below it as different on every replica."""
+    """Marks the leaves below this node as different on every replica."""
 
     rows: Any
-    """Outside shard_map arrays [replicas, ...]; inside, the replica's own arrays."""
+    """Arrays [replicas, ...] outside of shard_map; inside, one replica's arrays."""
 
 
 def map_rows(
@@ -25,7 +25,7 @@ def map_rows(
     tree: Any,
     otherwise: Callable[[Any], Any] = lambda leaf: leaf,
 ) -> Any:
-    """Maps the leaves that differ per replica by one function, the rest by another."""
+    """Maps a tree by `on_rows` for leaves marked `PerReplica`, else by `otherwise`."""
 
     def of(node: Any) -> Any:
         if isinstance(node, PerReplica):
@@ -36,7 +36,9 @@ def map_rows(
 
 
 def lift(tree: Any, num_replicas: int) -> Any:
-    """The global form of a state that is equal on all replicas, as at step 0.
+    """Makes the global form of a state that is equal on all replicas, as at step 0.
+
+    Each marked leaf [...] is repeated to [num_replicas, ...].
 
     >>> lift(PerReplica(jnp.arange(3)), 2).rows.shape
     (2, 3)
@@ -49,17 +51,17 @@ def lift(tree: Any, num_replicas: int) -> Any:
 
 
 def squeeze(tree: Any) -> Any:
-    """Inside shard_map: from rows [1, ...] to the replica's own arrays."""
+    """Drops the replica dim of marked leaves: [1, ...] -> [...]; inside shard_map."""
     return map_rows(lambda leaf: jnp.squeeze(leaf, 0), tree)
 
 
 def expand(tree: Any) -> Any:
-    """Inside shard_map: from the replica's own arrays to rows [1, ...]."""
+    """Adds the replica dim to marked leaves: [...] -> [1, ...]; inside shard_map."""
     return map_rows(lambda leaf: jnp.expand_dims(leaf, 0), tree)
 
 
 def specs(tree: Any, axis_name: str) -> Any:
-    """A PartitionSpec per leaf, for `in_specs` and `out_specs` of shard_map.
+    """Makes a PartitionSpec per leaf, for `in_specs` and `out_specs` of shard_map.
 
     >>> specs({"own": PerReplica(jnp.ones(2)), "all": jnp.ones(2)}, "replica")
     {'all': P(), 'own': PerReplica(rows=P('replica',))}
@@ -69,12 +71,13 @@ def specs(tree: Any, axis_name: str) -> Any:
 
 
 def assign_groups(tree: Any, sources: Sequence[int]) -> Any:
-    """The global form for new replica groups, each a copy of an old group's row.
+    """Makes the global form for new replica groups from rows of the old groups.
 
     Args:
         tree: the old global form.
-        sources: per new group the old group whose row it takes. A group that was lost
-            takes that of a peer: `[0, 0, 2]` is group 1 rejoining from group 0.
+        sources: for each new group, the old group whose row is copied. A group that was
+            lost gets the row of another group: `[0, 0, 2]` restores group 1 from
+            group 0.
 
     Raises:
         ValueError: a source is not a group of the old form.
@@ -97,11 +100,11 @@ def assign_groups(tree: Any, sources: Sequence[int]) -> Any:
 
 
 def add_groups(tree: Any, sources: Sequence[int]) -> Any:
-    """The global form with more replica groups, each a copy of its source's row.
+    """Adds replica groups to the global form; each copies the row of an old group.
 
     Args:
         tree: the old global form.
-        sources: per added group the old group whose row it takes.
+        sources: for each added group, the old group whose row is copied.
 
     Raises:
         ValueError: a source is not a group of the old form.

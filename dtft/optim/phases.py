@@ -1,7 +1,8 @@
-"""An adaptive optimizer in two phases, so that something can happen between them.
+"""An adaptive optimizer in two phases.
 
-Phase one folds a gradient into the moments, phase two makes the update from them.
-`dtft.optim.sync` communicates in between, `dtft.optim.shampoo` takes the magnitude.
+Phase one adds a gradient to the moments, phase two makes the update from the moments.
+`dtft.optim.sync` reduces moments between the phases. `dtft.optim.shampoo` takes the
+norm of its update from the result of phase two.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,19 +22,20 @@ from dtft.optim.max_adabelief import (
 
 
 class Phases(NamedTuple):
-    """The three functions of an adaptive optimizer; all pure."""
+    """The three pure functions of an adaptive optimizer, and the fields they read."""
 
     init: Callable[[optax.Params], Any]
-    """Parameters (or their ShapeDtypeStructs under a trace) to the first state."""
+    """Maps parameters (or ShapeDtypeStructs under a trace) to the first state."""
     accumulate: Callable[[optax.Updates, Any], Any]
-    """(gradients, state) to the state with moments that contain the gradients."""
+    """Maps (gradients, state) to a state with the gradients added to the moments."""
     direction: Callable[[optax.Updates, Any], optax.Updates]
-    """(the same gradients, that state) to the update, before the learning rate."""
+    """Maps (the same gradients, the new state) to the update without learning rate."""
     operands: tuple[str, ...]
-    """Fields of the state that `direction` is made of."""
+    """Moments in the state that `direction` reads."""
     decay: Mapping[str, Any] = MappingProxyType({})
-    """Per field of the state that `direction` corrects for bias, 1 - decay^count, the
-    decay: an old value of the field has to be corrected for its own count."""
+    """Decay rate of each moment that `direction` corrects for bias, that is, divides
+    by 1 - decay^count. A moment from an earlier update needs the count of that
+    update."""
 
 
 @renamed(debias_max="bias_correct_max")
@@ -47,10 +49,10 @@ def max_belief_phases(
     nesterov: bool = False,
     bias_correct_max: bool = True,
 ) -> Phases:
-    """The two phases of `scale_by_max_belief`, whose arguments these are.
+    """Makes the two phases of `scale_by_max_belief` from the same arguments.
 
     Raises:
-        ValueError: a hyperparameter whose number is known is out of range.
+        ValueError: a hyperparameter that is not traced is out of range.
     """
     _check_hyperparameters(b1, b2, eps, eps_root, mu_dtype, nesterov, bias_correct_max)
 

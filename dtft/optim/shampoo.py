@@ -1,8 +1,8 @@
 """Shampoo: gradients preconditioned by the roots of their Kronecker statistics.
 
-Decides the update of matrices from two statistics each, and its magnitude from
-Max-AdaBelief. Knows jax and optax; holds no collective and no axis name: how the
-statistics of several replicas become one is the caller's `exchange`.
+Two statistics per matrix give the direction of its update; Max-AdaBelief gives the
+norm. This module calls no collective: a function `exchange` of the caller averages the
+statistics of several replicas.
 
     L_t = b L_{t-1} + (1 - b) G_t G_t^T          R_t = b R_{t-1} + (1 - b) G_t^T G_t
     P_t = L_t^(-1/4) m_t R_t^(-1/4)              u_t = P_t |a_t| / |P_t|
@@ -43,30 +43,30 @@ def scale_by_shampoo(
     statistics_every: jax.typing.ArrayLike = 1,
     exchange: Exchange | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Rescales gradients by Shampoo, to the magnitude of Max-AdaBelief.
+    """Preconditions gradients by Shampoo and scales them to the norm of Max-AdaBelief.
 
-    Which leaves: those that are matrices once all dims but the last are merged (a
-    convolution's HWIO is (H W I, O)). Vectors, scalars, matrices with a dim of 1 and
-    complex leaves get the direction of Max-AdaBelief itself, and so does everything
-    before step `precondition_frequency`, when the first roots are computed.
+    Leaves: Shampoo applies to real leaves that are matrices after all dims but the last
+    are merged (a convolution kernel HWIO is (H W I, O)). Vectors, scalars, matrices
+    with a dim of 1 and complex leaves get the Max-AdaBelief direction. All leaves get
+    this direction before step `precondition_frequency`, which computes the first roots.
 
-    Magnitude: each leaf's update has the Frobenius norm of its Max-AdaBelief
-    direction, so learning rates carry over, and the scale of the statistics (their
-    bias correction too) has no effect. Within a leaf the blocks keep the relative
-    sizes that their own statistics give them.
+    Norm: each leaf's update has the Frobenius norm of the leaf's Max-AdaBelief
+    direction. So the learning rates of Max-AdaBelief apply, and the scale of the
+    statistics (and a correction for their bias) has no effect. Within a leaf the
+    statistics of each block decide the relative norms of the blocks.
 
-    Momentum: it is the first moment that is preconditioned, the one Max-AdaBelief
-    keeps anyway; nothing is averaged a second time.
+    Momentum: the first moment of Max-AdaBelief is preconditioned. There is no second
+    average of gradients.
 
     Statistics of several replicas: `update` takes the extra argument
-    `local_gradients`, a tree like `updates`. Then the statistics are those of the
-    local gradients, averaged by `exchange`, and the direction is that of `updates`,
-    the mean gradient. The two are not the same: the mean of G_i G_i^T is the outer
+    `local_gradients`, a tree like `updates`. The statistics are then computed from the
+    local gradients and averaged by `exchange`, and the direction is computed from
+    `updates`, the mean gradient. Without `local_gradients` the statistics are computed
+    from `updates`. The two differ: the mean of G_i G_i^T over the replicas is the outer
     product of the mean gradient plus the covariance of G_i between replicas. The
-    second term damps directions that are noisy more, and gives p times the rank per
-    step; with a batch so small per replica that it dominates, the preconditioner
-    tends to that of the noise and the curvature fades from it. Without
-    `local_gradients` the statistics are those of `updates`.
+    covariance damps noisy directions more, and raises the rank that one step adds up to
+    p times for p replicas. If the batch per replica is so small that the covariance
+    dominates, the preconditioner follows the noise instead of the curvature.
 
     Args:
         b1: See `scale_by_max_belief`.
@@ -74,33 +74,38 @@ def scale_by_shampoo(
         eps: See `scale_by_max_belief`.
         eps_root: See `scale_by_max_belief`.
         mu_dtype: See `scale_by_max_belief`.
-        beta_preconditioner: Decay b of the statistics; 1 for their plain sum, as in
-            Algorithm 1 of the paper.
-        exponent: Each side is raised to minus this: 1/4 in the paper, 1/2 makes the
-            pair the inverse, not the root, of the Kronecker product. Above 1 float32
-            does not hold the roots of small gradients.
-        root_eps: Added to the eigenvalues before the root, as a fraction of the
-            block's largest; above 0, as the root of a singular block would be infinite.
-            That root is root_eps^-exponent, which must be finite in float32.
-        block_size: Matrices are cut into blocks of at most so many rows and columns,
-            each with statistics of its own. Time is cubic in it, state linear.
-        precondition_frequency: Steps from one computation of the roots to the next.
-        statistics_every: Steps from one measurement of the statistics to the next;
-            divides what `exchange` sends.
-        exchange: From the tree of increments (symmetric, [blocks, n, n], at least
-            float32) of one replica to their mean over all; None for one replica.
+        beta_preconditioner: Decay rate b of the statistics, above 0; 1 sums the
+            statistics without decay, as in Algorithm 1 of the paper.
+        exponent: Power e of the inverse roots L^-e and R^-e: 1/4 in the paper, which
+            is the inverse square root of the Kronecker product of L^(1/2) and R^(1/2);
+            1/2 gives its inverse. Above 1 the roots for small gradients overflow
+            float32.
+        root_eps: Added to the eigenvalues before the root, as a fraction of the largest
+            eigenvalue of the block; above 0. The root of a singular block contains
+            root_eps^-exponent, which must be finite in float32.
+        block_size: Largest number of rows and columns of a block. Matrices are cut into
+            blocks, each with separate statistics. Time is cubic in the block size, the
+            size of the state linear.
+        precondition_frequency: Steps from one computation of the roots to the next; a
+            multiple of `statistics_every`.
+        statistics_every: Steps from one measurement of the statistics to the next. With
+            a period of k, `exchange` sends 1/k of the bytes per step.
+        exchange: Maps the tree of increments of one replica (symmetric, [blocks, n, n],
+            at least float32) to the mean over all replicas; None for one replica.
 
     Returns:
         An `optax.GradientTransformationExtraArgs`. Under `optax.inject_hyperparams`
         name `block_size` and `exchange` in its `static_args`.
 
     Raises:
-        ValueError: a size or period below 1, periods that do not fit, or another
-            hyperparameter that is known is out of range. `update`: `local_gradients` or
-            the result of `exchange` lacks leaves.
+        ValueError: a size or period is below 1, `precondition_frequency` is not a
+            multiple of `statistics_every`, or another hyperparameter that is not traced
+            is out of range. In `update`: `local_gradients` has another tree structure
+            than `updates`, or `exchange` changes the tree structure.
 
-    .. note:: A gradient that is not finite spoils the statistics for good, as it does
-        the moments of other optimizers: use `optax.apply_if_finite` where it can occur.
+    .. note:: A gradient that is not finite makes the statistics NaN for ever, like the
+        moments of other optimizers. If such gradients can occur, use
+        `optax.apply_if_finite`.
 
     >>> import jax.numpy as jnp
     >>> transform = scale_by_shampoo(precondition_frequency=1)
@@ -157,24 +162,26 @@ def shampoo(
     statistics_every: jax.typing.ArrayLike = 1,
     exchange: Exchange | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """The Shampoo optimizer, grafted to Max-AdaBelief and used like it.
+    """The Shampoo optimizer, with the norms of updates taken from Max-AdaBelief.
+
+    See `scale_by_shampoo` for the method. Learning rates of `max_adabelief` apply.
 
     Args:
-        learning_rate: A number or a schedule.
+        learning_rate: A number of 0 or more, an array or a schedule.
         b1: See `scale_by_max_belief`.
         b2: See `scale_by_max_belief`.
         eps: See `scale_by_max_belief`.
         eps_root: See `scale_by_max_belief`.
         mu_dtype: See `scale_by_max_belief`.
-        weight_decay: Strength of decoupled weight decay; None for none.
-        weight_decay_mask: Which parameters decay, as in `optax.add_decayed_weights`.
-        beta_preconditioner: See `scale_by_shampoo`, as all that follow.
-        exponent: See there.
-        root_eps: See there.
-        block_size: See there.
-        precondition_frequency: See there.
-        statistics_every: See there.
-        exchange: See there.
+        weight_decay: Strength of the decoupled weight decay; None for no decay.
+        weight_decay_mask: Which parameters decay, as in `max_adabelief`.
+        beta_preconditioner: See `scale_by_shampoo`.
+        exponent: See `scale_by_shampoo`.
+        root_eps: See `scale_by_shampoo`.
+        block_size: See `scale_by_shampoo`.
+        precondition_frequency: See `scale_by_shampoo`.
+        statistics_every: See `scale_by_shampoo`.
+        exchange: See `scale_by_shampoo`.
 
     Returns:
         An `optax.GradientTransformationExtraArgs`.
@@ -237,7 +244,10 @@ def _check(block_size: int, precondition_frequency: Any, statistics_every: Any) 
 
 
 def _check_root(exponent: Any, root_eps: Any) -> None:
-    """Refuses a root of singular blocks that overflows: its zeros would be NaN."""
+    """Raises a ValueError if root_eps^-exponent overflows JAX's default float dtype.
+
+    The root of a singular block would be infinite, and its products with 0 NaN.
+    """
     powers = checks.numbers("exponent", exponent)
     floors = checks.numbers("root_eps", root_eps)
     if not powers or not floors:

@@ -1,7 +1,7 @@
 """The state of Shampoo and the steps of one update, all pure.
 
-When statistics and roots are renewed and how a direction gets its magnitude;
-`dtft.optim.shampoo` has the equations and the public transforms.
+Decides when statistics and roots are renewed, and scales the direction to the norm of
+Max-AdaBelief. `dtft.optim.shampoo` has the equations and the public transforms.
 """
 
 from collections.abc import Callable
@@ -25,12 +25,12 @@ from dtft.optim.numerics import at_least_float32, dtype_of, widen
 from dtft.optim.phases import Phases
 
 Exchange = Callable[[Any], Any]
-"""Symmetric increments of the statistics of one replica to those of all; see
+"""Maps the increments of one replica's statistics to their mean over all replicas; see
 `dtft.optim.symmetric`."""
 
 
 class Factors(NamedTuple):
-    """One matrix per side and block, for one leaf; at least float32."""
+    """The left and right matrices of all blocks of one leaf, at least float32."""
 
     left: jax.Array
     """[blocks, rows, rows]."""
@@ -44,15 +44,15 @@ class ScaleByShampooState(NamedTuple):
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
     """Number of updates made, int32."""
     graft: ScaleByMaxBeliefState
-    """Max-AdaBelief's own state; its `mu` is what is preconditioned."""
+    """State of Max-AdaBelief; Shampoo preconditions the first moment `mu`."""
     statistics: Any
-    """A tree like the parameters: `Factors` L and R, None for what is no matrix."""
+    """A tree like the parameters: `Factors` L and R; None for leaves without blocks."""
     roots: Any
-    """The same of the inverse roots; identities before the first."""
+    """Inverse roots of `statistics`; identities before the first computation."""
 
 
 class ShampooSteps(NamedTuple):
-    """The hyperparameters, and the steps of an update as methods."""
+    """Hyperparameters of Shampoo, and the steps of an update as methods."""
 
     graft: Phases
     beta_preconditioner: jax.typing.ArrayLike
@@ -64,7 +64,7 @@ class ShampooSteps(NamedTuple):
     exchange: Exchange | None
 
     def init(self, params: optax.Params) -> ScaleByShampooState:
-        """The state before the first update."""
+        """Makes the state before the first update."""
 
         def zeros(p: Any) -> Factors | None:
             blocks = self._blocks(p)
@@ -93,7 +93,7 @@ class ShampooSteps(NamedTuple):
         local_gradients: optax.Updates | None = None,
         **extra: Any,
     ) -> tuple[optax.Updates, ScaleByShampooState]:
-        """One update; the arguments are those of `scale_by_shampoo`'s."""
+        """Makes one update; `scale_by_shampoo` documents the arguments."""
         del params, extra
         count = jnp.asarray(optax.safe_increment(state.count))
         measured = updates if local_gradients is None else local_gradients
@@ -171,7 +171,7 @@ class ShampooSteps(NamedTuple):
             sized = turned * _ratio(widen(a, g), turned)
             return jnp.where(ready, sized.astype(a.dtype), a)
 
-        # A None in `roots` stands for a whole leaf there, so they are matched here.
+        # `roots` has None in place of a leaf, which `jax.tree.map` would not match.
         direction = self.graft.direction(updates, graft)
         leaves, treedef = jax.tree.flatten(updates, is_leaf=lambda x: x is None)
         others = (graft.mu, direction, roots)
@@ -180,7 +180,7 @@ class ShampooSteps(NamedTuple):
 
 
 def _as_factors(tree: Any, updates: optax.Updates) -> Any:
-    """The tree with `Factors`, in whose place `nnx.Optimizer` puts nodes of its own."""
+    """Restores `Factors` nodes, which `nnx.Optimizer` replaces by other node types."""
     gradients, treedef = jax.tree.flatten(updates, is_leaf=lambda x: x is None)
 
     def of(gradient: Any, node: Any) -> Any:
@@ -192,7 +192,10 @@ def _as_factors(tree: Any, updates: optax.Updates) -> Any:
 
 
 def _check_same(argument: str, tree: Any, expected: Any) -> None:
-    """Refuses statistics of fewer leaves: those missing would never be measured."""
+    """Raises a ValueError unless both trees have the same structure.
+
+    A leaf missing from the increments would never be added to the statistics.
+    """
     got, want = jax.tree.structure(tree), jax.tree.structure(expected)
     if got != want:
         raise ValueError(
@@ -202,7 +205,10 @@ def _check_same(argument: str, tree: Any, expected: Any) -> None:
 
 
 def _ratio(magnitude: jax.Array, direction: jax.Array) -> jax.Array:
-    """The norm of one over that of the other; 0 where there is no direction."""
+    """Returns the norm of `magnitude` divided by the norm of `direction`.
+
+    If `direction` is 0, its norm counts as 1.
+    """
     norm = jnp.sqrt(jnp.sum(jnp.square(direction)))
     target = jnp.sqrt(jnp.sum(jnp.square(magnitude)))
     return target / jnp.where(norm == 0, 1, norm)

@@ -1,8 +1,7 @@
-"""How the statistics of several replicas become one: full, packed, or as factors.
+"""Averages the statistics of `scale_by_shampoo` over replicas.
 
-Decides what of a symmetric matrix travels. Made for `scale_by_shampoo`, knows only
-trees of symmetric matrices and an axis name; must not know meshes. Needs
-`dtft.collectives`, so it is loaded on first use.
+Depends on trees of symmetric matrices and an axis name; must not depend on meshes.
+`dtft.optim` loads this module on first use, because it needs `dtft.collectives`.
 """
 
 from typing import Any, Literal
@@ -25,37 +24,38 @@ def exchange_symmetric(
     algorithm: Algorithm = "native",
     costs: WireCosts | None = None,
 ) -> Exchange:
-    """An `exchange` for `scale_by_shampoo`: the mean of statistics over replicas.
+    """Makes an `exchange` for `scale_by_shampoo`: the mean of statistics over replicas.
 
-    | wire | what travels | exact | stays positive semidefinite |
+    | wire | what is sent | exact | stays positive semidefinite |
     |---|---|---|---|
-    | `full` | n^2 numbers, summed on the way | yes | in float32, up to rounding |
-    | `packed` | the triangle, summed on the way | yes | the same |
-    | `cholesky` | every factor's triangle, gathered | no: jitter | in bfloat16 too |
+    | `full` | n^2 numbers, reduced | yes | in float32, up to rounding |
+    | `packed` | lower triangle, reduced | yes | in float32, up to rounding |
+    | `cholesky` | triangle of each factor, gathered | no: jitter | in bfloat16 too |
 
-    One replica's G G^T has at most the rank of its G, so it has no Cholesky factor
-    until `cholesky_encode` adds its jitter (1e-6 of the mean diagonal element, or the
-    smallest power of ten times that which works) to the diagonal. The mean then
-    carries the mean jitter, a fraction of each block's own scale: it lifts the
-    smallest eigenvalues as `root_eps` does, and where it is larger than `root_eps` it
-    is the one that decides. Factors cannot be summed, so they are gathered: the bytes
-    that arrive grow with the number of replicas. What `cholesky` buys is a lossy wire
-    whose result has no negative eigenvalue; `inverse_root` clips those that `packed`
-    in bfloat16 gets, at the cost of what they stood for.
+    The rank of one replica's G G^T is at most the rank of G. A singular G G^T has no
+    Cholesky factor, so `cholesky_encode` adds a jitter to the diagonal: 1e-6 of the
+    mean diagonal element, times the smallest power of ten with which the factorization
+    succeeds. The mean of the statistics then contains the mean jitter, which raises the
+    smallest eigenvalues like `root_eps`; the larger of the two has the larger effect.
+    Factors cannot be summed, so they are gathered, and each replica receives bytes in
+    proportion to the number of replicas. With a narrow `wire_dtype` the result of
+    `cholesky` has no negative eigenvalue. The result of `packed` in bfloat16 can have
+    some; `inverse_root` sets them to 0 and so loses their information.
 
     Args:
         axis_name: Replica axis, inside `jax.shard_map`; None for one replica.
-        wire: See above.
-        wire_dtype: Dtype on the way, such as bfloat16; None for the statistics' own.
-        algorithm: As in `dtft.collectives.all_reduce`; factors go by "native" only.
-        costs: For wire "auto", what `dtft.collectives.measure_wires` returned: each
-            block travels by the wire that is cheapest at its size.
+        wire: See above; "auto" chooses by `costs`.
+        wire_dtype: Dtype of the numbers sent, such as bfloat16; None for the dtype of
+            the statistics.
+        algorithm: As in `dtft.collectives.all_reduce`; only "native" with `cholesky`.
+        costs: For wire "auto", the result of `dtft.collectives.measure_wires`: each
+            block is sent by the cheapest wire for its size.
 
     Raises:
-        ValueError: an unknown option, or options that do not go together.
+        ValueError: an option is unknown, or options are incompatible.
 
     Returns:
-        A function of a tree of symmetric matrices [..., n, n].
+        A function that maps a tree of symmetric matrices [..., n, n] to their mean.
 
     >>> import jax.numpy as jnp
     >>> both = jnp.stack([jnp.eye(2), 3 * jnp.eye(2)])
@@ -88,10 +88,10 @@ def average_gradients(
     axis_name: str | None,
     algorithm: Algorithm = "native",
 ) -> optax.GradientTransformationExtraArgs:
-    """Gives `inner` the mean gradient, and the local one as `local_gradients`.
+    """Passes the mean gradient to `inner`, and the local one as `local_gradients`.
 
     Args:
-        inner: An optimizer that has `scale_by_shampoo` in it, such as `shampoo`.
+        inner: An optimizer that contains `scale_by_shampoo`, such as `shampoo`.
         axis_name: Replica axis, inside `jax.shard_map`; None for one replica.
         algorithm: As in `dtft.collectives.all_reduce`.
 

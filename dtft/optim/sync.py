@@ -1,19 +1,20 @@
-"""What replicas of an optimizer exchange: gradients, or moments in one of two forms.
+"""Optax transforms that exchange gradients or moments between replicas.
 
-Decides which array is reduced at which step, by transforms with an explicit axis name
-for use inside `jax.shard_map` (or `jax.vmap`) over the replica axis. Knows the phases
-of an optimizer, not which optimizer; must not know meshes or the training loop.
+The transforms take an explicit axis name and run inside `jax.shard_map` (or `jax.vmap`)
+over the replica axis. They decide which array is reduced at which step. They depend on
+the two phases of any optimizer, and must not depend on meshes or the training loop.
 
-`reduce_updates` is the default: the mean gradient, then any optimizer. `sync_moments`
-lets every replica fold its **own** gradient into its moments and exchanges moments.
-The first moment is linear in the gradients, so the mean of the replicas' first moments
-is that of the mean gradient. The second is not. With g_i and m_i of replica i:
+`reduce_updates` is the default: the mean gradient goes into any optimizer. With
+`sync_moments` every replica adds its **local** gradient to its moments, and replicas
+exchange moments. The first moment is linear in the gradients, so the mean of the
+replicas' first moments is the first moment of the mean gradient. The second moment is
+not linear. With g_i and m_i of replica i:
 
     mean_i (g_i - m_i)^2 = (mean_i g_i - mean_i m_i)^2 + Var_i(g_i - m_i)
 
-Where noise dominates the left side is N times the square on the right: **steps shrink
-by sqrt(N)** against gradient averaging over N replicas. Going over from one to the
-other needs up to sqrt(N) times the learning rate.
+If noise dominates, the left side is N times the square on the right: **steps shrink by
+sqrt(N)** compared with gradient averaging over N replicas. A change from
+`reduce_updates` to `sync_moments` needs up to sqrt(N) times the learning rate.
 
 | form | bytes per step, in units of the parameters |
 |---|---|
@@ -23,8 +24,8 @@ other needs up to sqrt(N) times the learning rate.
 | `sync_moments(mode="state")` and `average_params` | the sum of 1/period |
 
 Replicas stay bit-identical as long as every operand of the update is reduced or
-replicated. Every replica must come to every collective: periods count equal steps and
-a commanded exchange is commanded on all of them, or the collective never ends.
+replicated. Every replica must enter every collective, or the collective never ends. So
+step counts must be equal on all replicas, and an exchange must be commanded on all.
 """
 
 from collections.abc import Mapping
@@ -40,23 +41,24 @@ from dtft.optim.moment_sync import Mode, MomentSync
 from dtft.optim.phases import Phases
 
 MOMENTS = ("mu", "nu", "nu_max")
-"""What mode "state" reduces unless told otherwise: the moments of Max-AdaBelief."""
+"""Fields that mode "state" reduces by default: the moments of Max-AdaBelief."""
 REFRESH_ABOVE = 16.0
-"""A little above the largest update of Max-AdaBelief under a constant gradient, 15.5.
+"""Default of `refresh_above`, in units of the learning rate.
 
-Under one that grows for long, updates with fresh operands are larger too. Operands are
-then exchanged at every update, which costs what a period of 1 costs.
+A little above 15.5, the largest update of Max-AdaBelief for a constant gradient. For a
+gradient that grows over many steps, updates from new operands exceed 16 too. Operands
+are then exchanged at every update, at the cost of a period of 1.
 """
 
 
 def reduce_updates(
     axis_name: str | None, algorithm: Algorithm = "native"
 ) -> optax.GradientTransformation:
-    """Replaces the updates by their mean over the replicas; goes before an optimizer.
+    """Replaces updates by their mean over the replicas; chain it before an optimizer.
 
     Args:
         axis_name: the replica axis; None for a single replica.
-        algorithm: how they are reduced, see `dtft.collectives`.
+        algorithm: how updates are reduced, see `dtft.collectives`.
     """
     check_algorithm(algorithm)
 
@@ -81,52 +83,53 @@ def sync_moments(
     commanded: bool = False,
     refresh_above: float | None = REFRESH_ABOVE,
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer whose replicas exchange moments instead of gradients.
+    """Makes an optimizer whose replicas exchange moments instead of gradients.
 
-    `mode="operands"` is the patent's flow. Moments are and stay those of the replica's
-    own gradients; what the update is made of (first moment and maximum) is reduced, so
-    the update is equal on all replicas. Reducing the first moment before or after its
-    correction for bias is the same. An operand with a period of k > 1 is exchanged at
-    updates 1, k + 1, 2k + 1, ... and kept; in between all replicas use the kept value,
-    corrected for bias as of the update it was taken at, unless `refresh_above` asks for
-    a new one.
+    `mode="operands"` (called the patent's flow in `experiments/`): each replica's state
+    keeps the moments of its local gradients. The operands of the update (first moment
+    and maximum) are reduced, so the update is equal on all replicas. Reducing the first
+    moment before or after its correction for bias gives the same result. An operand
+    with a period of k > 1 is reduced at updates 1, k + 1, 2k + 1, ... Between these
+    updates all replicas use the last reduced value, corrected for bias as of the update
+    of its reduction, unless `refresh_above` triggers a new reduction.
 
-    `mode="state"` replaces the moments themselves by their reduction, each at the
-    updates its own period divides (DES-LOC, arXiv 2505.22549). The update is made from
-    the replica's own moments and gradient, so parameters drift apart between exchanges
-    and have a period of their own: `average_params`. Where gradients are sparse give
-    the maximum the period of the first moment: a replica that has had no gradient for
-    a coordinate, but is given the others' first moment for it, divides by next to
-    nothing (`experiments/moment_sync.py` shows it).
+    `mode="state"` replaces each moment in the state by its reduction, at updates that
+    are multiples of the moment's period (DES-LOC, arXiv 2505.22549). The update is made
+    from the replica's moments and local gradient, so parameters drift apart between
+    exchanges: average the parameters with `average_params`. If gradients are sparse,
+    give the maximum the same period as the first moment. Otherwise a replica without a
+    gradient for a coordinate gets a nonzero first moment from other replicas and
+    divides it by a maximum near 0 (shown by `experiments/moment_sync.py`).
 
     Args:
         phases: the optimizer; its state is a NamedTuple with a field `count`.
         axis_name: the replica axis; None for a single replica.
         mode: see above.
-        every: per field of the state its period in updates; 0 for only on command. In
-            mode "operands" it must name every field the update is made of. Default:
-            every step, the moments of Max-AdaBelief.
-        op: per field "mean" (default) or "max". The maximum by "max" is idempotent and
-            monotone: a contribution that comes late or twice does no harm. Its
-            denominators are never smaller than the mean's.
+        every: field of the state to its period in updates; 0 for only on command. In
+            mode "operands" `every` must name every operand of the update. Default: a
+            period of 1 for all operands, or in mode "state" for the moments of
+            Max-AdaBelief.
+        op: field to "mean" (default) or "max". The maximum reduced by "max" never
+            decreases and is the same if a contribution arrives late or twice; its
+            denominators are never smaller than with "mean".
         algorithm: how arrays are reduced, see `dtft.collectives`.
-        commanded: whether `update` takes `sync`, an int32 scalar that is **equal on all
-            replicas**: other than 0 it makes all of `every` be exchanged, in addition
-            to the periods. If it differs, some replicas enter a collective that the
-            others never come to: a deadlock.
-        refresh_above: mode "operands" keeps operands between exchanges. Where a
-            coordinate had no gradient yet when its maximum was taken (a dead unit, a
-            rare token), the kept maximum is next to zero and the first gradient would
-            make a step of a million learning rates. So when an element of the update
-            is larger than this, kept operands are exchanged at once and the update is
-            made anew. None never does it.
+        commanded: whether `update` takes the argument `sync`, an int32 scalar that is
+            **equal on all replicas**. A value other than 0 exchanges all fields of
+            `every`, in addition to the periods. If the values differ, some replicas
+            enter a collective that the others never enter: a deadlock.
+        refresh_above: mode "operands" only. If an element of the update is larger than
+            this, in units of the learning rate, the held operands are reduced at once
+            and the update is computed again. Otherwise a coordinate without a gradient
+            at the last reduction (a dead unit, a rare token) has a held maximum near 0,
+            and its first gradient makes a step of a million times the learning rate.
+            None never reduces early.
 
     Returns:
-        A transform with extra arguments. Its state has `PerReplica` marks, see
-        `dtft.optim.per_replica` for what surrounds it.
+        A transform with extra arguments. Its state has `PerReplica` marks;
+        `dtft.optim.per_replica` converts such a state for `jax.shard_map`.
 
     Raises:
-        ValueError: options that contradict each other.
+        ValueError: an option is unknown or out of range, or options are incompatible.
     """
     _check_mode(phases, mode)
     for argument, given in {"every": every, "op": op}.items():

@@ -1,15 +1,18 @@
-"""How a step runs on a mesh.
+"""Runs training steps on a mesh: data, model and pipeline parallelism.
 
-* `functional_model` (a model as functions), `step` (`TrainStep`: how parameters and
-  moments are divided on a config's mesh), `feed` (from rows to arrays on the mesh),
-  `validation` (whether an experiment fits a cluster).
-* `sharding`, `fsdp` (ZeRO level 3), `grad_accumulation`, `local_updates` (optimizers
-  that reduce by themselves), `pipeline` (an SPMD pipeline over stages).
-* Packages: `planning` (a step as a plan says), `load_balancing` (uneven shares; which
-  rows a share means: `row_assignment`), `mpmd` (operators placed on unlike devices).
+* `functional_model`: a model as pure functions. `step`: `TrainStep`, the step on a
+  config's mesh. `feed`: makes sharded arrays from rows. `validation`: checks that an
+  experiment fits a cluster.
+* `sharding`: a plan's shardings. `fsdp`: ZeRO level 3. `grad_accumulation`: gradients
+  over microbatches. `local_updates`: steps of optimizers that communicate between
+  replicas. `pipeline`: an SPMD pipeline over stages.
+* Packages: `planning` (the step of a plan), `load_balancing` (uneven shares of the
+  batch, whose rows `row_assignment` selects), `mpmd` (operators placed on devices of
+  different types).
 
-`validation` and `row_assignment` import no JAX: agents check configs with them. What a
-plan is and how it is found is in `dtft.planner`; the loop is in `dtft.train`.
+`validation` and `row_assignment` do not import JAX, so that host agents can check
+configs without loading JAX. Plans and their search are in `dtft.planner`, the training
+loop is in `dtft.train`.
 """
 
 from typing import TYPE_CHECKING

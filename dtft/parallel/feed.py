@@ -1,7 +1,7 @@
-"""From global row indices to arrays on the mesh, and the measure of a whole data set.
+"""Makes sharded batches from global row indices, and evaluates a whole data set.
 
-Each process reads the rows of its own devices' mesh positions, and nothing else
-decides which rows those are.
+Each process reads the rows of its own devices. The mesh positions of the devices
+determine these rows.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,26 +22,29 @@ class Batch:
     """One step's rows on the mesh."""
 
     arrays: Arrays
-    """Global arrays, divided over the mesh or to be divided by the step."""
+    """Global arrays, either sharded or in host memory for the step to shard."""
     rows: list[int]
-    """Global row indices that this process answers for; disjoint over processes."""
+    """Global row indices that this process owns; disjoint between processes."""
     ids: list[int]
-    """The samples of those rows."""
+    """Sample numbers of `rows`."""
 
 
 class Prepared:
-    """Makes batches, the next one while the devices work on the last."""
+    """Base class of feeds, which read batches on demand or ahead of time.
+
+    A batch can be prepared while the devices work on the batch before.
+    """
 
     def __init__(self) -> None:
-        """Reads nothing yet."""
+        """Starts without batches; reads nothing yet."""
         self._prepared: dict[int, Batch] = {}
 
     def prepare(self, step: int) -> None:
-        """Makes the batch of step `step` (1 is the first) ready for `take`."""
+        """Reads the batch of step `step` (the first is 1) and keeps it for `take`."""
         self._prepared[step] = self._read(step)
 
     def take(self, step: int) -> Batch:
-        """The batch that leads to state number `step`."""
+        """Returns the batch of step `step`, and reads it if it is not prepared."""
         if step not in self._prepared:
             self.prepare(step)
         return self._prepared.pop(step)
@@ -50,26 +53,27 @@ class Prepared:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Ends what reads ahead, if anything does."""
+        """Stops threads that read ahead, if the feed has any."""
 
 
 class Feed(Prepared):
-    """Batches in equal parts."""
+    """Makes batches with equal numbers of rows for all data slots."""
 
     def __init__(
         self, source: Source, train_step: TrainStep, global_batch: int
     ) -> None:
-        """Reads nothing yet."""
+        """Computes this process's parts of a batch; reads nothing yet."""
         super().__init__()
         self._source, self._global_batch = source, global_batch
         self._sharding = train_step.batch_sharding
         self._width = self._sharding.shard_shape((global_batch,))[0]
         self._parts = local_parts(self._sharding, global_batch)
         self._ahead: tuple[int, Any] | None = None
-        """The next step that is read ahead, and grain's iterator."""
+        """The next step and the iterator that reads its batch ahead; None if no
+        iterator is open."""
 
     def close(self) -> None:
-        """Ends the threads that read ahead."""
+        """Stops the threads that read ahead."""
         if self._ahead is not None:
             self._ahead[1].close()
             self._ahead = None
@@ -88,8 +92,8 @@ class Feed(Prepared):
         arrays: Arrays = {name: it for name, it in columns.items() if name != "id"}
         if not self._sharding.is_fully_addressable:
             arrays = place(parts, self._sharding, self._global_batch)
-        # Otherwise the parts, in this order, are the whole batch, which a jitted step
-        # takes for a tenth of what `device_put` costs.
+        # Otherwise the parts, in this order, are the whole batch. Passing numpy arrays
+        # to the jitted step costs a tenth of `device_put`.
         return Batch(
             arrays=arrays,
             rows=[row for start in owned for row in self._part(step, start)],
@@ -101,7 +105,7 @@ class Feed(Prepared):
         return rows_of(step - 1, start // self._width, slots, self._global_batch)
 
     def _indices(self, step: int) -> list[int]:
-        """Rows of this process's parts, in the order of the parts."""
+        """The global row indices of this process's parts, in the order of the parts."""
         return [row for start in self._parts[0] for row in self._part(step, start)]
 
     def _columns(self, step: int, indices: list[int]) -> dict[str, np.ndarray]:
@@ -119,9 +123,14 @@ class Feed(Prepared):
 def local_parts(
     sharding: jax.sharding.NamedSharding, length: int
 ) -> tuple[list[int], list[int]]:
-    """Where this process's parts of dim 0 start: all of them, and those it owns.
+    """Returns start indices in dim 0 of this process's parts, and of its owned parts.
 
-    A part that several devices hold is owned by the first of them in mesh order.
+    If several devices hold a part, the process of the first of these devices in mesh
+    order owns the part.
+
+    Args:
+        sharding: a sharding that divides dim 0 only.
+        length: size of dim 0.
     """
     first: dict[int, Any] = {}
     for device, index in sharding.devices_indices_map((length,)).items():
@@ -138,9 +147,15 @@ def place(
     sharding: jax.sharding.NamedSharding,
     global_batch: int,
 ) -> dict[str, jax.Array]:
-    """Global arrays from this process's parts, by where they start. Drops `id`."""
+    """Makes global arrays from this process's parts; leaves out the column `id`.
+
+    Args:
+        parts: map from the start index of a part to its arrays by name.
+        sharding: sharding of every array.
+        global_batch: size of dim 0 of the global arrays.
+    """
     some = next(iter(parts.values()))
-    if sharding.is_fully_addressable:  # all parts are here: one call for all arrays
+    if sharding.is_fully_addressable:  # one process has all parts: one device_put call
         ordered = [parts[start] for start in sorted(parts)]
         columns = {
             name: some[name]
@@ -163,7 +178,7 @@ def place(
 
 
 def _nobody(phase: Phase) -> None:
-    """Nobody wants to know the phase."""
+    """Default callback of `evaluate`; ignores the phase."""
 
 
 def evaluate(
@@ -174,10 +189,11 @@ def evaluate(
     *,
     entered: Callable[[Phase], None] = _nobody,
 ) -> dict[str, float]:
-    """Means over every sample of `source` of the loss and of each metric.
+    """Returns the means of the loss and of each metric over all samples of `source`.
 
-    All processes call it together. The last batch is padded, its padding weighs 0.
-    `entered` is told the phase of each batch; the first one's step is compiled.
+    All processes must call this function together. The last batch is padded with rows
+    of weight 0. `entered` is called with each new phase: `evaluate`, or `compile` for
+    the first batch's computation.
     """
     starts, _ = local_parts(train_step.batch_sharding, global_batch)
     width = train_step.batch_sharding.shard_shape((global_batch,))[0]

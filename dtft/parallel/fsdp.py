@@ -1,10 +1,11 @@
-"""ZeRO level 3: parameters are divided over `fsdp` and gathered where they are used.
+"""ZeRO level 3: parameters are divided over `fsdp` and gathered at each use.
 
-The loss's program is rebuilt so that every parameter stays divided until an operator
-computes with it: inside of the scan over layers, of jitted and rematerialized parts,
-after casts and slices. Its gradient is divided again at once. Left to itself the
-partitioner gathers activations, or the parameters of all layers together (and jax
-0.10.2 on CPU computed wrong gradients, see `dtft.parallel.step`). Decides no sharding.
+The loss's program is rebuilt, so that every parameter stays divided until an operator
+computes with it. The gather is placed inside the scan over layers, inside jitted and
+rematerialized parts, and after casts and slices. The gradient of a parameter is divided
+again at once. Without explicit gathers XLA's partitioner gathers activations, or the
+parameters of all layers together. With jax 0.10.2 on CPU it also computed wrong
+gradients, see `dtft.parallel.step`. The specs of parameters come from the plan.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,28 +23,29 @@ from dtft.planner.types import Spec
 
 AXIS = "fsdp"
 _ENTERED = REMAT | {"jit", "pjit", "closed_call", "call"}
-"""Calls whose arguments are those of their one body."""
+"""Calls with a single body, whose arguments are the arguments of the call."""
 _LAYOUT = frozenset(
     {"convert_element_type", "reshape", "transpose", "squeeze", "broadcast_in_dim"}
 )
-"""What costs little to do again, where keeping it would keep a gathered parameter."""
+"""Cheap primitives that the backward pass recomputes, because their results may be
+gathered parameters in another form."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Gathering:
-    """Rebuilds one program; `policy` then says what its backward pass may keep."""
+    """Inserts gathers into one program, and defines the program's remat policy."""
 
     mesh: Mesh
     _seen: set[tuple[Any, ...]] = field(default_factory=set)
     _results: set[Var] = field(default_factory=set)
 
     def apply(self, program: ClosedJaxpr, specs: Mapping[int, Spec]) -> ClosedJaxpr:
-        """The program with its divided arguments gathered where they are used.
+        """Returns the program with a gather before each use of a divided argument.
 
         Args:
             program: a traced loss.
-            specs: index of an argument to its spec; those not divided over `fsdp` are
-                left as they are.
+            specs: map from the index of an argument to its spec; arguments that are not
+                divided over `fsdp` are not gathered.
         """
         divided = {
             program.jaxpr.invars[index]: spec
@@ -53,24 +55,37 @@ class Gathering:
         return ClosedJaxpr(self.body(program.jaxpr, divided), program.consts)
 
     def policy(self, primitive: Any, *avals: Any, **params: Any) -> bool:
-        """For `jax.checkpoint`: keeps everything but gathered parameters."""
+        """The policy for `jax.checkpoint`: whether to keep the result of a primitive.
+
+        Gathered parameters and the results of `_LAYOUT` are recomputed; all other
+        results are kept.
+        """
         if primitive.name == "sharding_constraint":
             return (avals[0].shape, params["sharding"]) not in self._seen
         return primitive.name not in _LAYOUT
 
     def gathers(self, eqn: JaxprEqn) -> bool:
-        """Whether it is one of the equations that gather for the one after them."""
+        """Whether an equation is a gather, whose result the next equation reads."""
         return any(var in self._results for var in eqn.outvars)
 
     def body(self, jaxpr: Jaxpr, divided: Mapping[Var, Spec]) -> Jaxpr:
-        """One of its programs, given the variables that are still divided."""
+        """Rebuilds a jaxpr, the program itself or the body of a call in the program.
+
+        Args:
+            jaxpr: the jaxpr to rebuild.
+            divided: map from an argument that is divided over `fsdp` to its spec.
+        """
         level = _Level(gathering=self, divided=dict(divided))
         for eqn in jaxpr.eqns:
             level.add(eqn)
         return jaxpr.replace(eqns=level.eqns)
 
     def gather(self, var: Var, spec: Spec) -> tuple[Var, JaxprEqn]:
-        """The equation that gathers `var`, and the variable that it writes."""
+        """Makes an equation that gathers `var` over `fsdp`.
+
+        Returns the variable that the equation writes, and the equation. The backward
+        pass of the equation divides the cotangent by `spec`.
+        """
         divided = NamedSharding(self.mesh, partition_spec(spec))
         whole = NamedSharding(self.mesh, partition_spec(gathered(spec)))
         aval: Any = var.aval
@@ -99,14 +114,18 @@ class Gathering:
 
 @dataclass(kw_only=True, eq=False)
 class _Level:
-    """The equations of one program, while they are rebuilt."""
+    """Rebuilds the equations of one jaxpr."""
 
     gathering: Gathering
     divided: dict[Var, Spec]
     eqns: list[JaxprEqn] = field(default_factory=list)
 
     def add(self, eqn: JaxprEqn) -> None:
-        """Appends an equation; what it computes with is gathered before."""
+        """Appends an equation, after gathers of the divided variables that it reads.
+
+        Calls are entered instead. A cast or slice of a divided variable is appended
+        without a gather, and its result counts as divided.
+        """
         specs = [self.divided.get(a) if is_var(a) else None for a in eqn.invars]
         if not any(specs):
             self.eqns.append(eqn)
@@ -120,7 +139,7 @@ class _Level:
             self.eqns.append(self._with_gathered(eqn))
 
     def _followed(self, eqn: JaxprEqn, spec: Spec) -> None:
-        # The constraint keeps the partitioner from gathering before a cast to less.
+        # Without the constraint the partitioner may gather before a cast to fewer bits.
         (result,) = eqn.outvars
         sharding = NamedSharding(self.gathering.mesh, partition_spec(spec))
         fresh, pinned = constraint(result, sharding)
@@ -161,15 +180,20 @@ class _Level:
         spec = self.divided.get(atom) if is_var(atom) else None
         if spec is None:
             return atom
-        # Anew for every reader: one that all share is kept until the last of them has
-        # been differentiated. In the forward pass the compiler makes them one.
+        # Each reader gets its own gather. A shared gathered parameter would be kept
+        # until all readers are differentiated. In the forward pass XLA merges equal
+        # gathers.
         whole, eqn = self.gathering.gather(atom, spec)
         self.eqns.append(eqn)
         return whole
 
 
 def _still_divided(eqn: JaxprEqn, spec: Spec | None) -> Spec | None:
-    """The spec of the result of an operator that can work on a device's part."""
+    """The spec of the result if an operator can work on a device's part, else None.
+
+    Casts to a dtype of no more bits, slices that keep divided dims whole, and squeezes
+    can work on a part.
+    """
     if spec is None:
         return None
     before: Any = eqn.invars[0].aval
@@ -195,7 +219,7 @@ def _is_divided(spec: Spec) -> bool:
 
 
 def gathered(spec: Spec) -> Spec:
-    """The spec of a parameter that is whole over `fsdp`.
+    """Removes the axis `fsdp` from a spec.
 
     >>> gathered(((), ("fsdp", "tensor")))
     ((), ('tensor',))

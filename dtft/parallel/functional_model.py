@@ -1,7 +1,7 @@
 """A model as pure functions of its parameters and running statistics.
 
-Splits a Flax module into arrays and the rest once; what trains, evaluates or plans a
-model works on the functions.
+A Flax module is split once into arrays and its graph. Training, evaluation and planning
+call the functions.
 
 Legend: B rows.
 """
@@ -20,27 +20,31 @@ from dtft.models.base import ModelConfig
 State = dict[str, Any]
 Metrics = dict[str, jax.Array]
 READ = ("params", "statistics")
-"""The parts of the state that a model reads."""
+"""Keys of the state's parts that a model reads."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FunctionalModel:
-    """Pure functions of one model, to be traced."""
+    """Pure functions of one model, not jitted."""
 
     init: Callable[[], State]
-    """`() -> {"params", "statistics"}` at step 0."""
+    """Function that makes `{"params", "statistics"}` at step 0."""
     losses: Callable[[State, dict[str, jax.Array], bool], tuple[Metrics, Any]]
-    """`(read, batch, training)`: loss and metrics of each row, or of each token [B, T];
-    the running statistics afterwards."""
+    """Function `(read, batch, training)` that returns loss and metrics of each row [B]
+    or each token [B, T], and the new running statistics."""
     abstract: State
-    """Shapes and dtypes of what `init` returns."""
+    """Shapes and dtypes of the result of `init`."""
     num_padding: int = 0
-    """Numbers among the parameters that are never trained."""
+    """Number of scalars in the parameters that are padding, never trained."""
 
     def mean_loss(
         self, params: Any, statistics: Any, batch: dict[str, jax.Array]
     ) -> tuple[jax.Array, tuple[Metrics, Any]]:
-        """What is differentiated: the mean over the batch, metrics, new statistics."""
+        """The function to differentiate: mean loss, means of metrics, new statistics.
+
+        Returns `(mean loss, (means of loss and metrics, statistics))`, in training
+        mode.
+        """
         read = {"params": params, "statistics": statistics}
         values, statistics = self.losses(read, batch, True)
         means = {name: jnp.mean(value) for name, value in values.items()}
@@ -49,7 +53,10 @@ class FunctionalModel:
     def sums(
         self, read: State, batch: dict[str, jax.Array], weight_B: jax.Array
     ) -> Metrics:
-        """Weighted sums over the batch of loss and metrics, in evaluation mode."""
+        """Returns weighted sums over the rows of loss and metrics, in evaluation mode.
+
+        The value of a row is the mean over its tokens.
+        """
 
         def total(values: jax.Array) -> jax.Array:
             values_B = jnp.mean(values.reshape(values.shape[0], -1), axis=1)
@@ -59,7 +66,10 @@ class FunctionalModel:
         return {name: total(value) for name, value in values.items()}
 
     def reading(self, prepare: Callable[[State], State]) -> "FunctionalModel":
-        """The same model, which uses `prepare(read)`, such as gathered parameters."""
+        """Returns a model whose `losses` gets `prepare(read)` in place of `read`.
+
+        `prepare` can gather parameters, for example.
+        """
 
         def losses(
             read: State, batch: dict[str, jax.Array], training: bool
@@ -70,14 +80,15 @@ class FunctionalModel:
 
 
 def functional(config: ModelConfig, seed: int) -> FunctionalModel:
-    """A model's functions. Traces the model; allocates nothing.
+    """Makes the functions of a model. Traces the model without allocating arrays.
 
     Args:
-        config: of the model.
-        seed: of its parameters at step 0.
+        config: config of the model.
+        seed: random seed of the parameters at step 0.
 
     Raises:
-        ValueError: the model keeps arrays of another kind.
+        ValueError: the model keeps arrays that are neither `nnx.Param` nor
+            `nnx.BatchStat`.
     """
     abstract = nnx.eval_shape(lambda: config.build(nnx.Rngs(seed)))
     graph, _, _, rest = nnx.split(abstract, nnx.Param, nnx.BatchStat, ...)
@@ -104,7 +115,7 @@ def functional(config: ModelConfig, seed: int) -> FunctionalModel:
 
 
 def in_mode(model: Any, *, training: bool) -> Any:
-    """The same module, set to train or to evaluate."""
+    """Sets a module to training or evaluation mode, and returns the module."""
     (model.train if training else model.eval)()
     return model
 

@@ -1,7 +1,7 @@
-"""Gradients of a batch in equal parts, one after another.
+"""Gradient accumulation: gradients of a batch from equal parts, one after another.
 
-Divides the batch so that every device keeps its own rows, and adds up value and
-gradients in a `lax.scan`.
+The batch is divided so that every device keeps its own rows. A `lax.scan` sums loss,
+aux and gradients over the parts.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,14 +28,17 @@ def accumulated(
     pin: Callable[[Any], Any],
     divide: Callable[[Any], Any],
 ) -> Callable[[Any, Any], tuple[tuple[jax.Array, Any], Any]]:
-    """As `jax.value_and_grad(loss, has_aux=True)`, in parts.
+    """Makes a function like `jax.value_and_grad(loss, has_aux=True)`, part by part.
+
+    Loss, aux and gradients are weighted means over the parts.
 
     Args:
-        loss: what is differentiated with respect to its first argument.
-        num_parts: parts of the batch.
-        weight: of a part, such as its number of tokens; by default all are equal.
-        pin: gives gradients their shardings.
-        divide: the batch with a leading dim of parts.
+        loss: the function to differentiate, with respect to its first argument.
+        num_parts: number of parts of the batch.
+        weight: function from a part to its weight, such as its number of tokens; None
+            gives all parts the same weight.
+        pin: function that applies shardings to gradients.
+        divide: function from a batch to a batch with a leading dim of parts.
     """
     gradient = jax.value_and_grad(loss, has_aux=True)
     if num_parts == 1:
@@ -73,18 +76,19 @@ def accumulated(
 
 
 def parts_of(batch: Any, num_parts: int, specs: Mapping[str, Spec], mesh: Mesh) -> Any:
-    """The batch with a leading dim of parts; each device's rows are divided equally.
+    """Divides a batch into parts along a new leading dim.
 
-    Arrays without dims belong to every part.
+    Each part has equally many rows of every device. Arrays without dims are repeated
+    for every part.
 
     Args:
-        batch: arrays with rows in dim 0.
-        num_parts: parts; with the devices along dim 0 they divide the rows.
-        specs: path of each array to its spec.
+        batch: a tree of arrays with rows in dim 0.
+        num_parts: number of parts; the rows of each device must be a multiple of it.
+        specs: map from the path of each array to its spec.
         mesh: the mesh of the specs.
 
     Raises:
-        ValueError: names the array whose rows cannot be divided.
+        ValueError: rows cannot be divided; the message names the array.
     """
     check_rows(batch, num_parts)
 
@@ -114,14 +118,17 @@ def parts_of(batch: Any, num_parts: int, specs: Mapping[str, Spec], mesh: Mesh) 
 
 
 def check_rows(batch: Any, num_parts: int) -> None:
-    """Refuses to cut arrays into parts that have unlike rows: one of them has none.
+    """Checks that all arrays have the same number of rows, before they are divided.
+
+    If sizes of dim 0 differ, dim 0 of one array is probably not its rows, and this
+    array cannot be divided.
 
     Args:
-        batch: arrays, or shapes; those without dims belong to every part.
-        num_parts: parts; whatever is in one part alone stays whole.
+        batch: a tree of arrays or shapes; arrays without dims are not checked.
+        num_parts: number of parts; with 1 nothing is checked.
 
     Raises:
-        ValueError: names two arrays with other numbers of rows.
+        ValueError: numbers of rows differ; the message names two arrays.
     """
     leaves = to_paths(batch)
     rows = {path: jnp.shape(leaf)[0] for path, leaf in leaves.items() if jnp.ndim(leaf)}

@@ -1,9 +1,9 @@
-"""The step of optimizers that reduce by themselves: each replica on its own.
+"""Steps of optimizers that communicate between replicas (`reduces_itself`).
 
-Makes of a step that is written for one replica a step for all of them: manual over the
-`replica` axis, where the optimizer gets the gradient of the replica's own rows and
-communicates with an explicit axis name. State that differs per replica has a leading
-replica dim outside.
+A step for one replica becomes a step for all replicas by a `shard_map` over the axis
+`replica`. The optimizer gets the gradient of the replica's own rows and communicates
+with an explicit axis name. Outside of the `shard_map`, state that differs between
+replicas has a leading replica dim.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,11 @@ Step = Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
 
 
 def lift(state: dict[str, Any], optim: OptimConfig, num_replicas: int) -> Any:
-    """The state at step 0, equal on all replicas, in its global form."""
+    """Adds the replica dim to leaves of the state at step 0 that differ by replica.
+
+    All replicas start with the same values. Parameters get the replica dim if
+    `optim.params_drift`; leaves of optimizer state get it if marked as `PerReplica`.
+    """
     params = state["params"]
     marked = PerReplica(params) if optim.params_drift else params
     return per_replica.lift({**state, "params": marked}, num_replicas)
@@ -31,12 +35,12 @@ def lift(state: dict[str, Any], optim: OptimConfig, num_replicas: int) -> Any:
 def shardings(
     abstract: Any, mesh: Mesh, spec_of: Callable[[tuple[int, ...]], PartitionSpec]
 ) -> Any:
-    """A NamedSharding per leaf; rows are divided over the replicas in dim 0.
+    """Returns a NamedSharding per leaf; replica dims are divided over `replica`.
 
     Args:
-        abstract: the state's global form.
-        mesh: has the replica axis.
-        spec_of: how an array that has no replica dim is divided.
+        abstract: the abstract state, with the replica dims that `lift` adds.
+        mesh: a mesh with the axis `replica`.
+        spec_of: function from an array's shape, without the replica dim, to its spec.
     """
 
     def of_rows(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
@@ -51,19 +55,20 @@ def shardings(
 
 
 def over(step: Step, optim: OptimConfig, mesh: Mesh, abstract: Any) -> Step:
-    """A step of one replica as a step of all.
+    """Makes a step for all replicas from a step for one replica.
 
-    The loss and the model's metrics are means over the replicas, so over the batch.
-    `grad_norm` is the root mean square of the norms of the replicas' own gradients:
-    the mean gradient exists nowhere. `optim.clip`, too, acts on own gradients. A model
-    with running statistics normalizes over a replica's own rows; what it keeps is the
-    mean over the replicas.
+    The loss and the model's metrics are means over the replicas, which is the mean over
+    the batch. `grad_norm` is the root mean square of the norms of the replicas'
+    gradients, because no device has the mean gradient. `optim.clip` also acts on the
+    gradient of each replica. Normalization layers normalize over a replica's own rows;
+    their new running statistics are means over the replicas.
 
     Args:
         step: `(state, batch) -> (state, metrics)` with a replica's own rows and state.
-        optim: an optimizer that reduces itself, built for the axis `replica`.
-        mesh: the mesh; its other axes stay automatic.
-        abstract: the state's global form.
+        optim: config of an optimizer that communicates between replicas, built for the
+            axis `replica`.
+        mesh: the mesh; axes other than `replica` stay automatic.
+        abstract: the abstract state, with the replica dims that `lift` adds.
 
     Raises:
         ValueError: the optimizer cannot communicate on this mesh.
@@ -81,9 +86,9 @@ def over(step: Step, optim: OptimConfig, mesh: Mesh, abstract: Any) -> Step:
         return per_replica.expand(after), _combined(metrics)
 
     specs = per_replica.specs(abstract, REPLICA_AXIS)
-    # Types that track what varies (check_vma) would make the gradient with respect to
-    # replicated parameters the sum over all replicas. That updates are equal on all of
-    # them is what tests/unit/optim/test_sync.py proves with such types.
+    # With check_vma the gradient with respect to replicated parameters would be the sum
+    # over all replicas. tests/unit/optim/test_sync.py shows with check_vma that updates
+    # are equal on all replicas.
     return jax.shard_map(
         own,
         mesh=mesh,
@@ -95,16 +100,17 @@ def over(step: Step, optim: OptimConfig, mesh: Mesh, abstract: Any) -> Step:
 
 
 def evaluated(params: Any) -> Any:
-    """The parameters to evaluate: the mean over the replicas, where they differ."""
+    """The parameters for evaluation: means over the replicas if parameters differ."""
     if not isinstance(params, PerReplica):
         return params
     return jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), params.rows)
 
 
 def here(sharding: Any) -> Any:
-    """Shardings for constraints at this place of a trace.
+    """Converts a tree of NamedShardings to constraints that JAX accepts at this point.
 
-    Manual over an axis, jax takes only partition specs, without it only shardings.
+    Inside a `shard_map` JAX accepts only PartitionSpecs; outside, the tree is returned
+    unchanged.
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return sharding
@@ -117,7 +123,7 @@ def _combined(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
     }
     square = jax.lax.pmean(jnp.square(metrics["grad_norm"]), REPLICA_AXIS)
     return {
-        **metrics,  # the learning rate is a function of the step, which is equal
+        **metrics,  # includes the learning rate, which is equal on all replicas
         **_mean(means),
         "grad_norm": jnp.sqrt(square),
     }

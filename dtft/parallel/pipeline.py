@@ -1,15 +1,15 @@
-"""A pipeline: which stage has which layers, works on what when, and the step of that.
+"""Pipeline parallelism: the assignment of layers to stages, the schedule, and the step.
 
-One program for all stages (SPMD): at every tick each stage applies one chunk of its
-layers to one microbatch and hands the result to the next stage (`ppermute`), inside of
-a `jax.shard_map` over the axis `stage`. JAX's transpose of that is the backward pass:
-the same ticks the other way round.
+All stages run one program (SPMD) in a `jax.shard_map` over the axis `stage`. At every
+tick each stage applies one chunk of its layers to one microbatch and sends the result
+to the next stage (`ppermute`). JAX transposes this loop to get the backward pass, which
+runs the same ticks in reverse.
 
-What is logged and the update are those of every `TrainStep`, but layers are stacked
-[stages, chunks, layers of a chunk,..] and divided over `stage`, each with its
-optimizer state. Before and after the layers `stage` is one more axis that divides the
-data: parameters there rest divided over it and are gathered for use, and the rows that
-leave the last stage are shared out, so that no stage waits for another's loss.
+Metrics and update are the same as in every `TrainStep`. The parameters of layers are
+stacked [stages, chunks, layers of a chunk, ...] and divided over `stage`, together with
+their optimizer state. Parameters before and after the layers are divided over `stage`
+too, and gathered for use. The rows that leave the last stage are scattered over the
+stages, so that each stage computes the loss of its part of the rows.
 
 Legend: S stages, C chunks of a stage, L layers of a chunk, M microbatches, B rows.
 """
@@ -40,34 +40,36 @@ from dtft.parallel.validation import check_stages
 
 STAGE_AXIS = "stage"
 _ENDS = (STAGE_AXIS, "fsdp")
-"""Axes over which parameters before and after the layers rest divided."""
+"""Mesh axes that divide the parameters before and after the layers."""
 Layer = Callable[[Any, jax.Array], jax.Array]
-"""`(its parameters, rows) -> rows`."""
+"""Function `(parameters of a layer, rows) -> rows`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """Stages, each with one chunk of layers or several, and microbatches.
+    """The schedule of a pipeline, by its stages, chunks of layers and microbatches.
 
-    GPipe (arXiv 1811.06965) with one chunk per stage, else circular: microbatches go
-    round in groups of as many as there are stages, so that what leaves the last stage
-    is at once what the first one needs.
+    With one chunk per stage the schedule is GPipe (arXiv 1811.06965). With several
+    chunks it is circular: microbatches pass the stages several times, in groups of
+    `stages` microbatches. The first stage then needs a microbatch right when the last
+    stage sends it.
     """
 
     stages: int
     microbatches: int
-    """With several chunks a multiple of `stages`."""
+    """Number of microbatches; with several chunks a multiple of `stages`."""
     layers: tuple[int, ...]
-    """Of each chunk, in the order of the model; chunk c is on stage c % stages."""
+    """Number of layers of each chunk, in the order of the model; chunk c is on stage
+    c % stages."""
 
     @property
     def chunks(self) -> int:
-        """Chunks of each stage."""
+        """The number of chunks of each stage."""
         return len(self.layers) // self.stages
 
     @property
     def num_ticks(self) -> int:
-        """Ticks of a pass; a stage works in all but `stages - 1` of them.
+        """The number of ticks of a pass; each stage is idle in `stages - 1` ticks.
 
         >>> Pipeline(stages=2, microbatches=4, layers=(1, 1)).num_ticks
         5
@@ -76,7 +78,7 @@ class Pipeline:
 
     @property
     def num_layers_SC(self) -> np.ndarray:
-        """Layers of each chunk of each stage, int32.
+        """The number of layers of each chunk, int32 [stages, chunks].
 
         >>> Pipeline(stages=2, microbatches=2, layers=(3, 2, 2, 2)).num_layers_SC
         array([[3, 2],
@@ -86,7 +88,9 @@ class Pipeline:
 
     @property
     def places_SCL(self) -> np.ndarray:
-        """Which layer of the model is where; -1 for padding of shorter chunks.
+        """The model's layer at each position [stages, chunks, layers of a chunk].
+
+        -1 marks the padding of shorter chunks.
 
         >>> Pipeline(stages=2, microbatches=2, layers=(2, 1)).places_SCL.tolist()
         [[[0, 1]], [[2, -1]]]
@@ -98,10 +102,15 @@ class Pipeline:
         return np.where(there_SCL, firsts_SC1 + within_L, -1)
 
     def at_work(self, tick: Any, stage: Any) -> tuple[Any, Any, Any]:
-        """What a stage does at a tick; arrays too, traced or not.
+        """Computes what a stage works on at a tick.
+
+        Args:
+            tick: number of the tick, or an array of numbers; may be traced.
+            stage: number of the stage, or an array of numbers; may be traced.
 
         Returns:
-            Whether it works at all; with which of its chunks; on which microbatch.
+            Whether the stage works, the number of its chunk, and the number of the
+            microbatch.
         """
         done = tick - stage
         last = self.microbatches * self.chunks - 1
@@ -112,7 +121,7 @@ class Pipeline:
 
     @property
     def left_at_M(self) -> np.ndarray:
-        """The tick at which each microbatch has passed all layers."""
+        """For each microbatch the tick in which it passes its last layer."""
         ticks = np.arange(self.num_ticks)
         works, chunk, microbatch = self.at_work(ticks, self.stages - 1)
         at_end = works & (chunk == self.chunks - 1)
@@ -120,11 +129,13 @@ class Pipeline:
 
 
 def stack(pipeline: Pipeline, layers: Sequence[Any]) -> Any:
-    """The parameters of all layers as one tree of [S, C, L, ...]; padding is zero.
+    """Stacks the parameters of all layers into one tree of arrays [S, C, L, ...].
+
+    Padding of shorter chunks is zero.
 
     Args:
-        pipeline: which layer is where.
-        layers: a tree per layer, alike.
+        pipeline: the schedule, which has the position of each layer.
+        layers: the parameters of each layer; all trees have the same structure.
     """
     places = pipeline.places_SCL
 
@@ -139,17 +150,20 @@ def stack(pipeline: Pipeline, layers: Sequence[Any]) -> Any:
 def through_layers(
     pipeline: Pipeline, layer: Layer, params_CL: Any, rows_B: jax.Array
 ) -> jax.Array:
-    """Rows after all layers; on stage `stages - 1`, on others they mean nothing.
+    """Applies all layers to rows; call it in a `shard_map` over the axis `stage`.
 
-    Padding is skipped, not computed, and its gradient is exactly zero; so is what a
-    stage has to do before the first microbatch has come and after the last has gone.
+    Padding layers are skipped, and so are ticks in which a stage has no microbatch.
+    Their gradients are exactly zero.
 
     Args:
         pipeline: the schedule.
-        layer: one layer.
-        params_CL: of the own stage's layers.
-        rows_B: what the first layer gets, [B, ...] with B a multiple of M; used on
-            stage 0. Marked as varying over `stage`.
+        layer: function that applies one layer.
+        params_CL: parameters of this stage's layers, [C, L, ...].
+        rows_B: inputs of the first layer, [B, ...] with B a multiple of M, marked as
+            varying over `stage`; only stage 0 uses the values.
+
+    Returns:
+        The rows after all layers on the last stage; meaningless values on others.
     """
     stage = lax.axis_index(STAGE_AXIS)
     num_layers = jnp.asarray(pipeline.num_layers_SC)[stage]
@@ -172,14 +186,17 @@ def through_layers(
 
 
 def shared_out(pipeline: Pipeline, rows_B: jax.Array) -> jax.Array:
-    """The last stage's rows, to each stage its part [B / S] in the order of stages."""
+    """Scatters the last stage's rows: each stage gets its part [B / S], in order."""
     is_last = lax.axis_index(STAGE_AXIS) == pipeline.stages - 1
     only_B = jnp.where(is_last, rows_B, jnp.zeros_like(rows_B))
     return lax.psum_scatter(only_B, STAGE_AXIS, scatter_dimension=0, tiled=True)
 
 
 def own_part(pipeline: Pipeline, rows_B: jax.Array) -> jax.Array:
-    """The part of rows that all stages have which `shared_out` gives this stage."""
+    """Slices this stage's part [B / S] from rows that every stage has.
+
+    The part has the same rows as the result of `shared_out`.
+    """
     size = rows_B.shape[0] // pipeline.stages
     return lax.dynamic_slice_in_dim(rows_B, lax.axis_index(STAGE_AXIS) * size, size)
 
@@ -187,7 +204,7 @@ def own_part(pipeline: Pipeline, rows_B: jax.Array) -> jax.Array:
 def _through_chunk(
     layer: Layer, params_L: Any, count: jax.Array, rows: jax.Array
 ) -> jax.Array:
-    """Rows after the first `count` of the layers."""
+    """Applies the first `count` layers of a chunk to rows; skips the padding."""
 
     def one(rows: jax.Array, it: tuple[jax.Array, Any]) -> tuple[jax.Array, None]:
         number, params = it
@@ -203,31 +220,36 @@ def _skip(params: Any, rows: jax.Array) -> jax.Array:
 
 
 def _chosen(leaf_C: jax.Array, chunk: jax.Array) -> jax.Array:
-    if leaf_C.shape[0] == 1:  # or every tick would add to all gradients, not in place
+    # A dynamic index would make the backward pass of every tick add to all gradients,
+    # and not in place.
+    if leaf_C.shape[0] == 1:
         return leaf_C[0]
     return lax.dynamic_index_in_dim(leaf_C, chunk, keepdims=False)
 
 
 def _routes(pipeline: Pipeline) -> list[tuple[int, int]]:
-    """Who sends to whom: to the next; with several rounds the last to the first."""
+    """Pairs of sending and receiving stage, for `ppermute`.
+
+    Each stage sends to the next stage; with several chunks the last sends to the first.
+    """
     routes = [(stage, stage + 1) for stage in range(pipeline.stages - 1)]
     return routes + ([(pipeline.stages - 1, 0)] if pipeline.chunks > 1 else [])
 
 
 def pipelined_step(experiment: Experiment, mesh: Mesh) -> TrainStep:
-    """The step of an experiment on a mesh with stages.
+    """Builds the train step of an experiment on a mesh with pipeline stages.
 
     Args:
-        experiment: what is to run.
-        mesh: of `step.make_mesh`, with several stages.
+        experiment: the experiment to run.
+        mesh: a mesh from `step.make_mesh`, with several stages.
 
     Raises:
-        ValueError: something of the experiment does not go together with stages, or
-            the model's layers are not equal, or not all it has.
+        ValueError: the experiment cannot run with stages, the model's layers are not
+            equal, or their number is not what the config gives.
     """
     check_stages(experiment, MeshConfig(**mesh.shape))
     layers = experiment.model.layers
-    assert layers is not None  # was checked
+    assert layers is not None  # `check_stages` checks this
     stages = mesh.shape[STAGE_AXIS]
     pipeline = Pipeline(
         stages=stages,
@@ -249,21 +271,23 @@ def pipelined_step(experiment: Experiment, mesh: Mesh) -> TrainStep:
 def in_stages(
     config: ModelConfig, seed: int, pipeline: Pipeline, mesh: Mesh
 ) -> FunctionalModel:
-    """A model's functions, with its equal layers stacked and divided over stages.
+    """Makes the functions of a model that runs its equal layers as a pipeline.
+
+    The parameters of the layers are stacked and divided over stages.
 
     Args:
-        config: of a model with `layers`.
-        seed: of its parameters at step 0.
+        config: config of a model with `layers`.
+        seed: random seed of the parameters at step 0.
         pipeline: the schedule.
-        mesh: has the stages.
+        mesh: a mesh with the axis `stage`.
 
     Raises:
-        ValueError: its layers are not equal, or not all it has; or it keeps arrays
-            that microbatches would change.
+        ValueError: the model's layers are not equal, their number is not what the
+            config gives, or the model keeps running statistics.
     """
     layers = config.layers
     assert layers is not None
-    whole = functional(config, seed)  # refuses what no step can run
+    whole = functional(config, seed)  # raises ValueError for unsupported models
     ends_graph, layer_graph = _graphs(config, seed, layers)
 
     def stacked(read: State) -> State:
@@ -276,13 +300,14 @@ def in_stages(
     def on_a_stage(
         layers_SCL: Any, ends: Any, batch: dict[str, jax.Array], training: bool
     ) -> Metrics:
-        """Losses and metrics of the rows that this stage is given at the end."""
+        """Losses and metrics of this stage's part of the rows after all layers."""
 
         def layer(params: Any, rows: jax.Array) -> jax.Array:
             return in_mode(nnx.merge(layer_graph, params), training=training)(rows)
 
-        # Marked as different on each device before anything is computed: gradients are
-        # then added up over the data axes once, after all ticks, not at each of them.
+        # Parameters are marked as different on each device before the computation. So
+        # gradients are summed over the data axes once after all ticks, not in each
+        # tick.
         layers_CL = jax.tree.map(lambda leaf: leaf[0], _varying(layers_SCL, BATCH_AXES))
         ends = _varying(ends, (*BATCH_AXES, STAGE_AXIS))
         batch = _varying(batch, (STAGE_AXIS,))
@@ -323,10 +348,10 @@ def in_stages(
 
 
 def _graphs(config: ModelConfig, seed: int, layers: EqualLayers) -> tuple[Any, Any]:
-    """What beside arrays a model without its layers consists of, and one layer.
+    """Returns the NNX graph definitions of a model without its layers, and of a layer.
 
     Raises:
-        ValueError: as `in_stages`.
+        ValueError: as for `in_stages`.
     """
     model = nnx.eval_shape(lambda: config.build(nnx.Rngs(seed)))
     graphs = [nnx.split(layer) for layer in getattr(model, layers.name)]
@@ -349,7 +374,11 @@ def _graphs(config: ModelConfig, seed: int, layers: EqualLayers) -> tuple[Any, A
 
 
 def _state_sharding(abstract: State, mesh: Mesh, layers: str) -> State:
-    """A NamedSharding per leaf; those of the layers are divided over `stage`."""
+    """Returns a NamedSharding per leaf of the state.
+
+    Stacked layers are divided over `stage` in dim 0, and other dims over `fsdp`. Other
+    arrays are divided over `stage` and `fsdp` together, in one dim.
+    """
     fsdp, stages = mesh.shape["fsdp"], mesh.shape[STAGE_AXIS]
 
     def of(path: Any, leaf: jax.ShapeDtypeStruct) -> NamedSharding:

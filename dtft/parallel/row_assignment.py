@@ -1,8 +1,8 @@
-"""Which rows of a step's batch each replica works on, for any shares.
+"""Assigns the rows of a step's batch to replicas with equal or uneven shares.
 
-Pure: the batch is cut into microbatches of equal size, always the same ones, and
-replica after replica takes as many of them as its share says. So a step uses the same
-rows whatever the shares are, each once.
+The batch is cut into microbatches of equal size, which do not depend on the shares. The
+replicas take consecutive microbatches in order, each as many as its share. So a step
+uses each row once for any shares.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,33 +12,36 @@ from dtft.balance import Microbatches
 from dtft.config import BalanceConfig
 
 COUNTS = "microbatch_counts"
-"""Name of the shares among the arrays of a batch, `[replicas]`."""
+"""Name of the batch array that has the number of microbatches of each replica."""
 DEFAULT_MICROBATCHES = 64
 DEFAULT_ROOM = 4
-"""Room of a replica, as a multiple of an equal share."""
+"""Default of a replica's largest share, as a multiple of an equal share."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """How a global batch is cut, and how much of it one replica can take."""
+    """The division of a global batch into microbatches, and the limit of a share."""
 
     num_replicas: int
     num_microbatches: int
-    """Of a step, over all replicas."""
+    """Number of microbatches in a step, over all replicas."""
     rows_each: int
-    """Rows of a microbatch."""
+    """Number of rows of a microbatch."""
     most: int
-    """Microbatches that a replica has room for."""
+    """Largest number of microbatches that a replica can take."""
 
     @property
     def room(self) -> int:
-        """Rows that a replica has room for."""
+        """The largest number of rows that a replica can take."""
         return self.most * self.rows_each
 
     @property
     def work(self) -> Microbatches:
-        """What is divided, to `dtft.balance`. Every replica keeps at least one
-        microbatch: without one it could not be measured again."""
+        """The microbatches as divisible work for `dtft.balance`.
+
+        A division leaves every replica at least one microbatch, because a replica
+        without microbatches could not be measured again.
+        """
         return Microbatches(
             num_nodes=self.num_replicas,
             total=self.num_microbatches,
@@ -46,12 +49,12 @@ class Sharing:
         )
 
     def rows(self, step: int, counts: Sequence[int], replica: int) -> range:
-        """The global row indices that a replica works on.
+        """Returns the global row indices that a replica works on.
 
         Args:
-            step: steps finished before, so 0 for the first.
-            counts: microbatches of each replica.
-            replica: position along the replica axis.
+            step: number of finished steps; 0 for the first step.
+            counts: number of microbatches of each replica.
+            replica: position of the replica along the replica axis.
 
         Raises:
             ValueError: the counts are not shares of this batch.
@@ -66,11 +69,11 @@ class Sharing:
         return range(first * self.rows_each, last * self.rows_each)
 
     def check(self, counts: Sequence[int]) -> None:
-        """Refuses counts that are not shares of this batch.
+        """Checks that counts of microbatches are shares of this batch.
 
         Raises:
-            ValueError: not a count per replica, one outside of 0 to `most`, or they do
-                not add up to the batch.
+            ValueError: the number of counts is not the number of replicas, a count is
+                not in 0 to `most`, or the sum is not `num_microbatches`.
         """
         fits = len(counts) == self.num_replicas and all(
             0 <= count <= self.most for count in counts
@@ -87,15 +90,15 @@ class Sharing:
 def sharing_of(
     config: BalanceConfig, global_batch: int, mesh: Mapping[str, int]
 ) -> Sharing:
-    """How an experiment's batch is shared on a mesh.
+    """Divides a batch into microbatches for the replicas of a mesh.
 
     Args:
-        config: of the experiment.
-        global_batch: rows of a step.
-        mesh: sizes of all axes, none open.
+        config: the experiment's config of load balancing.
+        global_batch: number of rows in a step.
+        mesh: map from axis to size, without the size -1.
 
     Raises:
-        ValueError: says what does not fit and what to change.
+        ValueError: the batch or the mesh does not fit; the message says what to change.
 
     >>> sharing_of(BalanceConfig(), 96, {"replica": 3})
     Sharing(num_replicas=3, num_microbatches=48, rows_each=2, most=48)
@@ -131,10 +134,13 @@ def sharing_of(
 
 
 def _check_axes(mesh: Mapping[str, int]) -> None:
-    """Refuses axes over which replicas would meet within a share.
+    """Checks that only the axes `replica` and `tensor` have sizes above 1.
 
-    Replicas with fewer microbatches end their loop earlier: nothing in it may wait for
-    another replica, and rows must be divided over replicas only.
+    Replicas with fewer microbatches end their loop earlier. So the loop must not have
+    collectives between replicas, and only the axis `replica` may divide rows.
+
+    Raises:
+        ValueError: another axis has a size above 1.
     """
     others = {
         axis: size

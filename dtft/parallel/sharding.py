@@ -1,6 +1,6 @@
-"""Shardings of a plan in a program: meshes, NamedShardings by path, constraints.
+"""Applies a plan's shardings: meshes, NamedShardings by path, sharding constraints.
 
-Trees that a user hands over are compared with the paths that the plan was made for.
+The paths of a user's trees are checked against the paths of the plan.
 """
 
 import functools
@@ -19,15 +19,15 @@ from dtft.planner.types import Spec
 
 
 def mesh_of(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
-    """The plan's mesh; devices in their order, the last axis varying fastest.
+    """Makes a mesh over devices in their given order; the last axis varies fastest.
 
     Args:
-        sizes: axis name to size, slowest-varying first.
-        devices: by default all that JAX has; in a single process the first of them, if
-            the plan leaves some idle.
+        sizes: map from axis name to size, slowest-varying first.
+        devices: the devices of the mesh; by default all of JAX's devices, in a single
+            process the first ones if the mesh needs fewer.
 
     Raises:
-        ValueError: there are not as many devices as the sizes multiply to.
+        ValueError: the product of the sizes is not the number of devices.
     """
     wanted = math.prod(sizes.values())
     found = list(jax.devices() if devices is None else devices)
@@ -44,7 +44,7 @@ def mesh_of(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> M
 
 
 def partition_spec(spec: Spec) -> PartitionSpec:
-    """A plan's spec as JAX's.
+    """Converts a plan's spec to a PartitionSpec.
 
     >>> tuple(partition_spec(((), ("replica", "fsdp"), ("tensor",))))
     (None, ('replica', 'fsdp'), 'tensor')
@@ -55,7 +55,7 @@ def partition_spec(spec: Spec) -> PartitionSpec:
 
 
 HOST = "pinned_host"
-"""JAX's name of host memory that devices read and write themselves."""
+"""JAX's memory kind of host memory that devices can access directly."""
 
 
 def sharding_tree(
@@ -65,17 +65,17 @@ def sharding_tree(
     mesh: Mesh,
     host: Container[str] = (),
 ) -> Any:
-    """A NamedSharding for every leaf of a tree.
+    """Returns a tree with a NamedSharding for every leaf.
 
     Args:
         what: name of the tree in errors, such as `batch`.
-        like: arrays or ShapeDtypeStructs.
-        specs: path of each leaf to its spec.
+        like: a tree of arrays or ShapeDtypeStructs.
+        specs: map from the path of each leaf to its spec.
         mesh: the plan's mesh.
         host: paths of leaves that are kept in host memory.
 
     Raises:
-        ValueError: names the first path that does not fit the plan.
+        ValueError: a leaf does not fit the plan; the message names its path.
     """
     leaves = to_paths(like)
     _check_paths(what, leaves, specs)
@@ -90,7 +90,10 @@ def sharding_tree(
 
 
 def signature(tree: Any) -> Any:
-    """What a compiled program depends on: structure, shapes and dtypes; hashable."""
+    """A hashable key of a tree: its structure, and the shape and dtype of each leaf.
+
+    Trees with equal keys can be arguments of the same compiled program.
+    """
     leaves, structure = jax.tree.flatten(tree)
     return structure, tuple((np.shape(leaf), _dtype(leaf)) for leaf in leaves)
 
@@ -139,31 +142,32 @@ def _sharding(what: str, leaf: Any, spec: Spec, mesh: Mesh) -> NamedSharding:
 
 
 # A function's program is rebuilt with a sharding constraint after each operator that
-# the plan names by number (`dtft.planner.ir` numbers them). Nested programs stay
-# nested, so loops, rematerialized parts and custom derivatives keep their meaning.
+# the plan names by number (`dtft.planner.ir.operators` defines the numbers). Nested
+# programs stay nested, so loops, rematerialized parts and custom derivatives do not
+# change.
 
 
 _CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")
 _SAME_RESULTS = frozenset(CALLS) - {"scan", "while", "cond", "shard_map"}
-"""Calls whose results are those of their one body."""
+"""Calls with a single body, whose results are the results of the call."""
 
 
 def constrained(
     fn: Callable[..., Any], constraints: Mapping[int, Spec], mesh: Mesh
 ) -> Callable[..., Any]:
-    """The function with sharding constraints on values inside it.
+    """Wraps a function, so that values inside it have sharding constraints.
 
-    Results are the same; on one device bit for bit. It can be jitted and differentiated
-    like `fn`; a constraint then holds for the value's cotangent too. What is inside of
-    a `custom_jvp` or `custom_vjp` is replaced by the rule when it is differentiated; a
-    constraint on a value that the rule's function returns is also put on the call's
-    result, where it stays.
+    Results are the same up to rounding; on one device bit for bit. The wrapped function
+    can be jitted and differentiated like `fn`; a constraint then also holds for the
+    value's cotangent. Differentiation replaces the body of a `custom_jvp` or
+    `custom_vjp` by its rule. Therefore a constraint on a result of such a body is also
+    put on the result of the call, which differentiation keeps.
 
     Args:
-        fn: takes trees of arrays, by position, and returns one.
-        constraints: number of an operator of `fn`'s program to the spec of its first
-            result, without the dim that a loop around it adds.
-        mesh: has the axes that the specs name.
+        fn: a function from trees of arrays, by position, to a tree of arrays.
+        constraints: map from the number of an operator of `fn`'s program to the spec of
+            its first result, without the dim that a surrounding loop adds.
+        mesh: a mesh with the axes of the specs.
 
     Raises:
         ValueError: when called: a number or a spec does not fit the program.
@@ -184,7 +188,7 @@ def constrained(
 def insert(
     program: ClosedJaxpr, constraints: Mapping[int, Spec], mesh: Mesh
 ) -> ClosedJaxpr:
-    """As `constrained`, of a program that is traced already.
+    """Inserts sharding constraints into a traced program, as `constrained` does.
 
     Raises:
         ValueError: a number or a spec does not fit the program.
@@ -198,19 +202,25 @@ def insert(
             f"{insertion.number}, numbered from 0. Make the plan again for this "
             "function and these shapes."
         )
-    # One device has nothing to divide, and what it compiles stays bit for bit the same.
+    # On one device the unchanged program keeps results bit for bit the same.
     return ClosedJaxpr(changed, program.consts) if mesh.size > 1 else program
 
 
 def constraint(var: Var, sharding: NamedSharding) -> tuple[Var, JaxprEqn]:
-    """An equation that gives `var` its sharding, and the new variable that it reads."""
+    """Makes an equation that applies a sharding constraint and writes `var`.
+
+    Returns the new variable that the equation reads, and the equation.
+    """
     return insertable(
         lambda value: jax.lax.with_sharding_constraint(value, sharding), var
     )
 
 
 def insertable(fn: Callable[[Any], Any], var: Var) -> tuple[Var, JaxprEqn]:
-    """The one equation of `fn`, writing `var`, and the new variable that it reads."""
+    """Traces `fn`, a function of one equation, and makes the equation write `var`.
+
+    Returns the new variable that the equation reads, and the equation.
+    """
     aval: Any = var.aval
     like = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
     program = jax.make_jaxpr(fn)(like).jaxpr
@@ -219,7 +229,7 @@ def insertable(fn: Callable[[Any], Any], var: Var) -> tuple[Var, JaxprEqn]:
 
 
 class _Insertion:
-    """One walk over a program; counts the operators that it has passed."""
+    """Inserts constraints in one walk over a program, which counts the operators."""
 
     def __init__(self, constraints: Mapping[int, Spec], mesh: Mesh) -> None:
         self.number = 0
@@ -227,7 +237,10 @@ class _Insertion:
         self._manual = False
 
     def body(self, jaxpr: Jaxpr) -> tuple[Jaxpr, list[NamedSharding | None]]:
-        """The program with its constraints, and those of its results."""
+        """Returns the program with constraints, and the sharding of each result.
+
+        The sharding is None for a result without a constraint.
+        """
         eqns: list[JaxprEqn] = []
         known: dict[Var, NamedSharding] = {}
         for eqn in jaxpr.eqns:

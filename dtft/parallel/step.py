@@ -1,13 +1,13 @@
 """The training step of an experiment: init, step and evaluation, compiled for a mesh.
 
-What differs between the ways to run a step is a value, `Parallelism`: where each part
-of the state is, which function computes gradients and which applies them. Here is the
-one of a config's mesh without stages; others are in `pipeline` (stages),
-`load_balancing` and `planning` (a plan).
+A `Parallelism` describes a way to run a step: the sharding of each part of the state,
+the function that computes gradients, and the function that applies gradients. This
+module has the `Parallelism` of a config's mesh without stages. Others are in `pipeline`
+(stages), `load_balancing` and `planning` (a plan).
 
-The state is a pure pytree `{"params", "statistics", "opt_state", "step"}`; `statistics`
-are the running means of normalization layers, empty (so without leaves) for models that
-have none.
+The state is a pytree `{"params", "statistics", "opt_state", "step"}`. `statistics` has
+the running statistics of normalization layers; it has no leaves for models without such
+layers.
 """
 
 import math
@@ -33,11 +33,11 @@ from dtft.parallel.functional_model import (
 from dtft.parallel.validation import resolve_mesh
 
 Arrays = Mapping[str, jax.Array | np.ndarray]
-"""Global arrays by name; numpy arrays are divided by the jitted call."""
+"""Map from a name to a global array; the jitted call shards numpy arrays."""
 Means = dict[str, Any]
-"""`gradients`, `statistics` and `metrics` of a step's batch."""
+"""Means over a step's batch: `gradients`, `statistics` and `metrics`."""
 Gradients = Callable[[State, dict[str, jax.Array]], Means]
-"""From a state and a batch to the means over the batch."""
+"""Function from a state and a batch to the means over the batch."""
 Apply = Callable[[optax.GradientTransformation, Any, Any, Any], tuple[Any, Any]]
 """`(optimizer, gradients, opt_state, params) -> (params, opt_state)`."""
 AXES = ("replica", "stage", "fsdp", "tensor")
@@ -45,10 +45,10 @@ BATCH_AXES = ("replica", "fsdp")
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any]) -> Mesh:
-    """A mesh over `devices`, which are in slot order.
+    """Makes a mesh with the axes of `AXES` over devices in slot order.
 
     Raises:
-        ValueError: the sizes do not fit the devices.
+        ValueError: the sizes do not fit the number of devices.
     """
     sizes = resolve_mesh(config, 1, len(devices))
     shape = tuple(getattr(sizes, name) for name in AXES)
@@ -57,10 +57,11 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any]) -> Mesh:
 
 
 def spec_of(shape: tuple[int, ...], fsdp: int, tensor: int) -> PartitionSpec:
-    """Where one array of the state is divided.
+    """The PartitionSpec of an array of the state, by the sizes of two mesh axes.
 
-    The last dim of matrices goes to `tensor`, the largest other dim to `fsdp`, each
-    where it can be divided evenly; the rest is replicated.
+    The last dim of an array with two or more dims is divided over `tensor`, and the
+    largest other dim over `fsdp`. A dim that an axis does not divide evenly is not
+    divided over this axis.
 
     >>> tuple(spec_of((6, 8), fsdp=2, tensor=4))
     ('fsdp', 'tensor')
@@ -80,7 +81,7 @@ def spec_of(shape: tuple[int, ...], fsdp: int, tensor: int) -> PartitionSpec:
 
 
 def state_sharding(abstract: Any, mesh: Mesh) -> Any:
-    """A NamedSharding for every leaf of an abstract state."""
+    """Returns a NamedSharding for every leaf of an abstract state."""
 
     def of(shape: tuple[int, ...]) -> PartitionSpec:
         return spec_of(shape, mesh.shape["fsdp"], mesh.shape["tensor"])
@@ -91,14 +92,17 @@ def state_sharding(abstract: Any, mesh: Mesh) -> Any:
 def apply_gradients(
     optimizer: optax.GradientTransformation, gradients: Any, opt_state: Any, params: Any
 ) -> tuple[Any, Any]:
-    """The parameters and optimizer state after an update."""
+    """Returns the parameters and the optimizer state after an update."""
     with jax.numpy_dtype_promotion("standard"):  # stock optax needs it
         updates, opt_state = optimizer.update(gradients, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
 
 def gradients_of(model: FunctionalModel) -> Gradients:
-    """The gradients of a whole batch, reduced where the partitioner finds best."""
+    """Makes a function that computes the gradients of a whole batch.
+
+    XLA's partitioner inserts the reductions over the batch.
+    """
     gradient = jax.grad(model.mean_loss, has_aux=True)
 
     def means(state: State, batch: dict[str, jax.Array]) -> Means:
@@ -112,18 +116,18 @@ def gradients_of(model: FunctionalModel) -> Gradients:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Parallelism:
-    """How a step runs on a mesh."""
+    """A way to run a step on a mesh: shardings, gradients and update."""
 
     state: State
     """A NamedSharding for every leaf of the state."""
     rows: tuple[str, ...] = BATCH_AXES
     """Mesh axes that divide the rows of a batch."""
     gradients: Gradients
-    """The forward and backward pass, and the reduction over the batch."""
+    """Function for the forward and backward pass and the reduction over the batch."""
     apply: Apply = apply_gradients
-    """The optimizer's update."""
+    """Function for the optimizer's update."""
     evaluated: FunctionalModel
-    """The model as evaluation computes it."""
+    """The model that evaluation uses."""
 
 
 class TrainStep:
@@ -139,10 +143,11 @@ class TrainStep:
         """Traces the state at step 0; allocates nothing.
 
         Args:
-            optim: the optimizer and its learning rate.
-            model: its `init` gives the parameters as the state has them.
-            mesh: has the axes of `AXES`, and others if `parallelize` uses them.
-            parallelize: from the abstract state to how the step runs on the mesh.
+            optim: config of the optimizer and its learning rate.
+            model: the model; its `init` makes the parameters of the state.
+            mesh: a mesh with the axes of `AXES`, and other axes that `parallelize`
+                uses.
+            parallelize: function from the abstract state to the `Parallelism`.
 
         Raises:
             ValueError: the optimizer cannot run on this mesh.
@@ -155,16 +160,16 @@ class TrainStep:
         abstract = jax.eval_shape(self._first_state)
         how = parallelize(abstract)
         self.gradients: Gradients = how.gradients
-        """From a state and a batch to their means; to be traced."""
+        """Function from a state and a batch to the means over the batch; not jitted."""
         self._apply, self._evaluated = how.apply, how.evaluated
         self.abstract_state: State = jax.tree.map(
             lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
             abstract,
             how.state,
         )
-        """Shapes, dtypes and shardings of the state."""
+        """Shapes, dtypes and shardings of the state, as ShapeDtypeStructs."""
         self.batch_sharding = NamedSharding(mesh, PartitionSpec(how.rows))
-        """How every array of a batch is divided."""
+        """Sharding of every array of a batch."""
         step = self._next_state
         if optim.reduces_itself:
             step = local_updates.over(step, optim, mesh, abstract)
@@ -185,13 +190,13 @@ class TrainStep:
 
     @property
     def num_parameters(self) -> int:
-        """Number of trained numbers."""
+        """The number of trained scalars in the parameters, without padding."""
         leaves = jax.tree.leaves(self._model.abstract["params"])
         return sum(leaf.size for leaf in leaves) - self._model.num_padding
 
     @property
     def state_bytes_per_device(self) -> int:
-        """Bytes of the state on each device."""
+        """Bytes of the state's shards on a device."""
         leaves = jax.tree.leaves(self.abstract_state)
         shapes = [leaf.sharding.shard_shape(leaf.shape) for leaf in leaves]
         return sum(
@@ -200,23 +205,27 @@ class TrainStep:
         )
 
     def init(self) -> State:
-        """The state at step 0; each device makes its own part."""
+        """Makes the state at step 0; each device makes its own shards."""
         return self._init()
 
     def step(self, state: State, batch: Arrays) -> tuple[State, Metrics]:
-        """One optimizer step. `state` is donated: it cannot be used afterwards."""
+        """Runs an optimizer step. `state` is donated, so it cannot be used afterwards.
+
+        Returns the new state and the metrics.
+        """
         return self._step(state, dict(batch))
 
     def sums(self, state: State, batch: Arrays, weight_B: jax.Array) -> Metrics:
-        """Weighted sums over the batch of the loss and of each metric.
+        """Returns weighted sums over the batch of the loss and of each metric.
 
-        The model runs in evaluation mode: with its running statistics.
+        The model runs in evaluation mode, which uses the running statistics.
+        `weight_B` has the weight of each row.
         """
         read = {name: state[name] for name in READ}
         return self._sums(read, dict(batch), weight_B)
 
     def lower(self, batch: Any) -> jax.stages.Lowered:
-        """The step for such a batch, to be compiled without being run.
+        """Lowers the step for a batch, so that it can be compiled without being run.
 
         Args:
             batch: arrays or ShapeDtypeStructs.
@@ -224,7 +233,10 @@ class TrainStep:
         return self._step.lower(self.abstract_state, dict(batch))
 
     def update(self, state: State, means: Means) -> tuple[State, Metrics]:
-        """The next state and all metrics, from what `gradients` gave; to be traced."""
+        """Returns the next state and all metrics, from the means of `gradients`.
+
+        This function is not jitted.
+        """
         gradients, metrics = means["gradients"], means["metrics"]
         params, opt_state = self._apply(
             self._optimizer, gradients, state["opt_state"], state["params"]
@@ -262,11 +274,11 @@ class TrainStep:
 
 
 def sharded_step(experiment: Experiment, mesh: Mesh) -> TrainStep:
-    """The step of an experiment on a mesh without stages.
+    """Builds the train step of an experiment on a mesh without stages.
 
     Args:
-        experiment: what is to run.
-        mesh: of `make_mesh`.
+        experiment: the experiment to run.
+        mesh: a mesh from `make_mesh`.
 
     Raises:
         ValueError: the model or the optimizer cannot run on this mesh.
@@ -284,11 +296,12 @@ def sharded_step(experiment: Experiment, mesh: Mesh) -> TrainStep:
 
 
 def gathering(model: FunctionalModel, mesh: Mesh) -> FunctionalModel:
-    """A model whose arrays rest as `state_sharding` says, and are gathered for use.
+    """Makes a model gather its parameters and statistics over `fsdp` before use.
 
-    FSDP: over `fsdp`, where they are used. Left to itself the partitioner of jax 0.10.2
-    on CPU returned wrong gradients on a mesh with replica, fsdp and tensor all 2
-    (test_step.py compares them).
+    Outside of the model these arrays have the shardings of `state_sharding` (FSDP). The
+    gathers are explicit, because without explicit gathers the partitioner of jax 0.10.2
+    on CPU returned wrong gradients on a mesh with replica, fsdp and tensor of size 2
+    each (test_step.py compares gradients).
     """
     whole = jax.tree.map(
         lambda s: NamedSharding(mesh, _without(s.spec, "fsdp")),

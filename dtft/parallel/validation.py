@@ -1,7 +1,7 @@
-"""Whether an experiment fits a cluster, and the mesh that it has there.
+"""Checks that an experiment fits a cluster, and resolves the sizes of its mesh.
 
-What one part of an experiment allows by itself is in `dtft.config.experiment`. Imports
-no JAX.
+Checks of a single part of an experiment are in `dtft.config.experiment`. This module
+does not import JAX.
 """
 
 from dataclasses import replace
@@ -13,7 +13,7 @@ from dtft.parallel.row_assignment import sharing_of
 
 
 def check_input(experiment: Experiment, **cluster: Any) -> None:
-    """`check_experiment`, with the error type of wrong input.
+    """Calls `check_experiment`, and converts its ValueError to a ConfigError.
 
     Raises:
         ConfigError: the experiment does not fit the cluster.
@@ -25,15 +25,15 @@ def check_input(experiment: Experiment, **cluster: Any) -> None:
 
 
 def resolve_mesh(mesh: MeshConfig, hosts: int, devices_per_host: int) -> MeshConfig:
-    """Fills in the open size of a mesh.
+    """Replaces the size -1 of a mesh by the size that uses all devices.
 
     Args:
-        mesh: sizes, at most one of them -1.
-        hosts: number of slots.
-        devices_per_host: devices of each.
+        mesh: axis sizes, at most one of which is -1.
+        hosts: number of hosts.
+        devices_per_host: number of devices of each host.
 
     Returns:
-        A mesh without -1, whose sizes multiply to the number of devices.
+        A mesh without -1; the product of its sizes is the number of devices.
 
     Raises:
         ValueError: the sizes do not fit the devices.
@@ -57,12 +57,12 @@ def resolve_mesh(mesh: MeshConfig, hosts: int, devices_per_host: int) -> MeshCon
 def scaled_mesh(
     experiment: Experiment, slots: int, devices_per_host: int
 ) -> MeshConfig:
-    """The mesh on so many slots: that of the config with more or fewer replicas.
+    """The config's mesh with the number of replicas changed to fit `slots` hosts.
 
     Args:
-        experiment: the config, for `cluster.hosts` slots.
-        slots: slots there are now.
-        devices_per_host: devices of each.
+        experiment: the config, whose mesh is for `cluster.hosts` hosts.
+        slots: the current number of hosts.
+        devices_per_host: number of devices of each host.
 
     Raises:
         ValueError: the sizes do not fit the devices.
@@ -72,7 +72,7 @@ def scaled_mesh(
 
 
 def row_parts(experiment: Experiment) -> int:
-    """Equal parts that the rows of one part of the mesh are divided into again."""
+    """The number that must divide the rows of each data slot; 1 without stages."""
     stages = experiment.mesh.stage
     return experiment.pipeline.row_parts(stages) if stages > 1 else 1
 
@@ -87,14 +87,15 @@ def check_experiment(
     """Checks that an experiment fits a cluster.
 
     Args:
-        experiment: what is to run.
-        hosts: number of slots; by default the config's.
-        devices_per_host: devices of each; by default the config's. If that is -1, or
-            a plan decides the mesh, what depends on the mesh is not checked.
-        memory_tier: whether copies are kept in the hosts' memory.
+        experiment: the experiment to run.
+        hosts: number of hosts; by default `cluster.hosts` of the config.
+        devices_per_host: number of devices of each host; by default
+            `cluster.devices_per_host` of the config. With -1, or with a plan, nothing
+            that depends on the mesh is checked.
+        memory_tier: whether copies of checkpoints are kept in the hosts' memory.
 
     Raises:
-        ValueError: says what does not fit and what to change.
+        ValueError: the experiment does not fit; the message says what to change.
     """
     hosts = hosts or experiment.cluster.hosts
     devices_per_host = devices_per_host or experiment.cluster.devices_per_host
@@ -128,7 +129,7 @@ def _check_copies(copies: int, hosts: int) -> None:
 
 
 def _check_model(experiment: Experiment) -> None:
-    """Refuses data that the model has no room for."""
+    """Checks that the model's context and number of classes suffice for the data."""
     context = getattr(experiment.model, "context", None)
     length = experiment.data.tokens_per_example
     if context is not None and length > context:
@@ -168,14 +169,14 @@ def _check_batch(batch: int, mesh: MeshConfig) -> None:
 
 
 def check_stages(experiment: Experiment, mesh: MeshConfig) -> None:
-    """Refuses what does not go together with stages.
+    """Checks that an experiment can run on a mesh with pipeline stages.
 
     Args:
-        experiment: what is to run.
-        mesh: its mesh, resolved.
+        experiment: the experiment to run.
+        mesh: the experiment's mesh without the size -1.
 
     Raises:
-        ValueError: says what, and what is allowed.
+        ValueError: the experiment cannot run; the message has the allowed values.
     """
     layers = _check_stackable(experiment, mesh.stage)
     if mesh.tensor > 1:
@@ -190,7 +191,12 @@ def check_stages(experiment: Experiment, mesh: MeshConfig) -> None:
 
 
 def _check_stackable(experiment: Experiment, stages: int) -> EqualLayers:
-    """Refuses what no mesh with stages can run; the layers that stages share."""
+    """Checks that model and optimizer can run with stages; returns the equal layers.
+
+    Raises:
+        ValueError: the model has no equal layers, or the optimizer is not elementwise
+            or communicates between replicas.
+    """
     layers, where = experiment.model.layers, f"mesh.stage={stages}"
     if layers is None:
         raise ValueError(
@@ -211,10 +217,10 @@ def _check_stackable(experiment: Experiment, stages: int) -> EqualLayers:
 
 
 def _check_min_replicas(experiment: Experiment, mesh: MeshConfig, hosts: int) -> None:
-    """Refuses a least number of replicas that the job could never have.
+    """Checks that the job can shrink to `cluster.min_replicas` replicas.
 
     Raises:
-        ValueError: says which are allowed.
+        ValueError: the job cannot; the message lists the allowed numbers.
     """
     least, batch = experiment.cluster.min_replicas, experiment.data.global_batch
     parts = mesh.fsdp * row_parts(experiment)

@@ -1,8 +1,9 @@
 """Heuristics of placement: greedy rules, baselines, then moves of single tasks.
 
-Earliest finish in the order of upward ranks (HEFT), with all nodes and without the
-slower ones; everything on one node, stretches of the program, and a random choice are
-candidates too, so that the result is never worse than these. Deterministic.
+The greedy rule is earliest finish in the order of upward ranks (HEFT), with all nodes
+and without the slower nodes. The baselines are all tasks on one node, contiguous
+stretches of the program, and random nodes. The baselines are candidates too, so the
+result is never worse than a baseline. The search is deterministic.
 """
 
 import itertools
@@ -24,11 +25,12 @@ from dtft.placement.list_scheduler import (
 )
 from dtft.placement.problem import Problem
 
-# Contiguous partition: a row of unequal items is cut into stretches for unlike nodes so
-# that the fullest stretch is least. With few kinds of nodes the result is exact: a
-# bisection finds the least limit, and dynamic programming over numbers of nodes of each
-# kind says how far they reach under a limit (for nodes in a given order, taking as many
-# items as fit is best). With many kinds only some orders of nodes are tried.
+# Contiguous partition: splits a row of items into stretches on nodes of unlike speed so
+# that the slowest stretch takes the least time. With few kinds of nodes the result is
+# exact: a bisection finds the least limit in seconds, and dynamic programming over
+# numbers of nodes of each kind finds how many items fit under a limit. (For a given
+# order of nodes, giving each node as many items as fit is optimal.) With many kinds,
+# only some orders of nodes are tried.
 
 
 Floats = NDArray[np.float64]
@@ -53,15 +55,16 @@ def split(
     num_bytes: Floats | None = None,
     capacity: Floats | None = None,
 ) -> tuple[Stretch, ...] | None:
-    """Splits items into stretches with the fastest slowest stretch; None without room.
+    """Splits a row of items over nodes so that the slowest node is as fast as possible.
 
     Args:
-        seconds: `[items, nodes]`, infinite where a node cannot have an item.
+        seconds: `[items, nodes]`, infinite where a node cannot run an item.
         num_bytes: bytes of each item, `[items]`.
         capacity: bytes of memory of each node, `[nodes]`.
 
     Returns:
-        Stretches in the order of items; nodes without items have none.
+        Stretches in the order of items, none for a node without items; None if no
+        split was found that has all kernels and fits into memory.
 
     >>> rows = split(np.array([[1.0, 3.0]] * 4))
     >>> sorted((one.node, one.stop - one.start) for one in rows)
@@ -84,7 +87,7 @@ _Under = Callable[[float], tuple[Stretch, ...] | None]
 
 
 class _Row:
-    """Cumulative sums of items: the seconds of a stretch are a difference."""
+    """Cumulative sums over items: a stretch takes the difference of two sums."""
 
     def __init__(
         self, seconds: Floats, num_bytes: Floats | None, capacity: Floats | None
@@ -108,7 +111,10 @@ class _Row:
         return list(found.values())
 
     def reach(self, node: int, start: int, limit: float) -> int:
-        """The first item after the longest stretch from `start` on a node."""
+        """First item after the longest stretch from `start` that a node can run.
+
+        The stretch keeps to `limit` seconds, to the node's memory and its kernels.
+        """
         upto = self.upto[:, node]
         by_time = int(np.searchsorted(upto, upto[start] + limit, "right")) - 1
         most = self.bytes[start] + self.capacity[node]
@@ -116,7 +122,10 @@ class _Row:
         return max(start, min(by_time, by_bytes, int(self.ends[start, node])))
 
     def along(self, order: Sequence[int], limit: float) -> tuple[Stretch, ...] | None:
-        """The stretches for nodes in a given order; None if items are left over."""
+        """Longest stretches under the limit, for an order of nodes; or None.
+
+        None means that items are left over.
+        """
         start, found = 0, []
         for node in order:
             stop = self.reach(node, start, limit)
@@ -128,7 +137,7 @@ class _Row:
     def in_any_order(
         self, kinds: Sequence[Sequence[int]], limit: float
     ) -> tuple[Stretch, ...] | None:
-        """The stretches in the best order; None if items are left over."""
+        """Stretches under the limit that cover all items, in any order; or None."""
         none = (0,) * len(kinds)
         far: dict[tuple[int, ...], int] = {none: 0}
         last: dict[tuple[int, ...], int] = {none: 0}
@@ -145,14 +154,14 @@ class _Row:
         return None
 
     def slowest(self, stretches: Sequence[Stretch]) -> float:
-        """Seconds of the stretch that takes longest."""
+        """Seconds of the slowest stretch."""
         return max(
             float(self.upto[one.stop, one.node] - self.upto[one.start, one.node])
             for one in stretches
         )
 
     def best(self, under: _Under) -> tuple[Stretch, ...] | None:
-        """The stretches of the least limit that there are any for."""
+        """The stretches of the least limit under which all items fit; or None."""
         best = under(np.inf)
         if not best:
             return best
@@ -168,7 +177,10 @@ class _Row:
 
 
 def _next_infinite(seconds: Floats) -> NDArray[np.int64]:
-    """For each place and node the next item that the node cannot have."""
+    """The next item that a node cannot run, from each item on, `[items + 1, nodes]`.
+
+    The entry is the number of items if the node can run all further items.
+    """
     num = len(seconds)
     places = np.where(np.isfinite(seconds), num, np.arange(num)[:, None])
     ends = np.minimum.accumulate(places[::-1], axis=0)[::-1]
@@ -180,7 +192,7 @@ def _back(
     last: dict[tuple[int, ...], int],
     kinds: Sequence[Sequence[int]],
 ) -> Iterator[int]:
-    """Nodes of a state, last stretch first."""
+    """Yields the nodes that a state of the dynamic program uses, last stretch first."""
     while any(used):
         kind = last[used]
         yield kinds[kind][used[kind] - 1]
@@ -188,7 +200,7 @@ def _back(
 
 
 def _orders(seconds: Floats) -> Iterator[Sequence[int]]:
-    """Some orders of many unlike nodes: fastest first or last, and drawn ones."""
+    """Yields some orders of nodes: fastest first, fastest last, and random orders."""
     finite = np.where(np.isfinite(seconds), seconds, np.nan)
     lacking = np.isnan(finite).sum(0)
     mean = np.nansum(finite, axis=0) / np.maximum(len(seconds) - lacking, 1)
@@ -200,27 +212,28 @@ def _orders(seconds: Floats) -> Iterator[Sequence[int]]:
         yield rng.permutation(len(order)).tolist()
 
 
-# Local search: moves of one task, and of two tasks of which one reads the other's
-# result. It climbs from several placements, the best first, until no move improves the
-# step or no tries are left.
+# Local search: moves of one group of tasks, and of two groups that share a value. The
+# search climbs from several placements, the best first, until no move improves the step
+# or the tries are used up.
 
 
 _MOST_ENDS = 6
 
 Step = Callable[[Sequence[int]], float]
-"""Seconds of a step with tasks on given nodes; infinite where memory does not do."""
+"""Function from the node of each task to the seconds of a step; infinite if memory does
+not suffice."""
 
 
 class Climb:
-    """Tries left, and the best that was seen."""
+    """Hill climbing over placements with a limited number of tries."""
 
     def __init__(self, problem: Problem, step: Step, tries: int) -> None:
-        """Nothing is tried yet.
+        """Prepares the moves; tries no placement yet.
 
         Args:
             problem: tasks and nodes.
-            step: asked about every placement that is looked at.
-            tries: how many may be looked at.
+            step: the function to minimise, from a placement to seconds or bytes.
+            tries: the number of calls of `step`, approximately.
         """
         self.groups, self.step, self.left = problem.tasks.together, step, tries
         can = np.isfinite(problem.array)
@@ -228,7 +241,10 @@ class Climb:
         self.problem = problem
 
     def best_from(self, starts: Sequence[Sequence[int]]) -> list[int]:
-        """The best placement that is reached; `starts` have to be ones that work."""
+        """The best placement reached from several starts.
+
+        Each start must give tasks to nodes with kernels. Memory need not suffice.
+        """
         best, best_s = list(starts[0]), np.inf
         for start in starts:
             self.left -= 1
@@ -245,7 +261,7 @@ class Climb:
         return best
 
     def _singly(self, node_of: list[int], seconds: float) -> tuple[list[int], float]:
-        """Single moves, group after group, until none of a round of them helps."""
+        """Moves single groups until a round over all groups gives no improvement."""
         idle = 0
         for number in itertools.cycle(range(len(self.groups))):
             if idle == len(self.groups) or self.left <= 0:
@@ -266,7 +282,7 @@ class Climb:
     def _first(
         self, node_of: list[int], seconds: float, moves: Iterable[dict[int, int]]
     ) -> tuple[list[int], float]:
-        """The placement after the first move that helps, or the unchanged placement."""
+        """The placement after the first move that lowers `step`; else unchanged."""
         for move in moves:
             if self.left <= 0:
                 break
@@ -307,7 +323,7 @@ Speeds = Mapping[str, Mapping[str, float]]
 
 
 def speed_table(problem: Problem) -> Speeds:
-    """Seconds of all tasks of a class on one node of a type, by class and type.
+    """Seconds of all tasks of a class on the fastest node of a type, by class and type.
 
     A type without a kernel for a task of the class is left out. A class for which no
     type has all kernels is left out too.
@@ -326,7 +342,11 @@ def speed_table(problem: Problem) -> Speeds:
 
 
 def faster(problem: Problem) -> Iterator[list[int]]:
-    """Yields the nodes without the slower types, or the faster half of many types."""
+    """Yields lists of nodes without the slower nodes, if these lists have all kernels.
+
+    With up to four distinct speeds, there is a list for each cut between speeds. With
+    more speeds, the only list is of the faster half.
+    """
     num, pace = len(problem.capacity), _pace(problem)
     distinct = sorted(set(pace), reverse=True)
     cuts = distinct[:-1] if len(distinct) <= 4 else [distinct[len(distinct) // 2 - 1]]
@@ -351,9 +371,9 @@ BASELINES = ("one node", "contiguous", "random")
 _TASKS_LOOKED_AT = 20_000
 """Total number of tasks scheduled again while moves are tried: about 0.5 s."""
 _SMALL = 30
-"""Tasks up to which every move is looked at in all orders."""
+"""Largest number of tasks for which each move is simulated in all orders."""
 _FEW = 20
-"""Fewer tries to move a task than this are not worth their time."""
+"""Least number of tries of moves. If fewer fit into the time, none are tried."""
 _DRAWS = 10
 _TRAVERSAL = "earliest finish in the order of the program"
 _STARTS = 6
@@ -368,9 +388,10 @@ class Found:
     how: str
     """Rule that found the schedule."""
     baselines: dict[str, float]
-    """Seconds of a step of each baseline that can be run."""
+    """Step seconds of each baseline that can run."""
     dropped: dict[str, float]
-    """Seconds of a step of earliest finish without the slower nodes, by their names."""
+    """Step seconds of greedy placements without the slower nodes, by the names of the
+    nodes left out."""
     speeds: Speeds
 
 
@@ -383,22 +404,26 @@ class Search:
         self.order: Order = order
         self.best: Schedule | None = None
         self.seen: dict[tuple[int, ...], float] = {}
-        """Nodes of tasks of each candidate, and its seconds of a step."""
+        """Map from the node of each task of a candidate to the least step seconds."""
         self.orders = [as_they_come(problem), *(some for _, some in self._orders())]
         self.is_tight = False
         """Whether memory did not suffice for a candidate."""
         self.how = ""
 
     def step_s(self, found: Schedule) -> float:
-        """Seconds of a step: microbatches follow each other as the fullest lets them.
+        """Seconds of a step of several microbatches.
 
-        What node or port is taken longest is taken so for each further microbatch.
+        The first microbatch takes the makespan. Each further microbatch adds the busy
+        seconds of the busiest node or port.
         """
         fullest = max(*found.busy_s, found.port_s)
         return found.makespan_s + (self.microbatches - 1) * fullest
 
     def see(self, found: Schedule | None, how: str) -> float | None:
-        """Keeps a schedule if it is the best so far; its seconds of a step."""
+        """Records a schedule, keeps the best schedule, and returns the step seconds.
+
+        Returns None if `found` is None, which means that memory did not suffice.
+        """
         if found is None:
             self.is_tight = True
             return None
@@ -409,21 +434,25 @@ class Search:
         return seconds
 
     def on(self, node_of: Sequence[int]) -> Schedule | None:
-        """The schedule of tasks on given nodes."""
+        """Schedules tasks on given nodes; None if memory does not suffice."""
         problem = self.problem
         if self.order == "traversal":
             return schedule(problem, as_they_come(problem), node_of)
         return schedule(problem, by_rank_on(problem, node_of), node_of)
 
     def greedy(self) -> None:
-        """Each task where it ends first, in each order and in the program's."""
+        """Places each task where it ends first, by rank and in program order."""
         for name, order in self._orders():
             self.see(schedule(self.problem, order), name)
         if self.order == "rank":
             self.see(schedule(self.problem, as_they_come(self.problem)), _TRAVERSAL)
 
     def without_slow(self) -> dict[str, float]:
-        """The same without the slower nodes: seconds by those that are left out."""
+        """Places each task where it ends first, without the slower nodes.
+
+        Returns:
+            Step seconds by the names of the nodes left out.
+        """
         problem, found = self.problem, {}
         name, order = next(iter(self._orders()))
         for kept in faster(problem):
@@ -436,7 +465,7 @@ class Search:
         return found
 
     def by_type(self, speeds: Speeds) -> None:
-        """Each class of tasks on the type that is fastest for it."""
+        """Places each class of tasks on the node type that is fastest for the class."""
         types = np.array(self.problem.nodes.alike())
         wanted = {kind: min(s, key=lambda name: s[name]) for kind, s in speeds.items()}
         rows = [
@@ -459,7 +488,10 @@ class Search:
             yield words, by_rank(self.problem, taken)
 
     def one_node(self) -> float | None:
-        """Places all tasks on the fastest node that can run all tasks."""
+        """Places all tasks on the fastest node that can run all tasks.
+
+        Returns the step seconds, or None if no node has all kernels and enough memory.
+        """
         sums = self.problem.array.sum(axis=0)
         for node in np.argsort(sums, kind="stable").tolist():
             if np.isfinite(sums[node]):
@@ -469,7 +501,10 @@ class Search:
         return None
 
     def contiguous(self) -> float | None:
-        """Places contiguous stretches so that the slowest stretch is fastest."""
+        """Places contiguous stretches so that the slowest stretch takes the least time.
+
+        Returns the step seconds, or None if memory or kernels do not suffice.
+        """
         groups = self.problem.tasks.together
         rows = np.stack([self.problem.array[group].sum(0) for group in groups])
         num_bytes = np.array([self._bytes_of(group) for group in groups])
@@ -499,7 +534,10 @@ class Search:
         )
 
     def random(self) -> float | None:
-        """A random node for each task: the first draw that memory suffices for."""
+        """Places each group of tasks on a random node; takes the first draw that fits.
+
+        Returns the step seconds, or None if no draw fits into memory.
+        """
         rng, problem = np.random.default_rng(0), self.problem
         can = np.isfinite(problem.array)
         for _ in range(_DRAWS):
@@ -514,8 +552,11 @@ class Search:
         return None
 
     def squeeze(self) -> list[tuple[int, ...]]:
-        """Where memory is short: good placements without it, the last moved until it
-        suffices, if that is reached.
+        """Searches without memory limits, then moves tasks to make memory suffice.
+
+        Returns:
+            The placements found without limits, then the placement with the fewest
+            missing bytes. Memory may still not suffice for the last placement.
         """
         roomy = Search(self.problem.roomy(), self.order, self.microbatches)
         roomy.greedy()
@@ -537,7 +578,10 @@ class Search:
         return [*starts, tuple(node_of)]
 
     def best_on(self, node_of: Sequence[int], how: str) -> float | None:
-        """Seconds of a step of the best schedule of tasks on given nodes."""
+        """Schedules tasks on given nodes in several orders.
+
+        Returns the least step seconds, or None if no schedule fits into memory.
+        """
         found = [self.see(self.on(node_of), how)]
         for order in self.orders:
             found.append(self.see(schedule(self.problem, order, node_of), how))
@@ -571,10 +615,11 @@ def find_placement(
 
     Args:
         problem: tasks and nodes.
-        order: in which tasks take their places: HEFT's, or the program's.
-        microbatches: of one step, one after the other.
-        moves: single tasks that may be tried on another node; None: as many as take
-            less than half a second.
+        order: order in which tasks are placed: `rank` (HEFT), or `traversal`, the
+            order of the program.
+        microbatches: the number of microbatches of a step.
+        moves: the number of tries to move a task to another node; None: as many as
+            take less than half a second.
     """
     search, speeds = Search(problem, order, microbatches), speed_table(problem)
     search.greedy()

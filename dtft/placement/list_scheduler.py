@@ -107,7 +107,7 @@ def _peak(changes: list[tuple[float, float]]) -> float:
 
 
 Sent = tuple[int, int, int, float, float]
-"""Value (a place in `Tasks.passed`), from, to, begin and end."""
+"""A transfer: value (index into `Tasks.passed`), source, target, begin and end (s)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -134,14 +134,14 @@ def schedule(
     *,
     among: Sequence[int] | None = None,
 ) -> Schedule | None:
-    """The schedule; None where a node's memory does not suffice.
+    """Simulates tasks on nodes; None if a node's memory does not suffice.
 
     Args:
         problem: tasks and nodes.
-        order: tasks in an order in which they can run.
-        node_of: node of each task; None: where it ends first. Must be nodes that
-            have kernels.
-        among: nodes that are looked at where `node_of` is None; default: all.
+        order: all tasks, each after the tasks whose values it reads.
+        node_of: node of each task, which must have the kernels; None: each task takes
+            the node where it ends first.
+        among: nodes that tasks may take if `node_of` is None; default: all.
     """
     state = _State(problem, among)
     for task in order:
@@ -157,22 +157,23 @@ def schedule(
 
 
 class _State:
-    """All nodes and ports after some tasks."""
+    """Busy times of nodes and ports, and memory of nodes, after some tasks."""
 
     def __init__(self, problem: Problem, among: Sequence[int] | None) -> None:
         self.of = problem
         num = len(problem.capacity)
         self.open = np.zeros(num)
-        """When nodes are free at first: those left out never."""
+        """Second at which each node opens; infinite if `among` lacks the node."""
         if among is not None:
             self.open[[node for node in range(num) if node not in among]] = np.inf
         self.nodes = [Line() for _ in range(num)]
         self.ports = [Line() for _ in range(problem.num_ports)]
         self.at: list[dict[int, float]] = [{} for _ in problem.num_bytes]
-        """For each value the nodes that have it, and since when."""
+        """For each value, a map from a node that holds it to the time of arrival."""
         self.home = [-1] * len(problem.num_bytes)
         self.sums: dict[tuple[int, int], int] = {}
-        """By value and node: the part of its gradient that others are added to."""
+        """Map from a value and a node to one part of the value's gradient on that node.
+        The other parts on the node are added to this part."""
         self.left = problem.readers.copy()
         self.live = [0.0] * num
         self.node_of = [-1] * len(problem.seconds)
@@ -182,7 +183,10 @@ class _State:
         self.group_at: dict[int, int] = {}
 
     def best_node(self, task: int) -> int | None:
-        """Where a task ends first, of nodes that have kernel and room for it."""
+        """Node with kernel and room on which a task ends first; None if there is none.
+
+        If another task of the same group has a node, that node is the only choice.
+        """
         of, group = self.of, self.of.tasks.groups[task]
         if group in self.group_at:
             node = self.group_at[group]
@@ -205,9 +209,10 @@ class _State:
         return best
 
     def _ways(self, task: int) -> list[tuple[float, int]]:
-        """Nodes that have a kernel, and when they end at the earliest.
+        """Lower bounds of a task's end, with their nodes, for nodes that have a kernel.
 
-        As if all ports were free: few nodes have to be looked at more closely.
+        The bound assumes idle ports. `best_node` simulates the transfers only of nodes
+        whose bound is below the best end so far.
         """
         of, ready = self.of, self.open
         for value in of.read[task]:
@@ -267,7 +272,7 @@ class _State:
         self._keep(task, node, end)
 
     def _keep(self, task: int, node: int, end: float) -> None:
-        """Adds a task's outputs to memory, and frees values without readers."""
+        """Adds a task's outputs to memory, and frees values without further readers."""
         of = self.of
         for value in of.made[task]:
             self.home[value] = node
@@ -287,11 +292,11 @@ class _State:
                 self.live[node] -= self.of.held_bytes[value]
 
     def _local(self, task: int, node: int) -> float:
-        """Time at which the last input of a task that is on the node arrived."""
+        """Latest arrival of a task's inputs that the node already holds; else 0.0."""
         return max((self.at[v].get(node, 0.0) for v in self.of.read[task]), default=0.0)
 
     def _bring(self, task: int, node: int) -> list[Sent]:
-        """Sends the inputs that a task's node lacks, in the order of readiness."""
+        """Sends the inputs that a task's node lacks, earliest ready first."""
         of = self.of
         missing = [
             (self.at[value][self.home[value]], value)
@@ -305,14 +310,21 @@ class _State:
         return [self._send(value, node, since) for since, value in missing]
 
     def _whole(self, value: int) -> int:
-        """What a value is held, and sent, as: parts of a gradient are added up."""
+        """The value in whose place a value is held and sent.
+
+        For a part of a gradient, this is one part of the same node, to which the others
+        are added. For any other value, this is the value itself.
+        """
         behind = self.of.sum_of[value]
         if behind < 0:
             return value
         return self.sums.setdefault((behind, self.home[value]), value)
 
     def _added(self, missing: list[tuple[float, int]]) -> list[tuple[float, int]]:
-        """Parts of a gradient that are on one node as their sum, once it is there."""
+        """Replaces the parts of a gradient on one node by their sum.
+
+        The sum is ready when the last part is ready.
+        """
         found: dict[int, float] = {}
         for since, value in missing:
             whole = self._whole(value)
@@ -388,7 +400,11 @@ TAKEN: tuple[Taken, ...] = ("mean", "max", "min")
 
 
 def by_rank(problem: Problem, taken: Taken) -> list[int]:
-    """Tasks, highest upward rank first, before nodes are known."""
+    """Tasks, highest upward rank first, if their nodes are not known.
+
+    `taken` says how the seconds of a task are reduced over nodes. Transfers take the
+    mean latency and the mean seconds per byte over all pairs of nodes.
+    """
     seconds = np.where(np.isfinite(problem.array), problem.array, np.nan)
     reduce = {"mean": np.nanmean, "max": np.nanmax, "min": np.nanmin}[taken]
     num = len(problem.capacity)
@@ -400,7 +416,7 @@ def by_rank(problem: Problem, taken: Taken) -> list[int]:
 
 
 def by_rank_on(problem: Problem, node_of: Sequence[int]) -> list[int]:
-    """Tasks, highest upward rank first, on nodes that are known."""
+    """Tasks, highest upward rank first, if each task's node is given."""
     seconds = [row[node] for row, node in zip(problem.seconds, node_of, strict=True)]
 
     def sending_s(value: int, reader: int) -> float:

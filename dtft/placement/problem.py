@@ -1,5 +1,5 @@
-"""The placement problem: tasks on nodes as plain numbers, and what no placement can be
-faster than.
+"""The placement problem: tasks on nodes as plain numbers, and a lower bound on the
+seconds of a step.
 """
 
 from copy import copy
@@ -14,18 +14,19 @@ Floats = NDArray[np.float64]
 
 
 class Problem:
-    """Tasks on nodes, as simulating needs them: made once, for many schedules."""
+    """Tasks and nodes as lists for simulation, built once for many schedules."""
 
     def __init__(
         self, tasks: Tasks, nodes: Nodes, *, frees: bool = True, copies: int = 1
     ) -> None:
-        """Prepares lists.
+        """Builds the lists.
 
         Args:
-            tasks: to be run.
-            nodes: to run them on.
-            frees: whether memory of what nothing reads any more is used again.
-            copies: of what tasks make, that are in memory at a time (microbatches).
+            tasks: the tasks to run.
+            nodes: the nodes that run the tasks.
+            frees: whether a value's memory is reused after its last reader.
+            copies: the number of microbatches in flight: memory holds this many copies
+                of each value that a task makes.
         """
         self.tasks, self.nodes, self.frees = tasks, nodes, frees
         num = len(tasks.names)
@@ -49,9 +50,9 @@ class Problem:
         self.sum_of = [
             tasks.gradient_of.get(value, -1) for value in range(len(tasks.passed))
         ]
-        """Of each value the one that it is a part of the gradient of; or -1."""
+        """For each part of a gradient, the value of the gradient; for others -1."""
         self.adds = [any(self.sum_of[v] >= 0 for v in read) for read in self.read]
-        """Whether a task reads such parts."""
+        """Whether each task reads a part of a gradient."""
         self.stays = [
             value.is_kept or value.producer < 0 or not frees for value in tasks.passed
         ]
@@ -67,20 +68,23 @@ class Problem:
         self.capacity: list[float] = nodes.memory_bytes.tolist()
 
     def send_s(self, value: int, source: int, target: int) -> float:
-        """Seconds that a value takes between two nodes that have nothing else to do."""
+        """Seconds of sending a value between two nodes while no port is busy."""
         if source == target:
             return 0.0
         each = self.byte_s[source][target]
         return self.empty_s[source][target] + each * self.num_bytes[value]
 
     def roomy(self) -> "Problem":
-        """The same on nodes that have room for everything."""
+        """The same problem on nodes with unlimited memory."""
         made = copy(self)
         made.capacity = [np.inf] * len(self.capacity)
         return made
 
     def with_seconds(self, seconds: Floats) -> "Problem":
-        """The same with other seconds: nodes are closed to tasks with infinite ones."""
+        """The same problem with other seconds, `[tasks, nodes]`.
+
+        A node cannot run a task for which its seconds are infinite.
+        """
         made = copy(self)
         made.array, made.seconds = seconds, seconds.tolist()
         return made
@@ -90,11 +94,12 @@ _ROUNDS = 60
 
 
 def bound_s(problem: Problem, microbatches: int = 1) -> float:
-    """Seconds that a step takes at least.
+    """A lower bound on the seconds of a step.
 
-    The longest way through the tasks, each where it is fastest and nothing sent; for
-    each further microbatch, and for the first too where that is more, what the fullest
-    node has to do if tasks could be cut into any parts (`shared_s`).
+    The bound of the first microbatch is the larger of two figures: the longest path
+    through the tasks, with each task on its fastest node and free transfers; and
+    `shared_s`. Each further microbatch adds the larger of `shared_s` and the slowest
+    task on its fastest node.
     """
     least = problem.array.min(axis=1)
     ends = np.zeros(len(least))
@@ -111,14 +116,14 @@ def bound_s(problem: Problem, microbatches: int = 1) -> float:
 
 
 def shared_s(seconds: Floats) -> float:
-    """A lower bound of what the fullest node does, however tasks are shared out.
+    """A lower bound on the seconds of the busiest node, for any assignment of tasks.
 
-    For any shares y of nodes, adding up to 1, the fullest node takes at least the sum
-    over tasks of min over nodes of y seconds (the dual of sharing out tasks that can
-    be cut). Shares follow loads: a node that is chosen more than others costs more.
+    For any weights y of nodes that add up to 1, the busiest node takes at least the sum
+    over tasks of the min over nodes of y * seconds (the dual of assigning divisible
+    tasks). Each round raises the weights of nodes with more load than others.
 
     Args:
-        seconds: `[tasks, nodes]`, infinite where a node cannot have a task.
+        seconds: `[tasks, nodes]`, infinite where a node cannot run a task.
 
     >>> round(shared_s(np.array([[1.0, 1.0], [1.0, 1.0], [1.0, 1.0]])), 2)
     1.5
@@ -127,7 +132,7 @@ def shared_s(seconds: Floats) -> float:
     finite = np.isfinite(seconds)
     if not len(seconds):
         return 0.0
-    # Start from shares of nodes by speed: exact where all tasks see the same speeds.
+    # Start from the nodes' speeds: exact if all tasks have the same speed ratios.
     least = seconds.min(axis=1, keepdims=True).clip(1e-300)
     ratio = np.where(finite, seconds, 0.0) / least
     pace = np.maximum(ratio.sum(axis=0) / np.maximum(finite.sum(axis=0), 1), 1.0)

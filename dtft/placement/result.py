@@ -36,69 +36,79 @@ class ScheduledTask:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transfer:
-    """One value that goes from a node to another."""
+    """One value that is sent from one node to another."""
 
     value: int
-    """Its number in `Graph.values`; of tasks that are no program's, their number."""
+    """Number of the value in `Graph.values`; without a program, in `Tasks.passed`."""
     source: int
     target: int
     num_bytes: float
     start_s: float
     end_s: float
     is_gradient: bool = False
-    """Whether it is a gradient of the value, on its way back."""
+    """Whether the transfer carries the gradient of the value, in the backward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Tasks on nodes, and what comes of it; the same for the same question."""
+    """Node and times of each task, and seconds of a step.
+
+    Equal inputs give equal placements.
+    """
 
     nodes: tuple[str, ...]
-    """Such as `h100:0`: type and number within the type, in the cluster's order."""
+    """Name of each node in the cluster's order, such as `h100:0` (type and number)."""
     types: tuple[str, ...]
-    """Of each node."""
+    """Device type of each node; the node's own name if types are unknown."""
     platforms: tuple[str, ...] = ()
-    """Of each node, as `DeviceType.platform`; empty where that is not known."""
+    """Platform of each node (`DeviceType.platform`); empty if types are unknown."""
     tasks: tuple[str, ...]
-    """Name of each task; backward tasks come after all forward ones, in reverse."""
+    """Name of each task. Backward tasks follow all forward tasks, in reverse order."""
     kinds: tuple[str, ...]
-    """What each task is: `graph.Kind`, `loop` or `block`."""
+    """Kind of each task: an `OperatorKind`, `loop` or `block`."""
     node_of: tuple[int, ...]
     """Node of each task."""
     operators: tuple[tuple[int, int], ...] = ()
-    """Of each forward task its first operator and the one after its last."""
+    """First operator of each forward task, and the operator after its last."""
     schedule: tuple[ScheduledTask, ...]
-    """By begin."""
+    """Tasks of one microbatch, by begin."""
     transfers: tuple[Transfer, ...]
-    """By begin. An argument goes from the node that has it to others that read it."""
+    """Transfers of one microbatch, by begin. An argument is sent from the node of its
+    first reader to the nodes of its other readers."""
     makespan_s: float
-    """Of one microbatch."""
+    """Seconds of one microbatch."""
     step_s: float
-    """Of all: each further one takes what the fullest node, or port, needs for one."""
+    """Seconds of a step: each microbatch after the first adds the busy seconds of the
+    busiest node or port."""
     bound_s: float
-    """No placement's step is faster."""
+    """Lower bound of `step_s` over all placements, in seconds."""
     microbatches: int = 1
     weights: tuple[float, ...]
-    """Of each node, as given: its seconds were divided by it."""
+    """Given weight of each node, by which the seconds of its tasks were divided."""
     baselines: Mapping[str, float]
-    """Seconds of a step: `one node` (the fastest that can run everything),
-    `contiguous`, `random`; those that cannot run are left out."""
+    """Step seconds of each baseline: `one node` (the fastest node that can run all
+    tasks), `contiguous`, `random`. Baselines that cannot run are left out."""
     dropped: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of a step of earliest finish without the slower nodes, by these."""
+    """Step seconds of greedy placements without the slower nodes, by the names of the
+    nodes left out."""
     speeds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Kind of tasks to type of node to the seconds of all of them on one such node;
-    types that lack a kernel for one are left out."""
+    """Map from a kind of tasks to a map from a node type to the seconds of all these
+    tasks on one such node. A type that lacks one of their kernels is left out."""
     memory_bytes: tuple[int, ...]
-    """Most that each node holds at a time: values, arguments and what is received."""
+    """Peak bytes of each node: values, arguments and received values."""
     capacity_bytes: tuple[int, ...]
     how: str
-    """Which rule found it."""
+    """Rule that found the placement."""
     notes: tuple[str, ...] = ()
-    """What was asked for and is not in the program."""
+    """Notes on pins of operators that the program lacks."""
 
     @property
     def gap(self) -> float:
-        """How much slower than the bound, as a share of it; the optimum is between."""
+        """Relative excess of `step_s` over `bound_s`: 0.1 is 10% more.
+
+        The step time of an optimal placement lies between `bound_s` and `step_s`.
+        The gap is 0 if `bound_s` is 0.
+        """
         return self.step_s / self.bound_s - 1 if self.bound_s else 0.0
 
     @property
@@ -124,38 +134,38 @@ class Placement:
         )
 
     def table(self) -> str:
-        """What it says of itself, as text."""
+        """All tables of the placement, as text."""
         from dtft.planner import wording
 
         return wording.text(sections(self))
 
     def html(self) -> str:
-        """A page with the schedule drawn and all tables."""
+        """An HTML page with a picture of the schedule and all tables."""
         return html(self)
 
     def save_picture(self, path: str | Path, title: str = "") -> None:
-        """Draws the schedule: a lane for each node, what it receives below.
+        """Draws the schedule: a lane per node, with received values at its lower edge.
 
         Args:
-            path: of a picture: `.png`, `.svg`, `.pdf`.
-            title: stands above it.
+            path: file to write, with the ending `.png`, `.svg` or `.pdf`.
+            title: text above the picture.
 
         Raises:
-            ValueError: another ending, or a folder that does not exist.
+            ValueError: the path has another ending, or its folder does not exist.
         """
         _check_picture(Path(path))
         figure([(title, self)]).savefig(path, dpi=120)
 
     def to_json(self) -> str:
-        """The placement as JSON, versioned; equal placements give equal text."""
+        """The placement as versioned JSON; equal placements give equal text."""
         return serialization.write_versioned(self, SCHEMA)
 
     @classmethod
     def from_json(cls, text: str) -> "Placement":
-        """The placement of `to_json`.
+        """Reads a placement from the text of `to_json`.
 
         Raises:
-            ValueError: no JSON, another version, or not a placement.
+            ValueError: the text is no JSON, has another version, or is no placement.
         """
         return serialization.read_versioned(
             text,
@@ -181,7 +191,7 @@ def _check_picture(path: Path) -> None:
 
 
 def _check(placement: Placement) -> None:
-    """Refuses numbers of nodes and tasks that there are not."""
+    """Checks lengths of fields, and that numbers name existing nodes and tasks."""
     num_nodes, num_tasks = len(placement.nodes), len(placement.tasks)
     by_node = ("types", "weights", "memory_bytes", "capacity_bytes")
     by_node += ("platforms",) if placement.platforms else ()
@@ -222,14 +232,17 @@ def _check(placement: Placement) -> None:
 _LANE, _THIN, _GAP, _WIDTH, _LETTER = 18, 5, 10, 720, 6.6
 _SENT = "received"
 _LEAST = 0.3
-"""Points; what is narrower is drawn together with what follows it."""
+"""Least width of a bar in SVG units; narrower bars are merged with their neighbours."""
 
 Bar = tuple[int, str, float, float, str]
-"""Lane, color's name, begin and end in seconds, and what it says."""
+"""A bar: lane, kind (which sets the color), begin and end in seconds, and tooltip."""
 
 
 def bars(placement: Placement, least_s: float = 0.0) -> list[Bar]:
-    """What is drawn; stretches below `least_s` are joined with their neighbours."""
+    """Bars of tasks and received values.
+
+    A bar shorter than `least_s` seconds is merged with its neighbour of the same color.
+    """
     tasks = (
         (run.node, placement.kinds[run.task], run.start_s, run.end_s,
          f"{placement.tasks[run.task]}, {seconds(run.end_s - run.start_s)}")
@@ -245,7 +258,7 @@ def bars(placement: Placement, least_s: float = 0.0) -> list[Bar]:
 
 
 def svg(placement: Placement) -> str:
-    """The schedule as inline SVG, with its legend."""
+    """The schedule as inline SVG, after a legend of its colors."""
     total = placement.makespan_s or 1.0
     begin = 16 + _LETTER * max(map(len, placement.nodes))
     scale = _WIDTH / total
@@ -285,7 +298,7 @@ def figure(placements: Sequence[tuple[str, Placement]]) -> "Figure":
     """Schedules as a matplotlib figure, one below the other, on the same time axis.
 
     Args:
-        placements: each with its title.
+        placements: pairs of a title and a placement.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -320,7 +333,10 @@ def _color(names: Sequence[str], name: str) -> str:
 
 
 def _joined(some: Iterable[Bar], least_s: float) -> Iterable[Bar]:
-    """Bars by lane; short ones of one color, one right after the other, as one."""
+    """Merges consecutive bars of one lane and color if one is shorter than `least_s`.
+
+    Bars with a gap of `least_s` seconds or more are not merged.
+    """
     last: dict[int, Bar] = {}
     for bar in some:
         lane, name, start, end, words = bar
@@ -340,7 +356,7 @@ def _joined(some: Iterable[Bar], least_s: float) -> Iterable[Bar]:
 
 
 def sections(placement: Placement) -> tuple[Section, ...]:
-    """Everything, as tables."""
+    """All tables of a placement."""
     return (
         summary(placement),
         nodes(placement),
@@ -351,7 +367,7 @@ def sections(placement: Placement) -> tuple[Section, ...]:
 
 
 def summary(placement: Placement) -> Section:
-    """How long a step takes, and how much faster any could be."""
+    """Table of the seconds of a step, the lower bound, and the gap."""
     rows = [
         ("step", seconds(placement.step_s)),
         ("one microbatch", seconds(placement.makespan_s)),
@@ -374,7 +390,7 @@ def summary(placement: Placement) -> Section:
 
 
 def nodes(placement: Placement) -> Section:
-    """What each node has to do and to hold."""
+    """Table of the tasks, busy seconds and peak memory of each node."""
     counts = Counter(placement.node_of)
     rows = []
     for node, (name, busy) in enumerate(
@@ -390,7 +406,7 @@ def nodes(placement: Placement) -> Section:
 
 
 def others(placement: Placement) -> Section:
-    """Baselines, and placements without the slower nodes."""
+    """Table of step seconds of the baselines, and without the slower nodes."""
     rows = [
         (f"without {name}", seconds(step), change(step, placement.step_s))
         for name, step in placement.dropped.items()
@@ -409,7 +425,7 @@ def others(placement: Placement) -> Section:
 
 
 def classes(placement: Placement) -> Section:
-    """Which type of node is fastest for which class of tasks, and which has them."""
+    """Table of classes of tasks: seconds on each node type, and tasks placed there."""
     types = list(dict.fromkeys(placement.types))
     on = Counter(
         (placement.kinds[task], placement.types[node])
@@ -439,7 +455,7 @@ def classes(placement: Placement) -> Section:
 
 
 def sent(placement: Placement) -> Section:
-    """What goes between which nodes, in one microbatch."""
+    """Table of the values and bytes sent between nodes in one microbatch."""
     found: dict[tuple[int, int], list[float]] = {}
     for one in placement.transfers:
         row = found.setdefault((one.source, one.target), [0, 0.0, 0.0])
@@ -460,7 +476,7 @@ def sent(placement: Placement) -> Section:
 
 
 def html(placement: Placement) -> str:
-    """A page with the schedule and all tables; it needs no network and no scripts."""
+    """An HTML page with the schedule and all tables. It loads no scripts or files."""
     first, *rest = sections(placement)
     parts = [
         section_html(first, level=1),

@@ -1,4 +1,4 @@
-"""Tasks and what they hand to each other, made of a traced program."""
+"""Tasks of a traced program, and the values that pass between tasks."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,18 +20,18 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passed:
-    """A value that one task makes and others read."""
+    """A value that tasks read: an argument, or the output of a task."""
 
     producer: int
-    """The task that makes it; -1 for an argument, which lies where it is first read
-    and is sent from there to other nodes, as it is another one in every step."""
+    """Task that makes the value; -1 for an argument. An argument starts on the node of
+    its first reader, and is sent to other nodes in every step."""
     num_bytes: float
     readers: tuple[int, ...]
     is_kept: bool = False
-    """Whether it stays in memory to the end: a result of the program."""
+    """Whether the value is a result of the program and stays in memory to the end."""
     has_gradient: bool = True
-    """Whether a backward pass sends something back for it: integers have none, nor has
-    what is not between parameters and the loss."""
+    """Whether the backward pass makes a gradient of the value. Integers have none, and
+    neither have values that are not on a path from parameters to the loss."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,15 +40,16 @@ class Tasks:
 
     names: tuple[str, ...]
     kinds: tuple[str, ...]
-    """Of each task, what it is: `graph.Kind`, `loop` or `block`."""
+    """Kind of each task: an `OperatorKind`, `loop` or `block`."""
     seconds: Floats
-    """`[tasks, nodes]`; infinite where the node has no kernel for it."""
+    """`[tasks, nodes]`; infinite where a node has no kernel for a task."""
     passed: tuple[Passed, ...]
     groups: tuple[int, ...] = ()
-    """Tasks of one number go to the same node; default: each its own."""
+    """Group number of each task; tasks of a group share a node. Default: one group per
+    task."""
     gradient_of: Mapping[int, int] = field(default_factory=dict)
-    """Values of `passed` that are parts of gradients, and of which others: those that
-    are made on one node are added up there and sent as one."""
+    """Map from a part of a gradient to the value of the gradient, both as indices into
+    `passed`. Parts made on one node are added up there, and the sum is sent."""
 
     def __post_init__(self) -> None:
         num = len(self.names)
@@ -70,42 +71,47 @@ class Tasks:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes that seconds are known for."""
+        """The number of nodes in `seconds`."""
         return self.seconds.shape[1]
 
     @property
     def together(self) -> list[list[int]]:
-        """Tasks of each group, groups by their first task."""
+        """Lists of the tasks of each group, ordered by first task."""
         found: dict[int, list[int]] = {}
         for task, group in enumerate(self.groups):
             found.setdefault(group, []).append(task)
         return list(found.values())
 
     def weighted(self, weights: Sequence[float] | Floats) -> "Tasks":
-        """Seconds divided by each node's weight; one of 0, or nearly, takes it out."""
+        """Tasks whose seconds are divided by each node's weight.
+
+        A node of weight 0 has infinite seconds.
+        """
         with np.errstate(divide="ignore", over="ignore"):
             factors = 1 / np.asarray(weights, float)
         return replace(self, seconds=_product(self.seconds, factors[None, :]))
 
     def with_backward(self, factors: Sequence[float] | Floats) -> "Tasks":
-        """Also with the backward pass: each task again, on its node, in reverse.
+        """Adds the backward pass: each task again, on the same node, in reverse order.
 
-        What a task read from another it gives a gradient of as many bytes back to.
-        Gradients of arguments stay where they are made.
+        For each value that a task reads from another task, its backward task sends a
+        gradient of the same size to the backward task of the producer. Gradients of
+        arguments stay on the node that makes them.
 
         Args:
-            factors: seconds of each task's backward over its forward, `[tasks]`.
+            factors: seconds of each task's backward pass relative to its forward pass,
+                `[tasks]`.
         """
         num = len(self.names)
         behind = [2 * num - 1 - task for task in range(num)]
         passed = [replace(v, readers=_again(v, behind)) for v in self.passed]
-        # A value's gradient comes in one part from each task that read it; a schedule
-        # adds up those of one node.
-        # A task's backward comes after itself, also where it reads nothing else.
+        # An empty value makes each backward task run after its forward task.
         passed += [
             Passed(producer=task, num_bytes=0.0, readers=(behind[task],))
             for task in range(num)
         ]
+        # Each reader of a value makes one part of the value's gradient. The scheduler
+        # adds up the parts on one node.
         gradient_of = {}
         for number, value in enumerate(self.passed):
             if value.producer < 0 or not value.has_gradient:
@@ -129,31 +135,31 @@ class Tasks:
 
 
 def _again(value: Passed, behind: Sequence[int]) -> tuple[int, ...]:
-    """Readers of a value with the backward pass: it is kept for its own readers'."""
+    """Readers of a value, and the backward tasks of these readers."""
     return (*value.readers, *(behind[reader] for reader in reversed(value.readers)))
 
 
 def _product(seconds: Floats, factors: Floats) -> Floats:
-    """Their product; a task of 0 s on a node without weight takes for ever too."""
+    """Seconds times factors; infinite for an infinite factor, also if seconds are 0."""
     with np.errstate(invalid="ignore"):
         found = seconds * factors
     return np.where(np.isinf(factors), np.inf, found)
 
 
-# What tasks of a program hand to each other, and which of it has a gradient.
+# Values that pass between the tasks of a program, and which values have a gradient.
 
 
 def handed(
     graph: Graph, operators: Sequence[tuple[int, int]]
 ) -> tuple[list[int], list[Passed]]:
-    """Values that go from task to task, with arguments and results.
+    """Finds the values that pass between tasks, including arguments and results.
 
     Args:
         graph: the program.
-        operators: of each task the first, and the one after its last.
+        operators: first operator of each task, and the operator after its last.
 
     Returns:
-        Their numbers in `Graph.values`, and what tasks do with them.
+        The values' numbers in `Graph.values`, and a `Passed` for each value.
     """
     made, read = _made_and_read(graph, operators)
     kept = set(graph.outputs.values())
@@ -180,7 +186,7 @@ def handed(
 def _made_and_read(
     graph: Graph, operators: Sequence[tuple[int, int]]
 ) -> tuple[dict[int, int], dict[int, list[int]]]:
-    """For each value the task that makes it, and those that read it."""
+    """Maps each value to the task that makes it, and to the tasks that read it."""
     task_of = [
         t for t, (start, stop) in enumerate(operators) for _ in range(start, stop)
     ]
@@ -207,16 +213,19 @@ def _made_and_read(
 def with_gradients(
     graph: Graph, values: Sequence[int], passed: Sequence[Passed], params: str | None
 ) -> list[Passed]:
-    """Gradients only for values between parameters and the loss, the first result.
+    """Sets `has_gradient` of each value.
+
+    Only values on a path from the parameters to the loss have a gradient. The loss is
+    the program's first result.
 
     Args:
         graph: the program.
-        values: numbers of the values.
-        passed: what tasks do with them.
+        values: numbers of the values in `Graph.values`.
+        passed: producers and readers of the values.
         params: path of the argument that is differentiated; default: the first one.
 
     Raises:
-        ValueError: there is no such argument; lists those there are.
+        ValueError: the program has no such argument; the message lists its arguments.
     """
     heads = dict.fromkeys(path.split("/")[0] for path in graph.inputs)
     if params is not None and params not in heads:
@@ -242,29 +251,29 @@ def with_gradients(
     return [replace(one, has_gradient=at in ways) for at, one in enumerate(passed)]
 
 
-# Tasks of a traced program. A task is an operator or a whole loop, as no node can take
-# over inside a loop. Operators that the executor cannot separate are one task
+# Tasks of a traced program. A task is an operator or a whole loop, because a loop stays
+# on one node. Operators that the executor cannot separate are one task
 # (`together`). With grain `block` each of a run of equal layers is one task.
 
 
 Grain = Literal["operator", "block"]
 _TWICE = ("matmul", "convolution")
-"""Kinds whose backward pass has two products for one."""
+"""Kinds of operators with two products in the backward pass for one in the forward."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TaskGraph:
-    """Tasks, and what of the program each is."""
+    """Tasks with the operators and values of the program that the tasks consist of."""
 
     tasks: Tasks
     operators: tuple[tuple[int, int], ...]
-    """Of each task the first operator, and the one after its last."""
+    """First operator of each task, and the operator after its last."""
     values: tuple[int, ...]
-    """Of each value that tasks pass on its number in `Graph.values`."""
+    """Number in `Graph.values` of each value that passes between tasks."""
     backward: tuple[float, ...]
-    """Seconds of each task's backward pass over its forward."""
+    """Seconds of each task's backward pass relative to its forward pass."""
     notes: tuple[str, ...] = ()
-    """What was asked for and is not in the program."""
+    """Notes on pins of operators that the program lacks."""
 
 
 def tasks_of(
@@ -277,22 +286,23 @@ def tasks_of(
     together: Sequence[tuple[int, int]] = (),
     params: str | None = None,
 ) -> TaskGraph:
-    """The tasks of a program.
+    """Makes the tasks of a program, with their seconds on each node.
 
     Args:
         graph: the program.
-        nodes: of a cluster, with their types.
-        kernels: what is known of kernels beside the types.
-        affinity: operator (primitive, kind, or word of `kernels.CLASSES`) to the node,
-            type of device or platform that it is wanted on.
-        grain: `block`: each of a row of equal layers is one task.
-        together: operators that stay on one node, first and after the last: calls that
-            the executor cannot cut (`jaxprs.uncut`).
+        nodes: the nodes of a cluster, with device types.
+        kernels: kernels of devices, beside the kernels of the device types.
+        affinity: map from an operator (primitive, kind, or word of `kernels.CLASSES`)
+            to the wanted node, device type or platform.
+        grain: `operator`, or `block`, in which each of equal layers is one task.
+        together: operators that stay on one node, as pairs of the first operator and
+            the operator after the last: calls that the executor cannot cut
+            (`jaxprs.uncut`).
         params: path of the argument that is differentiated; default: the first one.
 
     Raises:
-        ValueError: an operator that no node has a kernel for, a pin that cannot be
-            met, or a name of neither; names the operator and what there is.
+        ValueError: no node has a kernel for an operator, a pin cannot be met, or a
+            name is unknown; the message has the operator and the allowed names.
     """
     pins = {} if affinity is None else affinity
     check_kernels(kernels, nodes, graph.operators)
@@ -319,7 +329,10 @@ def tasks_of(
 def _intervals(
     graph: Graph, grain: Grain, together: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, int]]:
-    """Stretches of operators that are one task; they cover the program."""
+    """Yields first operator and operator after the last of each task, in program order.
+
+    Overlapping loops, layers and pairs of `together` become one task.
+    """
     joined = [loop.operators for loop in graph.loops] + [*map(tuple, together)]
     if grain == "block":
         joined += _copies(graph)
@@ -345,7 +358,10 @@ def _intervals(
 
 
 def _copies(graph: Graph) -> list[tuple[int, int]]:
-    """Equal layers one by one; where rows of them overlap the longer one counts."""
+    """First operator and operator after the last of each of the equal layers.
+
+    Of runs of equal layers that overlap, the longest counts.
+    """
     rows = find_repeats(graph).repeats
     taken = np.zeros(len(graph.operators), bool)
     found = []
@@ -360,7 +376,7 @@ def _copies(graph: Graph) -> list[tuple[int, int]]:
 
 
 class _Seconds:
-    """How long each node takes for operators; alike ones are looked at once."""
+    """Prices operators on each device type; equal operators are priced once."""
 
     def __init__(
         self, graph: Graph, nodes: Nodes, kernels: Kernels, pins: Mapping[str, str]
@@ -371,7 +387,7 @@ class _Seconds:
         self._known: dict[Any, Floats] = {}
 
     def of(self, start: int, stop: int) -> Floats:
-        """Of a task, `[nodes]`; infinite where a kernel lacks, or a pin forbids it."""
+        """Seconds of a task, `[nodes]`; infinite without a kernel or against a pin."""
         numbers = range(start, stop)
         total = sum((self._speeds(n) for n in numbers), np.zeros(len(self.types)))
         has = np.ones(len(self.types), bool)
@@ -383,14 +399,14 @@ class _Seconds:
         return self._at_pins(found, numbers) if self.pins else found
 
     def backward(self, start: int, stop: int) -> float:
-        """Seconds of a task's backward pass over its forward, on the fastest type."""
+        """Seconds of a task's backward relative to its forward, on fastest types."""
         each = [float(self._speeds(number).min()) for number in range(start, stop)]
         some = self.graph.operators[start:stop]
         twice = sum(s for s, op in zip(each, some, strict=True) if op.kind in _TWICE)
         return 1.0 + (twice / sum(each) if sum(each) else 0.0)
 
     def _speeds(self, number: int) -> Floats:
-        """Of one operator, by type of device, all its executions."""
+        """Seconds of all executions of one operator, `[types]`."""
         op, values = self.graph.operators[number], self.graph.values
         arrays = tuple(
             (values[v].shape, values[v].dtype) for v in (*op.inputs, *op.outputs)
@@ -474,13 +490,13 @@ def _words(op: Operator, number: int) -> str:
 
 def _seconds(graph: Graph, device: DeviceType, done: Any) -> float:
     op = done.operator
-    # What a compiler fuses with its neighbours is not started by itself.
+    # A compiler fuses cheap operators with their neighbours, without a launch for each.
     launch = 0.0 if op.kind in CHEAP else device.efficiency.launch_s
     return op.trips * (float(computing_s(graph, device, done, {})) + launch)
 
 
 def _name(graph: Graph, start: int, stop: int) -> str:
-    """Such as `12 dot_general`, `3-40 scan`, `41-60 block`."""
+    """Name of a task, such as `12 dot_general`, `3-40 loop`, `41-60 block`."""
     if stop - start == 1:
         return f"{start} {graph.operators[start].primitive}"
     return f"{start}-{stop - 1} {_kind(graph, start, stop)}"

@@ -15,8 +15,8 @@ runs from a model's shape. Importing this package is light: names load on first 
 * `Lint`: a finding of `plan.lints()`.
 * `CAPABILITIES`: the knobs that each entry point and backend can run.
 * `trace`: traces a function of arrays into a program, for `place`.
-* From `dtft.placement` (operators on unlike nodes): `place`, `Placement`, `Kernels`,
-  `PricedTasks`.
+* From `dtft.placement` (operators on nodes of different kinds): `place`, `Placement`,
+  `Kernels`, `PricedTasks`.
 * From `dtft.balance` (load divided by measured waits): `Balance`, `Rules`,
   `Operators`, `Layers`, `Microbatches`.
 """

@@ -13,7 +13,7 @@ def check_whole(name: str, value: Any, least: int) -> None:
     """Checks that an argument is a whole number and at least `least`.
 
     Raises:
-        ValueError: the value is not; the message names the argument.
+        ValueError: the value is no such number; the message names the argument.
 
     >>> check_whole("moves", 2.0, 0)
     Traceback (most recent call last):
@@ -40,7 +40,8 @@ def check_choice(name: str, value: Any, choices: Any) -> None:
         choices: the `Literal` type.
 
     Raises:
-        ValueError: the value is not; the message names the argument and the words.
+        ValueError: the value is none of the words; the message names the argument and
+            the words.
     """
     words = get_args(choices)
     if not isinstance(value, str) or value not in words:
@@ -51,7 +52,7 @@ def check_flag(name: str, value: Any) -> None:
     """Checks that an argument is a bool.
 
     Raises:
-        ValueError: the value is not; the message names the argument.
+        ValueError: the value is no bool; the message names the argument.
     """
     if not isinstance(value, bool):
         raise ValueError(f"{name}={value!r:.80}. Allowed: True, False.")
@@ -61,7 +62,8 @@ def check_number(name: str, value: Any, least: float, most: float = math.inf) ->
     """Checks that an argument is a finite number from `least` to `most`.
 
     Raises:
-        ValueError: the value is not; the message names the argument and the range.
+        ValueError: the value is no such number; the message names the argument and the
+            range.
 
     >>> check_number("step", 5.0, 0.001, 1.0)
     Traceback (most recent call last):

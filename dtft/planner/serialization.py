@@ -16,7 +16,7 @@ from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_ty
 
 
 class Twice(ValueError):
-    """Error for a key that stands more than once in its mapping."""
+    """Error for a key that occurs more than once in its mapping."""
 
 
 def mapping_once(pairs: Iterable[tuple[Any, Any]], where: str) -> dict[Any, Any]:

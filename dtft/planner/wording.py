@@ -48,7 +48,7 @@ def seconds(value: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Formats a number of bytes in the largest binary unit below it.
+    """Formats a number of bytes in the largest binary unit that does not exceed it.
 
     >>> size(1536), size(80 * 2**30), size(-3)
     ('1.5 KiB', '80 GiB', '-3 B')

@@ -1,8 +1,9 @@
 """The workload of a plan: a traced step, and the roles of its arrays and dims.
 
-`of_step` and `of_loss` trace the user's functions and make a `Workload`. A workload
-says which leaves are parameters, optimizer state and batch, which dims index examples,
-positions and experts, and how many passes read each argument. Nothing is executed.
+`of_step` and `of_loss` trace the user's functions, without executing them, and make a
+`Workload`. A workload records which leaves are parameters, optimizer state and batch,
+which dims index examples, positions and experts, and how many passes read each
+argument.
 """
 
 import hashlib
@@ -191,7 +192,7 @@ Role = Literal["parameter", "optimizer", "batch"]
 _ROLES: Mapping[str, Role] = {
     "params": "parameter", "optimizer": "optimizer", "batch": "batch",
 }  # fmt: skip
-"""Map from the first part of an argument's path to its role; entry loss."""
+"""For entry loss: map from the first part of an argument's path to its role."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,15 +1,15 @@
-"""Training: the loop, and the process that it runs in.
+"""The training loop and the processes that run it.
 
-* `loop`: from a state to the state at the last step; `stop`: when that is; `run_log`:
-  what people are told; `run_directory`.
-* `runtime`: what the loop asks of its process. `single_process` answers for `dtft
-  train`, `worker` for a slot of a launched job (`python -m dtft.train.worker`);
-  `state_layout`, `drill_failure`: parts of the latter. `devices`: those of this
-  process.
+* `loop`: the training loop; `stop`: detects convergence; `run_log`: console output and
+  metrics files; `run_directory`: the directory of a run.
+* `runtime`: the interface between the loop and its process. `single_process` implements
+  the interface for `dtft train`, `worker` for a slot of a launched job
+  (`python -m dtft.train.worker`). `state_layout` and `drill_failure` are parts of the
+  worker. `devices`: the devices of this process.
 
-A step and its mesh are in `dtft.parallel`, configs in `dtft.config`. `make_step`,
-`jit_plan`, `make_placed_step` and `nodes_of_scopes` of `dtft.parallel` can be had here
-too.
+`dtft.parallel` has the train step and the mesh, `dtft.config` the configs. `make_step`,
+`jit_plan`, `make_placed_step` and `nodes_of_scopes` of `dtft.parallel` are exported
+here too.
 """
 
 from typing import TYPE_CHECKING

@@ -1,6 +1,6 @@
 """The JAX devices of this process, and settings to keep freed memory.
 
-`dtft train` runs on them, `dtft plan` plans for them.
+`dtft train` runs on these devices, and `dtft plan` makes plans for these devices.
 """
 
 import ctypes
@@ -13,21 +13,21 @@ from typing import Any
 from dtft.config import Experiment
 
 # XLA's CPU backend allocates a step's temporaries anew at each step. The C library maps
-# large ones and unmaps them afterwards, so every step begins with page faults: a third
-# of a step that has tens of megabytes per device.
+# large temporaries and unmaps them afterwards, so every step has page faults, which
+# take a third of the time of a step with tens of megabytes per device.
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8  # malloc.h
 _PAD_BYTES = 64 * 2**20
 
 
 def keep_freed(large: bool = False) -> bool:
-    """Keeps freed memory for the rest of this process, at its largest size.
+    """Makes the C library keep freed memory, instead of returning it to the kernel.
 
     Args:
-        large: also keeps more than 64 MiB of one thread: the C library's arenas for
-            threads cannot keep so much. All threads then share the main arena, and
-            compiling threads wait for its one lock. Call this function before JAX
-            makes its devices; existing threads keep their arenas.
+        large: whether to keep also more than 64 MiB freed by one thread, which the C
+            library's arenas for threads cannot keep. All threads then share the main
+            arena, and compiling threads wait for the lock of this arena. Call this
+            function before JAX makes its devices; existing threads keep their arenas.
 
     Returns:
         Whether the C library supports this (glibc); otherwise nothing changes.
@@ -48,9 +48,9 @@ def keep_freed(large: bool = False) -> bool:
 
 
 def devices_of(experiment: Experiment) -> list[Any]:
-    """This process's devices; on CPU as many as the experiment's whole cluster has.
+    """Returns this process's devices; on CPU as many as the experiment's cluster has.
 
-    So `dtft train` computes on CPU with the mesh that `dtft launch` would have.
+    So on CPU `dtft train` computes with the same mesh as `dtft launch`.
     """
     import jax
 
@@ -63,13 +63,13 @@ def devices_of(experiment: Experiment) -> list[Any]:
 
 
 def keep_cpu_memory(*, large: bool) -> None:
-    """Keeps freed memory for the next step if JAX can only find the CPU.
+    """Calls `keep_freed` if JAX can only find the CPU.
 
-    Must be called before JAX looks for devices. With an accelerator nothing
-    changes, since steps do not use the host's memory there.
+    Must be called before JAX looks for devices. With an accelerator nothing changes,
+    because steps do not use the host's memory.
 
     Args:
-        large: see `keep_freed`; used so that steps need the time that plans predict.
+        large: see `keep_freed`; True if steps must take the time that a plan predicts.
     """
     import jax
 

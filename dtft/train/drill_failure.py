@@ -1,7 +1,8 @@
-"""An exception in a training step, for a drill: ``DTFT_FAIL_AT=SLOT:STEP:WHEN:PATH``.
+"""Raises an exception in a training step, for a failure drill.
 
-WHEN is ``once`` or ``always``. ``once`` makes the file PATH first, and does not fail if
-PATH exists: a restarted trainer cannot remember an earlier failure.
+The environment variable is ``DTFT_FAIL_AT=SLOT:STEP:WHEN:PATH``, where WHEN is ``once``
+or ``always``. ``once`` makes the file PATH first and does not fail if PATH exists,
+because a restarted trainer cannot remember an earlier failure.
 """
 
 import os
@@ -22,7 +23,7 @@ class DrillFailure:
 
     @classmethod
     def from_environment(cls) -> "DrillFailure | None":
-        """The failure that the environment asks for; None if it asks for none."""
+        """Parses the environment variable; returns None if it is empty or not set."""
         text = os.environ.get(VARIABLE, "")
         return cls.parse(text) if text else None
 
@@ -47,10 +48,12 @@ class DrillFailure:
         return cls(slot=int(slot), step=int(step), once=when == "once", path=Path(path))
 
     def strike(self, slot: int, step: int) -> None:
-        """Raises if this is the step and slot of the failure.
+        """Fails if `slot` and `step` are those of the failure.
+
+        With `once`, a failure that has happened before is not repeated.
 
         Raises:
-            RuntimeError: the slot and step are those of the failure.
+            RuntimeError: the injected failure.
         """
         if (slot, step) != (self.slot, self.step):
             return

@@ -1,8 +1,8 @@
-"""The training loop: from a state to the state at the last step.
+"""The training loop: runs steps from the initial or restored state to the last step.
 
-Decides when a step is dispatched, checked, saved and logged. Everything that differs
-between one process and a cluster is behind the Runtime; everything that depends on a
-model is behind the TrainStep.
+Decides when a step is dispatched, checked, saved and logged. The `Runtime` contains
+everything that differs between one process and a cluster. The `TrainStep` contains
+everything that depends on the model.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ class Result:
     """The outcome of a run."""
 
     step: int
-    """The last step."""
+    """Number of the last step."""
     state: State
     """The state after the last step."""
     summary: dict[str, Any]
@@ -53,7 +53,7 @@ class Result:
 
 
 def run(experiment: Experiment, runtime: Runtime) -> Result:
-    """Trains until the experiment's stop, or until the runtime asks to end.
+    """Trains until the last step or a plateau, or until the runtime asks to stop.
 
     Raises:
         NonFinite: the loss became NaN or infinite.
@@ -93,7 +93,7 @@ def run(experiment: Experiment, runtime: Runtime) -> Result:
             runtime.entered("step", step)
             phase = "step"
             runtime.dispatched(step)
-            # While the devices work: the last step's log, the next step's rows.
+            # While the devices compute, log the last step and prepare the next rows.
             log.samples(step, batch.rows, batch.ids)
             log.write(watch.collect())
             watch.add(step, metrics)
@@ -106,7 +106,7 @@ def run(experiment: Experiment, runtime: Runtime) -> Result:
                 runtime.await_turn(step)
                 runtime.entered("step", step)
                 jax.block_until_ready((state, metrics))
-                log.write(watch.collect())  # a step that may be restored is in the log
+                log.write(watch.collect())  # log every step that can be restored
                 runtime.finished_step(step)
                 runtime.entered("save", step)
                 runtime.save(step, state, items_of(step))
@@ -128,7 +128,10 @@ def run(experiment: Experiment, runtime: Runtime) -> Result:
 
 
 def train_step_of(experiment: Experiment, runtime: Runtime) -> TrainStep:
-    """Makes the train step: planned, or by the config's mesh, shares or stages."""
+    """Makes the train step by the runtime's plan, or by the config if there is no plan.
+
+    The config chooses a load-balanced, pipelined or sharded step.
+    """
     mesh = runtime.mesh(experiment)
     if runtime.choice is not None:
         return planned_train_step(experiment, mesh, runtime.choice.plan)
@@ -149,11 +152,11 @@ def balancer_of(
     """Makes the load balancer of a run; None if balancing is off.
 
     Args:
-        experiment: has the settings in its field `balance`.
-        runtime: joined; names the hosts.
-        train_step: of `load_balanced_step`, unless balancing is off.
+        experiment: the experiment, with the settings in the field `balance`.
+        runtime: the runtime, after a call of `mesh`; has the names of the hosts.
+        train_step: the result of `load_balanced_step`, unless balancing is off.
         source: the training data.
-        items: of the checkpoint that the run continues from; empty at step 0.
+        items: items of the checkpoint that the run continues from; empty at step 0.
     """
     config = experiment.balance
     if config.policy == "off":
@@ -182,7 +185,7 @@ def balancer_of(
 
 
 class Watch:
-    """Follows the metrics and decides boundaries and the end.
+    """Collects the metrics; decides which steps are boundaries and when the run ends.
 
     Every decision depends only on step numbers and on values equal on all processes.
     """
@@ -194,9 +197,12 @@ class Watch:
         items: Items,
         should_save: Callable[[int], bool],
     ) -> None:
-        """Continues from a checkpoint's items, or starts anew from none.
+        """Continues from the items of a checkpoint; empty items start at step 0.
 
-        `should_save(step)` is asked once for every step that is not the last.
+        `should_save(step)` is called for every step except the last.
+
+        Raises:
+            ConfigError: the checkpoint has another data position or data identity.
         """
         self._experiment, self._identity = experiment, identity
         self._should_save = should_save
@@ -214,15 +220,16 @@ class Watch:
                 )
 
     def add(self, step: int, metrics: Metrics) -> None:
-        """Remembers the metrics of a dispatched step, without waiting for the
-        values.
-        """
+        """Stores the metrics of a dispatched step without waiting for the values."""
         self._pending.append((step, metrics))
 
     def collect(self) -> list[Record]:
-        """Fetches the metrics of every remembered step, each once, for the log.
+        """Waits for the metrics added since the last call, and returns their values.
 
-        Also follows the plateau and refuses a loss that is not finite.
+        Also updates the plateau.
+
+        Raises:
+            NonFinite: a loss is NaN or infinite.
         """
         records: list[Record] = []
         for step, metrics in self._pending:
@@ -241,9 +248,10 @@ class Watch:
     def ended(self, step: int) -> bool:
         """Whether the run's goal is reached: the last step or a plateau.
 
-        A plateau counts only at a saved step. With an automatic interval it counts only
-        at multiples of `max_interval`, so that the end does not depend on timing.
-        Values that are not collected yet may turn a True into False, never the reverse.
+        A plateau counts only at a saved step. With an automatic interval a plateau
+        counts only at multiples of `max_interval`, so that the end does not depend on
+        timing. Metrics that are not collected yet can change the result from True to
+        False, but not from False to True.
         """
         stop, checkpoint = self._experiment.stop, self._experiment.checkpoint
         saved = step in (self.start, self._saved)
@@ -252,7 +260,7 @@ class Watch:
         return step >= stop.steps or (saved and self._plateau.converged(stop, step))
 
     def items(self, step: int) -> Items:
-        """The items (no arrays) of a checkpoint of `step`."""
+        """Returns the values of a checkpoint of `step` that are not arrays."""
         return {
             "step": step,
             "position": self._position(step),

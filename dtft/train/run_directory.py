@@ -1,4 +1,4 @@
-"""The directory of a run: its path, its creation, and its use by one run only."""
+"""The directory of a run: its path, its creation, and a lock against other runs."""
 
 import os
 import time
@@ -12,7 +12,7 @@ from dtft.config import ConfigError, Experiment
 
 
 def with_run_dir(experiment: Experiment) -> Experiment:
-    """Fills in the run directory from the name and the time."""
+    """Sets `log.run_dir` from the experiment's name and the time, if it is not set."""
     if experiment.log.run_dir:
         return experiment
     started = time.strftime("%Y%m%d-%H%M%S")
@@ -40,10 +40,10 @@ def make_run_directory(directory: Path) -> None:
 
 @contextmanager
 def only_run_in(directory: Path) -> Iterator[None]:
-    """Makes a run directory and keeps other runs out of it until the body ends.
+    """Makes a run directory and locks it against other runs until the body ends.
 
-    A directory that stays empty, as the run was refused, is removed again. The lock is
-    free once its process has ended.
+    A directory that stays empty, because the run was refused, is removed again. The
+    kernel releases the lock when its process ends.
 
     Raises:
         ConfigError: the directory cannot be made or written to, or another run uses it.

@@ -1,7 +1,7 @@
 """The output of a run: banner, log lines, metrics files, samples, summary.
 
-Decides wording and file formats only, not the computation. Only the leading process
-writes, except that each process writes its samples.
+Decides wording and file formats, and has no effect on the computation. Only the leading
+process writes, except that each process writes the ids of the samples it used.
 """
 
 import json
@@ -34,7 +34,7 @@ class RunLog:
         *,
         start: int,
     ) -> None:
-        """Opens nothing yet; `start` is the step that the run continues from."""
+        """Stores the arguments; `start` is the step that the run continues from."""
         self._experiment, self._runtime = experiment, runtime
         self._train_step = train_step
         self._start = self._timed_step = start
@@ -100,7 +100,7 @@ class RunLog:
         self._append(json.dumps(record), self._samples)
 
     def write(self, records: Sequence[Record]) -> None:
-        """Writes the records that are due by `log.every`, and the last step's."""
+        """Writes the records of multiples of `log.every`, and of the last step."""
         for step, values in records:
             if step == self._start + 1:  # compilation is over: time from here
                 self._timed_step, self._timed_at = step, time.monotonic()
@@ -110,7 +110,7 @@ class RunLog:
                 self._write(step, values)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Writes summary.json and keeps its line for the end."""
+        """Writes summary.json and stores the line that `__exit__` prints."""
         if not self._leading:
             return
         seconds = round(time.monotonic() - self._began, 3)
@@ -134,9 +134,10 @@ class RunLog:
         self._ended = "  ".join([f"{head} at step {summary['step']}", *values])
 
     def _calibration(self) -> None:
-        """Logs the measured step times of the plan, to correct the planner by.
+        """Appends the plan's measured step times to a file that corrects the planner.
 
-        A plan predicted for other devices is not logged, since its times teach nothing.
+        A plan that was predicted for other devices is not logged, because its times
+        cannot be compared with the prediction.
         """
         choice, path = self._runtime.choice, self._runtime.run_directory
         if choice is None or not choice.is_predicted or not self._step_s:
@@ -170,7 +171,7 @@ class RunLog:
             **timing,
         }
         self._append(dumps(record), self._metrics)
-        # TensorBoard's writer dies of a full disk and then blocks its callers.
+        # On a full disk TensorBoard's writer thread ends, and later calls block.
         if self._board is not None and self._disk.has_room():
             for name, value in {**values, **timing}.items():
                 self._board.add_scalar(name, value, step)
@@ -184,7 +185,7 @@ class RunLog:
 
 
 def throughput_unit(experiment: Experiment) -> tuple[str, int]:
-    """The unit of throughput, and the number of units in one step."""
+    """Returns the unit of throughput and the number of units in one step."""
     tokens = experiment.data.tokens_per_example
     batch = experiment.data.global_batch
     return ("tokens", batch * tokens) if tokens else ("examples", batch)
@@ -198,7 +199,7 @@ def log_line(
     unit: str,
     per_step: int,
 ) -> str:
-    """One log line.
+    """Formats one log line; `seconds` per step adds time, throughput and ETA.
 
     >>> values = {"loss": 0.41234, "learning_rate": 1e-3, "grad_norm": 0.83}
     >>> log_line(120, 1000, values, 0.0124, "examples", 96)
@@ -224,7 +225,7 @@ def log_line(
 def banner(
     experiment: Experiment, runtime: Runtime, train_step: TrainStep, start: int
 ) -> list[str]:
-    """The lines printed before the first step."""
+    """Returns the lines printed before the first step."""
     mesh = train_step.mesh
     sizes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items())
     kind = mesh.devices.flat[0].device_kind
@@ -244,7 +245,7 @@ def banner(
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that influence results."""
+    """Returns the versions of the packages that influence results."""
     from importlib.metadata import version
 
     names = ("jax", "jaxlib", "flax", "optax")
@@ -252,7 +253,7 @@ def versions() -> dict[str, str]:
 
 
 def write_config(run_directory: Path, resolved: str, command: Sequence[str]) -> None:
-    """Writes the resolved config, and beside it the command line and versions."""
+    """Writes config.json, and command.json with the command line and the versions."""
     record = {"command": list(command), "versions": versions()}
     run_directory.mkdir(parents=True, exist_ok=True)
     _replace(run_directory / "config.json", resolved + "\n")
@@ -260,7 +261,7 @@ def write_config(run_directory: Path, resolved: str, command: Sequence[str]) -> 
 
 
 def _replace(path: Path, text: str) -> None:
-    """Writes a file whole or not at all: a full disk must not leave an empty one."""
+    """Replaces a file atomically, so that a full disk leaves no truncated file."""
     if not path.exists() or path.read_text() != text:
         fresh = path.with_suffix(".new")
         fresh.write_text(text)
@@ -268,7 +269,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def dumps(record: Mapping[str, Any], indent: int | None = None) -> str:
-    """JSON in which NaN and infinities are strings.
+    """Formats a record as JSON, with NaN and infinities as strings.
 
     >>> dumps({"loss": float("nan"), "step": 3})
     '{"loss": "nan", "step": 3}'

@@ -1,7 +1,8 @@
 """The interface between the training loop and its process.
 
-The loop decides steps; a runtime decides where state is restored from and saved to. The
-elastic runtime is in `worker`, the runtime of `dtft train` in `single_process`.
+The loop runs the steps; a runtime decides where state is restored from and saved to.
+The runtime of a launched job is in `worker`, the runtime of `dtft train` in
+`single_process`.
 """
 
 from pathlib import Path
@@ -15,11 +16,11 @@ from dtft.parallel import State
 from dtft.parallel.planning import PlanChoice
 
 Items = dict[str, Any]
-"""A checkpoint's values that are not arrays, as JSON:"""
+"""The values of a checkpoint that are not arrays, and can be written as JSON."""
 
 
 class Runtime(Protocol):
-    """The loop's view of its process. Only the training thread calls the methods."""
+    """The process as the loop uses it. Only the training thread calls the methods."""
 
     @property
     def slot(self) -> int:
@@ -28,12 +29,12 @@ class Runtime(Protocol):
 
     @property
     def num_slots(self) -> int:
-        """Number of positions."""
+        """Number of slots."""
         ...
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The name of each position's host; shares are learned per host."""
+        """Name of each slot's host; load balancing learns a share of rows per host."""
         ...
 
     @property
@@ -53,12 +54,12 @@ class Runtime(Protocol):
 
     @property
     def run_directory(self) -> Path:
-        """The run directory, which exists."""
+        """Path of the run directory, which exists."""
         ...
 
     @property
     def choice(self) -> PlanChoice | None:
-        """The plan, once `mesh` was called; None where the config's mesh decides."""
+        """The plan that `mesh` chose; None before, and if the config's mesh is used."""
         ...
 
     @property
@@ -76,7 +77,7 @@ class Runtime(Protocol):
         ...
 
     def restore(self, abstract_state: State) -> tuple[State, Items] | None:
-        """The state to start from, or None for step 0.
+        """Returns the state and items to continue from; None to start at step 0.
 
         Raises:
             Exception: a state exists but cannot be loaded; nothing was changed.
@@ -84,11 +85,11 @@ class Runtime(Protocol):
         ...
 
     def entered(self, phase: Phase, step: int) -> None:
-        """The loop begins a phase of its work for state number `step`."""
+        """Called when the loop enters a phase of the work for `step`."""
         ...
 
     def dispatched(self, step: int) -> None:
-        """The computation of state number `step` was handed to the devices."""
+        """Called after the computation of `step` is dispatched to the devices."""
         ...
 
     def should_save(self, step: int) -> bool:
@@ -96,21 +97,25 @@ class Runtime(Protocol):
         ...
 
     def takes(self, step: int) -> bool:
-        """Whether `save` keeps the state of this boundary, so that it is waited for."""
+        """Whether `save` stores the state of the boundary `step`.
+
+        If so, the loop waits for the state before it calls `save`.
+        """
         ...
 
     def await_turn(self, step: int) -> None:
-        """Blocks until the last snapshot is safe, so that `step` may be collected."""
+        """Blocks until the last snapshot is safe, so that the next one may be taken."""
         ...
 
     def finished_step(self, step: int) -> None:
-        """The result of `step` is ready; called at boundaries, before `save`."""
+        """Called at a boundary before `save`, when the result of `step` is ready."""
         ...
 
     def save(self, step: int, state: State, items: Items) -> None:
-        """Takes a snapshot: `state` is ready, and is donated once this returns.
+        """Takes a snapshot of `state`, whose arrays are ready.
 
-        Not called at a boundary that this runtime does not take.
+        The next step donates the arrays, so they must not be read after the return.
+        Called only when the run has ended and at boundaries for which `takes` is True.
         """
         ...
 
@@ -121,5 +126,5 @@ class Runtime(Protocol):
     def finish(
         self, step: int, summary: dict[str, Any], state: State, items: Items
     ) -> None:
-        """The run has ended at `step`, at its goal or because `should_stop` said so."""
+        """Called after the last step, at the goal or after `should_stop` was True."""
         ...

@@ -1,6 +1,6 @@
-"""`dtft train`: one process, all local devices, no memory tier.
+"""`dtft train`: training in one process on all local devices.
 
-Handles signals; saves state to and restores state from the storage tier.
+Handles signals. Saves checkpoints to storage only, without copies in memory.
 """
 
 import shlex
@@ -66,11 +66,11 @@ def train(config: str, overrides: Sequence[str]) -> int:
 
 
 def resume_command(config: str, overrides: Sequence[str], made: str) -> str:
-    """The command line that continues a run: the same words and the run directory.
+    """Returns the command line that continues a run: the same words and the directory.
 
     Args:
-        config: path or name.
-        overrides: keys of the config, as they were typed.
+        config: path or name of the config.
+        overrides: keys and values that override the config, as typed.
         made: the run directory, if neither config nor overrides name one; else empty.
 
     >>> resume_command("x", ["--seed", "1"], "runs/x-1")
@@ -85,7 +85,7 @@ class UnreadableCheckpoint(RuntimeError):
 
 
 class LocalRuntime:
-    """The Runtime of a single process, with the storage tier only."""
+    """The `Runtime` of a single process, which saves checkpoints to storage only."""
 
     slot = 0
     num_slots = 1
@@ -127,7 +127,7 @@ class LocalRuntime:
         )
 
     def mesh(self, experiment: Experiment) -> Any:
-        """A mesh over all local devices.
+        """Makes a mesh over all local devices; first chooses the plan, if any.
 
         Raises:
             ConfigError: the requested plan cannot be found, or cannot run here.
@@ -177,11 +177,11 @@ class LocalRuntime:
         return from_paths(abstract_state, arrays), items
 
     def entered(self, phase: Phase, step: int) -> None:
-        """Remembers phase and step, for the error text of a crash."""
+        """Stores phase and step for the error text of a crash."""
         self._at = phase, step
 
     def crash_text(self) -> str:
-        """Text for a crash: phase and step, newest checkpoint, resume command."""
+        """Returns the phase and step, newest checkpoint and resume command as text."""
         phase, step = self._at
         stored = self._storage.latest_step()
         kept = (
@@ -213,7 +213,7 @@ class LocalRuntime:
         """Does nothing: no agent follows this run."""
 
     def save(self, step: int, state: Any, items: dict[str, Any]) -> None:
-        """Saves the state to storage when a checkpoint is due."""
+        """Saves the state to storage at multiples of the storage interval."""
         if self.takes(step):
             self._store(step, state, items)
 
@@ -232,10 +232,10 @@ class LocalRuntime:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Ends the run after the step on Ctrl-C, SIGTERM or SIGHUP; at once on a
-        second.
+        """Handles Ctrl-C, SIGTERM and SIGHUP: the run ends at the next boundary.
 
-        A second SIGHUP does not end the run at once: a closing terminal sends several.
+        The first Ctrl-C or SIGTERM restores its former handler, so a second one ends
+        the run at once. SIGHUP does not, because a closing terminal sends several.
         """
         before = {number: signal.getsignal(number) for number in heard_signals()}
 
@@ -259,8 +259,8 @@ class LocalRuntime:
         self._storage.wait_until_finished()  # raises an error of the last save
         arrays = with_plain_keys(to_paths(state))
         if self._devices[0].platform == "cpu":
-            # The next step donates these buffers. Orbax returns once it has copied
-            # what is on a device, but reads the CPU's buffers while it writes.
+            # The next step donates these buffers. Orbax copies an accelerator's buffers
+            # before it returns, but reads the CPU's buffers while it writes.
             arrays = {path: array.copy() for path, array in arrays.items()}
         self._storage.save(step, arrays, {**items, "config": self._resolved})
         self._saved = step

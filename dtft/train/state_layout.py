@@ -1,4 +1,4 @@
-"""The layout of a state for the memory tier: its leaves and their mesh."""
+"""The layout of a state for checkpoints in memory: the leaves and their mesh."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from dtft.parallel import State
 def layout_of(
     abstract_state: State, process_to_slot: Sequence[int], config: str
 ) -> Layout:
-    """Makes the layout of a state for the memory tier.
+    """Makes the layout of a state for checkpoints in memory.
 
     Args:
         abstract_state: leaves with NamedShardings, all on one mesh.

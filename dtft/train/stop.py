@@ -1,7 +1,7 @@
-"""Convergence of training: a metric's plateau, as a pure fold over its values.
+"""Detects convergence: a plateau of a metric, updated by a pure function per step.
 
-Decides from the config and the values alone, which are the same on every process.
-Its state travels in checkpoints as JSON.
+The decision depends only on the config and on metrics, which are equal on every
+process. Checkpoints contain the plateau as JSON.
 """
 
 import math
@@ -18,15 +18,17 @@ class NonFinite(FloatingPointError):
 
 @dataclass(frozen=True, kw_only=True)
 class Plateau:
-    """The best value of the watched metric so far."""
+    """The best value of the watched metric so far, and its step."""
 
     best: float | None = None
-    """None before the first value."""
+    """Best value; None before the first value."""
     best_step: int = 0
     """Step of the best value."""
 
     def observe(self, config: StopConfig, step: int, value: float) -> "Plateau":
-        """The state after one more value.
+        """Returns the plateau after one more value.
+
+        A value is an improvement if it is better by more than `min_delta`.
 
         >>> config = StopConfig(metric="loss", patience=2)
         >>> Plateau().observe(config, 1, 0.5).observe(config, 2, 0.7)
@@ -39,16 +41,16 @@ class Plateau:
         return replace(self, best=value, best_step=step)
 
     def converged(self, config: StopConfig, step: int) -> bool:
-        """Whether `patience` steps have passed without improvement."""
+        """Whether a metric is watched and has not improved for `patience` steps."""
         return bool(config.metric) and step - self.best_step >= config.patience
 
     def to_items(self) -> dict[str, Any]:
-        """A JSON object; inverse of `from_items`."""
+        """Returns the fields as a JSON object; inverse of `from_items`."""
         return asdict(self)
 
     @classmethod
     def from_items(cls, items: Mapping[str, Any]) -> "Plateau":
-        """Reads what `to_items` wrote."""
+        """Makes a plateau from the result of `to_items`; empty items give defaults."""
         return cls(**items)
 
 

@@ -1,9 +1,9 @@
 """The trainer process of one host in a launched job.
 
-``python -m dtft.train.worker CONFIG [overrides]`` is started by an agent, does its
-imports, and waits on the agent's socket for a slot, so a standby starts without delay.
-Then the process runs the same loop as ``dtft train``, in an `AgentRuntime`. The process
-may be killed at any moment.
+An agent starts ``python -m dtft.train.worker CONFIG [overrides]``. The process imports
+its modules, then waits on the agent's socket for a slot, so that a standby host starts
+training without delay. Then the process runs the same loop as ``dtft train``, in an
+`AgentRuntime`. The process may be killed at any moment.
 """
 
 import contextlib
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
 
 AHEAD = 2
-"""Steps between dispatch and known end: at step s, step s - AHEAD has ended."""
+"""Steps dispatched ahead: at the dispatch of step s, step s - AHEAD has finished."""
 
 
 class WindowClock:
     """Times the steps between two snapshots, as the training loop sees them.
 
     Steps are dispatched ahead: at the dispatch of step s the loop knows that step s - 2
-    is finished; right after a boundary it has waited for all steps. From these moments
-    follow the steps during a replication and the steps without a replication.
+    is finished. At a boundary the loop waits for all steps. The times of these events
+    separate the steps during a replication from the steps without a replication.
 
     >>> clock = WindowClock()
     >>> clock.finished(10, 10.0, released_at=0.0, stall_s=0.0) is None
@@ -53,7 +53,7 @@ class WindowClock:
     """
 
     def __init__(self) -> None:
-        """Starts without any recorded step."""
+        """Makes a clock without recorded steps."""
         self._last: tuple[int, float] | None = None
         self._dispatched: list[tuple[int, float]] = []
 
@@ -119,7 +119,7 @@ class AgentRuntime:
         start: dict[str, Any],
         resume: str,
     ) -> None:
-        """Takes the slot that `start` describes; joins nothing yet."""
+        """Takes the slot that `start` describes; `mesh` joins the JAX world later."""
         self.slot: int = start["slot"]
         self.num_slots: int = start["num_slots"]
         self.hosts: tuple[str, ...] = tuple(start["hosts"])
@@ -149,7 +149,7 @@ class AgentRuntime:
         self._seen = Experience()
 
     def mesh(self, experiment: Experiment) -> Any:
-        """Joins the JAX world of this formation; device order is slot order."""
+        """Joins the JAX world, chooses the plan and makes the mesh in slot order."""
         import jax
 
         from dtft import _jax_internals
@@ -172,7 +172,7 @@ class AgentRuntime:
         return make_mesh(scaled_mesh(experiment, self.num_slots, per_host), devices)
 
     def _recorded(self) -> dict[str, Any]:
-        """The items (no arrays) of the checkpoint that will be restored."""
+        """Returns the values (no arrays) of the checkpoint that will be restored."""
         from dtft.checkpoint.storage import StorageTier
 
         step = self._start["storage_step"]
@@ -226,12 +226,12 @@ class AgentRuntime:
         return from_paths(abstract_state, with_typed_keys(arrays, abstract)), items
 
     def entered(self, phase: Phase, step: int) -> None:
-        """Writes the phase and its begin to the board, which the agent reads."""
+        """Writes the phase and its start time to the board, which the agent reads."""
         self._board.enter(phase, time.monotonic_ns())
         self.at = phase, step
 
     def dispatched(self, step: int) -> None:
-        """Records a dispatched step on the board; plays the drill's failure."""
+        """Records a dispatched step on the board; raises the drill's failure if due."""
         self._board.set("computing", step)
         self._dispatched_at.append(time.monotonic())
         self._clock.dispatched(step, self._dispatched_at[-1])
@@ -241,7 +241,7 @@ class AgentRuntime:
             self._drill.strike(self.slot, step)
 
     def should_save(self, step: int) -> bool:
-        """Whether this step has a snapshot."""
+        """Whether a snapshot is taken after `step`."""
         return self._manager.should_save(step)
 
     def takes(self, step: int) -> bool:
@@ -250,7 +250,7 @@ class AgentRuntime:
         return True
 
     def await_turn(self, step: int) -> None:
-        """Waits for the last snapshot: at most one step runs ahead of replication."""
+        """Waits until the last snapshot is safe in memory."""
         del step
         self._manager.wait_until_finished()
 
@@ -309,7 +309,9 @@ class AgentRuntime:
 
 
 def speed(dispatched_at: Sequence[float], stalls_s: Sequence[float]) -> dict[str, Any]:
-    """Wall time per step after warm-up, per step of the last half, and per snapshot.
+    """Computes the mean seconds per step and the mean stall per snapshot in seconds.
+
+    `step_s` leaves out the warm-up; `late_step_s` is measured over the last half.
 
     >>> speed([float(t) for t in range(30)], [0.5])
     {'step_s': 1.0, 'late_step_s': 1.0, 'snapshots': 1, 'stall_s': 0.5}
@@ -325,12 +327,13 @@ def speed(dispatched_at: Sequence[float], stalls_s: Sequence[float]) -> dict[str
 
 
 FATAL = (ValueError, NonFinite)
-"""Errors that would occur again on any host and therefore end the job."""
+"""Errors that would occur again on any host and therefore end the whole job."""
 LAST_WORDS_S = 5.0
 """Seconds that a failed trainer waits until its agent ends the process."""
 ERROR_CHARACTERS = 2000
 TRACEBACK_CHARACTERS = 8 << 10
-"""Limits of an exception's text and traceback in a report; the log has all."""
+"""Limits in characters of an exception's text and its traceback in a report; the log
+has both in full."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -368,7 +371,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def failure(error: BaseException, at: tuple[str, int]) -> dict[str, Any]:
-    """The fields of the message `failed`, which reports an exception to the leader.
+    """Makes the fields of the message `failed`, which reports an exception.
 
     Args:
         error: the exception that has ended training, with its traceback.
@@ -386,10 +389,10 @@ def failure(error: BaseException, at: tuple[str, int]) -> dict[str, Any]:
 
 
 def _evidence(error: Exception, at: tuple[str, int]) -> dict[str, Any]:
-    """The log's path, and a traceback where the error may be the user's.
+    """Returns the log's path; adds the traceback if the user's code may have failed.
 
-    dtft's own errors name the remedy; an error during training steps may come from the
-    user's model or data.
+    An error during training steps may come from the user's model or data. Errors of
+    dtft name the remedy and need no traceback.
     """
     of_user = at[0] not in ("start", "restore")
     if of_user and not isinstance(error, ConfigError | NonFinite):
@@ -402,7 +405,7 @@ def _cut(text: str, most: int) -> str:
 
 
 def _log_path() -> str:
-    """Path of the file that stderr writes to; "" if stderr is no file."""
+    """Returns the path of the file that stderr writes to; "" if stderr is no file."""
     try:
         path = os.readlink("/proc/self/fd/2")
     except OSError:
@@ -432,7 +435,7 @@ class TrainerProcess:
     def __init__(
         self, experiment: Experiment, link: AgentLink, arguments: Sequence[str]
     ) -> None:
-        """Has no slot yet."""
+        """Stores the arguments; `train` takes a slot."""
         self._experiment, self._link, self._arguments = experiment, link, arguments
         self._runtime: AgentRuntime | None = None
 
@@ -460,8 +463,9 @@ class TrainerProcess:
 
 
 def _keep_stdout_for_people() -> None:
-    """Redirects file descriptor 1, which libraries such as gloo write to, to the
-    log.
+    """Redirects file descriptor 1, where libraries such as gloo print, to the log.
+
+    `sys.stdout` writes to the former descriptor.
     """
     people = io.BufferedWriter(ForPeople(os.dup(1)))
     sys.stdout = io.TextIOWrapper(people, line_buffering=True)
@@ -469,9 +473,9 @@ def _keep_stdout_for_people() -> None:
 
 
 class ForPeople(io.RawIOBase):
-    """A stdout for people that drops output once the terminal is closed.
+    """A stdout stream that drops output once the terminal is closed.
 
-    Training must not end because nobody reads its output.
+    An error of the closed terminal must not end training.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -492,9 +496,7 @@ class ForPeople(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        """Writes bytes; returns the number written, or all after the reader has
-        gone.
-        """
+        """Writes bytes and returns their number; drops all bytes if writing fails."""
         content = memoryview(data)
         try:
             return os.write(self._descriptor, content)
@@ -514,7 +516,7 @@ def _code(error: Exception) -> int:
 def _import_everything(experiment: Any) -> None:
     """Imports modules and makes datasets in advance; must not touch a device."""
     if experiment.cluster.devices_per_host > 0:
-        # Before threads start: a planned step shall take as long as predicted.
+        # Before threads start, so that a planned step takes the predicted time.
         keep_freed(large=bool(experiment.plan))
     import jax
 

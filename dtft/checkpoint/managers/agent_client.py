@@ -1,7 +1,7 @@
 """The trainer's client of the memory tier, through the agent of its host.
 
-`AgentCheckpointManager` has the interface of Orbax's CheckpointManager, for dtft's own
-trainers. `AttachedMemory` extends it for the processes of a user's own job.
+`AgentCheckpointManager` has the method names of Orbax's CheckpointManager, for dtft's
+own trainers. `AttachedMemory` is a subclass for the processes of a user's own job.
 """
 
 import contextlib
@@ -81,9 +81,9 @@ class AgentCheckpointManager:
             cadence: after which steps `should_save`; by default after every step.
             automatic: whether the leader changes the interval; commits then hold the
                 interval.
-            last: the last step of the run, which is saved whatever the cadence is. If
-                it is given, buffers for the next step are requested as soon as the
-                saved step is safe.
+            last: the last step of the run, which is always saved. If `last` is given,
+                buffers for the next step are requested as soon as the saved step is
+                safe.
 
         Raises:
             TimeoutError: the agent did not answer in time.
@@ -130,7 +130,7 @@ class AgentCheckpointManager:
         if self._order["source"] != "memory":
             self._mapping = self._arena.prefault()
 
-    # -------------------------------------------------------- what the agent says
+    # ---------------------------------------------------- messages of the agent
 
     def _take(self, message: dict[str, Any]) -> None:
         op = message["op"]
@@ -166,7 +166,7 @@ class AgentCheckpointManager:
         return self._committed or None
 
     def all_steps(self) -> tuple[int, ...]:
-        """The steps on offer: the last commit and the stored steps, ascending."""
+        """The restorable steps: the last commit and the stored steps, ascending."""
         stored = storage_steps(self._storage_directory)
         return tuple(sorted({*stored, self._committed} - {0}))
 
@@ -228,15 +228,15 @@ class AgentCheckpointManager:
     def restore(
         self, step: int | None = None, *, args: RestoreArgs
     ) -> tuple[dict[str, jax.Array], dict[str, Any]] | None:
-        """Restores the step that the leader chose for this formation.
+        """Restores the step of the agent's restore order, which the leader chose.
 
         Returns:
             The arrays by leaf path, and the items; None for a fresh start.
 
         Raises:
             ValueError: `step` is not the step that the leader chose.
-            CorruptCopy: a copy in this host's memory is corrupt. All hosts must form
-                again, and this copy will not be offered again.
+            CorruptCopy: a copy in this host's memory is corrupt. All hosts must then
+                restore anew, and the corrupt copy is not offered again.
         """
         order = self._order
         assert order is not None
@@ -312,7 +312,7 @@ class AgentCheckpointManager:
 
 LEAVE_S = 5.0
 NONE = -1
-"""The number for no step; users count steps from 0."""
+"""Number that means no step; 0 cannot, because users count steps from 0."""
 
 
 class NotHeld(LookupError):
@@ -326,8 +326,9 @@ class NotBrought(RuntimeError):
 class AttachedMemory(AgentCheckpointManager):
     """The memory tier of one process of a user's job, through the attached agent.
 
-    In addition to `AgentCheckpointManager` it waits for all processes of the job, finds
-    and reads committed steps, requests storage, and reports why its agent detached it.
+    Extends `AgentCheckpointManager`: waits for all processes of the job, finds and
+    reads committed steps, requests writes to storage, and reports why the agent has
+    detached the process.
     """
 
     def __init__(

@@ -121,7 +121,10 @@ _LARGEST = 256 << 20
 
 @contextlib.contextmanager
 def _address(path: Path) -> Iterator[str]:
-    """A short address for a Unix socket at any path; addresses have up to 107 bytes."""
+    """A short address of a Unix socket, valid while the context lasts.
+
+    An address has at most 107 bytes, but the path of a socket may be longer.
+    """
     directory = os.open(path.parent, os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{directory}/{path.name}"
@@ -228,7 +231,8 @@ class AgentLink:
         """Waits for the next message; the end of the other process ends the wait.
 
         Args:
-            timeout_s: limit of every wait for bytes, also in later calls of the socket.
+            timeout_s: limit of every wait for bytes, in seconds; None for no limit. The
+                limit remains set on the socket, also for sends.
 
         Raises:
             LinkClosed: the other end is closed.
@@ -339,7 +343,8 @@ class Outbox:
 AGENT_SOCKET = "agent.sock"
 AGENT_SOCKET_VARIABLE = "DTFT_AGENT_SOCKET"
 TAKEN_S = 2.0
-"""Seconds for which a taken agent is asked again: its process may just have ended."""
+"""Seconds for which an agent that already has a process is asked again. The process
+may just have ended."""
 ATTACHED = "attached"
 """The answer of an agent that accepts a process; the other answer is `refused`."""
 ANSWER_S = 10.0
@@ -375,7 +380,7 @@ class Attached:
     job: str
     host: str
     deadline_s: float
-    """Limit of every wait for the agent."""
+    """Limit of every wait for the agent, in seconds."""
 
 
 def attach(given: str | None, terms: Mapping[str, Any]) -> Attached:
@@ -387,7 +392,7 @@ def attach(given: str | None, terms: Mapping[str, Any]) -> Attached:
             this process.
 
     Raises:
-        NoAgent: there is no agent, or the agent refuses; says what to do.
+        NoAgent: no agent was found, or the agent refuses; the message gives the remedy.
     """
     until = time.monotonic() + TAKEN_S
     path = _found(given, until)
@@ -573,7 +578,7 @@ LAST_WORDS_S = 1.0
 
 
 class AgentGone(RuntimeError):
-    """The agent of this process has ended, or has detached it; says why."""
+    """The agent has ended or has detached this process; the message has the reason."""
 
 
 class Dialogue:
@@ -589,7 +594,7 @@ class Dialogue:
         self.gone = False
         """Whether the agent has ended, or has detached this process."""
         self.farewell = "this host's agent has ended"
-        """The reason given by `AgentGone`; the default until the agent sends one."""
+        """The message of `AgentGone`; a default until the agent sends a reason."""
         self._link, self.deadline_s = link, deadline_s
         self._outbox = Outbox(link)
 

@@ -1,8 +1,9 @@
-"""The steps of one process of several: in the memory of their hosts, some in storage.
+"""The steps of a job of several processes: all in host memory, some in storage.
 
 `JobSteps` implements `ReplicatedCheckpointManager` in a `jax.distributed` job. Every
-process makes the same calls. The module turns trees into slices and back and chooses
-memory or storage, alike on every process; agents copy, replicate and commit the steps.
+process makes the same calls. The module converts trees to slices and back, and decides
+whether a step is read from memory or from storage; all processes decide the same.
+Agents copy, replicate and commit the steps.
 """
 
 import dataclasses
@@ -49,28 +50,29 @@ from dtft.checkpoint.storage import (
     same_slices,
 )
 
-# The shardings that a step of a job was saved with: as JSON beside it, and back.
+# Encodes the shardings of a saved step as JSON values, and decodes these values.
 #
-# Slices do not say on which mesh an array was, so a restore that states no sharding
-# needs this. Devices are found again by their ids, or by process where ids have
-# changed.
+# Slices do not record the mesh of an array, so a restore whose target has no sharding
+# needs the saved shardings. A saved device is found by its id, or by its process if the
+# ids have changed.
 
 
 ELSEWHERE = -1
-"""In place of the number of a sharding: of one process's own, or no jax array."""
+"""Number for a leaf without a saved spec. Such a leaf is no jax.Array, or its sharding
+is not a NamedSharding over devices of all processes."""
 Numbered = tuple[int, int]
 """A device: (process index, id)."""
 
 
 def shardings_json(shardings: Sequence[Sharding | None]) -> dict[str, Any]:
-    """The shardings of leaves that several processes have, as JSON values.
+    """Encodes the shardings of leaves on meshes of all processes as JSON values.
 
     Args:
-        shardings: of each leaf; None for what is no jax array.
+        shardings: the sharding of each leaf; None for a leaf that is no jax.Array.
 
     Returns:
-        `meshes`, `specs` (number of the mesh, then axes per dim), and per leaf the
-        number of its spec.
+        `meshes`; `specs`, each the number of a mesh, then the axes of each dim; and
+        `leaves`, the number of each leaf's spec, or `ELSEWHERE`.
 
     >>> mesh = jax.make_mesh((8,), ("x",), (AxisType.Auto,))
     >>> found = shardings_json([None, NamedSharding(mesh, PartitionSpec(None, "x"))])
@@ -115,11 +117,11 @@ def _mesh_json(mesh: Mesh) -> dict[str, Any]:
 
 
 def shardings_had(record: Record) -> list[NamedSharding | None]:
-    """The sharding that each leaf was saved with, on the devices of this run.
+    """Decodes the saved sharding of each leaf, on the devices of this run.
 
     Returns:
-        None for what is no array of the whole job, and for a leaf whose mesh cannot be
-        made of this run's devices.
+        The sharding of each leaf. None for a leaf without a saved sharding, and for a
+        leaf whose mesh needs devices that this run lacks.
     """
     raw = record.shardings
     if raw is None:
@@ -155,9 +157,15 @@ def _mesh_on(raw: Mapping[str, Any], devices: Sequence[Any]) -> Mesh | None:
 def renumbered(
     wanted: Sequence[Numbered], there: Sequence[Numbered]
 ) -> list[Numbered] | None:
-    """This run's devices in place of the saved devices; None if there are too few.
+    """Maps each saved device to a device of this run, in the order of `wanted`.
 
-    Every process keeps its part; where ids have changed their order counts.
+    If this run has all saved devices, the result is `wanted`. Otherwise the saved
+    devices of each process are matched, by order of id, with this run's devices of the
+    same process. Returns None if a process now has fewer devices than were saved.
+
+    Args:
+        wanted: the saved devices.
+        there: the devices of this run.
 
     >>> renumbered([(1, 9), (0, 4)], [(0, 4), (1, 9)])
     [(1, 9), (0, 4)]
@@ -180,10 +188,11 @@ def renumbered(
 def placed(
     record: Record, wanted: Mapping[str, RestoreTarget | None]
 ) -> dict[str, RestoreTarget | None]:
-    """The targets, with the saved sharding for each target without a sharding.
+    """Adds the saved sharding to each array target without a sharding.
 
     Raises:
-        ValueError: a leaf's mesh cannot be made of this run's devices; names both.
+        ValueError: this run lacks devices for the saved mesh of a leaf; the message
+            names the leaf, the mesh and the devices.
     """
     had = shardings_had(record)
     return {
@@ -215,7 +224,7 @@ def _item_placed(
 
 
 def _refuse_lost(record: Record, number: int) -> None:
-    """Raises ValueError if several processes had this leaf."""
+    """Raises ValueError if a leaf has a saved mesh; this run lacks devices for it."""
     raw = record.shardings
     if raw is None or raw["leaves"][number] == ELSEWHERE:
         return
@@ -241,7 +250,11 @@ KEEP_ALL = 2**31 - 1
 
 
 def refuse_unfit(directory: epath.Path, options: ReplicatedOptions) -> None:
-    """Raises ValueError for what has no meaning in a job of several processes."""
+    """Checks that a job of several processes can use the directory and the options.
+
+    Raises:
+        ValueError: an option is for jobs of one process, or the directory is a URL.
+    """
     for name, allowed in (("best_fn", None), ("memory_to_keep", 1)):
         if getattr(options, name) != allowed:
             raise ValueError(
@@ -259,7 +272,12 @@ def refuse_unfit(directory: epath.Path, options: ReplicatedOptions) -> None:
 def terms_of(
     directory: epath.Path, options: ReplicatedOptions, processes: int
 ) -> dict[str, Any]:
-    """What every process of the job must say alike, and which one this is."""
+    """Makes the terms that `attach` sends to the agent.
+
+    Returns:
+        "process", the index of this process; and "terms", the settings that must be
+        equal on all processes of the job.
+    """
     return {
         "process": jax.process_index(),
         "terms": {
@@ -276,7 +294,10 @@ def terms_of(
 def wanted_structs(
     record: Record, wanted: dict[str, RestoreTarget | None], layout: Layout
 ) -> dict[str, Any]:
-    """For every wanted leaf shape, dtype and, if it becomes an array, sharding."""
+    """Makes a `jax.ShapeDtypeStruct` for every wanted leaf, by leaf path.
+
+    The sharding of a struct is None if the leaf is read as a numpy array first.
+    """
     structs: dict[str, Any] = {}
     for name, item in wanted.items():
         if item is None:
@@ -293,7 +314,12 @@ def wanted_structs(
 
 
 def _wanted_sharding(leaf: LeafRecord, target: Any, fallback: Any, saved: Leaf) -> Any:
-    """None for what becomes a numpy array at first, whole."""
+    """The sharding onto which a leaf is read; None to read the whole leaf into numpy.
+
+    Raises:
+        ValueError: the leaf was saved divided over processes, and neither the target
+            nor `fallback` has a sharding.
+    """
     on_devices = kind_wanted(target, leaf) in ("array", "key")
     if on_devices and is_free_target(target):
         return None
@@ -319,8 +345,8 @@ class JobSteps:
 
         Raises:
             ValueError: an option or the directory does not fit a job.
-            NoAgent: no agent takes this process.
-            TimeoutError: the other processes did not attach in time.
+            NoAgent: no agent accepts this process.
+            TimeoutError: some processes did not attach in time.
         """
         refuse_unfit(directory, options)
         self._options, self._stored = options, StoredSteps(directory)
@@ -333,24 +359,29 @@ class JobSteps:
             directory=Path(directory),
         )
         self._listed = self._stored.steps()
-        """The stored steps, as of the last successful listing."""
+        """The stored steps, as of the last successful listing of the directory."""
         self._looks: tuple[Any, ...] | None = None
         self._layout: Layout | None = None
         """The layout that was announced at the first save."""
         self._shardings: dict[str, Any] | None = None
-        """Of the leaves of the last save."""
+        """The shardings of the last save, from `shardings_json`; None before a save."""
 
     # -------------------------------------------------------------------- steps
 
     def all_steps(self, read: bool = False) -> list[int]:
-        """The steps on offer, ascending, once the step saved last is safe."""
-        del read  # it is always listed: the agents write there
+        """The steps in memory and in storage, ascending.
+
+        Waits until the step saved last is safe.
+
+        Every call lists the directory, whatever the value of `read`.
+        """
+        del read  # agents write to the directory, so every call lists it
         self._memory.wait_until_finished()
         here = self._memory.in_memory
         return sorted({*self._in_storage(), *([] if here is None else [here])})
 
     def _in_storage(self) -> tuple[int, ...]:
-        """The stored steps; where they cannot be listed, those known before."""
+        """The stored steps; if the listing fails, the steps of the last listing."""
         try:
             self._listed = self._stored.steps()
         except OSError as error:
@@ -358,13 +389,16 @@ class JobSteps:
         return self._listed
 
     def newest(self) -> int | None:
-        """The newest step on offer: what `should_save` goes by. Does not wait."""
+        """The step saved or restored last, else the newest stored step, or None.
+
+        Used by `should_save`. Does not wait.
+        """
         if self._memory.saved is not None:
             return self._memory.saved
         return max(self._in_storage(), default=None)
 
     def best_step(self) -> int | None:
-        """The newest step: there is no `best_fn` in a job."""
+        """The newest step, because a job has no `best_fn`; None without steps."""
         return max(self.all_steps(), default=None)
 
     def _chosen(self, step: int | None) -> int:
@@ -376,7 +410,16 @@ class JobSteps:
     def save(
         self, step: int, args: Any, metrics: Any, custom_metadata: Any, at_once: bool
     ) -> None:
-        """Copies this process's slices into its agent's memory."""
+        """Copies this process's slices of a step into the memory of its agent.
+
+        Waits first until the agents have replicated the step saved before.
+
+        Raises:
+            ValueError: the step is not above the newest step, or the tree or a sharding
+                differs from the first save.
+            AgentGone: the agent has ended, or has detached this process.
+            TimeoutError: the agent did not answer in time.
+        """
         self._memory.check()
         newest = self.newest()
         if newest is not None and step <= newest:
@@ -386,7 +429,7 @@ class JobSteps:
             )
         record, values = record_of(args, metrics, custom_metadata)
         record = self._announce(record, values)
-        self._memory.wait_until_finished()  # at most one step is not safe
+        self._memory.wait_until_finished()
         arrays = {
             leaf.path: _as_saved(leaf, value)
             for leaf, value in zip(record.leaves, values, strict=True)
@@ -398,10 +441,13 @@ class JobSteps:
             self._memory.ask_storage(step, store=True)
 
     def _announce(self, record: Record, values: list[Any]) -> Record:
-        """Tells the agents the layout, which stays the same until the job's restart.
+        """Sends the layout at the first save, and checks the layout at later saves.
 
         Returns:
             The record, with the shardings.
+
+        Raises:
+            ValueError: the layout differs from the layout of the first save.
         """
         shardings = [getattr(value, "sharding", None) for value in values]
         looks = record.default, record.structures, record.leaves, shardings
@@ -424,7 +470,7 @@ class JobSteps:
     # ------------------------------------------------------------------ restore
 
     def restore(self, step: int | None, args: Any) -> Any:
-        """A step: from memory, on whatever shardings, else from storage."""
+        """Restores a step from memory, onto any shardings, else from storage."""
         chosen = self._chosen(step)
         if chosen != self._memory.in_memory:
             return self._from_storage(chosen, args)
@@ -448,11 +494,19 @@ class JobSteps:
         saved: Layout,
         abstract: dict[str, Any],
     ) -> dict[str, Any]:
-        """The wanted leaves: of this process's slices, or of what peers have, too."""
+        """Reads the leaves in `abstract` from memory.
+
+        A process reads only its own memory if all processes have the slices that their
+        shardings need. Otherwise the agents bring slices from peers.
+
+        Raises:
+            NotBrought: the agents could not bring the slices; the message names the
+                first leaf that needs other slices.
+        """
         leaves = [leaf for leaf in record.leaves if leaf.path in abstract]
         shardings = [abstract[leaf.path].sharding for leaf in leaves]
         wanted = layout_of(leaves, shardings, self._processes)
-        if same_slices(saved, wanted):  # says the same on every process
+        if same_slices(saved, wanted):  # the result is the same on every process
             return self._memory.read(found, abstract)
         try:
             return self._memory.read_on(step, wanted, abstract)
@@ -472,7 +526,7 @@ class JobSteps:
     # ----------------------------------------------------------------- metadata
 
     def _record(self, step: int) -> Record | None:
-        """What was saved as a step; None if stock Orbax wrote it."""
+        """Reads the record of a step; None for a step that stock Orbax wrote."""
         if step == self._memory.in_memory:
             found = self._memory.locate(step)
             return record_in(Layout.from_json(found["layout"]), found["items"])
@@ -480,7 +534,7 @@ class JobSteps:
         return stored[0] if stored else None
 
     def item_metadata(self, step: int) -> Any:
-        """A `jax.ShapeDtypeStruct` for every leaf, on its saved sharding."""
+        """A `jax.ShapeDtypeStruct` for every leaf, with the leaf's saved sharding."""
         step = self._chosen(step)
         record = self._record(step)
         if record is None:
@@ -488,7 +542,7 @@ class JobSteps:
         return item_metadata(record, shardings_had(record))
 
     def metadata(self, step: int | None) -> Any:
-        """Orbax's metadata of a step, or of the directory without `step`."""
+        """Orbax's metadata of a step; of the directory if `step` is None."""
         record = None if step is None else self._record(self._chosen(step))
         if step is None or record is None:
             with self._stored.manager() as manager:
@@ -507,7 +561,7 @@ class JobSteps:
     # ---------------------------------------------------------- waiting and ending
 
     def wait_until_finished(self) -> None:
-        """Waits until the newest step is committed and nothing is being stored."""
+        """Waits until the step saved last is committed and no export is running."""
         if self._layout is not None:
             self._flush(store=False)
         self.check_for_errors()
@@ -518,18 +572,26 @@ class JobSteps:
         return self._memory.flush(self._memory.saved, store=store, limit_s=limit_s)
 
     def check_for_errors(self) -> None:
-        """Raises AgentGone, or StorageFailed once if a step did not reach storage."""
+        """Raises AgentGone if the agent is gone, or StorageFailed for a failed write.
+
+        A failed write to storage is raised once.
+        """
         self._memory.check()
         errors, self._memory.storage_errors = self._memory.storage_errors, []
         if errors:
             raise StorageFailed(errors[-1])
 
     def is_saving_in_progress(self) -> bool:
-        """Whether the step saved last is not safe yet."""
+        """Whether the agents still replicate the step saved last."""
         return self._memory.is_replicating
 
     def delete(self, step: int) -> None:
-        """Removes a step from storage; every process makes the same call."""
+        """Removes a step from storage; every process makes the same call.
+
+        Raises:
+            ValueError: the step is the commit in memory, from which lost hosts restore.
+            FileNotFoundError: `all_steps()` does not have the step.
+        """
         if self._chosen(step) == self._memory.in_memory:
             raise ValueError(
                 f"step={step} is the newest commit in memory, from which lost hosts "
@@ -540,7 +602,13 @@ class JobSteps:
             manager.delete(step)
 
     def close(self) -> None:
-        """Writes the newest step to storage; the step stays in the agents' memory."""
+        """Writes the newest step to storage, if a step was saved, and detaches.
+
+        The step remains in the agents' memory.
+
+        Raises:
+            StorageFailed: a step did not reach storage.
+        """
         try:
             error = self._flush(store=True) if self._layout is not None else ""
             self.check_for_errors()

@@ -92,7 +92,10 @@ class Storing:
         self._steps = set(self.stored.steps())
 
     def committed(self, version: Version, *, at_once: bool) -> None:
-        """Queues a step just committed to memory for storage, if it is due."""
+        """Queues a step for storage if the step is due or `at_once`.
+
+        Called after the step was committed to memory.
+        """
         if at_once or is_storage_due(self._options, version.step, self._tried):
             self._tried = version.step
             self._drop_waiting()
@@ -120,7 +123,11 @@ class Storing:
             self._begin()
 
     def give_way(self) -> bool:
-        """Gives up the steps that wait for storage; whether a step was waiting."""
+        """Drops the steps that wait for storage, to free their memory.
+
+        Returns:
+            Whether a step was dropped.
+        """
         return self._drop_waiting() > 0
 
     def _wait_for_turn(self, version: Version) -> None:
@@ -128,7 +135,11 @@ class Storing:
         self._waiting.append(version)
 
     def _drop_waiting(self, below: int | None = None) -> int:
-        """Drops the waiting steps, with `below` only older ones; returns the number."""
+        """Drops the waiting steps, or only the steps before `below`.
+
+        Returns:
+            The number of dropped steps.
+        """
         going = [one for one in self._waiting if below is None or one.step < below]
         for version in going:
             logger.info("step %d does not go to storage after all", version.step)
@@ -199,7 +210,7 @@ class Storing:
             exporter.close()
 
     def _going(self, step: int) -> tuple[int, ...]:
-        """The stored steps to delete once `step` is stored; none if scores fail."""
+        """The stored steps to delete once `step` is stored; empty if a score fails."""
         stored = {*self._steps, step}
         try:
             return superfluous(self._options, stored, self.scores(stored))
@@ -253,8 +264,8 @@ class Storing:
         """Waits until no step is being written or waits to be written.
 
         Raises:
-            StorageFailed: one of these or an earlier write failed, or the wait took too
-                long.
+            StorageFailed: a write failed, also an earlier write whose failure was not
+                raised yet; or the wait took too long.
         """
         self._wait_idle()
         self.check()
@@ -271,7 +282,7 @@ class Storing:
             )
 
     def check(self) -> None:
-        """Raises the last failure that was not raised yet, as StorageFailed."""
+        """Raises StorageFailed for the last failure that was not raised yet."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise StorageFailed(self._text(*failure))
@@ -294,7 +305,7 @@ class Storing:
             return manager.metrics(step)
 
     def scores(self, steps: set[int]) -> dict[int, float | None]:
-        """Step to score; empty without `best_fn`."""
+        """Maps each step to its score; empty without `best_fn`."""
         if self._options.best_fn is None:
             return {}
         return {step: self.score(step, self.metrics(step)) for step in steps}
@@ -349,7 +360,7 @@ class Storing:
 
 
 def _short(error: str) -> str:
-    """The first line of an error, cut to 300 characters, without Orbax's values."""
+    """Shortens an error to its first line, at most 300 characters and "..."."""
     line = error.partition("\n")[0]
     return line if len(line) < 300 else f"{line[:300]}..."
 
@@ -361,23 +372,23 @@ class Reader:
     """
 
     def __init__(self, versions: Versions, storing: Storing) -> None:
-        """Refers to the steps in memory and the steps in storage."""
+        """Stores references to the steps in memory and the steps in storage."""
         self._versions, self._storing = versions, storing
 
     def steps(self) -> list[int]:
-        """The steps on offer, ascending."""
+        """The steps in memory and in storage, ascending."""
         return sorted({*self._versions.steps, *self._storing.steps})
 
     @property
     def offered(self) -> str:
-        """The steps on offer as text, for messages."""
+        """The steps in memory and in storage as text, for messages."""
         return listed([str(step) for step in self.steps()])
 
     def chosen(self, step: int | None) -> int:
-        """The requested step, or the newest step on offer.
+        """The requested step, or the newest step of `steps` for None.
 
         Raises:
-            FileNotFoundError: the step is not on offer, or no step is.
+            FileNotFoundError: `steps` does not have the step, or is empty.
         """
         places = f"memory nor in {self._storing.stored.directory}"
         return chosen_step(step, self.steps(), places)
@@ -423,7 +434,7 @@ class Reader:
         return self._storing.stored.stock_metadata(step)
 
     def metadata(self, step: int | None) -> Any:
-        """Orbax's metadata of a step, or of the directory without `step`."""
+        """Orbax's metadata of a step; of the directory if `step` is None."""
         if step is not None and self.chosen(step) in self._versions.steps:
             record = self._versions.get(step).record
             return ocp.metadata.StepMetadata(
@@ -462,18 +473,18 @@ class LocalSteps:
         self._reader = Reader(self._versions, self._storing)
 
     def all_steps(self, read: bool = False) -> list[int]:
-        """The steps on offer, ascending; `read` lists the directory again."""
+        """The steps in memory and in storage; `read` lists the directory again."""
         with self._condition:
             if read:
                 self._storing.reload()
             return self._reader.steps()
 
     def newest(self) -> int | None:
-        """The newest step on offer, used by `should_save`; None without steps."""
+        """The newest step of `all_steps`, for `should_save`; None without steps."""
         return max(self.all_steps(), default=None)
 
     def best_step(self) -> int | None:
-        """The step on offer with the best metrics; without `best_fn` the newest."""
+        """The step with the best metrics; without `best_fn` the newest step."""
         if self._options.best_fn is None:
             return self.newest()
         with self._condition:
@@ -514,7 +525,7 @@ class LocalSteps:
             return self._reader.item_metadata(step)
 
     def metadata(self, step: int | None) -> Any:
-        """Orbax's metadata of a step, or of the directory without `step`."""
+        """Orbax's metadata of a step; of the directory if `step` is None."""
         with self._condition:
             return self._reader.metadata(step)
 

@@ -25,7 +25,7 @@ _WORDS: Mapping[str, Mapping[Any, str]] = {
     "save_interval_steps": {"auto": ", or 'auto'"},
     "max_to_keep": {None: ", or None for all"},
 }
-"""Values that an option may have besides a count, each with its text for messages."""
+"""Values that an option may have instead of a count, each with its text for errors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,14 +46,14 @@ None for all. Set ReplicatedOptions(max_to_keep=...).
     max_interval_steps: int = Automatic.maximum
     """With `auto`: the most steps between saves; its multiples are always saved."""
     storage_interval_steps: int = 100
-    """A saved step goes to storage if a multiple of this number was reached or passed
-    since the last step that went to storage."""
+    """A saved step is written to storage if a multiple of this number was reached or
+    passed since the last step that was due for storage."""
     max_to_keep: int | None = 3
     """The number of steps that storage keeps: the newest steps, or with `best_fn` the
     best steps. The newest step is always kept, too. None: storage keeps all steps."""
     memory_to_keep: int = 1
-    """The number of steps that memory keeps, the last saved ones. Memory needs room for
-    two more steps, and for a third while a step waits for storage."""
+    """The number of steps that memory keeps: the steps saved last. Memory needs room
+    for two more steps, and for a third while a step waits for storage."""
     best_fn: Callable[[Any], float] | None = None
     """Computes from the metrics given to `save` the number that ranks the step."""
     best_mode: Literal["max", "min"] = "max"
@@ -162,7 +162,7 @@ def is_due(cadence: Cadence, step: int, latest: int | None) -> bool:
     Args:
         cadence: after which steps a save is due.
         step: the step.
-        latest: the newest step on offer, None if there is none.
+        latest: the newest step saved or stored, None without steps.
 
     >>> cadence = Cadence.every(5)
     >>> [is_due(cadence, step, latest) for step, latest in [(3, None), (4, 3), (5, 3)]]
@@ -176,7 +176,7 @@ def is_due(cadence: Cadence, step: int, latest: int | None) -> bool:
 def is_storage_due(
     options: ReplicatedOptions, step: int, last_stored: int | None
 ) -> bool:
-    """Whether a saved step goes to storage; `last_stored` went there before it.
+    """Whether a saved step is due for storage; `last_stored` was the last due step.
 
     >>> options = ReplicatedOptions(storage_interval_steps=10)
     >>> [is_storage_due(options, 12, last) for last in (None, 9, 10)]
@@ -214,15 +214,15 @@ def superfluous(
 
 
 def chosen_step(step: int | None, steps: Collection[int], places: str) -> int:
-    """The requested step, or the newest step on offer.
+    """The requested step, or the newest of `steps`.
 
     Args:
         step: the requested step; None for the newest step.
-        steps: the steps on offer.
+        steps: the steps that can be restored.
         places: the searched places, for the error: "memory nor in DIRECTORY".
 
     Raises:
-        FileNotFoundError: the step is not on offer, or no step is.
+        FileNotFoundError: `steps` does not have the step, or is empty.
 
     >>> [chosen_step(step, [3, 7], "memory") for step in (None, 3)]
     [7, 3]

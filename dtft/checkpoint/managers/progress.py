@@ -25,7 +25,7 @@ ProgressField = Literal[
     "phase",
 ]
 """Cells of the board. A cell holds a step, except `generation`, `attempt`, `recovering`
-(1 while this host is being re-formed), `trainer_pid` and `phase` (see
+(1 while this host recovers, 0 otherwise), `trainer_pid` and `phase` (see
 `ProgressBoard.enter`). 0 means none."""
 
 Phase = Literal["", "start", "compile", "data", "step", "evaluate", "save"]

@@ -32,10 +32,11 @@ def step_number(step: Any) -> int:
     jax scalars differently.
 
     Args:
-        step: an int, or what stands for one exactly: a numpy or jax integer scalar.
+        step: an int, or a numpy or jax integer scalar.
 
     Raises:
-        ValueError: it is not one, or negative, or too large.
+        ValueError: `step` has another type (also bool), is negative, or is above
+            `LARGEST`.
 
     >>> import numpy as np
     >>> step_number(np.int64(3))
@@ -61,15 +62,16 @@ logger = logging.getLogger(__name__)
 
 
 class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
-    """Saves every step into memory in the time of a copy, and restores from there.
+    """Saves every step into memory and some steps into storage; restores from both.
 
-    `save` returns when the bytes are copied: the arrays may be donated to the next
-    step. Every `storage_interval_steps` a process of its own writes a step to
-    `directory`, where stock Orbax reads it as if `ocp.CheckpointManager` had written
-    it; so does `close`, which also runs when the interpreter exits. While one is being
-    written, the newest of those that are due waits for it. The steps on offer
-    are those in memory and those in storage. Every byte restored was checked against a
-    digest, and is the byte that was saved.
+    `save` returns when the bytes are copied to memory: the arrays may then be donated.
+    Every `storage_interval_steps` steps, a separate process writes a step to
+    `directory`, in the format of `ocp.CheckpointManager`, so stock Orbax can read the
+    step. `close` writes the newest step too. In a job of one process, `close` also runs
+    when the interpreter exits, and of the steps that become due during a write only the
+    newest is kept for the next write. All steps in memory or in storage can be
+    restored. A restore checks every saved byte against a digest; steps that stock Orbax
+    wrote have no digests.
 
     >>> import tempfile, jax.numpy as jnp, orbax.checkpoint as ocp
     >>> state = {"w": jnp.arange(3.0), "step": 0}
@@ -90,19 +92,21 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
     ) -> None:
         """Lists the directory; memory is reserved by the first save.
 
-        In a `jax.distributed` job of several processes every one of them makes this
-        call: each attaches to the agent of its host, and waits until all have.
+        In a `jax.distributed` job of several processes, every process must make this
+        call. Each process attaches to the agent of its host, and waits until all
+        processes have attached.
 
         Args:
-            directory: of the storage tier; may hold steps that stock Orbax wrote. In a
-                job of several processes one that every host sees.
+            directory: directory of the storage tier; may hold steps that stock Orbax
+                wrote. In a job of several processes, every host must see the directory.
             options: intervals, retention and limits.
 
         Raises:
-            ValueError: an option or the directory does not fit.
-            NoAgent: in a job of several processes: there is no agent that takes this
-                process; says what to do.
-            TimeoutError: the other processes did not attach in time; names them.
+            ValueError: an option or the directory cannot be used.
+            NoAgent: in a job of several processes, no agent accepts this process; the
+                message gives the remedy.
+            TimeoutError: in a job of several processes, some processes did not attach
+                in time; the message names these processes.
         """
         text = os.fspath(directory)
         self._directory = epath.Path(text if "://" in text else os.path.abspath(text))
@@ -131,7 +135,7 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         elif self._end():
             try:
                 self._work.leave()
-            except Exception as trouble:  # the user's error is the one to be seen
+            except Exception as trouble:  # must not replace the user's error
                 logger.exception("closing the checkpoint manager failed")
                 if error is not None:
                     error.add_note(f"The checkpoint manager, too: {trouble}")
@@ -144,31 +148,36 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         return self._directory
 
     def all_steps(self, read: bool = False) -> list[int]:
-        """The steps on offer, ascending; `read` lists the directory again.
+        """The steps in memory and in storage, ascending.
 
-        In a job of several processes all of them call it: it waits until the step
-        saved last is safe, and lists the directory each time.
+        With `read`, the directory is listed again.
+
+        In a job of several processes, every process makes the same call. The call waits
+        until the step saved last is safe, and always lists the directory.
         """
         return self._work.all_steps(read)
 
     def latest_step(self) -> int | None:
-        """The newest step on offer, or None; in a job it waits as `all_steps` does."""
+        """The newest step of `all_steps`, or None; waits as `all_steps` does."""
         return max(self.all_steps(), default=None)
 
     def best_step(self) -> int | None:
-        """The step on offer with the best metrics; without `best_fn` the newest."""
+        """The step with the best metrics; without `best_fn` the newest step."""
         return self._work.best_step()
 
     def reload(self) -> None:
-        """Lists the directory again, in case someone else has changed it."""
+        """Lists the directory again, to find the changes of other writers."""
         self.all_steps(read=True)
 
     def reached_preemption(self, step: int) -> bool:
-        """Whether the machine is about to be taken away, as JAX knows it."""
+        """Whether JAX expects a preemption before which every process saves `step`."""
         return ocp.utils.reached_preemption(step_number(step))
 
     def should_save(self, step: int) -> bool:
-        """Whether `save` takes this step: see `ReplicatedOptions`."""
+        """Whether `save` saves a step: it is due, or a machine is being preempted.
+
+        `ReplicatedOptions.save_interval_steps` decides which steps are due.
+        """
         step, latest = step_number(step), self._work.newest()
         if is_due(self._clock.cadence, step, latest):
             return True
@@ -185,24 +194,27 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         force: bool = False,
         custom_metadata: dict[str, Any] | None = None,
     ) -> bool:
-        """Copies a step into memory; the arrays may be donated when this returns.
+        """Copies a step into memory; the arrays may be donated after `save` returns.
 
-        Storage that fails is logged and told by `check_for_errors`, never here.
+        A failed write to storage is raised by `check_for_errors`, not by `save`.
 
         Args:
-            step: 0 or more; also as a numpy or jax integer.
-            args: `ocp.args.StandardSave`, or `Composite` of it and `JsonSave`.
-            metrics: for `best_fn`, as JSON values or scalars.
-            force: save even if `should_save` says no.
-            custom_metadata: JSON values that `metadata` gives back.
+            step: number of the step, 0 or more: an int, or a numpy or jax integer.
+            args: `ocp.args.StandardSave`, or an `ocp.args.Composite` of `StandardSave`
+                and `JsonSave`.
+            metrics: the metrics of the step, for `best_fn`: JSON values or scalars.
+            force: whether to save a step for which `should_save` is False.
+            custom_metadata: JSON values that `metadata` returns.
 
         Returns:
             Whether the step was saved.
 
         Raises:
-            ValueError: `step` is no number of a step, or exists; or `args` or `metrics`
-                cannot be saved. Says why.
-            OSError: there is no memory for it. What was saved before stays.
+            ValueError: `step` is not a valid number or exists already, or `args` or
+                `metrics` cannot be saved; the message gives the reason.
+            OSError: too little memory for the step; the steps saved before remain.
+            AgentGone: in a job of several processes, the agent has ended or has
+                detached this process.
         """
         self._refuse_closed()
         step = step_number(step)
@@ -216,23 +228,27 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
     # ------------------------------------------------------------------ restore
 
     def restore(self, step: int | None = None, *, args: Any = None) -> Any:
-        """A step as it was saved, bit for bit, onto the shardings of `args`.
+        """Restores a step, bit for bit, onto the shardings of `args`.
 
-        Memory is read first. A copy there with a wrong byte is refused, and storage is
-        read; without `step`, the next older step if storage has not got that one.
+        A step in memory is read from memory, any other step from storage. In a job of
+        one process, a corrupt step in memory is dropped and then read from storage. If
+        storage lacks the step and `step` is None, the next older step is restored.
 
         Args:
             step: one of `all_steps()`; None for the newest.
-            args: `ocp.args.StandardRestore` or `Composite`, as for stock Orbax. Without
-                it, and where the tree states no sharding, arrays come back onto the
-                sharding that they had: from memory, and in a job of several processes
-                from storage, too. An array of the tree that nobody put on a device
-                (`not array.committed`) comes back so.
+            args: `ocp.args.StandardRestore` or `Composite`, as for stock Orbax. An
+                array for which `args` gives no sharding is restored onto its saved
+                sharding; from storage in a job of one process, onto the first local
+                device. An array whose target is an uncommitted jax.Array is restored
+                uncommitted.
 
         Raises:
-            FileNotFoundError: there is no step, or not this one.
-            ValueError: `args` does not fit what was saved; or (`Corrupt`) the only copy
-                of `step` is damaged.
+            FileNotFoundError: `all_steps()` does not have the step, or is empty.
+            ValueError: `args` does not fit the saved step; or (`Corrupt`) the only copy
+                of `step` is corrupt.
+            RuntimeError: in a job of several processes, this host's copy is corrupt
+                (`CorruptCopy`), or the agents could not bring slices for other
+                shardings (`NotBrought`).
             CheckpointUnreadable: the step is in storage, but cannot be read.
         """
         self._refuse_closed()
@@ -241,16 +257,16 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
     # ----------------------------------------------------------------- metadata
 
     def item_metadata(self, step: int) -> Any:
-        """Shape, dtype and sharding of every leaf, in the saved tree.
+        """A `jax.ShapeDtypeStruct` for every leaf, in the saved tree.
 
-        In one process the sharding is known of steps in memory, in a job of all steps.
-        Leaves are jax.ShapeDtypeStruct, so the result serves as a restore's target; of
-        a step that stock Orbax wrote it is what stock Orbax gives.
+        The result can be used as the target of a restore. In a job of one process, only
+        steps in memory have shardings; in a job of several processes, all steps have.
+        For a step that stock Orbax wrote, the result is Orbax's item metadata.
         """
         return self._work.item_metadata(step_number(step))
 
     def metadata(self, step: int | None = None) -> Any:
-        """Orbax's metadata of a step, or of the directory without `step`."""
+        """Orbax's metadata of a step; of the directory if `step` is None."""
         return self._work.metadata(None if step is None else step_number(step))
 
     def metrics(self, step: int) -> Any:
@@ -260,7 +276,10 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
     # ---------------------------------------------------------- waiting and ending
 
     def wait_until_finished(self) -> None:
-        """Waits until storage has what was due; memory has every step at once.
+        """Waits until every step due for storage is stored.
+
+        In a job of several processes, waits until the step saved last is committed in
+        memory and no step is being written to storage.
 
         Raises:
             StorageFailed: a write to storage failed.
@@ -272,7 +291,10 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         self._work.check_for_errors()
 
     def is_saving_in_progress(self) -> bool:
-        """Whether a step is being written to storage."""
+        """Whether a step is being written to storage.
+
+        In a job of several processes: whether the step saved last is being replicated.
+        """
         return self._work.is_saving_in_progress()
 
     def delete(self, step: int) -> None:
@@ -283,7 +305,8 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         hosts restore from it.
 
         Raises:
-            FileNotFoundError: there is no such step.
+            FileNotFoundError: `all_steps()` does not have the step.
+            ValueError: in a job of several processes, the step is the newest in memory.
         """
         self._refuse_closed()
         self._work.delete(step_number(step))
@@ -291,15 +314,18 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
     def close(self) -> None:
         """Writes the newest step to storage, then frees all memory.
 
+        In a job of several processes, the agents keep the memory and this process
+        detaches. The memory is freed, or the process detached, also after an error.
+
         Raises:
             StorageFailed: this write failed, or an earlier write failed and was not
-                raised yet. The memory is freed in both cases.
+                raised yet.
         """
         if self._end():
             self._work.close()
 
     def _end(self) -> bool:
-        """Whether this call is the one that ends the manager."""
+        """Marks the manager as closed; returns whether it was open before."""
         ended, self._closed = self._closed, True
         atexit.unregister(self._leave_at_exit)
         return not ended

@@ -65,7 +65,10 @@ class SaveClock:
 
     @contextmanager
     def saving(self, step: int, args: Any) -> Iterator[None]:
-        """Measures the save of a step; `args` are the arguments of Orbax's `save`."""
+        """Measures the save of a step, which runs while the context lasts.
+
+        `args` are the arguments of Orbax's `save`.
+        """
         if not self._automatic:
             yield
             return
@@ -91,7 +94,7 @@ class SaveClock:
 
 
 def _arrays(args: Any) -> list[jax.Array]:
-    """The undeleted jax arrays of all items; other leaves are checked by `save`."""
+    """The jax arrays of all items, except deleted arrays, which `save` refuses."""
     parts = args.values() if isinstance(args, ocp.args.Composite) else [args]
     leaves = jax.tree.leaves([getattr(part, "item", None) for part in parts])
     arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]

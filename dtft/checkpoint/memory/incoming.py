@@ -91,7 +91,7 @@ class Receiving:
             return [self.pool.chunk(self.buffers, number) for number in numbers]
 
     def arrived(self, numbers: Sequence[int]) -> None:
-        """Verifies chunks that were written whole; a corrupt chunk is lacking again."""
+        """Verifies chunks that were written whole; marks corrupt chunks as lacking."""
         for number in numbers:
             start = number * DIGEST_BYTES
             good = self._expected[start : start + DIGEST_BYTES]
@@ -145,8 +145,8 @@ class Hosting:
 
         Returns:
             None if the placement has no such push to this host, if a copy of the same
-            step and slot is held, if a connection carries other bytes for them, or if
-            no buffer is free. Held bytes are never overwritten.
+            step and slot is held, if a connection carries other bytes for this step and
+            slot, or if no buffer is free. Held bytes are never overwritten.
         """
         pool = self.pools.get(source)
         if pool is None or not pool.fits(digests):
@@ -177,10 +177,10 @@ class Hosting:
         return found
 
     def _reserved(self, wanted: Receiving, source: int) -> bool:
-        """Whether every chunk of a push has a buffer.
+        """Takes a buffer for every chunk of a push; returns whether this succeeded.
 
-        Unfinished pushes of other steps from the same slot are given up if their
-        buffers are needed and no connection carries them.
+        If buffers are lacking, gives up the unfinished pushes of other steps from the
+        same slot that no connection carries, and tries again.
         """
         if wanted.reserve():
             return True

@@ -108,11 +108,11 @@ class LeafMemory:
 
     @property
     def paths(self) -> dict[int, str]:
-        """Buffer number to the path of its extent, which the exporter opens."""
+        """Maps each buffer number to the path of its extent, for the exporter."""
         return {buffer: extent.path for buffer, extent in self._extents.items()}
 
     def trim(self) -> bool:
-        """Frees every extent without references; whether no extent is left."""
+        """Frees every extent without references; returns whether no extent is left."""
         free = self.ref_counts.free_buffers
         for buffer in [buffer for buffer in self._extents if free[buffer]]:
             self._extents.pop(buffer).close()
@@ -161,7 +161,7 @@ class Version:
 
 
 class Versions:
-    """The last `keep` committed steps, and the step of the largest number.
+    """Keeps the last `keep` committed steps, and always the step of the largest number.
 
     Not thread-safe.
     """

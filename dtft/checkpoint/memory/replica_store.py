@@ -33,7 +33,7 @@ class HeldCopies:
     """
 
     def __init__(self, own: Owning, hosting: Hosting) -> None:
-        """Refers to both; each call reads their current copies."""
+        """Stores references to both; every call reads the current copies of both."""
         self._own, self._hosting = own, hosting
 
     def steps(self) -> tuple[int, ...]:
@@ -52,7 +52,7 @@ class HeldCopies:
             yield self._hosting.pools[source], copy
 
     def listed(self, step: int) -> list[tuple[str, Parts, bytes]]:
-        """Slice key, bytes and recorded digests of every copy of `step`, unread."""
+        """Lists key, bytes and recorded digests of every copy of `step`, unread."""
         return [
             (piece.key, parts, digests)
             for pool, copy in self._copies(step)
@@ -91,7 +91,7 @@ class HeldCopies:
     def begin_restore(
         self, step: int, digests: Mapping[str, bytes], items: dict, read: bool
     ) -> list[Slice]:
-        """Begins an own copy of `step` from the right slices on this host.
+        """Begins a copy of the own slices of `step`, from matching slices held here.
 
         Returns:
             The own slices that must be fetched; see `ReplicaStore.begin_restore`.
@@ -111,7 +111,7 @@ class HeldCopies:
         return missing
 
     def _hosted_right(self, step: int) -> dict[tuple[str, bytes], Parts]:
-        """(slice key, digests) to the verified bytes of hosted slices owned here.
+        """Maps (slice key, digests) to the verified bytes of hosted slices owned here.
 
         A host that formerly hosted a slice for a peer may own the slice now.
         """
@@ -257,8 +257,8 @@ class ReplicaStore:
 
         Returns:
             None if the placement has no such push to this host, if a copy of the same
-            step and slot is held, if a connection carries other bytes for them, or if
-            no buffer is free. Held bytes are never overwritten.
+            step and slot is held, if a connection carries other bytes for this step and
+            slot, or if no buffer is free. Held bytes are never overwritten.
         """
         with self._lock:
             return self._hosting.begin(step, source, digests)
@@ -283,7 +283,7 @@ class ReplicaStore:
     # -------------------------------------------------------------- retention
 
     def keep_only(self, steps: set[int]) -> None:
-        """Drops every version except those of `steps`."""
+        """Drops every version except the versions of `steps`."""
         self._drop(lambda step: step in steps)
 
     def drop_after(self, step: int) -> None:
@@ -291,7 +291,7 @@ class ReplicaStore:
         self._drop(lambda one: one <= step)
 
     def drop_before(self, step: int, keep: set[int]) -> None:
-        """Drops versions older than `step`, except those of `keep`."""
+        """Drops versions older than `step`, except the versions of `keep`."""
         self._drop(lambda one: one >= step or one in keep)
 
     def _drop(self, needed: Callable[[int], bool]) -> None:
@@ -371,7 +371,7 @@ class ReplicaStore:
             return self._held.steps()
 
     def copies(self, step: int) -> list[tuple[str, Parts, bytes]]:
-        """Slice key, bytes and recorded digests of every copy of `step`, unread."""
+        """Lists key, bytes and recorded digests of every copy of `step`, unread."""
         with self._lock:
             return self._held.listed(step)
 
@@ -385,7 +385,7 @@ class ReplicaStore:
         return [here[key] for key in keys]
 
     def here(self, step: int) -> dict[str, Parts]:
-        """Slice key to bytes of every slice of `step` that can be sent, unread."""
+        """Maps slice key to bytes for all slices of `step` that can be sent; unread."""
         with self._lock:
             return self._held.sendable(step)
 
@@ -394,7 +394,7 @@ class ReplicaStore:
     def begin_restore(
         self, step: int, digests: Mapping[str, bytes], items: dict, read: bool = True
     ) -> list[Slice]:
-        """Makes `step` the only version, and keeps its right own slices.
+        """Makes `step` the only version, and keeps its own slices that match.
 
         Args:
             step: the step to restore.

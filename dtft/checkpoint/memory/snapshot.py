@@ -34,7 +34,7 @@ from dtft.checkpoint.state import (
 )
 
 THREADS = 4
-"""The most threads that copy slices out of an arena, and never more than cores."""
+"""Most threads that copy slices out of an arena; limited to the cores, too."""
 NICENESS = 5
 """Niceness of the copying threads."""
 RANGE_BYTES = 16 << 20
@@ -104,7 +104,7 @@ def _give_way() -> None:
 def _is_loaded(
     part: Part, source: Parts, target: np.ndarray, digests: bytes, chunk_bytes: int
 ) -> bool:
-    """Copies whole chunks of one slice; whether the copy matches its digests."""
+    """Copies whole chunks of a slice; returns whether the copy matches its digests."""
     found, begun = [], part.start
     for view in source.cut(part.start, part.stop):
         copy = target[begun : begun + view.nbytes].data

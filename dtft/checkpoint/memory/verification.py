@@ -194,7 +194,7 @@ class CopyVerifier:
         return kept
 
     def _by_step(self) -> dict[int, list[tuple[ChunkPool, Copy]]]:
-        """Step to its copies; copies that are only pinned are left out."""
+        """Maps each step to its copies; copies that are only pinned are left out."""
         found: dict[int, list[tuple[ChunkPool, Copy]]] = {}
         for step, copy in self._own.copies.items():
             found.setdefault(step, []).append((self._own.pool, copy))

@@ -28,7 +28,7 @@ def adding_up(root: str, claims: Claims) -> dict[str, bytes] | None:
     majority, so then each host with a disputed slice is excluded in turn; this finds
     one wrong host, in any number of slices. Hosts verify their bytes against their own
     digests, so bit flips cause no contradiction. A host that keeps bytes of another
-    step under the commit's step causes one.
+    step under the commit's step causes a contradiction.
 
     Args:
         root: digest over the digests of all slices, from the commit.

@@ -47,7 +47,8 @@ class PlacedLeaves:
     spec: Spec
     """Mesh axes that divide each dimension of the leaves."""
     sources: tuple[int, ...]
-    """The owner of each part that sends it; -1 if the owners are in enough domains."""
+    """For each part, the owner that sends the part; -1 if the part's owners are in
+    enough domains."""
     targets: tuple[tuple[int, ...], ...]
     """The slots to which each part is sent."""
 
@@ -108,7 +109,7 @@ class CopyPlacement:
 
     @functools.cached_property
     def holders(self) -> Mapping[Slice, tuple[int, ...]]:
-        """Every slice to the slots with a copy: owners first, then push targets."""
+        """Maps each slice to the slots with a copy: owners first, then push targets."""
         targets = {
             partition.slice_of(self.layout.leaves[leaf], part): slots
             for table, partition in zip(self.tables, self._partitions, strict=True)

@@ -21,7 +21,7 @@ class FailureDomains:
     """Host to the names of its domains, joined by "/": "power-1/rack-3"."""
 
     def of(self, hosts: Iterable[str]) -> Mapping[str, str]:
-        """The domains of the given hosts, in the form of `plan_restore`'s argument.
+        """Maps the given hosts to their domains, for `domains` of `plan_restore`.
 
         Without labels, each host is its own domain.
 
@@ -46,7 +46,8 @@ class Separation:
     level: str
     """The level: one of `LEVELS`, or "host"."""
     domains: tuple[str, ...]
-    """Domain of each slot at that level, in the form of `place_copies`'s argument."""
+    """Domain of each slot at that level, for the argument `domains` of `place_copies`.
+    """
     effective_copies: int
     """min(copies, distinct domains at that level)."""
 

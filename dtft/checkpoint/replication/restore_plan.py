@@ -134,7 +134,7 @@ class WantedCells:
 
 @dataclass(frozen=True, kw_only=True)
 class Lost:
-    """The result without a plan: needed slices that no live host holds."""
+    """Needed slices that no live host holds; returned in place of a plan."""
 
     slices: tuple[Slice, ...]
     """The first lost slices, at most `MAX_NAMED`."""
@@ -372,8 +372,8 @@ WHOLE_BYTES = 64 << 20
 """Largest piece of a slice, in bytes, that is never cut between senders. A sender of a
 part of a piece sends whole chunks, which are 4 MiB by default."""
 GRAINS = 64
-"""Divisor of the even load of a sender: only pieces above the quotient may be cut to
-even the loads."""
+"""Divisor of a sender's even load in bytes. Only pieces larger than the quotient, and
+than `WHOLE_BYTES`, may be cut to even the loads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -457,7 +457,7 @@ class RestorePlan:
 
     @functools.cached_property
     def sent(self) -> Mapping[str, int]:
-        """Host to the bytes that it sends; hosts that send nothing are absent."""
+        """Maps each sending host to the bytes that the host sends."""
         sent = np.zeros(len(self.hosts), np.int64)
         np.add.at(sent, self.routes.source, self.routes.stop - self.routes.start)
         return {self.hosts[at]: int(sent[at]) for at in np.flatnonzero(sent)}
@@ -558,9 +558,10 @@ def _settled(
     """Moves the ends of routes to places where cells can be cut; sorts the routes.
 
     A piece that several senders share, but that cannot be cut, is sent by one of these
-    senders: the one whose shares of such pieces exceed most the bytes of the pieces it
-    was already given. The largest piece is assigned first. The result is sorted by
-    target, then source.
+    senders. The pieces are assigned one by one, the largest first. Each sender has a
+    balance in bytes: its shares of the pieces so far, minus the pieces assigned to it.
+    The sender with the largest balance gets the piece. The result is sorted by target,
+    then source.
     """
     need, names = routes.need, routes.source.tolist()
     right = np.flatnonzero(routes.start)  # rows that continue the need of the row above

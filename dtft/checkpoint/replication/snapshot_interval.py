@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 KEPT_CHANGES = 3
-"""Changes that a schedule keeps: the last may not be in force yet, and earlier steps
-are still looked up in the one before."""
+"""Number of changes that a schedule keeps. The last change may not be in force yet, and
+earlier steps are still looked up in the change before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,8 @@ class Cadence:
     interval: int = 1
     """Steps from one snapshot to the next."""
     period: int = 1
-    """Steps after which counting restarts; equal to the interval, it has no effect."""
+    """Steps after which the counting restarts. A period equal to the interval has no
+    effect."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.interval <= self.period:
@@ -56,7 +57,7 @@ class Cadence:
         return begin + min(within, self.period)
 
     def at(self, interval: int) -> "Cadence":
-        """Returns a cadence with another interval, limited to 1 to the period."""
+        """Returns a cadence with another interval, clamped to [1, `period`]."""
         return replace(self, interval=max(1, min(interval, self.period)))
 
 
@@ -83,7 +84,8 @@ class SnapshotSchedule:
     def changed(self, interval: int, *, after: int) -> "SnapshotSchedule":
         """Returns the schedule with another interval after step `after`, a boundary.
 
-        A change to the present interval, or not after the last change, has no effect.
+        A change to the current interval has no effect. A change at or before the step
+        of the last change has no effect either.
         """
         last, cadence = self.changes[-1]
         if after <= last or interval == cadence.interval:
@@ -96,7 +98,7 @@ class SnapshotSchedule:
         return self._in_force(step - 1).is_boundary(step)
 
     def following(self, step: int) -> int:
-        """The first boundary after `step`, which must be a boundary.
+        """The first boundary after `step`; `step` itself must be a boundary.
 
         >>> schedule = SnapshotSchedule.of(Cadence(interval=2, period=8))
         >>> schedule = schedule.changed(4, after=2)
@@ -200,7 +202,10 @@ class Experience:
     """Steps since the last quiet step."""
 
     def and_window(self, window: Window) -> "Experience":
-        """Returns the measurements with another window; drops the oldest."""
+        """Returns the measurements with one more window.
+
+        The oldest windows and quiet spans above `KEPT_WINDOWS` are dropped.
+        """
         windows = (*self.windows, window)[-KEPT_WINDOWS:]
         if not window.quiet_steps:
             unseen = self.unseen_steps + window.affected_steps

@@ -1,4 +1,4 @@
-"""Bytes and fingerprints of arrays on devices, read without a reference to the array.
+"""Bytes and fingerprints of arrays on devices; keeps no reference to an array.
 
 `host_bytes` returns one device's array in row-major order. `fingerprints` returns a
 checksum per array that does not depend on how the array is sharded.
@@ -21,10 +21,10 @@ def fingerprints(arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, str]
     """Computes a fingerprint per array that does not depend on the array's sharding.
 
     A fingerprint is a sum modulo 2**32 (in two lanes) over mixed words and positions.
-    Any single changed word changes it for certain. Every stored leaf has a fingerprint,
-    because Orbax does not detect a flipped bit in its files. For arrays that span
-    processes, all these processes must make the same call. Empty arrays have no
-    fingerprint and are not allowed.
+    A change of any single word always changes the fingerprint. Every stored leaf has a
+    fingerprint, because Orbax does not detect a flipped bit in its files. For arrays
+    that span processes, all these processes must make the same call. Empty arrays have
+    no fingerprint and are not allowed.
 
     Returns:
         Sixteen hex digits per array, equal for equal words in equal positions.

@@ -336,7 +336,9 @@ def digests_of_parts(views: Iterable[memoryview], chunk_bytes: int) -> bytes:
 
 
 def equal_chunks(one: bytes, other: bytes) -> np.ndarray:
-    """[chunks] bool: whether a digest is equal in two strings of as many digests.
+    """[chunks] bool: whether both strings of digests have the same digest of a chunk.
+
+    Both strings must have the same length.
 
     >>> equal_chunks(b"a" * 16 + b"b" * 16, b"a" * 16 + b"c" * 16).tolist()
     [True, False]

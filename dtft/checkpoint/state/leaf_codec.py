@@ -327,10 +327,10 @@ class RestoreTarget:
 
 
 def restore_targets(record: Record, args: Any) -> dict[str, RestoreTarget | None]:
-    """Item name to the `RestoreTarget` that Orbax's arguments request.
+    """Makes a `RestoreTarget` for each item that Orbax's arguments request.
 
     Returns:
-        None in place of the target of an item that is JSON.
+        Item name to target; None in place of the target of a JSON item.
 
     Raises:
         ValueError: the arguments or the user's tree do not fit the save.

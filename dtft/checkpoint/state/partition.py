@@ -1,6 +1,6 @@
 """Partitions of leaves over a mesh, the overlaps of two partitions, and their cuts.
 
-All is vectorised and computed once per partition spec, not once per slice.
+The functions are vectorised and run once per partition spec, not once per slice.
 `move_regions` copies the bytes of an overlap from an old slice, whose chunks were
 checked against the commit, to a new slice.
 """
@@ -27,7 +27,7 @@ Spec = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Partition:
-    """A division of leaves over a mesh. Parts count in row-major order of dims."""
+    """A division of leaves over a mesh; parts are numbered row-major over the dims."""
 
     counts: tuple[int, ...]
     """Parts per dim; missing trailing dims are undivided."""
@@ -117,7 +117,7 @@ def normal_spec(mesh: MeshLayout, leaf: Leaf) -> Spec:
 
 
 def leaves_by_spec(layout: Layout) -> dict[Spec, list[int]]:
-    """Normal spec to the positions of its leaves in `layout.leaves`."""
+    """Maps each normal spec to the positions of its leaves in `layout.leaves`."""
     found: dict[Spec, list[int]] = {}
     for index, leaf in enumerate(layout.leaves):
         found.setdefault(normal_spec(layout.mesh, leaf), []).append(index)
@@ -164,7 +164,7 @@ EVEN_ROWS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """A piece of an old slice that becomes a piece of a new one."""
+    """A piece of an old slice that becomes a piece of a new slice."""
 
     old: Slice
     """The committed slice to read the bytes from."""
@@ -237,7 +237,7 @@ def overlap(old: Partition, new: Partition) -> Cells:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LeafBundle:
-    """Non-empty leaves that share the old partition and share the new partition.
+    """Non-empty leaves with the same old partition and the same new partition.
 
     A cell of the bundle is the concatenation of this cell of every leaf.
     """

@@ -129,7 +129,7 @@ STORABLE = frozenset(_STORABLE.split())
 """Names of the dtypes that TensorStore, which Orbax writes with, can store."""
 
 Kind = Literal["array", "key", "numpy", "scalar", "bool", "int", "float"]
-"""jax array, jax PRNG key, numpy array, numpy scalar, Python scalars."""
+"""Kind of a saved value: jax array, PRNG key, numpy array or scalar, Python scalar."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +194,8 @@ def record_of(
     """The record of a save with Orbax's arguments, and the leaves in record order.
 
     Raises:
-        ValueError: arguments, leaves or names that cannot be saved; says which.
+        ValueError: an argument, a leaf or a name cannot be saved; the message names the
+            value.
     """
     default = not isinstance(args, ocp.args.Composite)
     items = {DEFAULT: args} if default else dict(args.items())

@@ -108,12 +108,13 @@ class MeshLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The layout of the whole state: mesh, leaves and experiment config."""
+    """The layout of the whole state: mesh, leaves and config."""
 
     mesh: MeshLayout
     leaves: tuple[Leaf, ...]
     config: str = ""
-    """The resolved experiment config as JSON; every commit holds it."""
+    """The resolved experiment config as JSON; in a user's job, the static part of the
+    record from `storage.job_layout.config_of`."""
 
     @functools.cached_property
     def digest(self) -> str:
@@ -137,7 +138,7 @@ class Layout:
 
     @functools.cached_property
     def owners(self) -> dict[Slice, tuple[int, ...]]:
-        """Every distinct slice to the slots that own the slice, in slot order."""
+        """Maps every distinct slice to the slots that own the slice, ascending."""
         owners: dict[Slice, list[int]] = {}
         for slot in range(self.mesh.num_slots):
             for piece in self.slices(slot):

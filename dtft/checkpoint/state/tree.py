@@ -130,7 +130,7 @@ def _name(key: Any) -> str:
 
 
 def with_plain_keys(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Replaces every typed key array by its uint32 words, which are ready.
+    """Replaces every typed key array by its uint32 words; waits for the words.
 
     Args:
         leaves: path to array or to `jax.ShapeDtypeStruct`.

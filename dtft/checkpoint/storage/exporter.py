@@ -91,9 +91,10 @@ class Saver(Protocol):
 
     @property
     def save(self) -> Callable[..., int]:
-        """Function that writes one step, waits until it is complete, and returns bytes.
+        """Function that writes one step and waits until the step is complete.
 
-        Its arguments are the fields of a "save" message.
+        The arguments are the fields of a "save" message. The function returns the
+        number of bytes written.
         """
         ...
 

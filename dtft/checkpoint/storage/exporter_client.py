@@ -22,9 +22,9 @@ EXPORTER_START_S = 60.0
 imports."""
 
 Hear = Callable[["ExporterProcess", dict[str, Any]], None]
-"""Callback that receives each answer, on other threads. An answer has `ok`, and `error`
-if it failed. It has `op` and `step` if it answers a message, and `ended` if the process
-sends no more answers."""
+"""Callback that receives each answer, on other threads. Every answer has `ok`. A failed
+answer also has `error`. The answer to a message has `op`, and `step` if the message has
+a step. An answer with `ended` reports the end of the process."""
 
 
 class ExporterProcess:

@@ -213,7 +213,10 @@ def _stock_leaves(metadata: Any) -> list[StoredLeaf]:
 def _leaf(
     path: str, shape: tuple[int, ...], dtype: Any, impl: str = "", fingerprint: str = ""
 ) -> StoredLeaf:
-    """Makes a leaf with the size of its values; `impl` is the PRNG key's, or ""."""
+    """Makes a `StoredLeaf` and computes its size in bytes.
+
+    `impl` is the implementation of a PRNG key, "" for other leaves.
+    """
     import numpy as np
 
     found = np.dtype(dtype)

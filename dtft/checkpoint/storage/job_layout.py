@@ -73,7 +73,7 @@ def config_of(record: Record) -> str:
 def dynamic_part(record: Record) -> dict[str, Any]:
     """The part of a record that may change from step to step, sealed with its digest.
 
-    It is stored with each step.
+    The result is stored with each step.
     """
     return sealed(
         {

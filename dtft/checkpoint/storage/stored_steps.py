@@ -134,7 +134,7 @@ class StoredSteps:
             raise self._unreadable(step, error) from error
 
     def digest(self, step: int) -> str | None:
-        """Reads the digest of a step's record; None if the step has no readable one."""
+        """Reads the digest of a step's record; None if no digest can be read."""
         try:
             return _json(self.directory / str(step) / RECORD)["digest"]
         except (KeyError, TypeError, ValueError, OSError):  # e.g. a stock Orbax step

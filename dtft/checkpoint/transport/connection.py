@@ -24,7 +24,7 @@ _TLS_BYTES_PER_CALL = 1 << 18  # one call encrypts all its bytes, holding the lo
 
 
 class WouldBlock(Exception):
-    """A socket call would block; `event` (POLLIN or POLLOUT) says when to try again."""
+    """A socket call would block; retry it after `event` (POLLIN or POLLOUT)."""
 
     def __init__(self, event: int) -> None:
         """Stores the event to poll for."""
@@ -468,7 +468,7 @@ class Channel:
 
     @property
     def name(self) -> str:
-        """The peer in messages: its host name, if known from the hello, and address."""
+        """Name of the peer for messages: its host name, if known, and its address."""
         host = self.peer.get("host")
         return f"{host} ({self.address})" if host else self.address
 

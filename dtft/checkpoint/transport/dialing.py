@@ -24,7 +24,7 @@ def parse_address(address: str) -> tuple[str, int]:
     ('::1', 80)
 
     Raises:
-        ValueError: the address is not "host:port"; the message says what is allowed.
+        ValueError: the address is not "host:port"; the message names the allowed forms.
     """
     host, colon, port = address.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
@@ -173,7 +173,7 @@ def _ask(host: str, port: int, flags: int) -> Found:
 
 
 def unreachable(host: str) -> str | None:
-    """The reason why peers cannot connect to an address of this host; None without one.
+    """The reason why peers cannot connect to an address of this host, or None.
 
     >>> unreachable("::")
     'it stands for all addresses'

@@ -18,8 +18,8 @@ from typing import Any, Literal, NoReturn
 import msgpack
 
 BYTES_PER_ITEM = 16
-"""Bytes of a header's size limit per value that the header may have. A packed digest
-has more bytes, so a header of digests reaches the limit of bytes first."""
+"""Divisor of a header's limit in bytes that gives its limit of values. A packed digest
+has more bytes, so a header of digests reaches the limit in bytes first."""
 MAX_DEPTH = 64
 """Deepest nesting of lists and maps."""
 _SMALL = 2048

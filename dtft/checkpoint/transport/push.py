@@ -37,8 +37,8 @@ SPREAD = 0.5
 """Fraction of the time until the next snapshot over which a push is spread; the rest is
 for verification, the commit, and delays."""
 MOST_STEPS = 2
-"""Most steps over whose time a push is spread, even if the next snapshot is later: a
-host lost before the push has ended costs the steps since the snapshot before."""
+"""Most steps over whose time a push is spread, even if the next snapshot is later. If a
+host is lost before the push has ended, the steps since the snapshot before are lost."""
 LIMIT_PART = 0.25
 """Largest fraction of a push's deadline over which the push is spread."""
 SMALL_BYTES = 1 << 20
@@ -49,7 +49,7 @@ LONGEST_S = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """Compares step times with pushes at full speed and with spread pushes. A value.
+    """Compares step times with pushes at full speed and with spread pushes. Immutable.
 
     A push at full speed ends sooner, but takes processor time and network bandwidth
     from the steps that run meanwhile. The trial measures `TRIED` pushes of each kind;

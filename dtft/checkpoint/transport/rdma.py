@@ -43,7 +43,7 @@ class Nixl:
         """Starts the agent.
 
         Raises:
-            ImportError: NIXL is not installed; the message says how to install it.
+            ImportError: NIXL is not installed; the message has the install command.
         """
         try:
             nixl: Any = importlib.import_module("nixl")

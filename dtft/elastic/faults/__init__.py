@@ -1,11 +1,11 @@
 """Fault injection: plays a drill's faults on a local cluster, from outside.
 
 * `schedule`: the kinds of faults and their notation (`kill-host:1@150`).
-* `injector` waits for a fault's moment and strikes; `interruptions`: stops, cuts and
-  pauses, which are undone later; `network_namespaces`: hosts that can be cut off from
-  one another.
+* `injector` waits for the moment of each fault and carries the fault out.
+* `interruptions`: faults that can be undone: stops, cuts and pauses.
+* `network_namespaces`: network namespaces in which hosts can be cut off.
 
-Nothing here takes part in the recovery under test. `dtft drill` compares the outcome
+This package takes no part in the recovery under test. `dtft drill` compares the outcome
 with an undisturbed run.
 """
 

@@ -1,7 +1,8 @@
 """Reversible faults of a drill: stopped processes, cut hosts, a paused store.
 
-Each interruption is a pair of actions on a local cluster, by signals or by the hosts'
-network namespaces. The `injector` decides the victims and the moment.
+Each interruption is a pair of actions, one that begins and one that undoes the fault.
+The actions use signals or the hosts' network namespaces. The `injector` decides the
+victims and the moment.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ from dtft.elastic.local_cluster import LocalCluster
 from dtft.elastic.processes import process_alive
 
 INTERRUPTIONS = ("stop-agent", "stop-host", "stop-trainer", "cut", "pause-store")
-"""Kinds of faults that last, and can be undone."""
+"""Kinds of faults that last for a time and can be undone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +43,17 @@ def begin(
     network: HostNamespaces | None,
     trainer_pids: Sequence[int],
 ) -> Interruption:
-    """Begins a fault at once: stops, cuts or pauses.
+    """Begins a stop, cut or pause at once.
 
     Args:
-        fault: of a kind in `INTERRUPTIONS`.
+        fault: a fault of a kind in `INTERRUPTIONS`.
         hosts: names of the hosts that the fault hits.
         cluster: the local cluster of these hosts.
         network: the hosts' namespaces; needed for cuts.
-        trainer_pids: the training processes of the hosts, for stop-trainer.
+        trainer_pids: process ids of the hosts' trainers, for stop-trainer.
+
+    Raises:
+        ValueError: the fault is of another kind.
     """
     match fault.kind:
         case "stop-agent":
@@ -74,7 +78,7 @@ def begin(
 
 
 def session(leader: int) -> list[int]:
-    """Process ids of a session (one host), the session's leader first."""
+    """Lists the process ids of a session (one host), the session leader first."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -90,14 +94,14 @@ def _stopped(pids: Sequence[int]) -> Interruption:
         _send(pid, signal.SIGSTOP)
 
     def end() -> None:
-        for pid in reversed(stopped):  # an agent goes on after its trainers
+        for pid in reversed(stopped):  # an agent continues after its trainers
             _send(pid, signal.SIGCONT)
 
     return Interruption(pids=stopped, end=end)
 
 
 def _store_paused(cluster: LocalCluster) -> Interruption:
-    """Stops etcd, and turns off the supervisor that would restart etcd."""
+    """Pauses etcd (SIGSTOP), and suspends the supervisor, which would restart etcd."""
     cluster.etcd.supervised = False
     stopped = _stopped([cluster.etcd.pid])
 

@@ -1,12 +1,13 @@
 """Network namespaces for a local cluster's hosts, and cuts between hosts.
 
 Every host has two interfaces, on two bridges of this machine: one leads to the other
-hosts, one to the store. So a host can be cut from the store alone. A cut is silent, as
-a partition of a real network is: an interface leaves its bridge (both directions), or
-neighbour entries name a hardware address that nobody has (one direction). Interfaces
-stay up and addresses stay resolved, so a sender gets no error, only no answer. Needs
-Linux, root and `ip` (iproute2). Names of namespaces contain the pid of their
-maker; `remove_leftovers` removes the namespaces of processes that have ended.
+hosts, one to the store. So a host can be cut off from the store alone. A cut drops
+packets silently, like a partition of a real network. To cut both directions, an
+interface leaves its bridge. To cut one direction, neighbour entries name an unused
+hardware address. Interfaces stay up and addresses stay resolved, so a sender gets no
+error, only no answer. Needs Linux, root and `ip` (iproute2). Names of namespaces
+contain the pid of the process that made them; `remove_leftovers` removes the namespaces
+of processes that have ended.
 """
 
 import contextlib
@@ -23,26 +24,26 @@ from dtft.elastic.faults.schedule import Reach
 
 PREFIX = "dtft"
 NETNS_ETC = Path("/etc/netns")
-"""Directory of `/etc/hosts` replacements: `ip netns exec NAME` mounts NAME/hosts."""
+"""Directory of replacements of `/etc/hosts`: `ip netns exec NAME` uses NAME/hosts."""
 NETWORKS = 8192
-"""Number of pairs of networks to choose from: 10.64.0.0/24 to 10.127.255.0/24."""
+"""Number of pairs of networks to choose from, 10.64.0.0/24 to 10.127.255.0/24."""
 MOST_HOSTS = 100
 _GATEWAY = 254
 _NOBODY = "02:ff:ff:ff:ff:ff"
 
 
 class NoNamespacesError(ValueError):
-    """This machine cannot cut hosts off; the message names the missing part."""
+    """This machine cannot cut hosts off; the message gives the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostNamespace:
-    """One host's namespace; `number` is its address in both networks."""
+    """One host's namespace; `number` ends the host's address in both networks."""
 
     name: str
     number: int
     outer: tuple[str, str]
-    """Outer ends of the interfaces: on the hosts' bridge, on the store's bridge."""
+    """Outer ends of its interfaces, on the hosts' bridge and on the store's bridge."""
 
 
 class HostNamespaces:
@@ -52,7 +53,8 @@ class HostNamespaces:
         """Makes a network namespace for each host.
 
         Raises:
-            NoNamespacesError: not root, `ip` is missing, or the kernel refuses.
+            NoNamespacesError: not root, `ip` is missing, a command of `ip` fails, or
+                there are too many hosts.
         """
         check_namespaces()
         remove_leftovers()
@@ -90,11 +92,17 @@ class HostNamespaces:
         return f"{self._networks[0]}.{self._hosts[host].number}"
 
     def prefix(self, host: str) -> tuple[str, ...]:
-        """Words before a command that run the command in the host's namespace."""
+        """Returns the words before a command that run it in the host's namespace."""
         return ("ip", "netns", "exec", self._hosts[host].name)
 
     def cut(self, host: str, reach: Reach) -> None:
-        """Drops a host's packets silently."""
+        """Drops a host's packets silently.
+
+        Args:
+            host: the host.
+            reach: "all": all packets; "store": those to and from the store; "out" or
+                "in": those in one direction.
+        """
         found = self._hosts[host]
         match reach:
             case "all" | "store":
@@ -166,13 +174,23 @@ class HostNamespaces:
         return "02:00:" + ":".join(f"{part:02x}" for part in parts)
 
     def _set_neighbours(self, host: HostNamespace, mac: str | None = None) -> None:
-        """Sets a host's neighbour entries for the others; all to `mac`, if given."""
+        """Sets a host's neighbour entries for all other hosts and the bridges.
+
+        Args:
+            host: the host.
+            mac: hardware address in the entries; None for the real ones.
+        """
         others = {it.number for it in self._hosts.values()} - {host.number}
         ends = [(0, number) for number in sorted(others | {_GATEWAY})] + [(1, _GATEWAY)]
         _batch(host.name, [self._neighbour(*end, f"eth{end[0]}", mac) for end in ends])
 
     def _make_known(self, host: HostNamespace, mac: str | None = None) -> None:
-        """Sets the other hosts' and bridges' neighbour entries for a host."""
+        """Sets the other hosts' and bridges' neighbour entries for a host.
+
+        Args:
+            host: the host.
+            mac: hardware address in the entries; None for the real one.
+        """
         made = set(_names("netns"))
         for other in self._hosts.values():
             if other is not host and other.name in made:
@@ -192,7 +210,7 @@ class HostNamespaces:
 
 
 def check_namespaces() -> None:
-    """Refuses a machine that cannot cut hosts off.
+    """Checks that this machine can cut hosts off.
 
     Raises:
         NoNamespacesError: not root, or `ip` is missing.
@@ -224,7 +242,11 @@ def sweep_namespaces() -> None:
 
 
 def existing_namespaces(pid: int | None = None) -> list[str]:
-    """Names of drills' namespaces and interfaces; of one process, if `pid` is given."""
+    """Lists the namespaces and interfaces of drills.
+
+    Args:
+        pid: process id of a drill; None for all drills.
+    """
     names = [*_names("netns"), *_names("link")]
     number = r"\d+" if pid is None else str(pid)
     own = re.compile(rf"{PREFIX}{number}[a-z]\d*")
@@ -232,7 +254,10 @@ def existing_namespaces(pid: int | None = None) -> list[str]:
 
 
 def _free_networks() -> tuple[str, str]:
-    """First three numbers of two networks without an address of this machine."""
+    """Finds two networks without an address of this machine; returns their prefixes.
+
+    A prefix is the first three numbers, such as "10.64.0".
+    """
     taken = set(re.findall(r"inet (\d+\.\d+\.\d+)\.", _run("ip", "-o", "-4", "addr")))
     for offset in range(NETWORKS):
         number = 2 * ((os.getpid() + offset) % NETWORKS)
@@ -246,21 +271,21 @@ def _free_networks() -> tuple[str, str]:
 
 
 def _remove(base: str) -> None:
-    """Removes interfaces, namespaces and files named `base` and then a letter."""
+    """Removes interfaces, namespaces and files whose names are `base` and a letter."""
     for kind in ("link", "netns"):
         for name in _names(kind):
             if re.match(rf"{base}[a-z]", name):
-                # An interface vanishes with the namespace of its other end.
+                # An interface disappears with the namespace of its other end.
                 command = ["ip", kind, "del", name]
                 subprocess.run(command, check=False, capture_output=True, timeout=30)
     for folder in NETNS_ETC.glob(f"{base}[a-z]*"):
         shutil.rmtree(folder)
-    with contextlib.suppress(OSError):  # others have files there
+    with contextlib.suppress(OSError):  # other programs have files there
         NETNS_ETC.rmdir()
 
 
 def _names(kind: str) -> list[str]:
-    """Names of namespaces or interfaces that drills have made."""
+    """Lists the namespaces ("netns") or interfaces ("link") that drills have made."""
     command = ("netns", "list") if kind == "netns" else ("-o", "link")
     return re.findall(rf"\b({PREFIX}\d+[a-z]\d*)\b", _run("ip", *command))
 

@@ -3,10 +3,10 @@
 ``KIND[:WHOM]@STEP[:OPTION...]``, for example ``kill-host:1@150``,
 ``kill-host:0+2@40:replicate``, ``stop-agent:leader@20:10`` or ``cut:1@30:store:20``.
 WHOM is a slot, several slots joined by ``+``, or a role at the moment of the fault:
-``leader``, or ``follower``, the host of the lowest slot that does not lead (of a pair:
-the two lowest). An option is a phase, a number of seconds, what a cut separates, or
-``always``; which of them a kind takes is in `RULES`. Without seconds the fault lasts
-for ever. This module only parses; `injector` carries the faults out.
+``leader``, or ``follower``, the host of the lowest slot that does not lead (for a cut
+of a pair: the two lowest). An option is a phase, a number of seconds, the reach of a
+cut, or ``always``; `RULES` has the options that each kind allows. Without seconds the
+fault lasts for ever. This module only parses; `injector` carries the faults out.
 """
 
 import re
@@ -42,7 +42,8 @@ Phase = Literal[
 ]
 """The job's activity at the moment of the fault."""
 Reach = Literal["all", "store", "out", "in", "pair"]
-"""The packets that a cut drops: all of a host;"""
+"""The packets that a cut drops: all of a host, those to and from the store, those that
+a host sends, those that a host receives, or those between two hosts."""
 
 KINDS: tuple[str, ...] = get_args(Kind)
 PHASES: tuple[str, ...] = get_args(Phase)
@@ -69,7 +70,7 @@ class Rule:
 
     @property
     def options(self) -> str:
-        """The options in words, for error texts."""
+        """The allowed options in words, for error messages."""
         words = ["a phase (" + ", ".join(PHASES) + ")"] * self.phase
         words += [" or ".join(REACHES)] * self.reach
         words += ["seconds"] * (self.seconds != "no")
@@ -94,15 +95,15 @@ RULES: dict[str, Rule] = {
     "empty-store": Rule(phase=True),
     "fail": Rule(whom="slots", always=True),
 }
-"""The rule of each kind of fault."""
+"""Kind of fault to its rule."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
     """One fault: kind, victims, step and duration.
 
-    `corrupt` freezes the slots' hosts together with the next `kill-host` of the same
-    step and flips bytes in every copy they hold before that kill.
+    A `corrupt` takes effect with the next fault, which must kill hosts or trainers:
+    before the kill, bytes are inverted in every copy that the hosts of `slots` hold.
     """
 
     kind: Kind
@@ -114,11 +115,11 @@ class Fault:
     seconds: float | None = None
     """Duration of a stop, cut or pause in seconds; None: for ever."""
     reach: Reach = "all"
-    """`cut`: which packets are dropped."""
+    """`cut`: the packets that are dropped."""
     always: bool = False
-    """`fail`: whether the step fails every time; False: only once."""
+    """`fail`: whether the step fails at every attempt; False: only once."""
     replicas: int = 0
-    """`scale`: the number of replicas to ask for."""
+    """`scale`: the number of replicas to request."""
 
     def __str__(self) -> str:
         numbers = (self.replicas,) if self.kind == "scale" else self.slots
@@ -132,7 +133,7 @@ class Fault:
 
     @property
     def heals(self) -> bool:
-        """Whether this fault ends by itself after `seconds`."""
+        """Whether this fault is undone after `seconds`."""
         return self.seconds is not None
 
     @property
@@ -150,7 +151,7 @@ def parse_fault(text: str, num_slots: int) -> Fault:
     """Parses the notation of one fault.
 
     Raises:
-        ValueError: says what is wrong with the text and what is allowed.
+        ValueError: the text is not a valid fault; the message lists what is allowed.
 
     >>> str(parse_fault("kill-host:0+1@20:commit", num_slots=3))
     'kill-host:0+1@20:commit'
@@ -187,7 +188,7 @@ def parse_fault(text: str, num_slots: int) -> Fault:
 def _slots(
     text: str, kind: str, rule: Rule, whom: str, num_slots: int
 ) -> tuple[int, ...]:
-    """Parses the victims' slots; empty for a role or a kind without victims."""
+    """Parses the victims' slots; returns () for a role or a kind without victims."""
     if whom in ROLES and rule.whom == "slots or role":
         return ()
     if whom and not whom[0].isdigit():
@@ -217,7 +218,11 @@ def _slots(
 def _options(
     text: str, kind: str, rule: Rule, options: Sequence[str]
 ) -> dict[str, object]:
-    """Parses the options after the step: each at most once, in any order."""
+    """Parses the options after the step, in any order, each at most once.
+
+    Returns:
+        The field of `Fault` that each option sets, and its value.
+    """
     found: dict[str, object] = {}
     for option in options:
         name, value, taken = _option(rule, option)
@@ -244,7 +249,10 @@ def _options(
 
 
 def _option(rule: Rule, option: str) -> tuple[str | None, object, bool]:
-    """The field that an option sets, its value, and whether the kind takes it."""
+    """Returns the field that an option sets, its value, and whether the kind allows it.
+
+    The field is None for an unknown option.
+    """
     if _SECONDS.fullmatch(option):
         return "seconds", float(option), rule.seconds != "no"
     if option in PHASES:
@@ -266,10 +274,10 @@ def _scale(text: str, sizes: str, step: int, options: Sequence[str]) -> Fault:
 
 
 def check_together(faults: Sequence[Fault]) -> None:
-    """Refuses a set of faults that one run cannot play together.
+    """Checks that one run can play these faults together.
 
     Raises:
-        ValueError: names the faults and what to change.
+        ValueError: there is more than one `fail`, or a `fail` of several slots.
     """
     fails = [fault for fault in faults if fault.kind == "fail"]
     if len(fails) > 1 or any(len(fault.slots) > 1 for fault in fails):
@@ -280,9 +288,9 @@ def check_together(faults: Sequence[Fault]) -> None:
 
 
 def in_order(faults: Sequence[Fault]) -> list[Fault]:
-    """Sorts faults by step; a `recovery` fault stays behind the fault given before.
+    """Sorts faults by step.
 
-    A `healed` fault also stays behind the fault given before.
+    A fault of phase `recovery` or `healed` stays behind the fault given before it.
 
     >>> texts = ["kill-host:0@40", "kill-host:1@1:recovery", "kill-leader@20"]
     >>> [str(f) for f in in_order([parse_fault(t, num_slots=2) for t in texts])]

@@ -1,8 +1,8 @@
 """One host of a job: agent process, port, trainers and exports.
 
-* `agent`: the event loop that passes what happens to `follower` (this host's duties)
-  and to the leader; `edges`: an agent's access to time, network, files and
-  processes, which a simulation replaces.
+* `agent`: the event loop that passes events to `follower` (this host's duties) and to
+  the leader; `edges`: an agent's access to time, network, files and processes, which a
+  simulation replaces.
 * `serve`: an agent for the user's own processes (`--serve-only`).
 * `listening`: the host's port; `inspection` and `salvage` answer there.
 * `trainers`, `coordination_service` (with `coordination_process`) and `export` start

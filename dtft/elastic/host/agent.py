@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
 RANK_S = 0.02
-"""Seconds between the campaigns of two hosts; hosts take turns in order of names."""
+"""Seconds by which a host campaigns for leadership later than the host before it in
+the order of names."""
 
 
 class Agent:
@@ -42,12 +43,12 @@ class Agent:
         trainers: Trainers | None = None,
         edges: Edges | None = None,
     ) -> None:
-        """Opens this host's port; joins nothing yet.
+        """Opens this host's port; does not register in the store yet.
 
         Args:
             config: settings of this host.
             store: the job's store.
-            trainers: already listening; by default the agent starts its own.
+            trainers: trainers whose socket is open already; made here by default.
             edges: access to time, network, files and processes; by default this
                 machine's.
 
@@ -172,7 +173,7 @@ class Agent:
 
     def close(self) -> None:
         """Ends every process, connection and registration of this host."""
-        with contextlib.ExitStack() as parts:  # each, even if others fail
+        with contextlib.ExitStack() as parts:  # closes each, even if others fail
             parts.callback(self._edges.close)
             parts.callback(self._server.close)
             parts.callback(self._links.close)
@@ -317,7 +318,7 @@ class Agent:
         return moved(*newest)
 
     def _let_followers_go(self) -> None:
-        """Closes the followers' links after leadership; tells them the new leader."""
+        """Closes the followers' links after this host's term; names the new leader."""
         self._links.close(self._moved_message())
 
     def _accept(
@@ -333,8 +334,9 @@ class Agent:
         return found
 
     def _step_down_if_isolated(self, leader: Leader) -> None:
-        """Gives up leadership if too few of the live hosts are connected for two
-        leases.
+        """Lets go of leadership after two leases with too few connected hosts.
+
+        Too few: fewer than the job's slots and fewer than the hosts in the store.
         """
         needed = min(leader.num_slots, len(leader.view.hosts))
         if self._links.count + 1 >= needed:
@@ -366,7 +368,7 @@ class Agent:
             self._leader_link.follow(*newest)
 
     def _leader_dead(self, leader: HostRecord) -> None:
-        """Expels a leader whose port refuses connections from the store."""
+        """Removes a leader from the store, because its port refuses connections."""
         view = self._membership.view
         if view.leader == leader.host:
             self._membership.expel(view.leader_lease)
@@ -433,7 +435,8 @@ class Agent:
         self._with_leader(lambda leader: leader.disconnected(record, why))
 
     def _host_dead(self, record: HostRecord) -> None:
-        """Expels a host whose port refuses connections and tells the leader's logic."""
+        """Removes a host from the store, because its port refuses connections, and
+        reports the loss to this host's leader."""
         view = self._membership.view
         known = view.hosts.get(record.host)
         if known is not None and known.address == record.address:

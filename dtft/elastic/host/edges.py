@@ -53,7 +53,7 @@ class HostServer(Protocol):
 
 
 class Service(Protocol):
-    """JAX's coordination service beside the leader."""
+    """JAX's coordination service on the leading host."""
 
     def start(
         self,
@@ -61,13 +61,13 @@ class Service(Protocol):
         ready: Callable[[str], None],
         failed: Callable[[str], None],
     ) -> None:
-        """Serves a new world; calls `ready` with its address or `failed` with a
-        reason.
+        """Serves a new set of processes; calls `ready` with the service's address, or
+        `failed` with a reason.
         """
         ...
 
     def end(self) -> None:
-        """Ends the service of the current world."""
+        """Ends the service of the current set of processes."""
         ...
 
     def close(self) -> None:
@@ -97,13 +97,13 @@ class Edges:
     journal: Callable[[], Journal]
     service: Callable[[], Service]
     list_steps: Callable[[Path], Iterable[int]]
-    """The steps in a storage directory."""
+    """Lists the steps in a storage directory."""
     close: Callable[[], None]
     """Frees the board and the memory directory after the agent's end."""
 
 
 class NoService:
-    """Stands in for a coordination service where users' processes have their own."""
+    """Replaces the coordination service if the user's processes start their own."""
 
     def start(
         self,
@@ -129,8 +129,8 @@ def local_edges(
     Args:
         config: the agent's settings.
         store: the job's store.
-        trainers: already listening in an existing memory directory; by default both
-            are made here.
+        trainers: trainers whose socket is open in an existing memory directory; by
+            default the directory is made here and the follower makes its trainers.
 
     Raises:
         ValueError: the arena directory does not exist.

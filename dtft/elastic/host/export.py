@@ -48,7 +48,7 @@ def save_fields(
         step: the step.
         memory: path of the arena.
         buffers: number of the arena buffer of each chunk of the slot's own slices.
-        digests: of each slice.
+        digests: the digest of each slice.
         items: the checkpoint's values that are not arrays.
     """
     return {
@@ -61,7 +61,8 @@ def save_fields(
 
 
 class HostExports:
-    """This host's part in exports: pins a step, hands over the step, and unpins it."""
+    """This host's part in exports: pins a step, passes the step to the exporter
+    process, and unpins the step."""
 
     def __init__(
         self,
@@ -125,8 +126,8 @@ class HostExports:
         exporter.save(fields, limit_s)
 
     def _open(self, holder: ReplicaStore, order: dict[str, Any]) -> ExporterProcess:
-        """Returns the exporter of the last step if its world is the same, or starts
-        one.
+        """Returns the last exporter if its settings are unchanged; otherwise starts an
+        exporter.
 
         After a failure no host keeps its exporter: the old exporters would wait for the
         exporter that has ended.

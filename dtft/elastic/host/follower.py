@@ -56,7 +56,7 @@ LOOK_S = 1.0
 WARM_S = 5.0
 """Seconds until a failed start of a standby trainer is tried again."""
 KEPT_COMMITS = 2
-"""Number of the newest commits that a host remembers for a store without them."""
+"""Number of newest commits that a host remembers, in case the store lacks commits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class HostParts:
     copies: Copies
     exports: HostExports
     resharding: Resharding | None
-    """Reshards steps for the user's process; None on a launched job's host."""
+    """Reshards steps for the user's process; None if the agent starts the trainer."""
     restore: Callable[[dict[str, Any]], dict[str, Any]]
     """Restores the step of a leader's order; see `restore_copies`. Blocks for long."""
     probe: Callable[[str, Callable[[PortState], None]], None]
@@ -82,7 +82,7 @@ class HostParts:
 
 
 class Follower:
-    """One host's duties."""
+    """Carries out the leader's orders on one host, and reports to the leader."""
 
     def __init__(
         self,
@@ -97,8 +97,8 @@ class Follower:
 
         Args:
             config: settings of this host's agent.
-            credentials: the job's.
-            parts: this host's.
+            credentials: the job's credentials.
+            parts: this host's parts.
             loop: the agent's event loop.
             emit: `emit(kind, ...)` sends to `happened`, from any thread.
             report: `report(op, **fields)` sends to the leader.
@@ -144,9 +144,9 @@ class Follower:
     def warm(self) -> None:
         """Starts a standby trainer, so that imports are done before a slot is taken.
 
-        If no standby can be started, nothing is started again for `WARM_S`. Taking a
-        slot then starts a trainer, or gives the slot back if that fails too.
-
+        If the start fails, the next try comes after `WARM_S` seconds. A host without a
+        standby that gets a slot starts a trainer then, or gives the slot back if that
+        start fails too.
         """
         if self._loop.now() < self._warm_at:
             return
@@ -253,8 +253,8 @@ class Follower:
             fatal: whether the same processes would fail again; a waiting trainer is
                 then let go too.
             read: whether copies are read and checked for the report.
-            epoch: of the newest assignment that the leader knows.
-            step: of the newest commit that the leader knows, -1 for none.
+            epoch: (generation, attempt) of the newest assignment that the leader knows.
+            step: step of the newest commit that the leader knows, -1 for none.
             reach: host name to address of the hosts to try to connect to.
         """
         if ballot < self._ballot:
@@ -297,8 +297,8 @@ class Follower:
         try_all(self._parts.probe, reach, lambda missed: told(missed=missed))
 
     def _report_of(self, outcome: "Future[dict[str, Any]]") -> dict[str, Any]:
-        """The held copies for the leader; on an error, none and all copies as
-        corrupt.
+        """The report of held copies. After an error the report lists no copy, and all
+        copies count as corrupt.
         """
         error = outcome.exception()
         if error is None:
@@ -423,9 +423,9 @@ class Follower:
             step: the staged step that is safe.
             committed: whether the store has recorded the step; False while the store
                 does not answer.
-            commit: JSON of the commit that the store has or shall record, without
-                holders: these are the hosts of this host's order.
-            told: further fields for the trainer alone.
+            commit: JSON of the commit that the store has or shall record. Its holders
+                are left out: they are the hosts in this host's `prepare` order.
+            told: further fields, passed on to the trainer.
         """
         if commit:
             self._keep(Commit.from_json(commit))
@@ -445,7 +445,7 @@ class Follower:
         self.warm()
 
     def _keep(self, commit: Commit) -> None:
-        """Remembers a commit for a leader or store that lacks the commit."""
+        """Remembers a commit, in case a later leader or the store lacks it."""
         obeyed, epoch = self._obeyed, (commit.generation, commit.attempt)
         if obeyed is not None and _epoch_of(obeyed) == epoch:
             whole = replace(commit, holders=tuple(obeyed["hosts"]))
@@ -500,7 +500,7 @@ class Follower:
         return handlers
 
     def trainer_says(self, ident: int, message: dict[str, Any]) -> None:
-        """Handles a message of the active trainer; ignores those of other trainers."""
+        """Handles a message of the active trainer; ignores messages of others."""
         if not self._trainers.is_active(ident):
             return
         op = message.pop("op")
@@ -513,20 +513,21 @@ class Follower:
                 self._refuse_trainer(f"{op}: {type(error).__name__}: {error}")
 
     def _refuse_trainer(self, fault: str) -> None:
-        """Lets a trainer go that sent an invalid message; the agent goes on."""
+        """Ends a trainer that sent an invalid message, and reports its exit."""
         logger.error("the trainer sent a message that is none: %s", fault)
         self._trainers.let_go(f"it sent a message that is none: {fault}")
         self._tell_exit(0 if self._seats.attached else 1, self._ballot)
 
     def _pass_up(self, op: str, task: SlotTask, message: Message) -> None:
-        """Passes a trainer's message to the leader; recovery is over on this host."""
+        """Passes a trainer's message to the leader; clears `recovering` on the
+        board."""
         self._board.set("recovering", 0)
         self._tell(op, slot=task.slot, **message)
 
     def _ask_leader(
         self, op: str, names: Iterable[str], task: SlotTask, message: Message
     ) -> None:
-        """Passes a request of the user's process to the leader, who decides."""
+        """Passes a request of the user's process to the leader."""
         told = {name: message[name] for name in names}
         self._tell(op, slot=task.slot, **told)
 
@@ -630,7 +631,8 @@ class Follower:
             self._tell("held", step=step, root=root, **where)
 
     def tick(self) -> None:
-        """Checks the trainer's progress every `LOOK_S`; reports it, dumps stacks."""
+        """Checks the trainer's progress every `LOOK_S` seconds; reports the progress,
+        and dumps the trainer's stacks if that is due."""
         task, now = self._task, self._loop.now()
         if task is None or self._seats.attached or now < self._look_at:
             return
@@ -668,7 +670,7 @@ class Follower:
         self._exports.begin(holder, {**order, "epoch": self.epoch})
 
     def lend(self, step: int) -> None:
-        """Pins a step for peers that export slices they lack; -1 ends this."""
+        """Pins a step from which exporting peers fetch slices; -1 ends the pin."""
         self._exports.lend(self._copies.holding(step), step)
 
     def exporter_says(self, exporter: ExporterProcess, message: dict[str, Any]) -> None:
@@ -702,13 +704,13 @@ def local_follower(
 
     Args:
         config: settings of this host's agent.
-        credentials: the job's.
+        credentials: the job's credentials.
         board: this host's progress board.
         loop: the agent's event loop.
         network: connects to other agents.
         emit: sends to `Follower.happened`.
         report: sends to the leader.
-        trainers: already listening; by default this host starts its own.
+        trainers: trainers whose socket is open already; made here by default.
     """
     copies = Copies(config)
     nixl = start_nixl() if config.nixl else None

@@ -61,12 +61,12 @@ def _asked(channel: Channel) -> dict[str, Any]:
 
 
 def _recorded(holder: ReplicaStore) -> dict[str, Any]:
-    """Digests recorded at this moment, without copies that were found corrupt."""
+    """The digests that are recorded now, without those of copies known as corrupt."""
     held = {
         step: {key: known for key, _, known in holder.copies(step)}
         for step in holder.steps()
     }
-    held = {step: found for step, found in held.items() if found}  # staged ahead
+    held = {step: found for step, found in held.items() if found}  # else only staged
     return {"held": held, "corrupt": holder.verifier.known()}
 
 
@@ -141,7 +141,7 @@ class Pace:
             rate: bytes a second; 0 for no limit.
             tell: called with bytes read and `total`.
             clock: returns seconds of any monotonic clock.
-            sleep: waits so many seconds.
+            sleep: waits for the given number of seconds.
         """
         self._total, self._rate, self._tell = total, rate, tell
         self._clock, self._sleep = clock, sleep

@@ -1,6 +1,6 @@
 """The port of one host: the requests that peers and users may make there.
 
-Each kind of connection has one handler. A connection is served on its own thread.
+Each kind of connection has one handler. Each connection is served on a separate thread.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def listen(
 
     Args:
         config: settings of this host's agent.
-        credentials: the job's.
+        credentials: the job's credentials.
         inbox: the host's state, for pushes and fetches.
         loop: the agent's event loop.
         accept: accepts a control connection; called on the loop.

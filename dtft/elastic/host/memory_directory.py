@@ -30,7 +30,8 @@ OWNER = "owner"
 """File in a memory directory that the directory's agent keeps locked."""
 _PREFIX = "dtft-"
 _FRESH, _SWEPT = ".dtft-new-", ".dtft-swept-"
-"""Name prefixes of directories that are being made, and of those being removed."""
+"""Name prefixes of directories that are being made, and of directories that are being
+removed."""
 TAKE_S = 2.0
 """Seconds to wait for a directory that is being swept; a sweep renames it first."""
 UNMARKED_S = 60.0
@@ -124,7 +125,7 @@ def _put_in_place(fresh: Path, directory: Path) -> None:
                 raise
         if (directory / OWNER).exists():
             _remove_dead(directory)
-        else:  # of a version without locks; the store knows no live host so named
+        else:  # made by a version without locks; the store has no live host so named
             _remove(directory)
         if time.monotonic() > end and directory.exists():
             raise ValueError(
@@ -182,7 +183,7 @@ def sweep_memory(arena_directory: Path) -> list[Swept]:
 
 
 def swept_line(arena_directory: Path, swept: list[Swept]) -> str:
-    """The line that tells users of a sweep; "" if nothing was removed.
+    """The message about a sweep, for users; "" if nothing was removed.
 
     >>> swept_line(Path("/dev/shm"), [Swept(name="dtft-j-a", num_bytes=4096)])
     'dtft: removed 4,096 bytes of dead agents from /dev/shm: dtft-j-a'
@@ -199,7 +200,7 @@ def swept_line(arena_directory: Path, swept: list[Swept]) -> str:
 
 
 def _ours(arena_directory: Path) -> Iterator[Path]:
-    """Directories of this user whose names begin like those of memory directories."""
+    """Directories of this user whose names have a prefix of memory directories."""
     with contextlib.suppress(OSError):
         for path in sorted(arena_directory.iterdir()):
             if not path.name.startswith((_PREFIX, _FRESH, _SWEPT)):
@@ -211,7 +212,8 @@ def _ours(arena_directory: Path) -> Iterator[Path]:
 
 
 def _remove_dead(path: Path) -> int | None:
-    """Removes a dead agent's directory and returns its bytes; None if it may live."""
+    """Removes a dead agent's directory and returns its bytes; None if the agent may
+    live."""
     try:
         lock = os.open(path / OWNER, os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -267,8 +269,8 @@ def _unused_without_lock(path: Path) -> bool:
     """Whether a directory without a lock file belonged to an agent that is dead.
 
     Agents of versions before the lock kept files open or mapped and listened on a
-    socket. The kernel grants a write lease only on a file that nobody has open, in any
-    PID namespace; a socket whose listener is gone refuses connections.
+    socket. The kernel grants a write lease only on a file that no process has open, in
+    any PID namespace; a socket whose listener is gone refuses connections.
     """
     entries = list(path.iterdir())
     if not entries or not _old(path):

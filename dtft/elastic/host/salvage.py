@@ -4,9 +4,9 @@ Used at the forced end of a local cluster, which needs no store and no trainers 
 The process that started the hosts asks each host for its copies, chooses a step
 (`choose`, pure) and fetches the step's slices; one exporter process writes the step.
 Hosts answer on separate threads, so salvage works with a stuck event loop, without the
-store and between two formations. A recorded commit
-counts if the digests add up to its root. A step that was not recorded, because the
-store was away, counts if the hosts of the newest formation hold all of it and agree.
+store and between two formations. A recorded commit can be chosen if the digests add up
+to its root. A step that was not recorded, because the store was away, can be chosen if
+the hosts of the newest formation hold all of its slices with equal digests.
 """
 
 import dataclasses
@@ -106,7 +106,7 @@ class Holding:
     address: str
     epoch: tuple[int, int]
     layout: str
-    """As JSON."""
+    """The layout as JSON."""
     chunk_bytes: int
     held: Mapping[int, Mapping[str, bytes]]
     """Maps step to slice key to digest."""
@@ -121,7 +121,7 @@ class SalvagedStep:
     layout: Layout
     digests: Mapping[str, bytes]
     sources: Mapping[str, Holding]
-    """Maps slice key to the holding of a host with a right copy."""
+    """Maps slice key to the holding of a host whose copy matches `digests`."""
     items: Mapping[str, Any]
     chunk_bytes: int
 

@@ -1,8 +1,8 @@
-"""`dtft agent --serve-only`: the memory of a host for the user's own processes.
+"""`dtft agent --serve-only`: keeps copies in a host's memory for the user's processes.
 
 Listens for the user's process, and learns the job's terms from the first process that
-attaches to any host of the job. From then on the host runs an `Agent`. This module owns
-only the order of these steps.
+attaches to any host of the job. From then on the host runs an `Agent`. This module
+only defines the order of these steps.
 """
 
 import contextlib
@@ -35,14 +35,14 @@ LOOK_S = 0.5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """What the agents of a job must agree on; every field is a flag."""
+    """Settings that must be equal on all agents of a job; every field is a flag."""
 
     copies: int = 2
-    """Copies every slice shall have, on as many hosts."""
+    """Number of copies of every slice, each on another host."""
     arena_directory: str = "/dev/shm"
-    """Where the copies lie: a memory file system."""
+    """Directory of the copies, on a memory file system."""
     timeouts: Timeouts = dataclasses.field(default_factory=Timeouts)
-    """Every deadline."""
+    """Deadlines in seconds."""
 
     def __post_init__(self) -> None:
         if self.copies < 1:
@@ -88,7 +88,7 @@ def with_terms(config: AgentConfig, terms: Terms) -> AgentConfig:
 
 
 class ServingHost:
-    """One host of a job of users' processes, from its start."""
+    """One host that serves the user's processes, from the start of its agent."""
 
     def __init__(
         self, config: AgentConfig, store: Store, processes: int | None
@@ -96,7 +96,7 @@ class ServingHost:
         """Checks host name and secret, and listens for the user's process.
 
         Args:
-            config: see `base_config`; with the run directory set.
+            config: the settings from `base_config`, with the run directory set.
             store: the job's store.
             processes: required number of the job's processes; None for any number.
 
@@ -125,8 +125,9 @@ class ServingHost:
         )
 
     def _refuse_live_agent(self) -> None:
-        """Refuses a name whose agent waits for terms: not registered, but its socket
-        answers.
+        """Raises JobMismatch if an agent with this host's name answers at its socket.
+
+        An agent that waits for terms is not registered in the store.
         """
         path = self._config.memory_directory / AGENT_SOCKET
         with contextlib.suppress(OSError):
@@ -166,8 +167,10 @@ class ServingHost:
             remove_memory_directory(config.memory_directory)
 
     def _check_domain(self) -> None:
-        """Checks the failure domain as every agent; tells an attached process a
-        refusal.
+        """Checks the host's failure domain; a refusal is also sent to the process.
+
+        Raises:
+            JobMismatch: the host's domain does not fit the domains of other hosts.
         """
         try:
             check_domain(self._store, self._config)

@@ -3,7 +3,7 @@
 A trainer attaches over the agent's Unix socket. A trainer is either a process that this
 agent has started (`Command`), or a process of the user's, which is accepted unless
 `Admission` objects. Letting a trainer go kills an agent's process, and tells a user's
-process the reason. Nothing here waits for a trainer: each has a queue of outgoing
+process the reason. No method waits for a trainer: each trainer has a queue of outgoing
 messages, and a process that does not end after SIGKILL is given up.
 """
 
@@ -118,7 +118,7 @@ class AttachedTrainer:
 
 
 class Trainers:
-    """At most one trainer of the formation, and at most one waiting for the next.
+    """The trainer of the current formation and a waiting trainer, at most one of each.
 
     Emits events once `bind` was called: ("trainer", ident, message);
     ("trainer_exit", ident, code) at a trainer's exit, where a user's process has the
@@ -361,7 +361,8 @@ class Trainers:
         trainer.send("start", message)
 
     def formed(self, **fields: Any) -> None:
-        """Tells the user's process which step can be restored, so that it goes on."""
+        """Tells the user's process which step can be restored; the process then
+        continues."""
         with self._lock:
             if self._trainer is not None:
                 self._trainer.given = True
@@ -407,7 +408,8 @@ class Trainers:
             self._tell("trainer_exit", trainer.ident, code)
 
     def exited(self, ident: int) -> bool:
-        """Whether an ended trainer was the formation's; from then on it is not."""
+        """Whether an ended trainer was the formation's; ends that role of the
+        trainer."""
         with self._lock:
             was_active = self.is_active(ident)
             self._active = 0 if was_active else self._active
@@ -417,7 +419,7 @@ class Trainers:
         """Ends the formation's trainer; a trainer without a task yet waits again.
 
         Args:
-            reason: why, for the user.
+            reason: the reason, for the user.
             waiting: whether the waiting trainer is ended too.
 
         Returns:
@@ -475,7 +477,7 @@ class Trainers:
         )
 
     def close(self) -> None:
-        """Ends listening and every trainer; waits at most a bounded time."""
+        """Stops listening and ends every trainer; waits for a bounded time."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # otherwise accepting goes on
         self._listener.close()

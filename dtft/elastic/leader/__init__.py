@@ -1,14 +1,14 @@
 """The leading agent: turns hosts' reports into commits, recoveries and orders.
 
-* `leadership`: a `leader` per term; `records`: its fenced reads and writes of the
-  store; `events`: messages for people.
-* Who is there, and forming a generation: `host_registry`, `rendezvous` with
+* `leadership`: a `leader` per term; `records`: the leader's reads and fenced writes of
+  the store; `events`: messages for people.
+* Connected hosts and the formation of a generation: `host_registry`, `rendezvous` with
   `rendezvous_plan`, `recovery`, `reshard`, `failure_account` with `failure_budget`,
   `re_replication`, `scaling` with `sizes`, `shutdown`.
 * Commits and storage: `commit_coordinator`, `export_plan`, `export_requests`,
-  `storage`; `served_requests`: what the user's own processes ask for.
+  `storage`; `served_requests`: requests of processes that the user starts.
 
-Sockets, processes and the event loop are handed in by `host`.
+`host` passes in the sockets, the processes and the event loop.
 """
 
 from typing import TYPE_CHECKING

@@ -30,8 +30,9 @@ from dtft.elastic.leader.storage import StorageHealth
 class Intervals:
     """The snapshot interval of one generation.
 
-    A change takes effect after a boundary that no trainer passes before it has the
-    change; the change is sent with the release of the boundary before.
+    A change of the interval takes effect after the next boundary at which trainers
+    stage. Trainers get the change with the release of the boundary before, so no
+    trainer passes that boundary without the change.
     """
 
     def __init__(self, config: AgentConfig) -> None:
@@ -58,7 +59,10 @@ class Intervals:
     def heard(
         self, step: int, interval: int | None, window: Mapping[str, float] | None
     ) -> None:
-        """Records a trainer's staged step; its next follows after `interval` steps."""
+        """Records that a trainer staged a step and stages again `interval` steps later.
+
+        `window` has the fields of `Window`, or is None without measurements.
+        """
         self._reported[step] = interval or self._cadence.interval
         if window is not None:
             self._windows.setdefault(step, []).append(Window(**window))  # type: ignore[arg-type]
@@ -107,7 +111,8 @@ class Intervals:
         return text
 
     def news(self) -> str | None:
-        """The line for people after a change; returned once, then None."""
+        """The message about the last change; returned once per change, otherwise
+        None."""
         news, self._news = self._news, None
         return news
 
@@ -121,7 +126,8 @@ GRACE_S = 30.0
 """Seconds after the export timeout at which a silent exporter counts as hung."""
 
 KEPT_TRACKERS = 4
-"""Number of newest steps kept for export, with the slices that each host copied."""
+"""Number of newest complete steps whose trackers are kept for export; a tracker has the
+slices that each host copied."""
 
 
 class CommitCoordinator:
@@ -206,7 +212,7 @@ class CommitCoordinator:
         self._conclude(step)
 
     def held(self, step: int, source: int, target: int, root: str) -> None:
-        """Handles a verified push; ignores pushes of a committed step."""
+        """Handles a push that its target has verified; ignores committed steps."""
         if step <= self.committed:
             return
         self._tracker(step).held(source, target, root)
@@ -250,7 +256,7 @@ class CommitCoordinator:
         return f"step {step}: {self._trackers[step].missing}"
 
     def delayed(self, commit: Commit) -> None:
-        """Releases a complete step whose commit the store has not recorded.
+        """Releases the trainers from a complete step before the store has its commit.
 
         The hosts get the commit with the release, so a later leader can learn it.
         """
@@ -323,9 +329,9 @@ class CommitCoordinator:
     def export_from(
         self, step: int, alive: Collection[str], held: Mapping[str, Mapping[str, bytes]]
     ) -> bool:
-        """Exports a step from the hosts left; returns False if they lack a slice.
+        """Orders the remaining hosts to export a step; False if some slice is missing.
 
-        An export in progress is taken to be lost with its hosts.
+        An export in progress is replaced, because some of its hosts are lost.
 
         Args:
             step: the step to export.
@@ -335,10 +341,13 @@ class CommitCoordinator:
         return self._order_export(step, alive, held)
 
     def _held(self, step: int) -> dict[str, dict[str, bytes]] | None:
-        """The slices that each host copied of a step; None for whole slots."""
+        """Host -> slice key -> digest, of the slices that each host copied of a step.
+
+        None if every host has all slices of its slot.
+        """
         tracker = self._complete.get(step)
         if tracker is None:
-            return None  # restored steps are whole, too
+            return None  # every host has its whole slot, also of a restored step
         held: dict[str, dict[str, bytes]] = {
             host: {} for host in self._assignment.slots
         }
@@ -398,7 +407,10 @@ class CommitCoordinator:
     def export_answer(
         self, host: str, step: int, ok: bool, attempt: int | None = None
     ) -> bool | None:
-        """Handles one host's outcome; True or False once the export ended, else None.
+        """Handles the outcome of one host's part of an export.
+
+        Returns whether the export succeeded. Returns None while other hosts still write
+        and for outdated answers.
 
         Args:
             host: the answering host.
@@ -409,7 +421,7 @@ class CommitCoordinator:
         if self._export is None or self._export[0] != step:
             return None
         if attempt not in (None, self._failures):
-            return None  # of a try that another host's failure has ended
+            return None  # answers an attempt that another host's failure has ended
         if not ok:
             self._export = None
             self._end_loans()

@@ -14,7 +14,7 @@ from typing import Any
 from dtft.elastic.leader.recovery import RecoveryReport
 
 KEPT_EVENTS = 10_000
-"""Events kept in memory while they cannot be written."""
+"""Largest number of events kept in memory while the event log cannot be written."""
 HANGS_S = 1.0
 """Seconds after which a write counts as hanging; a healthy disk takes milliseconds."""
 IDLE_S = 5.0
@@ -29,7 +29,7 @@ class Journal:
     """
 
     def __init__(self, run_directory: Path, host: str) -> None:
-        """Events go to `events.jsonl` in the run directory."""
+        """Appends events to `events.jsonl` in the run directory; opens no file yet."""
         self._path, self._host = run_directory / "events.jsonl", host
         self._waiting: deque[str] = deque(maxlen=KEPT_EVENTS)
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -42,12 +42,12 @@ class Journal:
         self.last_commit = 0
 
     def say(self, text: str) -> None:
-        """Prints one line for people, and records it."""
+        """Prints a message and appends it to the event log."""
         self._tell(text)
         self.event("message", text=text)
 
     def _tell(self, text: str) -> None:
-        """Prints on a thread, because the reader of stdout may have stopped."""
+        """Prints a line on a separate thread, because a write to stdout may block."""
         with self._changed:
             self._lines.put(text)
             if not self._speaking:
@@ -127,7 +127,7 @@ class Journal:
         return None
 
     def committed(self, step: int, root: str) -> None:
-        """Remembers and records a commit.
+        """Appends a commit event and keeps the step as `last_commit`.
 
         Args:
             step: the committed step.
@@ -137,7 +137,7 @@ class Journal:
         self.event("commit", step=step, root=root)
 
     def recovery(self, report: RecoveryReport, detected: float, ended: float) -> None:
-        """Prints the recovery line and records every figure."""
+        """Prints a recovery's message and records all figures of its report."""
         fields = dataclasses.asdict(report)
         fields["steps_lost"] = report.steps_lost
         self.event("recovery", detected=detected, ended=ended, **fields)

@@ -1,8 +1,8 @@
-"""Computes which hosts write a step to storage, and the slices they fetch for it.
+"""Computes which hosts write a step to storage, and which slices these hosts fetch.
 
 Each host writes its own slices. If `share` is "divided", a host lacks some of its
-slices and borrows them from peers. While no process of a served job runs, hosts that
-together hold the whole newest commit write it.
+slices and borrows these from peers. In a served job the user starts the processes;
+while no process runs, hosts that together hold the whole newest commit write it.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -33,7 +33,8 @@ class IdleExport:
     commit: Commit
     layout: Layout
     hosts: tuple[str, ...]
-    """The host of each slot; a slot that is not needed has another slot's host."""
+    """The host of each slot. A slot that no host holds and that the export does not
+    need has the host of another slot."""
 
 
 def plan_idle_export(
@@ -72,7 +73,7 @@ def plan_idle_export(
 def match_slots(
     slots: Sequence[int], able: Mapping[str, Collection[int]]
 ) -> dict[int, str]:
-    """Matches slots with distinct hosts, as many slots as possible.
+    """Matches as many slots as possible with distinct hosts.
 
     After an abandoned formation a host may hold the slices of two slots: its former
     slot and the slot it was about to take.

@@ -23,8 +23,8 @@ Answer = Callable[[dict[str, Any]], None]
 
 
 class ExportRequests:
-    """Requesters of an export, each with the commit required. Used by the event
-    loop."""
+    """Waiting requesters of an export, each with the earliest step that answers the
+    request. Used by the event loop."""
 
     def __init__(self) -> None:
         """Starts with no request."""
@@ -38,7 +38,7 @@ class ExportRequests:
         self._waiting.append((committed, answer))
 
     def outcome(self, step: int, ok: bool, error: str) -> None:
-        """Answers the requesters that the outcome of a step's export concerns."""
+        """Answers the requesters of this step or an earlier one with the outcome."""
         reply = {"step": step} if ok else {"error": error}
         for committed, answer in self._waiting:
             if step >= committed:
@@ -46,7 +46,7 @@ class ExportRequests:
         self._waiting = [one for one in self._waiting if one[0] > step]
 
     def refuse(self, reason: str, *, moved: bool = False) -> None:
-        """Answers all waiting requesters that no export will come.
+        """Tells all waiting requesters that no export will come.
 
         Args:
             reason: the reason, for people.
@@ -74,7 +74,7 @@ def serve_export(
     except queue.Empty:
         reply = {"error": f"no step was written within {limit_s:.0f} s"}
     channel.send(reply, timeout_s=10.0)
-    _asked(channel)  # the caller has it
+    _asked(channel)  # the caller confirms that it has the reply
 
 
 def _asked(channel: Channel) -> None:
@@ -105,7 +105,8 @@ class StorageExports:
         self._requests = ExportRequests()
 
     def asked(self, rendezvous: Rendezvous, answer: Answer) -> None:
-        """Handles a request for an export: the next commit is written."""
+        """Handles a request for an export of the next commit; refused unless the job
+        trains."""
         coordinator = rendezvous.coordinator
         if coordinator is None or rendezvous.phase != "running" or rendezvous.frozen:
             text = f"the job does not train now ({rendezvous.phase}); ask again later"

@@ -34,7 +34,7 @@ class FailureAccount:
         loop: Loop,
         journal: Journal,
     ) -> None:
-        """Continues with the budget that the store has."""
+        """Loads the budget from the store."""
         self._config, self._records, self._sizes = config, records, sizes
         self._loop, self._journal = loop, journal
         stored = FailureBudget.from_json(records.view.budget)

@@ -51,10 +51,10 @@ BROKEN_COLLECTIVE: tuple[str, ...] = (
     r"NCCL .*(remote|closed|abort|timeout)|ncclRemoteError|ncclInternalError",
     r"AgentGone",
 )
-"""Patterns of exceptions caused by another host's end. Seen with JAX 0.10 on CPU: "Gloo
+"""Patterns of exceptions caused by another host's end. JAX 0.10 on CPU raises "Gloo
 AllGather failed: [...pair.cc:547] Connection closed by peer", "Gloo all-reduce failed:
-[...pair.cc:538] Read error [...]: Connection reset by peer"; and in the log of an
-aborted process "Failed to send RPC to coordination service"."""
+[...pair.cc:538] Read error [...]: Connection reset by peer"; the log of an aborted
+process has "Failed to send RPC to coordination service"."""
 _JAX_ERRORS = ("JaxRuntimeError", "XlaRuntimeError", "AgentGone")
 _BROKEN = re.compile("|".join(BROKEN_COLLECTIVE), re.IGNORECASE)
 RESTORE_ERRORS = ("CorruptCopy",)
@@ -114,7 +114,7 @@ class Failure:
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def text(self) -> str:
-        """The failure as one line for people.
+        """The failure as a one-line message.
 
         >>> Failure(kind="exit", host="b", slot=1, step=7, code=-9).text()
         'trainer of slot 1 on b was killed by signal 9 at step 7'
@@ -131,7 +131,7 @@ class Failure:
 
 
 def is_broken_collective(error: str) -> bool:
-    """Whether an exception is of JAX and says that another process has gone.
+    """Whether an error is a JAX exception caused by the end of another process.
 
     >>> is_broken_collective("JaxRuntimeError: UNKNOWN: Gloo all-reduce failed: [x]")
     True
@@ -147,9 +147,9 @@ def cause(failures: Sequence[Failure]) -> Failure | None:
 
     The end of one trainer breaks the collectives of all others. These trainers fail as
     well, and their failures may be reported first. So a broken collective, or a process
-    that JAX aborted, is the cause only if there is no other failure. A lost host, then
-    a killed process, ranks before exceptions, which either may have caused. Among equal
-    ranks the first report is the cause.
+    that JAX aborted, is the cause only if there is no other failure. A lost host ranks
+    first and a killed process second, because both may have caused the exceptions.
+    Among equal ranks the first report is the cause.
 
     Args:
         failures: the failures in order of their reports.
@@ -178,7 +178,7 @@ class Recurring:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureBudget:
-    """The failures since the last progress; see the module's docstring."""
+    """Counts of the failures since the last progress; see the module's docstring."""
 
     highest: int = -1
     """The highest step ever committed. Steps repeated after a restore from storage are
@@ -192,7 +192,7 @@ class FailureBudget:
     """Steps whose commits are no longer restored from memory."""
 
     def committed(self, step: int) -> "FailureBudget":
-        """The budget after a commit; only a new highest step changes it.
+        """The budget after a commit; only a new highest step changes the budget.
 
         >>> FailureBudget(highest=7, fruitless=3).committed(7).fruitless
         3
@@ -285,15 +285,16 @@ def judge(
 ) -> tuple[FailureBudget, RetryDecision]:
     """Counts one failed attempt and decides how to go on.
 
-    * An exception (or a trainer that ends by itself) of the same type at the same step,
-      or with the same message, on whatever host, ends the job when it has come
-      `allowed` times with no commit beyond its step in between.
-    * `FRUITLESS` attempts in a row without a new highest commit end the job, whatever
-      their causes.
+    * An exception, or an exit not caused by SIGKILL or SIGTERM, ends the job when it
+      has come `allowed` times with no commit beyond its step in between. Two failures
+      count as the same, on any host, if their types are equal and their steps or
+      their messages are equal.
+    * `FRUITLESS` attempts in a row without a new highest commit end the job, for any
+      causes.
     * A commit whose restore fails `RESTORE_FAILURES` times, before every slot has
       trained, is quarantined. Then the exception that ended the trainer does not end
       the job yet: another commit is tried.
-    * In a size that is new, only fruitless attempts are counted.
+    * With a new number of slots, only fruitless attempts are counted.
     * The pause before the next attempt is 0, 1, 2, 4, ... seconds, at most
       `LONGEST_PAUSE_S`.
 
@@ -301,7 +302,8 @@ def judge(
         budget: the budget before the attempt.
         failures: all failures of the attempt, in order of their reports.
         attempt: the start of the attempt.
-        now: the time in seconds on any clock; `RetryDecision.not_before` is on it.
+        now: the time in seconds on any clock; `RetryDecision.not_before` is on the same
+            clock.
         allowed: occurrences of one exception that end the job.
     """
     found = cause(failures)
@@ -407,7 +409,7 @@ def _fruitless_text(budget: FailureBudget, found: Failure, attempt: Attempt) -> 
 
 
 def _evidence(found: Failure) -> str:
-    """The traceback and the log, on lines of their own."""
+    """The end of the traceback and the path of the log, each on a new line."""
     lines = [f"log of {found.host}: {found.log}"] if found.log else []
     if found.traceback:
         lines.insert(0, found.traceback[-_TRACEBACK_BYTES:].rstrip())

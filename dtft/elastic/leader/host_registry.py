@@ -63,7 +63,7 @@ class HostRegistry:
 
     @property
     def connected(self) -> set[str]:
-        """The hosts with an open link, which orders reach."""
+        """The hosts with an open link; orders reach only these hosts."""
         return set(self._records) - set(self._away)
 
     @property
@@ -77,7 +77,7 @@ class HostRegistry:
         return dict(self._records)
 
     def connect(self, record: HostRecord) -> bool:
-        """Registers a host's record; returns whether the host was not connected."""
+        """Registers a host's record; False if the same process is connected already."""
         old = self._records.get(record.host)
         self._records[record.host] = record
         self._gone.pop(record.host, None)
@@ -164,12 +164,13 @@ class HostRegistry:
 
     @property
     def num_usable(self) -> int:
-        """The number of hosts that may be given a slot; read whenever a host joins."""
+        """The number of hosts that may be given a slot; cheaper than `usable`, because
+        the number is read whenever a host joins."""
         unusable = {*self._away, *self._silent, *self.unfit}
         return len(self._records) - len(unusable & self._records.keys())
 
     def why_nobody(self) -> str:
-        """Why no host can have a slot; "" if a registered or lost host may.
+        """Why no host can have a slot; "" if some host may, or if none is registered.
 
         A lost host that was not unfit may return and have a slot.
         """
@@ -266,7 +267,10 @@ class HostMonitor:
             self._registry.disconnect(record.host, self._loop.now())
 
     def tick(self) -> None:
-        """Drops hosts away for too long; starts the job when all processes attached."""
+        """Drops hosts that were away for too long and asks unusable hosts again.
+
+        Also starts a served job once all processes have attached.
+        """
         lease_s = self._config.timeouts.lease
         for host in self._registry.overdue(self._loop.now(), lease_s):
             self.lost(host, f"not connected for {lease_s:.0f} s")

@@ -52,7 +52,7 @@ UNHURRIED = ("evaluate", "compile")
 
 
 class Leader:
-    """Forms and re-forms the job; see the module's text."""
+    """Forms and re-forms the job; see the module's docstring."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Leader:
             commits: the commits recorded at that time, newest first.
             loop: the agent's event loop.
             send: `send(host, op, **fields)` reaches any connected host.
-            journal: tells people.
+            journal: prints and records messages.
             service: JAX's coordination service on this host.
             list_steps: lists the steps that a storage directory holds.
             committing: called with the step of a commit that is being written, and with
@@ -136,7 +136,7 @@ class Leader:
 
     @property
     def num_slots(self) -> int:
-        """The number of slots of the running formation, or at the job's start."""
+        """The number of slots of the assignment; the configured number without one."""
         assignment = self._rendezvous.assignment
         return len(assignment.slots) if assignment else self._config.num_slots
 
@@ -161,7 +161,7 @@ class Leader:
     # ----------------------------------------------------------------- reports
 
     def _handlers_of_reports(self) -> dict[str, Callable[..., None]]:
-        """Op to its handler, which takes the host and the report's fields."""
+        """Maps each op to its handler, which takes the host and the report's fields."""
         handlers = {
             "holdings": self._on_holdings,
             "reached": self._rendezvous.reached,
@@ -210,12 +210,12 @@ class Leader:
                 self._fail(str(error))
             except Mislabelled as error:
                 self._refuse_copy(str(error))
-            except Exception:  # a fault of ours must not cost the job its leader
+            except Exception:  # an error in a handler must not end the leader
                 logger.exception("a report of %s could not be handled: %s", host, op)
         elif self._rendezvous.phase == "gathering":
             assert round_ is not None
             slots = _slots_of(previous)
-            if op == "trainer_exit":  # it died beside what began this
+            if op == "trainer_exit":  # one more cause of the round that has begun
                 self._fails("exit", host, code=message["code"])
                 round_.reasons.append(death(slots, host, message["code"]))
             elif op == "failed":
@@ -225,10 +225,10 @@ class Leader:
                 round_.reasons.append(self._newest_failure)
 
     def _fail(self, message: str, code: int = 1) -> None:
-        """Ends the job, or its new size, after a failure that would repeat.
+        """Ends the job, or gives up its new size, after a failure that would repeat.
 
-        A user's own processes are told and released; the agents and the last commit
-        stay.
+        In a served job the user's processes get the message and are released; the
+        agents and the last commit stay.
         """
         if not self._seats.ends_by_itself:
             self._journal.say(message)
@@ -275,7 +275,8 @@ class Leader:
         rendezvous.form(RoundReason(found.text, hosts=found.hosts))
 
     def _refuse_copy(self, why: str) -> None:
-        """Re-forms the job after a report of a copy of another step."""
+        """Re-forms the job after a report that a copy has another step than its
+        label."""
         self._journal.say(why)
         self._rendezvous.failures.add(Failure(kind="copy", error=why))
         self._rendezvous.form(why)
@@ -444,7 +445,7 @@ class Leader:
     # --------------------------------------------------------------- the store
 
     def _written(self, label: str, value: Any) -> None:
-        """Handles the recording of a write."""
+        """Handles a write that the store has recorded."""
         if label == "assignment":
             self._rendezvous.assigned(value)
         elif label == "commit" and self._rendezvous.coordinator is not None:

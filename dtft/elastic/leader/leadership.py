@@ -1,9 +1,9 @@
-"""This host's part in the job's leadership: one `Leader` per term, or none.
+"""Runs a `Leader` on this host while the host holds the job's leader key.
 
-A term begins with a read of the store's records, beside the event loop. A host that
-holds the leader key but cannot read the store retries. After one lease it lets go of
-the key; nobody leads meanwhile. A leader whose key expired while nobody else led takes
-the key again and continues: no generation is formed anew.
+A term begins with a read of the store's records on a thread. A host that holds the
+leader key but cannot read the store retries, and lets go of the key after one lease; no
+host leads meanwhile. A leader whose key expired while no other host led takes the key
+again and continues without forming a new generation.
 """
 
 import logging
@@ -26,8 +26,7 @@ class Leadership:
     """Starts and ends this host's terms as leader. Used by the event loop.
 
     Attributes:
-        leader: the leader of the present term; None while another host leads, or
-            nobody.
+        leader: the leader of the present term; None while this host does not lead.
     """
 
     def __init__(
@@ -122,7 +121,7 @@ class Leadership:
         self.give_up()
 
     def give_up(self) -> None:
-        """Ends this host's term, because another host leads or nobody does."""
+        """Ends this host's term, because the host has lost or let go of the key."""
         self._taking = 0
         if self.leader is not None:
             logger.warning("no longer leading")

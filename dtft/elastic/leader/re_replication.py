@@ -32,7 +32,8 @@ class ReReplication:
     pushes: tuple[Push, ...]
     """The pushes to send again."""
     copies: int
-    """The minimum number of failure domains that hold a slice before the pushes."""
+    """The smallest number of failure domains that hold any one slice before the
+    pushes."""
     begun: float
     """Time of the restore in seconds, on any clock."""
     digests: Mapping[str, bytes] = field(default_factory=dict)
@@ -71,7 +72,8 @@ class ReReplication:
         return [push.target for push in self.pushes if push.source == source]
 
     def degraded_line(self, wanted: int) -> str:
-        """The line for people while copies are missing."""
+        """The message while copies are missing; `wanted` is the full number of
+        copies."""
         targets = {push.target for push in self.pushes}
         return (
             f"degraded: slices of step {self.step} have {self.copies} of {wanted} "
@@ -80,7 +82,10 @@ class ReReplication:
         )
 
     def healthy_line(self, wanted: int, committed: int, now: float) -> str:
-        """The line for people when all copies exist; `committed`: newer step or 0."""
+        """The message when all copies exist.
+
+        `committed` is the newer committed step that ended the re-replication, or 0.
+        """
         copies = f"{wanted} cop{'ies' if wanted != 1 else 'y'}"
         seconds = f"{now - self.begun:.2f} s"
         if committed:
@@ -155,7 +160,7 @@ class ReReplicator:
         self._view = View()
 
     def begin(self, round_: Round, view: View) -> None:
-        """Orders the missing copies pushed, once every slot has its own slices."""
+        """Orders the pushes of missing copies, once every slot has its own slices."""
         self._round, self._repair, self._view = round_, None, view
         assignment, decision = round_.assignment, round_.decision
         assert assignment is not None and decision is not None
@@ -219,9 +224,9 @@ class ReReplicator:
 
 
 def _restored(round_: Round, located: Located) -> dict[str, bytes]:
-    """The digest of each restored slice, as hosts read it or else as committed.
+    """Slice key to digest: as hosts read it after the restore, else as committed.
 
-    Only hosts of a formation of another size report digests: their slices are new.
+    Hosts report digests only after a change of size, because their slices are new then.
     """
     told = (outcome.get("restored", {}) for outcome in round_.prepared.values())
     return {**located.digests, **{key: it for one in told for key, it in one.items()}}

@@ -1,7 +1,8 @@
-"""Pure decisions of a recovery: the step, its source and the transfers.
+"""Computes what a recovery restores: the step, its source and the transfers.
 
-Computes from commits, verified holdings and storage's steps: the step to restore, the
-rung (own memory, peers' memory or storage), and each slice's sender and receiver.
+Pure functions of the commits, the verified holdings and the steps in storage. They
+choose the step to restore, the rung (own memory, peers' memory or storage), and each
+slice's sender and receiver.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -27,7 +28,8 @@ class RecoveryDecision:
     """The step to restore, its source, and why newer commits are passed over."""
 
     rung: int
-    """1 own memory, 2 peers' memory, 3 storage or the initial state."""
+    """The source's rung: 1 for own memory, 2 for peers' memory, 3 for storage or the
+    initial state."""
     source: Source
     step: int
     located: Located | None = None
@@ -169,7 +171,8 @@ class RecoveryReport:
     corrupt_copies: tuple[str, ...] = ()
     slots: int = 0
     slots_before: int = 0
-    """Hosts that trained before; `slots` is the number now. 0 if not known."""
+    """The number of slots before the recovery, 0 if unknown; `slots` is the number
+    after the recovery."""
     senders: Mapping[str, int] = field(default_factory=dict)
     """Host to the bytes to be fetched from its memory."""
 
@@ -226,7 +229,8 @@ def fetches_for(
 def transfers_to(
     transfers: Sequence[SliceTransfer], addresses: Mapping[str, str], host: str
 ) -> list[dict]:
-    """The whole slices that one host fetches, by source, as plain values."""
+    """The whole slices that one host fetches: a dict per source, with its address and
+    the slice keys."""
     return [
         {
             "host": transfer.source,
@@ -241,7 +245,8 @@ def transfers_to(
 def regions_to(
     plan: RestorePlan, addresses: Mapping[str, str], host: str
 ) -> list[dict]:
-    """The pieces of one host's slices, by source, as plain values."""
+    """The pieces of one host's new slices: a dict per source, with its address and the
+    regions to read."""
     sources = [(host, plan.own(host))]
     sources += [(it.source, it.regions) for it in plan.transfers_to(host)]
     return [

@@ -97,7 +97,8 @@ class Rendezvous:
         self._judged: Ballot | None = None
         """The ballot of the round in which failures were judged last."""
         self.give_up: Callable[[RetryDecision], None] = lambda decision: None
-        """Called when the failures would repeat."""
+        """Called with the decision to end the job, because the failures would
+        repeat."""
         self.phase: Phase = "idle"
         self.deadline = 0.0
         self.current: Round | None = None
@@ -108,7 +109,7 @@ class Rendezvous:
         self.coordinator: CommitCoordinator | None = None
         self.frozen = False
         self._refused: Layout | None = None
-        """The newest layout that a host had not enough memory for."""
+        """The newest layout for which a host had not enough memory; None for none."""
         self._awaited = ""
         """A host that the round waits for; checked first, before all hosts are
         checked."""
@@ -172,7 +173,10 @@ class Rendezvous:
         return self.assignment.slot_of if self.assignment is not None else {}
 
     def _to_reach(self, host: str, round_: Round) -> dict[str, str]:
-        """Peer to address, of the peers that a host must try; empty without doubt."""
+        """Peer to address, of the peers to which a host must try to connect.
+
+        Empty unless a network cut between hosts is suspected.
+        """
         doubted = self._reach.is_to_be_tried or self.failures.may_be_a_cut
         if not doubted or not self._seats.ends_by_itself:
             return {}
@@ -184,7 +188,7 @@ class Rendezvous:
 
     @property
     def is_deciding(self) -> bool:
-        """Whether hosts are to report their holdings, before a decision."""
+        """Whether the round is still to decide, so joining hosts report holdings."""
         return self.phase in ("gathering", "pausing", "storage")
 
     def enter(self, phase: Phase, limit_s: float) -> None:
@@ -192,7 +196,7 @@ class Rendezvous:
         self.phase, self.deadline = phase, self._loop.now() + limit_s
 
     def answered(self) -> None:
-        """Handles a holdings report, perhaps a late one: decides, or decides again."""
+        """Handles a holdings report; decides again if the job waits for hosts."""
         if self.phase == "waiting":
             self.enter("gathering", self._config.timeouts.restore)
         self.gathered()
@@ -206,7 +210,7 @@ class Rendezvous:
             return
         pending = self.coordinator is not None and self.coordinator.pending is not None
         if pending and not self._records.away:
-            return  # a complete step is still to be recorded; this is called again then
+            return  # a complete step is being recorded; then `gathered` is called again
         self._learn(round_)
         if not self._may_go_on(round_):
             return
@@ -222,12 +226,15 @@ class Rendezvous:
             self._assign(round_, present, aside)
 
     def _set_aside(self, hosts: list[str]) -> list[str]:
-        """The hosts without a slot because hosts with a slot do not reach them."""
+        """The hosts that get no slot, because hosts with slots cannot reach them."""
         slots = self.previous.slots if self.previous is not None else ()
         return set_aside(hosts, slots, self._reach.apart, self._config.host)
 
     def _awaits(self, round_: Round, registered: Mapping[str, HostRecord]) -> bool:
-        """Whether some expected host has not answered; checked at every answer."""
+        """Whether some expected host has not answered.
+
+        Called at every answer, so the host that was missing last is checked first.
+        """
         replies, registry, now = round_.replies, self._registry, self._loop.now()
         last = self._awaited
         if last not in replies and registry.is_expected(last, registered, now):
@@ -237,7 +244,7 @@ class Rendezvous:
         return bool(late)
 
     def _may_go_on(self, round_: Round) -> bool:
-        """Judges the failures once a round; returns False if it ends or pauses."""
+        """Judges the failures, once per round; False if the job ends or pauses."""
         if self._end is None and (
             self._judged == round_.ballot or not self._seats.ends_by_itself
         ):
@@ -317,7 +324,7 @@ class Rendezvous:
         self.enter("waiting", float("inf"))
 
     def _explain_aside(self, chosen: SlotAssignment, aside: list[str]) -> None:
-        """Tells people which host gets the slot of an unreached host."""
+        """Prints which host gets the slot of a host that peers cannot reach."""
         former = self.previous.slots if self.previous is not None else ()
         for host in aside:
             why = self._reach.text(host)
@@ -338,7 +345,7 @@ class Rendezvous:
         return len(usable) - len(self._set_aside(usable))
 
     def look_for_links(self) -> None:
-        """Orders hosts that did not reach each other to try again, now and then."""
+        """Orders hosts that did not reach each other to try again, when that is due."""
         settled = self.phase == "running" or self.phase == "waiting"
         if self.frozen or not settled or not self._reach.is_due(self._loop.now()):
             return
@@ -349,14 +356,16 @@ class Rendezvous:
             self._send(host, "reach", ballot=ballot, reach=reach)
 
     def reached(self, host: str, missed: list[str]) -> None:
-        """Handles a reach report: pairs that reach each other may have slots."""
+        """Handles a reach report: two hosts that reach each other may both have
+        slots."""
         for one, other in self._reach.answered(host, missed):
             self._journal.say(f"{one} and {other} reach each other again")
             if self.phase == "waiting":
                 self.form(f"{one} and {other} reach each other again")
 
     def committed(self, step: int) -> None:
-        """Handles a commit: the failure and reachability accounts start anew."""
+        """Handles a commit: updates the failure budget and the reachability of
+        hosts."""
         self.failures.committed(step)
         self._reach.committed()
 
@@ -396,7 +405,10 @@ class Rendezvous:
         )
 
     def _wait_for_storage(self, reasons: tuple[str, ...]) -> None:
-        """Waits for storage that shows no step, instead of starting anew unasked."""
+        """Waits for storage that is silent or has lost its steps.
+
+        The job must not start anew from the initial state without the user's request.
+        """
         if not self._storage_missed:
             self._storage_missed = True
             for reason in reasons:
@@ -410,7 +422,7 @@ class Rendezvous:
         self.enter("storage", STORAGE_PAUSE_S)
 
     def look_again(self) -> None:
-        """Lists storage again and decides again from the replies at hand."""
+        """Lists storage again and decides again from the round's replies."""
         self._storage.look()
         self.enter("gathering", self._config.timeouts.restore)
         self.gathered()
@@ -508,8 +520,9 @@ class Rendezvous:
     def refused(self, layout: Layout, others: Collection[str]) -> None:
         """Handles the report of a host that has not enough memory for a layout.
 
-        If no formation has had a layout yet, `others` are ordered to allocate memory
-        for it: the new round stops their trainers before these can announce the layout.
+        If no formation has had a layout yet, the hosts in `others` are ordered to
+        allocate memory for the layout, because the new round stops their trainers
+        before a trainer can announce it.
         """
         self._refused = layout
         if self.coordinator is None:
@@ -517,7 +530,8 @@ class Rendezvous:
                 self.expect_of(host)
 
     def expect_of(self, host: str) -> bool:
-        """Orders one host to allocate memory for a slot; False without a layout."""
+        """Orders one host to allocate memory for a slot; False if no layout is
+        known."""
         layout = self.coordinator.layout if self.coordinator is not None else None
         if layout is None and self.current is not None:
             layout = self.current.layout_of(self._records.commits)
@@ -531,7 +545,7 @@ class Rendezvous:
         return True
 
     def expect(self, hosts: Collection[str]) -> None:
-        """Sends spare hosts the layout of a slot, so that they allocate memory."""
+        """Sends the state layout to spare hosts, so that each allocates memory."""
         if self.coordinator is not None and self.assignment is not None:
             text, domains = (
                 self.coordinator.layout.to_json(),

@@ -42,7 +42,9 @@ class RoundReason:
 
 
 def lost(host: str, *assignments: SlotAssignment | None) -> RoundReason:
-    """The reason for a host's loss; its slot is from the first assignment with it.
+    """The reason for a round after the loss of a host.
+
+    The text has the host's slot in the first of `assignments` that contains the host.
 
     >>> lost("b").text
     'b was lost'
@@ -55,7 +57,7 @@ def lost(host: str, *assignments: SlotAssignment | None) -> RoundReason:
 
 
 def death(slots: Mapping[str, int], host: str, code: int) -> RoundReason:
-    """The reason for the end of a trainer; `slots` maps each host to its slot.
+    """The reason for a round after the end of a trainer; `slots` maps host to slot.
 
     >>> death({"a": 0, "b": 1}, "b", -9).text
     'trainer of slot 1 on b killed by signal 9'
@@ -68,7 +70,7 @@ def death(slots: Mapping[str, int], host: str, code: int) -> RoundReason:
 
 
 def causes(reasons: Sequence[RoundReason]) -> list[RoundReason]:
-    """The reasons of the first kind in the order of `Cause` that occurs."""
+    """The reasons of one kind: the earliest kind in `Cause` that occurs."""
     of_cause = {
         cause: [reason for reason in reasons if reason.cause == cause]
         for cause in get_args(Cause)
@@ -85,7 +87,7 @@ class Round:
     detected: float
     """Wall-clock time in seconds at which the first failure was noticed."""
     tried: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Host to the peers whose ports it was to try."""
+    """Host to the peers to which it was to connect."""
     ring: dict[str, HostRecord] = field(default_factory=dict)
     """The hosts, by name, from which the peers in `tried` were chosen."""
     replies: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -111,7 +113,7 @@ class Round:
 
     @property
     def answers(self) -> tuple[dict[str, tuple[str, ...]], dict[str, list[str]]]:
-        """For each host that has answered: peers to try, and peers not reached."""
+        """Two maps over the hosts that answered: peers to try, peers not reached."""
         tried = {host: self.tried.get(host, ()) for host in self.replies}
         missed = {host: it.get("missed", []) for host, it in self.replies.items()}
         return tried, missed
@@ -124,26 +126,30 @@ class Round:
 
     @property
     def assignment_told(self) -> SlotAssignment | None:
-        """The newest assignment that a host has obeyed; None if there is none."""
+        """The newest assignment that a host has reported; None if there is none."""
         texts = {it["assignment"] for it in self.replies.values() if "assignment" in it}
         found = [SlotAssignment.from_json(text) for text in texts if text]
         return max(found, key=lambda it: it.epoch, default=None)
 
     @property
     def commits_told(self) -> list[Commit]:
-        """The commits that hosts were told of, one for each step."""
+        """The commits that hosts have reported, one for each step."""
         texts = {text for it in self.replies.values() for text in it.get("commits", ())}
         return list({it.step: it for it in map(Commit.from_json, texts)}.values())
 
     @property
     def layouts(self) -> dict[str, Layout]:
-        """Digest to state layout known to hosts; two after a change of size."""
+        """Digest to layout, of the state layouts that hosts have reported.
+
+        Two layouts are known after a change of size.
+        """
         texts = {text for r in self.replies.values() for text in r["layouts"]}
         found = [Layout.from_json(text) for text in sorted(texts)]
         return {layout.digest: layout for layout in found}
 
     def layout_of(self, commits: Sequence[Commit]) -> Layout | None:
-        """The layout of the newest commit that hosts know, else any layout."""
+        """The layout of the newest commit with a known layout, else any known layout,
+        else None."""
         known = self.layouts
         chosen = [known[it.layout] for it in commits if it.layout in known]
         return next(iter([*chosen, *known.values()]), None)
@@ -157,16 +163,19 @@ def next_round(
     *,
     read: bool,
 ) -> Round:
-    """Makes a new round; after a failed round it keeps that round's reasons and copies.
+    """Makes a new round.
+
+    After a failed round, the new round keeps the failed round's reasons, time of
+    detection and corrupt copies.
 
     Args:
         old: the previous round, if there is one.
         ballot: the new round's ballot.
         reasons: the events that made the new round necessary.
         now: the wall-clock time in seconds.
-        read: whether hosts re-read their copies in any case. After a failed round they
-            always do: a corrupt copy may have been the cause, and reading finds all
-            corrupt copies at once.
+        read: whether hosts re-read their copies also if no round has failed. After a
+            failed round hosts always re-read: a corrupt copy may have been the cause,
+            and reading finds all corrupt copies at once.
     """
     chosen = old.assignment if old is not None else None
     if old is None or old.reported or (chosen is not None and chosen.rung == 0):
@@ -196,8 +205,8 @@ def assign(
 ) -> tuple[SlotAssignment, RecoveryDecision]:
     """Decides which step is restored from where, and makes the assignment.
 
-    The holdings of the hosts `aside` are used only if a step cannot be restored without
-    them, because some other hosts do not reach the hosts `aside`.
+    The holdings of the hosts `aside` are used only if the step cannot be restored
+    otherwise, because some other hosts do not reach the hosts `aside`.
     """
     hosts = tuple(record.host for record in filled)
 

@@ -1,6 +1,6 @@
-"""Plans how the newest commit of a running job is resharded; used by its leader.
+"""Plans how the newest commit of a running job is resharded; used by the leader.
 
-A user's process may request a step on shardings other than the saved ones.
+A user's process may request a step on other shardings than the saved shardings.
 `ReshardPlans` keeps the newest commit's layout, digests and holders, and computes for
 each host the regions of which its new slices are made.
 """
@@ -28,7 +28,10 @@ class ReshardPlans:
     """The newest commit of one formation, and the reshard plan made last."""
 
     def __init__(self, located: Located | None, layout: Layout | None) -> None:
-        """Starts from the state restored from memory; None if none was."""
+        """Starts with the commit restored from memory, and its layout.
+
+        Both are None if the state was not restored from memory.
+        """
         self._located, self._layout = located, layout
         self._staged: dict[int, dict[int, Sequence[bytes]]] = {}
         """Step to slot to the digests of its slices."""
@@ -42,20 +45,20 @@ class ReshardPlans:
         self._staged.setdefault(step, {})[slot] = digests
 
     def committed(self, commit: Commit, placement: CopyPlacement) -> None:
-        """Takes a commit as the one to reshard from.
+        """Makes a commit the source of resharding.
 
         The commit is located only when a process requests the step.
         """
         staged = self._staged.get(commit.step, {})
         if len(staged) < len(commit.holders):
-            return  # a step of an earlier formation
+            return  # staged in an earlier formation
         self._newest = commit, placement, staged
         self._staged = {
             step: known for step, known in self._staged.items() if step > commit.step
         }
 
     def _settle(self) -> None:
-        """Locates the newest commit, unless that is done."""
+        """Computes the holders and digests of the newest commit, if not done yet."""
         if self._newest is None:
             return
         (commit, placement, staged), self._newest = self._newest, None
@@ -84,7 +87,7 @@ class ReshardPlans:
         addresses: Mapping[str, str],
         domains: Mapping[str, str],
     ) -> dict[str, Any]:
-        """One host's regions to assemble and old slices' digests, as plain values.
+        """The fields of one host's `assemble` order: regions and old slices' digests.
 
         Args:
             host: the host of one of the slots.

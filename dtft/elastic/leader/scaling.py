@@ -3,7 +3,7 @@
 The requested size is kept in the store, fenced by the leader's term, so the next leader
 continues with it; the requester asks that leader again. `Scaling` decides when a
 running job is re-formed for another size. `prove` compares the digests of the state on
-the new mesh with the committed ones, leaf by leaf.
+the new mesh with the digests of the commit, leaf by leaf.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ def prove(located: Located, layout: Layout, restored: Iterable[Digests]) -> Proo
 
     Args:
         located: the commit, with the digests of its slices.
-        layout: of the new formation.
+        layout: the layout of the new formation.
         restored: each host's slice digests, read after the restore.
     """
     read: dict[str, set[bytes]] = {}
@@ -93,7 +93,8 @@ class _Request:
 
 
 class Scaling:
-    """Requests for sizes that wait for training. Used by the event loop."""
+    """Requests for sizes; each waits until the job trains in its size. Used by the
+    event loop."""
 
     def __init__(
         self,
@@ -203,13 +204,14 @@ class Scaling:
         if chosen is None or not self._sizes.is_new(chosen):
             return False
         if self._sizes.why_not(len(chosen.slots)):
-            return False  # it was given up before, and there is no other
+            return False  # given up before; no other size is left
         self._sizes.give_up(len(chosen.slots), message)
         self._rendezvous.form(f"not on {len(chosen.slots)} hosts: {message}")
         return True
 
     def late(self, why: str) -> None:
-        """Re-forms the job after a late start; the account limits the attempts."""
+        """Re-forms the job after a late start; the failure budget limits the
+        attempts."""
         self._rendezvous.failures.add(Failure(kind="late", error=why))
         self._rendezvous.form(why)
 
@@ -266,7 +268,7 @@ def serve_scaling(channel: Channel, ask: Callable[[int, Answer], None]) -> None:
     except queue.Empty:
         reply = {"error": f"the job did not train so within {limit_s:.0f} s"}
     channel.send(reply, timeout_s=ASK_S)
-    _asked(channel)  # the caller has it
+    _asked(channel)  # the caller confirms that it has the reply
 
 
 def _asked(channel: Channel) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""Requests of users' processes and of people to the leader of a served job.
+"""Answers requests to the leader of a served job, whose processes the user starts.
 
 A process waits until a step is committed or stored (`Flush`), or requests a step on
-shardings other than the saved ones (`reshard` plans that). People request an immediate
-export of the newest commit, because a served job has no known next commit;
-`BetweenRuns` handles the request while no process runs.
+other shardings (`reshard` plans the transfers). People request an immediate
+export of the newest commit, because the leader does not know when the next commit
+comes; `BetweenRuns` handles the request while no process runs.
 """
 
 import dataclasses
@@ -41,7 +41,8 @@ class Flush:
 
 
 class BetweenRuns:
-    """Exports of one leader's job between two runs. Used by the event loop.
+    """Exports a served job's newest commit while no process runs. Used by the event
+    loop.
 
     Asks the hosts first for their holdings, because some hosts may have gone since.
     `export_plan` decides which hosts write.
@@ -66,7 +67,7 @@ class BetweenRuns:
         round_ = self._rendezvous.current
         self._storage.wanted(self._records.last_step, answer)
         if round_ is None or self._ordered == round_.ballot:
-            return  # it is being written
+            return  # the export is in progress
         self._asked = True
         if self._rendezvous.phase == "waiting":
             self._rendezvous.form(*causes(round_.reasons))
@@ -98,7 +99,7 @@ class BetweenRuns:
         if step in self._storage.watch.steps:
             self._storage.has(step)
             return
-        assert previous is not None  # or nothing would have been committed
+        assert previous is not None  # a commit is made under an assignment
         formed = dataclasses.replace(
             previous, slots=plan.hosts, source="memory", step=step
         )
@@ -116,7 +117,7 @@ class BetweenRuns:
 
 
 class Requests:
-    """Requests to one leader. Used by the event loop."""
+    """Requests to the leader of a served job. Used by the event loop."""
 
     def __init__(
         self,

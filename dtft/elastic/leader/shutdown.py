@@ -67,7 +67,7 @@ class Shutdown:
         self._stop_with_hosts_missing()
 
     def _stop_with_hosts_missing(self) -> None:
-        """Exports the last commit if the hosts that are left have it, and ends."""
+        """Exports the last commit if the remaining hosts hold it; then ends the job."""
         if self._rescuing:
             return
         self._rescuing, rendezvous = True, self._rendezvous
@@ -87,7 +87,10 @@ class Shutdown:
             self._end_with_what_is_stored()
 
     def _as_committed(self, previous: SlotAssignment, layout: Layout) -> SlotAssignment:
-        """The assignment with the newest commit's holders, after a change of size."""
+        """The assignment under which the newest commit was made.
+
+        Differs from `previous` after a change of size: it has the commit's holders.
+        """
         if len(previous.slots) == layout.mesh.num_slots:
             return previous
         holders = self._records.commits[0].holders if self._records.commits else ()

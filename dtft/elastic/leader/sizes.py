@@ -116,6 +116,6 @@ class JobSizes:
         return self._unfit.get(slots, "")
 
     def asked_for(self, size: WantedSize) -> None:
-        """Makes a requested size eligible again, whatever failed before."""
+        """Makes a requested size eligible again, despite earlier failures."""
         self._unfit.pop(size.slots, None)
         self._failures.pop(size.slots, None)

@@ -75,7 +75,7 @@ class StorageHealth:
         self._begun = step, now
 
     def failed(self, step: int, host: str, error: str, now: float) -> str | None:
-        """Records a failed export; returns the line for people, None for no line."""
+        """Records a failed export; returns the message to print, None for none."""
         self._begun = None
         self._failures += 1
         pause = min(FIRST_PAUSE_S * 2 ** min(self._failures - 1, 16), LONGEST_PAUSE_S)
@@ -91,7 +91,7 @@ class StorageHealth:
         )
 
     def succeeded(self, step: int) -> str | None:
-        """Records a successful export; returns a line for people after failures."""
+        """Records a successful export; returns a message after failures, else None."""
         failures, self._failures, self._not_before = self._failures, 0, 0.0
         self._begun = None
         if not failures:
@@ -102,7 +102,7 @@ class StorageHealth:
         )
 
     def overdue(self, due: int, now: float) -> str | None:
-        """The line for people when a step is due during a slow export."""
+        """The message when a step is due during a slow export; None for no message."""
         if self._begun is None:
             return None
         step, since = self._begun
@@ -193,7 +193,7 @@ class StorageWatch:
         self._written.add(step)
 
     def news(self) -> str | None:
-        """A line for people when storage stops or begins to answer, else None."""
+        """The message when storage stops or begins to answer; None otherwise."""
         if self.silent == self._told:
             return None
         self._told = self.silent

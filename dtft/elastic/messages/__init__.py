@@ -1,7 +1,7 @@
-"""The fields of messages between hosts, and checks of the fields.
+"""The fields of the messages between hosts, and checks of these fields.
 
 * `reports`: messages from a host to its leader; `orders`: from a leader to a host.
-* `fields`: checks of single fields that both use.
+* `fields`: checks of single fields, used by `reports` and `orders`.
 
 Handlers are in `host` (orders) and `leader` (reports); connections are in
 `dtft.elastic.links` and `dtft.elastic.network`.

@@ -1,8 +1,7 @@
-"""Checks of the fields of messages between hosts: reports (`reports`) and orders
-(`orders`).
+"""Checks of single fields of the messages between hosts.
 
-A check returns whether a value, as decoded by msgpack, is allowed in a field. Checks do
-not raise.
+A check takes a value decoded by msgpack and returns whether the value is allowed in a
+field. Checks do not raise.
 """
 
 import functools
@@ -25,69 +24,69 @@ _MISSING = object()
 
 
 def number(value: object) -> bool:
-    """Whether a value is a count, step or slot: an int of 63 bits, not negative."""
+    """Whether a value is an int from 0 to 2**63 - 1: a count, step or slot."""
     return type(value) is int and 0 <= value < _LARGEST
 
 
 def positive(value: object) -> bool:
-    """A number that is not 0."""
+    """Whether a value is an int from 1 to 2**63 - 1."""
     return number(value) and value != 0
 
 
 def number_or_minus_one(value: object) -> bool:
-    """A step, or -1 for none."""
+    """Whether a value is a step, or -1 for no step."""
     return value == -1 and type(value) is int or number(value)
 
 
 def code(value: object) -> bool:
-    """An exit code, or the negative of a signal's number."""
+    """Whether a value is a 32-bit int: an exit code or a negative signal number."""
     return type(value) is int and abs(value) < 1 << 31
 
 
 def port(value: object) -> bool:
-    """A TCP port, 0 for none."""
+    """Whether a value is a TCP port, or 0 for no port."""
     return type(value) is int and 0 <= value < 1 << 16
 
 
 def seconds(value: object) -> bool:
-    """A finite duration."""
+    """Whether a value is a finite float of 0 or more: a duration in seconds."""
     return type(value) is float and 0 <= value < math.inf
 
 
 def text(value: object) -> bool:
-    """Any text."""
+    """Whether a value is a str."""
     return isinstance(value, str)
 
 
 def root(value: object) -> bool:
-    """The hexadecimal digest of digests."""
+    """Whether a value is a str as long as a root digest in hexadecimal."""
     return isinstance(value, str) and len(value) == 2 * DIGEST_BYTES
 
 
 def flag(value: object) -> bool:
-    """True or False."""
+    """Whether a value is a bool."""
     return isinstance(value, bool)
 
 
 def binary(value: object) -> bool:
-    """Any bytes."""
+    """Whether a value is bytes."""
     return isinstance(value, bytes)
 
 
 def digests(value: object) -> bool:
-    """The digests of a slice's chunks, one after another."""
+    """Whether a value is the concatenated digests of a slice's chunks, as bytes."""
     return isinstance(value, bytes) and len(value) % DIGEST_BYTES == 0
 
 
 def ballot(value: object) -> bool:
-    """(term, counter)."""
+    """Whether a value is a ballot: the two numbers (term, counter)."""
     if not isinstance(value, list | tuple) or len(value) != 2:
         return False
     return number(value[0]) and number(value[1])
 
 
 def address(value: object) -> bool:
-    """The "host:port" of a peer."""
+    """Whether a value is an address "host:port"."""
     if not isinstance(value, str):
         return False
     try:
@@ -98,7 +97,7 @@ def address(value: object) -> bool:
 
 
 def anything(value: object) -> bool:
-    """Accepts any value."""
+    """Returns True: any value is allowed."""
     del value
     return True
 
@@ -109,12 +108,12 @@ def all_of(values: Any, check: Check) -> bool:
 
 
 def list_of(check: Check) -> Check:
-    """A check for a list or tuple whose items all pass `check`."""
+    """Makes a check for a list or tuple whose items all pass `check`."""
     return lambda value: isinstance(value, list | tuple) and all_of(value, check)
 
 
 def pair_of(first: Check, second: Check) -> Check:
-    """A check for a list or tuple of two items."""
+    """Makes a check for a list or tuple of two items, with a check for each item."""
     return lambda value: (
         isinstance(value, list | tuple)
         and len(value) == 2
@@ -124,14 +123,14 @@ def pair_of(first: Check, second: Check) -> Check:
 
 
 def map_of(key: Check, check: Check) -> Check:
-    """A check for a map of any size."""
+    """Makes a check for a dict whose keys pass `key` and whose values pass `check`."""
     return lambda value: (
         isinstance(value, dict) and all_of(value, key) and all_of(value.values(), check)
     )
 
 
 def record_of(**fields: Check) -> Check:
-    """A check for a map with these fields; other fields are ignored."""
+    """Makes a check for a dict with these fields; other fields are ignored."""
     return lambda value: (
         isinstance(value, dict)
         and fields.keys() <= value.keys()
@@ -140,67 +139,67 @@ def record_of(**fields: Check) -> Check:
 
 
 def one_of(*values: str) -> Check:
-    """A check for one of the given texts."""
+    """Makes a check for one of the given texts."""
     return lambda value: isinstance(value, str) and value in values
 
 
 def or_none(check: Check) -> Check:
-    """A check for None or a value that passes `check`."""
+    """Makes a check for None or a value that passes `check`."""
     return lambda value: value is None or check(value)
 
 
 def or_empty(check: Check) -> Check:
-    """A check for empty text or a value that passes `check`."""
+    """Makes a check for empty text or a value that passes `check`."""
     return lambda value: value == "" or check(value)
 
 
 items: Check = map_of(text, anything)
-"""The items of a step besides its arrays."""
+"""Check for the items of a step: values that are saved besides its arrays."""
 
 
 @functools.lru_cache(maxsize=4)
 def known_layout(text: str) -> Layout:
-    """Parses a layout with a cache: all hosts send the same layout."""
+    """Parses a layout; the cache helps because all hosts send the same layout."""
     return Layout.from_json(text)
 
 
 _known_assignment = functools.lru_cache(maxsize=4)(SlotAssignment.from_json)
 _known_commit = functools.lru_cache(maxsize=4)(Commit.from_json)
-"""As above."""
+"""Parses a commit, with a cache."""
 
 
 @functools.lru_cache(maxsize=4)
 def _readable(value: str) -> bool:
-    """Whether a layout can be read and its slices can be made."""
+    """Whether a text is a layout that can be parsed and divided into slices."""
     try:
         read = known_layout(value)
         sizes = [piece.nbytes for piece in read.slices(0)]
         slots = set(read.mesh.slots)
-    except Exception:  # it can be wrong in any way at any depth
+    except Exception:  # a malformed value can raise any exception
         return False
     return all(size >= 0 for size in sizes) and slots == set(range(len(slots)))
 
 
 def assignment(value: object) -> bool:
-    """A `SlotAssignment` as JSON."""
+    """Whether a value is a `SlotAssignment` as JSON."""
     return isinstance(value, str) and _reads(_known_assignment, value)
 
 
 def commit(value: object) -> bool:
-    """A `Commit` as JSON."""
+    """Whether a value is a `Commit` as JSON."""
     return isinstance(value, str) and _reads(_known_commit, value)
 
 
 def _reads(read: Callable[[str], object], value: str) -> bool:
     try:
         read(value)
-    except Exception:  # it can be wrong in any way at any depth
+    except Exception:  # a malformed value can raise any exception
         return False
     return True
 
 
 def layout(value: object) -> bool:
-    """A `Layout` as JSON."""
+    """Whether a value is a `Layout` as JSON."""
     return isinstance(value, str) and _readable(value)
 
 
@@ -209,7 +208,7 @@ _piece = record_of(path=text, start=_shape, stop=_shape, dtype=text)
 
 
 def piece(value: object) -> bool:
-    """A `Slice` as a map."""
+    """Whether a value is a `Slice` as a dict."""
     if not _piece(value):
         return False
     assert isinstance(value, dict)
@@ -221,13 +220,16 @@ def piece(value: object) -> bool:
             dtype=value["dtype"],
         )
         known = made.nbytes < _LARGEST  # the dtype has a size
-    except Exception:  # a dtype can be wrong in any way
+    except Exception:  # a malformed dtype can raise any exception
         return False
     return known and all(a <= b for a, b in zip(made.start, made.stop, strict=True))
 
 
 def region(value: object) -> bool:
-    """A `Region` as a map: what is moved lies inside of both slices."""
+    """Whether a value is a `Region` as a dict.
+
+    The slice `moved` must lie inside the slices `old` and `new`.
+    """
     if not (isinstance(value, dict) and value.keys() >= {"old", "new", "moved"}):
         return False
     old, new, moved = value["old"], value["new"], value["moved"]
@@ -248,13 +250,13 @@ def _inside(small: dict[str, Any], large: dict[str, Any]) -> bool:
 def fault(
     message: object, table: Table, optional: Mapping[str, frozenset[str]], kind: str
 ) -> str | None:
-    """The fault of a message by itself; None if it has none.
+    """Checks each field of a message; returns the first error in words, or None.
 
     Args:
-        message: as it was received.
-        table: the known messages.
+        message: the received message.
+        table: the fields of each known op, and their checks.
         optional: op to the fields that may be left out.
-        kind: "report" or "order".
+        kind: "report" or "order", for the error.
     """
     if not isinstance(message, Mapping):
         return f"a {kind} is a map, not {short(message)}"
@@ -279,7 +281,7 @@ _shortener.maxstring = _shortener.maxother = _shortener.maxlong = 80
 
 
 def short(value: object) -> str:
-    """A value for people, whatever its size."""
+    """Formats a value for an error message, shortened to about 80 characters."""
     if isinstance(value, bytes):
         value = value[:80]
     shown = _shortener.repr(value)

@@ -1,8 +1,8 @@
 """Pure checks of the leader's orders to a host.
 
-The leader has proved that it knows the job's secret, but may be of another version or
-broken. A malformed order is reported with the name of the field and its connection is
-closed; the agent goes on.
+The leader has proved that it knows the job's secret, but may run another version or
+have a bug. For a malformed order the host logs the name of the field and closes the
+connection; the agent continues.
 """
 
 from collections.abc import Callable, Mapping
@@ -110,16 +110,16 @@ OPTIONAL_ORDER_FIELDS: Mapping[str, frozenset[str]] = {
     "reform": frozenset({"reason", "fatal", "read", "epoch", "step", "reach"}),
     "assemble": frozenset({"regions", "digests", "error"}),
 }
-"""Fields that may be left out."""
+"""Order op to the fields that may be left out."""
 
 
 def fault_of_order(message: object, host: str | None = None) -> str | None:
-    """The fault of an order; None if it has none. Does not raise.
+    """Checks an order; returns the first error in words, or None. Does not raise.
 
     Args:
-        message: as it was received.
-        host: the receiving host; without it a `prepare` for another host is not
-            noticed.
+        message: the received message.
+        host: name of the receiving host; None: a `prepare` for another host is not
+            detected.
 
     >>> fault_of_order({"op": "lend", "step": "7"})
     "lend: step='7'"
@@ -137,7 +137,7 @@ def fault_of_order(message: object, host: str | None = None) -> str | None:
 
 
 def order_fields(message: Message) -> dict[str, Any]:
-    """The fields of a valid order that this version knows.
+    """Returns the known fields of a valid order; drops fields of newer versions.
 
     >>> order_fields({"op": "replicate", "ballot": [7, 1], "step": 3, "targets": []})
     {'ballot': (7, 1), 'step': 3, 'targets': []}
@@ -145,11 +145,11 @@ def order_fields(message: Message) -> dict[str, Any]:
     known = ORDER_FIELDS[message["op"]]
     told = {name: value for name, value in message.items() if name in known}
     if "ballot" in told:
-        told["ballot"] = tuple(told["ballot"])  # compared with others
+        told["ballot"] = tuple(told["ballot"])  # for comparison with other ballots
     return told
 
 
-# ------------------------------------------- fields that do not fit one another
+# ---------------------------------------------- checks of several fields together
 
 
 def _prepare(order: Message, host: str | None) -> str | None:
@@ -190,7 +190,7 @@ def _assemble(order: Message, host: str | None) -> str | None:
 
 
 def _without_digest(order: Message) -> str | None:
-    """Why fetched slices could not be verified; None if they could."""
+    """Returns an error if the order lacks the digest of a slice to fetch, else None."""
     known = order["digests"].keys()
     for transfer in order.get("transfers", ()):
         for key in transfer["keys"]:
@@ -204,7 +204,7 @@ def _without_digest(order: Message) -> str | None:
 
 
 def _key(piece: Mapping[str, Any]) -> str:
-    """As `Slice.key`, of a slice as a map."""
+    """Returns `Slice.key` of a slice that is given as a dict."""
     pairs = zip(piece["start"], piece["stop"], strict=True)
     ranges = ",".join(f"{a}:{b}" for a, b in pairs)
     return f"{piece['path']}[{ranges}]:{piece['dtype']}"

@@ -1,8 +1,8 @@
 """Pure checks of a host's reports to its leader.
 
-A reporting host has proved that it knows the job's secret, but may be of another
-version or broken. A malformed report is refused with the name of the field, and the
-leader goes on.
+A reporting host has proved that it knows the job's secret, but may run another version
+or have a bug. A malformed report is refused with the name of the field, and the leader
+continues.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ _WINDOW = {field.name: field.type for field in dataclasses.fields(Window)}
 
 
 def _window_or_none(value: object) -> bool:
-    """A `Window` as a mapping: counts and finite seconds, none of them negative."""
+    """Whether a value is None or a `Window` as a dict of nonnegative finite numbers."""
     if value is None:
         return True
     return (
@@ -172,7 +172,7 @@ SERVED_FIELDS: Mapping[str, Mapping[str, Check]] = {
     "wanted": {"ballot": ballot, "slot": number, "step": number, "layout": layout},
     "process_gone": {"ballot": ballot},
 }
-"""As `REPORT_FIELDS`, in a job whose processes are the user's own."""
+"""As `REPORT_FIELDS`, for a job whose processes the user starts (--serve-only)."""
 
 OPTIONAL_REPORT_FIELDS: Mapping[str, frozenset[str]] = {
     "holdings": frozenset(
@@ -187,7 +187,7 @@ OPTIONAL_REPORT_FIELDS: Mapping[str, frozenset[str]] = {
     "finished": frozenset({"summary"}),
     "exported": frozenset({"attempt"}),
 }
-"""Fields that may be left out."""
+"""Report op to the fields that may be left out."""
 
 OF_A_SLOT = frozenset(
     {
@@ -195,13 +195,13 @@ OF_A_SLOT = frozenset(
         *("staged", "held", "finished", "flush", "wanted", "failed", "progress"),
     }
 )
-"""Reports that only the host of a slot can make."""
+"""Ops of reports that only a host with a slot can send."""
 
 
 def fault_of_report(
     message: Mapping[str, Any], table: Mapping[str, Mapping[str, Check]] = REPORT_FIELDS
 ) -> str | None:
-    """The fault of a report by itself; None if it has none.
+    """Checks each field of a report; returns the first error in words, or None.
 
     >>> fault_of_report({"op": "trainer_exit", "ballot": [7, 1], "code": "9"})
     "trainer_exit: code='9'"
@@ -213,9 +213,9 @@ def fault_of_report(
 def report_fields(
     message: Mapping[str, Any], table: Mapping[str, Mapping[str, Check]] = REPORT_FIELDS
 ) -> dict[str, Any]:
-    """The fields of a valid report that the leader knows.
+    """Returns the known fields of a valid report, without `ballot`.
 
-    A host of a newer version may send further fields.
+    Further fields, as a host of a newer version may send, are dropped.
     """
     known = table[message["op"]]
     return {
@@ -231,13 +231,13 @@ def misfit(
     slots: Mapping[str, int],
     layout: Layout | None,
 ) -> str | None:
-    """Why a report without fault cannot be of this formation; None if it can.
+    """Checks a valid report against the current formation; returns an error or None.
 
     Args:
         host: the reporting host.
         message: the report.
-        slots: host to slot; empty while nothing is assigned.
-        layout: of the formation's state, once it is known.
+        slots: host to slot; empty while no slot is assigned.
+        layout: layout of the formation's state; None while the layout is unknown.
     """
     op = message["op"]
     if op not in OF_A_SLOT:

@@ -2,11 +2,11 @@
 
 * `api`: values, errors and the `Store` protocol (leases, transactions, watches);
   `address`: members, TLS, user and key prefix of a store.
-* `etcd` (over `etcd_wire`) and `memory` implement it: through etcd's JSON gateway, and
-  in one process for tests.
-* `embedded` runs a private etcd; `supervision` restarts it.
-* `mirror` keeps a local copy of the job's keys, `view` reads them as a value,
-  `membership` registers this host, holds the leader key and fences a leader's writes.
+* `etcd` (over `etcd_wire`) implements the protocol through etcd's JSON gateway;
+  `memory` implements the protocol in one process, for tests.
+* `embedded` runs a private etcd; `supervision` restarts the private etcd.
+* `mirror` keeps a local copy of the job's keys; `view` parses these keys into a value.
+* `membership` registers this host, holds the leader key and fences a leader's writes.
 
 `leader` and `host` decide how the job reacts to changes in the store.
 """

@@ -1,8 +1,8 @@
 """The address of a store: members, TLS, user and password, key prefix.
 
-A value made from the --store flags, checked before anything connects. The password
-stays in its file: it is read when the client logs in, and no value, log line or error
-text holds it.
+`StoreAddress` is made from the --store flags and is checked before any connection. The
+password is read from its file when the client logs in. No value, log line or error text
+contains the password.
 """
 
 import re
@@ -17,26 +17,26 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True, kw_only=True)
 class StoreAddress:
-    """An etcd cluster as one client reaches it.
+    """The address of an etcd cluster and the credentials of one client.
 
     >>> str(StoreAddress.parse("etcd-0:2379,[::1]:2380"))
     'etcd-0:2379,[::1]:2380'
     """
 
     endpoints: tuple[tuple[str, int], ...]
-    """Host and client port of every member that may be asked."""
+    """Host and client port of every etcd member that requests may go to."""
     ca: Path | None = None
-    """PEM file that signed the members' certificates; with it connections use TLS."""
+    """PEM file of the authority that signed the members' certificates; None: no TLS."""
     certificate: Path | None = None
-    """PEM file: the client's certificate, for members that ask for one."""
+    """PEM file of the client's certificate, for members that require a certificate."""
     key: Path | None = None
-    """PEM file: the certificate's private key."""
+    """PEM file of the private key of `certificate`."""
     user: str = ""
     """etcd user; empty for an etcd without authentication."""
     password_file: Path | None = None
     """File whose first line is the user's password."""
     prefix: str = DEFAULT_PREFIX
-    """The prefix of every key."""
+    """Prefix of every key of this client, such as "/dtft"."""
     private: bool = False
     """Whether dtft is the only user of this etcd, so its history may be compacted."""
 
@@ -84,20 +84,21 @@ class StoreAddress:
         prefix: str | None = None,
         private: bool = False,
     ) -> Self:
-        """An address from the texts of its flags; empty ones count as not given.
+        """Parses the texts of the --store flags; an empty text counts as not given.
 
         Args:
-            text: HOST:PORT of each member, with commas between; [IPV6]:PORT.
-            ca: file of --store-ca.
-            certificate: file of --store-cert.
-            key: file of --store-key.
-            user: of --store-user.
-            password_file: of --store-password-file.
-            prefix: of --store-prefix; not given, `DEFAULT_PREFIX`.
-            private: see the field.
+            text: HOST:PORT or [IPV6]:PORT of each member, separated by commas.
+            ca: value of --store-ca.
+            certificate: value of --store-cert.
+            key: value of --store-key.
+            user: value of --store-user.
+            password_file: value of --store-password-file.
+            prefix: value of --store-prefix; `DEFAULT_PREFIX` if not given.
+            private: whether dtft is the only user of this etcd.
 
         Raises:
-            ValueError: a flag has a value that is not allowed, or lacks its partner.
+            ValueError: a flag has an invalid value, a file cannot be read, or a flag
+                is given without a flag that it requires.
         """
         return cls(
             endpoints=tuple(_endpoint(text, part) for part in text.split(",")),
@@ -114,7 +115,9 @@ class StoreAddress:
         return ",".join(endpoint_text(endpoint) for endpoint in self.endpoints)
 
     def warning(self) -> str:
-        """The warning about a password sent unencrypted; "" if none is.
+        """Returns the warning that the password is sent unencrypted; "" if it is not.
+
+        Without a user, with TLS, or if all members are on loopback there is no warning.
 
         >>> StoreAddress.parse("etcd-0:2379").warning()
         ''
@@ -129,7 +132,7 @@ class StoreAddress:
         )
 
     def context(self) -> ssl.SSLContext | None:
-        """The TLS context for connections to the members; None without TLS.
+        """Makes the TLS context for connections to members; returns None without TLS.
 
         Raises:
             ValueError: a file cannot be read, or certificate and key do not match.
@@ -154,10 +157,10 @@ class StoreAddress:
         return context
 
     def password(self) -> str:
-        """The password that its file holds now.
+        """Reads the password from the first line of `password_file`.
 
         Raises:
-            ValueError: the file cannot be read, or is empty.
+            ValueError: the file cannot be read, or its first line is empty.
         """
         try:
             text = (self.password_file or Path()).read_text()
@@ -175,7 +178,7 @@ class StoreAddress:
         return password
 
     def flags(self) -> list[str]:
-        """The command-line flags that make this address again, in another process."""
+        """The command-line flags from which another process makes an equal address."""
         given = {
             "--store": str(self),
             "--store-ca": self.ca and self.ca.resolve(),
@@ -191,7 +194,7 @@ class StoreAddress:
 
 
 def endpoint_text(endpoint: tuple[str, int]) -> str:
-    """HOST:PORT, with brackets around an IPv6 address.
+    """Formats an endpoint as HOST:PORT, with brackets around an IPv6 address.
 
     >>> endpoint_text(("::1", 2379))
     '[::1]:2379'

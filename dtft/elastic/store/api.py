@@ -14,24 +14,24 @@ _MAX_CHANGES = 128
 
 
 class StoreUnavailable(Exception):
-    """The store did not confirm a call: it may or may not have been applied."""
+    """The store did not confirm a call; the call may or may not have been applied."""
 
 
 class StoreFull(StoreUnavailable):
-    """The store takes no writes: its quota is used up. `Store.reclaim` may help."""
+    """The store refuses writes: its quota is used up. `Store.reclaim` frees space."""
 
 
 class LeaseGone(StoreUnavailable):
-    """A write named a lease that has expired or never was; nothing was applied.
+    """A write named a lease that has expired or never existed; nothing was applied.
 
-    A subclass because the cure is that of an outage: wait for the keeper of the lease
-    to grant a new one, then try again.
+    Callers handle this error like an outage: they wait until the lease's owner has a
+    new lease, then write again. So this is a subclass of StoreUnavailable.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeyValue:
-    """One key as the store holds it; in a delete event only key and mod revision."""
+    """A key with its value. In a delete event only `key` and `mod_revision` are set."""
 
     key: str
     value: bytes
@@ -40,7 +40,7 @@ class KeyValue:
     create_revision: int
     """Revision of the write that created the key; 0 in a delete event."""
     lease: int
-    """The lease with which the key expires; 0 for none."""
+    """Id of the lease whose end deletes the key; 0 without a lease."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +56,10 @@ KeyValues = list[KeyValue]
 
 
 class Resync(Events):
-    """A watch batch that is a full listing, because history was lost.
+    """A watch batch that lists all keys, sent when the store has lost event history.
 
-    Holds one put per existing key, so that a reader which only applies events stays
-    nearly right. A reader that must see deletions also calls `gone`.
+    Contains one put per existing key. A reader that applies these puts misses only
+    deletions; `gone` returns the deleted keys.
     """
 
     def __init__(self, pairs: KeyValues, revision: int) -> None:
@@ -67,22 +67,23 @@ class Resync(Events):
 
         Args:
             pairs: every key under the watched prefix.
-            revision: of the listing; the next events are later ones.
+            revision: revision of the listing; later batches have later revisions.
         """
         super().__init__(StoreEvent(kind="put", kv=pair) for pair in pairs)
         self.revision = revision
 
     def gone(self, known: Collection[str]) -> tuple[str, ...]:
-        """The known keys that were deleted during the gap in the watch."""
+        """Returns the keys of `known` that no longer exist."""
         present = {event.kv.key for event in self}
         return tuple(key for key in known if key not in present)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compare:
-    """A condition of a transaction: a number of the key equals `value`.
+    """A condition of a transaction: the key's number `target` equals `value`.
 
-    An absent key has 0 for all three.
+    `target` is the mod revision, the create revision or the version (number of writes).
+    For an absent key all three are 0.
     """
 
     key: str
@@ -92,7 +93,7 @@ class Compare:
 
 @dataclass(frozen=True, kw_only=True)
 class Put:
-    """Writes a key, and ties it to `lease` unless that is 0."""
+    """Writes a key. Unless `lease` is 0, the end of that lease deletes the key."""
 
     key: str
     value: bytes
@@ -107,7 +108,11 @@ class Delete:
 
 
 def check_changes(changes: Sequence[Put | Delete]) -> None:
-    """Raises ValueError for changes that no store takes; the limits are etcd's."""
+    """Checks the changes of one transaction against etcd's limits.
+
+    Raises:
+        ValueError: a key occurs twice, or there are too many changes or bytes.
+    """
     keys = [change.key for change in changes]
     if len(set(keys)) < len(keys):
         raise ValueError(f"changes={keys}: a transaction may name each key once.")
@@ -123,43 +128,45 @@ def check_changes(changes: Sequence[Put | Delete]) -> None:
 
 
 class StoreRefused(StoreUnavailable):
-    """The store answers and takes no call of this client: its user, password,
-    certificate or rights are wrong. Somebody has to change a setting.
+    """The store refuses this client: user, password, certificate or rights are wrong.
+
+    Trying again does not help; a setting must be changed.
     """
 
 
 class Store(Protocol):
-    """Keys with revisions, leases, transactions and watches; safe from any thread.
+    """A key-value store with revisions, leases, transactions and watches.
 
-    Every call but `watch` and `close` raises StoreUnavailable when the store does not
-    answer in time, and ValueError when it never would take the request.
+    All methods may be called from any thread. Every method but `watch` and `close`
+    raises StoreUnavailable if the store does not answer in time, and ValueError if the
+    request is invalid.
     """
 
     @property
     def private(self) -> bool:
-        """Whether dtft is the store's only user, so that history may be forgotten.
+        """Whether dtft is the store's only user, so its history may be dropped.
 
-        `compact` and `reclaim` act on all keys of a store. They raise ValueError where
+        `compact` and `reclaim` affect all keys of a store. Both raise ValueError if
         this is False.
         """
         ...
 
     def get(self, key: str) -> KeyValue | None:
-        """The key's newest value; None if the key does not exist."""
+        """Reads a key; returns None if the key does not exist."""
         ...
 
     def list(self, prefix: str) -> tuple[KeyValues, int]:
-        """All keys that begin with `prefix`, by name, and the listing's revision."""
+        """Returns all keys with `prefix`, sorted by key, and the store's revision."""
         ...
 
     def put(self, key: str, value: bytes, lease: int = 0) -> None:
         """Writes one key.
 
-        A put that was sent to more than one member may be applied again later. A write
-        for which this matters is a transaction that compares.
+        A put that was sent to more than one member may be applied twice, the second
+        time after later writes. Use `txn` with a compare if that would be wrong.
 
         Raises:
-            LeaseGone: there is no such lease.
+            LeaseGone: the lease has expired or never existed.
         """
         ...
 
@@ -171,19 +178,22 @@ class Store(Protocol):
         """Applies all changes as one revision if all compares hold.
 
         Returns:
-            True if they held and the changes were applied, False if nothing was.
+            Whether the compares held; if False, no change was applied.
 
         Raises:
-            LeaseGone: the compares held, but a put names a lease that is gone.
+            LeaseGone: the compares held, but a put names a lease that has expired.
         """
         ...
 
     def grant(self, ttl_s: float) -> int:
-        """A new lease; etcd rounds up to seconds and gives no less than 2."""
+        """Makes a lease of `ttl_s` seconds and returns its id.
+
+        etcd rounds up to whole seconds, with a minimum of 2.
+        """
         ...
 
     def keepalive(self, lease: int) -> float | None:
-        """Renews a lease; returns its seconds left, or None if it is gone."""
+        """Renews a lease; returns its remaining seconds, or None if it has expired."""
         ...
 
     def revoke(self, lease: int) -> None:
@@ -193,27 +203,27 @@ class Store(Protocol):
     def watch(
         self, prefix: str, start_revision: int, stop: threading.Event
     ) -> Iterator[Events]:
-        """Changes under `prefix`, in order, from a revision on, until `stop` is set.
+        """Yields the changes under `prefix` in order, until `stop` is set.
 
-        Lives through outages: it connects again and goes on where it was. Where the
-        history is compacted, or the store came back with less than was seen, it yields
-        a `Resync`. Ends within 0.5 s of `stop`; where the network swallows packets just
-        then, within the store's timeout. Nothing happens before the first `next`, so
-        pass the revision of a listing + 1 to miss nothing.
+        After an outage the watch reconnects and continues at the next revision. If
+        the history was compacted or the store lost data, the watch yields a `Resync`.
+        The watch ends within 0.5 s of `stop`, or within the store's timeout if packets
+        are lost just then. The watch begins at the first `next`. To miss no change,
+        list first and pass the listing's revision + 1.
 
         Args:
-            prefix: of the keys.
-            start_revision: first revision wanted; 0 is whatever comes after now.
-            stop: ends the iteration.
+            prefix: prefix of the watched keys.
+            start_revision: revision of the first change; 0 for changes from now on.
+            stop: event that ends the iteration.
         """
         ...
 
     def compact(self, revision: int) -> None:
-        """Drops the history of keys before `revision`; current values stay."""
+        """Drops old values of keys before `revision`; current values stay."""
         ...
 
     def reclaim(self) -> None:
-        """Makes room in a store that raised StoreFull; drops all history."""
+        """Frees space in a store that raised StoreFull; drops all old values."""
         ...
 
     def status(self) -> str:

@@ -1,16 +1,18 @@
 """`EtcdStore`: a `Store` client for etcd's JSON gateway.
 
-A call asks one member after the other until one answers, all within one deadline. A
+A call tries the members in turn until one answers; all attempts share one deadline. A
 request that must not be applied twice is not sent again once it may have been applied.
 `etcd_wire` has the wire format and the sockets.
 
-Why not a gRPC client, with `python benchmarks/etcd_clients.py` (2 cores, both packages
-installed): a commit takes 0.61 ms here, 0.46 ms with aetcd 1.0, 0.48 ms with
-etcd-client-py 0.5.1; a watch hears of a put after 0.61, 0.49, 0.53 ms; a transaction
-costs 0.21, 0.36, 0.31 ms of processor time. With aetcd 19 of 90 children started with
-`preexec_fn` died of SIGSEGV before their exec, as gRPC's threads do not survive a fork.
-etcd-client-py is built without TLS, its watches start at no revision, its reads tell
-none, and its puts take no lease; aetcd has one address and no TLS.
+Reasons against a gRPC client, measured with `python benchmarks/etcd_clients.py` (2
+cores) for this module, aetcd 1.0 and etcd-client-py 0.5.1:
+
+* A commit takes 0.61, 0.46 and 0.48 ms. A watch reports a put after 0.61, 0.49 and 0.53
+  ms. A transaction costs 0.21, 0.36 and 0.31 ms of processor time.
+* With aetcd 19 of 90 children started with `preexec_fn` died of SIGSEGV before their
+  exec, because gRPC's threads do not survive a fork.
+* aetcd supports one address and no TLS. etcd-client-py supports no TLS, no start
+  revision of a watch, no revision of a read and no lease of a put.
 """
 
 import contextlib
@@ -61,18 +63,18 @@ from dtft.elastic.store.etcd_wire import (
 
 logger = logging.getLogger(__name__)
 
-_QUIET_S = 30.0  # a watch that hears nothing for so long connects again
-_ASK_S = 2.0  # a member that said nothing for so long is asked whether it lives
+_QUIET_S = 30.0  # a watch that receives nothing for this time connects again
+_ASK_S = 2.0  # a watch probes a member that sent nothing for this time
 _PAUSES_S = (0.1, 0.2, 0.4, 0.8)  # between attempts to connect a watch
 _ELECTION_PAUSE_S = 0.1  # between rounds of asking members that have no leader
 _OLDEST_SAFE = (3, 5, 6)
 _HEADERS = {"Grpc-Metadata-hasleader": "true"}
-"""Request header with which a member cut off from its cluster reports this and ends its
+"""Request header with which a member that has lost its leader refuses requests and ends
 watches."""
 
 
 def version_warning(version: str) -> str | None:
-    """The warning about a version of etcd; None if there is none.
+    """Returns a warning about an unsafe version of etcd; None for a safe version.
 
     >>> version_warning("3.5.9") is None
     True
@@ -89,17 +91,17 @@ def version_warning(version: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """One request, for whichever member answers it."""
+    """One request; any member may answer."""
 
     operation: str
     path: str
     body: bytes = field(repr=False)
     repeat: bool
-    """Whether the request may be applied twice."""
+    """Whether the request may be sent again although it may have been applied."""
 
 
 class _Elsewhere(Exception):
-    """This member did not answer; another one may be asked."""
+    """A member did not answer, so the call may try another member."""
 
     def __init__(
         self,
@@ -109,13 +111,13 @@ class _Elsewhere(Exception):
         refused: bool = False,
         waited_s: float = math.inf,
     ):
-        """Keeps the reason.
+        """Makes the exception.
 
         Args:
-            cause: for people.
-            passing: whether waiting may help.
+            cause: reason, for the error message.
+            passing: whether a later attempt may succeed.
             refused: whether only a changed setting can help.
-            waited_s: seconds without any answer; infinity if an answer came.
+            waited_s: seconds without an answer; infinity for other failures.
         """
         super().__init__(cause)
         self.passing, self.refused = passing, refused
@@ -123,16 +125,16 @@ class _Elsewhere(Exception):
 
 
 class _Members:
-    """The members of the cluster: which to ask first, and when each last answered."""
+    """The order in which calls try members, and when each member last answered."""
 
     def __init__(self, endpoints: Sequence[tuple[str, int]]) -> None:
-        """Starts with a random member, so that clients spread over the members."""
+        """Shuffles the members, so that clients spread over the members."""
         self._order = random.sample(endpoints, len(endpoints))
         self._heard: dict[tuple[str, int], float] = {}
         self._lock = threading.Lock()
 
     def order(self) -> list[tuple[str, int]]:
-        """All members, the one that failed last at the end."""
+        """All members, in the order in which calls try members."""
         with self._lock:
             return list(self._order)
 
@@ -151,22 +153,22 @@ class _Members:
         self._heard[endpoint] = time.monotonic()
 
     def silent_s(self, endpoint: tuple[str, int]) -> float:
-        """Seconds since the member answered a call."""
+        """Seconds since the member last answered a call; infinity before that."""
         return time.monotonic() - self._heard.get(endpoint, -math.inf)
 
 
 class EtcdStore:
     """A `Store` on etcd; keeps one connection per thread and one per watch.
 
-    Keys are relative to the address's prefix, in both directions.
+    Keys in arguments and results do not include the address's prefix.
     """
 
     def __init__(self, address: StoreAddress | str, timeout_s: float = 2.0) -> None:
-        """Starts without a connection.
+        """Opens no connection yet.
 
         Args:
-            address: the cluster; a text is parsed, without TLS and user.
-            timeout_s: limit of each call, however many members are asked.
+            address: address of the cluster; text is parsed, without TLS and user.
+            timeout_s: limit of each call in seconds, over all members that it tries.
         """
         if isinstance(address, str):
             address = StoreAddress.parse(address)
@@ -186,7 +188,7 @@ class EtcdStore:
 
     @property
     def endpoint(self) -> str:
-        """The member that receives calls and watches now."""
+        """The member "host:port" that calls and watches try first."""
         return endpoint_text(self._members.first)
 
     def get(self, key: str) -> KeyValue | None:
@@ -229,7 +231,7 @@ class EtcdStore:
         """See `Store.grant`."""
         if ttl_s <= 0:
             raise ValueError(f"ttl_s={ttl_s}: a lease needs more than 0 seconds.")
-        # Safe to repeat: a lease that nobody heard of expires.
+        # Safe to repeat: a lease whose id is lost expires.
         body = {"TTL": str(math.ceil(ttl_s))}
         return int(self._call("grant", "lease/grant", body)["ID"])
 
@@ -279,12 +281,12 @@ class EtcdStore:
         self._call("compact", "kv/compaction", body, repeat=False)
 
     def reclaim(self) -> None:
-        """See `Store.reclaim`: compacts, shrinks the file, takes the alarm back."""
+        """See `Store.reclaim`; compacts, defragments and clears the NOSPACE alarm."""
         self._check_private("reclaim")
         _, revision = self.list("none/")
         try:
             self.compact(revision)
-        except StoreUnavailable as error:  # compacted so far already
+        except StoreUnavailable as error:  # etcd refuses to compact a revision twice
             logger.info("%s", error)
         self._call("defragment", "maintenance/defragment", {}, repeat=False)
         raised = self._call("alarm", "maintenance/alarm", {"action": "GET"})
@@ -302,16 +304,16 @@ class EtcdStore:
             )
 
     def database_bytes(self) -> tuple[int, int]:
-        """Size of the database file, and how much of it is in use."""
+        """Returns the size of the database file and the part in use, in bytes."""
         reply = self._call("status", "maintenance/status", {})
         return int(reply["dbSize"]), int(reply.get("dbSizeInUse", 0))
 
     def status(self) -> str:
-        """See `Store.status`; `version_warning` judges the version."""
+        """See `Store.status`; `version_warning` warns about unsafe versions."""
         return str(self._call("status", "maintenance/status", {})["version"])
 
     def peer_urls(self) -> frozenset[str]:
-        """The peer URLs of this etcd's members; no other etcd shares any of them."""
+        """The peer URLs of this etcd's members, which identify the cluster."""
         members = self._call("members", "cluster/member/list", {}).get("members", [])
         return frozenset(url for it in members for url in it.get("peerURLs", []))
 
@@ -329,11 +331,14 @@ class EtcdStore:
     def _call(
         self, operation: str, path: str, body: dict[str, Any], *, repeat: bool = True
     ) -> dict[str, Any]:
-        """One request and its reply, from the first member that gives one.
+        """Sends one request to the members in turn; returns the first reply.
 
-        Each member gets an equal share of the time that is left, the last one the rest.
-        All are asked again until the deadline, unless each refuses the connection: they
-        may be electing a leader.
+        Each member gets an equal share of the remaining time. If a failure may be
+        temporary, such as an election, all members are tried again until the deadline.
+
+        Raises:
+            StoreUnavailable: no member replied in time, or a member refused.
+            ValueError: the request is invalid.
         """
         payload = json.dumps(body).encode()
         call = _Call(operation=operation, path=path, body=payload, repeat=repeat)
@@ -350,7 +355,7 @@ class EtcdStore:
                 except _Elsewhere as problem:
                     self._members.failed(endpoint)
                     passing |= problem.passing
-                    # An answer says more than silence, the longer silence more.
+                    # Prefer the error of an answer, then that of the longest wait.
                     known = problems.get(text := endpoint_text(endpoint))
                     if known is None or problem.waited_s >= known.waited_s:
                         problems[text] = problem
@@ -361,18 +366,21 @@ class EtcdStore:
     def _ask(
         self, endpoint: tuple[str, int], call: _Call, limit: float, end: float
     ) -> dict[str, Any]:
-        """One member's reply.
+        """Sends a request to one member; returns the reply.
 
-        A second attempt is made when a kept connection breaks or a token has expired.
+        Tries a second time if a kept connection breaks or a token has expired.
 
         Args:
             endpoint: the member.
-            call: what is asked.
-            limit: until when, if another member may be asked instead.
-            end: until when the reply to a call that must not happen twice may come.
+            call: the request.
+            limit: time (`time.monotonic`) by which a repeatable call must have a reply,
+                and by which any call must be connected.
+            end: time by which a call that must not be repeated must have a reply.
 
         Raises:
-            _Elsewhere: nothing was applied, or it may be applied twice.
+            _Elsewhere: nothing was applied, or the call may be repeated.
+            StoreUnavailable: a call that must not be repeated may have been applied, or
+                the member refused the call.
         """
         connection = self._connection(endpoint, call.operation)
         for last in (False, True):
@@ -395,7 +403,7 @@ class EtcdStore:
                 self._members.failed(endpoint)
                 text = endpoint_text(endpoint)
                 raise self._unavailable(call.operation, {text: problem}) from error
-            if self._closed:  # meanwhile; it may have connected only after that
+            if self._closed:  # `close` may have run before the connection opened
                 connection.close()
             reply = self._reply(endpoint, call, raw)
             if reply is not None:
@@ -412,7 +420,12 @@ class EtcdStore:
     def _reply(
         self, endpoint: tuple[str, int], call: _Call, raw: bytes
     ) -> dict[str, Any] | None:
-        """The reply; None if it only reports an invalid token."""
+        """Parses a reply; returns None if it reports an invalid token.
+
+        Raises:
+            _Elsewhere: another member may be tried.
+            StoreUnavailable, ValueError: the member refused the request.
+        """
         said = f"store {endpoint_text(endpoint)}: {call.operation}"
         try:
             reply = json.loads(raw)
@@ -432,11 +445,11 @@ class EtcdStore:
     def _headers(
         self, connection: Connection, operation: str, end: float
     ) -> dict[str, str]:
-        """The headers of every request; logs in if that has not been done.
+        """Returns the headers of a request; logs in first if there is no token.
 
         Raises:
-            OSError: no answer by `end`; the request itself was not sent.
-            StoreRefused: the member does not take user and password.
+            OSError: the login had no reply by `end`; the request was not sent.
+            StoreRefused: the member refuses user and password.
         """
         if not self._address.user:
             return _HEADERS
@@ -465,7 +478,7 @@ class EtcdStore:
         return str(reply["token"])
 
     def _connection(self, endpoint: tuple[str, int], operation: str) -> Connection:
-        """This thread's connection, to this member."""
+        """Returns this thread's connection to a member, which may not be open yet."""
         with self._lock:
             if self._closed:
                 raise StoreUnavailable(
@@ -485,7 +498,7 @@ class EtcdStore:
         return found
 
     def _problem(self, error: Exception, waited_s: float) -> _Elsewhere:
-        """Why a member did not answer."""
+        """Converts a connection error into an `_Elsewhere` with the reason in words."""
         if isinstance(error, TimeoutError):
             text = f"no answer within {waited_s:.2g} s"
             return _Elsewhere(text, passing=True, waited_s=waited_s)
@@ -499,7 +512,7 @@ class EtcdStore:
     def _unavailable(
         self, operation: str, problems: dict[str, _Elsewhere]
     ) -> StoreUnavailable:
-        """The error of a call that no member answered, with the reasons."""
+        """Makes the error of an unanswered call from the reason of each member."""
         refused = all(problem.refused for problem in problems.values())
         kind = StoreRefused if refused else StoreUnavailable
         causes = {str(problem) for problem in problems.values()}
@@ -520,9 +533,9 @@ class EtcdStore:
         position: int,
         stop: threading.Event,
     ) -> Generator[tuple[Events, int], None, None]:
-        """One connection's batches, each with the revision to go on from.
+        """Yields a watch's batches from one member, each with the next start revision.
 
-        Ends without an error when calls have left this member for another one.
+        Ends without an error if calls now use another member first.
         """
         create = prefix_range(self._below + prefix) | {"progress_notify": True}
         body = {"create_request": create | {"start_revision": str(position)}}
@@ -552,7 +565,11 @@ class EtcdStore:
     def _stream(
         self, endpoint: tuple[str, int], prefix: str, body: dict[str, Any]
     ) -> EtcdStream:
-        """The connection of a watch; each member gets its share of the call's time."""
+        """Opens the connection of a watch, within one member's share of the timeout.
+
+        Raises:
+            StoreUnavailable: there is no connection in time, or the member refuses.
+        """
         share_s = self._timeout_s / len(self._address.endpoints)
         end = time.monotonic() + share_s
         headers = _HEADERS
@@ -569,11 +586,10 @@ class EtcdStore:
             raise StoreUnavailable(str(problem)) from problem
 
     def _see_to(self, endpoint: tuple[str, int], quiet_s: float) -> None:
-        """Asks a silent member whether it lives, if there is another one to go to.
+        """Probes a silent member with a call, if the cluster has other members.
 
-        An event is told at once, and silence may last: only a call tells a member that
-        is stopped or cut off from one that has no news. A call that fails moves calls
-        and watches to the next member.
+        A watch without events is silent too, so only a call can detect that a member is
+        stopped or cut off. A failed call moves calls and watches to the next member.
         """
         alone = len(self._address.endpoints) == 1
         if alone or min(quiet_s, self._members.silent_s(endpoint)) < _ASK_S:
@@ -584,14 +600,14 @@ class EtcdStore:
     def _lost_history(
         self, prefix: str, position: int, result: dict[str, Any]
     ) -> Resync | None:
-        """A listing, if the store cannot tell what happened since `position`."""
+        """Returns a full listing if the store lacks events from `position` on."""
         revision = int(result["header"].get("revision", 0))
         if result.get("canceled"):
             if "compact_revision" not in result:
                 raise StoreUnavailable(result.get("cancel_reason", "watch canceled"))
             return Resync(*self.list(prefix))
         if result.get("created") and revision + 1 < position:
-            # A member that lags, or a store that lost its data: a listing is never old.
+            # Either a member lags or the store lost data. A listing is never stale.
             listing = Resync(*self.list(prefix))
             return listing if listing.revision + 1 < position else None
         return None

@@ -1,8 +1,8 @@
 """The wire format of etcd's JSON gateway, and the sockets that carry it.
 
-Base64 keys and values, integers as strings, zero fields left out. Calls use HTTP/1.1,
-endless responses HTTP/1.0. Every wait for the network ends at a time given by the
-caller.
+Keys and values are in Base64, integers are strings, and fields of value 0 are left out.
+Calls use HTTP/1.1, endless responses HTTP/1.0. The caller gives a deadline for every
+wait on the network.
 """
 
 import base64
@@ -37,7 +37,7 @@ _POLL_S = 0.2  # longest wait of `EtcdStream.receive`
 # gRPC codes
 _INVALID_ARGUMENT, _DEADLINE_EXCEEDED, _NOT_FOUND, _UNAVAILABLE = 3, 4, 5, 14
 _NEW_TOKEN = (
-    # The last: users changed after the call was accepted, before it was applied.
+    # The last text: users changed after the call was accepted, before it was applied.
     *("invalid auth token", "revision of auth store is old", "token is expired"),
     "auth: revision in header is old",
 )
@@ -66,34 +66,34 @@ def encode(text: str | bytes) -> str:
 
 
 def prefix_range(prefix: str) -> dict[str, Any]:
-    """The range of all keys that begin with `prefix`, which is not empty."""
-    first = prefix.encode()  # UTF-8 has no byte 255: the last one can be raised
+    """Returns etcd's key range of all keys with a prefix that is not empty."""
+    first = prefix.encode()  # UTF-8 has no byte 255, so the last byte can be raised
     end = first[:-1] + bytes([first[-1] + 1])
     return {"key": encode(first), "range_end": encode(end)}
 
 
 def put_request(put: Put, below: str) -> dict[str, Any]:
-    """The request body that puts a key below a prefix."""
+    """Encodes a put as a request body; `below` is the client's key prefix."""
     body = {"key": encode(below + put.key), "value": encode(put.value)}
     return body | {"lease": str(put.lease)} if put.lease else body
 
 
 def change_request(change: Put | Delete, below: str) -> dict[str, Any]:
-    """One operation of a transaction."""
+    """Encodes one change of a transaction; `below` is the client's key prefix."""
     if isinstance(change, Put):
         return {"request_put": put_request(change, below)}
     return {"request_delete_range": {"key": encode(below + change.key)}}
 
 
 def comparison(compare: Compare, below: str) -> dict[str, Any]:
-    """One condition of a transaction."""
+    """Encodes one compare of a transaction; `below` is the client's key prefix."""
     field = "version" if compare.target == "version" else f"{compare.target}_revision"
     target, key = compare.target.upper(), encode(below + compare.key)
     return {"key": key, "target": target, "result": "EQUAL", field: str(compare.value)}
 
 
 def key_value(pair: dict[str, Any], below: str) -> KeyValue:
-    """The key-value pair of a reply, without the prefix of the key."""
+    """Decodes a key-value pair of a reply and removes the prefix `below` of its key."""
     return KeyValue(
         key=base64.b64decode(pair["key"]).decode().removeprefix(below),
         value=base64.b64decode(pair.get("value", "")),
@@ -104,41 +104,41 @@ def key_value(pair: dict[str, Any], below: str) -> KeyValue:
 
 
 def event_value(event: dict[str, Any], below: str) -> StoreEvent:
-    """The event of a watch message."""
+    """Decodes one event of a watch message."""
     kind = "delete" if event.get("type") == "DELETE" else "put"
     return StoreEvent(kind=kind, kv=key_value(event["kv"], below))
 
 
 def next_position(position: int, result: dict[str, Any], events: Events) -> int:
-    """The revision from which a watch continues after a message."""
-    if events:  # the header may be ahead of them while history is replayed
+    """Returns the revision from which a watch continues after a message."""
+    if events:  # while history is replayed, the header's revision is newer
         return max(event.kv.mod_revision for event in events) + 1
     if result.get("created") and position:
         return position
-    # Now, for a watch that starts now; else a progress notice: all up to here was told.
+    # The watch starts now, or this progress notice says that all events were sent.
     return max(position, int(result["header"]["revision"]) + 1)
 
 
 def grpc_code(reply: Mapping[str, Any]) -> int:
-    """The code of a reply with an error, of a call or of a stream; 0 for none."""
+    """Returns the gRPC code of an error reply to a call or watch; 0 if no error."""
     error = reply.get("error")
     found = error.get("grpc_code") if isinstance(error, dict) else reply.get("code")
     return int(found or 0)
 
 
 def error_text(reply: Mapping[str, Any]) -> str:
-    """The message of a reply with an error; "" for one without."""
+    """Returns the error message of a reply; "" without an error."""
     error = reply.get("error", "")
     return str(error.get("message", error) if isinstance(error, dict) else error)
 
 
 def wants_token(message: str) -> bool:
-    """Whether the server no longer knows the token; nothing was applied."""
+    """Whether an error means that the token is invalid; nothing was applied then."""
     return any(text in message for text in _NEW_TOKEN)
 
 
 def not_applied(message: str) -> bool:
-    """Whether this member surely applied nothing, and another one may.
+    """Whether an error means that nothing was applied and another member may answer.
 
     >>> not_applied("etcdserver: no leader"), not_applied("request timed out")
     (True, False)
@@ -147,16 +147,16 @@ def not_applied(message: str) -> bool:
 
 
 def may_answer_elsewhere(reply: Mapping[str, Any]) -> bool:
-    """Whether another member may do what this one could not; it may have done it."""
+    """Whether another member may answer; the call may have been applied already."""
     return grpc_code(reply) in (_DEADLINE_EXCEEDED, _UNAVAILABLE)
 
 
 def refusal(said: str, reply: Mapping[str, Any]) -> Exception:
-    """The exception for a reply with an error.
+    """Makes the exception for an error reply.
 
     Args:
-        said: which store was asked for what, the beginning of the error's text.
-        reply: of a call, or a message of a watch.
+        said: beginning of the error's text: store and operation.
+        reply: error reply to a call, or error message of a watch.
     """
     code, message = grpc_code(reply), error_text(reply)
     for text, cure in _REFUSED.items():
@@ -172,11 +172,11 @@ def refusal(said: str, reply: Mapping[str, Any]) -> Exception:
 
 
 def tls_refusal(error: object, own_certificate: bool) -> str:
-    """The reason and remedy for refused TLS; "" if `error` is no TLS refusal.
+    """Describes a TLS refusal and its remedy; "" if `error` is not a TLS refusal.
 
     Args:
-        error: of a connection that uses TLS.
-        own_certificate: whether this client shows a certificate.
+        error: error of a connection that uses TLS.
+        own_certificate: whether this client presents a certificate.
     """
     if isinstance(error, ssl.SSLCertVerificationError):
         return (
@@ -198,10 +198,10 @@ def tls_refusal(error: object, own_certificate: bool) -> str:
 
 
 def left_s(end: float) -> float:
-    """Seconds until `end`, by `time.monotonic`.
+    """Returns the seconds until the time `end` of `time.monotonic`.
 
     Raises:
-        TimeoutError: there are none.
+        TimeoutError: `end` has passed.
     """
     seconds = end - time.monotonic()
     if seconds <= 0:
@@ -212,10 +212,10 @@ def left_s(end: float) -> float:
 def connect(
     endpoint: tuple[str, int], context: ssl.SSLContext | None, end: float
 ) -> socket.socket:
-    """A connection to one member, after its TLS handshake if there is a context.
+    """Connects to one member; makes the TLS handshake if there is a context.
 
     Raises:
-        OSError: none by `end`.
+        OSError: there is no connection by the time `end`.
     """
     problem: OSError = TimeoutError("timed out")
     addresses = _addresses(*endpoint, end)
@@ -236,9 +236,13 @@ def connect(
 
 
 def _addresses(host: str, port: int, end: float) -> list[tuple[int, Any]]:
-    """Resolves a host name; a hanging resolver is left on its own thread."""
+    """Resolves a host name on a thread, which is abandoned if the resolver hangs.
+
+    Raises:
+        OSError: the name cannot be resolved by the time `end`.
+    """
     find = functools.partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
-    with contextlib.suppress(socket.gaierror):  # a number needs no resolver
+    with contextlib.suppress(socket.gaierror):  # a numeric address needs no resolver
         return [(it[0], it[4]) for it in find(flags=socket.AI_NUMERICHOST)]
     found: list[tuple[int, Any]] = []
     problem: list[OSError] = []
@@ -258,7 +262,7 @@ def _addresses(host: str, port: int, end: float) -> list[tuple[int, Any]]:
 
 
 class _Readable(io.RawIOBase):
-    """The reading side of a socket; all reads together end at one moment."""
+    """The reading side of a socket; all reads share one deadline."""
 
     def __init__(self, sock: socket.socket, end: float) -> None:
         super().__init__()
@@ -277,38 +281,38 @@ class _Readable(io.RawIOBase):
 
 
 class Connection:
-    """One connection to one member, for calls one after the other."""
+    """One HTTP/1.1 connection to one member, for one call at a time."""
 
     def __init__(
         self, endpoint: tuple[str, int], context: ssl.SSLContext | None
     ) -> None:
-        """Connects only at `open`; ignores proxies."""
+        """Stores the address; `open` connects, without a proxy."""
         self.endpoint, self._context = endpoint, context
         self._sock: socket.socket | None = None
 
     @property
     def is_open(self) -> bool:
-        """Whether a request may be sent; closes if the other side has left."""
+        """Whether a request may be sent; closes the connection if the peer has."""
         if self._sock is not None and _has_input(self._sock):
-            self.close()  # idle, so input can only be its end
+            self.close()  # on an idle connection, input means that the peer closed
         return self._sock is not None
 
     def open(self, end: float) -> None:
-        """Connects.
+        """Connects to the member.
 
         Raises:
-            OSError: not by `end`; nothing was sent.
+            OSError: there is no connection by the time `end`; nothing was sent.
         """
         self._sock = connect(self.endpoint, self._context, end)
 
     def post(
         self, path: str, body: bytes, headers: Mapping[str, str], end: float
     ) -> bytes:
-        """The body of the reply to one request.
+        """Sends one request and returns the body of the reply.
 
         Raises:
-            OSError: no whole reply by `end`; the request may have been applied.
-            http.client.HTTPException: what came is no reply.
+            OSError: no complete reply by `end`; the request may have been applied.
+            http.client.HTTPException: the received bytes are not an HTTP reply.
         """
         if self._sock is None:
             raise ConnectionError("the connection is closed")
@@ -324,13 +328,13 @@ class Connection:
         return found
 
     def close(self) -> None:
-        """Ends the connection; it can be opened again."""
+        """Closes the connection; `open` can connect again."""
         sock, self._sock = self._sock, None
         if sock is not None:
             sock.close()
 
     def shut(self) -> None:
-        """Closes the connection from another thread and wakes a waiting thread."""
+        """Closes the connection from another thread; wakes a thread that reads."""
         sock = self._sock
         if sock is not None:
             with contextlib.suppress(OSError):
@@ -352,17 +356,17 @@ def _request(
 
 
 def _has_input(sock: socket.socket) -> bool:
-    """Whether bytes, or the end of the stream, can be read."""
+    """Whether a read would return at once, with bytes or the end of the stream."""
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     return bool(poll.poll(0))
 
 
 class EtcdStream:
-    """A response without an end, one JSON object per line.
+    """An endless response with one JSON object per line.
 
-    HTTP/1.0, so that the body is not in chunks and plain `recv` with a timeout can be
-    repeated; a timeout makes the reader of `http.client` unusable.
+    Uses HTTP/1.0, so the body is not chunked and plain `recv` can be repeated after a
+    timeout. The reader of `http.client` cannot be used after a timeout.
     """
 
     def __init__(
@@ -373,17 +377,17 @@ class EtcdStream:
         headers: Mapping[str, str],
         end: float,
     ) -> None:
-        """Connects, asks and reads the head of the answer.
+        """Connects, sends a watch request and reads the header of the response.
 
         Args:
             endpoint: host and port.
-            context: of TLS; None for none.
+            context: TLS context; None for no TLS.
             body: the watch request.
-            headers: of the request.
-            end: until when the head has to be there.
+            headers: headers of the request.
+            end: deadline of the response's header (`time.monotonic`).
 
         Raises:
-            OSError: no connection, no answer in time, or a refusal.
+            OSError: no connection, no response in time, or a refusal.
         """
         self._buffer = b""
         self._heard = time.monotonic()
@@ -404,7 +408,7 @@ class EtcdStream:
         self._socket.settimeout(_POLL_S)
 
     def _refused(self, head: bytes, end: float) -> str:
-        """The server's text for a refusal; its body may come after the head."""
+        """Returns the start of header and body of a refusal, which may arrive late."""
         with contextlib.suppress(OSError):
             while len(self._buffer) < 200:
                 self._socket.settimeout(left_s(end))
@@ -412,11 +416,11 @@ class EtcdStream:
         return f"{head[:80]!r} {self._buffer[:200]!r}"
 
     def __enter__(self) -> Self:
-        """Open since it was made."""
+        """Returns this stream, which the constructor has opened."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends the connection."""
+        """Closes the connection."""
         self._socket.close()
 
     @property
@@ -425,7 +429,11 @@ class EtcdStream:
         return time.monotonic() - self._heard
 
     def receive(self) -> dict[str, Any] | None:
-        """The next message; None if there is none soon."""
+        """Returns the next message; None if none arrives within 0.2 s.
+
+        Raises:
+            OSError: the connection has ended.
+        """
         if b"\n" not in self._buffer:
             with contextlib.suppress(TimeoutError):
                 self._read()

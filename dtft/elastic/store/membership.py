@@ -1,10 +1,10 @@
 """This host's keys in its job's store: its registration, the leader key, writes.
 
-Driven by the agent's event loop: `tick` renews the lease, so a host whose loop stands
-still loses its lease. Every call of the store runs beside the loop. An expired lease is
-not renewed: the host registers under its next incarnation. A leader's writes are fenced
-by the leader key; this module has no other rule. `Compaction` drops the history of a
-store that is private to dtft.
+The agent's event loop calls `tick`, which renews the lease; so a host whose loop blocks
+loses its lease. Calls of the store run on other threads, so they do not block the loop.
+After its lease has expired, a host registers again under its next incarnation. A
+leader's writes are fenced: they apply only while the leader key is unchanged.
+`Compaction` drops the history of a store that is private to dtft.
 """
 
 import dataclasses
@@ -33,36 +33,41 @@ logger = logging.getLogger(__name__)
 
 PERIOD_BYTES = 512 << 10
 PERIOD_WRITES = 500
-"""After so much, whichever is first, what was before the last time is forgotten."""
+"""Writes of one compaction period, which also ends after `PERIOD_BYTES` bytes."""
 RECLAIM_PAUSE_S = 5.0
 FULL_PAUSE_S = 60.0
 """Seconds between two messages that a shared store is full."""
 
 
 class Compaction:
-    """Compacts a private store as its history grows. Used by one thread.
+    """Compacts a private store as its history grows. Not thread-safe.
 
-    A store keeps every former value of a key until it is compacted. Keys are written at
-    every commit, so a quota fills within minutes of short steps, and etcd's own
-    compaction looks every five. etcd compacts all keys at once, so a shared store is
-    left to its operator (`--auto-compaction-mode=periodic
+    A store keeps every old value of a key until a compaction. Keys are written at every
+    commit, so with short steps the quota fills within minutes, but etcd's automatic
+    compaction runs only every five minutes. A compaction affects all keys of an etcd,
+    so the operator of a shared store compacts it (`--auto-compaction-mode=periodic
     --auto-compaction-retention=5m`); see `Store.private`.
     """
 
     def __init__(
         self, store: Store, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Starts without a counted write."""
+        """Starts with no counted write.
+
+        Args:
+            store: the store to compact.
+            clock: returns the time in seconds.
+        """
         self._store, self._clock = store, clock
         self._bytes = self._writes = self._mark = 0
         self._pause_s = RECLAIM_PAUSE_S if store.private else FULL_PAUSE_S
         self._reclaimed = -self._pause_s
 
     def wrote(self, num_bytes: int) -> None:
-        """Counts one write, and compacts old history when it is due.
+        """Counts one write of `num_bytes`, and compacts the store after each period.
 
-        Between one and two periods of history are kept, so that a briefly interrupted
-        watch can continue. A shared store is not compacted.
+        Between one and two periods of history are kept, so a watch can continue after a
+        short interruption. A shared store is not compacted.
         """
         if not self._store.private:
             return
@@ -75,13 +80,14 @@ class Compaction:
             if self._mark:
                 self._store.compact(self._mark)
             self._mark = now
-        except (StoreUnavailable, ValueError) as error:  # somebody else may have
+        except (StoreUnavailable, ValueError) as error:  # perhaps compacted already
             logger.info("history was not compacted: %s", error)
 
     def reclaim(self) -> None:
-        """Makes room in a store that takes no writes because its quota is used up.
+        """Frees space in a store that refuses writes because its quota is used up.
 
-        If the store is shared, only a message is logged.
+        For a shared store only a message is logged. Calls within `RECLAIM_PAUSE_S`
+        (shared store: `FULL_PAUSE_S`) of the last one do nothing.
         """
         if self._clock() < self._reclaimed + self._pause_s:
             return
@@ -101,11 +107,11 @@ class Compaction:
 
 
 RETRY_S = 0.2
-"""Seconds to pause after a call that the store did not answer."""
+"""Seconds until the next attempt after a call that the store did not answer."""
 
 
 def claim(store: Store, key: str, value: bytes) -> bytes:
-    """Stores a value that a job has once, if it has none; returns the one in force."""
+    """Writes a key if it does not exist; returns the key's value."""
     store.txn([Compare(key=key, target="create", value=0)], [Put(key=key, value=value)])
     pair = store.get(key)
     assert pair is not None
@@ -115,7 +121,7 @@ def claim(store: Store, key: str, value: bytes) -> bytes:
 class Membership:
     """One host's membership: registration, leader key and fenced writes.
 
-    All methods run on the event loop unless they are said to block.
+    Methods run on the event loop, except methods whose docstrings say "blocks".
 
     Attributes:
         record: this host's record in the store.
@@ -136,51 +142,52 @@ class Membership:
         on_store: Callable[[bool], None],
         on_replaced: Callable[[HostRecord], None],
     ) -> None:
-        """Registers nothing before `start`.
+        """Makes a membership; `start` registers the host.
 
         Args:
-            store: etcd, or its in-memory twin.
-            mirrors: watch the store.
+            store: the job's store.
+            mirrors: starts the mirror of the job's keys.
             job: name of the job.
-            record: this host; its incarnation names the agent process.
-            lease_s: seconds after which a silent host is gone.
-            loop: of the agent.
+            record: this host's record; its incarnation names the agent process.
+            lease_s: seconds without a renewal after which the lease expires.
+            loop: the agent's event loop.
             on_view: called with every newer view.
-            on_lapse: called when the lease ran out: others may have taken this host
-                for dead. It registers again by itself.
+            on_lapse: called when the lease has expired, so other hosts may treat this
+                host as dead. The host registers again without further calls.
             on_store: called with False when the store stops answering, with True when
-                it answers again.
-            on_replaced: called when a later agent process has taken this host's name.
+                the store answers again.
+            on_replaced: called with the record of a later agent process that has
+                registered under this host's name.
         """
         self._on_replaced = on_replaced
         self._store, self._mirrors, self._loop = store, mirrors, loop
         self._job, self._lease_s = job, lease_s
         self._on_view, self._on_lapse, self._on_store = on_view, on_lapse, on_store
         self.compaction = Compaction(store, loop.now)
-        """Compacts the history that the leader's writes leave behind."""
+        """Compacts the history of the leader's writes."""
         self.record, self.view = record, View()
         self._reader = ViewReader(job)
         self.claims: Mapping[str, bytes] = {}
-        """Name to value of the job's unique keys, for a store that has lost them."""
+        """Name to value of keys that each registration writes if they are absent."""
         self._lane, self._campaigns = loop.lane("membership"), loop.lane("campaign")
         self._lease = self._registrations = 0
         self._busy = self._campaigning = self._stopped = False
         self._again = False
-        """Whether the record must be written once more, not before `_put_due`."""
+        """Whether the record must be written again, at the time `_put_due` or later."""
         self._due, self._put_due, self._up = 0.0, 0.0, True
         self._end_mirror: Callable[[], None] = lambda: None
 
     def key(self, name: str) -> str:
-        """The full key of a name in this job."""
+        """The store key of a name in this job."""
         return job_key(self._job, name)
 
     # ------------------------------------------------------------- registration
 
     def start(self) -> None:
-        """Registers this host, waiting for the store, and begins to watch.
+        """Registers this host and begins to watch the job's keys; blocks.
 
         Raises:
-            StoreUnavailable: the store cannot be reached.
+            StoreUnavailable: the store does not answer.
         """
         self._number()
         self._lease = self._register(self.record)
@@ -190,7 +197,7 @@ class Membership:
         )
 
     def _number(self) -> None:
-        """Takes the next incarnation of this process."""
+        """Increments the number in this host's incarnation."""
         self._registrations += 1
         process = process_of(self.record.incarnation)
         self.record = dataclasses.replace(
@@ -198,7 +205,11 @@ class Membership:
         )
 
     def _register(self, record: HostRecord) -> int:
-        """Gets a lease and writes the record under it; runs beside the loop."""
+        """Grants a lease and writes the record with that lease; blocks.
+
+        Returns:
+            The id of the lease.
+        """
         era = {"era": self.view.era + 1, "id": secrets.token_hex(8)}
         for name, value in {"era": json.dumps(era).encode(), **self.claims}.items():
             key = self.key(f"m/{name}")
@@ -213,13 +224,16 @@ class Membership:
         self._store.put(key, record.to_json().encode(), lease=lease)
 
     def describe(self, record: HostRecord) -> None:
-        """Writes this host's changed record."""
+        """Replaces this host's record, which a later `tick` writes to the store.
+
+        The incarnation stays as before.
+        """
         incarnation = self.record.incarnation
         self.record = dataclasses.replace(record, incarnation=incarnation)
         self._again = True
 
     def tick(self) -> None:
-        """Renews the lease, or registers, when it is time and nothing is under way."""
+        """Renews the lease, writes the record or registers, if due and no call runs."""
         if self._busy or self._stopped:
             return
         now = self._loop.now()
@@ -246,20 +260,20 @@ class Membership:
             self._busy = False
             self._lapsed()
         elif not self._answered(outcome):
-            # A renewal comes first: a store that is full refuses writes alone.
+            # A renewal comes first: a full store refuses writes, but not renewals.
             self._again, self._put_due = True, self._loop.now() + 2 * RETRY_S
 
     def _renewed(self, outcome: "Future[float | None]") -> None:
         if not self._answered(outcome) or not self._lease:
-            return  # not answered, or let go of meanwhile
+            return  # no answer, or `let_go` ran during the call
         if outcome.result() is None:
             self._lapsed()
             return
         self._due = self._loop.now() + self._lease_s / 5
-        self._check_registered(self.view)  # it may have vanished during a call
+        self._check_registered(self.view)  # it may be lost during a call
 
     def _answered(self, outcome: "Future") -> bool:
-        """Ends a call; returns whether the store has confirmed it."""
+        """Marks the running call as ended; returns whether the call succeeded."""
         self._busy = False
         error = outcome.exception()
         if error is None:
@@ -279,7 +293,7 @@ class Membership:
             self._on_store(up)
 
     def _lapsed(self) -> None:
-        """Registers this host as its next incarnation after its lease expired."""
+        """Registers this host under its next incarnation, because its lease expired."""
         logger.warning("the lease of %s ran out", self.record.incarnation)
         self._lease, self._due = 0, 0.0
         self._number()
@@ -289,7 +303,7 @@ class Membership:
     # ---------------------------------------------------------------- the view
 
     def _changed(self, pairs: Pairs, revision: int) -> None:
-        """Handles a change of the job's keys."""
+        """Parses the job's keys; calls `on_view` unless the view is older."""
         if self._stopped:
             return
         view = self._reader.view(pairs.values(), revision)
@@ -301,11 +315,14 @@ class Membership:
         self._on_view(view)
 
     def _renew_era(self, view: View) -> None:
-        """Begins a new era after a loss of data in the store, once for all hosts."""
+        """Writes a new era to the store after the store has lost data.
+
+        The write is conditional, so only one host's write applies.
+        """
         if not view.era_revision:
-            self._again = bool(self._lease)  # lapses if the lease is gone as well
+            self._again = bool(self._lease)  # the write fails if the lease is lost
             self._claim_era(Compare(key=self.key("m/era"), target="create", value=0))
-        else:  # the same era with less, or data of an earlier one
+        else:  # older data of this era, or data of an earlier era
             key, value = self.key("m/era"), view.era_revision
             self._claim_era(Compare(key=key, target="mod", value=value))
 
@@ -318,7 +335,10 @@ class Membership:
         )
 
     def _check_registered(self, view: View) -> None:
-        """Writes the record again if the store has lost it."""
+        """Schedules a write of the record if the store lacks this host's record.
+
+        Calls `on_replaced` if a later agent process has this host's name.
+        """
         if not self._lease or self._busy:
             return
         known = view.hosts.get(self.record.host)
@@ -330,9 +350,10 @@ class Membership:
     # ----------------------------------------------------------- the leader key
 
     def campaign(self) -> None:
-        """Tries to become leader; the next view has the result.
+        """Tries to take the leader key, without blocking; the next view has the result.
 
-        A host that does not know the last leader cannot succeed.
+        Fails if a leader exists, or if this host's view has an outdated last leader or
+        era.
         """
         if self._campaigning or not self._lease or self._stopped:
             return
@@ -355,15 +376,15 @@ class Membership:
         self._campaigning = False
         error = outcome.exception()
         if isinstance(error, LeaseGone):
-            self._due = 0.0  # the next renewal finds that it is gone
+            self._due = 0.0  # the next renewal finds that the lease has expired
         elif error is not None:
             _only_logged(outcome)
 
     def let_go(self, term: View) -> None:
-        """Gives up the leader key but not the registration; does not block.
+        """Gives up the leader key of a term, but not the registration, without waiting.
 
-        The key is deleted. Should the store not answer, it ends with its lease, for
-        another lease is taken for the registration.
+        Deletes the key and registers this host under a new lease. If the store does not
+        answer the delete, the key disappears when its old lease expires.
         """
         self._lease, self._due = 0, 0.0
         mine = self._fence(term)
@@ -372,9 +393,9 @@ class Membership:
         self.tick()
 
     def expel(self, lease: int) -> None:
-        """Ends the lease of a dead host, so that all hosts see its loss at once.
+        """Revokes a dead host's lease, so all hosts see the loss at once.
 
-        Does not wait; an error is only logged.
+        Does not block; an error is only logged. A `lease` of 0 is ignored.
         """
         if lease:
             self._loop.aside(lambda: self._store.revoke(lease), _only_logged)
@@ -386,23 +407,27 @@ class Membership:
         return Compare(key=key, target="create", value=view.leader_revision)
 
     def fenced(self, view: View, changes: list[Put | Delete]) -> bool:
-        """Applies changes only while this host leads `view`'s term; blocks."""
+        """Applies changes if the leader key and the era are those of `view`; blocks.
+
+        Returns:
+            Whether the changes were applied.
+        """
         if not view.leader_revision:
-            return False  # the key ran out: an absent one has revision 0 as well
+            return False  # an absent key has revision 0 and would match
         era = Compare(key=self.key("m/era"), target="mod", value=view.era_revision)
         return self._store.txn([self._fence(view), era], list(changes))
 
     def commits(self) -> tuple[Commit, ...]:
-        """The recorded commits, newest first; blocks."""
+        """Reads the recorded commits, newest first; blocks."""
         return read_commits(self._store, self._job)
 
     def commit_change(self, commits: tuple[Commit, ...]) -> Put:
-        """The write that records these commits."""
+        """Makes the put that records these commits."""
         text = "\n".join(commit.to_json() for commit in commits)
         return Put(key=self.key("c/commits"), value=text.encode())
 
     def close(self) -> None:
-        """Ends this host's registration; waits for the store once."""
+        """Revokes this host's lease and stops watching; blocks for one call."""
         self._stopped = True
         self._end_mirror()
         self._lane.close()
@@ -412,7 +437,7 @@ class Membership:
             try:
                 self._store.revoke(lease)
             except StoreUnavailable:
-                pass  # it runs out
+                pass  # the lease expires
 
 
 def _only_logged(outcome: "Future") -> None:

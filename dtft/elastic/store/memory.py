@@ -1,6 +1,6 @@
-"""`MemoryStore`: the store's semantics in one process, with a clock as argument.
+"""`MemoryStore`: a `Store` in the memory of one process, for tests and simulations.
 
-For tests and simulations.
+Leases use a clock that is passed as an argument.
 """
 
 import math
@@ -24,7 +24,7 @@ from dtft.elastic.store.api import (
     check_changes,
 )
 
-_POLL_S = 0.02  # real time after which a watch looks at the (maybe simulated) clock
+_POLL_S = 0.02  # real seconds between two looks of a watch at the clock
 
 
 @dataclass(kw_only=True)
@@ -34,7 +34,7 @@ class _Lease:
 
 
 class MemoryStore:
-    """A `Store` in memory; leases expire by the clock, seen at the next call."""
+    """A `Store` in memory; each call first ends the leases that have expired."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class MemoryStore:
         """Makes an empty store.
 
         Args:
-            clock: seconds; tests pass one they can move.
+            clock: function that returns seconds; a test passes a simulated clock.
             history: number of revisions kept for watches.
         """
         self._clock, self._revision, self._compacted = clock, 1, 0
@@ -63,7 +63,7 @@ class MemoryStore:
         return True
 
     def set_available(self, up: bool) -> None:
-        """Makes every call raise StoreUnavailable until it is called with True."""
+        """Makes all calls raise StoreUnavailable (`up` False), or work again (True)."""
         with self._changed:
             self._down = "" if up else "made unavailable"
 
@@ -103,7 +103,7 @@ class MemoryStore:
             return True
 
     def grant(self, ttl_s: float) -> int:
-        """See `Store.grant`; keeps `ttl_s` as it is."""
+        """See `Store.grant`; does not round `ttl_s`."""
         if ttl_s <= 0:
             raise ValueError(f"ttl_s={ttl_s}: a lease needs more than 0 seconds.")
         with self._changed:
@@ -141,7 +141,7 @@ class MemoryStore:
                 if not batch and not isinstance(batch, Resync):
                     self._changed.wait(_POLL_S)
                     continue
-            yield batch  # outside the lock
+            yield batch  # after the lock is released
 
     def compact(self, revision: int) -> None:
         """See `Store.compact`."""
@@ -175,7 +175,7 @@ class MemoryStore:
 
     def _expire(self) -> None:
         now = self._clock()
-        if now < self._next_expiry:  # keepalives may have moved it on: a lower bound
+        if now < self._next_expiry:  # a lower bound: keepalives may extend leases
             return
         for lease in [i for i, it in self._leases.items() if it.expires <= now]:
             self._end_lease(lease)
@@ -230,14 +230,14 @@ class MemoryStore:
         return [self._pairs[key][0] for key in keys]
 
     def _since(self, prefix: str, position: int) -> tuple[Events, int]:
-        """The events from `position` on, and the position after them."""
+        """Returns the events from revision `position` on, and the next position."""
         if self._down:
             return [], position
         self._expire()
         if position < self._compacted:
             return Resync(self._listing(prefix), self._revision), self._revision + 1
         found = Events()
-        for revision, events in reversed(self._history):  # the news is at the end
+        for revision, events in reversed(self._history):  # newest revision first
             if revision < position:
                 break
             found[:0] = [it for it in events if it.kv.key.startswith(prefix)]

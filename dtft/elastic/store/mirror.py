@@ -1,7 +1,7 @@
 """A local copy of the keys under a prefix, kept current by a watch on a thread.
 
-Every change is reported as the whole copy with the store's revision. A watch that lost
-history, or a store that came back with other data, leads to a new listing.
+After every change the complete copy is reported, with the store's revision. If the
+watch loses history or the store loses data, the keys are listed again.
 """
 
 import threading
@@ -14,30 +14,30 @@ RETRY_S = 0.2
 
 Pairs = Mapping[str, KeyValue]
 Changed = Callable[[Pairs, int], None]
-"""Called with the key-value pairs by key, and the revision of the pairs."""
+"""Called with the pairs by key, and the store's revision that the pairs belong to."""
 
 
 class MirrorSource(Protocol):
-    """Starts mirrors; a simulation has its own."""
+    """Starts mirrors. A simulation implements this protocol without threads."""
 
     def mirror(self, prefix: str, changed: Changed) -> Callable[[], None]:
-        """Calls `changed` with the keys under `prefix`, now and at every change.
+        """Calls `changed` with the pairs under `prefix`, now and after every change.
 
         Returns:
-            A function that ends this.
+            A function that ends the mirror.
         """
         ...
 
 
 class ThreadMirrors:
-    """A `MirrorSource` with a thread for each mirror."""
+    """A `MirrorSource` that runs each mirror on a thread."""
 
     def __init__(self, store: Store) -> None:
-        """Starts without a watch."""
+        """Starts no thread yet."""
         self._store = store
 
     def mirror(self, prefix: str, changed: Changed) -> Callable[[], None]:
-        """See `MirrorSource.mirror`; `changed` is called on a thread."""
+        """See `MirrorSource.mirror`; calls `changed` on the mirror's thread."""
         stop = threading.Event()
         arguments = (self._store, prefix, changed, stop)
         threading.Thread(

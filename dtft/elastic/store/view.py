@@ -1,7 +1,8 @@
 """A job's records in the store at one moment, parsed from its keys.
 
-A view has an era and a revision and is never replaced by an older view. The era is kept
-in the store itself: lost data, or data older than seen before, begin a new era.
+A view has an era and a revision, and is never replaced by an older view. The era is a
+counter that is kept in the store. A new era begins when the store has lost data or has
+data older than a host has seen.
 """
 
 import dataclasses
@@ -29,37 +30,37 @@ class View:
     leases: dict[str, int] = dataclasses.field(default_factory=dict)
     leader: str | None = None
     leader_revision: int = 0
-    """Create revision of the leader key, by which the leader's writes are fenced."""
+    """Create revision of the leader key; a fenced write requires this revision."""
     leader_lease: int = 0
     last_led: str = ""
-    """The host that leads or led last."""
+    """The host that leads now or led last; "" before the first leader."""
     last_led_revision: int = 0
-    """Revision of the write of `last_led`; a campaign must know it."""
+    """Mod revision of `last_led`; a campaign succeeds only with the current one."""
     assignment: SlotAssignment | None = None
     stored: int = 0
-    """The newest step that was ever written to storage."""
+    """The newest step ever written to storage; 0 for none."""
     stop: bool = False
     wanted: WantedSize | None = None
-    """The requested size; None for the size at the start."""
+    """The requested size; None if no other size was requested."""
     budget: str = ""
     """The failure budget as JSON."""
     result: str | None = None
-    """JSON of the job's end, once it has ended."""
+    """JSON that describes the job's end; None while the job runs."""
     era: int = 0
-    """Counts how often the store lost data; 0 before any host registered."""
+    """Number of the era, increased when the store has lost data; 0 if there is none."""
     era_revision: int = 0
-    """Revision of the write of the era."""
+    """Mod revision of the era key; 0 if there is none."""
     revision: int = 0
     """Revision of the store for this view."""
 
     @property
     def term(self) -> int:
-        """The number of the leader's term; it grows with every later leader."""
+        """The number of the leader's term, which increases with every new leader."""
         return (self.era << _REVISION_BITS) + self.leader_revision
 
     @property
     def age(self) -> tuple[int, int]:
-        """Orders views: a later one is larger."""
+        """(era, revision), which is larger for a later view."""
         return self.era, self.revision
 
 
@@ -73,16 +74,16 @@ def job_key(job: str, name: str) -> str:
 
 
 class ViewReader:
-    """Parses views; an unchanged value is not parsed again."""
+    """Parses views; caches parsed values of unchanged keys."""
 
     def __init__(self, job: str) -> None:
-        """Starts without a parsed value."""
+        """Starts with an empty cache."""
         self._prefix = job_key(job, "m/")
         self._known: dict[str, tuple[bytes, Any]] = {}
         """Key to its value and the parsed result."""
 
     def view(self, pairs: Collection[KeyValue], revision: int) -> View:
-        """The view of the given pairs; an unreadable value is left out."""
+        """Parses the job's pairs into a view; an unreadable value counts as absent."""
         former, self._known = self._known, {}
         found = {pair.key.removeprefix(self._prefix): pair for pair in pairs}
 
@@ -124,12 +125,12 @@ class ViewReader:
 
 
 def _read(read: Callable[[bytes], _Value], pair: KeyValue | None) -> _Value | None:
-    """Parses a stored value; None if it is absent or unreadable."""
+    """Parses a stored value; returns None if the value is absent or unreadable."""
     if pair is None:
         return None
     try:
         return read(pair.value)
-    except Exception as error:  # it can be wrong in any way at any depth
+    except Exception as error:  # a malformed value can raise any exception
         logger.warning("the store's value of %s cannot be read: %r", pair.key, error)
         return None
 
@@ -139,16 +140,16 @@ def _era_of(value: bytes) -> int:
 
 
 def read_view(store: Store, job: str) -> tuple[View, int]:
-    """Reads a job's view from the store, with its revision."""
+    """Reads a job's view from the store; returns the view and its revision."""
     pairs, revision = store.list(job_key(job, "m/"))
     return ViewReader(job).view(pairs, revision), revision
 
 
 def read_commits(store: Store, job: str) -> tuple[Commit, ...]:
-    """The recorded commits of a job, newest first; none if they cannot be read.
+    """Reads the recorded commits of a job, newest first; () if they are unreadable.
 
-    A leader must not fail on unreadable commits: the hosts know their newest commits
-    too.
+    A leader must not fail on unreadable commits, because the hosts also report their
+    newest commits.
     """
     return _read(_commits_of, store.get(job_key(job, "c/commits"))) or ()
 

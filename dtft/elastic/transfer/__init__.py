@@ -1,9 +1,10 @@
-"""Copies of slices on one host, and their way to and from its peers.
+"""Keeps copies of slices on one host, and transfers slices between hosts.
 
 * `copies`: the arenas that a host keeps over all formations; `side_arena`: a step on
-  other shardings, in memory of its own.
-* `replication` pushes every step to the peers that keep copies; `replica_server` takes
-  pushes in and answers fetches; `slot_task`: what runs for one formation.
+  other shardings, in a separate arena.
+* `replication` pushes every step to the peers that keep copies; `replica_server`
+  receives pushes and answers fetches; `slot_task`: the leader's order and the pushers
+  of one formation.
 * `restore_executor` carries out every restore plan.
 
 `dtft.elastic.leader` and `dtft.checkpoint` decide which slice goes where.

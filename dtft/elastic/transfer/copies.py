@@ -1,9 +1,9 @@
 """The copies that this host keeps for the job, over all its formations.
 
-A formation with the same layout and slot goes on with the arena of the last one, so
-that copies outlive the trainers. One with another layout or slot gets an arena of its
-own, and the former ones stay beside it until a step was committed in the new one: a
-commit's only copies are never freed for a restore that has not been committed.
+A formation with the same layout and slot reuses the arena of the formation before, so
+copies outlive the trainers. A formation with another layout or slot gets a new arena.
+The former arenas stay until the new formation has committed a step, because they may
+hold the only copies of the last commit.
 """
 
 import logging
@@ -36,7 +36,7 @@ class Copies:
         self._placed: dict[ReplicaStore, tuple[str, ...]] = {}
         self.epoch: tuple[int, int] = (0, 0)
         """Epoch of the newest order; a restore for an older order may still run."""
-        self._lock = threading.Lock()  # a restore that was given up may still end
+        self._lock = threading.Lock()  # an abandoned restore may still call `hold`
 
     def hold(
         self,
@@ -49,13 +49,13 @@ class Copies:
         """Makes the holder for a layout and slot; keeps the arena if both are the same.
 
         Args:
-            layout: of the formation.
-            slot: this host's.
+            layout: the layout of the formation.
+            slot: this host's slot.
             domains: per slot the failure domain by which copies are placed; empty if
                 every slot is its own domain.
             keep: the step to restore: other holders with parts of this step stay
                 until `committed`. None: other holders are closed.
-            epoch: of the order that needs the holder; by default the newest.
+            epoch: the epoch of the order that needs the holder; by default the newest.
 
         Raises:
             OSError: not enough memory for a new arena, or the order is not the newest
@@ -80,7 +80,7 @@ class Copies:
         self.former = tuple(it for it in others if keep in it.steps())
         if keep is not None:
             for one in self.former:
-                # Uncommitted steps: the new formation recomputes them, with other bits.
+                # The new formation recomputes uncommitted steps, with other bits.
                 one.drop_after(keep)
         self.holder = None
         for one in others:
@@ -140,8 +140,8 @@ class Copies:
     def expect(self, layout: Layout, domains: Sequence[str] = ()) -> None:
         """Reserves memory for a slot of this layout; blocks for long.
 
-        A spare host then gets a slot without this delay. Slots need about equal memory;
-        a slot that needs more allocates its memory as without the reserve.
+        A spare host then takes a slot without this delay. Slots need about equal
+        memory; a slot that needs more than the reserve allocates new memory.
 
         Raises:
             OSError: not enough memory; names bytes needed and available.
@@ -170,7 +170,8 @@ class Copies:
     def report(self, read: bool = True) -> dict[str, Any]:
         """The report to the leader of all held copies.
 
-        `read` is that of `ReplicaStore.holdings`.
+        `read`: whether the copies are read and checked now; see
+        `ReplicaStore.holdings`.
         """
         holders = self.holders()
         held: dict[int, dict[str, bytes]] = {}
@@ -198,7 +199,8 @@ class Copies:
         }
 
     def located(self, step: int, in_memory: bool) -> dict[str, Any]:
-        """Arena of a trainer and, if in memory, buffers and digests of `step`."""
+        """Path of the arena and, if `in_memory`, the buffers, digests and items of
+        `step`, for the trainer."""
         holder = self.holder
         assert holder is not None
         return {

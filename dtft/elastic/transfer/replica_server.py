@@ -64,7 +64,7 @@ def find_copies(
 
 @dataclass(frozen=True, kw_only=True)
 class Inbox:
-    """The host's state for the serving side, read at every message."""
+    """Functions that return this host's current state, called for every message."""
 
     epoch: Callable[[], Epoch]
     holder: Callable[[], ReplicaStore | None]
@@ -80,7 +80,7 @@ def serve_pushes(channel: Channel, inbox: Inbox) -> None:
     """Receives pushes on one connection until it closes.
 
     Raises:
-        WireError: the peer sent what is not a push.
+        WireError: the peer sent a message that is not a push.
     """
     while True:
         try:

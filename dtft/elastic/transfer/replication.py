@@ -1,4 +1,4 @@
-"""Pushes every step's slices to the peers that keep copies of them.
+"""Pushes the slices of every step to the peers that keep copies.
 
 This is the sending side; `replica_server` is the receiving side. The placement decides
 which slices go to which peer. Bytes count as held only once the receiver has verified
@@ -87,7 +87,7 @@ class Pusher:
             return self._send(step, deadline)
         except KeyError:
             self._hang_up()
-            return True  # the step was dropped: a newer commit made it needless
+            return True  # the step was dropped after a newer commit
         except (OSError, ChannelClosed, TimeoutError) as error:
             self._hang_up()
             if not self._closed.is_set():
@@ -125,7 +125,10 @@ class Pusher:
 
 
 def share_pace(pushers: Sequence[Pusher], limit_s: float) -> PushPace:
-    """Limits pushers that have not begun to one common pace, from their deadline."""
+    """Limits the common rate of pushers that have not sent yet; returns the pace.
+
+    A snapshot's pushes arrive within `limit_s` seconds at that rate.
+    """
     pace = PushPace(sum(pusher.nbytes for pusher in pushers), limit_s)
     for pusher in pushers:
         pusher.paced = pace.bucket.sent

@@ -1,11 +1,11 @@
 """Carries out a restore plan on one host: the one executor of all restores.
 
 Fills the memory of slices by the leader's order: whole slices by key, and regions of
-committed slices where the host's slices are cut differently than in the commit. Right
-own copies stay; the rest is fetched from all peers in parallel. Committed slices are
-read in whole chunks whose digests must be the commit's, so wrong bytes are never
-restored. Afterwards the leader compares the digests of all owners of an assembled
-slice.
+committed slices if the host's slices are cut differently than in the commit. The
+host's correct copies stay; the other slices are fetched from all peers in parallel.
+Committed slices are read in whole chunks whose digests must be the commit's, so wrong
+bytes are never restored. Afterwards the leader compares the digests that all owners of
+an assembled slice report.
 """
 
 import concurrent.futures
@@ -58,7 +58,7 @@ class FetchFailed(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class FetchOrder:
-    """One fetch, as the leader has ordered."""
+    """One fetch from one host, as the leader has ordered it."""
 
     step: int
     epoch: Epoch
@@ -69,7 +69,7 @@ class FetchOrder:
     """Digests by key of committed slices."""
 
     def regions(self, memory: Mapping[str, Parts]) -> dict[Slice, list[Region]]:
-        """The regions of the slices that are in `memory`, by committed slice."""
+        """Committed slice to its regions, for the regions of new slices in `memory`."""
         found: dict[Slice, list[Region]] = {}
         for entry in self.transfer.get("regions", ()):
             region = Region(**{name: _slice(entry[name]) for name in entry})
@@ -100,7 +100,8 @@ def restore_copies(
     """Allocates memory for the slot of a leader's order and restores the slot.
 
     Returns:
-        As `restore_into`; or `fatal`, the reason why memory could not be allocated.
+        The result of `restore_into`; or `fatal`, the reason why memory could not be
+        allocated.
     """
     layout, step = Layout.from_json(order["layout"]), order["step"]
     try:
@@ -133,19 +134,19 @@ def restore_into(
     """Carries out the restore part of a leader's order.
 
     Args:
-        holder: of the slot in the order.
-        order: generation, attempt, step, digests, items, transfers and regions; read,
-            whether own copies are read now or when they are loaded.
+        holder: the holder of the slot in the order.
+        order: generation, attempt, step, digests, items, transfers and regions; `read`:
+            whether own copies are read and verified now or only when they are loaded.
         host: this host's name.
-        credentials: the job's.
+        credentials: the job's credentials.
         limit_s: deadline of each fetch, in seconds.
         nixl: reads from peers that have NIXL too.
         former: this host's holders of former formations.
 
     Returns:
-        `own` and `peers` (bytes) and `s` (seconds), in a formation of another size
-        also `restored` (slice key to the digest of what is here now, read again); or
-        `error`, `host` and `corrupt`.
+        `own` and `peers` (bytes) and `s` (seconds); in a formation of another size
+        also `restored` (slice key to digests, computed from memory after the restore).
+        After a failure: `error`, `host` and `corrupt`.
     """
     begun = time.monotonic()
     try:
@@ -171,7 +172,7 @@ def _restore(
     nixl: Nixl | None,
     former: Sequence[ReplicaStore],
 ) -> int:
-    """Makes the step of `order` the only one in `holder`; returns bytes fetched."""
+    """Makes the step of `order` the only step in `holder`; returns bytes fetched."""
     step, digests = order["step"], order["digests"]
     missing = holder.begin_restore(step, digests, order["items"], order["read"])
     missing = _adopt(holder, order, missing, former)
@@ -222,7 +223,7 @@ def _adopt(
     missing: Sequence[Slice],
     former: Sequence[ReplicaStore],
 ) -> list[Slice]:
-    """Copies right slices from former holders; returns the slices still missing."""
+    """Copies correct slices from former holders; returns the slices still missing."""
     step, left = order["step"], list(missing)
     for old in former:
         here = {key: view for key, view, _ in old.copies(step)}
@@ -239,7 +240,7 @@ def _adopt(
 
 
 def _digests_here(holder: ReplicaStore, step: int, piece: Slice) -> bytes:
-    """The digests of the bytes that are in memory now."""
+    """Computes the digests of a slice's chunks from the bytes in memory."""
     return digests_of_parts(holder.own_parts(step, piece).views, holder.chunk_bytes)
 
 
@@ -256,10 +257,10 @@ def borrow(
     """Completes a pinned step with the slices that this host did not copy.
 
     Args:
-        holder: of this host.
-        pin: of the step.
+        holder: this host's holder.
+        pin: the pin of the step.
         order: step, epoch, digests and transfers.
-        credentials: the job's.
+        credentials: the job's credentials.
         limit_s: deadline of each fetch, in seconds.
 
     Raises:
@@ -276,7 +277,7 @@ def borrow(
     except KeyError as error:
         raise FetchFailed("this host", f"the export has ended: {error}") from error
     finally:
-        holder.unpin(guard)  # the export may have ended while this was written
+        holder.unpin(guard)  # `guard` kept the memory even if the export has ended
 
 
 # -------------------------------------------------------------------- any memory
@@ -297,23 +298,24 @@ def bring(
     """Fills the memory of slices by an order; verifies all bytes that are read.
 
     Args:
-        new: the memory of each slice; the order's other slices are left out.
+        new: the memory of each slice; other slices of the order are not filled.
         order: step, digests of committed slices, epoch or generation and attempt;
             transfers and regions.
-        credentials: the job's.
+        credentials: the job's credentials.
         limit_s: deadline of each fetch, in seconds.
         chunk_bytes: bytes under one digest.
         host: this host's name.
-        holders: this host's, that may have committed slices.
+        holders: this host's holders, which may have committed slices.
         nixl: reads from peers that have NIXL too.
         fetched: called, by one thread at a time, with the keys of the whole slices
             that one peer has sent.
 
     Returns:
-        Bytes fetched from peers, with what chunks have beside the regions.
+        Bytes fetched from peers, including the bytes of chunks outside the regions.
 
     Raises:
-        FetchFailed: a peer has gone, lacks a slice, or somebody's bytes are corrupt.
+        FetchFailed: a peer has gone or lacks a slice, or bytes of a peer or of this
+            host are corrupt.
     """
     memory = {piece.key: parts for piece, parts in new.items()}
     sources = [
@@ -417,17 +419,17 @@ def fetch_into(
     """Fetches slices from one peer into memory, by key, and verifies the bytes.
 
     Args:
-        memory: where slices go; one piece each where they are made of regions. What
-            the order names for other slices is not fetched.
-        order: which, and from whom.
-        credentials: the job's.
+        memory: slice key to the memory to fill, which is contiguous for a slice made
+            of regions. Other slices of the order are not fetched.
+        order: the slices and regions, and the peer.
+        credentials: the job's credentials.
         chunk_bytes: bytes under one digest.
         limit_s: deadline in seconds.
         nixl: reads whole slices from peers that have NIXL too.
         streams: most connections at a time.
 
     Returns:
-        Bytes that are there now, with what chunks have beside the regions.
+        Verified bytes, including the bytes of chunks outside the regions.
 
     Raises:
         FetchFailed: the peer has gone, lacks a slice, or sent corrupt bytes.
@@ -442,7 +444,7 @@ def fetch_into(
         if _one(regions):
             continue
         span = span_of(regions, chunk_bytes)
-        # As large as the old slice, but pages that nobody writes take no memory.
+        # As large as the old slice, but pages that are never written take no memory.
         whole = np.empty(old.nbytes, np.uint8).data
         moves += [(region, whole) for region in regions]
         digests = digests_in(order.digests[old.key], span, chunk_bytes)

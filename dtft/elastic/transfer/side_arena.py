@@ -23,7 +23,7 @@ Bring = Callable[[Mapping[Slice, Parts]], int]
 
 
 class SideArena:
-    """At most one arena beside the arenas of a host's copies."""
+    """Holds at most one arena, in addition to the arenas of a host's copies."""
 
     def __init__(self, directory: Path) -> None:
         """Reserves no memory yet; arenas will lie in `directory`."""
@@ -39,7 +39,7 @@ class SideArena:
             layout: the wanted layout of the step.
             slot: this host's slot.
             chunk_bytes: bytes under one digest.
-            bring: fills the memory of each slice, checked
+            bring: fills and verifies the memory of each slice
                 (`restore_executor.bring`).
 
         Returns:
@@ -66,7 +66,7 @@ class SideArena:
         """Frees the arena; a process that has mapped the arena may go on reading.
 
         Args:
-            path: of the arena to free; by default any arena.
+            path: path of the arena to free; by default any arena.
         """
         arena = self._arena
         if arena is not None and path in ("", str(arena.path)):
@@ -76,7 +76,7 @@ class SideArena:
 
 
 class Resharding:
-    """Restores this host's part of a step as the slices that its process wants.
+    """Assembles the slices of a step that this host's process requests.
 
     Emits ("assembled", task, answer): the answer has `arena` and `digests`, or
     `error`.

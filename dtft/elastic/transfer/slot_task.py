@@ -1,7 +1,7 @@
 """The order of one host's slot, and the pushers that send the slot's copies.
 
-Pushers, the pace they keep and the host's turn in copying belong to one formation and
-end with it.
+The pushers, their pace and the host's turn in copying belong to one formation and end
+with the formation.
 """
 
 from collections.abc import Collection, Mapping
@@ -16,7 +16,7 @@ from dtft.elastic.transfer.replication import Pusher, share_pace
 
 @dataclass(kw_only=True)
 class SlotTask:
-    """One slot in one epoch, as the leader has ordered."""
+    """The leader's order for one slot in one epoch, and the slot's pushers."""
 
     order: dict[str, Any]
     restored: dict[str, Any] | None = None
@@ -45,7 +45,7 @@ class SlotTask:
 
         Args:
             copies: this host's copies.
-            credentials: the job's.
+            credentials: the job's credentials.
             limit_s: seconds within which a step has to arrive.
         """
         if not self._pushers:

@@ -1,10 +1,11 @@
-"""Replicas that are not equally fast: a step in which each has a share of its own.
+"""Load balancing: steps with uneven shares of the batch for replicas of unequal speed.
 
-* `step`: the step, its batches, and how it is timed. `balancer`: rounds while training.
-* `balance_log`: the shares in force as commits record them and as people are told.
+* `step`: the step, its batches, and its timing. `balancer`: changes shares while
+  training.
+* `balance_log`: records the current shares in checkpoints and logs.
 
-Which shares are better is decided by `dtft.balance`, which rows a share means by
-`dtft.parallel.row_assignment`.
+`dtft.balance` computes better shares. `dtft.parallel.row_assignment` maps shares to
+rows.
 """
 
 from typing import TYPE_CHECKING

@@ -1,6 +1,7 @@
-"""The shares in force: what a commit records of them, and what people are told.
+"""Records the current shares in checkpoints, prints them, and logs them.
 
-A line per round, and `balance.jsonl`. Imports no JAX.
+Each round prints a line and appends a record to `balance.jsonl`. This module does not
+import JAX.
 """
 
 import json
@@ -24,30 +25,30 @@ from dtft.balance import (
 from dtft.config import Disk
 from dtft.parallel.row_assignment import Sharing
 
-# Nodes are known by their hosts: a run goes on with the recorded shares, and with what
-# was learned of the hosts that are still there; where a host is new, the search for
-# shares begins again.
+# Nodes are identified by their hosts. A run continues with the recorded shares, and
+# with the measured times of hosts that are still in the job. With a new host the search
+# for shares begins again.
 
 ITEM = "balance"
-"""Its name among what a checkpoint holds beside arrays."""
+"""Key of the balance among the items of a checkpoint that are not arrays."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Begin:
-    """What a run begins with."""
+    """The shares and measured times with which a run begins."""
 
     balance: Balance[Counts]
     is_recorded: bool
-    """Whether the shares are those of the commit."""
+    """Whether the shares are the recorded shares of the checkpoint."""
     unknown: tuple[str, ...]
-    """Nodes of which nothing is known."""
+    """Names of the nodes without measured times."""
 
 
 def node_names(hosts_of: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """A name for every replica, by its hosts.
+    """Makes a unique name for every replica from the names of its hosts.
 
     Args:
-        hosts_of: the hosts of each replica, one or several.
+        hosts_of: for each replica the names of its hosts, one or several.
 
     >>> node_names([["a"], ["b", "c"], ["d"], ["d"]])
     ('a', 'b+c', 'd', 'd.1')
@@ -62,7 +63,7 @@ def node_names(hosts_of: Sequence[Sequence[str]]) -> tuple[str, ...]:
 
 
 def to_items(balance: Balance[Counts], names: Sequence[str]) -> dict[str, Any]:
-    """What a checkpoint records: JSON, from which `begin` goes on."""
+    """Converts a balance to checkpoint items, as JSON that `begin_balance` reads."""
     recorded = {
         "policy": balance.rules.policy,
         "nodes": list(names),
@@ -84,21 +85,23 @@ def begin_balance(
     names: Sequence[str],
     items: Mapping[str, Any],
 ) -> Begin:
-    """The shares and the knowledge that a run begins with.
+    """Makes the shares with which a run begins, from the items of a checkpoint.
 
-    Recorded shares are replayed where there are as many nodes, whoever they are.
-    Otherwise shares are the best for what is known of the nodes (`exact`), or equal.
+    Recorded shares are used again if the number of nodes is the same and no share is
+    above its cap. Otherwise the policy `exact` takes the best shares for the measured
+    times, if the times of any node are known. In all other cases shares are equal.
 
     Args:
-        rules: that now hold.
-        work: what is divided.
-        names: of the nodes, see `node_names`.
-        items: of the checkpoint that the run continues from; empty at the very start.
+        rules: the rules of this run.
+        work: the microbatches to divide.
+        names: the names of the nodes, from `node_names`.
+        items: the items of the checkpoint from which the run continues; empty in a new
+            run.
     """
     fresh = Balance.begin(work, rules)
     recorded = items.get(ITEM)
     if recorded is None or sum(recorded["shares"]) != work.total:
-        # Of other microbatches nothing that was measured holds.
+        # Times of microbatches of another size say nothing about these microbatches.
         return Begin(balance=fresh, is_recorded=False, unknown=tuple(names))
     tried = _known(recorded, names)
     known = dict(zip(names, tried.known, strict=True))
@@ -129,7 +132,7 @@ def _arrays(times: UnitTimes) -> dict[str, list[float]]:
 
 
 def _known(recorded: Mapping[str, Any], names: Sequence[str]) -> SpeedEstimator:
-    """What is known of the nodes, found by their names."""
+    """Selects the recorded times of nodes by name; 0 for a node without a record."""
     place = {name: index for index, name in enumerate(recorded["nodes"])}
 
     def here(values: Sequence[float]) -> Any:
@@ -137,7 +140,7 @@ def _known(recorded: Mapping[str, Any], names: Sequence[str]) -> SpeedEstimator:
         return np.asarray(found, float)
 
     times: dict[tuple[float, ...], UnitTimes] = {}
-    for row in recorded.get("tried", ()):  # commits before it was recorded have shares
+    for row in recorded.get("tried", ()):  # older checkpoints have no `tried`
         arrays = {it.name: here(row[it.name]) for it in fields(UnitTimes)}
         arrays["num_steps"] = arrays["num_steps"].astype(np.int64)
         times[tuple(here(row["load"]).tolist())] = UnitTimes(**arrays)
@@ -155,24 +158,24 @@ def _fit(shares: Counts, work: Microbatches) -> bool:
 
 BALANCE_FILE = "balance.jsonl"
 SHOWN = 8
-"""Nodes up to which a line names every one."""
+"""Largest number of nodes for which a line lists the value of each node."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Seconds of steps in a round, as one process saw them."""
+    """Seconds of timed and of other steps in a round, measured in one process."""
 
     step_s: float | None
-    """Of one that was not measured; None where there was none."""
+    """Mean seconds of a step that was not timed; None if all steps were timed."""
     probe_s: float
-    """Of one that was."""
+    """Mean seconds of a timed step."""
     probes: int
     steps: int
-    """Of the round, the measured ones included."""
+    """Number of steps in the round, including the `probes` timed steps."""
 
     @property
     def share(self) -> float | None:
-        """Part of the time that measuring cost."""
+        """Time lost by timing, as a share of the round; None without `step_s`."""
         if self.step_s is None:
             return None
         lost = self.probes * (self.probe_s - self.step_s)
@@ -180,7 +183,7 @@ class Cost:
 
 
 class BalanceLog:
-    """Prints lines and appends records, if this process is the one that does."""
+    """Prints lines and appends records to `balance.jsonl`, in the leading process."""
 
     def __init__(
         self,
@@ -191,7 +194,15 @@ class BalanceLog:
         leading: bool,
         say: Callable[[str], None] = lambda line: print(line, flush=True),
     ) -> None:
-        """`epoch` is in every record, `names` are the nodes'. Opens nothing."""
+        """Sets the path of the log; opens no file.
+
+        Args:
+            run_directory: directory of `balance.jsonl`.
+            epoch: fields that are added to every record.
+            names: names of the nodes.
+            leading: whether this process prints and writes; others do nothing.
+            say: function that prints a line.
+        """
         self._path, self._epoch, self._names = (
             run_directory / BALANCE_FILE,
             epoch,
@@ -201,7 +212,7 @@ class BalanceLog:
         self._disk = Disk(run_directory)
 
     def began(self, step: int, begin: Begin, sharing: Sharing) -> None:
-        """The shares that the run begins with after `step`."""
+        """Logs the shares with which the run begins after step number `step`."""
         shares = begin.balance.division
         record = {
             "event": "begin",
@@ -221,7 +232,15 @@ class BalanceLog:
         busy_s: np.ndarray,
         cost: Cost,
     ) -> None:
-        """A round that ended with `step`; `busy_s` is `[steps, nodes]`."""
+        """Logs a round that ended with step number `step`.
+
+        Args:
+            step: number of the round's last step.
+            before: the balance during the round.
+            after: the balance for the next round.
+            busy_s: seconds of local work in the timed steps, `[steps, nodes]`.
+            cost: the cost of timing.
+        """
         judged = after.judgement
         assert judged is not None
         record = {
@@ -257,7 +276,7 @@ class BalanceLog:
 
 
 def begin_line(step: int, begin: Begin, sharing: Sharing) -> str:
-    """What the shares are at first, and why."""
+    """A line with the first shares of a run and their origin."""
     why = f"recorded at step {step}" if begin.is_recorded else "to begin with"
     new = ""
     if step and begin.unknown:
@@ -278,7 +297,7 @@ def round_line(
     cost: Cost,
     names: Sequence[str],
 ) -> str:
-    """Shares and waits of a round, and what follows."""
+    """A line with the shares and waits of a round, and the next shares."""
     judged = after.judgement
     assert judged is not None
     longest = float(busy_s.max(1).mean())

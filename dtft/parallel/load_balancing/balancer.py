@@ -1,8 +1,9 @@
-"""Rounds of uneven shares while training: run, time the last steps, judge, share anew.
+"""Changes uneven shares while training, in rounds of steps.
 
-Which steps are timed follows from their numbers, so all processes time the same ones;
-the times of all are gathered, and the first process's judgement holds for all: other
-processors may round otherwise. What a judgement is, `dtft.balance` decides.
+The last steps of a round are timed; then `dtft.balance` computes the next shares from
+these times. The step number determines whether a step is timed, so all processes time
+the same steps. The times of all processes are gathered. All processes use the shares
+that process 0 computed, because other processors may round differently.
 """
 
 from collections.abc import Sequence
@@ -29,23 +30,23 @@ from dtft.parallel.step import Arrays, TrainStep
 
 
 class Timing(Protocol):
-    """What runs and times a step: `Probe`."""
+    """Interface of `Probe`: runs and times steps."""
 
     def prepare(self, batch: Arrays) -> None:
-        """Compiles what a timed step runs."""
+        """Compiles the programs of a timed step."""
         ...
 
     def idle_at(self, state: State) -> float:
-        """Waits until the state is there; the time then, as in `Timed`."""
+        """Waits until the state is ready; returns the time (`time.perf_counter()`)."""
         ...
 
     def step(self, state: State, batch: Arrays) -> tuple[State, Metrics, TimedStep]:
-        """One optimizer step, with the seconds of this process's replicas."""
+        """Runs an optimizer step, and times this process's replicas."""
         ...
 
 
 class Balancer:
-    """Runs the steps of `load_balanced_step`, and shares their batches."""
+    """Runs the steps of `load_balanced_step`, and changes the shares after rounds."""
 
     def __init__(
         self,
@@ -59,15 +60,18 @@ class Balancer:
         step: int,
         timing: Timing | None = None,
     ) -> None:
-        """Continues from `step` with the shares of `begin`."""
+        """Starts after step number `step` with the shares of `begin`.
+
+        `names` has a name for each replica. `timing` is by default a `Probe`.
+        """
         self._train_step, self._config, self._names = train_step, config, names
         self._balance, self._log, self._step = begin.balance, log, step
         self._num_own = len(own_replicas(train_step.mesh))
         self._timing, self._prepared = timing or Probe(train_step), False
         self.feed = SharedFeed(source, train_step, begin.balance.division.tolist())
-        """The batches of the steps that it runs."""
+        """Feed that makes the batches with the current shares."""
         self.items: dict[str, Any] = balance_log.to_items(begin.balance, names)
-        """What a checkpoint of the newest step records."""
+        """Checkpoint items that record the balance after the newest step."""
         self._timed: list[TimedStep] = []
         self._free: tuple[int, float] | None = None
         self._untimed_s: float | None = None
@@ -75,20 +79,23 @@ class Balancer:
 
     @property
     def balance(self) -> Balance[Counts]:
-        """The shares in force, and what is known of the nodes."""
+        """The current shares and the speed estimates of the replicas."""
         return self._balance
 
     def step(self, state: State, batch: Arrays) -> tuple[State, Metrics]:
-        """The next step. `state` is donated: it cannot be used afterwards."""
+        """Runs the next step. `state` is donated, so it cannot be used afterwards.
+
+        Returns the new state and the metrics.
+        """
         self._step += 1
         if not self._prepared:
             return self._first(state, batch)
         return self._next(state, batch)
 
     def _first(self, state: State, batch: Arrays) -> tuple[State, Metrics]:
-        """A step of this process that waits for compilation anyway.
+        """Runs this process's first step, after it compiles timed steps and gathers.
 
-        All of it, so that no later step does, and no seconds of one contain it.
+        So the times of timed steps do not include compilation.
         """
         self._timing.prepare(batch)
         for columns in (self._config.probes, len(self._names)):
@@ -125,19 +132,20 @@ class Balancer:
         self._timed = []
 
     def _gathered(self) -> np.ndarray:
-        """Seconds of local work, `[timed steps, replicas]`, the same in all processes.
+        """Gathers the seconds of local work, `[timed steps, replicas]`.
 
-        After a restart the round that was interrupted has fewer timed steps.
+        The result is the same in all processes. The first round after a restart may
+        have fewer timed steps.
         """
         own = np.full((self._num_own, self._config.probes), np.nan)
         for column, timed in enumerate(self._timed):
             own[:, column] = timed.busy_s
-        # A replica of several hosts is done when the last of them is.
+        # A replica of several hosts takes as long as its slowest host.
         busy_s = self._told(own).max(1).T.astype(float)
         return busy_s[: len(self._timed)]
 
     def _told(self, own: np.ndarray) -> np.ndarray:
-        """What all processes know, of a row for each of this one's replicas."""
+        """Gathers a row per replica from all processes (see `gathered`)."""
         return gathered(self._train_step.mesh, own)
 
     def _cost(self) -> Cost:

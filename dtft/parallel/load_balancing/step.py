@@ -1,11 +1,11 @@
-"""A step with uneven shares: its gradients, its batches, and how it is timed.
+"""A step with uneven shares of the batch: gradients, batches, and timing.
 
-The numbers of microbatches are data: one compiled step serves all shares. A replica
-adds up gradients, metrics and statistics over its microbatches in a `while` loop,
-manual over the `replica` axis; then the sums are reduced and divided by the number of
-microbatches, so that the result is that of equal shares up to rounding: all
-microbatches have as many rows, and a loss is a mean over rows, whatever a model makes
-of the tokens of one (pattern and traps: reference/planner.md, section 8).
+The numbers of microbatches are an input array, so one compiled step serves all shares.
+Each replica sums gradients, metrics and statistics over its microbatches in a `while`
+loop, inside a `shard_map` over the axis `replica`. Then the sums are reduced over the
+replicas and divided by the number of all microbatches. All microbatches have the same
+number of rows, and the loss is a mean over rows. Therefore the result is the same as
+with equal shares, up to rounding (pattern and traps: reference section 8).
 """
 
 import functools
@@ -37,32 +37,31 @@ from dtft.parallel.step import (
 )
 
 Sums = dict[str, Any]
-"""Of each replica over its microbatches, with a leading replica dim: `gradients`,
-`statistics`, `metrics`, and how many microbatches they are (`count`)."""
+"""Sums of each replica over its microbatches, with a leading replica dim: `gradients`,
+`statistics`, `metrics`, and the number of microbatches (`count`)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SharedGradients:
-    """Gradients of batches with room for uneven shares.
+    """Computes gradients of batches with uneven shares.
 
-    The arrays of a batch have `Sharing.room` rows for each replica, of which the first
-    `rows_each * counts[replica]` count; the counts are the array
-    `row_assignment.COUNTS`.
-    Layers that normalize over rows do so within a microbatch, which is the same for all
-    shares.
+    The arrays of a batch have `Sharing.room` rows for each replica. Only the first
+    `rows_each * counts[replica]` rows are used; the batch array named
+    `row_assignment.COUNTS` has the counts. Layers that normalize over rows normalize
+    within a microbatch, so the shares do not change the results of these layers.
     """
 
     model: FunctionalModel
     mesh: Mesh
     sharing: Sharing
-    """How a batch is cut, and how much of it a replica has room for."""
+    """The division of a batch into microbatches, and the limit of a share."""
 
     def __call__(self, state: State, batch: dict[str, jax.Array]) -> Means:
-        """The means over all microbatches of the step."""
+        """Returns the means over all microbatches of the step."""
         return self.means(self.local(state, batch))
 
     def local(self, state: State, batch: dict[str, jax.Array]) -> Sums:
-        """Sums of each replica; no replica waits for another."""
+        """Computes the sums of each replica, without communication between replicas."""
         rows = {name: array for name, array in batch.items() if name != COUNTS}
         divided = PartitionSpec(REPLICA_AXIS)
         return jax.shard_map(
@@ -74,13 +73,13 @@ class SharedGradients:
         )(state["params"], state["statistics"], rows, batch[COUNTS])
 
     def means(self, sums: Sums) -> Means:
-        """The reduction over all microbatches of the step: all replicas take part."""
+        """Reduces the sums over all replicas to means over all microbatches."""
 
         is_whole = self.mesh.size == self.mesh.shape[REPLICA_AXIS]
 
         def mean(sums: Sums) -> Means:
             own = jax.tree.map(lambda leaf: leaf[0], sums)
-            # Joined arrays whose dims are divided over `tensor` would be moved first.
+            # To join arrays with dims divided over `tensor`, XLA would move them first.
             total = _added_joined(own) if is_whole else lax.psum(own, REPLICA_AXIS)
             count = total.pop("count")
             return jax.tree.map(lambda leaf: leaf / count.astype(leaf.dtype), total)
@@ -95,7 +94,7 @@ class SharedGradients:
 
     @property
     def of_sums(self) -> Any:
-        """A NamedSharding for every leaf of what `local` returns."""
+        """A NamedSharding for every leaf of the result of `local`."""
         own = state_sharding(self.model.abstract, self.mesh)
 
         def rows(sharding: NamedSharding) -> NamedSharding:
@@ -111,7 +110,7 @@ class SharedGradients:
 
     @property
     def of_means(self) -> Any:
-        """A NamedSharding for every leaf of what `means` returns."""
+        """A NamedSharding for every leaf of the result of `means`."""
         own = state_sharding(self.model.abstract, self.mesh)
         return {
             "gradients": own["params"],
@@ -122,9 +121,9 @@ class SharedGradients:
     def _own_sums(
         self, params: Any, statistics: Any, rows: Any, counts: jax.Array
     ) -> Sums:
-        # Parameters that are marked as different on every replica get gradients of
-        # their own. Without the mark jax would add up over the replicas in the loop,
-        # where those with fewer microbatches do not come any more.
+        # The mark as different on every replica makes JAX compute a gradient for each
+        # replica. Without the mark JAX would sum gradients over the replicas inside the
+        # loop, and replicas with fewer microbatches would miss the last collectives.
         params, statistics = _varying((params, statistics))
         gradient = jax.grad(self.model.mean_loss, has_aux=True)
         each = self.sharing.rows_each
@@ -149,11 +148,11 @@ class SharedGradients:
 
 
 def load_balanced_step(experiment: Experiment, mesh: Mesh) -> TrainStep:
-    """The step of an experiment whose replicas take uneven shares of a batch.
+    """Builds the train step of an experiment with uneven shares of the batch.
 
     Args:
-        experiment: what is to run.
-        mesh: of `step.make_mesh`.
+        experiment: the experiment to run.
+        mesh: a mesh from `step.make_mesh`.
 
     Raises:
         ValueError: the batch cannot be shared on this mesh.
@@ -172,16 +171,16 @@ def load_balanced_step(experiment: Experiment, mesh: Mesh) -> TrainStep:
 
 
 def shared_by(train_step: TrainStep) -> SharedGradients:
-    """The `SharedGradients` with which a `load_balanced_step` computes gradients."""
+    """Returns the `SharedGradients` of a train step from `load_balanced_step`."""
     assert isinstance(train_step.gradients, SharedGradients)
     return train_step.gradients
 
 
 def _added_joined(tree: Any) -> Any:
-    """Sums over the replicas, in one reduction for all arrays of a dtype.
+    """Sums arrays over the replicas, with one reduction for all arrays of a dtype.
 
-    On CPU each array would wait for its own: twenty small ones, for twenty times the
-    slowest host's turn.
+    On CPU each reduction waits for the slowest host. Twenty small arrays with separate
+    reductions would wait twenty times.
     """
     leaves, structure = jax.tree.flatten(tree)
     found: list[Any] = [None] * len(leaves)
@@ -197,31 +196,31 @@ def _added_joined(tree: Any) -> Any:
 
 
 def _varying(tree: Any) -> Any:
-    """Marks values as different on every replica."""
+    """Marks values as different on every replica, for JAX's types in `shard_map`."""
     return jax.tree.map(lambda leaf: lax.pcast(leaf, REPLICA_AXIS, to="varying"), tree)
 
 
 class SharedFeed(Prepared):
-    """Makes batches for a step of `load_balanced_step`, by the shares now in force.
+    """Makes batches for a step of `load_balanced_step`, with the current shares.
 
-    Each replica's buffer has room for the largest share. Rows beyond a replica's share
-    are zeros, which the step does not read.
+    Each replica has `Sharing.room` rows in the batch. Rows beyond a replica's share are
+    zeros, which the step does not use.
     """
 
     def __init__(
         self, source: Source, train_step: TrainStep, counts: Sequence[int]
     ) -> None:
-        """Reads nothing yet; `counts` are the shares of the first batch."""
+        """Sets the shares of the first batch to `counts`; reads nothing yet."""
         super().__init__()
         self._source, self._sharding = source, train_step.batch_sharding
         self._shared: Sharing = shared_by(train_step).sharing
         self.share(counts)
 
     def share(self, counts: Sequence[int]) -> None:
-        """New shares, in force from the next batch that is made.
+        """Sets the shares, in microbatches, of all batches that are read afterwards.
 
         Raises:
-            ValueError: they are not shares of this batch.
+            ValueError: the counts are not shares of this batch (`Sharing.check`).
         """
         self._shared.check(counts)
         self._counts = tuple(int(count) for count in counts)
@@ -248,8 +247,8 @@ class SharedFeed(Prepared):
         )
 
     def _padded(self, rows: range) -> dict[str, np.ndarray]:
-        """Columns of these rows, with zeros up to the room of a replica."""
-        # A replica without a share still says what its arrays look like.
+        """Reads the columns of rows, and pads with zeros to `Sharing.room` rows."""
+        # A replica without a share reads one row, to get names, shapes and dtypes.
         found = self._source.batch(rows or range(1))
 
         def filled(column: np.ndarray) -> np.ndarray:
@@ -268,31 +267,31 @@ class SharedFeed(Prepared):
         return jax.make_array_from_callback(values.shape, self._sharding, part)
 
 
-# Nobody sees a device wait inside one program. So a timed step runs as three programs,
-# up to the reduction, the reduction, and the update, with waits between them for this
-# process's own devices.
+# The host cannot measure how long a device waits inside a program. So a timed step runs
+# as three programs: local sums, reduction, and update. Between the programs the host
+# waits for this process's own devices.
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimedStep:
-    """Seconds of one step in this process."""
+    """Times of one step in this process."""
 
     began: float
-    """When everything before it was done."""
+    """Time when state and batch were ready, in seconds (`time.perf_counter()`)."""
     ended: float
-    """When the new state was there."""
+    """Time when the new state was ready, in seconds (`time.perf_counter()`)."""
     busy_s: tuple[float, ...]
-    """Of each of this process's replicas: its own sums, and its update."""
+    """For each of this process's replicas the seconds of its local sums and update."""
 
 
 class Probe:
-    """Runs timed steps. They are compiled once: keep it as long as the step."""
+    """Runs timed steps, and keeps their compiled programs."""
 
     def __init__(self, train_step: TrainStep) -> None:
-        """Runs nothing yet.
+        """Jits the three programs of a timed step; compiles nothing yet.
 
         Args:
-            train_step: of `load_balanced_step`.
+            train_step: a step from `load_balanced_step`.
         """
         shared, state = shared_by(train_step), train_step.abstract_state
         self._mesh, self._state = train_step.mesh, state
@@ -315,7 +314,7 @@ class Probe:
         self._compiled: tuple[Any, Any, Any] | None = None
 
     def prepare(self, batch: Arrays) -> None:
-        """Compiles what a timed step runs, for batches like this one; once."""
+        """Compiles the programs of a timed step for a batch, on the first call only."""
         if self._compiled is None:
             local = self._local.lower(self._state, dict(batch)).compile()
             means = self._means.lower(_given_by(local)).compile()
@@ -324,18 +323,21 @@ class Probe:
 
     @property
     def programs(self) -> tuple[Any, Any, Any]:
-        """The compiled sums, reduction and update; `prepare` comes first."""
+        """The compiled programs of sums, reduction and update; needs `prepare`."""
         assert self._compiled is not None
         return self._compiled
 
     def idle_at(self, state: State) -> float:
-        """Waits until the state is there; the time then, as in `Timed`."""
+        """Waits until the state is ready; returns the time (`time.perf_counter()`)."""
         jax.block_until_ready(state)
         return time.perf_counter()
 
     def step(self, state: State, batch: Arrays) -> tuple[State, Metrics, TimedStep]:
-        """One optimizer step; `prepare` comes first. `state` is donated: it cannot be
-        used afterwards."""
+        """Runs and times an optimizer step; `prepare` must be called before.
+
+        `state` is donated, so it cannot be used afterwards. Returns the new state, the
+        metrics, and the times of the step.
+        """
         local, reduce, update = self.programs
         jax.block_until_ready((state, dict(batch)))
         began = time.perf_counter()
@@ -351,7 +353,15 @@ class Probe:
         return state, metrics, TimedStep(began=began, ended=ended, busy_s=busy)
 
     def _until_ready(self, made: Any, began: float) -> tuple[float, ...]:
-        """Seconds until each replica was done; they are waited for at the same time."""
+        """Waits for each of this process's replicas at the same time, in threads.
+
+        Args:
+            made: results of a program.
+            began: start time of the program, by `time.perf_counter()`.
+
+        Returns:
+            For each replica the seconds from `began` until its results were ready.
+        """
         replicas = own_replicas(self._mesh)
 
         def wait(replica: int) -> float:
@@ -372,7 +382,7 @@ class Probe:
 
 
 def own_replicas(mesh: Mesh) -> tuple[int, ...]:
-    """The replicas of which this process has devices."""
+    """The numbers of the replicas that have devices of this process."""
     here = jax.process_index()
     return tuple(
         replica
@@ -382,15 +392,15 @@ def own_replicas(mesh: Mesh) -> tuple[int, ...]:
 
 
 def gathered(mesh: Mesh, values: np.ndarray) -> np.ndarray:
-    """What all processes know of their replicas; they call it together.
+    """Gathers a row of values per replica from all processes, which call it together.
 
     Args:
-        mesh: has the replicas in dim 0.
-        values: a row for each of this process's replicas, `[replicas here, n]`.
+        mesh: a mesh with the replicas in dim 0.
+        values: one row for each of this process's replicas, `[replicas here, n]`.
 
     Returns:
-        `[replicas, devices of a replica, n]`: devices of one replica may be of several
-        processes.
+        float32 `[replicas, devices of a replica, n]`. Each device has the row from its
+        process, because the devices of a replica may belong to several processes.
     """
     each = mesh.size // mesh.shape[REPLICA_AXIS]
     place = {replica: row for row, replica in enumerate(own_replicas(mesh))}
@@ -407,13 +417,13 @@ def gathered(mesh: Mesh, values: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _gather(mesh: Mesh) -> Any:
-    """Compiled once for a mesh and each shape."""
+    """A jitted function that replicates its argument over a mesh; cached by mesh."""
     everywhere = NamedSharding(mesh, PartitionSpec())
     return jax.jit(lambda rows: rows, out_shardings=everywhere)
 
 
 def _given_by(compiled: Any) -> Any:
-    """What a compiled program returns, as the next one is compiled for it."""
+    """Shapes, dtypes and shardings of a compiled program's results."""
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=sharding

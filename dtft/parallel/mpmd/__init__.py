@@ -1,12 +1,13 @@
-"""A placed step: operators of one program on several unlike devices.
+"""Placed steps: run the operators of one program on devices of different types (MPMD).
 
-* `api`: `make_placed_step`. `arguments`: what is refused. `lowering`: which operators a
-  platform has kernels for.
-* `partition` (segments of a program), `autodiff` and `update` (the calls of a step),
-  `schedule` (what calls are, and their order: 1F1B), `state` (where each array is).
-* `executor`: nodes at work, and what was measured.
+* `api`: `make_placed_step`. `arguments`: checks its arguments. `lowering`: finds the
+  operators that a platform has no kernels for.
+* `partition`: cuts a program into segments. `autodiff` and `update`: the calls of a
+  step. `schedule`: types of calls and tasks, and their order (1F1B). `state`: the
+  device of each array.
+* `executor`: runs the calls of nodes, and times them.
 
-Which operator runs where is decided in `dtft.placement`.
+`dtft.placement` assigns operators to nodes.
 """
 
 from typing import TYPE_CHECKING

@@ -1,10 +1,10 @@
-"""A step whose operators run on several devices, each part where it was placed.
+"""A training step whose operators run on several devices by a placement.
 
-One process drives all devices, which may be of several types: the loss is cut into
-segments, every segment and its backward pass is a compiled program on its device, what
-others need is sent, and microbatches go through like through a pipeline. Decides where
-arrays are before a step; the rest is decided in `partition`, `autodiff`,
-`update` and `schedule`.
+One process drives all devices, which may be of several types. The loss is cut into
+segments. Each segment and its backward pass is a compiled program on the segment's
+device. Devices send values that other devices read. Microbatches pass through the
+devices as in a pipeline. `partition`, `autodiff`, `update` and `schedule` make the
+calls and their order; this module puts these parts together and runs steps.
 """
 
 import time
@@ -48,31 +48,33 @@ def make_placed_step(
     seconds: Sequence[float] | None = None,
     deadline_s: float = 600.0,
 ) -> "PlacedStep":
-    """The training step of a loss whose operators have nodes.
+    """Makes the training step of a loss whose operators are assigned to nodes.
 
-    Gradients, and what the loss returns, are means over microbatches, weighted by
-    `weight`; in exact arithmetic they are those of the undivided step. The optimizer
-    may be any optax transformation of gradients, state and parameters: norms over all
-    gradients, too.
+    Gradients and the results of the loss are means over microbatches, weighted by
+    `weight`. In exact arithmetic they are equal to those of the undivided step. The
+    optimizer may be any optax transformation of gradients, state and parameters, also
+    one with norms over all gradients.
 
     Args:
         loss: `(params, batch) -> scalar` or `-> (scalar, aux)`, a mean over the batch.
         optimizer: an optax transformation.
-        params: arrays or shapes.
-        batch: arrays or shapes of a whole batch, rows in dim 0.
-        nodes: of each operator of `loss`, numbered as in `dtft.planner.ir.jaxprs`; or a
-            placement of it (`dtft.placement.place`).
-        devices: of each node, by number, or of a placement's by name, type or
-            platform, as pins of `place` name them; nodes may share one.
-        microbatches: parts of the batch that go through the nodes one after another.
-        weight: `(batch) -> scalar`, what a part counts in means, such as its tokens;
-            a step refuses a batch whose parts all count 0.
-        seconds: that each operator is expected to take; by default what the placement
-            says, or all segments are equal.
-        deadline_s: after which a step that has not ended is given up.
+        params: tree of arrays or ShapeDtypeStructs.
+        batch: tree of arrays or ShapeDtypeStructs of a whole batch, with rows in dim 0.
+        nodes: the node of each operator of `loss`, in the order of
+            `dtft.planner.ir.operators`; or a placement of `loss` that
+            `dtft.placement.place` made.
+        devices: the JAX device of each node, by the node's number. With a placement
+            also by the name, type or platform of a node. Nodes may share a device.
+        microbatches: number of parts of the batch, which pass through the nodes one
+            after another.
+        weight: `(batch) -> scalar`, the weight of a microbatch in means, such as its
+            number of tokens. A step raises ValueError if all weights are 0.
+        seconds: expected seconds of each operator's forward pass; by default the
+            placement's seconds, or equal times for all segments.
+        deadline_s: seconds after which a step that has not ended raises TimeoutError.
 
     Raises:
-        ValueError: an argument is something else than it may be, nodes do not fit the
+        ValueError: an argument has a value that is not allowed, nodes do not fit the
             loss or the devices, rows cannot be divided, or the loss has no gradient.
     """
     check_given(loss, optimizer, params, batch, microbatches)
@@ -126,48 +128,52 @@ def make_placed_step(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlacedStep:
-    """First `state = placed.init(params)`, then `placed.step(state, batch)`."""
+    """A training step that runs on several devices by a placement.
+
+    Call `state = placed.init(params)` first, then `placed.step(state, batch)`.
+    """
 
     cut: Cut = field(repr=False)
-    """The loss in segments."""
+    """The loss, cut into segments."""
     devices: Mapping[int, Any]
-    """Of each node."""
+    """Map from a node's number to its device."""
     microbatches: int
-    """Parts of a batch."""
+    """Number of microbatches in a batch."""
     order: CallOrder = field(repr=False)
-    """What each node does, in order, with the starts that are expected."""
+    """The tasks of each node in order, with their expected start times."""
     deadline_s: float
-    """How long a step may take, compiling included."""
+    """Longest duration of a step in seconds, including compilation."""
     _feed: PlacedFeed = field(repr=False)
     _optimizer: optax.GradientTransformation = field(repr=False)
     _layout: PlacedLayout = field(repr=False)
     _batch: Any = field(repr=False)
-    """Shapes."""
+    """The planned batch, as a tree of ShapeDtypeStructs."""
     _aux: Any = field(repr=False)
     _nodes: Mapping[int, Node] = field(repr=False)
 
     @property
     def transfers(self) -> tuple[NodeTransfer, ...]:
-        """What a step sends from node to node, by link and kind."""
+        """Counts and bytes of arrays that a step sends, by link and kind of array."""
         calls = self._feed.gradients.calls.then(self._feed.updating.calls)
         return calls.transfers(self.microbatches)
 
     @property
     def homes(self) -> State:
-        """The node of each leaf of the state: it is updated there, and stays there."""
+        """For each leaf of the state the node that stores and updates the leaf."""
         return self._layout.homes
 
     def predicted(self, placement: Placement) -> dict[Task, float]:
-        """When a placement lets tasks of the first microbatch begin, in seconds."""
+        """Start times that a placement predicts for the first microbatch's tasks, in
+        seconds."""
         active = self._feed.gradients.active
         return predicted_starts(placement, self.cut, self.order, active)
 
     def init(self, params: Any) -> State:
-        """The state at step 0; `params` stay usable.
+        """Makes the state at step 0 on the nodes' devices; `params` stay usable.
 
         Raises:
-            ValueError: another tree, shape or dtype than planned, or shapes without
-                values; names the path.
+            ValueError: the tree, a shape or a dtype is not the planned one, or a leaf
+                is a ShapeDtypeStruct; the message names the path.
         """
         check_values("params", params)
         check_like("params", params, self._layout.shapes["params"])
@@ -176,42 +182,49 @@ class PlacedStep:
         return self._layout.copied({"params": params, "opt_state": opt_state})
 
     def moved(self, state: State) -> State:
-        """The state of another placement of the loss, copied to where this one has it.
+        """Copies a state from another placement of the loss to the devices of this one.
 
-        So a new placement takes over in mid-run; both must have the same optimizer.
+        This allows a change of the placement during a run. Both placed steps must have
+        the same optimizer.
 
         Raises:
-            ValueError: no such state, or one with other arrays than planned; names the
-                path.
+            ValueError: `state` is no such state, or has other arrays than planned; the
+                message names the path.
         """
         self._layout.check(state)
         return self._layout.copied(state)
 
     def step(self, state: State, batch: Any) -> tuple[State, Any]:
-        """One optimizer step. `state` is donated: it cannot be used afterwards.
+        """Runs an optimizer step. `state` is donated, so it cannot be used afterwards.
 
         Returns:
-            The state, and what the loss returned, as a mean over the batch.
+            The new state, and the results of the loss, as means over the batch.
 
         Raises:
             ValueError: state or batch has another tree, shape (rows too) or dtype than
-                planned; or the state was donated, or is where another placement has
-                it. Names the path.
-            TimeoutError: a node waited until the deadline; says for what.
+                planned, the state was donated before, or the state is on the devices of
+                another placement. The message names the path.
+            TimeoutError: a node waited until the deadline; the message names the array.
         """
         after, value, _ = self._step(state, batch, measure=False)
         return after, value
 
     def measured(self, state: State, batch: Any) -> tuple[State, Any, StepTimeline]:
-        """As `step`, each task done before the next begins on its node, and timed."""
+        """Runs a step as `step` does, and times its tasks.
+
+        On each node a task ends before the next one begins, which makes the step
+        slower. Returns also the timeline.
+        """
         return self._step(state, batch, measure=True)
 
     def gradients(self, state: State, batch: Any) -> tuple[Any, Any]:
-        """What the loss returned, and its gradients, each on its parameter's device.
+        """Computes the results of the loss and the gradients, without an update.
+
+        Each gradient is on the device of its parameter.
 
         Raises:
-            ValueError: as `step`.
-            TimeoutError: as `step`.
+            ValueError: as for `step`.
+            TimeoutError: as for `step`.
         """
         made = self._feed.gradients.gradients
         tasks = self.order.without(self._feed.updating.calls)
@@ -223,21 +236,22 @@ class PlacedStep:
     def run_node(
         self, node: int, state: State, batch: Any, exchange: Exchange
     ) -> tuple[State, list[Span]]:
-        """One node's part of a step, for a process that is this node; timed.
+        """Runs and times one node's part of a step, in a process of that node.
 
         Args:
-            node: which one.
-            state: as of `init`; what other nodes update is not read.
+            node: number of the node.
+            state: a state from `init` or a step; the values of other nodes' leaves are
+                not read.
             batch: the whole batch.
-            exchange: with the processes of other nodes.
+            exchange: sends arrays to and receives arrays from other nodes' processes.
 
         Returns:
-            The state, new where this node updates it, and what was done when. The loss
-            is in no state: the node that computes it sends it to nobody.
+            The state, in which this node's leaves are updated, and the times of the
+            tasks. The results of the loss are not returned.
 
         Raises:
-            ValueError: as `step`.
-            TimeoutError: as `step`.
+            ValueError: as for `step`.
+            TimeoutError: as for `step`.
         """
         made = (*self._feed.gradients.results, *self._feed.updating.after)
         began = time.monotonic()
@@ -264,7 +278,7 @@ class PlacedStep:
     def _stores(
         self, state: State, batch: Any, nodes: Sequence[int]
     ) -> dict[int, dict[Key, Any]]:
-        """What nodes begin with, once state and batch are seen to be as planned."""
+        """Checks state and batch; returns the arrays with which nodes begin a step."""
         self._layout.check(state)
         self._layout.check_here(state, nodes)
         check_like("batch", batch, self._batch)
@@ -272,7 +286,7 @@ class PlacedStep:
         return self._feed.stores(state, batch, nodes)
 
     def _value(self, stores: Mapping[int, Mapping[Key, Any]]) -> Any:
-        """What the loss returns."""
+        """Collects the results of the loss from the nodes' arrays."""
         found = [stores[node][key] for key, node in self._feed.gradients.results]
         if self._aux is None:
             return found[0]
@@ -286,7 +300,10 @@ class PlacedStep:
         *,
         measure: bool,
     ) -> list[Span]:
-        """Makes all nodes do their tasks at the same time; keeps what is made."""
+        """Runs the tasks of all nodes at the same time.
+
+        Afterwards `stores` has the results of the loss and the arrays of `made`.
+        """
         wanted = [*self._feed.gradients.results, *made]
         kept = {node: [k for k, at in wanted if at == node] for node in self.devices}
         hub = Hub(self.devices)

@@ -1,6 +1,6 @@
-"""What is handed to `make_placed_step`: refused early, by name, before it is traced.
+"""Checks the arguments of `make_placed_step` before tracing; errors name the argument.
 
-Decides what nodes, devices, seconds and weights of parts may be.
+Defines the allowed values of nodes, devices, seconds and weights of microbatches.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,10 +16,10 @@ from dtft.planner.arguments import check_whole, numbers
 def check_given(
     loss: Any, optimizer: Any, params: Any, batch: Any, microbatches: Any
 ) -> None:
-    """Refuses arguments that nothing can be traced from.
+    """Checks the types of arguments, before the loss is traced.
 
     Raises:
-        ValueError: names the argument, and what is allowed.
+        ValueError: an argument is not allowed; the message has the allowed values.
     """
     check_function("loss", loss)
     check_optimizer(optimizer)
@@ -29,10 +29,12 @@ def check_given(
 
 
 def device_table(devices: Any) -> dict[Any, Any]:
-    """Devices by what they are found by: positions of a sequence, keys of a mapping.
+    """Converts a sequence or a mapping of devices to a dict.
+
+    The keys are the positions in a sequence, or the keys of a mapping.
 
     Raises:
-        ValueError: something else, or what is no device of JAX in it.
+        ValueError: the argument is neither, or has a value that is no JAX device.
     """
     is_row = isinstance(devices, Sequence | np.ndarray) and not isinstance(devices, str)
     if not is_row and not isinstance(devices, Mapping):
@@ -56,10 +58,10 @@ _ALLOWED = (
 
 
 def node_numbers(nodes: Any) -> tuple[int, ...]:
-    """The node of each operator, as plain numbers.
+    """Converts the nodes of operators to a tuple of ints.
 
     Raises:
-        ValueError: something else than numbers.
+        ValueError: a node is not a whole number of 0 or more.
     """
     try:
         given = list(nodes)
@@ -75,10 +77,10 @@ def node_numbers(nodes: Any) -> tuple[int, ...]:
 
 
 def check_nodes(nodes: Sequence[int], devices: Mapping[Any, Any]) -> None:
-    """Refuses nodes without a device.
+    """Checks that every node has a device.
 
     Raises:
-        ValueError: names the first such node.
+        ValueError: a node has none; the message names the first such node.
     """
     missing = sorted(set(nodes) - set(devices))
     if missing:
@@ -89,10 +91,11 @@ def check_nodes(nodes: Sequence[int], devices: Mapping[Any, Any]) -> None:
 
 
 def operator_seconds(seconds: Any, num_operators: int) -> tuple[float, ...]:
-    """Seconds of each operator.
+    """Converts the seconds of operators to a tuple of floats.
 
     Raises:
-        ValueError: another number of them than of nodes, or something else.
+        ValueError: the number of seconds is not `num_operators`, or a value is not
+            allowed.
     """
     found = numbers("seconds", seconds, "each operator; or leave seconds out")
     if len(found) != num_operators:
@@ -104,16 +107,17 @@ def operator_seconds(seconds: Any, num_operators: int) -> tuple[float, ...]:
 
 
 def check_weight(weight: Any, part: Any) -> None:
-    """Refuses a weight that is no function to a scalar.
+    """Checks that a weight is a function from a microbatch to a scalar.
 
-    One that needs values, and not only shapes, is seen when a step calls it.
+    A function that needs values, and not only shapes, is checked only when a step calls
+    it.
 
     Args:
-        weight: what a part counts.
-        part: shapes of a microbatch.
+        weight: the function to check.
+        part: ShapeDtypeStructs of a microbatch.
 
     Raises:
-        ValueError: it cannot be called, or returns something else.
+        ValueError: the weight cannot be called, or does not return a scalar.
     """
     if not callable(weight):
         raise ValueError(
@@ -129,15 +133,15 @@ def check_weight(weight: Any, part: Any) -> None:
     try:
         jax.eval_shape(asked, part)
     except jax.errors.JAXTypeError:
-        return  # it looks at values: numpy, float(...)
+        return  # the weight needs values, for numpy or float(...)
     _check_scalar(found[0])
 
 
 def part_weights(weight: Any, parts: Sequence[Any]) -> list[float]:
-    """What each part of a batch counts.
+    """Computes the weight of each microbatch; 1.0 for each if `weight` is None.
 
     Raises:
-        ValueError: weights that have no mean: none above 0, or one that is not finite.
+        ValueError: a weight is negative or not finite, or all weights are 0.
     """
     if weight is None:
         return [1.0] * len(parts)

@@ -1,7 +1,8 @@
-"""The calls that compute a loss and its gradients from a program cut into segments.
+"""Makes the calls that compute a loss and its gradients, from a cut program.
 
-In order: which values have a gradient, a segment as a forward and a backward program,
-the calls that are made once, and those of each microbatch. Traces only.
+This module has four parts: values with a gradient, the forward and backward program of
+a segment, calls made once in a step, and calls of each microbatch. It only traces
+programs.
 """
 
 from collections import defaultdict
@@ -21,15 +22,16 @@ from dtft.planner.ir import is_var
 
 
 def check(cut: Cut, params: Sequence[int], num_microbatches: int) -> None:
-    """Refuses losses and parameters that have no gradient, or results without a mean.
+    """Checks that loss and parameters have gradients, and that results have means.
 
     Args:
-        cut: of a program whose first result is the loss.
+        cut: the cut of a program whose first result is the loss.
         params: numbers of the parameters.
-        num_microbatches: parts of the batch.
+        num_microbatches: number of microbatches.
 
     Raises:
-        ValueError: names the result or parameter, and what is allowed.
+        ValueError: a result or parameter is not allowed; the message names the result
+            or parameter and the allowed values.
     """
     maker = {number for segment in cut.segments for number in segment.writes}
     loss = cut.results[0]
@@ -63,10 +65,10 @@ def check(cut: Cut, params: Sequence[int], num_microbatches: int) -> None:
 
 
 def between(cut: Cut, params: Sequence[int]) -> frozenset[int]:
-    """Numbers of the values on a way from a parameter to the loss.
+    """Numbers of the floating-point values on a path from a parameter to the loss.
 
     Raises:
-        ValueError: there are none.
+        ValueError: the loss depends on no floating-point parameter.
     """
     units = [unit for s in cut.segments for unit in s.units]
     variables = cut.variables
@@ -90,16 +92,16 @@ def between(cut: Cut, params: Sequence[int]) -> frozenset[int]:
 
 
 def is_float(aval: Any) -> bool:
-    """Whether a value has a gradient."""
+    """Whether an abstract value is floating-point or complex, so has a gradient."""
     return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 class Split:
-    """A segment's forward program with residuals, and its backward program.
+    """Makes a segment's forward program with residuals, and its backward program.
 
-    The backward program is the transposed derivative of `jax.vjp`, so custom derivative
-    rules hold. The residuals that it needs are kept, not computed again. A residual
-    that the segment reads or writes anyway is not kept twice.
+    The backward program is from `jax.vjp`, so custom derivative rules apply. Its
+    residuals are kept and not recomputed. A residual that the segment also reads or
+    writes is not kept twice.
     """
 
     def __init__(
@@ -109,7 +111,14 @@ class Split:
         used: Sequence[int],
         made: Sequence[int],
     ) -> None:
-        """Traces it, differentiated: `used` of what it reads, `made` of its writes."""
+        """Traces the segment's program together with its derivative.
+
+        Args:
+            program: the segment's program, from its reads to its writes.
+            segment: the segment.
+            used: numbers of the reads with respect to which it is differentiated.
+            made: numbers of the writes that are differentiated.
+        """
         self.used, self.made = used, made
         self.like: dict[Key, jax.ShapeDtypeStruct] = {}
         run = _transposable(program, segment, used, made)
@@ -122,9 +131,15 @@ class Split:
     def residuals(
         self, reads: Sequence[Key], writes: Sequence[Key], index: int
     ) -> tuple[list[Key], list[Key]]:
-        """Keys of what the backward program needs, and of those that are new.
+        """Returns the keys of all residuals, and of the residuals that are new.
 
-        What is read or written anyway is not kept twice.
+        A residual that the segment also reads or writes has the key of this value, and
+        is not new.
+
+        Args:
+            reads: keys of the segment's reads.
+            writes: keys of the segment's writes.
+            index: number of the segment, for the keys of new residuals.
         """
         jaxpr = self._traced.jaxpr
         known: dict[Any, Key] = dict(zip(jaxpr.invars, reads, strict=True))
@@ -147,7 +162,13 @@ class Split:
     def forward(
         self, num_writes: int, kept: Sequence[Key], residuals: Sequence[Key]
     ) -> ClosedJaxpr:
-        """From what is read to what is written and the residuals that are new."""
+        """The forward program, from the reads to the writes and the new residuals.
+
+        Args:
+            num_writes: number of the segment's writes.
+            kept: keys of the new residuals.
+            residuals: keys of all residuals.
+        """
         jaxpr = self._traced.jaxpr
         outvars = list(jaxpr.outvars)
         new = [outvars[num_writes + residuals.index(key)] for key in kept]
@@ -161,7 +182,16 @@ class Split:
         arriving: Sequence[Sequence[int]],
         earlier: Sequence[int | None],
     ) -> ClosedJaxpr:
-        """From residuals, cotangents and what is added to, all by position."""
+        """The backward program, from residuals and cotangents to cotangents of `used`.
+
+        Args:
+            likes: shapes of the program's arguments.
+            residuals: positions of the residuals among the arguments.
+            arriving: for each value of `made` the positions of the cotangents whose sum
+                is the value's cotangent.
+            earlier: for each value of `used` the position of the sum to which its
+                cotangent is added, or None.
+        """
         dtypes = self._dtypes
 
         def run(*read: jax.Array) -> list[jax.Array]:
@@ -185,7 +215,10 @@ class Split:
 def _transposable(
     program: ClosedJaxpr, segment: Segment, used: Sequence[int], made: Sequence[int]
 ) -> Callable[..., Any]:
-    """From what a segment reads to what it writes, and its transposed derivative."""
+    """Makes a function from a segment's reads to its writes and its vjp function.
+
+    The vjp function is with respect to `used`, from cotangents of `made`.
+    """
     run = jaxpr_as_fun(program)
     places = [segment.reads.index(number) for number in used]
 
@@ -206,15 +239,15 @@ def _transposable(
 
 
 def struct(atom: Any) -> jax.ShapeDtypeStruct:
-    """The shape of a variable, or of a constant, of a program."""
+    """Shape, dtype and weak type of a variable or literal of a program."""
     aval = atom.aval
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
 # Calls that are made once in a step. Before the microbatches, parameters are sent from
-# their home to the other nodes that use them, and sums begin at zero. After the
-# microbatches, sums of gradients are added at the homes of their parameters, and
-# results of the loss become means.
+# their home node to the other nodes that read them, and sums of gradients are set to
+# zero. After the microbatches, the sums of all nodes are added on the home nodes of the
+# parameters, and the means of the loss's results are computed.
 
 
 _SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
@@ -222,18 +255,19 @@ _SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ends:
-    """What the calls made once depend on."""
+    """Makes the calls that are made once in a step."""
 
     like: Mapping[int, jax.ShapeDtypeStruct]
-    """Of parameters and results."""
+    """Map from the number of a parameter or result to its shape."""
     homes: Mapping[int, int]
-    """Node of each parameter."""
+    """Map from the number of a parameter to its home node."""
     summing: Mapping[int, Sequence[int]]
-    """Nodes where gradients of a parameter arise, its home among them."""
+    """Map from the number of a parameter to the nodes that sum its gradient, including
+    its home node."""
     readers: Mapping[Key, Sequence[int]]
-    """Nodes that read a parameter."""
+    """Map from a key, such as a parameter's, to the nodes that read its array."""
     results: Sequence[tuple[int, int]]
-    """Number and node of each result."""
+    """Number and node of each result of the loss."""
     num_microbatches: int
 
     @property
@@ -241,15 +275,15 @@ class Ends:
         return sorted({node for nodes in self.summing.values() for node in nodes})
 
     def first(self) -> tuple[NodeCall, ...]:
-        """The calls before the first microbatch."""
+        """Makes the calls before the first microbatch."""
         return tuple(map(self._begin, self._nodes))
 
     def last(self) -> tuple[NodeCall, ...]:
-        """The calls after the last microbatch."""
+        """Makes the calls after the last microbatch."""
         return (*self._reduce(), *self._finish(), *self._results())
 
     def _begin(self, node: int) -> NodeCall:
-        """Sends parameters to where they are used too, and begins sums at zero."""
+        """A call that sends parameters to other readers, and sets sums to zero."""
         mine = [n for n in self.homes if self.homes[n] == node]
         summed = [n for n in self.homes if node in self.summing[n]]
         likes = [self.like[n] for n in summed]
@@ -266,7 +300,7 @@ class Ends:
         )
 
     def _reduce(self) -> list[NodeCall]:
-        """Sums go to the homes of their parameters."""
+        """Calls that send sums of gradients to the home nodes of the parameters."""
         calls: list[NodeCall] = []
         for node in self._nodes:
             away = [
@@ -282,7 +316,7 @@ class Ends:
         return calls
 
     def _finish(self) -> list[NodeCall]:
-        """Sums of all nodes over the total weight: the gradients."""
+        """Calls that compute gradients: the sums of all nodes over the total weight."""
         calls: list[NodeCall] = []
         for node in self._nodes:
             mine = [n for n in self.homes if self.homes[n] == node]
@@ -305,7 +339,7 @@ class Ends:
         return calls
 
     def _results(self) -> list[NodeCall]:
-        """Means of results over microbatches, weighted."""
+        """Calls that compute weighted means of the results over microbatches."""
         places: dict[int, list[int]] = defaultdict(list)
         for place, (_, node) in enumerate(self.results):
             places[node].append(place)
@@ -347,36 +381,37 @@ def _mean(total: jax.Array, weights: list[jax.Array], found: list[jax.Array]) ->
     return sum(scaled[1:], scaled[0]) / total.astype(scaled[0].dtype)
 
 
-# Each segment has a forward call, which keeps residuals on its node, and a backward
-# call. A value that segments of several nodes use gets a cotangent from each such node;
-# the node that made the value adds the cotangents. A parameter used on several nodes
-# has one home, which adds its gradients.
+# Calls of each microbatch. Each segment has a forward call, which keeps residuals on
+# its node, and a backward call. A value that segments of several nodes read gets a
+# cotangent from each of these nodes; the node that made the value adds the cotangents.
+# A parameter that several nodes read has one home node, which adds its gradients.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Gradients:
-    """The calls, and where what they need and make is."""
+    """The calls for loss and gradients; keys and nodes of their inputs and results."""
 
     calls: Calls
     active: frozenset[int]
-    """Numbers of the values that lie between a parameter and the loss."""
+    """Numbers of the values on a path from a parameter to the loss."""
     homes: tuple[int, ...]
-    """Node of each parameter."""
+    """Home node of each parameter."""
     inputs: tuple[tuple[Key, int], ...]
-    """What the caller puts into the stores of nodes: batch, constants and weights."""
+    """Key and node of each array that the caller puts into a node's store: batch,
+    constants and weights."""
     results: tuple[tuple[Key, int], ...]
-    """Where each result of the loss is in the end."""
+    """Key and node of each result of the loss after the step."""
     gradients: tuple[tuple[Key, int], ...]
-    """Where the gradient of each parameter is in the end."""
+    """Key and node of each parameter's gradient after the step."""
 
 
 def differentiated(cut: Cut, num_params: int, num_microbatches: int) -> Gradients:
-    """Calls for the value and the gradients of a loss.
+    """Makes the calls for the value and the gradients of a loss.
 
     Args:
-        cut: of a program whose first result is the loss, a scalar.
-        num_params: how many of its first arguments are parameters.
-        num_microbatches: parts of the batch; each has a `weight`.
+        cut: the cut of a program whose first result is the loss, a scalar.
+        num_params: number of parameters, which are the program's first arguments.
+        num_microbatches: number of microbatches, each with a `weight`.
 
     Raises:
         ValueError: the loss is no floating-point scalar that depends on parameters, a
@@ -388,14 +423,15 @@ def differentiated(cut: Cut, num_params: int, num_microbatches: int) -> Gradient
 
 @dataclass(kw_only=True)
 class _Users:
-    """Who uses values."""
+    """The segments and nodes that read each value."""
 
     by_node: dict[int, dict[int, list[int]]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(list))
     )
-    """Value, node: segments that a cotangent comes from, ascending."""
+    """Map from the number of a value and a node to the numbers of the node's segments
+    that make a cotangent of the value, ascending."""
     nodes: dict[Key, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """Nodes that read a key."""
+    """Map from a key to the nodes that read its array."""
 
 
 class _Differentiation:
@@ -441,7 +477,7 @@ class _Differentiation:
             ),
         )
 
-    # Where things are.
+    # Keys, nodes and sizes of arrays.
 
     def _key(self, number: int) -> Key:
         if number in self._params:
@@ -554,7 +590,10 @@ class _Differentiation:
         )
 
     def _cotangents(self, number: int) -> list[Key]:
-        """What adds up to the cotangent of a value that a segment makes."""
+        """Keys of the arrays whose sum is the cotangent of a value.
+
+        The cotangent of the loss is the weight of the microbatch.
+        """
         if number == self._cut.results[0]:
             return [Key("weight", microbatch=EACH)]
         return [
@@ -563,14 +602,22 @@ class _Differentiation:
         ]
 
     def _earlier(self, index: int, number: int, node: int) -> Key | None:
-        """What a call adds its cotangent to."""
+        """Key of the sum to which a backward call adds its cotangent of a value.
+
+        None if the call is the node's first backward call with a cotangent of the
+        value. For a parameter the sum is over microbatches, and never None.
+        """
         if number in self._params:
             return Key("sum", number, node)
         later = [s for s in self._users.by_node[number][node] if s > index]
         return Key("partial", number, later[0], EACH) if later else None
 
     def _later(self, index: int, number: int, node: int) -> Key:
-        """What a call's cotangent, so added, is."""
+        """Key of the sum that a backward call writes for a value.
+
+        The node's last backward call for the value writes a `cotangent`. Earlier calls
+        write a `partial`. For a parameter all calls write a `sum`.
+        """
         if number in self._params:
             return Key("sum", number, node)
         if self._users.by_node[number][node][0] == index:

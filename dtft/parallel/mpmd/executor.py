@@ -1,7 +1,7 @@
-"""Nodes at work: one node, the nodes of one process, and what they did when.
+"""Runs the tasks of nodes in a placed step, and measures their times.
 
-A node makes its calls in order and waits for what others send; arrays come and go
-through an `Exchange`, whether it is a thread that has a device or a process of its own.
+A node runs its tasks in order and waits for arrays from other nodes. A node is a thread
+with a device or a separate process; in both cases arrays pass through an `Exchange`.
 """
 
 import threading
@@ -17,48 +17,46 @@ from jax.sharding import SingleDeviceSharding
 
 from dtft.parallel.mpmd.schedule import Key, NodeCall, Task
 
-# One node at work: it makes its calls in order, and waits for what others send.
-#
-# The same for a thread that has a device and for a process of its own: arrays come and
-# go through an `Exchange`. Every wait has a deadline and says what it waited for.
+# One node. Every wait for an array has a deadline, and its error names the array.
 
 
 _KEPT = ("param", "state", "constant")
-"""Belong to the caller; the rest is let go after its last use."""
+"""Kinds of arrays that belong to the caller. Other arrays are dropped from the store
+after their last use."""
 
 
 class Exchange(Protocol):
-    """How arrays get from node to node."""
+    """Interface that sends arrays from node to node."""
 
     def send(self, key: Key, array: Any, node: int) -> None:
-        """Hands an array over; returns at once."""
+        """Starts to send an array to a node; does not block."""
         ...
 
     def receive(self, key: Key, deadline: float) -> Any:
-        """An array that was sent here, on this node's device.
+        """Waits for an array that was sent to this node; returns it on its device.
 
         Raises:
-            TimeoutError: it was not there at the deadline (`time.monotonic()`).
+            TimeoutError: the array has not come at the deadline (`time.monotonic()`).
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """One task, as it was run; seconds since the step began."""
+    """The measured times of one task, in seconds since the step began."""
 
     node: int
     name: str
     microbatch: int | None
     ready_s: float
-    """The node had done its task before: from here on it waits."""
+    """Time when the node's previous task ended, so that waiting began."""
     start_s: float
-    """All that it needs has come."""
+    """Time when all inputs were on the device."""
     end_s: float
 
 
 class Node:
-    """A device and the programs compiled for it."""
+    """A device with the programs that are compiled for it."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
@@ -74,20 +72,26 @@ class Node:
         wanted: Sequence[Key] = (),
         began: float | None = None,
     ) -> list[Span]:
-        """Does all tasks of a step.
+        """Runs all tasks of a step.
 
         Args:
-            tasks: in order.
-            store: arrays on the device, by name; what is made and used up comes and
-                goes, and `wanted` is in it afterwards.
-            exchange: with other nodes.
-            deadline: `time.monotonic()` at which waiting ends.
-            wanted: names of arrays that stay.
-            began: `time.monotonic()` at the start of the step: every task ends before
-                the next begins, and is timed. None: the device has a queue.
+            tasks: the node's tasks, in order.
+            store: map from keys to arrays on the device. Results of tasks are added;
+                arrays are dropped after their last use. Afterwards the store has the
+                arrays of `wanted`.
+            exchange: sends arrays to and receives arrays from other nodes.
+            deadline: time (`time.monotonic()`) at which waiting ends.
+            wanted: keys of arrays that stay in the store.
+            began: time (`time.monotonic()`) at which the step began. Each task then
+                ends before the next one begins, and is timed. With None tasks are not
+                timed, and the device queues them.
+
+        Returns:
+            The times of the tasks; empty if `began` is None.
 
         Raises:
-            TimeoutError: says which task waited for which array of which node.
+            TimeoutError: an array has not come at the deadline; the message names the
+                node, the task and the array.
         """
         left = _uses(tasks, wanted)
         clock = _Clock(began)
@@ -138,7 +142,7 @@ class Node:
 
 
 def _uses(tasks: Sequence[Task], wanted: Sequence[Key]) -> Counter[Key]:
-    """How often each array is read or sent; what is wanted once more."""
+    """Counts the reads and sends of each array; a wanted array counts once more."""
     left: Counter[Key] = Counter(wanted)
     for task in tasks:
         left.update(task.reads)
@@ -155,14 +159,17 @@ def _let_go(task: Task, store: dict[Key, Any], left: Counter[Key]) -> None:
 
 
 class _Clock:
-    """Notes when tasks begin and end, or does nothing."""
+    """Records the times of tasks; does nothing if `began` is None."""
 
     def __init__(self, began: float | None) -> None:
         self._began = began
         self.spans: list[Span] = []
 
     def __call__(self, arrays: Sequence[Any] = ()) -> float:
-        """Seconds since the beginning, once the arrays are there."""
+        """Waits until arrays are ready; returns the seconds since the step began.
+
+        Returns 0.0 without waiting if `began` is None.
+        """
         if self._began is None:
             return 0.0
         jax.block_until_ready(list(arrays))
@@ -182,15 +189,16 @@ class _Clock:
             )
 
 
-# The nodes of one process: a thread for each device, arrays handed over between them.
+# The nodes of one process: each node has a thread, and the threads exchange arrays.
 
 
 _GRACE_S = 5.0
-"""A node that finds the deadline passed gets this long to say what it waited for."""
+"""Seconds after the deadline in which a node can raise an error with the array that it
+waited for."""
 
 
 class Hub:
-    """Where arrays lie until the node they were sent to takes them."""
+    """Holds arrays that were sent between threads, until the receiver takes them."""
 
     def __init__(self, devices: Mapping[int, Any]) -> None:
         self._devices = devices
@@ -199,21 +207,21 @@ class Hub:
         self._failed: BaseException | None = None
 
     def exchange(self, node: int) -> Exchange:
-        """How one node sends and receives."""
+        """The `Exchange` of a node."""
         return _Port(self, node)
 
     def send(self, key: Key, array: Any, node: int) -> None:
-        """Starts the transfer to a node's device."""
+        """Starts the transfer of an array to a node's device."""
         there = jax.device_put(array, self._devices[node])
         with self._changed:
             self._arrived[node, key] = there
             self._changed.notify_all()
 
     def receive(self, key: Key, node: int, deadline: float) -> Any:
-        """What was sent to a node.
+        """Waits for an array that was sent to a node, and returns the array.
 
         Raises:
-            TimeoutError: it was not sent until the deadline.
+            TimeoutError: the array was not sent before the deadline.
             InterruptedError: another node failed.
         """
         with self._changed:
@@ -228,11 +236,18 @@ class Hub:
             return self._arrived.pop((node, key))
 
     def all(self, work: Callable[[int], list[Span]], deadline: float) -> list[Span]:
-        """Runs every node in a thread of its own and waits for all.
+        """Runs every node in a separate thread, and waits for all threads.
+
+        Args:
+            work: function that runs the tasks of a node.
+            deadline: time (`time.monotonic()`) at which waiting ends.
+
+        Returns:
+            The times of the tasks of all nodes.
 
         Raises:
-            Exception: what went wrong on the node that failed first.
-            TimeoutError: a node's device is still at work after the deadline.
+            Exception: the error of the node that failed first.
+            TimeoutError: a node still computes `_GRACE_S` seconds after the deadline.
         """
         found: dict[int, list[Span]] = {}
 
@@ -249,7 +264,7 @@ class Hub:
             for node in self._devices
         }
         for thread in threads.values():
-            thread.daemon = True  # a device that hangs must not keep the process
+            thread.daemon = True  # so that a hanging device cannot block process exit
             thread.start()
         for node, thread in threads.items():
             thread.join(max(0.0, deadline - time.monotonic()) + _GRACE_S)
@@ -276,25 +291,22 @@ class _Port:
         return self.hub.receive(key, self.node, deadline)
 
 
-# What the nodes of a placed step did when, as it was measured.
-
-
 @dataclass(frozen=True, kw_only=True)
 class StepTimeline:
-    """A measured step."""
+    """The measured times of all tasks of a step."""
 
     spans: tuple[Span, ...]
-    """Every task, by node and in the order in which the node did it."""
+    """Times of all tasks, ordered by node, then by execution."""
     nodes: tuple[int, ...]
 
     @property
     def step_s(self) -> float:
-        """Seconds until the last task was done."""
+        """Seconds until the last task ended."""
         return max((span.end_s for span in self.spans), default=0.0)
 
     @property
     def busy_s(self) -> dict[int, float]:
-        """Seconds that each node worked."""
+        """Seconds in which each node ran tasks."""
         return {
             node: sum(s.end_s - s.start_s for s in self.spans if s.node == node)
             for node in self.nodes
@@ -302,12 +314,12 @@ class StepTimeline:
 
     @property
     def wait_s(self) -> dict[int, float]:
-        """Seconds that each node did not work, until the last one was done."""
+        """Seconds in which each node ran no task, until the end of the step."""
         return {node: self.step_s - busy for node, busy in self.busy_s.items()}
 
     @property
     def order(self) -> dict[int, tuple[tuple[str, int | None], ...]]:
-        """Names and microbatches of each node's tasks, by measured start."""
+        """Names and microbatches of each node's tasks, in order of measured start."""
         return {
             node: tuple(
                 (span.name, span.microbatch)

@@ -1,7 +1,8 @@
-"""Asks JAX which operators of a program it has kernels for, on platforms it knows.
+"""Finds the operators of a program that JAX cannot lower for a platform.
 
-Lowers for a platform that need not be here: nothing is compiled or run. The answer goes
-to the planner as data (`planner.kernels.Kernels.lacking`), which must not ask itself.
+The platform need not be on this machine: operators are lowered, but not compiled or
+run. `dtft.placement.Kernels(lacking=...)` takes the result, so that the placement does
+not depend on JAX's lowering rules.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,19 +20,20 @@ _PLATFORMS = tuple(name for name in get_args(Platform) if name != "other")
 def lacking(
     fn: Callable[..., Any], *args: Any, platforms: Iterable[str] | Cluster
 ) -> dict[str, frozenset[int]]:
-    """The operators of a function of arrays that platforms have no lowering for.
+    """Returns the operators of a function that JAX cannot lower, by platform.
 
     Args:
         fn: any function that JAX can trace.
         *args: trees of arrays or of `jax.ShapeDtypeStruct`.
-        platforms: JAX's names of them, or a cluster, whose types have them.
+        platforms: JAX's names of platforms, or a cluster, whose device types have
+            platforms.
 
     Returns:
-        Platform to numbers of operators (as in `dtft.planner.trace`), empty
-        ones left out.
+        Map from a platform to the numbers of the operators (as in
+        `dtft.planner.trace`). Platforms that can lower all operators are left out.
 
     Raises:
-        ValueError: a platform that JAX does not lower for.
+        ValueError: JAX does not lower for a platform.
 
     >>> import jax.numpy as jnp
     >>> def triangle(x):
@@ -51,7 +53,7 @@ def lacking(
         )
     found = {}
     for platform in platforms:
-        # All at once first: mostly nothing is lacking.
+        # The whole program is lowered first, because usually all operators lower.
         if _lowers(fn, args, platform):
             continue
         program, _ = traced(fn, *args)
@@ -77,13 +79,13 @@ def _lowers(fn: Callable[..., Any], args: Iterable[Any], platform: str) -> bool:
 
 
 def _key(eqn: JaxprEqn) -> Any:
-    """Equal for equations that lower alike."""
+    """A key of an equation: its primitive, operand types and parameters."""
     avals = tuple(str(atom.aval) for atom in eqn.invars)
     return eqn.primitive.name, avals, str(eqn.params)
 
 
 def _alone(eqn: JaxprEqn) -> Callable[..., Any]:
-    """A function of an equation's variables that runs nothing else."""
+    """Makes a function that runs a single equation on the values of its variables."""
 
     def run(*variables: Any) -> Any:
         given = iter(variables)
@@ -94,6 +96,6 @@ def _alone(eqn: JaxprEqn) -> Callable[..., Any]:
 
 
 def _shapes(eqn: JaxprEqn) -> list[jax.ShapeDtypeStruct]:
-    """Of its variables, one by one."""
+    """Shape and dtype of each variable that an equation reads, without literals."""
     avals: list[Any] = [a.aval for a in eqn.invars if not isinstance(a, Literal)]
     return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]

@@ -1,8 +1,8 @@
-"""Cuts a program into segments: runs of equations that one node computes.
+"""Cuts a program into segments: groups of equations that one node computes.
 
-Decides which equations stay together, in which order segments run, and what each reads
-and writes. Values have numbers, the same in every process that traces the same program.
-A placement of `dtft.placement` says which node has which operator.
+Computes the equations of each segment, the order of segments, and the values that each
+segment reads and writes. Values have numbers, which are the same in every process that
+traces the same program. A placement of `dtft.placement` assigns operators to nodes.
 """
 
 from collections import defaultdict
@@ -18,8 +18,8 @@ from dtft.placement import Placement, words_of_platform
 from dtft.planner.ir import REMAT, Graph, bodies, is_var, operators
 
 INLINED = frozenset({"jit", "pjit", "closed_call", "call"})
-"""Calls that mean the same when their body stands in their place. Rules of derivatives
-(custom_jvp, custom_vjp), loops and branches stay whole, on one node."""
+"""Calls that are replaced by their body. Functions with derivative rules (custom_jvp,
+custom_vjp), loops and branches are not divided and stay on one node."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -29,46 +29,46 @@ class Unit:
     eqn: JaxprEqn
     node: int
     operators: tuple[int, int]
-    """Numbers of the first operator in it and of the one after the last."""
+    """Range of operator numbers in the equation: the first, and one after the last."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Segment:
-    """What one node computes without hearing from others in between."""
+    """Units that one node computes without waiting for other nodes in between."""
 
     node: int
     units: tuple[Unit, ...]
     reads: tuple[int, ...]
-    """Numbers of values made outside, ascending."""
+    """Numbers of the values from outside that the units read, ascending."""
     writes: tuple[int, ...]
-    """Numbers of values that others or the caller need, ascending."""
+    """Numbers of the values that other segments or the caller read, ascending."""
 
     @property
     def operators(self) -> Iterator[int]:
-        """Numbers of its operators in the whole program."""
+        """Numbers of the segment's operators in the whole program."""
         for unit in self.units:
             yield from range(*unit.operators)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cut:
-    """A program in segments."""
+    """A program that is cut into segments."""
 
     segments: tuple[Segment, ...]
-    """In an order in which they can run."""
+    """The segments, in an order in which they can run."""
     arguments: tuple[int, ...]
     """Numbers of the program's arguments."""
     results: tuple[int | Literal, ...]
-    """Numbers of its results; a constant stands for itself."""
+    """Numbers of the program's results; the literal for a constant result."""
     constants: Mapping[int, Any]
-    """Numbers of arrays that belong to the program."""
+    """Map from a value's number to the array, for constants of the program."""
     variables: tuple[Var, ...]
-    """By number."""
+    """The variable of each value, by number."""
     whole: Jaxpr
-    """What was cut."""
+    """The program before it was cut."""
 
     def program(self, segment: Segment) -> ClosedJaxpr:
-        """A segment as a program from what it reads to what it writes."""
+        """Makes a program of a segment, from the values it reads to those it writes."""
         jaxpr = self.whole.replace(
             constvars=(),
             invars=[self.variables[number] for number in segment.reads],
@@ -81,19 +81,20 @@ class Cut:
 def cut(
     program: ClosedJaxpr, nodes: Sequence[int], seconds: Sequence[float] | None = None
 ) -> Cut:
-    """The segments of a program whose operators have nodes.
+    """Cuts a program into segments by the nodes of its operators.
 
-    An equation whose results nothing needs is left out. What cannot be divided (a
-    loop, a function with a derivative of its own) goes to the node where its operators
-    take longest.
+    Equations are left out if the results do not depend on them. An equation that cannot
+    be divided (a loop, a function with a derivative rule) goes to the node whose
+    operators in the equation take the most seconds.
 
     Args:
-        program: as `dtft.planner.ir.traced` returns it.
-        nodes: of each operator, numbered as in `dtft.planner.ir.operators`.
-        seconds: that each operator takes; by default all are equal.
+        program: a program from `dtft.planner.ir.traced`.
+        nodes: the node of each operator, in the order of `dtft.planner.ir.operators`.
+        seconds: the seconds of each operator; by default all are equal.
 
     Raises:
-        ValueError: another number of operators, or the program has effects.
+        ValueError: the number of nodes is not the number of operators, or the program
+            has effects.
     """
     count = sum(1 for _ in operators(program.jaxpr))
     if len(nodes) != count:
@@ -113,7 +114,7 @@ def cut(
 
 
 class _Flat:
-    """A program without calls that can be inlined; every variable is written once."""
+    """Flattens a program: inlines calls, so that every variable is written once."""
 
     def __init__(self, nodes: Sequence[int], seconds: Sequence[float]) -> None:
         self.units: list[Unit] = []
@@ -124,7 +125,7 @@ class _Flat:
         self._made: dict[Var, int] = {}
 
     def known(self, atom: Any) -> Any:
-        """What a variable of a body is in the flat program."""
+        """The variable or literal of the flat program for a variable of a body."""
         return self._known.get(atom, atom) if is_var(atom) else atom
 
     def body(self, jaxpr: Jaxpr, constants: Sequence[Any]) -> None:
@@ -141,7 +142,7 @@ class _Flat:
         name = eqn.primitive.name
         if name in INLINED:
             return True
-        # What a backward pass computes again may be divided: gradients stay the same.
+        # `jax.checkpoint` may be divided, because that does not change gradients.
         return name in REMAT and len(set(self._nodes_in(eqn))) > 1
 
     def _inline(self, eqn: JaxprEqn) -> None:
@@ -196,7 +197,7 @@ def _count(eqn: JaxprEqn) -> int:
 
 
 def _needed(units: Sequence[Unit], results: Sequence[Any]) -> list[Unit]:
-    """Units that the results depend on."""
+    """Selects the units that the results depend on, in order."""
     wanted = {atom for atom in results if is_var(atom)}
     kept: list[Unit] = []
     for unit in reversed(units):
@@ -264,11 +265,12 @@ class _Cutting:
         )
 
     def _groups(self) -> list[list[int]]:
-        """Units of each segment, ascending, in an order in which segments can run.
+        """Groups units into segments, in an order in which segments can run.
 
-        The node goes first from which the most changes of node are still to come; it
-        computes all that it can. What is needed late only, such as labels, so joins
-        the segment that needs it.
+        The next segment starts with the ready unit that has the most changes of node
+        after it. The segment takes all units that the unit's node can compute without
+        waiting for other nodes. So a unit that is needed late, such as one that reads
+        labels, joins the segment that needs the unit.
         """
         waiting = [len(before) for before in self._before]
         ready: dict[int, set[int]] = defaultdict(set)
@@ -298,7 +300,7 @@ class _Cutting:
         return sorted(group)
 
     def _changes(self) -> list[int]:
-        """Changes of node on the longest way from each unit to the end."""
+        """For each unit the largest number of changes of node on a path to the end."""
         found = [0] * len(self._units)
         for index in range(len(self._units) - 1, -1, -1):
             node = self._units[index].node
@@ -312,10 +314,8 @@ class _Cutting:
         return found
 
 
-# What a placement says, in the terms of a placed step.
-#
-# Reads a placement of `dtft.placement`: seconds of each operator, the device that a
-# table gives to each node, when segments should begin.
+# Converts a placement of `dtft.placement` for a placed step: seconds of each operator,
+# the device of each node, and predicted starts of segments.
 
 
 def where(
@@ -324,11 +324,20 @@ def where(
     seconds: Sequence[float] | None,
     microbatches: int,
 ) -> tuple[tuple[int, ...], dict[int, Any], tuple[float, ...] | None]:
-    """Nodes of operators, devices of nodes, seconds of operators; arguments as those of
-    `make_placed_step`, with devices by what they are found by.
+    """Resolves the nodes of operators, the devices of nodes, the seconds of operators.
+
+    Args:
+        nodes: as for `make_placed_step`.
+        table: devices from `device_table`.
+        seconds: as for `make_placed_step`.
+        microbatches: number of microbatches of a step.
+
+    Returns:
+        The node of each operator, a map from a node to its device, and the seconds of
+        each operator. The seconds are None if neither argument nor placement has them.
 
     Raises:
-        ValueError: see there.
+        ValueError: as for `make_placed_step`.
     """
     if isinstance(nodes, Placement):
         check_microbatches(nodes, microbatches)
@@ -343,7 +352,10 @@ def where(
 
 
 def seconds_of(placement: Placement) -> tuple[float, ...]:
-    """Seconds of each operator's forward pass; those of one task share its seconds."""
+    """Seconds of each operator's forward pass, by a placement.
+
+    The seconds of a task are divided equally between its operators.
+    """
     took = {run.task: run.end_s - run.start_s for run in placement.schedule}
     return tuple(
         took[task] / (stop - start)
@@ -353,17 +365,18 @@ def seconds_of(placement: Placement) -> tuple[float, ...]:
 
 
 def nodes_of_scopes(graph: Graph, table: Mapping[str, int]) -> tuple[int, ...]:
-    """The node of each operator, by the `jax.named_scope` that it is in.
+    """Assigns operators to nodes by the `jax.named_scope` that they are in.
 
-    So layers are divided into stages, as many to each as one likes. An operator in none
-    of the scopes goes with the one before it, the first ones with the first scope.
+    This can divide layers into stages. An operator outside of all scopes gets the node
+    of the operator before it. Operators before the first scope get the node of the
+    first scope.
 
     Args:
-        graph: of the loss (`dtft.planner.trace`).
-        table: scope to node.
+        graph: the traced loss (`dtft.planner.trace`).
+        table: map from a scope to its node.
 
     Raises:
-        ValueError: a scope that no operator of the program is in.
+        ValueError: the program has no operator in one of the scopes.
 
     >>> import jax, jax.numpy as jnp
     >>> def loss(x):
@@ -393,22 +406,23 @@ def nodes_of_scopes(graph: Graph, table: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def devices_of(placement: Placement, table: Mapping[Any, Any]) -> dict[int, Any]:
-    """The device of each node.
+    """Finds the device of each node of a placement in a table.
 
     Args:
-        placement: has nodes with names and types.
-        table: number, name (`h100:0`), type (`fpga-u280`, or `fpga`) or platform
-            (`cuda`, `gpu`) of a node to its device, so that CPU devices can play types.
-            What is said of fewer nodes counts first.
+        placement: a placement, whose nodes have names, types and platforms.
+        table: map from a node's number, name (`h100:0`), type (`fpga-u280`, or `fpga`)
+            or platform (`cuda`, `gpu`) to a device. Numbers take precedence over names,
+            names over types, and types over platforms. A CPU device can stand for any
+            type.
 
     Raises:
-        ValueError: a node that has operators is not in the table, or a word of the
-            table is of no node.
+        ValueError: a node with operators is not in the table, or no node has a word of
+            the table.
     """
     found: dict[int, Any] = {}
     words = [_words(placement, node) for node in range(len(placement.nodes))]
     all_words = dict.fromkeys(word for some in words for word in some)
-    # Numbers may go on: devices are often given as all that there are.
+    # More numbers than nodes are allowed, because callers often give all devices.
     strange = [k for k in table if not isinstance(k, int) and k not in all_words]
     if strange:
         raise ValueError(
@@ -429,10 +443,10 @@ def devices_of(placement: Placement, table: Mapping[Any, Any]) -> dict[int, Any]
 
 
 def check_microbatches(placement: Placement, microbatches: int) -> None:
-    """Refuses a placement that was made for another number of microbatches.
+    """Checks that a placement was made for the given number of microbatches.
 
     Raises:
-        ValueError: names both numbers.
+        ValueError: the numbers differ; the message has both.
     """
     if placement.microbatches != microbatches:
         raise ValueError(
@@ -444,7 +458,7 @@ def check_microbatches(placement: Placement, microbatches: int) -> None:
 
 
 def _words(placement: Placement, node: int) -> tuple[str, ...]:
-    """What a node may be called, what says most of it first."""
+    """Words for a node: its name, type, first part of the type, and platforms."""
     kind = placement.types[node]
     platforms = _platforms(placement, node)
     return (placement.nodes[node], kind, kind.split("-")[0], *platforms)
@@ -459,16 +473,19 @@ def _platforms(placement: Placement, node: int) -> tuple[str, ...]:
 def predicted_starts(
     placement: Placement, cut: Cut, order: CallOrder, active: Collection[int]
 ) -> dict[Task, float]:
-    """When the placement lets the tasks of the first microbatch begin, in seconds.
+    """Start times that a placement predicts for the first microbatch, in seconds.
 
-    A segment begins with the first of its operators.
+    The start of a segment is the earliest start of its operators. For a backward task
+    only operators with differentiated results count.
 
     Args:
-        placement: of one microbatch, forward and backward.
-        cut: what was made of it.
-        order: of these segments.
-        active: numbers of values that are differentiated; the placement has a backward
-            pass of every operator.
+        placement: a placement of one microbatch's forward and backward pass.
+        cut: the program, cut by the placement.
+        order: the order of the tasks of the cut.
+        active: numbers of the values that are differentiated.
+
+    Returns:
+        Map from a task of microbatch 0 to its predicted start.
     """
     starts = {run.task: run.start_s for run in placement.schedule}
     task_of = _tasks(placement.operators)

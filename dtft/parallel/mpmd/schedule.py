@@ -1,6 +1,6 @@
-"""What nodes call and tell each other in a placed step, and in which order.
+"""The calls of nodes in a placed step, the arrays that nodes send, and the order.
 
-Calls are plain values; the order is decided before the step runs.
+Calls are plain values. The order is computed before the step runs.
 """
 
 from collections import Counter, defaultdict
@@ -10,10 +10,8 @@ from typing import Literal, NamedTuple
 
 from jax.extend.core import ClosedJaxpr
 
-# What nodes call and what they tell each other in a placed step, as plain values.
-#
-# A `NodeCall` is one program on one node, a `Key` the name of an array in the stores of
-# nodes. `autodiff` and `update` say which calls there are, `executor` makes them.
+# A `NodeCall` is one program on one node. A `Key` is the name of an array in the stores
+# of nodes. `autodiff` and `update` make the calls, and `executor` runs them.
 
 
 Phase = Literal["begin", "forward", "backward", "reduce", "finish", "update"]
@@ -33,11 +31,12 @@ Kind = Literal[
     "update",
     "result",
 ]
-"""`partial`: a cotangent that calls of the same node still add to. `sum`: a gradient
-that microbatches still add to; `weight` and `total`: what microbatches count."""
+"""Kinds of arrays. `partial`: a cotangent to which other calls of the node add. `sum`:
+a gradient to which other microbatches add. `weight`: the weight of a microbatch.
+`total`: the sum of the weights."""
 
 EACH = -1
-"""In a call that is made for each microbatch: the one it is made for."""
+"""Placeholder for the microbatch, in calls that are made for each microbatch."""
 
 
 class Key(NamedTuple):
@@ -45,59 +44,63 @@ class Key(NamedTuple):
 
     kind: Kind
     number: int = 0
-    """Of the value that it is, or is the gradient of."""
+    """Number of the value in the program. A cotangent, sum or gradient has the number
+    of the value that it belongs to. A result or a leaf of the optimizer state has its
+    position."""
     of: int = 0
-    """Node that made a cotangent or sum; segment that made a residual or partial."""
+    """Node that made a cotangent or sum; segment that made a residual or partial. 1 for
+    a constant of the optimizer's program."""
     microbatch: int | None = None
-    """None for what there is once in a step."""
+    """Number of the microbatch, or `EACH`; None for an array that exists once in a
+    step."""
 
     def at(self, microbatch: int) -> "Key":
-        """With the microbatch, if it has one."""
+        """Replaces the placeholder `EACH` by a microbatch; other keys do not change."""
         return self._replace(microbatch=microbatch) if self.microbatch == EACH else self
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NodeCall:
-    """One program on one node."""
+    """A program on a node, with the arrays that it reads, writes and sends."""
 
     node: int
     phase: Phase
     segment: int = 0
-    """Of the forward program, or of the update's."""
+    """Number of the segment, of the loss or of the optimizer's program."""
     reads: tuple[Key, ...] = field(default=(), repr=False)
     writes: tuple[Key, ...] = field(default=(), repr=False)
     sends: tuple[tuple[Key, int], ...] = field(default=(), repr=False)
-    """What other nodes get once it is done."""
+    """Pairs of an array and the node that gets the array after the call."""
     program: ClosedJaxpr | None = field(default=None, repr=False)
-    """From reads to writes; None: it only sends what it reads."""
+    """Program from reads to writes; None if the call only sends what it reads."""
     donated: tuple[int, ...] = field(default=(), repr=False)
-    """Reads, by position, whose memory it may use for its results."""
+    """Positions in `reads` of the arrays whose memory is donated to the results."""
 
     @property
     def name(self) -> str:
-        """Such as `backward 3`."""
+        """Phase and segment, such as `backward 3`."""
         return f"{self.phase} {self.segment}"
 
 
 class Task(NamedTuple):
-    """A call for one microbatch; None for those made once in a step."""
+    """A call for a microbatch; `microbatch` is None for calls made once in a step."""
 
     call: NodeCall
     microbatch: int | None = None
 
     @property
     def reads(self) -> tuple[Key, ...]:
-        """Keys of the arrays it needs."""
+        """Keys of the arrays that the task reads."""
         return self._of(self.call.reads)
 
     @property
     def writes(self) -> tuple[Key, ...]:
-        """Keys of the arrays it makes."""
+        """Keys of the arrays that the task writes."""
         return self._of(self.call.writes)
 
     @property
     def sends(self) -> tuple[tuple[Key, int], ...]:
-        """Keys of arrays and the nodes that get them."""
+        """Pairs of the key of an array and the node that gets the array."""
         at = self.microbatch
         if at is None:
             return self.call.sends
@@ -110,15 +113,15 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class NodeTransfer:
-    """What is sent from one node to another in a step."""
+    """The arrays of one kind that one node sends to another node in a step."""
 
     source: int
     destination: int
     kind: Kind
     count: int
-    """Arrays."""
+    """Number of arrays."""
     num_bytes: int
-    """Bytes of all of them."""
+    """Bytes of all arrays together."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -126,16 +129,16 @@ class Calls:
     """All calls of a step."""
 
     begin: tuple[NodeCall, ...] = ()
-    """Once, before the first microbatch."""
+    """Calls made once, before the first microbatch."""
     each: tuple[NodeCall, ...] = ()
-    """For each microbatch: forward and backward of every segment."""
+    """Calls made for each microbatch: forward and backward calls of every segment."""
     end: tuple[NodeCall, ...] = ()
-    """Once, after the last microbatch, in an order that can run."""
+    """Calls made once, after the last microbatch, in an order that can run."""
     num_bytes: Mapping[Key, int] = field(default_factory=dict)
-    """Of what is sent."""
+    """Map from the key of each array that is sent to its bytes."""
 
     def then(self, more: "Calls") -> "Calls":
-        """With the calls of `more` behind them."""
+        """Appends the `end` calls of `more`."""
         return replace(
             self,
             end=(*self.end, *more.end),
@@ -143,7 +146,7 @@ class Calls:
         )
 
     def transfers(self, num_microbatches: int) -> tuple[NodeTransfer, ...]:
-        """What one step sends between nodes, by link and kind."""
+        """Counts the arrays and bytes that a step sends, by link and kind of array."""
         found: dict[tuple[int, int, Kind], list[int]] = {}
         for call in (*self.begin, *self.each, *self.end):
             times = num_microbatches if call in self.each else 1
@@ -166,7 +169,13 @@ class Calls:
 def sends(
     keys: Iterable[Key], node: int, wanted: Mapping[Key, Sequence[int]]
 ) -> tuple[tuple[Key, int], ...]:
-    """What a node makes and others want."""
+    """Pairs of a key and another node that needs the key's array.
+
+    Args:
+        keys: keys of the arrays that a node makes.
+        node: the node that makes the arrays; it sends nothing to itself.
+        wanted: map from a key to the nodes that need its array.
+    """
     return tuple(
         (key, other)
         for key in keys
@@ -176,7 +185,16 @@ def sends(
 
 
 def usable(program: ClosedJaxpr, candidates: Iterable[int]) -> tuple[int, ...]:
-    """Arguments, by position, whose memory some result of the program can have."""
+    """Selects arguments that can be donated to a program, by shape and dtype.
+
+    Args:
+        program: the program.
+        candidates: positions of arguments that are not needed later.
+
+    Returns:
+        Positions of arguments. Each argument has the shape and dtype of a result, and
+        no two arguments share a result.
+    """
     left = Counter((a.shape, a.dtype) for a in program.out_avals)
     found: list[int] = []
     for position in candidates:
@@ -187,32 +205,32 @@ def usable(program: ClosedJaxpr, candidates: Iterable[int]) -> tuple[int, ...]:
     return tuple(found)
 
 
-# In which order each node makes its calls, decided before the step runs.
-#
-# One forward, one backward (PipeDream, Narayanan et al. 2019; its flushed form as in
-# Megatron-LM 2021), for any graph of segments: of what could start first a backward
-# call goes before a forward call, and a segment has no more microbatches between its
-# forward and its backward call than there are nodes from it to the loss. For a chain of
-# stages this is 1F1B as published.
+# The order of each node's calls is one forward, one backward (PipeDream, Narayanan et
+# al. 2019; its flushed form as in Megatron-LM 2021), for any graph of segments. The
+# call that can start first runs first; a backward call goes before a forward call. The
+# number of microbatches between the forward and backward call of a segment is at most
+# the number of nodes from the segment to the loss. For a chain of stages this is 1F1B
+# as published.
 
 
 BACKWARD = 2.0
-"""A backward call takes this many times what its forward call takes."""
+"""Expected time of a backward call, as a multiple of its forward call."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CallOrder:
-    """The tasks of a step."""
+    """The tasks of a step in the order of execution, with expected times."""
 
     by_node: Mapping[int, tuple[Task, ...]]
-    """Of each node, in the order in which it does them."""
+    """Map from a node to its tasks, in order."""
     start_s: Mapping[Task, float]
-    """When each forward and backward task would begin, if transfers took no time."""
+    """Expected start of each forward and backward task, in seconds, if transfers take
+    no time."""
     finish_s: float
-    """When the last of these would be done."""
+    """Expected end of the last forward or backward task, in seconds."""
 
     def without(self, calls: Calls) -> "CallOrder":
-        """As if there were not the calls that are made at the end of a step."""
+        """Removes the tasks of `calls.end`, such as the calls of the update."""
         return replace(
             self,
             by_node={
@@ -223,15 +241,15 @@ class CallOrder:
 
 
 def order(calls: Calls, num_microbatches: int, seconds: Sequence[float]) -> CallOrder:
-    """The order of all tasks of a step.
+    """Computes the order of all tasks of a step.
 
-    No task waits for ever: the oldest microbatch that is not done can always go on, as
-    nothing newer holds its place in any segment.
+    The order has no deadlock: the oldest unfinished microbatch can always go on,
+    because no newer microbatch occupies its place in a segment.
 
     Args:
-        calls: of one step.
-        num_microbatches: parts of the batch.
-        seconds: of the forward call of each segment.
+        calls: the calls of a step.
+        num_microbatches: number of microbatches.
+        seconds: expected seconds of the forward call of each segment.
     """
     starts, finish_s = _Simulation(calls.each, num_microbatches, seconds).run()
     by_node: dict[int, list[Task]] = defaultdict(list)
@@ -249,7 +267,7 @@ def order(calls: Calls, num_microbatches: int, seconds: Sequence[float]) -> Call
 
 
 class _Simulation:
-    """The nodes at work."""
+    """Simulates the forward and backward tasks of all nodes, to find their order."""
 
     def __init__(
         self, calls: Sequence[NodeCall], num_microbatches: int, seconds: Sequence[float]
@@ -266,7 +284,8 @@ class _Simulation:
         ]
         forward = {c.segment: n for n, c in enumerate(calls) if c.phase == "forward"}
         for index, call in enumerate(calls):
-            if call.phase == "backward":  # though a linear one could begin before
+            # The backward call of a linear segment would not need its forward call.
+            if call.phase == "backward":
                 self._before[index].add(forward[call.segment])
         self._back = {
             call.segment: index
@@ -283,7 +302,10 @@ class _Simulation:
         self._look(range(len(calls)))
 
     def run(self) -> tuple[dict[Task, float], float]:
-        """Start of every task, in an order that keeps that of each node."""
+        """Returns the start of every task in seconds, and the end of the last task.
+
+        Tasks of a node are in their order of execution.
+        """
         free: dict[int, float] = defaultdict(float)
         starts: dict[Task, float] = {}
         for _ in range(len(self._calls) * self._parts):
@@ -300,17 +322,21 @@ class _Simulation:
         return starts, max(free.values(), default=0.0)
 
     def _followers(self) -> list[set[int]]:
-        """Of each call those that may start once it is done: itself is one."""
+        """For each call the set of calls that may start after it.
+
+        A call is in its own set, for the next microbatch.
+        """
         found = [{index} for index in range(len(self._calls))]
         for index, before in enumerate(self._before):
             for other in before:
                 found[other].add(index)
                 if self._back.get(self._calls[index].segment) == index:
-                    found[index].add(other)  # a place in the segment is free again
+                    # A backward call frees a microbatch's place in the segment.
+                    found[index].add(other)
         return found
 
     def _look(self, some: Iterable[int]) -> None:
-        """Notes which of some calls could start, and when."""
+        """Updates the earliest start times of some calls."""
         for index in some:
             ready = self._ready(index)
             if ready is None:
@@ -319,7 +345,10 @@ class _Simulation:
                 self._startable[index] = ready
 
     def _first(self, free: Mapping[int, float]) -> tuple[float, int]:
-        """The task that can start first; a backward one goes before a forward one."""
+        """Returns the start and the index of the call that can start first.
+
+        At equal times a backward call goes before a forward call.
+        """
         found: list[tuple[float, bool, int, int, int]] = []
         for index, ready in self._startable.items():
             call = self._calls[index]
@@ -331,7 +360,10 @@ class _Simulation:
         return start, index
 
     def _ready(self, index: int) -> float | None:
-        """When all that a call needs for its next microbatch is there."""
+        """The time when a call can start for its next microbatch, in seconds.
+
+        None if the call has no next microbatch or an input is not yet scheduled.
+        """
         part = self._next[index]
         if part == self._parts:
             return None
@@ -341,7 +373,12 @@ class _Simulation:
         return None if None in ends else max((e for e in ends if e), default=0.0)
 
     def _let_in(self, index: int, part: int) -> float | None:
-        """When the microbatch that has to leave a segment first has left it."""
+        """The time when a segment may begin a microbatch by its limit, in seconds.
+
+        At the limit an older microbatch must first end its backward call, or all its
+        calls if the segment has no backward call. Returns 0.0 below the limit, and None
+        if the older microbatch's end is not yet scheduled.
+        """
         gone = part - self._most[self._calls[index].segment]
         if gone < 0:
             return 0.0
@@ -353,7 +390,10 @@ class _Simulation:
 
 
 def _most_in_flight(calls: Sequence[NodeCall]) -> dict[int, int]:
-    """Of each segment: nodes from it to the end."""
+    """Map from a segment to its largest number of microbatches in flight.
+
+    This number is the number of different nodes of the segment and all later segments.
+    """
     nodes: set[int] = set()
     found: dict[int, int] = {}
     for call in sorted(calls, key=lambda call: -call.segment):

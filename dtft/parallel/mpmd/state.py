@@ -1,7 +1,7 @@
-"""The state of a placed step: which arrays it has, and on whose device each of them is.
+"""The state of a placed step: its arrays, and the device of each array.
 
-Also what is put on each device before a step: the state, the parts of the batch, and
-what each part counts.
+Also puts the inputs of a step on the devices: the state, the microbatches, and their
+weights.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -22,18 +22,18 @@ from dtft.parallel.mpmd.update import Updating
 from dtft.parallel.planning import check_like
 
 State = dict[str, Any]
-"""`{"params": ..., "opt_state": ...}`, every leaf on the device that updates it."""
+"""`{"params": ..., "opt_state": ...}`, with each leaf on the device of its node."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlacedLayout:
-    """Where the leaves of a state are."""
+    """The shape, dtype and node of each leaf of a state."""
 
     shapes: State
     homes: State
-    """Number of the node of each leaf: it is updated there, and stays there."""
+    """For each leaf the number of the node that stores and updates the leaf."""
     devices: Mapping[int, Any]
-    """Of each node."""
+    """Map from a node's number to its device."""
 
     @classmethod
     def of(
@@ -45,7 +45,7 @@ class PlacedLayout:
         opt_homes: Sequence[int],
         devices: Mapping[int, Any],
     ) -> "PlacedLayout":
-        """From shapes, and the node of each leaf of the two trees."""
+        """Makes a layout from two trees of shapes and the nodes of their leaves."""
         return cls(
             shapes={"params": params, "opt_state": opt_state},
             homes={
@@ -58,12 +58,12 @@ class PlacedLayout:
         )
 
     def check(self, state: Any) -> None:
-        """Refuses what is not the state of such a step, wherever its arrays are.
+        """Checks the structure of a state, but not the devices of its arrays.
 
         Raises:
-            ValueError: no mapping of parameters and optimizer state; another tree,
-                shape or dtype; arrays that a step was given already, or that are none.
-                Names the path.
+            ValueError: the state is no mapping of parameters and optimizer state, the
+                tree, a shape or a dtype differs, a leaf is a ShapeDtypeStruct, or an
+                array was donated to a step. The message names the path.
         """
         if not isinstance(state, Mapping) or set(state) != set(self.shapes):
             has = f" of {list(state)!r:.60}" if isinstance(state, Mapping) else ""
@@ -83,14 +83,17 @@ class PlacedLayout:
                 )
 
     def check_here(self, state: State, nodes: Collection[int]) -> None:
-        """Refuses a state that another placement has on other devices.
+        """Checks that the arrays of a state are on the devices of their nodes.
+
+        Arrays that are not committed to a device are allowed everywhere.
 
         Args:
-            state: as `check` lets pass.
-            nodes: whose arrays are looked at.
+            state: a state that passes `check`.
+            nodes: numbers of the nodes whose arrays are checked.
 
         Raises:
-            ValueError: names the path and both devices.
+            ValueError: an array is on another device; the message names the path and
+                both devices.
         """
         homes = to_paths(self.homes)
         for path, leaf in to_paths(dict(state)).items():
@@ -106,7 +109,7 @@ class PlacedLayout:
                 )
 
     def copied(self, state: State) -> State:
-        """The same on the devices of nodes; a step may donate it."""
+        """Copies a state to the devices of its nodes, so that a step can donate it."""
 
         def copy(leaf: Any, node: int) -> Any:
             return jax.device_put(jnp.array(leaf, copy=True), self.devices[node])
@@ -117,10 +120,10 @@ class PlacedLayout:
 
 
 def check_values(name: str, arrays: Any) -> None:
-    """Refuses shapes where arrays are needed.
+    """Checks that no leaf is a ShapeDtypeStruct.
 
     Raises:
-        ValueError: names the path of the first.
+        ValueError: a leaf is; the message names the path of the first such leaf.
     """
     for path, leaf in to_paths(arrays).items():
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -130,22 +133,23 @@ def check_values(name: str, arrays: Any) -> None:
             )
 
 
-# What is on each device before a placed step, and what the state is after it.
-#
-# Puts the leaves of the state, the parts of the batch and what each part counts into
-# the stores of nodes.
+# Inputs and results of a placed step. A node's store is a dict from the key of an array
+# to the array on the node's device. Before a step the stores get the leaves of the
+# state, the microbatches and their weights.
 
 
 def parts_of(batch: Any, num_parts: int) -> list[Any]:
-    """A batch in equal parts, rows in order; arrays without dims belong to each.
+    """Divides a batch into equal parts of consecutive rows.
+
+    Arrays without dims are in every part.
 
     Args:
-        batch: arrays, or shapes, with rows in dim 0.
-        num_parts: parts, which divide the rows.
+        batch: tree of arrays with rows in dim 0.
+        num_parts: number of parts.
 
     Raises:
-        ValueError: names the array whose rows cannot be divided, or which has others
-            than the rest; or no part is wanted.
+        ValueError: `num_parts` is below 1, or does not divide the rows of an array, or
+            arrays have different numbers of rows. The message names the array.
 
     >>> [part["x"].tolist() for part in parts_of({"x": np.arange(4)}, 2)]
     [[0, 1], [2, 3]]
@@ -173,26 +177,31 @@ def parts_of(batch: Any, num_parts: int) -> list[Any]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlacedFeed:
-    """The state and the batch of a placed step, as arrays in the stores of nodes."""
+    """Puts state and batch into the stores of nodes, and reads the new state."""
 
     cut: Cut
     gradients: Gradients
     updating: Updating
     devices: Mapping[int, Any]
-    """Of each node."""
+    """Map from a node's number to its device."""
     num_parts: int
-    """Microbatches."""
+    """Number of microbatches."""
     weight: Callable[[Any], Any] | None
-    """What a part counts; by default all are equal."""
+    """Function from a microbatch to its weight; None gives all the same weight."""
 
     def stores(
         self, state: Any, batch: Any, nodes: Sequence[int]
     ) -> dict[int, dict[Key, Any]]:
-        """What is on the devices of nodes when a step begins.
+        """Makes the stores of nodes at the beginning of a step.
+
+        Args:
+            state: the state before the step.
+            batch: the whole batch.
+            nodes: numbers of the nodes whose stores are made.
 
         Raises:
-            ValueError: names the array whose rows cannot be divided; or parts whose
-                weights have no mean.
+            ValueError: rows cannot be divided, or the weights of the microbatches are
+                not allowed (`part_weights`).
         """
         stores: dict[int, dict[Key, Any]] = {node: {} for node in self.devices}
         params = jax.tree.leaves(state["params"])
@@ -212,7 +221,10 @@ class PlacedFeed:
         return {node: stores[node] for node in nodes}
 
     def state(self, before: Any, stores: Mapping[int, Mapping[Key, Any]]) -> Any:
-        """The state after a step; what other nodes than these update is as before."""
+        """Reads the state after a step from the stores of nodes.
+
+        A leaf keeps its old array if its node has no store in `stores`.
+        """
         old = [
             *jax.tree.leaves(before["params"]),
             *jax.tree.leaves(before["opt_state"]),
@@ -231,7 +243,7 @@ class PlacedFeed:
 
 
 class _Parts:
-    """The parts of one batch."""
+    """The microbatches of one batch, with their weights."""
 
     def __init__(self, feed: PlacedFeed, parts: Sequence[Any]) -> None:
         self._parts = parts
@@ -242,7 +254,7 @@ class _Parts:
         self._place = {number: place for place, number in enumerate(numbers)}
 
     def of(self, key: Key) -> Iterator[tuple[Key, Any]]:
-        """The arrays that a key of a call stands for: `EACH` is one per part."""
+        """Yields keys and arrays of an input; a key with `EACH` has one per part."""
         every = key.microbatch == EACH
         for at in range(len(self._parts)) if every else [key.microbatch]:
             yield key._replace(microbatch=at), self._value(key, at)
@@ -259,5 +271,5 @@ class _Parts:
 
 
 def like(tree: Any, leaves: Sequence[Any]) -> Any:
-    """A tree of the same form with other leaves."""
+    """Makes a tree with the structure of `tree` and the given leaves."""
     return jax.tree.unflatten(jax.tree.structure(tree), list(leaves))

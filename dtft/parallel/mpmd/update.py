@@ -1,9 +1,10 @@
-"""The calls that update parameters, each node its own.
+"""Makes the calls that update parameters; each node updates its own parameters.
 
-The optimizer's program is cut like the loss: an operator runs where the largest of its
-operands is, and only what must be known elsewhere is sent. So a transformation that is
-elementwise sends next to nothing, and one that needs a norm over all gradients sends a
-number per parameter or less; what it computes is the same. Traces only.
+The optimizer's program is cut into segments like the loss. An operator runs on the node
+of its largest operand, and nodes send only values that other nodes read. So an
+elementwise optimizer sends almost nothing. An optimizer with a norm over all gradients
+sends at most a number per parameter. The cut does not change what the optimizer
+computes. This module only traces programs.
 """
 
 from collections.abc import Sequence
@@ -21,15 +22,17 @@ from dtft.planner.ir import CALLS, bodies, is_var, operators, traced
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Updating:
-    """The calls, and where state is before and after them."""
+    """The calls of an update, and the keys and nodes of its inputs and results."""
 
     calls: Calls
     state: tuple[tuple[Key, int], ...]
-    """Leaves of the optimizer's state before the update, and their nodes."""
+    """Key and node of each leaf of the optimizer state before the update."""
     after: tuple[tuple[Key | None, Any], ...]
-    """Parameters, then leaves of the state, after it; without a key: a constant."""
+    """Key and node of each parameter, then of each leaf of the optimizer state, after
+    the update. A result that is a constant has None and the constant."""
     constants: tuple[tuple[Key, int, Any], ...]
-    """Arrays of the program, and nodes that read them."""
+    """Key, node and array for each constant of the program and each node that reads
+    it."""
 
 
 def updating(
@@ -38,14 +41,14 @@ def updating(
     keys: Sequence[Key],
     homes: Sequence[int],
 ) -> Updating:
-    """Calls for one update.
+    """Makes the calls for one update.
 
     Args:
-        optimizer: any optax transformation that needs gradients, its state and
-            parameters only.
-        params: shapes.
-        keys: of the parameters' gradients.
-        homes: node of each parameter, where it stays.
+        optimizer: any optax transformation whose update takes only gradients, state and
+            parameters.
+        params: tree of ShapeDtypeStructs.
+        keys: the key of each parameter's gradient.
+        homes: the node of each parameter.
     """
     with jax.numpy_dtype_promotion("standard"):  # stock optax needs it
         state = jax.eval_shape(optimizer.init, params)
@@ -61,7 +64,7 @@ def updating(
 
 
 class _Colocated:
-    """Where values are together; the node may be found out later."""
+    """A set of values on the same node (union-find); the node may be set later."""
 
     def __init__(self, node: int | None = None) -> None:
         self.node = node
@@ -71,16 +74,17 @@ class _Colocated:
         return self if self._same is None else self._same.root()
 
     def join(self, other: "_Colocated") -> None:
-        """Where `other` is, whose node may be known."""
+        """Puts these values on the node of `other`, which may not be known yet."""
         mine, its = self.root(), other.root()
         if mine is not its:
             mine._same = its
 
 
 class _Where:
-    """Finds a node for each operator of an optimizer's program.
+    """Assigns the operators of an optimizer's program to nodes.
 
-    State has no node of its own: it is where it first meets a gradient or parameter.
+    A leaf of the state gets the node of the gradient or parameter with which an
+    operator first combines it.
     """
 
     def __init__(self) -> None:
@@ -89,11 +93,11 @@ class _Where:
 
     @property
     def nodes(self) -> list[int]:
-        """Of each operator."""
+        """The node of each operator."""
         return [self._node(place) for place in self._operators]
 
     def run(self, jaxpr: Jaxpr, homes: Sequence[int]) -> list[int]:
-        """Follows the program; returns the nodes of the leaves of the state."""
+        """Walks the program; returns the nodes of the leaves of the state."""
         self._default = homes[0]
         state = [_Colocated() for _ in jaxpr.invars[2 * len(homes) :]]
         self._body(jaxpr, [*map(_Colocated, homes), *map(_Colocated, homes), *state])
@@ -120,7 +124,11 @@ class _Where:
         return [known[a] if is_var(a) else _Colocated() for a in jaxpr.outvars]
 
     def _together(self, eqn: JaxprEqn, known: dict[Any, _Colocated]) -> _Colocated:
-        """The place of the largest operand that has one; all without it join it."""
+        """Returns the node set of an equation's largest operand with a known node.
+
+        Operands without a known node join this set. If no operand has a known node, all
+        operands join a new set.
+        """
         found = [(_size(a), known[a]) for a in eqn.invars if is_var(a)]
         settled = [(size, p) for size, p in found if p.root().node is not None]
         place = max(settled, key=lambda one: one[0])[1] if settled else _Colocated()
@@ -131,7 +139,7 @@ class _Where:
 
 
 class _Making:
-    """Calls from segments of an optimizer's program."""
+    """Makes the calls of an update from the segments of an optimizer's program."""
 
     def __init__(
         self, divided: Cut, keys: Sequence[Key], homes: Sequence[int], state: list[int]
@@ -190,11 +198,11 @@ class _Making:
         return aval.size * aval.dtype.itemsize
 
     def _end(self, number: Any, node: int) -> Any:
-        """Node of a result, or what it is."""
+        """The node of a result, or the value of a constant result."""
         return node if isinstance(number, int) else number.val
 
     def _arguments(self, wanted: dict[Key, list[int]]) -> list[NodeCall]:
-        """Sends state and gradients that other nodes need."""
+        """Calls that send gradients, parameters and state to nodes that read them."""
         away: dict[int, list[tuple[Key, int]]] = {}
         for number in self._cut.arguments:
             key, node = self._keys[number], self._at[number]
@@ -228,7 +236,7 @@ class _Making:
         )
 
     def _free(self, index: int, segment: Segment) -> list[int]:
-        """Reads, by position, that nothing on the node reads later or returns."""
+        """Positions of a segment's reads whose arrays its node does not need later."""
         later = {
             number
             for other in self._cut.segments[index + 1 :]

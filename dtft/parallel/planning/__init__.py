@@ -1,13 +1,13 @@
-"""Plans that run: `dtft.plan`, the step of a plan, and which plan a run has.
+"""Makes plans with `dtft.plan`, compiles the step of a plan, chooses the plan of a run.
 
-* `api`: `dtft.plan` and what it returns. `inputs`: what is handed to it, refused early.
-* `planned_step`: `make_step` and `jit_plan`; `planned_experiment`: the step of a
+* `api`: `dtft.plan` and its result. `inputs`: checks the arguments of `dtft.plan`.
+* `planned_step`: `make_step` and `jit_plan`. `planned_experiment`: the step of a
   config.
-* `choice`: which plan a run has, recorded and replayed; `auto`: the planner's own
-  answer for a config. `calibration_log`: predicted and measured times.
-* `verify`: plans are compiled for devices that do not exist; `trial`: they are run.
+* `choice`: the plan of a run, recorded in checkpoints and replayed. `auto`: plans a
+  config with the planner. `calibration_log`: predicted and measured step times.
+* `verify`: compiles plans for devices that need not exist. `trial`: runs plans.
 
-How a plan is searched for is in `dtft.planner`.
+The search for a plan is in `dtft.planner`.
 """
 
 from typing import TYPE_CHECKING

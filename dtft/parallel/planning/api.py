@@ -1,8 +1,8 @@
-"""`dtft.plan`: from a user's step or loss and a cluster to a plan that can be run.
+"""`dtft.plan`: makes a plan that can be run from a user's step or loss and a cluster.
 
-`dtft.planner` decides and never runs anything; this is its other half: the two entries,
-what `cluster` stands for, and a plan with the meshes and NamedSharding trees of it,
-which can be asked why.
+`dtft.planner` searches for plans and never runs one. This module checks the arguments
+of the two entry points, resolves `cluster`, and returns a `RunnablePlan`. A
+`RunnablePlan` also makes JAX meshes and NamedShardings, and explains the plan.
 """
 
 import dataclasses
@@ -49,47 +49,47 @@ from dtft.planner.search import PINS, Decision, decide, did_you_mean
 from dtft.planner.wording import Section
 from dtft.planner.workload import Workload, of_loss, of_step
 
-# Plans that can be run, and asked why: their values with what JAX needs of them.
-#
-# `dtft.planner` decides and never runs anything; this is its other half: meshes and
-# NamedSharding trees of a plan, and what the planner says of it.
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunnablePlan(Plan):
-    """A plan that can be put on devices, and asked why it is as it is."""
+    """A plan that makes its JAX mesh and shardings, and explains its selection."""
 
     decision: Decision | None = field(default=None, repr=False, compare=False)
-    """What it was chosen from; None if it was read from a file."""
+    """The decision that selected the plan, with all candidates; None if the plan was
+    read from a file."""
 
     @classmethod
     def of(cls, plan: Plan, decision: Decision | None = None) -> "RunnablePlan":
-        """The same plan, such as one that was read from a file."""
+        """Makes a RunnablePlan with the values of a plan."""
         return cls(**_values(plan), decision=decision)
 
     @classmethod
     def from_json(cls, text: str) -> "RunnablePlan":
-        """The plan of `to_json`; it can be run and explained, but not asked further.
+        """Reads a plan from the JSON that `to_json` writes.
+
+        The plan has no `decision`. It can be run, explained and compared, but methods
+        that need other plans (`why_not`, `sensitivity`, `lints`) raise ValueError.
 
         Raises:
-            ValueError: another version, or not a plan.
+            ValueError: the text has another version, or is not a plan.
         """
         return cls.of(Plan.from_json(text))
 
     def to_json(self) -> str:
-        """The plan as JSON, versioned; equal plans give equal text."""
+        """Writes the plan as versioned JSON; equal plans give equal text."""
         return Plan(**_values(self)).to_json()
 
     def explain(self) -> str:
-        """Where seconds and bytes go, what is sent, what else there was.
+        """Explains the plan as text: seconds and bytes by term, collectives, and
+        alternatives.
 
-        With what its pins cost and what `lints()` finds, unless the plan was read from
-        a file.
+        Also gives the cost of the pins and the findings of `lints()`, unless the plan
+        was read from a file.
         """
         return wording.text(self.sections())
 
     def sections(self) -> tuple[Section, ...]:
-        """The parts of `explain()`, for other ways to show them."""
+        """The sections of `explain()`, for display in other formats."""
         parts = plan_sections(self)
         if self.decision is None:
             return parts
@@ -97,7 +97,8 @@ class RunnablePlan(Plan):
         return (*parts, *priced, lint_section(self.lints()))
 
     def diff(self, other: Plan) -> str:
-        """What another plan does otherwise, and what that costs or saves.
+        """Compares the plan with another plan: the differences, and their cost or
+        saving, as text.
 
         Raises:
             ValueError: `other` is no plan.
@@ -106,15 +107,17 @@ class RunnablePlan(Plan):
         return diff(self, other)
 
     def why_not(self, **pins: Any) -> str:
-        """What other knobs, such as `tensor=8`, would cost; or why they cannot be.
+        """Explains what other knobs, such as `tensor=8`, would cost, or why no plan can
+        have these knobs.
 
         Raises:
-            ValueError: no knob is named, or the plan was read from a file.
+            ValueError: no knob is given, or the plan was read from a file.
         """
         return why_not(self._decision("why_not"), **pins)
 
     def sensitivity(self) -> str:
-        """What faster links, more memory or more hosts would change; plans again.
+        """Plans again with faster links, more memory or more hosts; returns the changes
+        as text.
 
         Raises:
             ValueError: the plan was read from a file.
@@ -122,7 +125,8 @@ class RunnablePlan(Plan):
         return sensitivity(self._decision("sensitivity"))
 
     def lints(self) -> tuple[Lint, ...]:
-        """Sizes, arrays and batches that cost what a small change would save.
+        """Finds sizes, arrays and batches for which a small change would save time or
+        memory.
 
         Raises:
             ValueError: the plan was read from a file.
@@ -130,7 +134,7 @@ class RunnablePlan(Plan):
         return find_lints(self._decision("lints"))
 
     def html(self) -> str:
-        """A report with pictures, in one file that needs nothing else."""
+        """The report of the plan as one HTML page with embedded pictures."""
         return report_html(self, self.decision)
 
     def _decision(self, name: str) -> Decision:
@@ -143,26 +147,27 @@ class RunnablePlan(Plan):
         return self.decision
 
     def make_mesh(self, devices: Sequence[Any] | None = None) -> Mesh:
-        """The plan's mesh.
+        """Makes the plan's mesh.
 
         Args:
-            devices: in mesh order; by default all that JAX has.
+            devices: devices in mesh order; by default all of JAX's devices, in a single
+                process the first ones if the plan uses fewer.
 
         Raises:
-            ValueError: there are not as many as the plan needs.
+            ValueError: the plan needs another number of devices.
         """
         return mesh_of(self.mesh, devices)
 
     def shardings(self, mesh: Mesh, state: Any, batch: Any) -> tuple[Any, Any]:
-        """A NamedSharding for every leaf of a state and of a batch, for any `jax.jit`.
+        """Returns trees with a NamedSharding for each leaf of a state and of a batch.
 
         Args:
-            mesh: of `make_mesh`.
+            mesh: the mesh that `make_mesh` returned.
             state: arrays or ShapeDtypeStructs; for entry loss the parameters.
             batch: arrays or ShapeDtypeStructs.
 
         Raises:
-            ValueError: names the path that does not fit the plan.
+            ValueError: a leaf does not fit the plan; the message names its path.
         """
         return (
             sharding_tree("state", state, self.state, mesh),
@@ -170,18 +175,19 @@ class RunnablePlan(Plan):
         )
 
     def axis_rules(self, params: Any) -> AxisRules:
-        """The plan as Flax's rules from logical names to axes of the mesh.
+        """Converts the plan to Flax's rules from logical names to mesh axes.
 
-        `flax.core.spmd.logical_axis_rules(plan.axis_rules(params).rules)` then shards a
-        model that was written with logical names. A rule gives a name the same axes
-        everywhere; arrays that the plan divides otherwise are the `exceptions`.
+        `flax.core.spmd.logical_axis_rules(plan.axis_rules(params).rules)` shards a
+        model that was written with logical names. A rule gives a name the same axes in
+        every array. Arrays that the plan divides in another way are the `exceptions`.
 
         Args:
-            params: what the plan was made for, with its NNX variables
-                (`nnx.state(model)`) or Linen boxes; entry step: the state.
+            params: the planned parameters (entry step: the planned state), with NNX
+                variables (`nnx.state(model)`) or Linen boxes.
 
         Raises:
-            ValueError: no array has logical names, or one that has is not planned.
+            ValueError: no array has logical names, or the plan lacks an array with
+                logical names.
         """
         names = logical_names(params, self.state)
         shapes = {
@@ -191,7 +197,7 @@ class RunnablePlan(Plan):
         return axis_rules(self.state, names, shapes)
 
     def jit(self, step: Step, devices: Sequence[Any] | None = None) -> PlannedStep:
-        """As `jit_plan`."""
+        """Jits a user's step with this plan, as `jit_plan` does."""
         return jit_plan(self, step, devices=devices)
 
 
@@ -214,44 +220,47 @@ def plan(
     verify: int = 0,
     **pins: Any,
 ) -> RunnablePlan:
-    """How to shard a training step on a cluster, how fast it will be, whether it fits.
+    """Plans a training step on a cluster: shardings, knobs, step time and memory.
 
-    Nothing is run and no array is made, but for a trial. Either a whole step,
-    `plan(step=, state=, batch=)`, run with `.jit(step)`; or a loss, `plan(loss=,
-    optimizer=, params=, batch=)`, run with `dtft.train.make_step`, which may also
-    accumulate gradients over microbatches and compute parts of the loss again.
+    Runs nothing and allocates no arrays, except in a trial. There are two entry points.
+    `plan(step=, state=, batch=)` plans a whole step, which `.jit(step)` compiles.
+    `plan(loss=, optimizer=, params=, batch=)` plans a loss, of which
+    `dtft.train.make_step` makes a step. `make_step` can also accumulate gradients over
+    microbatches and rematerialize parts of the loss.
 
     Args:
         step: `step(state, batch) -> (state, anything)`.
         state: tree of arrays or ShapeDtypeStructs.
-        loss: `loss(params, batch)`: a scalar, or a scalar and auxiliary values. It must
-            be a mean over the batch: with `microbatches` above 1, which the planner may
-            choose, what is taken is the mean of the parts' losses and gradients. Of a
-            sum over the batch that would be one part's share, the sum divided by
-            `microbatches`; pin `microbatches=1` for such a loss.
+        loss: `loss(params, batch)`: a scalar, or a scalar and auxiliary values. The
+            loss must be a mean over the batch, because with `microbatches` above 1,
+            which the planner may choose, the step takes the mean of the microbatches'
+            losses and gradients. For a sum over the batch this mean would be the sum
+            divided by `microbatches`; pin `microbatches=1` for such a loss.
         optimizer: an optax transformation.
         params: tree of arrays or ShapeDtypeStructs.
-        batch: the same; the first dim of each leaf is that of examples.
-        cluster: such as `64x8xH100`, the path of a description, a Cluster, or None for
-            the devices that JAX has. In a job of several processes a plan for as many
-            devices as the job has leaves none of them out.
-        calibration: what `dtft calibrate` measured on such devices, or the path of its
-            file; its figures replace those of the catalog.
-        what_if: looks also at knobs that cannot be run here.
-        trial: runs so many of the best on the devices here, and takes the fastest.
-        verify: how many of the best plans are compiled, for devices that need not
-            exist; the first whose compiled memory fits is taken.
-        **pins: knobs that are given: sizes of axes (`tensor=8`), `microbatches`,
-            `remat`, `zero`, `offload`, `order` of the axes on the fabric; what-if:
+        batch: tree of arrays or ShapeDtypeStructs with the examples in dim 0.
+        cluster: text such as `64x8xH100`, the path of a description, a Cluster, or None
+            for JAX's devices. In a job of several processes, if the cluster has as many
+            devices as the job, the plan uses every device.
+        calibration: result of `dtft calibrate` for the same device type, or the path of
+            its file. The measured figures replace the figures of the catalog.
+        what_if: whether knobs that cannot be run here are searched too.
+        trial: number of best plans that are run on the devices here; the fastest is
+            selected. 0 runs none.
+        verify: number of best plans that are compiled, for devices that need not exist;
+            the first plan whose compiled memory fits is selected. 0 compiles none.
+        **pins: fixed knobs: sizes of axes (`tensor=8`), `microbatches`, `remat`,
+            `zero`, `offload`, `order` of the axes on the fabric; with `what_if` also
             `virtual_stages` and `schedule` of a pipeline.
 
     Returns:
         The best plan.
 
     Raises:
-        ValueError: arguments of neither or both entries, pins that cannot be met, an
-            unknown device type, a calibration of another one; or nothing fits: by how
-            much, and what would make it fit.
+        ValueError: the arguments do not belong to one entry point, the pins cannot be
+            met, the device type is unknown, or the calibration is of another device
+            type. Also if no plan fits; the message gives the missing bytes and the
+            changes that would make a plan fit.
     """
     _check_knobs(pins, trial, verify)
     given = {
@@ -320,14 +329,14 @@ def _cluster(cluster: Any) -> Cluster:
 
 
 def _of_this_job(cluster: Cluster) -> bool:
-    """Whether it is of several processes, each of which has to take part."""
+    """Whether the cluster has as many devices as this job of several processes."""
     if not jax.distributed.is_initialized() or jax.process_count() == 1:
         return False
     return cluster.num_devices == jax.device_count()
 
 
 def _workload(given: dict[str, Any]) -> Workload:
-    """What is asked, from the arguments that are not None."""
+    """Traces the workload of a step from the arguments that are not None."""
     entry = entry_of(given)
     try:
         if entry == "step":
@@ -345,4 +354,4 @@ _TRACED = {
     "and optimizer.update(gradients, optimizer_state, params). A loss must not change "
     "what it closes over: with NNX, nnx.merge(graphdef, params, rest, copy=True).",
 }
-"""A note for errors of what is the user's."""
+"""Map from an entry point to the note added to errors from tracing the user's code."""

@@ -1,6 +1,7 @@
-"""Answers `plan=auto`: the planner's best plan for a config on the devices there are.
+"""Makes the plan for `plan=auto`: the planner's best plan for a config on its devices.
 
-The config becomes a loss, an optimizer, parameters and a batch; shapes only are traced.
+The config is converted to a loss, an optimizer, parameters and a batch, which are
+traced with shapes only.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,31 +21,28 @@ from dtft.planner.plan import Plan
 from dtft.planner.search import decide
 from dtft.planner.workload import Workload, of_loss
 
-# What a config asks of the planner: its loss, optimizer, parameters and batch.
-#
-# Traces shapes only, on whatever device there is.
-
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerInputs:
-    """The arguments of the planner's entry `loss`."""
+    """The arguments of a config for the planner's entry point `loss`."""
 
     loss: Callable[[Any, Any], tuple[jax.Array, Any]]
-    """`(params, batch) -> (mean loss, (metrics, statistics))`; the program whose
-    operators a plan's constraints number."""
+    """`(params, batch) -> (mean loss, (metrics, statistics))`. The operator numbers of
+    a plan's constraints refer to the program of this function."""
     optimizer: optax.GradientTransformation
-    """The config's."""
+    """The config's optimizer."""
     params: Any
-    """ShapeDtypeStructs."""
+    """The model's parameters, as a tree of ShapeDtypeStructs."""
     batch: dict[str, jax.ShapeDtypeStruct]
-    """ShapeDtypeStructs of a step's global batch."""
+    """Map from a name to the ShapeDtypeStruct of the array in the global batch."""
 
 
 def asked_of(experiment: Experiment) -> PlannerInputs:
-    """The question that a config asks.
+    """Converts a config to the planner's arguments.
 
     Raises:
-        ValueError: the config cannot be planned.
+        ValueError: the optimizer communicates between replicas, which no plan
+            describes.
     """
     if experiment.optim.reduces_itself:
         raise ValueError(
@@ -74,15 +72,17 @@ def _abstract_batch(experiment: Experiment) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def automatic(experiment: Experiment, devices: Sequence[Any]) -> Plan:
-    """The plan of a config; devices of several processes are all in its mesh.
+    """Makes the planner's best plan for a config.
+
+    If the devices belong to several processes, the plan uses all of the devices.
 
     Args:
-        experiment: model, optimizer and batch.
-        devices: in slot order.
+        experiment: the config; model, optimizer, batch and calibration are used.
+        devices: devices in slot order.
 
     Raises:
-        ValueError: it fits in no way, the planner does not know the devices, or the
-            calibration is of others.
+        ValueError: no plan fits, the planner does not know the devices, or the
+            calibration is of other devices.
     """
     cluster = Cluster.from_devices(devices)
     if experiment.calibration:
@@ -95,7 +95,7 @@ def is_of(plan: Plan, experiment: Experiment) -> bool:
     """Whether a plan was made for the model, optimizer and batch of a config."""
     try:
         return plan.model_hash == _workload(experiment).fingerprint
-    except ValueError:  # none was: it cannot be planned
+    except ValueError:  # no plan was made for a config that cannot be planned
         return False
 
 

@@ -1,7 +1,7 @@
-"""The calibration log: what a plan was predicted to take, and what a step took.
+"""The calibration log: predicted and measured step times of planned runs.
 
-A planned run adds a line to `plan_times.jsonl` of its run directory, from which the
-planner's cost model is fitted (`dtft.planner.cost.learn`).
+A planned run appends a line to `plan_times.jsonl` in its run directory. The planner's
+cost model is fitted to these lines (`dtft.planner.cost.learn`).
 """
 
 from collections.abc import Sequence
@@ -16,17 +16,17 @@ from dtft.planner.cost import PastRun, link_key
 from dtft.planner.plan import Plan
 
 PLAN_TIMES_FILE = "plan_times.jsonl"
-"""Its name in a run directory."""
+"""File name of the calibration log in a run directory."""
 
 
 def past_run(plan: Plan, mesh: Mesh, step_s: Sequence[float]) -> PastRun | None:
-    """One line of the log; None on devices that the planner does not know.
+    """Makes one entry of the log; None if the planner does not know the devices.
 
     Args:
-        plan: what was run.
-        mesh: what it ran on.
-        step_s: wall time of a step in seconds, each measured over several in turn; the
-            median counts, which stalls do not move.
+        plan: the plan that was run.
+        mesh: the mesh on which the plan was run.
+        step_s: wall times of a step in seconds, each a mean over consecutive steps. The
+            entry has their median, because a few stalls do not change the median.
     """
     try:
         pool = Cluster.from_devices(list(mesh.devices.flat)).uniform
@@ -49,6 +49,6 @@ def past_run(plan: Plan, mesh: Mesh, step_s: Sequence[float]) -> PastRun | None:
 
 
 def append_past_run(path: Path, run: PastRun) -> None:
-    """Adds a line."""
+    """Appends a run to the log file as one line of JSON."""
     with path.open("a") as file:
         print(run.to_json(), file=file)

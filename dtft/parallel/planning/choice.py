@@ -1,8 +1,8 @@
-"""Which plan a run has: decided once, recorded in every commit, replayed afterwards.
+"""Chooses the plan of a run: once, then recorded in every commit and replayed.
 
-One process decides and all others are told, so that they agree whatever files each of
-them sees. Where the number of devices has changed since, `auto` is decided again, and a
-file's plan gets more or fewer replicas, or is refused.
+Process 0 chooses and broadcasts the plan, because processes may see different files. If
+the number of devices has changed since the commit, `auto` is decided again. A plan from
+a file then gets more or fewer replicas, or is refused.
 """
 
 import json
@@ -21,38 +21,41 @@ from dtft.planner.cluster import Cluster
 from dtft.planner.plan import Plan
 
 AUTO = "auto"
-"""What is asked for where the planner decides."""
+"""Value of the config's `plan` with which the planner decides."""
 ITEM = "plan"
-"""Its name among what a checkpoint holds beside arrays."""
+"""Key of the plan among the items of a checkpoint that are not arrays."""
 
 Decide = Callable[[Experiment, Sequence[Any]], Plan]
-"""From a config and its devices, in slot order, to a plan."""
+"""Function from a config and its devices, in slot order, to a plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanChoice:
-    """A plan, and what the config said."""
+    """The chosen plan of a run, with the config's request for a plan."""
 
     asked: str
-    """`auto`, or the path of a plan file."""
+    """The config's `plan`: `auto`, or the path of a plan file."""
     plan: Plan
-    """What is run."""
+    """The plan that is run."""
     before: str = ""
-    """The recorded plan's mesh, if another number of devices has taken its place."""
+    """Mesh of the recorded plan, if the number of devices has changed since; else
+    empty."""
     num_devices: int = 0
-    """Devices there are, of which the plan may leave some idle; 0: those it uses."""
+    """Number of devices of the run, some of which the plan may leave idle; 0 means the
+    number that the plan uses."""
     here: str = ""
-    """The devices that it runs on (`Pool.fabric_words`); empty: the planner does not
-    know them."""
+    """Devices of the run in words (`Pool.fabric_words`); empty if the planner does not
+    know the devices."""
 
     @property
     def is_predicted(self) -> bool:
-        """Whether the plan's prediction is of the devices that it runs on."""
+        """Whether the plan's prediction is for the devices of this run."""
         return bool(self.here) and self.plan.predicted_for == self.here
 
     @cached_property
     def items(self) -> dict[str, Any]:
-        """What a checkpoint records; what was only reported is left out."""
+        """Checkpoint items that record the choice, without the plan's alternatives and
+        collectives."""
         kept = replace(self.plan, alternatives=(), collectives=())
         known = {"asked": self.asked, "plan": json.loads(kept.to_json())}
         if self.num_devices > used(self.plan):
@@ -61,12 +64,12 @@ class PlanChoice:
 
     @property
     def text(self) -> str:
-        """The whole plan, as it is written into the run directory."""
+        """The whole plan as JSON, for the run directory."""
         return self.plan.to_json() + "\n"
 
     @property
     def words(self) -> str:
-        """One line for the banner."""
+        """A line for the run's banner: mesh, knobs and prediction."""
         plan, knobs = self.plan, self.plan.knobs
         changed = ""
         if self.before:
@@ -106,20 +109,23 @@ def choose(
     items: Mapping[str, Any],
     decide: Decide | None = None,
 ) -> PlanChoice | None:
-    """The plan of a run; None where the config's own mesh decides.
+    """Chooses the plan of a run; None if the config asks for no plan.
 
-    All processes call it together. What a checkpoint recorded is replayed as long as
-    the config asks for the same and there are as many devices.
+    All processes must call this function together. A recorded plan is replayed if the
+    config's `plan` and the number of devices are the same as in the checkpoint. If only
+    the number of devices differs, `auto` is decided again, and a plan from a file gets
+    another number of replicas.
 
     Args:
-        experiment: its field `plan` says what is asked for.
-        devices: in slot order.
-        items: of the checkpoint that the run continues from; empty at the very start.
-        decide: answers `auto`; by default the planner.
+        experiment: the config; its field `plan` is `auto`, a path, or empty.
+        devices: the devices of the run, in slot order.
+        items: the items of the checkpoint from which the run continues; empty in a new
+            run.
+        decide: function that makes the plan for `auto`; by default the planner.
 
     Raises:
-        ConfigError: there is no such plan file, it holds no plan, or its plan does not
-            fit so many devices, or the batch.
+        ConfigError: the plan file cannot be read or holds no plan, or the plan does not
+            fit the number of devices or the batch.
     """
     asked = experiment.plan
     if not asked:
@@ -136,7 +142,7 @@ def choose(
         text = answer(experiment, devices).to_json()
     agreed = told_by_first("dtft/plan", text, experiment.timeouts.start)
     plan = Plan.from_json(agreed)
-    # A file's plan may leave some of the devices idle that it was made for.
+    # A plan from a file may leave idle some of the devices that it was made for.
     is_made_for_these = known is None and _planned_for(plan) == len(devices)
     if not (is_same or asked == AUTO or is_made_for_these):
         plan = with_replicas(plan, len(devices))
@@ -152,23 +158,26 @@ def choose(
 
 
 def used(plan: Plan) -> int:
-    """Devices of a plan's mesh."""
+    """The number of devices of a plan's mesh."""
     return math.prod(plan.mesh.values())
 
 
 def _planned_for(plan: Plan) -> int:
-    """Devices of the cluster that a plan was made for, as far as its words say them."""
+    """The number of devices of the cluster that a plan was made for.
+
+    Returns the number that the plan uses if `plan.cluster` cannot be parsed.
+    """
     try:
         return max(Cluster.parse(plan.cluster).num_devices, used(plan))
-    except ValueError:  # a file that is not here
+    except ValueError:  # `plan.cluster` may name a file that this machine lacks
         return used(plan)
 
 
 def _check_idle(plan: Plan, devices: Sequence[Any]) -> None:
-    """Refuses a plan that leaves a process without any of its devices.
+    """Checks that a plan leaves no device idle in a job of several processes.
 
     Raises:
-        ConfigError: says which number of devices it uses.
+        ConfigError: the plan leaves devices idle; the message has both numbers.
     """
     processes = {device.process_index for device in devices}
     if used(plan) < len(devices) and len(processes) > 1:
@@ -182,10 +191,11 @@ def _check_idle(plan: Plan, devices: Sequence[Any]) -> None:
 
 
 def _check_batch(plan: Plan, batch: int) -> None:
-    """Refuses rows that the plan cannot divide equally.
+    """Checks that the plan divides the rows of a batch into equal parts.
 
     Raises:
-        ConfigError: names the next number that it can.
+        ConfigError: the parts would be unequal; the message names the next larger batch
+            with equal parts.
     """
     specs = [spec[0] for spec in plan.batch.values() if spec]
     axes = max(specs, key=len, default=())
@@ -204,7 +214,8 @@ def _check_batch(plan: Plan, batch: int) -> None:
 
 
 def _words(devices: Sequence[Any]) -> str:
-    """What the planner calls the devices; empty if it does not know them."""
+    """Describes devices by `Pool.fabric_words`; empty if the planner does not know the
+    devices."""
     try:
         return Cluster.from_devices(devices).uniform.fabric_words
     except ValueError:
@@ -212,10 +223,10 @@ def _words(devices: Sequence[Any]) -> str:
 
 
 def with_replicas(plan: Plan, num_devices: int) -> Plan:
-    """The plan with as many replicas as there are devices for.
+    """Changes the number of replicas, so that the plan uses all devices.
 
     Raises:
-        ConfigError: no number of replicas fits the devices.
+        ConfigError: no number of replicas fits the number of devices.
     """
     others = math.prod(size for axis, size in plan.mesh.items() if axis != "replica")
     if num_devices == used(plan):
@@ -227,7 +238,7 @@ def with_replicas(plan: Plan, num_devices: int) -> Plan:
             f"Allowed: {allowed}. Use another number of devices, another --plan, or "
             "--plan auto, which is decided again when the number changes."
         )
-    # Where its axes lie, and what it takes, was said of the other number.
+    # `axes` and the prediction are for the old number of devices.
     mesh = {**plan.mesh, "replica": num_devices // others}
     return replace(plan, mesh=mesh, axes={}, predicted_for="")
 
@@ -237,10 +248,10 @@ def _sizes(plan: Plan) -> str:
 
 
 def read(path: str) -> Plan:
-    """The plan of a file.
+    """Reads a plan from a file.
 
     Raises:
-        ConfigError: it cannot be read, or holds no plan.
+        ConfigError: the file cannot be read, or holds no plan.
     """
     try:
         return Plan.from_json(Path(path).read_text())
@@ -254,8 +265,11 @@ def read(path: str) -> Plan:
 
 
 def _of_file(experiment: Experiment, devices: Sequence[Any]) -> Plan:
-    """A file's plan; without its prediction, if it is of another model or batch."""
-    # As below; what is recorded is not asked again.
+    """Reads the plan file of a config.
+
+    Clears `predicted_for` if the plan was made for another model, optimizer or batch.
+    """
+    # Imported late, for the reason given in `_automatic`.
     from dtft.parallel.planning.auto import is_of
 
     plan = read(experiment.plan)
@@ -263,7 +277,7 @@ def _of_file(experiment: Experiment, devices: Sequence[Any]) -> Plan:
 
 
 def _automatic(experiment: Experiment, devices: Sequence[Any]) -> Plan:
-    # What searches is loaded only where it is asked for: trainers start without it.
+    # The planner's search is imported only for `auto`, so that trainers start faster.
     from dtft.parallel.planning.auto import automatic
 
     return automatic(experiment, devices)

@@ -1,7 +1,7 @@
-"""What is handed to `dtft.plan`: refused early, by name and path, before it is traced.
+"""Checks the arguments of `dtft.plan` before tracing; errors name argument and path.
 
-Decides which of the two entries is meant, and what a state, a batch or the result of a
-step may be. Logical names of dims are read from the parameters.
+Finds the entry point that the arguments belong to. Defines the allowed values of a
+state, a batch and the result of a step. Reads logical names of dims from parameters.
 """
 
 import functools
@@ -25,20 +25,21 @@ ENTRIES: Mapping[str, tuple[str, ...]] = {
     "step": ("step", "state", "batch"),
     "loss": ("loss", "optimizer", "params", "batch"),
 }
-"""For each entry point the arguments that it needs."""
+"""Map from an entry point to the names of its arguments."""
 
 _BOTH = "Allowed: step=, state=, batch=; or loss=, optimizer=, params=, batch=."
 
 
 def entry_of(given: Mapping[str, Any]) -> str:
-    """The entry point that arguments are of, each of them checked.
+    """Returns the entry point of the arguments, after a check of each argument.
 
     Args:
-        given: the arguments that are not None.
+        given: the arguments that are not None, by name.
 
     Raises:
-        ValueError: arguments of neither or both entries, something that is no array
-            among them, parameters without gradients, a batch without rows.
+        ValueError: the names are not the arguments of one entry point, a tree has a
+            leaf that is no array, a parameter has no gradient, or an array of the batch
+            has no rows.
     """
     for entry, names in ENTRIES.items():
         if given.keys() == set(names):
@@ -51,7 +52,7 @@ def entry_of(given: Mapping[str, Any]) -> str:
 
 
 def _lacks(given: Mapping[str, Any]) -> str:
-    """What is missing or too much, where it is clear which entry is meant."""
+    """Lists missing and unexpected arguments; empty if the entry point is unclear."""
     meant = [names for entry, names in ENTRIES.items() if entry in given]
     if len(meant) != 1:
         return ""
@@ -76,10 +77,10 @@ def _check(given: Mapping[str, Any]) -> None:
 
 
 def check_function(name: str, value: Any) -> None:
-    """Refuses a step or loss that cannot be called.
+    """Checks that a step or loss can be called.
 
     Raises:
-        ValueError: names it.
+        ValueError: the value cannot be called; the message has `name`.
     """
     if not callable(value):
         first = "params" if name == "loss" else "state"
@@ -90,10 +91,10 @@ def check_function(name: str, value: Any) -> None:
 
 
 def check_optimizer(value: Any) -> None:
-    """Refuses what is no optax transformation.
+    """Checks that the optimizer is an optax transformation.
 
     Raises:
-        ValueError: it is another thing, such as a class or an optimizer of Flax.
+        ValueError: the value has another type, such as an optimizer of Flax.
     """
     if not isinstance(value, optax.GradientTransformation):
         raise ValueError(
@@ -103,10 +104,10 @@ def check_optimizer(value: Any) -> None:
 
 
 def check_plan(value: Any, name: str = "plan") -> None:
-    """Refuses what is no plan, such as the text or the path of one.
+    """Checks that a value is a Plan, not the text or path of a plan.
 
     Raises:
-        ValueError: says how a plan is read.
+        ValueError: the value is no Plan; the message says how to read a plan.
     """
     if not isinstance(value, Plan):
         raise ValueError(
@@ -116,10 +117,11 @@ def check_plan(value: Any, name: str = "plan") -> None:
 
 
 def check_arrays(name: str, value: Any) -> None:
-    """Refuses a tree with a leaf that is no array.
+    """Checks that a tree has leaves, all of which are arrays, numbers or shapes.
 
     Raises:
-        ValueError: names the first such leaf.
+        ValueError: the tree has no leaves, or a leaf of another type; the message names
+            the path of the first such leaf.
     """
     leaves = to_paths(value)
     if not leaves:
@@ -137,15 +139,16 @@ def check_arrays(name: str, value: Any) -> None:
 
 
 def check_like(name: str, value: Any, planned: Any) -> None:
-    """Refuses arrays that are not those that something was planned for.
+    """Checks that arrays have the tree, shapes and dtypes that were planned.
 
     Args:
-        name: of the argument.
-        value: arrays.
-        planned: arrays or shapes.
+        name: name of the argument, for errors.
+        value: a tree of arrays.
+        planned: the planned tree, of arrays or ShapeDtypeStructs.
 
     Raises:
-        ValueError: another tree, shape or dtype; names the path and both.
+        ValueError: the tree, a shape or a dtype differs; the message names the path and
+            both values.
     """
     wanted, given = to_paths(planned), to_paths(value)
     if found := _difference(wanted, given):
@@ -165,7 +168,10 @@ def check_like(name: str, value: Any, planned: Any) -> None:
 def _difference(
     before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> tuple[str, str, str] | None:
-    """The first path whose leaf is not what it was, with both forms."""
+    """Returns the first path whose leaves differ, and the leaves' dtypes and shapes.
+
+    A leaf that one tree lacks has the text `nothing`. Returns None if all leaves agree.
+    """
     for path in {**before, **after}:
         old, new = (
             _form(part[path]) if path in part else "nothing" for part in (before, after)
@@ -176,10 +182,13 @@ def _difference(
 
 
 def _form(leaf: Any) -> str:
-    """Dtype as JAX takes it (of 64 bits 32, by default), and shape."""
+    """Dtype and shape of a leaf as text, such as `float32[2, 3]`.
+
+    The dtype is JAX's canonical one: by default 32 bits in place of 64.
+    """
     if not _is_array(leaf):
         return f"a {type(leaf).__name__}"
-    # Keys of random numbers have a dtype of their own.
+    # JAX's PRNG keys have an extended dtype.
     dtype = jax.dtypes.canonicalize_dtype(_dtype(leaf), allow_extended_dtype=True)
     return f"{dtype}{list(np.shape(leaf))}"
 
@@ -211,7 +220,10 @@ def _check_rows(batch: Any) -> None:
 
 
 def checked_loss(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """The same loss, which refuses to return anything that has no gradient."""
+    """Wraps a loss; the wrapper raises ValueError unless the result is differentiable.
+
+    Allowed results are a floating-point scalar, or a pair of such a scalar and aux.
+    """
 
     @functools.wraps(loss)
     def checked(params: Any, batch: Any) -> Any:
@@ -229,11 +241,11 @@ def checked_loss(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def checked_step(step: Callable[[Any, Any], Any], state: Any) -> Step:
-    """The same step, which refuses to return anything but a state like the one before.
+    """Wraps a step; the wrapper checks each result with `check_result`.
 
     Args:
-        step: the user's.
-        state: arrays or shapes.
+        step: the user's step.
+        state: the state before the step, of arrays or ShapeDtypeStructs.
     """
 
     @functools.wraps(step)
@@ -246,10 +258,15 @@ def checked_step(step: Callable[[Any, Any], Any], state: Any) -> Step:
 
 
 def check_result(result: Any, state: Any) -> None:
-    """Refuses what a step returned, if its state is no state to go on with.
+    """Checks that a step returned a pair, whose state can be the next step's input.
+
+    Args:
+        result: what the step returned.
+        state: the state before the step, of arrays or ShapeDtypeStructs.
 
     Raises:
-        ValueError: no pair, or another tree, shape or dtype than before.
+        ValueError: the result is no pair, or the tree, a shape or a dtype of the state
+            has changed.
     """
     if not isinstance(result, tuple) or len(result) != 2:
         raise ValueError(
@@ -266,7 +283,7 @@ def check_result(result: Any, state: Any) -> None:
 
 
 def _words(result: Any) -> str:
-    """What a function returned, in few words."""
+    """Describes a function's result briefly: its length, dtype and shape, or type."""
     if isinstance(result, tuple):
         return f"{len(result)} values"
     return _form(result) if _is_array(result) else type(result).__name__
@@ -277,7 +294,7 @@ def _dtype(leaf: Any) -> Any:
 
 
 def _is_real(leaf: Any) -> bool:
-    """Whether it can have a gradient."""
+    """Whether a leaf has a floating-point or complex dtype, so has a gradient."""
     return jnp.issubdtype(_dtype(leaf), jnp.inexact)
 
 
@@ -285,11 +302,9 @@ def _named(name: str, path: str) -> str:
     return f"{name} {path!r}" if path else name
 
 
-# Logical names of dims that a model's parameters carry, by path.
-#
-# Flax keeps them in metadata: NNX variables in `out_sharding`
-# (`nnx.with_partitioning`), Linen boxes in `names` (`nn.with_partitioning`). Reads them
-# and nothing else.
+# Logical names of the dims of a model's parameters. Flax stores these names in
+# metadata: NNX variables in `out_sharding` (`nnx.with_partitioning`), Linen boxes in
+# `names` (`nn.with_partitioning`).
 
 
 Names = tuple[str | None, ...]
@@ -297,18 +312,20 @@ Names = tuple[str | None, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class _Named:
-    """In place of an array: what its dims are called."""
+    """Stands for an array in a tree; holds the logical names of the array's dims."""
 
     names: Names
 
 
 def logical_names(params: Any, planned: Iterable[str]) -> dict[str, Names]:
-    """The names of each array that has them; others are left out.
+    """Map from an array's path to the logical names of its dims.
+
+    Arrays without logical names are left out.
 
     Args:
         params: a tree with NNX variables (`nnx.state(model)`) or Linen boxes.
-        planned: the plan's paths. It may have been made for the bare arrays of the same
-            tree, whose paths lack the box's `value`.
+        planned: the plan's paths. If the plan was made for the tree without boxes, its
+            paths lack the box's last part, `value`.
 
     Raises:
         ValueError: no array has names.
@@ -327,7 +344,7 @@ def logical_names(params: Any, planned: Iterable[str]) -> dict[str, Names]:
 
 
 def _in_place(box: Any) -> Any:
-    """A box with names for its array; nothing for a bare array."""
+    """Replaces the array in a box by its `_Named`; None for an array without names."""
     if not _has_names(box):
         return None
     named = _Named(names=tuple(_names(box)))

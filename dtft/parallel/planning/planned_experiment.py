@@ -1,7 +1,6 @@
-"""The step of an experiment that runs as a plan says.
+"""Builds the train step of an experiment from a plan.
 
-Where arrays are, and how gradients are computed and applied, is the plan's. Decides
-nothing that the plan decides.
+The plan determines the shardings of arrays, and how gradients are computed and applied.
 """
 
 import math
@@ -22,11 +21,11 @@ from dtft.planner.types import Spec
 
 
 def planned_mesh(plan: Plan, devices: Sequence[Any]) -> Mesh:
-    """The plan's mesh, with axes of size 1 for those that every step names.
+    """The plan's mesh; axes of `AXES` that the plan lacks get size 1.
 
     Args:
-        plan: of `choice.choose`.
-        devices: in slot order; those that the plan leaves idle are the last.
+        plan: the plan that `choice.choose` returned.
+        devices: devices in slot order; the last ones stay idle if the plan uses fewer.
 
     Raises:
         ValueError: the plan needs more devices.
@@ -36,15 +35,16 @@ def planned_mesh(plan: Plan, devices: Sequence[Any]) -> Mesh:
 
 
 def planned_train_step(experiment: Experiment, mesh: Mesh, plan: Plan) -> TrainStep:
-    """Builds the train step of an experiment, divided as a plan says.
+    """Builds the train step of an experiment with the shardings and knobs of a plan.
 
     Args:
-        experiment: model, optimizer and seed.
-        mesh: of `planned_mesh`.
-        plan: made for this experiment.
+        experiment: the config; model, optimizer and seed are used.
+        mesh: the mesh that `planned_mesh` returned.
+        plan: a plan for this experiment.
 
     Raises:
-        ValueError: the plan cannot be run here, or was made for another state.
+        ValueError: the plan cannot be run here, or was made for another state; or the
+            optimizer communicates between replicas, which no plan describes.
     """
     check_runnable(plan, "loss", mesh.devices.flat[0].platform)
     if experiment.optim.reduces_itself:
@@ -79,7 +79,7 @@ def planned_train_step(experiment: Experiment, mesh: Mesh, plan: Plan) -> TrainS
 
 
 def _gradients_of(model: FunctionalModel, update: Update) -> Gradients:
-    """A plan's gradients; parameters are gathered where they are used."""
+    """Makes the function that computes the means of a batch with a plan's gradients."""
 
     def loss(
         params: Any, batch: Any, statistics: Any
@@ -100,7 +100,7 @@ def rows_of(plan: Plan) -> tuple[str, ...]:
     """The mesh axes that divide the rows of the batch.
 
     Raises:
-        ValueError: not the same for every array.
+        ValueError: the axes are not the same for every array of the batch.
     """
     found: set[Spec] = {spec[:1] for spec in plan.batch.values() if spec}
     if len(found) != 1:

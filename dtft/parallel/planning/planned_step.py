@@ -1,9 +1,9 @@
-"""The step of a plan, compiled: of a user's own step, or of a loss and an optimizer.
+"""Compiles the training step that a plan describes.
 
-`jit_plan` gives a user's step the plan's shardings and constraints. `make_step` makes a
-step of a loss and an optimizer and puts the plan's knobs into it: gradients accumulated
-over microbatches, parts of the loss computed again, optimizer state, gradients or
-parameters divided.
+`jit_plan` compiles a user's own step with the plan's shardings and constraints.
+`make_step` makes a step from a loss and an optimizer and applies the plan's knobs:
+gradient accumulation over microbatches, rematerialization, and the ZeRO levels, which
+shard optimizer state, gradients or parameters.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,37 +38,38 @@ from dtft.planner.plan import Plan
 from dtft.planner.search import check_runnable
 from dtft.planner.types import Spec
 
-# A plan's knobs in the program of a loss: sharding constraints, gathered parameters,
-# rematerialized blocks, microbatches, divided optimizer state.
+# `Update` applies a plan's knobs to the program of a loss: sharding constraints,
+# gathered parameters, rematerialized blocks, microbatches, divided optimizer state.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Update:
-    """How one plan computes gradients and applies them."""
+    """Computes and applies gradients with the shardings and knobs of one plan."""
 
     plan: Plan
     mesh: Mesh
     of_params: Any
     """A NamedSharding per parameter."""
     divisions: Any
-    """A NamedSharding per parameter: where its update is computed."""
+    """A NamedSharding per parameter, for the computation of the parameter's update."""
     sums: Any
-    """A NamedSharding per parameter: how its gradient is added up."""
+    """A NamedSharding per parameter, for the accumulation of its gradient."""
     of_optimizer: Callable[[Any], Any]
-    """From an optimizer state to a NamedSharding per leaf, kept where it rests."""
+    """Function from an optimizer state to a NamedSharding per leaf, with the leaf's
+    memory kind between steps (device or host)."""
 
     @classmethod
     def of(cls, plan: Plan, mesh: Mesh, params: Any, opt_state: Any) -> "Update":
-        """The update of a plan for parameters and their optimizer state.
+        """Makes the update of a plan for parameters and their optimizer state.
 
         Args:
-            plan: whose knobs and specs are applied.
+            plan: the plan whose knobs and specs are applied.
             mesh: the plan's mesh over the devices.
             params: arrays or ShapeDtypeStructs.
-            opt_state: the optimizer's state for them, arrays or ShapeDtypeStructs.
+            opt_state: the optimizer's state for `params`, arrays or ShapeDtypeStructs.
 
         Raises:
-            ValueError: names the path that does not fit the plan.
+            ValueError: a leaf does not fit the plan; the message names its path.
         """
         specs = plan.state
         if plan.knobs.zero in (1, 2):
@@ -94,12 +95,16 @@ class Update:
     def gradients(
         self, loss: Callable[..., Any], weight: Weight | None = None, *fixed: Any
     ) -> Callable[[Any, Any], tuple[tuple[jax.Array, Any], Any]]:
-        """As `jax.value_and_grad(loss, has_aux=True)`, with the plan's knobs.
+        """Makes a function like `jax.value_and_grad(loss, has_aux=True)`, by the plan.
 
         Args:
             loss: `(params, batch, *fixed) -> (scalar, aux)`.
-            weight: what a part of the batch counts; by default all are equal.
-            *fixed: trees of arrays that are the same for every part.
+            weight: function from a microbatch to its weight in the mean over
+                microbatches; None gives all microbatches the same weight.
+            *fixed: trees of arrays that are the same for every microbatch.
+
+        Returns:
+            A function `(params, batch) -> ((loss, aux), gradients)`.
         """
         plan, parts = self.plan, self.plan.knobs.microbatches
         return accumulated(
@@ -117,11 +122,12 @@ class Update:
         opt_state: Any,
         params: Any,
     ) -> tuple[Any, Any]:
-        """The parameters and optimizer state after an update.
+        """Returns the parameters and the optimizer state after an update.
 
-        Each parameter is updated where its optimizer state is, and gathered then. State
-        that rests in host memory comes to the device; what it becomes goes back as the
-        step's result, whose sharding says so.
+        Each device updates the part of a parameter for which it holds optimizer state;
+        the parameter is gathered afterwards. Optimizer state in host memory is copied
+        to the device. The new state returns to host memory through the output sharding
+        of the jitted step.
         """
         opt_state = self._on_device(opt_state)
         with jax.numpy_dtype_promotion("standard"):  # stock optax needs it
@@ -145,13 +151,13 @@ class Update:
         return from_paths(opt_state, {**leaves, **moved})
 
     def gathered(self, params: Any) -> Any:
-        """Parameters that are whole over `fsdp`, for what is not differentiated."""
+        """Gathers parameters over `fsdp`, for programs that are not differentiated."""
         specs = {path: gathered(spec) for path, spec in self.plan.state.items()}
         whole = sharding_tree("params", params, specs, self.mesh)
         return self._constrain(params, whole)
 
     def _constrain(self, values: Any, shardings: Any) -> Any:
-        if self.mesh.size == 1:  # what one device compiles stays the same
+        if self.mesh.size == 1:  # keeps results on one device bit for bit the same
             return values
         return jax.lax.with_sharding_constraint(values, shardings)
 
@@ -166,7 +172,7 @@ class Update:
         return prepared
 
     def _changed(self, program: ClosedJaxpr, paths: list[str]) -> ClosedJaxpr:
-        """The loss's program with constraints, gathers and blocks."""
+        """Adds sharding constraints, gathers and remat blocks to the loss's program."""
         plan = self.plan
         program = insert(program, plan.constraints, self.mesh)
         policy, last, joined = POLICIES.get(plan.knobs.remat), False, None
@@ -187,18 +193,19 @@ def update_specs(
     of_params: Mapping[str, Spec],
     of_optimizer: Mapping[str, Spec],
 ) -> dict[str, Spec]:
-    """For each parameter how its update is divided: as its first moment is.
+    """Returns the spec for each parameter's update: the spec of its first moment.
 
-    A leaf of the optimizer state belongs to a parameter if it has the parameter's place
-    in a subtree with the structure of `params`, and its shape. Names decide nothing:
-    `mu/layer/w` ends in the path of a parameter `w`, too. Parameters that no such leaf
-    belongs to (masked, or factored moments) keep their own spec.
+    A leaf of the optimizer state belongs to a parameter if it has the parameter's
+    position in a subtree with the structure of `params`, and the parameter's shape.
+    Paths are not compared as text, because `mu/layer/w` also ends in the path of
+    another parameter `w`. A parameter without such a leaf (masked, or with factored
+    moments) keeps its own spec.
 
     Args:
         params: arrays or ShapeDtypeStructs.
-        opt_state: the optimizer's state for them, likewise.
-        of_params: path of each parameter to its spec.
-        of_optimizer: path of each leaf of the optimizer state to its spec.
+        opt_state: the optimizer's state for `params`, arrays or ShapeDtypeStructs.
+        of_params: map from the path of each parameter to its spec.
+        of_optimizer: map from the path of each optimizer state leaf to its spec.
 
     >>> w = jax.ShapeDtypeStruct((4,), "float32")
     >>> update_specs(
@@ -225,10 +232,10 @@ def update_specs(
 
 
 def _places(node: Any, names: Any) -> list[tuple[str, str]] | None:
-    """Of each leaf in a node of the optimizer state its path and its parameter's.
+    """Pairs the path of each leaf below an optimizer state node with a parameter path.
 
-    None where the node has not the structure of the parameters, of which
-    `optax.masked` may have left out leaves or whole subtrees.
+    Returns None if the node does not have the structure of the parameters. Leaves or
+    subtrees that `optax.masked` left out do not count as a difference.
     """
     moments, structure = jax.tree.flatten(node, is_leaf=_is_masked)
     try:
@@ -248,14 +255,15 @@ def _is_masked(node: Any) -> bool:
 
 
 def sum_specs(updates: Mapping[str, Spec]) -> dict[str, Spec]:
-    """For each parameter how its gradient is divided while it is added up.
+    """Returns the spec of each parameter's gradient during accumulation.
 
-    As its update, but vectors are whole: from a divided one XLA divides all that it was
-    computed of, in a normalization everything of one number per channel, and gathers
-    each of these again.
+    A matrix has the spec of its update. A vector is not divided over `fsdp`, because
+    XLA would propagate the division to all arrays that the vector's gradient is
+    computed from, and then gather each of these arrays again. In a normalization layer
+    these are all arrays with one number per channel.
 
     Args:
-        updates: path of each parameter to the spec of its update.
+        updates: map from the path of each parameter to the spec of its update.
 
     >>> sum_specs({"w": (("fsdp",), ()), "scale": (("fsdp",),)})
     {'w': (('fsdp',), ()), 'scale': ((),)}
@@ -264,39 +272,42 @@ def sum_specs(updates: Mapping[str, Spec]) -> dict[str, Spec]:
 
 
 State = Any
-"""Entry step: the user's. Entry loss: `{"params": ..., "opt_state": ...}`."""
+"""Entry step: the user's state. Entry loss: `{"params": ..., "opt_state": ...}`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlannedStep:
-    """A plan's step, compiled on first use for each kind of state and batch.
+    """The step of a plan, compiled once for each structure, shape and dtype of inputs.
 
-    `state = step.init(start)`, then `state, result = step(state, batch)`. `start` is
-    what was planned: the parameters, or the whole state for a step of the user's own.
+    Call `state = step.init(start)` first, then `state, result = step(state, batch)`.
+    For entry loss `start` is the parameters, for entry step the whole state.
     """
 
     plan: Plan
-    """What is run."""
+    """The plan that the step runs."""
     mesh: Mesh
     """The plan's mesh over the devices."""
     _begin: Callable[[Any], State] | None
-    """From what was planned to the state at step 0; None: that is the state."""
+    """Function from `start` to the state at step 0; None if `start` is the state."""
     _shardings: Callable[[State], Any]
-    """From a state to a NamedSharding per leaf."""
+    """Function from a state to a NamedSharding per leaf."""
     _function: Callable[[State, Any], Step]
-    """From an abstract state and batch to what is jitted."""
+    """Function from an abstract state and an abstract batch to the step to be jitted.
+    """
     _of_result: NamedSharding | None
-    """Of what a step returns beside the state; None: as the compiler likes."""
+    """Sharding of the step's second result; None leaves the choice to XLA."""
     _compiled: dict[Any, Any] = field(default_factory=dict)
 
     def __call__(self, state: State, batch: Any) -> tuple[State, Any]:
-        """One step. `state` is donated: it cannot be used afterwards.
+        """Runs one step. `state` is donated, so it cannot be used afterwards.
 
         Returns:
-            The state, and what the step (the loss, for the whole batch) returned.
+            The new state, and the second result of the user's step. For entry loss the
+            second result is what the loss returned, as a mean over the whole batch.
 
         Raises:
-            ValueError: state or batch are not those of the plan; names the path.
+            ValueError: state or batch does not fit the plan; the message names the
+                path.
         """
         known = len(self._compiled)
         jitted = self._jitted(state, batch)
@@ -307,52 +318,57 @@ class PlannedStep:
     step = __call__
 
     def init(self, start: Any) -> State:
-        """The state at step 0, each device with its part.
+        """Makes the state at step 0, sharded over the devices.
 
-        Parameters stay usable; a state of the user's own as far as it had to be moved.
+        Parameters in `start` stay usable. If `start` is a whole state, its leaves that
+        already have the plan's sharding are shared with the result, so the first step
+        donates these leaves.
 
         Raises:
-            ValueError: names the path that does not fit the plan.
+            ValueError: a leaf does not fit the plan; the message names its path.
         """
         if self._begin is None:
             return self.place(start)
         return jax.jit(self._begin, out_shardings=self.state_shardings(start))(start)
 
     def place(self, state: State) -> State:
-        """The state, such as a restored one, with each device's part on it.
+        """Puts a state, such as a restored checkpoint, on the devices by the plan.
 
         Raises:
-            ValueError: names the path that does not fit the plan.
+            ValueError: a leaf does not fit the plan; the message names its path.
         """
         return jax.device_put(state, self._shardings(state))
 
     def lower(self, start: Any, batch: Any) -> jax.stages.Lowered:
-        """The step, to be compiled without being run.
+        """Lowers the step, so that it can be compiled without being run.
 
         Args:
-            start: parameters or state as for `init`, arrays or ShapeDtypeStructs.
+            start: parameters or state as for `init`; arrays or ShapeDtypeStructs.
             batch: arrays or ShapeDtypeStructs.
         """
         return self.trace(start, batch).lower()
 
     def trace(self, start: Any, batch: Any) -> jax.stages.Traced:
-        """As `lower`, not lowered yet, such as for a platform that is not here."""
+        """Traces the step without lowering it; arguments are the same as of `lower`.
+
+        The result can be lowered for a platform that this machine does not have.
+        """
         state, batch = self._abstract(start), jax.eval_shape(lambda it: it, batch)
         return self._jitted(state, batch).trace(state, batch)
 
     def state_shardings(self, start: Any) -> Any:
-        """A NamedSharding for every leaf of the state that `start` begins.
+        """Returns a NamedSharding for every leaf of the state that `init` makes.
 
         Raises:
-            ValueError: names the path that does not fit the plan.
+            ValueError: a leaf does not fit the plan; the message names its path.
         """
         return self._shardings(self._abstract(start))
 
     def batch_shardings(self, batch: Any) -> Any:
-        """A NamedSharding for every leaf of a batch.
+        """Returns a NamedSharding for every leaf of a batch.
 
         Raises:
-            ValueError: names the path that does not fit the plan.
+            ValueError: a leaf does not fit the plan; the message names its path.
         """
         return sharding_tree("batch", batch, self.plan.batch, self.mesh)
 
@@ -383,34 +399,36 @@ def make_step(
     weight: Weight | None = None,
     devices: Sequence[Any] | None = None,
 ) -> PlannedStep:
-    """The training step that a plan of `dtft.plan(loss=...)` describes.
+    """Makes the training step that a plan of `dtft.plan(loss=...)` describes.
 
-    Microbatches: rows of the batch (dim 0 of every array) in equal parts, each device
-    its own; the result is the mean over the parts, weighted by `weight`. So a loss that
-    is a mean over rows needs none, one that is a mean over unmasked tokens needs their
-    number. Gradients are added up in their own dtype; what the loss returns beside its
-    value must then be floating-point means, too.
+    Microbatches: each device cuts its own rows of the batch (dim 0 of every array) into
+    equal parts. Loss, aux and gradients are means over the microbatches, weighted by
+    `weight`. A loss that is a mean over rows needs no weight. A loss that is a mean
+    over unmasked tokens needs the number of unmasked tokens as weight. Gradients are
+    accumulated in their own dtype. With several microbatches, aux must consist of
+    floating-point means over the batch.
 
     Rematerialization: by block, see `dtft.planner.ir.remat`.
 
-    ZeRO: 1 updates each parameter where its optimizer state is, 2 keeps gradients
-    divided alike, 3 gathers parameters over `fsdp` where they are used, in the backward
-    pass again, see `dtft.parallel.fsdp`.
+    ZeRO: level 1 updates each parameter on the devices that hold its optimizer state.
+    Level 2 also divides gradients in this way. Level 3 gathers parameters over `fsdp`
+    at each use, and gathers again in the backward pass, see `dtft.parallel.fsdp`.
 
     Args:
         loss: `(params, batch) -> scalar` or `-> (scalar, aux)`, a mean over the batch.
         optimizer: any optax transformation.
-        plan: made for this loss, optimizer and shapes.
-        weight: `(batch) -> scalar`, what a part counts in the mean over microbatches.
-        devices: in mesh order; by default as many as it needs of those JAX has.
+        plan: a plan for this loss, optimizer and these shapes.
+        weight: `(batch) -> scalar`, the weight of a microbatch in the means.
+        devices: devices in mesh order; by default all of JAX's devices, in a single
+            process the first ones if the plan uses fewer.
 
     Returns:
-        The compiled step and its shardings.
+        The step, compiled on first use, and its shardings.
 
     Raises:
-        ValueError: something else in the place of the loss, the optimizer or the plan;
-            the plan is of another entry point, has a knob that cannot be run here, or
-            needs another number of devices.
+        ValueError: the loss cannot be called, the optimizer is no optax transformation,
+            or the plan is no Plan; or the plan is of another entry point, has a knob
+            that cannot be run here, or needs another number of devices.
     """
     check_function("loss", loss)
     check_optimizer(optimizer)
@@ -423,15 +441,16 @@ def make_step(
 def jit_plan(
     plan: Plan, step: Step, *, devices: Sequence[Any] | None = None
 ) -> PlannedStep:
-    """The user's step as a plan of `dtft.plan(step=...)` says.
+    """Jits a user's step with the shardings of a plan of `dtft.plan(step=...)`.
 
-    State and batch have the plan's shardings, values inside the step its constraints;
-    the mathematics is the step's own.
+    State and batch get the plan's shardings. Values inside the step get the plan's
+    sharding constraints. What the step computes does not change.
 
     Args:
-        plan: made for this step and these shapes.
+        plan: a plan for this step and these shapes.
         step: `(state, batch) -> (state, anything)`; jitted or not.
-        devices: in mesh order; by default as many as it needs of those JAX has.
+        devices: devices in mesh order; by default all of JAX's devices, in a single
+            process the first ones if the plan uses fewer.
 
     Raises:
         ValueError: the plan is of another entry point, has a knob that cannot be run
@@ -447,18 +466,21 @@ def jit_plan(
 def step_of(
     plan: Plan, given: Mapping[str, Any], mesh: Any, platform: str
 ) -> tuple[PlannedStep, Any]:
-    """The step of a plan for what was asked, and what it starts from.
+    """Makes the step of a plan from the arguments of `dtft.plan`.
 
     Args:
-        plan: of this question.
+        plan: a plan for these arguments.
         given: the arguments of `dtft.plan`: `step`, `state`, `batch`; or `loss`,
             `optimizer`, `params`, `batch`.
-        mesh: of the plan; without devices it is enough for lowering.
-        platform: of the devices.
+        mesh: the plan's mesh; an AbstractMesh is enough for lowering.
+        platform: JAX's name of the devices' platform.
+
+    Returns:
+        The step, and the argument of its `init`: the state or the parameters.
 
     Raises:
-        ValueError: the plan is of another entry point, or cannot be run on such
-            devices.
+        ValueError: the plan is of another entry point, or cannot be run on the
+            platform.
     """
     if "step" in given:
         check_runnable(plan, "step", platform)
@@ -544,7 +566,7 @@ def _check_state(state: State) -> None:
 
 
 def _with_aux(loss: Callable[..., Any]) -> Loss:
-    """A loss that always returns something beside its value."""
+    """Wraps a loss, so that it returns its value and a dict: `{"aux": aux}` or `{}`."""
 
     def with_aux(params: Any, batch: Any) -> tuple[jax.Array, dict[str, Any]]:
         result: Any = loss(params, batch)

@@ -1,9 +1,10 @@
-"""A trial: the planner's best few run on the devices at hand, the fastest is taken.
+"""A trial: runs the planner's best few plans on the devices here, selects the fastest.
 
-A prediction ranks plans within some percent; running the first three removes most of
-what is left (reference section 3). Measures whole steps as `make_step` and `plan.jit`
-run them, in turns, so that a slow moment of the machine meets all alike. In a job of
-several processes all of them call this together. Decides by time alone.
+Predicted step times have errors of some percent. Running the three best plans removes
+most of the loss from these errors (reference section 3). A trial measures whole steps,
+as `make_step` and `plan.jit` run them. The plans take turns, so that a slow moment of
+the machine affects all plans alike. All processes of a job must call these functions
+together. Only the measured time counts.
 """
 
 import math
@@ -27,35 +28,39 @@ from dtft.planner.search import PLATFORMS, Decision, next_best
 from dtft.planner.wording import Section
 
 ROUNDS = 5
-"""Turns of each plan; the median counts."""
+"""Number of turns of each plan; the plan's time is the median of its turns."""
 TURN_S = 0.3
-"""Least duration of a turn: as many whole steps as it takes."""
+"""Shortest duration of a turn, in seconds; a turn consists of whole steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TriedPlan:
-    """One plan, and what a step of it took."""
+    """A plan with its measured step time."""
 
     decision: Decision
     step_s: float
-    """Seconds, median of the turns."""
+    """Measured seconds of a step, median of the turns."""
 
     @property
     def plan(self) -> Plan:
-        """What was run."""
+        """The plan that was run."""
         return self.decision.plan
 
 
 class Runner:
-    """One plan's step on the devices here; compiled once, with a state or without."""
+    """Runs and times the step of one plan on the devices here.
+
+    The step is compiled once. `start` makes the state, and `stop` frees it.
+    """
 
     def __init__(self, plan: Plan, given: Mapping[str, Any]) -> None:
-        """Nothing is compiled yet.
+        """Puts the batch on the devices; compiles nothing yet.
 
         Args:
-            plan: made for what is given.
-            given: `step`, `state`, `batch`; or `loss`, `optimizer`, `params`, `batch`,
-                as for `dtft.plan`. Shapes are filled with numbers.
+            plan: a plan for the arguments in `given`.
+            given: the arguments of `dtft.plan`: `step`, `state`, `batch`; or `loss`,
+                `optimizer`, `params`, `batch`. ShapeDtypeStructs are replaced by arrays
+                of numbers.
         """
         self.plan, self._state = plan, None
         mesh = mesh_of(plan.mesh)
@@ -65,7 +70,7 @@ class Runner:
         self._batch = jax.tree.map(_placed, _filled(given["batch"]), shardings)
 
     def start(self) -> None:
-        """Makes the state, and runs a step that is not timed; compiles if needed."""
+        """Makes the state and runs an untimed step, which also compiles the step."""
         self._state = self._step.init(_filled(self._start))
         self.step_s(1)
 
@@ -74,7 +79,10 @@ class Runner:
         self._state = None
 
     def step_s(self, num: int) -> float:
-        """Mean seconds of some steps, each waited for; the same in every process."""
+        """Runs `num` steps and waits for each; returns the mean seconds of a step.
+
+        Every process returns the seconds that process 0 measured.
+        """
         begin = time.perf_counter()
         for _ in range(num):
             self._state, result = self._step(self._state, self._batch)
@@ -82,22 +90,29 @@ class Runner:
         return agreed((time.perf_counter() - begin) / num)
 
     def num_steps(self, seconds: float) -> int:
-        """Steps that take at least so long; the same in every process."""
+        """The number of steps that take at least `seconds`; the same in every process.
+
+        Runs one step to find out.
+        """
         return max(1, math.ceil(seconds / self.step_s(1)))
 
 
 def in_turns(
     runners: Sequence[Runner], rounds: int = ROUNDS, turn_s: float = TURN_S
 ) -> list[list[float]]:
-    """Seconds of a step of each, one entry per round; every round runs all of them.
+    """Times the steps of several runners in rounds; each runner has a turn per round.
 
-    Each round has an order of its own, the same in every process: a machine that is
-    slow for some seconds is not so for the same ones each time.
+    The order of turns is shuffled for each round, and is the same in every process.
+    Thus a periodic slowdown of the machine does not always hit the same runner.
 
     Args:
-        runners: started here; all of their states must fit at once.
-        rounds: entries of each.
-        turn_s: least seconds of a turn.
+        runners: runners, which this function starts and stops; their states must fit on
+            the devices at the same time.
+        rounds: number of rounds.
+        turn_s: shortest duration of a turn, in seconds.
+
+    Returns:
+        For each runner a list with the mean seconds of a step in each round.
     """
     for runner in runners:
         runner.start()
@@ -115,16 +130,16 @@ def in_turns(
 def try_plans(
     decision: Decision, given: Mapping[str, Any], num: int
 ) -> tuple[TriedPlan, ...]:
-    """Runs the best few plans of a decision; the fastest measured is the first.
+    """Runs the best few plans of a decision; returns the fastest measured plan first.
 
     Args:
-        decision: what they are chosen from.
-        given: as in `Runner`.
-        num: plans to run, those predicted fastest.
+        decision: the decision with all candidates.
+        given: the arguments of `dtft.plan`, as for `Runner`.
+        num: the number of plans to run; the plans predicted fastest are run.
 
     Raises:
-        ValueError: less than one plan; or the cluster has other devices than there are
-            here.
+        ValueError: `num` is below 1, or the decision's cluster has devices of another
+            platform than JAX has here.
     """
     if num < 1:
         raise ValueError(f"trial={num}: give the number of plans to run, 1 or more.")
@@ -146,7 +161,7 @@ def try_plans(
 
 
 def trial_section(tried: Sequence[TriedPlan]) -> Section:
-    """What was measured, for people."""
+    """Report section with a table of predicted and measured step times."""
     rows = [
         (
             " ".join(f"{axis}={size}" for axis, size in one.plan.mesh.items()),
@@ -165,7 +180,10 @@ def trial_section(tried: Sequence[TriedPlan]) -> Section:
 
 
 def _filled(tree: Any) -> Any:
-    """Shapes with numbers in them: small floats, and 0 and 1, which index anything."""
+    """Replaces ShapeDtypeStructs by arrays: small normal floats, integers 0 and 1.
+
+    Integers are 0 and 1 because they may be indices.
+    """
     values = 0.02 * np.random.default_rng(0).standard_normal(1021)
 
     def one(leaf: Any) -> Any:
@@ -178,6 +196,6 @@ def _filled(tree: Any) -> Any:
 
 
 def _placed(array: Any, sharding: Any) -> jax.Array:
-    """An array that every process has, each device with its part."""
+    """Shards an array that every process has whole."""
     whole = np.asarray(array)
     return jax.make_array_from_callback(whole.shape, sharding, lambda at: whole[at])

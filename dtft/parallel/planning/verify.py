@@ -1,8 +1,8 @@
-"""Verifies plans: compiles the best few for the cluster's devices, none of which exist.
+"""Verifies plans: compiles the best few, for devices that this machine need not have.
 
-The programs are those that `make_step` and `jit_plan` would run, lowered for devices
-that this machine need not have. Where none of them fits as compiled, plans that need
-less are looked for. The fastest that fits is taken; tables say what was found.
+The compiled programs are those that `make_step` and `jit_plan` would run. If no
+compiled plan fits, plans that need less memory are compiled. The fastest plan that fits
+as compiled is selected. Tables compare predicted with compiled memory and collectives.
 """
 
 import math
@@ -36,29 +36,32 @@ from dtft.planner.search import Decision, decide, next_best
 from dtft.planner.wording import Section, percent, size
 
 NUM = 4
-"""Plans that are compiled, if nothing else is asked for."""
+"""Default number of plans that are compiled."""
 SECONDS_EACH = 30.0
-"""What compiling a plan may take on average."""
+"""Seconds allowed for the compilation of a plan, on average."""
 RESERVE = 0.05
-"""Of a device's memory, left to allocator and libraries beside what is compiled."""
+"""Share of a device's memory that is left to the allocator and libraries."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """A plan as it was compiled."""
+    """A plan with the result of its compilation."""
 
     decision: Decision
-    """Of this plan."""
+    """The decision for this plan."""
     compiled: Compiled | CompileFailure
     verdict: Verdict
     held_back: float = 0.0
-    """How much more than predicted the plan was chosen to have room for, a share,
-    because those before needed it."""
+    """Memory that the plan was selected to keep free, as a share of its prediction: the
+    largest excess of the plans compiled before. 0 for the first plans."""
 
     @property
     def needed_bytes(self) -> int | None:
-        """Bytes of a device as compiled; None if it was not. For CPU only what goes in
-        and out, because temporaries are not those of another backend."""
+        """Bytes of a device as compiled; None if compilation failed.
+
+        For a CPU target only arguments and outputs count, because the temporaries of
+        the CPU backend are not those of another backend.
+        """
         if isinstance(self.compiled, CompileFailure):
             return None
         memory = self.compiled.memory
@@ -66,7 +69,7 @@ class Verified:
 
     @property
     def predicted_bytes(self) -> int:
-        """The same as predicted."""
+        """Predicted bytes of a device, without the reserve."""
         plan = self.decision.plan
         return plan.memory_bytes - plan.memory.get("reserve", 0)
 
@@ -78,18 +81,21 @@ def verified(
     num: int = NUM,
     deadline_s: float | None = None,
 ) -> tuple[Verified, ...]:
-    """The best plans, fastest first, compiled; then leaner ones if none of them fits.
+    """Compiles the best plans; compiles plans with less memory if none of these fits.
 
-    For a GPU that XLA can compile for here (extra `aot`), otherwise for as many fake
-    CPU devices: then collectives are those of XLA's CPU backend, and of memory only
-    what goes in and out is known.
+    The target is the cluster's GPU if XLA can compile for it here (extra `aot`),
+    otherwise as many fake CPU devices. With CPU devices the collectives are those of
+    XLA's CPU backend, and only the memory of arguments and outputs is known.
 
     Args:
-        decision: what is verified.
-        asked: what was planned: `step`, `state` and `batch`, or `loss`, `optimizer`,
-            `params` and `batch`.
-        num: how many are compiled at a time, at least 1.
-        deadline_s: seconds for all of them; by default `SECONDS_EACH` for each.
+        decision: the decision whose best plans are verified.
+        asked: the arguments of `dtft.plan`: `step`, `state` and `batch`, or `loss`,
+            `optimizer`, `params` and `batch`.
+        num: the number of plans that are compiled at a time, at least 1.
+        deadline_s: seconds for all compilations; by default `num` times `SECONDS_EACH`.
+
+    Returns:
+        The compiled plans: the best ones, fastest first, then plans with less memory.
 
     Raises:
         ValueError: `num` is below 1.
@@ -137,20 +143,21 @@ def _compiled(
 def candidate_of(
     plan: Plan, given: Mapping[str, Any], *, target: str = "cpu", name: str = ""
 ) -> LoweredStep:
-    """The step that `make_step` or `jit_plan` would run, lowered.
+    """Lowers the step that `make_step` or `jit_plan` would run.
 
     Args:
-        plan: of what is given.
+        plan: a plan for the arguments in `given`.
         given: the arguments of `dtft.plan`: `step`, `state`, `batch`; or `loss`,
             `optimizer`, `params`, `batch`. Arrays may be ShapeDtypeStructs.
         target: `cpu`, or the GPU to compile for.
-        name: what the candidate is called in results.
+        name: name of the candidate in results.
 
     Raises:
-        ValueError: the plan is not of what is given, or cannot be run on such devices.
+        ValueError: the plan does not fit the arguments, or cannot be run on the
+            target's platform.
     """
     platform, sizes = platform_of(target), tuple(plan.mesh.values())
-    # A mesh without devices: enough for shardings and for lowering.
+    # A mesh without devices is enough for shardings and for lowering.
     mesh = AbstractMesh(
         sizes, tuple(plan.mesh), axis_types=(AxisType.Auto,) * len(sizes)
     )
@@ -160,7 +167,7 @@ def candidate_of(
 
 
 def _excess(found: Sequence[Verified]) -> float:
-    """How many times what was predicted the compiled programs needed at most."""
+    """The largest ratio of compiled to predicted bytes; 0.0 if nothing was compiled."""
     ratios = [
         one.needed_bytes / one.predicted_bytes for one in found if one.needed_bytes
     ]
@@ -170,21 +177,23 @@ def _excess(found: Sequence[Verified]) -> float:
 def leaner(
     decision: Decision, found: Sequence[Verified], num: int
 ) -> tuple[Decision, ...]:
-    """The best plans that would fit if all programs exceeded predictions alike.
+    """Plans again for devices with less memory, after compiled plans did not fit.
 
-    Asked of a cluster whose devices have so much less memory; what is held back counts
-    to the reserve of the plans.
+    The memory is reduced by the largest ratio of compiled to predicted bytes. The plans
+    would fit if every program exceeded its prediction by this ratio. The difference to
+    the real memory is added to the reserve of the plans.
 
     Args:
-        decision: what was verified first.
-        found: what was compiled, and does not fit.
-        num: how many at most.
+        decision: the decision that was verified first.
+        found: compiled plans, none of which fits.
+        num: the largest number of plans.
 
     Returns:
-        Plans that were not compiled yet, fastest first; none if nothing could help.
+        Decisions for plans that were not compiled yet, fastest first. Empty if no
+        compiled program exceeded its prediction, or if no plan fits the reduced memory.
     """
     pool, excess = decision.cluster.uniform, _excess(found)
-    if excess <= 1:  # they do not fit for another reason
+    if excess <= 1:  # the plans do not fit for another reason
         return ()
     has = pool.device.memory_bytes
     less = math.floor(has * (1 - RESERVE) / excess)
@@ -206,7 +215,10 @@ def _identity(plan: Plan) -> Any:
 
 
 def _with_capacity(one: Decision, original: Decision, capacity: int) -> Decision:
-    """What was decided for devices with less memory, for those that there are."""
+    """Converts a decision for devices with less memory to the real devices.
+
+    The difference of the memories is added to the plan's reserve.
+    """
     plan, held = one.plan, capacity - one.plan.capacity_bytes
     memory = {**plan.memory, "reserve": plan.memory.get("reserve", 0) + held}
     alternatives = tuple(
@@ -225,16 +237,18 @@ def _with_capacity(one: Decision, original: Decision, capacity: int) -> Decision
 
 
 def target_of(decision: Decision) -> str:
-    """What programs are compiled for: the cluster's GPU if that is possible here."""
+    """The compilation target: the cluster's GPU if XLA can compile for it here, else
+    `cpu`."""
     name = decision.cluster.uniform.device.name
     return name if name in GPU_TARGETS and is_gpu_compiler_installed() else "cpu"
 
 
 def first_fitting(found: Sequence[Verified]) -> Verified:
-    """The fastest plan that fits as compiled.
+    """Returns the fastest plan that fits as compiled.
 
     Raises:
-        ValueError: none does; says by how much, and what would make it fit.
+        ValueError: no plan fits; the message gives the missing bytes and the changes
+            that would make a plan fit.
     """
     for one in found:
         if one.verdict.fits:
@@ -250,7 +264,11 @@ def first_fitting(found: Sequence[Verified]) -> Verified:
 
 
 def _unfit(found: Sequence[Verified]) -> str:
-    """Says what the leanest of the compiled programs lacks, and what would help."""
+    """The error text if no compiled plan fits.
+
+    The text gives the missing bytes of the plan that needs the least memory, and the
+    changes that would make the plan fit.
+    """
     leanest = min(found, key=lambda one: one.verdict.needed_bytes)
     plan, verdict = leanest.decision.plan, leanest.verdict
     has, over = plan.capacity_bytes, verdict.needed_bytes - verdict.capacity_bytes
@@ -268,7 +286,8 @@ def _unfit(found: Sequence[Verified]) -> str:
 
 
 def verify_sections(found: Sequence[Verified]) -> tuple[Section, ...]:
-    """What was compiled, and the collectives of the plan that is taken."""
+    """Report sections: memory of all compiled plans, and collectives of the selected
+    plan if one fits."""
     columns = ("mesh", "knobs", "compiled for", "predicted", "compiled", "verdict")
     chosen = next((one for one in found if one.verdict.fits), None)
     memory = Section(
@@ -281,7 +300,8 @@ def verify_sections(found: Sequence[Verified]) -> tuple[Section, ...]:
 
 
 def _notes(found: Sequence[Verified], chosen: Verified | None) -> Iterator[str]:
-    """What became of the plan that was predicted best, if another one is taken."""
+    """Notes below the table: a CPU target, and why the plan predicted fastest was not
+    selected."""
     compiled = [one for one in found if one.needed_bytes is not None]
     if compiled and not any(
         isinstance(one.compiled, Compiled) and one.compiled.exact_memory
@@ -324,7 +344,8 @@ def _row(one: Verified) -> tuple[str, ...]:
 
 
 def _collectives(one: Verified) -> Section:
-    """Bytes of a step predicted and found, by kind and axes."""
+    """A table of predicted and compiled bytes of collectives in a step, by kind and
+    axes."""
     if not isinstance(one.compiled, Compiled):
         return Section(title="Verified: collectives", notes=("nothing was compiled",))
     rows = tuple(

@@ -1,6 +1,6 @@
-"""What a compiled program shows of a plan: whether it fits, whether its bytes agree.
+"""Compares a plan with its compiled program: whether memory fits, whether bytes agree.
 
-Pure: `compile` makes the programs.
+All functions are pure; `compile` makes the programs.
 """
 
 import itertools
@@ -16,14 +16,14 @@ _Key = tuple[str, tuple[str, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of one device, as the compiler assigned them."""
+    """Bytes of one device, as the compiler assigned buffers."""
 
     arguments: int
     outputs: int
     temporaries: int
-    """Activations, gradients and buffers that live inside of the step."""
+    """Bytes of activations, gradients and buffers that live only within the step."""
     aliased: int
-    """Of the outputs, what takes the place of donated arguments."""
+    """Bytes of outputs that reuse the buffers of donated arguments."""
 
     @property
     def total(self) -> int:
@@ -32,28 +32,29 @@ class Memory:
 
     @property
     def floor(self) -> int:
-        """Bytes of what goes in and out: on every backend at least this."""
+        """Bytes of arguments and outputs, a lower bound on every backend."""
         return self.arguments + self.outputs - self.aliased
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """A candidate as it was compiled."""
+    """Collectives and memory of a compiled candidate."""
 
     name: str
     target: str
-    """`cpu`, or the GPU it was compiled for."""
+    """`cpu`, or the name of the GPU that the candidate was compiled for."""
     collectives: tuple[CompiledCollective, ...]
     memory: Memory
     seconds: float
-    """What compiling took."""
+    """Seconds of the compilation."""
 
     @property
     def exact_memory(self) -> bool:
-        """Whether temporaries are those of the machine that will run it.
+        """Whether temporaries are exact, because the target is not `cpu`.
 
-        The CPU compiler has no reduce-scatter, computes 16-bit types in 32 bits and
-        keeps what another backend frees: only its arguments and outputs are exact.
+        The CPU compiler has no reduce-scatter, computes 16-bit types in 32 bits, and
+        keeps buffers that another backend frees. So only arguments and outputs are
+        exact for a plan of another backend.
         """
         return self.target != "cpu"
 
@@ -68,11 +69,11 @@ class CompileFailure:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Whether a plan fits, and by what."""
+    """Whether a plan fits, and the estimate that decides."""
 
     fits: bool
     needed_bytes: int
-    """The largest of what the plan says and what the compiler found."""
+    """The larger of the plan's and the compiler's estimate of bytes."""
     capacity_bytes: int
     reason: str
 
@@ -86,7 +87,7 @@ class Agreement:
     predicted_bytes: int
     found_bytes: int
     exceptions: tuple[str, ...] = ()
-    """Why the two may differ although the plan is right."""
+    """Reasons why the two numbers may differ although the plan is right."""
 
     @property
     def difference(self) -> float:
@@ -119,11 +120,11 @@ def gate(
     A plan that failed to compile does not fit.
 
     Args:
-        plan: what the analytic model says of the candidate.
-        compiled: the candidate compiled; None if it was not, then the plan's own number
-            decides.
-        capacity: bytes of one device.
-        reserve: part of `capacity` that allocator and libraries keep, 0 to below 1.
+        plan: the plan of the candidate, with the analytic model's bytes.
+        compiled: the compiled candidate; None if the candidate was not compiled, so
+            that the plan's bytes decide.
+        capacity: bytes of memory of one device.
+        reserve: share of `capacity` that allocator and libraries keep, 0 to below 1.
 
     Raises:
         ValueError: `reserve` or `capacity` is out of its range.
@@ -145,7 +146,7 @@ def gate(
         kept = int(reserve * capacity)
         memory = compiled.memory
         total = memory.total if compiled.exact_memory else memory.floor
-        # What the compiler says of arguments includes those in host memory.
+        # The compiler counts arguments in host memory too.
         needs[f"compiled for {compiled.target}"] = kept + total - plan.host_bytes
     source, needed = max(needs.items(), key=lambda item: item[1])
     fits = needed <= capacity
@@ -161,9 +162,9 @@ def gate(
 def compare(plan: Plan, compiled: Compiled) -> tuple[Agreement, ...]:
     """Bytes predicted and found per kind and axes, largest first.
 
-    Bytes are those of all executions in a step, in the program's own types. An
-    all-reduce and a reduce-scatter of the same operand count alike; where the compiler
-    has one for the other, or a wider type, an exception says so.
+    Bytes count all executions in a step, in the program's dtypes before widening. If
+    the compiler replaced an all-reduce by a reduce-scatter of the same operand, or the
+    reverse, or widened a dtype, `exceptions` lists this.
     """
     return agreements(plan.collectives, compiled)
 
@@ -203,10 +204,11 @@ def _exchange(
     notes: dict[_Key, set[str]],
     axes: tuple[str, ...],
 ) -> None:
-    """Compares a sum that is divided afterwards with one that is divided at once.
+    """Moves predicted bytes between all-reduce and reduce-scatter to match the program.
 
-    CPU has no reduce-scatter; GPU makes one of an all-reduce whose result only a part
-    of is read. Both add up the same operand, so the bytes are the same.
+    XLA's CPU backend has no reduce-scatter. XLA's GPU backend replaces an all-reduce by
+    a reduce-scatter if only a part of the result is read. Both add up the same operand,
+    so the bytes are equal.
     """
     for first, second in itertools.permutations(("all_reduce", "reduce_scatter")):
         planned, real = (first, axes), (second, axes)

@@ -1,11 +1,11 @@
 """Compiles candidates ahead of time, for devices that this machine does not have.
 
-A step is traced and lowered here, over a mesh without devices; what comes out is a
-module of StableHLO with its shardings and donations, the same that `jit` would hand to
-XLA. A child process that has the devices (as many fake CPU devices as needed, or XLA's
-GPU compiler) compiles it and sends back what it communicates and needs; as many as
-there are cores do so at a time. A child ends by itself when nobody listens, is killed
-at the deadline, and is replaced when the compiler crashes.
+This process traces and lowers a step over a mesh without devices. The result is a
+module of StableHLO with shardings and donations, as `jit` would pass it to XLA. A child
+process with the devices (fake CPU devices, or XLA's GPU compiler) compiles the module
+and returns its collectives and memory. Several children run at a time, at most one per
+core. A child ends when its parent closes the pipe, is killed at the deadline, and is
+replaced if the compiler crashes.
 """
 
 import io
@@ -25,18 +25,18 @@ from dtft.planner.aot.check import Compiled, CompileFailure, Memory
 from dtft.planner.aot.worker import TAIL, Answer, Child, wait_for_any
 
 _MAX_CHILDREN = 4
-"""Each takes about 1 GB."""
+"""Largest number of children; each takes about 1 GB of memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoweredStep:
-    """A step with its shardings, lowered: all that a compiler needs of it."""
+    """A lowered step with its shardings, as the child process compiles it."""
 
     name: str
     mesh: Mapping[str, int]
-    """Axis name to size, slowest-varying first."""
+    """Map from an axis to its size, slowest-varying axis first."""
     target: str
-    """`cpu`, or a name of `gpu_targets.TARGETS`."""
+    """`cpu`, or a name of `gpu_targets.GPU_TARGETS`."""
     module: bytes
     """StableHLO, as MLIR bytecode of this version of JAX."""
 
@@ -55,20 +55,22 @@ def lower(
     """Traces and lowers a step for a mesh of devices that need not exist.
 
     Args:
-        step: a function of arrays, or what `jax.jit` made of one (then `out_specs` and
-            `donate` are its own). Constraints inside may be bare `PartitionSpec`s.
-        args: its positional arguments: trees of arrays or `jax.ShapeDtypeStruct`s.
-        mesh: axis name to size, slowest-varying first.
-        specs: for each argument a `PartitionSpec`, or a tree of them that begins the
-            argument's tree.
-        out_specs: the same for the result; None for what XLA chooses.
-        donate: numbers of the arguments whose buffers the results may take.
+        step: a function of arrays, or the result of `jax.jit`; a jitted step keeps its
+            shardings of results and its donations. Constraints inside may be bare
+            `PartitionSpec`s.
+        args: positional arguments of the step: trees of arrays or
+            `jax.ShapeDtypeStruct`s.
+        mesh: map from an axis to its size, slowest-varying axis first.
+        specs: for each argument, a `PartitionSpec`, or a tree of `PartitionSpec`s that
+            is a prefix of the argument's tree.
+        out_specs: the same for the result; None lets XLA choose.
+        donate: numbers of the arguments whose buffers the results may reuse.
         target: `cpu`, or the GPU to compile for.
-        name: what the candidate is called in results.
+        name: name of the candidate in results.
 
     Raises:
-        ValueError: JAX refuses it, such as a spec that does not divide its array; or
-            `target` is unknown.
+        ValueError: JAX refuses the step, such as for a spec that does not divide its
+            array; or `target` is unknown.
     """
     platform = platform_of(target)
     devices = AbstractMesh(
@@ -86,10 +88,10 @@ def lower(
 
 
 def platform_of(target: str) -> str:
-    """JAX's name of what to lower for: `cpu`, or `cuda` for a GPU.
+    """JAX's name of the platform of a target: `cpu`, or `cuda` for a GPU.
 
     Raises:
-        ValueError: there is no such target.
+        ValueError: the target is unknown.
     """
     return "cpu" if target == "cpu" else gpu_targets.gpu_target(target).platform
 
@@ -97,13 +99,14 @@ def platform_of(target: str) -> str:
 def candidate(
     lowered: jax.stages.Lowered, *, mesh: Mapping[str, int], target: str, name: str = ""
 ) -> LoweredStep:
-    """What JAX has lowered already, for the platform of the target.
+    """Makes a `LoweredStep` from a step that JAX has lowered.
 
     Args:
-        lowered: over a mesh of these axes, with or without devices.
-        mesh: axis name to size, slowest-varying first.
+        lowered: the step, lowered for the target's platform over a mesh of these axes,
+            with or without devices.
+        mesh: map from an axis to its size, slowest-varying axis first.
         target: `cpu`, or the GPU to compile for.
-        name: what the candidate is called in results.
+        name: name of the candidate in results.
     """
     module: Any = lowered.compiler_ir("stablehlo")
     code = io.BytesIO()
@@ -114,7 +117,7 @@ def candidate(
 
 
 def place(tree: Any, specs: Any, mesh: Any) -> Any:
-    """Shapes of `tree` with shardings of `specs` on `mesh`; `specs` may be a prefix."""
+    """Shapes of `tree` with shardings on `mesh`; `specs` is a prefix of `tree`."""
     shardings = _shardings(specs, mesh)
     return jax.tree.map(
         lambda sharding, part: jax.tree.map(
@@ -134,21 +137,22 @@ def compile_all(
     deadline_s: float = 60.0,
     coming: Sequence[tuple[str, int]] = (),
 ) -> tuple[Compiled | CompileFailure, ...]:
-    """Compiles candidates in child processes, several at a time where there are cores.
+    """Compiles candidates in child processes, several at a time.
 
-    A generator is asked for the next candidate while children compile those before.
-    Children are started per target, and one more whenever a compiler crashed.
+    If `candidates` is a generator, children compile while it makes the next candidate.
+    Children are started per target and number of devices. A child that crashed is
+    replaced.
 
     Args:
-        candidates: of `lower`; give a mesh of any size.
-        deadline_s: seconds for all of them, starting the children included. What is
-            not compiled by then is a failure.
-        coming: target and number of devices of candidates that are not made yet:
-            children start while the first of them is.
+        candidates: results of `lower`, for meshes of any size.
+        deadline_s: seconds for all candidates, including the start of children. A
+            candidate that is not compiled in time is a failure.
+        coming: target and number of devices of each candidate that is to be made, so
+            that children start while the first candidate is made.
 
     Returns:
-        One result per candidate, in their order, but for the last ones if the deadline
-        passed before they were made.
+        One result per candidate, in the order of candidates. Candidates that the
+        generator had not made before the deadline have no result.
     """
     run = _CompileQueue(deadline_s)
     try:
@@ -164,7 +168,7 @@ def compile_all(
 
 
 class _CompileQueue:
-    """Candidates on their way through several lanes, all for the same devices."""
+    """Gives candidates to children, all with the same target and number of devices."""
 
     def __init__(self, deadline_s: float) -> None:
         self.results: dict[int, Compiled | CompileFailure] = {}
@@ -179,16 +183,16 @@ class _CompileQueue:
         return time.monotonic() >= self._end
 
     def start(self, coming: Sequence[tuple[str, int]]) -> None:
-        """Children for the first of these that are for the same devices."""
+        """Starts children for the first candidates with equal target and devices."""
         for devices in coming[: _num_children()]:
             if devices == coming[0]:
                 self._lanes.append(_Lane(devices, self._end, self._deadline_s))
 
     def add(self, candidate: LoweredStep) -> None:
-        """Gives it to the child that has least to do; holds it while all have enough.
+        """Gives a candidate to the child with the fewest, or holds it if all have two.
 
-        What a child was given stays its own, however long that takes: so it is given
-        as little as will do until the next candidate is made.
+        A candidate never moves to another child, so each child gets only as many as
+        keep it busy until the next candidate is made.
         """
         if self._lanes and self._lanes[0].devices != _devices(candidate):
             self.finish()
@@ -205,7 +209,7 @@ class _CompileQueue:
         self._give(most=2)
 
     def _give(self, most: int) -> None:
-        """Hands out what is held, to children with less than so many to do."""
+        """Gives held candidates to children with fewer than `most` candidates."""
         while self._held:
             lane = min(self._lanes, key=lambda lane: lane.num_waiting)
             if lane.num_waiting >= most:
@@ -213,7 +217,7 @@ class _CompileQueue:
             lane.add(*self._held.popleft())
 
     def finish(self) -> None:
-        """Waits for all that was added; takes what comes first, from any child."""
+        """Waits for the results of all candidates, in any order."""
         self._give(most=1)
         while busy := [lane for lane in self._lanes if lane.num_waiting]:
             wait_for_any([lane.child for lane in busy])
@@ -228,7 +232,7 @@ class _CompileQueue:
 
 
 class _Lane:
-    """Candidates on their way through one child after another, first in first out."""
+    """Candidates of one child, first in first out; replaces a child that crashed."""
 
     def __init__(self, devices: tuple[str, int], end: float, deadline_s: float) -> None:
         self.devices = devices
@@ -245,12 +249,12 @@ class _Lane:
         self._send(candidate)
 
     def collect(self, results: dict[int, Compiled | CompileFailure]) -> None:
-        """Takes the answers that are there."""
+        """Stores the answers that have arrived in `results`."""
         while self._waiting and self.child.has_answer():
             answer = self.child.receive()
             if answer is None and time.monotonic() >= self._end:
                 answer = f"not compiled within deadline_s={self._deadline_s:g} seconds"
-            elif answer is None:  # it crashed of one; the others get a new child
+            elif answer is None:  # the first candidate crashed the child
                 answer = f"the compiler crashed: {self.child.stop()}"
                 self.child = Child(*self.devices, self._end)
                 for _, candidate in list(self._waiting)[1:]:

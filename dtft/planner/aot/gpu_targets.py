@@ -1,10 +1,10 @@
-"""GPUs to compile for without having one: what XLA must know of them.
+"""Descriptions of GPUs for XLA's compiler, to compile on a machine without a GPU.
 
-Figures of openxla/xla, `xla/backends/gpu/target_config/specs`. The compiler is in the
-packages of the extra `aot`, in this environment or in its folder `aot`, where
-`make test` puts them: installed among the others, the plugin would print a traceback
-in every JAX process that does not set JAX_PLATFORMS. Proves the structure of a program
-(communication, memory, kernels), never a time.
+The figures are from openxla/xla, `xla/backends/gpu/target_config/specs`. The compiler
+is in the packages of the extra `aot`. The packages are in this environment, or in its
+folder `aot`, where `make test` installs them. In the environment, the plugin prints a
+traceback in every JAX process that does not set JAX_PLATFORMS. A compiled program shows
+communication, memory and kernels, but no times.
 """
 
 import importlib
@@ -61,14 +61,14 @@ _AMPERE = {
 
 @dataclass(frozen=True, kw_only=True)
 class GpuTarget:
-    """A GPU as its compiler sees it."""
+    """A GPU that XLA can compile for."""
 
     name: str
     memory_bytes: int
     config: str
-    """A GpuTargetConfigProto as text."""
+    """Text of XLA's GpuTargetConfigProto."""
     platform: str = "cuda"
-    """JAX's name of it."""
+    """JAX's name of the platform."""
 
 
 def _target(name: str, description: str, **figures: Any) -> GpuTarget:
@@ -105,10 +105,10 @@ GPU_TARGETS: Mapping[str, GpuTarget] = {
 
 
 def gpu_target(name: str) -> GpuTarget:
-    """The GPU of this name.
+    """Looks up a GPU by name.
 
     Raises:
-        ValueError: it is not among those known.
+        ValueError: the name is not in `GPU_TARGETS`.
     """
     if name not in GPU_TARGETS:
         raise ValueError(
@@ -119,15 +119,17 @@ def gpu_target(name: str) -> GpuTarget:
 
 
 def is_gpu_compiler_installed() -> bool:
-    """Whether XLA's GPU compiler can be loaded; loads nothing."""
+    """Whether XLA's GPU compiler is installed; does not load the compiler."""
     return any(_found(plugin) for plugin in PLUGINS)
 
 
 def load_gpu_compiler() -> None:
-    """Registers XLA's GPU compiler with this process's JAX; once, or JAX complains.
+    """Registers XLA's GPU compiler with JAX in this process.
+
+    JAX reports an error on a second registration.
 
     Raises:
-        ImportError: it is not installed; says how to install it.
+        ImportError: the compiler is not installed; the message says how to install it.
     """
     plugin = next(filter(_found, PLUGINS), None)
     if plugin is None:
@@ -135,7 +137,7 @@ def load_gpu_compiler() -> None:
             f"XLA's GPU compiler is not installed, here or in {_folders()[-1]}. "
             f"Install it: {INSTALL}."
         )
-    # It otherwise looks for a CUDA installation, unless JAX_PLATFORMS is cpu.
+    # Keeps the plugin from looking for CUDA, if JAX_PLATFORMS is not cpu.
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     sys.path.append(_folders()[-1])
     try:
@@ -146,10 +148,11 @@ def load_gpu_compiler() -> None:
 
 
 def fake_gpus(gpu: GpuTarget, count: int, per_host: int = 8) -> Sequence[Any]:
-    """`count` GPUs to compile for, in the order of a mesh; none need exist.
+    """Makes `count` devices of a GPU type to compile for, without real GPUs.
 
     Raises:
-        ImportError: the compiler is not installed; says how to install it.
+        ImportError: the compiler is not installed; the message says how to install it.
+        ValueError: `count` is above `per_host` and not a multiple of `per_host`.
     """
     from jax.experimental import topologies
 
@@ -178,7 +181,7 @@ def _found(plugin: str) -> bool:
 def _register() -> None:
     import jax
 
-    jax.devices()  # a plugin among the other packages registers itself here, once
+    jax.devices()  # registers a plugin that is installed among the other packages
     if not _is_registered():
         load_gpu_compiler()
 

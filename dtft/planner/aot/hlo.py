@@ -1,8 +1,7 @@
-"""Reads the text of a compiled XLA program: its operations, what it communicates, among
-which devices.
+"""Reads the text of a compiled XLA program: operations, collectives, device groups.
 
-Pure functions over text, for the spellings of jax 0.10 to 0.12 (reference section 4).
-Trip counts of loops are included.
+The functions are pure. They read the syntax of jax 0.10 to 0.12 (planner.md,
+section 4). Trip counts of loops are included.
 """
 
 import math
@@ -31,35 +30,35 @@ class Array:
     """Type and shape of one array."""
 
     dtype: str
-    """XLA's name, such as `bf16`."""
+    """XLA's name of the type, such as `bf16`."""
     shape: tuple[int, ...]
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes; packed where elements are smaller than a byte."""
+        """Bytes of the array; elements below one byte are packed."""
         return -(-self.size * bits(self.dtype) // 8)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """One line of a computation."""
+    """One operation, which is one line of a computation."""
 
     name: str
     opcode: str
     arrays: tuple[Array, ...]
-    """The result, or each element of a tuple."""
+    """The result; for a tuple, each array of the tuple."""
     operands: tuple[str, ...]
     attributes: str
-    """What stands behind the operands: groups, called computations, metadata."""
+    """Text after the operands: groups, called computations, metadata."""
 
     @property
     def called(self) -> tuple[str, ...]:
-        """The computations it names."""
+        """Names of the computations that the operation calls."""
         branches = _BRANCHES.search(self.attributes)
         names = re.findall(r"[\w.\-]+", branches[1]) if branches else []
         return (*_CALLED.findall(self.attributes), *names)
@@ -71,13 +70,16 @@ class Operation:
 
     @property
     def trips(self) -> int | None:
-        """Of a while loop: how often its body runs; None where XLA does not say."""
+        """Number of runs of the body of a while loop; None if XLA does not know it."""
         found = _TRIPS.search(self.attributes)
         return int(found[1]) if found else None
 
     @property
     def source(self) -> str:
-        """What of the user's program it comes from, as JAX named it."""
+        """JAX's name (`op_name`) of the operation's origin in the user's program.
+
+        Without this name, the name of the operation.
+        """
         found = re.search(r'op_name="([^"]*)"', self.attributes)
         return found[1] if found else self.name
 
@@ -91,7 +93,7 @@ class HloProgram:
 
     @property
     def operations(self) -> tuple[Operation, ...]:
-        """What the entry computation runs, with what it calls in its place."""
+        """Operations of the entry computation; called computations replace `call`."""
         return tuple(self._run_by(self.entry))
 
     def _run_by(self, computation: str) -> Iterator[Operation]:
@@ -143,12 +145,12 @@ def _operation(line: str) -> Operation:
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    """Of `8,<=4` the most that there can be."""
+    """Sizes from text such as `8,<=4`; a bounded dim has its upper bound."""
     return tuple(int(size.removeprefix("<=")) for size in text.split(",") if size)
 
 
 def _closing(text: str) -> int:
-    """Just behind the parenthesis that closes the one at the start."""
+    """Position after the parenthesis that closes the first character of the text."""
     depth = 0
     for found in re.finditer(r"[()]", text):
         depth += 1 if found[0] == "(" else -1
@@ -158,7 +160,7 @@ def _closing(text: str) -> int:
 
 
 def bits(dtype: str) -> int:
-    """Bits of an element of one of XLA's types; 0 for those that have none.
+    """Bits of an element of an XLA type; 0 for types without data.
 
     >>> bits("bf16"), bits("pred"), bits("f8e4m3fn")
     (16, 8, 8)
@@ -195,11 +197,12 @@ def groups_of(attributes: str, mesh: Mapping[str, int]) -> Groups:
     ((0, 2), (1, 3))
 
     Args:
-        attributes: the part of the operation's line behind its operands.
-        mesh: axis name to size; no groups at all means all devices.
+        attributes: the part of the operation's line after the operands.
+        mesh: map from an axis to its size. Without groups in `attributes`, all devices
+            of the mesh are one group.
 
     Raises:
-        ValueError: no spelling that is known.
+        ValueError: the syntax of the groups is unknown.
     """
     everyone = tuple(range(math.prod(mesh.values())))
     if found := _LISTED.search(attributes):
@@ -224,14 +227,14 @@ def axes_of(
 ) -> tuple[tuple[str, ...], int]:
     """The mesh axes along which members of a group differ, and a group's size.
 
-    The size is smaller than the product of the axes' sizes where XLA goes along a part
-    of an axis only. Of (source, target) pairs the size counts all that they connect.
+    The size is smaller than the product of the axes' sizes if a group has only a part
+    of an axis. The size of a (source, target) pair is 2.
 
     >>> axes_of(((0, 2), (1, 3)), (("data", 2), ("tensor", 2)))
     (('data',), 2)
 
     Raises:
-        ValueError: the groups name devices that the mesh has not.
+        ValueError: the groups name devices that the mesh does not have.
     """
     sizes = [size for _, size in mesh]
     highest = max((max(group, default=0) for group in groups), default=0)
@@ -269,7 +272,7 @@ def _along_axes(axes: str, devices: str | None, chosen: str) -> Groups:
     cuts = {name: {1, size} for name, size in sizes.items()}
     for name, before, size in parts:
         cuts[name] |= {before, before * (size or sizes[name])}
-    for name in sizes:  # an axis becomes as many dims as it is cut into
+    for name in sizes:  # each axis is split into as many dims as it has parts
         first[name] = len(shape)
         ends = sorted(cuts[name])
         shape += [b // a for a, b in zip(ends, ends[1:], strict=False)]
@@ -285,7 +288,7 @@ def _along_axes(axes: str, devices: str | None, chosen: str) -> Groups:
 
 
 def _part(text: str) -> tuple[str, int, int]:
-    """Of `'x':(2)4` the axis, the product of what comes before, and the size."""
+    """Reads `'x':(2)4`: the axis, the product of earlier parts' sizes, the size."""
     found = re.fullmatch(r"\s*'?([^':]+)'?(?::\((\d+)\)(\d+))?\s*", text)
     if not found:
         raise ValueError(f"{text!r} is no axis of a group: 'name' or 'name':(2)4.")
@@ -293,7 +296,7 @@ def _part(text: str) -> tuple[str, int, int]:
 
 
 def _devices(text: str | None, shape: Sequence[int]) -> np.ndarray:
-    """The devices of XLA's own mesh: counted through unless it says otherwise."""
+    """The device numbers of an XLA mesh, ascending if the text gives no order."""
     found = _PERMUTED.match(text) if text else None
     if text and not found:
         return np.asarray(_numbers(text)).reshape(shape)
@@ -317,52 +320,54 @@ _KINDS: Mapping[str, Kind] = {
     "all-to-all": "all_to_all",
     "ragged-all-to-all": "all_to_all",
     "collective-permute": "permute",
-    # One member sends its operand to the others: as much as any of them receives.
+    # One member sends its operand to all others, and each receives as many bytes.
     "collective-broadcast": "permute",
 }
 _RENAMES = ("bitcast", "copy", "reshape", "transpose", "dynamic-slice", "slice")
-"""Operations that leave elements as they are."""
+"""Operations that move elements without changing them."""
 _RUN_IN_PLACE = ("call", "fusion", "async", "while", "conditional")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledCollective(Collective):
-    """Communication in a compiled program. `where` is JAX's name of its origin."""
+    """A collective of a compiled program. `where` is JAX's name of its origin."""
 
     dtype: str
-    """Of the first operand, XLA's name."""
+    """XLA's name of the first operand's type."""
     operands: tuple[tuple[int, ...], ...]
-    """Shapes of what one device gives; several where XLA combined collectives."""
+    """Shapes of the operands on one device; several if XLA combined collectives."""
     group_size: int
-    """Devices that communicate with each other."""
+    """Number of devices in a group."""
     trips_known: bool
-    """Whether XLA says how often each loop around it runs; else `trips` counts one."""
+    """Whether XLA knows the trip count of each loop around the collective. A loop with
+    unknown trip count counts as one trip."""
     own_bytes: int
-    """As `num_bytes`, in the program's types: CPU moves 16-bit floats as 32 bits."""
+    """`num_bytes` in the program's types, before XLA widened any. XLA on CPU sends
+    16-bit floats as 32 bits."""
     name: str
     """The operation's name in the text."""
 
     @property
     def widened(self) -> bool:
-        """Whether more is sent than the program says, in a wider type."""
+        """Whether XLA sends a wider type than the type in the program."""
         return self.own_bytes < self.num_bytes
 
 
 def collectives(text: str, mesh: Mapping[str, int]) -> tuple[CompiledCollective, ...]:
-    """What the program communicates in one run, in the order of its text.
+    """Finds the collectives that a program runs, in the order of the program's text.
 
-    A -start and its -done are one. A collective of several arrays is one, with the sum
-    of their bytes. In a loop, `trips` is the product of the trip counts around it. Of
-    a conditional, the branch that communicates most bytes counts. Groups of a single
-    device communicate nothing and are left out.
+    A -start and its -done are one collective. A collective of several arrays is one,
+    with the sum of their bytes. In loops, `trips` is the product of the trip counts. Of
+    a conditional, only the branch with the most bytes counts. Collectives in groups
+    of a single device are left out.
 
     Args:
-        text: of `Compiled.as_text()`, for a program over all devices of `mesh`.
-        mesh: axis name to size, slowest-varying first; the device of position i has
-            the number i in the program.
+        text: text of `Compiled.as_text()`, for a program over all devices of `mesh`.
+        mesh: map from an axis to its size, slowest-varying axis first. The device at
+            position i of the mesh has the number i in the program.
 
     Raises:
-        ValueError: the text is no program, or its groups are not of this mesh.
+        ValueError: the text is no program, or its groups do not belong to this mesh.
     """
     program = parse(text)
     return tuple(_collectives(program, program.entry, mesh, 1, True))
@@ -428,7 +433,7 @@ def _own_bytes(
     program: HloProgram, lines: Mapping[str, Operation], line: Operation
 ) -> int:
     """Bytes of the operands in the types that they had before XLA widened them."""
-    if "promoted" in line.attributes:  # XLA's name of a sum in a wider type
+    if "promoted" in line.attributes:  # XLA's mark of a sum in a wider type
         return sum(lines[name].num_bytes for name in line.operands) // 2
     return sum(
         lines[name].num_bytes // (2 if _is_widened(program, lines, lines[name]) else 1)
@@ -439,7 +444,7 @@ def _own_bytes(
 def _is_widened(
     program: HloProgram, lines: Mapping[str, Operation], maker: Operation
 ) -> bool:
-    """Whether a value of 32 bits is one of 16 bits that was converted before."""
+    """Whether a 32-bit value was converted from a 16-bit value before."""
     while True:
         if maker.opcode == "fusion":
             body = program.computations[maker.called[0]]

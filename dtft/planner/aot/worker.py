@@ -1,9 +1,8 @@
-"""The process that compiles: `Child` starts it with the devices it needs and kills it
-at a deadline.
+"""The child process that compiles: `Child` starts it, and kills it at a deadline.
 
-`python -m dtft.planner.aot.worker FD TARGET NUM_DEVICES` compiles the modules that come
-over FD and answers with what each communicates and needs. It ends when the other end of
-FD is closed, also in the middle of a compilation.
+`python -m dtft.planner.aot.worker FD TARGET NUM_DEVICES` receives modules over the file
+descriptor FD, compiles each module, and answers with its collectives and memory. The
+process ends when the other end of FD is closed, also during a compilation.
 """
 
 import contextlib
@@ -29,15 +28,15 @@ from dtft import _jax_internals
 from dtft.planner.aot.hlo import CompiledCollective, collectives
 from dtft.planner.gc_pause import gc_paused
 
-# The worker compiles in a process of its own and ends it as soon as XLA has written the
-# optimized program and its buffer assignment. What follows is machine code, which
-# nobody runs: it takes a third of the time on CPU and more than half on a GPU, where it
-# also needs `ptxas` of a CUDA installation.
+# The worker compiles in a fork, and kills the fork as soon as XLA has written the
+# optimized program and its buffer assignment. XLA would then make machine code, which
+# is never run. Machine code takes a third of the time for CPU. For a GPU it takes more
+# than half of the time, and needs `ptxas` of a CUDA installation.
 
 
 _POLL_S = 0.02
 _ANSWER = "answer.json"
-# Written before any machine code; by jaxlib 0.12 side by side, in no order.
+# Files that XLA writes before any machine code; jaxlib 0.12 writes them in any order.
 _REPORT = "*pu_after_optimizations-memory-usage-report.txt"
 _PROGRAM = "*pu_after_optimizations.txt"
 _BUFFERS = "*pu_after_optimizations-buffer-assignment.txt"
@@ -45,19 +44,19 @@ _ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(.*)$", re.MULTILINE)
 
 
 def until_assigned(compiled: Callable[[Mapping[str, Any]], Any]) -> Any:
-    """What `compiled` would return, without waiting for machine code.
+    """Calls `compiled` in a fork, and returns its result before machine code is made.
 
-    It runs in a fork of this process, which must not have made a client of XLA that
-    has threads (such as that of CPU devices): a fork has none of them.
+    This process must not have a client of XLA with threads, such as the client of CPU
+    devices, because a fork does not have the threads of its parent.
 
     Args:
-        compiled: compiles with additional options of XLA; returns a dict with `text`,
-            `memory` and `seconds`, or words of why there is none.
+        compiled: function that compiles with further XLA options, and returns a dict
+            with `text`, `memory` and `seconds`, or the text of an error.
     """
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="dtft-xla-") as name:
         folder = Path(name).resolve()
-        # Forked, it has XLA loaded already, which a new process would take seconds to.
+        # A fork has XLA loaded already; a new process would need seconds to load XLA.
         process = os.fork()
         if not process:
             _compile_and_end(compiled, folder)
@@ -73,7 +72,7 @@ def until_assigned(compiled: Callable[[Mapping[str, Any]], Any]) -> Any:
 
 
 def assigned(text: str) -> dict[str, int]:
-    """Bytes of one device, from XLA's list of its buffers.
+    """Bytes of one device, from the text of XLA's buffer assignment.
 
     >>> assigned("allocation 0: size 8, parameter 0, shape |f32[2]|, maybe-live-out:\\n"
     ...          "allocation 1: size 4, parameter 1, shape |f32[]|:\\n"
@@ -93,7 +92,7 @@ def assigned(text: str) -> dict[str, int]:
 def _compile_and_end(
     compiled: Callable[[Mapping[str, Any]], Any], folder: Path
 ) -> None:
-    """The forked process; never returns."""
+    """Compiles in the forked process, writes the result, and ends the process."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     try:
         options = {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
@@ -109,7 +108,10 @@ def _end_with(parent: int) -> None:
 
 
 def _await(process: int, folder: Path) -> str:
-    """Waits until all is written or the process has ended; says how it ended."""
+    """Waits until all files are written, and kills the process.
+
+    Returns a text with the exit code if the process ended before, else ''.
+    """
     while not _is_written(process, folder):
         ended, status = os.waitpid(process, os.WNOHANG)
         if ended:
@@ -122,12 +124,12 @@ def _await(process: int, folder: Path) -> str:
 
 
 def _is_written(process: int, folder: Path) -> bool:
-    """Whether the program and its buffers are there, and XLA has closed the files."""
+    """Whether program and buffer assignment exist, and XLA has closed the files."""
     found = [list(folder.glob(pattern)) for pattern in (_REPORT, _PROGRAM, _BUFFERS)]
     if not all(found) or len({len(files) for files in found}) > 1:
         return False
     opened = set()
-    with contextlib.suppress(OSError):  # it has ended, or this is not Linux
+    with contextlib.suppress(OSError):  # the process ended, or this is not Linux
         for link in Path(f"/proc/{process}/fd").iterdir():
             with contextlib.suppress(OSError):  # closed meanwhile
                 opened.add(link.readlink())
@@ -139,7 +141,7 @@ def _read_assigned(folder: Path, pattern: str) -> str:
 
 
 class CompileResult(TypedDict):
-    """What came of a module."""
+    """Collectives and memory of a compiled module."""
 
     collectives: tuple[CompiledCollective, ...]
     memory: dict[str, int]
@@ -148,21 +150,21 @@ class CompileResult(TypedDict):
 
 
 Answer = CompileResult | str
-"""A program, or why there is none."""
+"""Result of a compilation, or the text of an error."""
 
 _Devices = Callable[[], Sequence[Any]]
 
-# Where machine code is made after all, it need not be fast.
+# If XLA makes machine code before the kill, the code need not be fast.
 _CPU_OPTIONS = {
     "xla_llvm_disable_expensive_passes": True,
     "xla_backend_optimization_level": 0,
 }
-# There are as many children as cores: threads of each would only wait for each other.
+# There are as many children as cores, so each child compiles with one thread.
 _GPU_OPTIONS = {"xla_gpu_force_compilation_parallelism": 1}
 
 
 def main(link: Connection, target: str, num_devices: int) -> None:
-    """Answers every module that comes over `link`, until it is closed."""
+    """Compiles and answers every module from `link`, until `link` is closed."""
     modules: SimpleQueue[tuple[bytes, dict[str, int]]] = SimpleQueue()
     threading.Thread(target=_listen, args=(link, modules), daemon=True).start()
     devices, problem = _devices(target, num_devices)
@@ -175,7 +177,7 @@ def main(link: Connection, target: str, num_devices: int) -> None:
 def _listen(
     link: Connection, modules: "SimpleQueue[tuple[bytes, dict[str, int]]]"
 ) -> None:
-    """Runs beside the compiler, so that nobody's question is not answered on."""
+    """Queues modules in a thread; ends the process when the other end is closed."""
     try:
         while True:
             modules.put(link.recv())
@@ -184,12 +186,13 @@ def _listen(
 
 
 def _devices(target: str, num_devices: int) -> tuple[_Devices, str]:
-    """How to have the devices, or why they cannot be had.
+    """A function that returns the devices; or the text of an error.
 
-    GPUs are loaded once; CPU devices have threads, so each fork makes its own.
+    GPU descriptions are made once. CPU devices have threads, so each fork makes new
+    CPU devices.
     """
     import jax
-    import jax.extend.backend  # here once, not in each fork
+    import jax.extend.backend  # imported once here, not in each fork
 
     from dtft.planner.aot import gpu_targets
 
@@ -204,7 +207,10 @@ def _devices(target: str, num_devices: int) -> tuple[_Devices, str]:
 
 @gc_paused()
 def _read(compiled: dict[str, Any] | str, mesh: Mapping[str, int]) -> Answer:
-    """Here, not where it is asked for: a text has megabytes, which a pipe has not."""
+    """Reads the collectives of a compiled text in the child.
+
+    The text has megabytes, too much to send over the pipe.
+    """
     if isinstance(compiled, str):
         return compiled
     try:
@@ -230,7 +236,7 @@ def _whole(
         program = _jax_internals.compile_module(module, devices, options)
         stats = program.get_compiled_memory_stats()
         texts = [part.to_string() for part in program.hlo_modules()]
-    except Exception as error:  # whatever the compiler says goes to who asked
+    except Exception as error:  # the parent reports any error of the compiler
         return f"{type(error).__name__}: {error}"
     return {
         "text": "\n\n".join(texts),
@@ -244,19 +250,22 @@ def _whole(
     }
 
 
-# The process that compiles: started with the devices it needs, killed at a deadline.
+# The parent's handle of the child process.
 
 
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 _HUGE_PAGES = "glibc.malloc.hugetlb"
-"""A tunable of glibc: with huge pages XLA takes less processor time (of the 16 plans of
-`benchmarks/planning.py --cases gpt2-small --verify 16` 6 %). Others ignore it."""
+"""Tunable of glibc for huge pages, which other C libraries ignore. Huge pages save XLA
+processor time: 6 % in `benchmarks/planning.py --cases gpt2-small --verify 16`."""
 TAIL = 2000
-"""Characters of an error that are kept."""
+"""Number of characters of an error that are kept."""
 
 
 class Child:
-    """A process that compiles what it is sent; killed at `end` (monotonic seconds)."""
+    """Handle of a child process that compiles modules; killed at `end`.
+
+    `end` is in seconds of `time.monotonic`.
+    """
 
     def __init__(self, target: str, num_devices: int, end: float) -> None:
         self.devices = target, num_devices
@@ -274,32 +283,32 @@ class Child:
                 env=environment(num_devices),
                 pass_fds=[theirs.fileno()],
             )
-        # Once it is killed every wait for it ends, with an error or the end of file.
+        # After the kill, every wait for the child ends with an error or end of file.
         self._timer = threading.Timer(max(0.0, end - time.monotonic()), self._kill)
         self._timer.daemon = True
         self._timer.start()
 
     def send(self, module: bytes, mesh: Mapping[str, int]) -> None:
-        """Asks for a module to be compiled; answers come in the same order."""
-        with contextlib.suppress(OSError):  # it is gone: `receive` will say so
+        """Sends a module to compile; answers arrive in the order of modules."""
+        with contextlib.suppress(OSError):  # `receive` reports an ended process
             self._link.send((module, dict(mesh)))
 
     def has_answer(self) -> bool:
-        """Whether `receive` would not wait."""
+        """Whether `receive` would return without waiting."""
         try:
             return self._link.poll()
         except OSError:
             return True
 
     def receive(self) -> Answer | None:
-        """The next answer; None if the process is gone."""
+        """Waits for the next answer; None if the process has ended."""
         try:
             return self._link.recv()
         except (EOFError, OSError):
             return None
 
     def stop(self) -> str:
-        """Ends it; the end of what it wrote to its log."""
+        """Kills the process; returns the end of its log, or its exit code."""
         self._timer.cancel()
         self._kill()
         self._link.close()
@@ -314,12 +323,15 @@ class Child:
 
 
 def wait_for_any(children: Sequence[Child]) -> None:
-    """Until one of them has an answer, or is gone; all are at their deadline."""
+    """Waits until one child has an answer or has ended, at most to the deadline."""
     connection.wait([child._link for child in children])
 
 
 def environment(num_devices: int) -> dict[str, str]:
-    """This process's own, without what would choose other devices; with huge pages."""
+    """Environment of a child: fake CPU devices, and huge pages for glibc.
+
+    Other variables are copied from this process.
+    """
     kept = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
     flags = [
         flag

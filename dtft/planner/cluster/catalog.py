@@ -317,7 +317,7 @@ LINKS: Mapping[str, Link] = {
         "loopback", 100, 1, "processes of one machine; order of magnitude, calibrate"
     ),
 }  # fmt: skip
-"""Map from name to link. Names in `-half` have one port for two devices."""
+"""Map from name to link. Two devices share one port of a link named `...-half`."""
 
 
 GIB = 2**30

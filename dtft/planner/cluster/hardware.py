@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-# Accuracy of predictions, with the levels of reference section 5: catalog (0), measured
-# (1), corrected by past runs (2).
+# Accuracy of predictions, with the levels of planner.md, section 5: catalog (0),
+# measured (1), corrected by past runs (2).
 
 
 UNCALIBRATED: Mapping[str, float] = {"compute": 0.25, "collectives": 0.5}
@@ -76,7 +76,7 @@ class Efficiency:
     """Efficiency of a device relative to its data sheet: scalars fitted by calibration.
 
     A matmul of x rows reaches the share e0 x / (x + x0) of the peak, times the
-    efficiency of whole tiles (`cost.shape_factor`). See reference section 7.
+    efficiency of whole tiles (`cost.shape_factor`). See planner.md, section 7.
     """
 
     e0: float = 0.75
@@ -227,7 +227,7 @@ CollectiveKind = Literal[
 class Curve:
     """Time of a transfer by its size S: B(S) = bandwidth * S / (S + half_bytes).
 
-    See reference section 7. All figures are for one direction.
+    See planner.md, section 7. All figures are for one direction.
     """
 
     latency_s: float
@@ -260,8 +260,8 @@ class Link:
 
     A device that shares its port with `shared_by - 1` other devices gets
     1 / `shared_by` of the bandwidth: all devices of an SPMD program communicate at once
-    (reference section 7: a PCIe switch, UPI, a CXL switch, one network card for g
-    devices).
+    (planner.md, section 7). Shared ports are PCIe switches, UPI, CXL switches, and
+    network cards of several devices.
     """
 
     kind: LinkKind

@@ -93,7 +93,7 @@ class Pool:
     def words(self) -> str:
         """Shorthand of the pool, such as `64x8xh100`, outermost level first.
 
-        With one device per host it ends as in `3x1xcpu`.
+        If each host has one device, the shorthand has a size of 1, as in `3x1xcpu`.
         """
         levels = [level for level in reversed(self.levels) if level.size > 1]
         sizes = [str(level.size) for level in levels]
@@ -395,7 +395,7 @@ def _slices(text: str, number: int, found: Machine) -> tuple[int, list[int]]:
 #         levels:                      # innermost first
 #           - {size: 4, link: nvlink-3}
 #           - size: 2
-#             name: hosts              # tells hosts of one device from devices of one
+#             name: hosts              # an innermost level of hosts: one device each
 #             link: {kind: Ethernet, latency_s: 20.0e-6, bandwidth: 12.5e9}
 #         host_link: pcie-4
 #         host_memory_bytes: 64.0e9    # that each device may use

@@ -91,8 +91,9 @@ def matmul_s(
 
     The launch of the operator (`launch_s`) is not counted. A matrix-vector product is
     not tiled: its kernels read the matrix once, at memory bandwidth.
-    `x0` adds a fixed number of rows, not a share of the padded size. A smaller matmul
-    of aligned rows therefore never takes longer than a larger matmul.
+
+    The efficiency `x0` adds a fixed number of rows, not a share of the padded size. A
+    smaller matmul of aligned rows therefore never takes longer than a larger matmul.
 
     Args:
         device: the device type, with its peak flops, tile and efficiency.
@@ -192,8 +193,8 @@ def unfused_s(
 
     Args:
         device: the device type, with its memory and the share of bytes left by fusion.
-        num_bytes: sum of the bytes that each operator reads and writes by itself; for
-            an optimizer update, the bytes of the whole update.
+        num_bytes: sum of the bytes that each operator reads and writes without fusion;
+            for an optimizer update, the bytes of the whole update.
         simple: the number of simple operations.
         special: the number of special functions, such as exp.
         cold: whether this is an optimizer update, whose state was not used recently.
@@ -211,7 +212,7 @@ def launch_s(device: DeviceType, num_operators: Any) -> Any:
 
 
 def added_s(efficiency: Efficiency, collective_s: Any, compute_s: Any) -> Any:
-    """Seconds that overlapped collectives add to the computation beside them.
+    """Seconds that collectives add to the computation that overlaps them.
 
     The result is max(0, m - c) of reference section 7 plus the slowdown of the
     computation. It is at most `collective_s`.

@@ -151,8 +151,8 @@ def _copying_s(device: DeviceType, work: OperatorWork, sizes: Sizes) -> Any:
 
 
 def runs(work: OperatorWork, sizes: Sizes) -> Any:
-    """Factor on an operator's executions: the microbatches if it reads examples, else
-    1.
+    """The number of microbatches if these divide the operator's work, else 1: the
+    factor on the operator's executions in a step.
     """
     return parts((MICRO,), sizes) if MICRO in work.divided_by else 1
 

@@ -39,7 +39,7 @@ def same_dims(program: Graph, graph: Graph) -> dict[int, int]:
     ours = _heavy(program.operators)
     theirs = _heavy(op for op in graph.operators if region(op) == "forward")
     keys = [_key(program, op) for op in ours], [_key(graph, op) for op in theirs]
-    # Long programs repeat the same few operators, so frequent items are not junk.
+    # autojunk would drop frequent items, but long programs repeat the same operators.
     for first, second, count in SequenceMatcher(
         None, *keys, autojunk=False
     ).get_matching_blocks():

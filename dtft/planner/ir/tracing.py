@@ -277,9 +277,9 @@ class Frame(NamedTuple):
     """Number of devices that run the equations, each on its part (shard_map)."""
     name: str = ""
     recomputes: bool = False
-    """Whether this is the backward pass of a rematerialized function."""
+    """Whether the equations are the backward pass of a rematerialized function."""
     again: bool = False
-    """Whether all equations here are recomputed."""
+    """Whether all equations of the frame are recomputed."""
 
 
 class Walk:

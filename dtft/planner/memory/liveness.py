@@ -460,12 +460,12 @@ class _Walk:
     ) -> tuple[int | None, tuple[int, ...]]:
         """The operand whose buffer a result reuses: of equal size, at its last read.
 
-        Applies to elementwise operators and scatters. An operator that also reads a sum
-        over the operand (softmax and its gradient) is part of one kernel that goes row
-        by row, and has a buffer of its own. A scatter reuses the buffer it scatters
-        into, and is a kernel before its readers. So in the gradient of a loss by its
-        logits only the softmax itself goes row by row, if its rows are short enough and
-        on one device.
+        Only elementwise operators and scatters reuse buffers. An operator that also
+        reads a sum over the operand (softmax and its gradient) is part of one kernel
+        that processes row by row, so its result has a new buffer. A scatter reuses the
+        buffer that it scatters into, and is a kernel that runs before its readers. So
+        in the gradient of a loss by its logits, only the softmax is a row kernel, if
+        its rows are at most `ROW` long and on one device.
 
         Returns:
             The operand, or None; and dims, one of which an axis must divide for the

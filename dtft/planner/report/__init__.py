@@ -1,11 +1,11 @@
 """Reports of a plan: explanation, comparison with other plans, lints, and HTML.
 
-* `text`: `explain`, the plan in words.
+* `text`: `explain`, the plan as text.
 * `compare`: two plans side by side, and the reasons for their difference in time.
 * `replan`: `why_not`, and the cost of each pin.
 * `lints`: sizes and arrays whose cost a small change saves.
 * `hardware_sensitivity`: the plan on a faster cluster.
-* `logical_axes`: a plan as Flax's rules.
+* `logical_axes`: a plan as Flax's logical axis rules.
 * `html_report`, `page`: the report as an HTML file without network or scripts.
 """
 

@@ -1,7 +1,6 @@
-"""Two plans side by side: what differs, by how many seconds and bytes, and which terms
-make the difference.
+"""Compares two plans: decisions, seconds and bytes, and the terms that differ most.
 
-Every number is one of the two plans', or the difference of two of them.
+Every number is a number of one of the plans, or the difference of two such numbers.
 """
 
 import re
@@ -16,21 +15,21 @@ from dtft.planner.types import Spec
 from dtft.planner.wording import Section, percent, seconds, signed, size
 
 Key = tuple[str, tuple[str, ...]]
-"""Kind of collective, and the axes it goes over."""
+"""Kind of collective, and the mesh axes over which it communicates."""
 
 _ARRAYS = ("state", "optimizer", "batch")
 
 
 def diff(plan: Plan, other: Plan) -> str:
-    """What another plan does otherwise, and what that costs or saves.
+    """Compares two plans as text.
 
-    Differences are the other's figure less this plan's.
+    Differences are the other plan's figure minus this plan's figure.
     """
     return wording.text(sections(plan, other))
 
 
 def sections(plan: Plan, other: Plan) -> tuple[Section, ...]:
-    """The parts of a comparison."""
+    """All sections of a comparison."""
     return (
         decisions(plan, other),
         shardings(plan, other),
@@ -41,7 +40,7 @@ def sections(plan: Plan, other: Plan) -> tuple[Section, ...]:
 
 
 def decisions(plan: Plan, other: Plan) -> Section:
-    """Mesh, knobs, and what the plans were made for."""
+    """Differences of mesh, knobs, entry point, cluster and model."""
     ours, theirs = _decided(plan), _decided(other)
     rows = tuple(
         (name, ours[name], theirs[name]) for name in ours if ours[name] != theirs[name]
@@ -64,7 +63,7 @@ def _decided(plan: Plan) -> dict[str, str]:
 
 
 def shardings(plan: Plan, other: Plan) -> Section:
-    """Arrays that are divided otherwise; alike ones of several layers together."""
+    """Arrays with different shardings; equal arrays of several layers share a row."""
     found: Counter[tuple[str, str, str]] = Counter()
     for tree in _ARRAYS:
         ours, theirs = getattr(plan, tree), getattr(other, tree)
@@ -84,7 +83,7 @@ def shardings(plan: Plan, other: Plan) -> Section:
 
 
 def layered(path: str) -> str:
-    """A path without the numbers of layers.
+    """A path in which `*` replaces numbers of layers.
 
     >>> layered("blocks/11/up/kernel")
     'blocks/*/up/kernel'
@@ -93,7 +92,7 @@ def layered(path: str) -> str:
 
 
 def spec_text(spec: Spec) -> str:
-    """How an array is divided, dim by dim.
+    """The mesh axes that divide each dim of an array, as text.
 
     >>> spec_text((("replica", "fsdp"), ()))
     '(replica x fsdp, -)'
@@ -106,7 +105,7 @@ def _spec(specs: Mapping[str, Spec], path: str) -> str:
 
 
 def terms(plan: Plan, other: Plan) -> Section:
-    """Seconds of a step by term."""
+    """Seconds of a step by term, in both plans."""
     ours, theirs = (
         {**one.prediction.terms, "step": one.prediction.step_s} for one in (plan, other)
     )
@@ -122,7 +121,7 @@ def terms(plan: Plan, other: Plan) -> Section:
 
 
 def memory(plan: Plan, other: Plan) -> Section:
-    """Bytes of a device by term."""
+    """Bytes of a device by term, in both plans."""
     ours, theirs = (
         {**one.memory, "needed": one.memory_bytes, "capacity": one.capacity_bytes}
         for one in (plan, other)
@@ -136,14 +135,14 @@ def memory(plan: Plan, other: Plan) -> Section:
 
 
 def collectives(plan: Plan, other: Plan, *, only_changed: bool = False) -> Section:
-    """Bytes and seconds of what is sent in a step, by kind and axes.
+    """Bytes and seconds of the collectives of a step in both plans, by kind and axes.
 
-    Seconds are those before overlap.
+    Seconds include the parts that overlap with computing.
 
     Args:
-        plan: this one.
-        other: the other.
-        only_changed: leaves out what takes the same bytes and seconds in both.
+        plan: this plan.
+        other: the other plan.
+        only_changed: whether to leave out kinds and axes with equal bytes and seconds.
     """
     ours, theirs = sent(plan), sent(other)
     found = []
@@ -171,13 +170,13 @@ def collectives(plan: Plan, other: Plan, *, only_changed: bool = False) -> Secti
 
 
 def largest_collective(plan: Plan, key: Key) -> Collective | None:
-    """Of one kind and axes what sends most bytes in a step."""
+    """The collective of one kind and axes with the most bytes in a step, or None."""
     found = [one for one in plan.collectives if (one.kind, one.axes) == key]
     return max(found, key=lambda one: one.num_bytes * one.trips, default=None)
 
 
 def sent(plan: Plan) -> dict[Key, tuple[int, float]]:
-    """Bytes and seconds of a step by kind and axes."""
+    """Bytes and seconds of a step's collectives, by kind and axes."""
     num_bytes: Counter[Key] = Counter()
     took: dict[Key, float] = defaultdict(float)
     for one in plan.collectives:
@@ -187,19 +186,22 @@ def sent(plan: Plan) -> dict[Key, tuple[int, float]]:
     return {key: (num_bytes[key], took[key]) for key in took}
 
 
-# Why one plan takes longer: the terms that make up most of the difference.
+# Why a plan takes longer: the terms that make up most of the difference.
 
 
 _MOST = 0.8
-"""Share of what is added (or saved) that the terms named make up."""
+"""Share of the added (or saved) seconds that the named terms make up."""
 _WHOLE = 0.995
-"""Share of the work from which on an axis divides all of it."""
+"""Least share of the work that an axis divides to count as dividing all work."""
 _AGAINST = 0.1
-"""Share of the difference from which on a term that goes the other way is named."""
+"""Least share of the difference at which a term in the other direction is named."""
 
 
 def slower(plan: Plan, other: Plan) -> str:
-    """Which terms make the other's step longer or shorter; '' if none does."""
+    """Text on the terms that make the other plan's step longer or shorter.
+
+    Returns '' if both steps take the same time.
+    """
     total = other.prediction.step_s - plan.prediction.step_s
     if not total:
         return ""
@@ -217,7 +219,7 @@ def slower(plan: Plan, other: Plan) -> str:
 
 
 def larger(plan: Plan, other: Plan) -> str:
-    """Which term of memory the other needs more of than this plan; '' if none."""
+    """Text on the memory term that grows most in the other plan; '' if none grows."""
     more = _differences(plan.memory, other.memory)
     name = max(more, key=lambda name: more[name])
     if more[name] <= 0:
@@ -240,7 +242,7 @@ def _term(name: str, more_s: float, plan: Plan, other: Plan) -> str:
 
 
 def _collectives(plan: Plan, other: Plan) -> str:
-    """The kind and axes whose seconds differ most, in the direction of the term."""
+    """Text on the kind and axes whose seconds differ most in the term's direction."""
     name = "collectives"
     grows = other.prediction.terms[name] > plan.prediction.terms[name]
     ours, theirs = sent(plan), sent(other)
@@ -286,7 +288,7 @@ def _compute(plan: Plan, other: Plan) -> str:
 
 
 def _divided(plan: Plan) -> str:
-    """The axes that divide work, with the share of it where that is not all."""
+    """The axes that divide work, with the divided share of work if below 1."""
     whole = [axis for axis, use in plan.axes.items() if use.work >= _WHOLE]
     found = [" x ".join(f"{axis}={plan.mesh[axis]}" for axis in sorted(whole))]
     found += [
@@ -327,4 +329,4 @@ _CAUSES: Mapping[str, Callable[[Plan, Plan], str]] = {
     "offload": _offload,
     "launch": _launch,
 }
-"""What in two plans makes a term differ, in words."""
+"""Map from a term to a function for a text on why the term differs."""

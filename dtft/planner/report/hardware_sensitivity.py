@@ -1,8 +1,8 @@
-"""What another machine would change: the plan made again for clusters with one change.
+"""Sensitivity to hardware: plans again for clusters with one change each.
 
-Doubles, one after another, the bandwidth of each kind of link, the memory, its
-bandwidth, the peak and the hosts, and searches again each time. Decides which changes
-are looked at.
+Each change doubles one figure: the bandwidth of a kind of link, the memory capacity,
+the memory bandwidth, the peak flops, or the number of hosts. One more change halves the
+number of hosts.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,17 +19,17 @@ from dtft.planner.wording import Section, seconds, signed
 
 @dataclass(frozen=True, kw_only=True)
 class Effect:
-    """One change of the cluster, and the best plan with it."""
+    """A change of the cluster, and the best plan for the changed cluster."""
 
     change: str
     plan: Plan | None
-    """None where there is no plan."""
+    """Best plan for the changed cluster; None if no plan exists or fits."""
     reason: str = ""
-    """Why there is none."""
+    """Reason why there is no plan; '' if there is a plan."""
 
 
 def effects(decision: Decision) -> tuple[Effect, ...]:
-    """The best plan after each change."""
+    """Plans again for each change of the cluster."""
     return tuple(
         _effect(decision, change, pool)
         for change, pool in _changes(decision.cluster.uniform)
@@ -37,12 +37,12 @@ def effects(decision: Decision) -> tuple[Effect, ...]:
 
 
 def sensitivity(decision: Decision) -> str:
-    """The effects as a table."""
+    """The table of effects, as text."""
     return wording.text([sensitivity_section(decision.plan, effects(decision))])
 
 
 def sensitivity_section(plan: Plan, found: tuple[Effect, ...]) -> Section:
-    """Effects beside the plan that there is."""
+    """The table of effects, compared with the current plan."""
     columns = ("change", "step", "difference", "", "best plan then")
     rows = [("none", seconds(plan.prediction.step_s), "", "", _shown(plan))]
     for effect in found:
@@ -81,10 +81,11 @@ def _planned(decision: Decision, cluster: Cluster, pins: Mapping[str, Any]) -> P
 
 
 def _unless_slower(plan: Plan, decision: Decision, cluster: Cluster) -> Plan:
-    """The plan, or the mesh that there was if it stays faster.
+    """Returns the current mesh on the changed cluster if it is faster than the plan.
 
-    A mesh with idle devices is left for one that uses them before that one is faster
-    (`ranking.IDLE`); no change for the better is to be shown as a loss.
+    The ranking prefers a mesh without redundant work to a faster mesh with redundant
+    work (`search.ranking.IDLE`). Without this rule, a faster cluster could be reported
+    as slower.
     """
     try:
         same = _planned(decision, cluster, {**decision.pins, **decision.plan.mesh})
@@ -95,7 +96,7 @@ def _unless_slower(plan: Plan, decision: Decision, cluster: Cluster) -> Plan:
 
 
 def _changes(pool: Pool) -> Iterator[tuple[str, Pool]]:
-    """Each change in words, and the pool with it."""
+    """Yields the text of each change, and the changed pool."""
     for kind in dict.fromkeys(level.link.kind for level in pool.levels):
         text, levels = f"{kind}: twice the bandwidth", []
         for level in pool.levels:
@@ -129,12 +130,12 @@ def _faster(link: Link) -> Link:
 
 
 def _double(curve: Curve) -> Curve:
-    """Twice the bandwidth, for messages of every size; the latency stays."""
+    """A curve with twice the bandwidth for all message sizes, and the same latency."""
     return replace(curve, bandwidth=2 * curve.bandwidth)
 
 
 def _sizes(pool: Pool) -> Iterator[tuple[str, Pool]]:
-    """Twice and half as many hosts; devices where there is one host."""
+    """Yields pools with twice and half the hosts, or devices of a single host."""
     if not pool.levels:
         return
     *inner, outer = pool.levels

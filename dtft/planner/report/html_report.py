@@ -1,7 +1,6 @@
-"""The report of a plan: an HTML file with pictures as inline SVG, and tables for a
-terminal.
+"""The report of a plan: HTML with pictures as inline SVG, and tables for a terminal.
 
-The file needs no network and no scripts.
+The HTML needs no network and no scripts.
 """
 
 import math
@@ -29,9 +28,9 @@ COLORS = (
 )  # fmt: skip
 _BAR, _GAP, _WIDTH, _RIGHT = 18, 6, 420, 190
 _FAR = 4
-"""Times the longest bar from which on a limit is not drawn."""
+"""Largest ratio of the limit to the longest bar at which the limit is drawn."""
 _LETTER = 6.6
-"""Width of a letter, a little more than the widest of usual fonts at 12 px."""
+"""Width of a letter in px, a little more than in the widest usual font at 12 px."""
 
 
 def stacked(
@@ -40,15 +39,15 @@ def stacked(
     words: Sequence[str],
     limit_words: str,
 ) -> str:
-    """Horizontal bars made of terms, and a line where the limit is.
+    """Draws stacked horizontal bars, and a line at the limit.
 
-    Where the limit is far beyond all bars it is only said, so that terms can be seen.
+    A limit far beyond all bars is only mentioned in text, so that the bars stay large.
 
     Args:
         rows: label of each bar, and its terms.
-        limit: where the line is, in the unit of the terms.
-        words: what stands behind each bar.
-        limit_words: what the limit is.
+        limit: position of the line, in the unit of the terms.
+        words: text after each bar.
+        limit_words: meaning of the limit.
     """
     names = list(dict.fromkeys(name for _, terms in rows for name in terms))
     longest = max([sum(terms.values()) for _, terms in rows], default=0.0) or 1.0
@@ -64,7 +63,7 @@ def stacked(
             title = f"{label}: {name}"
             parts.append(_rect(left, top, width, _color(names, name), title))
             left += width
-        # Words that the line would cross stand behind it.
+        # Text that the line would cross is placed after the line.
         is_crossed = left <= line < left + 12 + _LETTER * len(words[row])
         parts.append(_text((line if is_crossed else left) + 6, top, words[row]))
     height = len(rows) * (_BAR + _GAP)
@@ -79,11 +78,11 @@ def stacked(
 
 
 def waterfall(terms: Mapping[str, float], words: Sequence[str]) -> str:
-    """Bars of which each begins where the one before ends.
+    """Draws a waterfall: each bar begins where the last bar ends.
 
     Args:
-        terms: name to value.
-        words: what stands behind each bar.
+        terms: map from the name of a bar to its length.
+        words: text after each bar.
     """
     total, start, parts = sum(terms.values()) or 1.0, 0.0, []
     names, begin = list(terms), _margin(terms)
@@ -98,19 +97,20 @@ def waterfall(terms: Mapping[str, float], words: Sequence[str]) -> str:
 
 
 def _margin(labels: Iterable[str]) -> float:
-    """Where bars begin, so that the longest label has room before them."""
+    """Left end of the bars in px, with room for the longest label."""
     return 16 + _LETTER * max(map(len, labels), default=0)
 
 
 def divided(spec: Spec, shape: Sequence[int], mesh: Mapping[str, int]) -> str:
-    """An array as a box with the cuts of its last two dims, one device's part filled.
+    """Draws an array as a box with cuts along its last two dims.
 
-    Dims before those are said in words below the box where an axis divides them.
+    The part of one device is filled. Other divided dims are listed as text after the
+    box.
 
     Args:
-        spec: which axes divide which dim.
-        shape: its sizes; empty where they are not known.
-        mesh: axis to size.
+        spec: mesh axes that divide each dim.
+        shape: sizes of the dims; empty if unknown.
+        mesh: map from an axis to its size.
     """
     cuts = [math.prod(mesh.get(axis, 1) for axis in axes) for axes in spec]
     rows, columns = ([1, 1] + cuts)[-2:]
@@ -130,7 +130,7 @@ def divided(spec: Spec, shape: Sequence[int], mesh: Mapping[str, int]) -> str:
 
 
 def _sides(shape: Sequence[int]) -> tuple[int, int]:
-    """Width and height of a box, like the array's but never too thin."""
+    """Width and height of a box in px, in the ratio of two dims, limited to 3."""
     rows, columns = (max(1, size) for size in shape)
     ratio = min(3.0, max(1 / 3, columns / rows))
     return round(40 * math.sqrt(ratio)), round(40 / math.sqrt(ratio))
@@ -143,7 +143,7 @@ def _cut(along: str, at: float, width: int, height: int) -> str:
 
 
 def legend(names: Sequence[str]) -> str:
-    """The colors of the terms."""
+    """Draws the legend of the colors of the terms."""
     keys = (
         f'<span class="key"><i style="background:{_color(names, name)}"></i>'
         f"{escape(name)}</span>"
@@ -180,13 +180,14 @@ def _svg(width: float, height: float, parts: Sequence[str]) -> str:
 def report_html(
     plan: Plan, decision: Decision | None = None, checked: Iterable[Section] = ()
 ) -> str:
-    """The report.
+    """Renders the report of a plan as an HTML page.
 
     Args:
-        plan: what is reported.
-        decision: what it was chosen from; without it (a plan from a file) the terms of
-            alternatives, the shapes of arrays and the lints are left out.
-        checked: what a compiler made of it.
+        plan: the plan to report.
+        decision: the decision that selected the plan. Without a decision (a plan from a
+            file), the report lacks the terms of alternatives, the shapes of arrays, the
+            costs of pins and the lints.
+        checked: further sections, such as the compiler's check of the plan.
     """
     title = f"Plan for {plan.cluster}"
     parts = [
@@ -243,7 +244,7 @@ def _waterfall(plan: Plan) -> str:
 
 
 def _bars(plan: Plan, decision: Decision | None) -> str:
-    """Memory of the plan and its alternatives, and the line of what there is."""
+    """Draws the memory of the plan and its alternatives, and the capacity."""
     rows: list[tuple[str, Mapping[str, float]]] = [("this plan", plan.memory)]
     for _, one in text.shown(plan):
         if (one.mesh, one.knobs) != (plan.mesh, plan.knobs):
@@ -260,7 +261,7 @@ def _label(one: Alternative) -> str:
 
 
 def _memory_of(one: Alternative, decision: Decision | None) -> Mapping[str, float]:
-    """Its bytes by term, where what it was priced with is at hand."""
+    """Bytes of an alternative by term; only the sum without a decision."""
     if decision is not None and (known := decision.found.get(one.knobs.remat)):
         space = known.priced.space
         for at in known.priced.ranking.tolist():
@@ -272,7 +273,7 @@ def _memory_of(one: Alternative, decision: Decision | None) -> Mapping[str, floa
 
 
 def _baselines(plan: Plan, decision: Decision | None) -> str:
-    """For each baseline what it costs more than the plan."""
+    """Table of the extra seconds of each baseline; '' if there is none."""
     rows = []
     for _, one in text.shown(plan):
         if not one.name:
@@ -294,7 +295,7 @@ def _baselines(plan: Plan, decision: Decision | None) -> str:
 
 
 def _arrays(plan: Plan, decision: Decision | None) -> str:
-    """A picture per array; alike ones of several layers together."""
+    """Table with a picture of each array; equal arrays of layers share a row."""
     found: dict[tuple[str, Spec, tuple[int, ...]], int] = defaultdict(int)
     shapes = _shapes(decision)
     for tree in ("state", "optimizer", "batch"):
@@ -316,7 +317,7 @@ def _arrays(plan: Plan, decision: Decision | None) -> str:
 
 
 def _shapes(decision: Decision | None) -> dict[tuple[str, str], tuple[int, ...]]:
-    """Shapes by tree and path, as plans name them."""
+    """Map from the tree and path of an array in the plan to its shape."""
     if decision is None:
         return {}
     question, found = decision.question, {}

@@ -1,8 +1,8 @@
-"""What in a model or batch costs time or memory that a small change would save.
+"""Finds small changes of a model or batch that would save time or memory.
 
-Finds sizes that matmuls or axes cannot use well, arrays that stay whole on every
-device, devices that are idle or repeat each other's work, and batches near the one
-asked for; each with its seconds or bytes.
+Findings are sizes that do not suit matmuls or mesh axes, arrays that are whole on every
+device, devices that are idle or repeat the work of others, and batches near the given
+batch. Each finding has its seconds or bytes.
 """
 
 import math
@@ -24,19 +24,19 @@ from dtft.planner.types import Spec
 from dtft.planner.wording import percent, seconds, size
 from dtft.planner.workload import Role, Workload
 
-# Nearby batches and fewer devices. If the batch is not divisible by the devices (five
-# devices, a prime batch), the plan leaves devices unused or divides something else; the
-# plans of the nearest divisible batches show the price. If starts and collectives
-# dominate a small step, one device alone may be faster, and its plan is made too.
+# Nearby batches and fewer devices. If the batch is not divisible by the device count
+# (five devices, a prime batch), the plan leaves devices unused or divides other dims.
+# The plans of the nearest divisible batches show the price. If launches and collectives
+# dominate a small step, one device alone may be faster, so this is planned too.
 
 
 _SMALL = 0.5
-"""Share of a step that starts and collectives take from which one device is tried."""
+"""Share of launches and collectives in a step, from which one device is tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Nearby:
-    """A batch, and the best plan for it."""
+    """A batch size, and the best plan for it."""
 
     batch: int
     plan: Plan
@@ -45,17 +45,16 @@ class Nearby:
 
     @property
     def sample_s(self) -> float:
-        """Seconds for each example."""
+        """Seconds of a step per example."""
         return self.step_s / self.batch
 
 
 def batches(decision: Decision) -> tuple[Nearby, ...]:
-    """The next smaller and larger batch that all devices divide.
+    """Plans for the next smaller and the next larger multiple of the device count.
 
-    None where as many devices as there are examples, or all, divide it; nor those for
-    which the pins leave no mesh of all devices.
-
-    What is computed is taken to grow with the batch, all else to stay as it is.
+    Empty if the batch is a multiple of the device count, or the device count is a
+    multiple of the batch. A batch for which the pins leave no mesh is left out. Compute
+    seconds are scaled with the batch; all other terms stay the same.
     """
     asked, there = decision.question.batch_size, decision.cluster.num_devices
     if math.gcd(asked, there) == min(asked, there):
@@ -81,10 +80,10 @@ def _at(decision: Decision, asked: int, batch: int) -> Nearby | None:
 
 
 def batch_text(decision: Decision) -> tuple[str, float]:
-    """What nearby batches would take, and the seconds of a step that the best saves.
+    """Text on the cost of nearby batches, and the step seconds that the best saves.
 
-    Empty where the devices divide the batch; and where all of them have work of their
-    own and no nearby batch is faster for each of its examples.
+    The text is empty if the devices divide the batch and are all used. It is also empty
+    if no device is unused or repeats work, and no nearby batch is faster per example.
     """
     asked, there = max(1, decision.question.batch_size), decision.cluster.num_devices
     plan, rows = decision.plan, decision.candidate.batch
@@ -119,7 +118,7 @@ def batch_text(decision: Decision) -> tuple[str, float]:
 
 
 def _fewer_text(decision: Decision) -> str:
-    """That devices are left idle, though a batch near would not use them better."""
+    """Text on idle devices, if the devices divide the batch or the reverse."""
     plan, there = decision.plan, decision.cluster.num_devices
     used = math.prod(plan.mesh.values())
     return (
@@ -129,7 +128,10 @@ def _fewer_text(decision: Decision) -> str:
 
 
 def _on_all(decision: Decision) -> str:
-    """What the best plan on all devices takes, of those that were looked at."""
+    """Text on the step seconds of the best searched plan that uses all devices.
+
+    Returns '' if the plan uses all devices or no such plan fits.
+    """
     there, least_s = decision.cluster.num_devices, math.inf
     for one in decision.found.values():
         space, priced = one.priced.space, one.priced
@@ -152,7 +154,7 @@ def _listed(known: tuple[Nearby, ...]) -> str:
 
 
 def alone_text(decision: Decision) -> tuple[str, float]:
-    """What one device alone would take, if that is less; and the seconds it saves."""
+    """Text on one device alone, and the seconds that it saves; "" and 0.0 if none."""
     terms, step_s = decision.plan.prediction.terms, decision.plan.prediction.step_s
     used = math.prod(decision.plan.mesh.values())
     waited = terms["launch"] + terms["collectives"]
@@ -171,31 +173,32 @@ def alone_text(decision: Decision) -> tuple[str, float]:
 
 
 LEAST = 0.005
-"""Share of a step that a loss must have to be worth a line."""
+"""Least share of a step that a loss must have to be reported."""
 _LEAST_BYTES = 2**20
 _SHARE = 0.01
-"""Share of a tree's bytes, or of a step's operations, below which nothing is said."""
+"""Least share of a tree's bytes, or of a step's flops, to be reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lint:
-    """One finding."""
+    """One finding, with its cost in seconds or bytes."""
 
     kind: Literal[
         "alignment", "tiles", "indivisible", "replicated", "batch", "repeated"
     ]
     text: str
     cost_s: float = 0.0
-    """Seconds of a step that it costs, where that is known."""
+    """Seconds of a step that the finding costs; 0 if unknown."""
     num_bytes: int = 0
-    """Bytes of each device that it costs."""
+    """Bytes of each device that the finding costs; 0 if none."""
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.text}"
 
 
 def find_lints(decision: Decision) -> tuple[Lint, ...]:
-    """All findings, each once: repeated work first, the dearest of each kind first."""
+    """All findings without duplicates: repeated work first, then batches, matmul sizes,
+    indivisible dims and replicated arrays."""
     found = (
         *repeated(decision.plan),
         *batch(decision),
@@ -210,7 +213,7 @@ def find_lints(decision: Decision) -> tuple[Lint, ...]:
 
 
 def products(decision: Decision) -> tuple[Lint, ...]:
-    """Sizes of matmuls that are no multiple of what the device works in."""
+    """Matmuls whose sizes are not multiples of the device's alignment or tile."""
     lost: dict[tuple[str, str], float] = defaultdict(float)
     where: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for group, done, sizes in _works(decision):
@@ -233,7 +236,7 @@ def products(decision: Decision) -> tuple[Lint, ...]:
 def _works(
     decision: Decision,
 ) -> Iterable[tuple[OpGroup, OperatorWork, dict[str, Any]]]:
-    """Matmuls of the plan, and the sizes of its axes."""
+    """Yields each matmul of the plan with its work, and the sizes of the mesh axes."""
     chosen, candidate = decision.found[decision.plan.knobs.remat], decision.candidate
     sizes = {**candidate.mesh, MICRO: candidate.knobs.microbatches}
     division = chosen.priced.division_of(decision.at)
@@ -245,7 +248,7 @@ def _works(
 def _product(
     decision: Decision, group: OpGroup, done: OperatorWork, sizes: dict[str, Any]
 ) -> Iterable[tuple[str, str, float]]:
-    """What one matmul loses: the kind, why, seconds of a step."""
+    """Yields each loss of one matmul: kind, text, and seconds of a step."""
     question, device = decision.question, decision.cluster.uniform.device
     dtype = question.graph.values[group.operator.inputs[0]].dtype
     *shape, number = (float(amount.at(sizes)) for amount in done.sizes)
@@ -289,7 +292,10 @@ def _times(shape: Iterable[int]) -> str:
 
 
 def indivisible(decision: Decision) -> tuple[Lint, ...]:
-    """Dims of large matmuls that the axis `tensor` cannot divide."""
+    """Dims of large matmuls that the axis `tensor` cannot divide.
+
+    A plan without `tensor` is checked with the least factor of the device count.
+    """
     parts = decision.plan.mesh.get("tensor", 1)
     if parts == 1:
         parts = _smallest_factor(decision.cluster.num_devices)
@@ -303,9 +309,9 @@ def indivisible(decision: Decision) -> tuple[Lint, ...]:
 
 
 def undivided(question: Workload, parts: int) -> tuple[str, ...]:
-    """Dims of large matmuls that so many devices cannot divide, and why.
+    """Texts on dims of large matmuls that are not divisible by `parts`, and why.
 
-    Those along which examples or their positions go are left to other axes.
+    Dims of examples and positions are left out, because other axes divide them.
     """
     graph, seen = question.graph, {}
     data = {*question.batch_dims, *question.sequence_dims}
@@ -328,7 +334,7 @@ def undivided(question: Workload, parts: int) -> tuple[str, ...]:
 
 
 def undivided_text(question: Workload, parts: int) -> str:
-    """The same in a sentence; '' if everything can be divided."""
+    """Sentence on the dims of `undivided`; '' if there are none."""
     found = undivided(question, parts)
     return f"tensor={parts} cannot divide {'; '.join(found[:4])}" if found else ""
 
@@ -348,7 +354,7 @@ def _smallest_factor(number: int) -> int:
 
 
 def replicated(decision: Decision) -> tuple[Lint, ...]:
-    """Large arrays of the state that no axis divides, though axes are there for it."""
+    """Large arrays of the state that no axis divides although the mesh has axes."""
     question, plan = decision.question, decision.plan
     found: dict[str, list[int]] = defaultdict(list)
     levels: dict[Role, int] = {"parameter": 3, "optimizer": 1}
@@ -368,7 +374,7 @@ def replicated(decision: Decision) -> tuple[Lint, ...]:
 
 
 def _dividing(plan: Plan, level: int) -> tuple[str, ...]:
-    """Axes that could divide an array whose ZeRO level is reached."""
+    """Axes of the mesh that could divide an array; fsdp from a ZeRO level on."""
     names = ("fsdp", "tensor") if plan.knobs.zero >= level else ("tensor",)
     return tuple(axis for axis in names if plan.mesh.get(axis, 1) > 1)
 
@@ -394,14 +400,14 @@ def _collect(
 
 
 def _spec(plan: Plan, path: str) -> Spec:
-    """How a leaf of the question is divided at rest."""
+    """Spec of a leaf of the parameters or optimizer state between steps."""
     tree, _, rest = path.partition("/")
     specs = plan.optimizer if tree == "optimizer" and plan.optimizer else plan.state
     return specs[rest]
 
 
 def batch(decision: Decision) -> tuple[Lint, ...]:
-    """Batches that the devices do not divide, steps too small for them."""
+    """Findings on batches that devices do not divide, and on too small steps."""
     known = (batch_text(decision), alone_text(decision))
     return tuple(
         Lint(kind="batch", text=text, cost_s=cost_s) for text, cost_s in known if text
@@ -409,7 +415,7 @@ def batch(decision: Decision) -> tuple[Lint, ...]:
 
 
 def repeated(plan: Plan) -> tuple[Lint, ...]:
-    """Axes that divide nothing, or little: their devices do the same work."""
+    """Axes that divide no array or little work: their devices repeat the same work."""
     specs = (plan.state, plan.optimizer, plan.batch, plan.constraints)
     used = {
         axis

@@ -1,8 +1,8 @@
-"""A plan in Flax's words: rules from logical names of dims to axes of the mesh.
+"""A plan as Flax's rules from logical names of dims to axes of the mesh.
 
-For models whose parameters carry logical names ("embed", "mlp",..). A rule gives a
-name the same axes everywhere, a plan each array its own: the rules are those of most
-elements, and arrays that the plan divides otherwise are named.
+The rules are for models whose parameters have logical names ("embed", "mlp",..). A rule
+gives a name the same axes in all arrays, but a plan can divide each array differently.
+So each rule agrees with the plan for most elements, and the other arrays are listed.
 """
 
 from collections import Counter
@@ -17,12 +17,12 @@ Axes = str | tuple[str, ...] | None
 
 @dataclass(frozen=True, kw_only=True)
 class AxisRules:
-    """What `flax.core.spmd.logical_axis_rules` takes, and what it cannot say."""
+    """Rules for `flax.core.spmd.logical_axis_rules`, and arrays against these rules."""
 
     rules: tuple[tuple[str, Axes], ...]
-    """Each logical name once, in order of name, with its axes of the mesh."""
+    """Pairs of a logical name and its mesh axes, sorted by name; each name once."""
     exceptions: tuple[str, ...]
-    """Paths of arrays that these rules divide otherwise than the plan."""
+    """Paths of arrays that the rules divide in another way than the plan."""
 
 
 def axis_rules(
@@ -33,12 +33,12 @@ def axis_rules(
     """The rules that agree with the plan for most elements.
 
     Args:
-        specs: the plan's, by path.
-        names: of each array with names, one per dim; None: the dim has none.
-        shapes: of the same arrays.
+        specs: the plan's spec of each array, by path.
+        names: logical names of each array, one per dim; None for a dim without a name.
+        shapes: shapes of the same arrays.
 
     Raises:
-        ValueError: an array has another number of names than dims, or is not planned.
+        ValueError: an array does not have one name per dim, or has no spec.
 
     >>> specs = {"up": (("fsdp",), ("tensor",)), "down": (("tensor",), ("fsdp",))}
     >>> names = {"up": ("embed", "mlp"), "down": ("mlp", "embed")}

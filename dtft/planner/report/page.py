@@ -40,12 +40,12 @@ def section_html(one: Section, level: int = 2) -> str:
 
 
 def block_html(title: str, *parts: str) -> str:
-    """HTML below a heading."""
+    """Joins a heading and parts of HTML."""
     return f"<h2>{escape(title)}</h2>{''.join(parts)}"
 
 
 def table_html(section: Section) -> str:
-    """Rows and notes of a section."""
+    """Renders the rows and notes of a section as HTML."""
     notes = "".join(f"<p>{escape(note)}</p>" for note in section.notes)
     if not section.rows:
         return notes

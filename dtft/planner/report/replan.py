@@ -1,6 +1,4 @@
-"""The same workload planned again with other pins: why not otherwise, and what each pin
-costs.
-"""
+"""Plans a workload again with other pins, for `why_not` and the cost of each pin."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -18,25 +16,25 @@ from dtft.planner.wording import Section, seconds, size
 
 @dataclass(frozen=True, kw_only=True)
 class PinPrice:
-    """The best plan without some pins, beside the plan that has them."""
+    """The best plan without some pins, and the seconds that the pins cost."""
 
     pins: Mapping[str, Any]
-    """What is left out."""
+    """Pins that `without` leaves out."""
     without: Plan
     cost_s: float
-    """Seconds of a step that these pins cost, 0 where the plan is the best without
-    them too; infinite where nothing fits without them."""
+    """Seconds of a step that the pins cost; 0 if `without` is not faster, infinite if
+    no plan fits without the pins."""
 
 
 def pin_prices(decision: Decision) -> tuple[PinPrice, ...]:
-    """Of each pin, all others kept, and of all together if there are several."""
+    """Prices each pin with the other pins kept; then all pins, if there are several."""
     pins = dict(decision.pins)
     ways = [{name: value} for name, value in pins.items()]
     return tuple(_price(decision, out) for out in (*ways, *([pins] * (len(pins) > 1))))
 
 
 def pin_section(decision: Decision) -> tuple[Section, ...]:
-    """The prices as a table; none without pins."""
+    """The table of prices of the pins, as the only section; empty without pins."""
     prices = pin_prices(decision)
     if not prices:
         return ()
@@ -72,21 +70,21 @@ def _row(plan: Plan, price: PinPrice) -> tuple[str, ...]:
     return (pins, cost, share, mesh, seconds(there_s), memory)
 
 
-# `why_not` answers "why not tensor=8?" with a plan that has this knob and its
-# difference to the chosen plan in bytes and seconds, or with the numbers that rule it
-# out.
+# `why_not` answers "why not tensor=8?" with the best plan that has this knob and the
+# difference to the chosen plan in bytes and seconds, or with the reason why no plan can
+# have the knob.
 
 
 def why_not(decision: Decision, **pins: Any) -> str:
-    """What other knobs would cost, by term; or why they cannot be.
+    """Text on the cost of other knobs by term, or on why no plan can have the knobs.
 
     Args:
-        decision: what was decided.
-        pins: other knobs, such as `tensor=8` or `zero=3`; they take the place of pins
-            of the same name.
+        decision: the decision to compare with.
+        pins: other knobs, such as `tensor=8` or `zero=3`; a knob replaces the
+            decision's pin of the same name.
 
     Raises:
-        ValueError: no knob is named.
+        ValueError: `pins` is empty.
     """
     if not pins:
         raise ValueError(
@@ -97,7 +95,7 @@ def why_not(decision: Decision, **pins: Any) -> str:
 
 
 def sections(decision: Decision, pins: Mapping[str, Any]) -> tuple[Section, ...]:
-    """The answer to one question."""
+    """The sections of the answer of `why_not`."""
     asked = ", ".join(f"{name}={value}" for name, value in pins.items())
     plan = decision.plan
     if all(_has(plan, name, value) for name, value in pins.items()):
@@ -117,7 +115,7 @@ def sections(decision: Decision, pins: Mapping[str, Any]) -> tuple[Section, ...]
 
 
 def _found(decision: Decision, pins: Mapping[str, Any]) -> Decision:
-    """The best plan with the pins; on fewer devices where no mesh of all has them."""
+    """The best plan with the pins; on fewer devices if no mesh of all has the pins."""
 
     def best(fewer: Fewer) -> Decision:
         return best_of(
@@ -135,7 +133,7 @@ def _found(decision: Decision, pins: Mapping[str, Any]) -> Decision:
             found = best("always")
         except ValueError:
             raise error from None
-        if found.idle:  # that these share no work is no answer
+        if found.idle:  # devices that repeat work are no answer
             raise
         return found
 
@@ -149,7 +147,7 @@ def _has(plan: Plan, name: str, value: Any) -> bool:
 
 
 def _notes(found: Decision, pins: Mapping[str, Any]) -> list[str]:
-    """Rows and devices that go unused, and what `tensor` leaves undivided."""
+    """Notes on unused rows and devices, and on dims that `tensor` cannot divide."""
     notes = [one.text for one in (*batch(found), *repeated(found.plan))]
     if found.idle:
         notes.append(

@@ -1,8 +1,6 @@
-"""What a plan says of itself: seconds and bytes by term, its mesh, its collectives,
-what else there was.
+"""Explains a plan: seconds and bytes by term, mesh, collectives, and alternatives.
 
-Every number comes from the plan, so a plan that was read from a file is explained as
-well.
+Every number comes from the plan, so a plan from a file can be explained too.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +11,7 @@ from dtft.planner.plan import Alternative, Collective, Knobs, Plan
 from dtft.planner.types import Spec
 from dtft.planner.wording import Section, percent, seconds, size
 
-# One sentence per term, kind of memory and knob, printed where the word is used.
+# A text for each term, kind of memory and knob, which reports print beside the word.
 
 
 TERMS: Mapping[str, str] = {
@@ -25,7 +23,7 @@ TERMS: Mapping[str, str] = {
     "launch": "starting the operators one by one: the same for the smallest arrays",
     "step": "",
 }
-"""Terms of a step's seconds."""
+"""Meaning of each term of a step's seconds."""
 
 MEMORY: Mapping[str, str] = {
     "parameters": "at rest",
@@ -37,7 +35,7 @@ MEMORY: Mapping[str, str] = {
     "needed": "",
     "capacity": "",
 }
-"""Terms of a device's memory."""
+"""Meaning of each term of a device's memory."""
 
 ZERO: Mapping[int, str] = {
     0: "each device has its parameters, gradients and optimizer state whole; only "
@@ -47,18 +45,18 @@ ZERO: Mapping[int, str] = {
     3: "parameters, gradients and optimizer state are divided along fsdp; parameters "
     "are gathered where they are used",
 }
-"""Levels of ZeRO."""
+"""Meaning of each level of ZeRO."""
 
 REMAT: Mapping[str, str] = {
     "none": "the backward pass computes nothing again",
     "dots": "the backward pass computes again all but the results of matmuls",
     "full": "the backward pass computes again all but the inputs of blocks",
 }
-"""Rematerialization."""
+"""Meaning of each rematerialization policy."""
 
 
 def knobs_in_words(knobs: Knobs) -> tuple[str, ...]:
-    """What the knobs beside the mesh mean; those at rest are left out.
+    """Texts on ZeRO, and on remat and microbatches unless these have their default.
 
     >>> knobs_in_words(Knobs(zero=1))
     ('zero=1: optimizer state is divided along fsdp',)
@@ -75,11 +73,14 @@ def knobs_in_words(knobs: Knobs) -> tuple[str, ...]:
 
 
 _LITTLE = 0.5
-"""Share of the work below which an axis divides little of it."""
+"""Share of the work below which an axis is reported to divide little work."""
 
 
 def mesh_sections(plan: Plan) -> tuple[Section, ...]:
-    """Where each axis lies and what it divides; nothing if one device does it all."""
+    """Table of the fabric levels, work and arrays of each mesh axis.
+
+    Empty for a plan without mesh axes.
+    """
     if not plan.axes:
         return ()
     rows = [
@@ -104,7 +105,7 @@ def mesh_sections(plan: Plan) -> tuple[Section, ...]:
 
 
 def _sequence(plan: Plan) -> tuple[str, ...]:
-    """What an axis of this name divides: not all models have positions."""
+    """Note on the dims that the axis `sequence` divides; empty without this axis."""
     if "sequence" not in plan.axes:
         return ()
     return (
@@ -114,9 +115,9 @@ def _sequence(plan: Plan) -> tuple[str, ...]:
 
 
 def lies_on(plan: Plan, axes: Sequence[str]) -> str:
-    """The levels of the fabric that axes go along, such as `8 by NVLink`.
+    """The levels of the fabric that axes communicate over, such as `8 by NVLink`.
 
-    '' for axes of which that is not known.
+    Axes with unknown levels are left out.
     """
     found = [
         f"{wording.number(number)} by {kind}"
@@ -128,7 +129,7 @@ def lies_on(plan: Plan, axes: Sequence[str]) -> str:
 
 
 def _arrays_divided(plan: Plan, axis: str) -> str:
-    """How many arrays of each tree it divides."""
+    """Numbers of arrays of each tree that an axis divides, as text."""
     trees: Mapping[str, Mapping[str, Spec]] = {
         "parameters" if plan.entry == "loss" else "state": plan.state,
         "optimizer": plan.optimizer,
@@ -143,7 +144,7 @@ def _arrays_divided(plan: Plan, axis: str) -> str:
 
 
 def little(plan: Plan) -> tuple[tuple[str, str], ...]:
-    """Axes that divide little of the work, and what that means."""
+    """Pairs of an axis that divides little of the work, and a text on it."""
     return tuple(
         (
             axis,
@@ -158,20 +159,20 @@ def little(plan: Plan) -> tuple[tuple[str, str], ...]:
 
 
 NUM_COLLECTIVES = 12
-"""Collectives that are listed one by one."""
+"""Number of collectives that have a row each."""
 NUM_ALTERNATIVES = 10
-"""Alternatives that are listed beside the baselines."""
+"""Number of alternatives that have a row each, beside the baselines."""
 _WIDTH = 24
-"""Characters of the bar that stands for a whole step."""
+"""Length of the bar of a whole step, in characters."""
 
 
 def explain(plan: Plan) -> str:
-    """The whole of a plan in words and tables."""
+    """Explains a plan in text and tables."""
     return wording.text(plan_sections(plan))
 
 
 def plan_sections(plan: Plan) -> tuple[Section, ...]:
-    """The parts of an explanation, most important first."""
+    """The sections of an explanation, most important first."""
     return (
         summary(plan),
         *mesh_sections(plan),
@@ -184,7 +185,7 @@ def plan_sections(plan: Plan) -> tuple[Section, ...]:
 
 
 def knobs_text(knobs: Knobs) -> str:
-    """The knobs beside the mesh; those that few plans have where they are set.
+    """The knobs beside the mesh, as text; rarely used knobs only if not at default.
 
     >>> knobs_text(Knobs(microbatches=4, zero=1))
     'microbatches=4, remat=none, zero=1'
@@ -198,12 +199,12 @@ def knobs_text(knobs: Knobs) -> str:
 
 
 def name_of(alternative: Alternative) -> str:
-    """Its baseline's name, or `-`."""
+    """Name of the baseline that an alternative is, or `-`."""
     return alternative.name or "-"
 
 
 def summary(plan: Plan) -> Section:
-    """What was decided, what it takes, and by whose figures."""
+    """Mesh, knobs, step time, memory, and source of the cost model's constants."""
     found = plan.prediction
     left = plan.capacity_bytes - plan.memory_bytes
     fits = f"{size(left)} are left" if plan.fits else f"{size(-left)} too much"
@@ -227,7 +228,7 @@ def summary(plan: Plan) -> Section:
 
 
 def waterfall(plan: Plan) -> Section:
-    """Seconds of a step by term, each beginning where the one before ends."""
+    """Seconds of a step by term, with bars; each bar begins where the last bar ends."""
     total, rows, start = plan.prediction.step_s, [], 0.0
     for name, value in plan.prediction.terms.items():
         rows.append(
@@ -256,7 +257,7 @@ def _bar(start: float, value: float, total: float) -> str:
 
 
 def memory(plan: Plan) -> Section:
-    """Bytes of the fullest device by term, against what it has."""
+    """Bytes of the fullest device by term, and the share of its capacity."""
     has = plan.capacity_bytes
     terms = {**plan.memory, "needed": plan.memory_bytes, "capacity": has}
     rows = [
@@ -273,7 +274,7 @@ def memory(plan: Plan) -> Section:
 def collectives(
     found: Iterable[Collective], num_listed: int = NUM_COLLECTIVES
 ) -> Section:
-    """What is sent in a step, most bytes first."""
+    """The collectives of a step, most bytes first."""
     ranked = sorted(found, key=lambda one: -one.num_bytes * one.trips)
     rows = [_collective(one) for one in ranked[:num_listed]]
     rest = ranked[num_listed:]
@@ -313,7 +314,7 @@ def _totals(found: Iterable[Collective]) -> tuple[str, str]:
 
 
 def bound(plan: Plan) -> Section:
-    """What no plan can be faster than, and how far this one is from it."""
+    """The lower bound of a step's seconds, and the plan's distance to the bound."""
     if not plan.bound_s:
         return Section(title="Lower bound", notes=("none is known",))
     step_s = plan.prediction.step_s
@@ -329,7 +330,7 @@ def bound(plan: Plan) -> Section:
 
 
 def alternatives(plan: Plan) -> Section:
-    """What else there was, fastest first; the best form of each baseline by name."""
+    """The fastest alternatives, and the best form of each baseline, fastest first."""
     rows = [_alternative(plan, place, one) for place, one in shown(plan)]
     columns = ("", "mesh", "knobs", "baseline", "step", "against plan", "memory", "")
     return Section(
@@ -341,7 +342,7 @@ def alternatives(plan: Plan) -> Section:
 
 
 def shown(plan: Plan) -> list[tuple[int, Alternative]]:
-    """The first alternatives and the best form of each baseline, with their places."""
+    """The first alternatives and the best form of each baseline, with ranks from 1."""
     named = {""}
     found = []
     for place, one in enumerate(plan.alternatives, start=1):
@@ -366,7 +367,7 @@ def _alternative(plan: Plan, place: int, one: Alternative) -> tuple[str, ...]:
 
 
 def tied(plan: Plan) -> tuple[Alternative, ...]:
-    """Alternatives that fit and that the prediction cannot tell from the plan."""
+    """Alternatives that fit and are not above the interval of the prediction."""
     return tuple(
         one
         for one in plan.alternatives
@@ -377,7 +378,7 @@ def tied(plan: Plan) -> tuple[Alternative, ...]:
 
 
 def tied_text(plan: Plan) -> str:
-    """How many of the alternatives listed are tied with the plan."""
+    """Note on the number of alternatives that are tied with the plan."""
     return (
         f"{len(tied(plan))} of {len(plan.alternatives)} alternatives (the best, and "
         f"the baselines) are tied with the plan, "

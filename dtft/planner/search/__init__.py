@@ -1,6 +1,6 @@
-"""The search: enumerates candidates, prices them and writes the best one as a plan.
+"""The search: enumerates and prices candidates, and writes the best one as a plan.
 
-* Candidates: `space` (the knobs, and which of them can be run), `meshes`, `pins`,
+* Candidates: `space` (the knobs, and the knobs that can be run), `meshes`, `pins`,
   `enumerate`.
 * Prices of all candidates at once: `price_table` (operators), `memory_table` (arrays
   at rest, peak memory), `pipeline` (stages), `search` (all terms), `ranking`.

@@ -76,7 +76,7 @@ def unfit_text(
         leanest: the plan that comes closest to fitting.
         cluster: the cluster that was searched.
         pins: knobs that are pinned.
-        best: plans again with a change, for the remedies.
+        best: plans again with changed cluster, pins or knobs, to find the remedies.
     """
     over = leanest.memory_bytes - leanest.capacity_bytes
     shown = ", ".join(f"{n} {size(each)}" for n, each in leanest.memory.items() if each)
@@ -159,10 +159,10 @@ def _tried_devices(pool: Pool) -> str:
 Fewer = Literal["never", "if faster", "always"]
 """When meshes of fewer devices than all are searched.
 
-* `never`: each device belongs to a process of its own.
-* `if faster`: only if the best mesh of all devices has some that repeat the work of
-  others. The smaller mesh is selected if it is faster.
-* `always`: pins can be met that no mesh of all devices meets.
+* `never`: no smaller mesh is searched, because each device belongs to another process.
+* `if faster`: smaller meshes are searched only if some devices of the best mesh of all
+  devices repeat the work of others. The smaller mesh is selected if it is faster.
+* `always`: smaller meshes are searched, for pins that no mesh of all devices meets.
 """
 
 
@@ -183,7 +183,7 @@ class Decision:
     cluster: Cluster
     pins: Mapping[str, Any]
     what_if: bool
-    """Whether knobs that cannot be run here were searched too."""
+    """Whether knobs that this entry point or backend cannot run were searched too."""
     found: Mapping[Remat, RematVariant]
     """The candidates of each remat policy that was priced."""
     at: int
@@ -216,8 +216,7 @@ def decide(
         pins: knobs that are pinned, such as `{"tensor": 8}`.
         what_if: searches all knobs that can be priced, including knobs that this entry
             point or backend cannot run. A plan with such knobs is not `runnable`.
-        whole: uses all devices, for example because each belongs to a process of its
-            own.
+        whole: uses all devices, for example because each belongs to another process.
 
     Raises:
         ValueError: the pins cannot be met, or no plan fits. In the second case the
@@ -245,13 +244,13 @@ def best_of(
     batch: int | None = None,
     fewer: Fewer = "if faster",
 ) -> Decision:
-    """As `decide`, but returns the leanest candidate if no candidate fits.
+    """Selects the best plan as `decide` does, or the leanest plan if no plan fits.
 
     Args:
         question: the workload of a step.
         cluster: a cluster of equal devices.
         pins: knobs that are pinned.
-        what_if: as for `decide`.
+        what_if: searches knobs that cannot be run too; see `decide`.
         batch: the batch that meshes must divide, if not the batch of the workload.
             Prices are those of the workload's own batch in either case.
         fewer: when meshes of fewer devices than all are searched.
@@ -368,7 +367,7 @@ def _order_of(one: RematVariant, at: int) -> tuple[bool, bool, float]:
 
 
 def _enumerated(choices: Choices, pins: Mapping[str, Any]) -> Space:
-    """Enumerates candidates, pipelines with every number of virtual stages."""
+    """Enumerates candidates; pipelines get every number of virtual stages."""
     space = enumerate_space(choices, pins)
     if choices.fewer is None:
         space = space.where(space.columns["devices_used"] == choices.num_devices)
@@ -407,7 +406,7 @@ def _found(
 def _priced(
     question: Workload, pool: Pool, space: Space, order: tuple[Remat, ...]
 ) -> dict[Remat, RematVariant]:
-    """Prices candidates, for one remat policy after another while the next may help."""
+    """Prices candidates for each remat policy in `order`, while the next may help."""
     if not len(space):
         return {}
     # Keep the requested batch if any candidate divides it.

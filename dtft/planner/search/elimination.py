@@ -169,8 +169,8 @@ def eliminate_each(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Finds the assignment of least cost for every value of one variable.
 
-    Works like `eliminate`, but for all values of `given` in one pass. Problems whose
-    tables have equal shapes but other costs are so solved together.
+    Works like `eliminate`, but for all values of `given` in one pass. This solves
+    problems together whose tables have equal shapes but different costs.
 
     Args:
         sizes: the number of values of each variable.
@@ -239,7 +239,8 @@ def _squeezed(scope: tuple[int, ...], costs: np.ndarray) -> Table:
 
 
 def _added(bucket: list[Table]) -> Table:
-    """The sum of tables over all their variables, led by the widest table's scope."""
+    """The sum of tables over all their variables; the widest table's variables come
+    first."""
     wide = bucket[0][0]
     for scope, _ in bucket:
         if len(scope) > len(wide):
@@ -257,7 +258,7 @@ def _added(bucket: list[Table]) -> Table:
 def _aligned(
     scope: tuple[int, ...], costs: np.ndarray, wide: tuple[int, ...]
 ) -> np.ndarray:
-    """A view of a table over the variables `wide`, with size-one dims for new ones."""
+    """A view of a table over the variables `wide`; new variables get dims of size 1."""
     if scope == wide:
         return costs
     if len(scope) > 1:

@@ -122,7 +122,7 @@ _Columns = dict[str, np.ndarray]
 def enumerate_space(choices: Choices, pins: Mapping[str, Any] | None = None) -> Space:
     """Enumerates all candidates that may be the best, including the baselines.
 
-    Leaves out candidates whose axes do not divide the sizes they must divide, and
+    Leaves out candidates whose axes do not divide the sizes in `Choices.divides`, and
     candidates without room for parameters, gradients and optimizer state. Also leaves
     out orders on the fabric that cannot be better than another (`undominated_orders`).
 
@@ -197,7 +197,7 @@ def _rules(choices: Choices, pins: Mapping[str, Any]) -> MeshRules:
 
 
 def _meshes(rules: MeshRules, pins: Mapping[str, Any]) -> tuple[Meshes, list[Reason]]:
-    """Enumerates meshes, and records how many of them each rule left."""
+    """Enumerates meshes, and records how many meshes each rule left."""
     num_devices, batch = rules.num_devices, rules.batch
     num = num_factorisations(num_devices, len(rules.divides))
     allowed, exact = rules.all(num_devices), rules.exact(num_devices)
@@ -241,7 +241,8 @@ def _with_fewer(
 def _with_zero(
     meshes: Meshes, choices: Choices, pins: Mapping[str, Any]
 ) -> tuple[Meshes, np.ndarray, Reason]:
-    """Combines meshes with ZeRO levels: 0 if `fsdp` is one, else the levels above 0."""
+    """Combines meshes with ZeRO levels: level 0 if `fsdp` has size one, otherwise the
+    levels above 0."""
     zeros = _left(sorted(choices.zero), pins.get("zero"))
     fsdp = meshes.sizes[:, AXES.index("fsdp")]
     row, at = np.nonzero((zeros > 0) == (fsdp > 1)[:, None])

@@ -117,7 +117,8 @@ class Resting:
     def each(
         self, role: Role, division: ShardingAssignment, divided: bool
     ) -> Iterator[tuple[Cases, int, np.ndarray]]:
-        """As `num_bytes`, by array: the number of equal arrays and bytes of one."""
+        """Yields the terms of `num_bytes`: for each group of equal arrays its cases,
+        the number of arrays, and the bytes of one array by case."""
         for alike, count in self.arrays[role].items():
             cases, used, place = self._placed(alike.value, division)
             axes = tuple(axis for axis in used if axis != MICRO)
@@ -136,8 +137,8 @@ class Resting:
             zero: ZeRO level.
 
         Returns:
-            Seconds of the all-gathers that are sent by themselves, and the bytes of
-            each bundle of combined all-gathers.
+            Seconds of the all-gathers that are sent one by one, and the bytes of each
+            bundle of combined all-gathers.
         """
         alone, together = Total(), dict[Bundle, Total]()
         platform = self._columns.pool.device.platform
@@ -201,7 +202,7 @@ class Resting:
         count: int,
         how: Gathered,
     ) -> tuple[Cases, np.ndarray]:
-        """Seconds of a step in which equal arrays are gathered, each by itself.
+        """Seconds of a step in which equal arrays are gathered one by one.
 
         Args:
             alike: the arrays.

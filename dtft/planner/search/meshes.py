@@ -25,7 +25,7 @@ class Meshes:
     sizes: np.ndarray
     """Sizes of the axes, in the order of `AXES`; int64 [meshes, axes]."""
     batch: np.ndarray
-    """Samples in a step, not fewer than were asked for; int64 [meshes]."""
+    """Samples in a step, at least the requested batch; int64 [meshes]."""
 
     def __len__(self) -> int:
         return len(self.sizes)

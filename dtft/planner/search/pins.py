@@ -28,7 +28,7 @@ _ELSEWHERE: Mapping[str, str] = {
     "zero_stage": "zero", "micro_batches": "microbatches", "checkpoint": "remat",
     "accumulation": "microbatches", "gradient_accumulation": "microbatches",
 }  # fmt: skip
-"""Names of these knobs in other frameworks, each with the name used here."""
+"""Names of these knobs in other frameworks, each with its name in dtft."""
 
 _ABSENT = {
     "stage": "; it needs layers that are alike, and what_if",

@@ -20,7 +20,7 @@ from dtft.planner.workload import Workload
 
 Terms = dict[str, np.ndarray]
 _SHARED = ("compute", "collectives", "launch")
-"""Terms of the time of operators, which the stages divide among them."""
+"""Terms of the time of operators, which is divided among the stages."""
 
 
 def layers_of(question: Workload, device: DeviceType) -> LayerStack | None:
@@ -28,7 +28,8 @@ def layers_of(question: Workload, device: DeviceType) -> LayerStack | None:
 
     Args:
         question: the workload.
-        device: its speeds weigh the layers against the operators before and after them.
+        device: the device type, whose speeds weigh the layers against the operators
+            before and after the layers.
     """
     graph = question.graph
 

@@ -118,7 +118,7 @@ class Columns:
         return self._lies[axes]
 
     def all_lie(self, several: Iterable[Axes]) -> tuple[list[np.ndarray], DeviceGroups]:
-        """As `lies` for several sets of axes, with all groups in one numbering."""
+        """Applies `lies` to several sets of axes; one numbering covers all groups."""
         key = tuple(several)
         if key not in self._all_lie:
             number = {axes: at for at, axes in enumerate(dict.fromkeys(key))}
@@ -131,7 +131,8 @@ class Columns:
         return self._all_lie[key]
 
     def _groups(self, axes: Axes) -> tuple[np.ndarray, DeviceGroups]:
-        """As `lies`, but with an index for each mesh instead of each point."""
+        """Does the work of `lies`, but with an index for each mesh instead of each
+        point."""
         levels = tuple(level.size for level in self.pool.levels)
         sizes = np.ones((len(self._meshes), len(levels)))
         for number, order in enumerate(self._orders):
@@ -153,7 +154,8 @@ class Columns:
         return self._known(key, lambda: [self.parts(axes) for axes in sorted(key)])
 
     def sending(self, axes: Axes, divisors: Iterable[Axes]) -> Cases:
-        """As `divided`, but points of a case also have equal groups along `axes`."""
+        """The cases of `divided`, split so that points of a case also have equal groups
+        along `axes`."""
         key = frozenset(divisors)
         columns = [self.parts(each) for each in sorted(key)]
         return self._known((axes, key), lambda: [self.lies(axes)[0], *columns])
@@ -174,7 +176,7 @@ class Columns:
 
 
 class Total:
-    """A number for each point, kept as a sum of tables that each have their own cases.
+    """A number for each point, kept as a sum of tables over different cases.
 
     >>> even, third = (Cases(first=np.arange(n), of=np.arange(6) % n, sizes={})
     ...                for n in (2, 3))
@@ -258,9 +260,11 @@ class Message:
     sent: CollectiveOp
     repeats: Repeats
     meets: bool = True
-    """Whether sync skew (`cost.sync_skews_s`) is added here; else its bundle has it."""
+    """Whether sync skew (`cost.sync_skews_s`) is added here; otherwise the price of the
+    collective's bundle has the sync skew."""
     ahead: bool = False
-    """Whether the collective depends on no computation, which hides a part of it."""
+    """Whether the collective depends on no computation; computation then hides a part
+    of its time."""
 
 
 class Rates:
@@ -293,7 +297,8 @@ class Rates:
             graph: the program with the operator.
             key: cache key; equal keys and operation counts mean equal work.
             done: the work of the operator.
-            cold: as for `computing_s`.
+            cold: whether the operator's bytes were not used recently; see
+                `computing_s`.
         """
         one = done.operator
         key = key, one.flops, one.special, one.strided, one.turned, cold
@@ -344,7 +349,7 @@ class Rates:
     def together_s(
         self, asked: Sequence[tuple[Mapping[Bundle, Total], np.ndarray]]
     ) -> list[np.ndarray]:
-        """Seconds of a step in bundles, in addition to messages sent by themselves.
+        """Seconds of a step in bundles, in addition to collectives sent one by one.
 
         Args:
             asked: bundles with their bytes, and the points of the columns to price.
@@ -619,7 +624,7 @@ class Sums:
     compute: Total
     optimizer: Total
     sending: Total
-    """Seconds in collectives that are sent by themselves."""
+    """Seconds in collectives that are sent one by one."""
     starts: Total
     together: dict[Bundle, Total]
     """Bundles of combined collectives, with their bytes."""

@@ -95,8 +95,8 @@ class Priced:
         """Positions of the candidates, best first; int [candidates].
 
         Candidates that fit come first, by `worth_s`. Candidates that do not fit follow
-        by their bytes, ascending, with idle ones last. Ties: fewer bytes, then fewer
-        microbatches, then the order of the space.
+        by their bytes, ascending, with idle candidates last. Ties go to fewer bytes,
+        then to fewer microbatches, then to the first in the space.
         """
         first = np.where(self.fits, self.worth_s, self.memory_bytes)
         keys = (
@@ -111,9 +111,9 @@ class Priced:
 
 
 def _rounded(values: np.ndarray) -> np.ndarray:
-    """Rounds values so that the order of a floating-point sum decides no ranking.
+    """Rounds values to ten significant digits.
 
-    Keeps ten significant digits.
+    Rounding errors of sums then do not decide the ranking.
     """
     with np.errstate(divide="ignore"):
         digits = np.floor(np.log10(np.maximum(values, 1e-300)))

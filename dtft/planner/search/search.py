@@ -2,10 +2,10 @@
 
 The search is exhaustive over the space, and exact per mesh and number of microbatches.
 The dims of `tensor` are the exception: they are selected as if each collective were
-sent by itself, though XLA combines equal ones.
+sent separately, though XLA combines equal collectives.
 
 To add a knob, first add its values to `enumerate_space`. An axis that divides examples,
-positions or dims of its own is placed in `_base`. A knob that changes the work of
+positions or other dims is placed in `_base`. A knob that changes the work of
 operators on a device becomes a column of `Columns`. A knob that changes only which
 arrays are kept, gathered or updated is read from the space in `_terms` and `_memory`.
 """
@@ -93,7 +93,7 @@ def sending_s(
 
 _HEAVY = ("matmul", "convolution")
 NEARLY_NONE = 0.01
-"""Share of the operations below which an axis counts as idle: it divides too few."""
+"""Share of the operations; an axis that divides less than this share counts as idle."""
 
 
 def memory_floor(question: Workload, pool: Pool) -> MemoryFloor:
@@ -275,7 +275,10 @@ class PlanSearch:
     def _layouts(
         self, prices: Prices, space: Space
     ) -> list[tuple[ShardingAssignment, np.ndarray]]:
-        """Divisions of least cost by `tensor`, each with indices of its candidates."""
+        """The divisions in which `tensor` divides the dims at least cost.
+
+        Returns each distinct division with the indices of its candidates.
+        """
         chooser = Chooser(prices, self._base(space), "tensor")
         found, which = chooser.choose(candidates(self.question))
         of = which[prices.columns.of]
@@ -342,9 +345,10 @@ def _busy(ways: Sequence[PricedOp]) -> set[str]:
 def _with_sums(
     resting: Resting, layout: ShardingAssignment, space: Space, rows: np.ndarray
 ) -> list[tuple[ShardingAssignment, np.ndarray]]:
-    """Divisions of a layout by the division of gradients, each with its candidates.
+    """Splits the candidates of a layout by the division of their gradients.
 
-    From ZeRO level 2, gradients are divided like their parameters at rest.
+    From ZeRO level 2, gradients are divided like their parameters at rest. Returns each
+    distinct division with the indices of its candidates.
     """
     divided = space.columns["zero"][rows] >= 2
     found = [(layout, rows[~divided])]

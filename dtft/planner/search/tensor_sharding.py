@@ -122,7 +122,7 @@ class Chooser:
         return found
 
     def _respects(self, tables: Tables) -> Iterable[Cases]:
-        """The cases of every table: points equal in all of them cost the same."""
+        """The cases of every table; points that agree in all cases have equal costs."""
         found = {self._prices.columns.divided([(self._axis,)]): None}
         for choices in tables.values():
             for way in itertools.chain(*choices.values()):

@@ -85,23 +85,24 @@ def work_divided(search: PlanSearch, division: ShardingAssignment) -> dict[str, 
 
 @dataclass(frozen=True, kw_only=True)
 class _Listed:
-    """A collective of a candidate, before equal ones are merged."""
+    """A collective of a candidate, before equal collectives are merged."""
 
     sent: CollectiveOp
     times: float
-    """The number of times it is sent in a step."""
+    """The number of times that the collective is sent in a step."""
     where: str
     bundle: Bundle | None = None
     share: float = 1.0
-    """The share of `times` in which one device takes part: that of one stage."""
+    """The share of `times` in which one device takes part: 1 / number of stages."""
 
 
 def collectives(
     search: PlanSearch, candidate: SearchCandidate, division: ShardingAssignment
 ) -> tuple[Collective, ...]:
-    """All collectives of a step, largest first; equal ones of one place are merged.
+    """All collectives of a step, largest first; equal collectives of one place merge.
 
-    For a pipeline, the collectives of an average stage and its sends to other stages.
+    For a pipeline, lists the collectives of an average stage and its sends to other
+    stages.
     """
     found = [
         *_of_operators(search, candidate, division),
@@ -325,8 +326,8 @@ def _prediction(priced: Priced, at: int, cluster: Cluster) -> Prediction:
 def _alternatives(priced: Priced, num_ranked: int) -> tuple[Alternative, ...]:
     """The best candidates and every baseline, in the order of the ranking.
 
-    Leaves out candidates with idle devices unless the best candidate has idle devices:
-    they would be listed as faster than the best.
+    Leaves out candidates with idle devices unless the best candidate has idle devices,
+    because candidates with idle devices would be listed as faster than the best.
     """
     ranking = priced.ranking
     shown = (priced.space.columns["baseline"] > 0)[ranking]

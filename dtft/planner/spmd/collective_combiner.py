@@ -7,9 +7,9 @@ once.
 
 Observed with jax 0.10.2: the GPU compiler combines all-reduces, all-gathers and
 reduce-scatters up to 30 MiB. The CPU compiler combines all-reduces too, but its runtime
-sends each array by itself (`AllReduceThunk` of XLA). This saves only synchronization:
-devices meet once for all of the arrays (`Link.meeting`). Collectives in a chain of
-dependencies, such as the sums of activations, are never combined.
+sends each array separately (`AllReduceThunk` of XLA). This saves only synchronization:
+devices wait for each other once for all of the arrays (`Link.meeting`). Collectives in
+a chain of dependencies, such as the sums of activations, are never combined.
 """
 
 from collections.abc import Hashable, Mapping
@@ -45,9 +45,11 @@ class Bundle:
     place: Hashable
     """The place in the program: collectives of different loops are never combined."""
     is_one: bool = True
-    """Whether the bundle is sent as one message; otherwise array by array in a row."""
+    """Whether the bundle is sent as one message; otherwise its arrays are sent one
+    after another."""
     ahead: bool = False
-    """Whether it depends on no computation, so that devices need not wait to meet."""
+    """Whether the bundle depends on no computation, so that devices do not wait for
+    each other."""
 
     def on(self, sizes: Sizes) -> "Bundle":
         """The bundle on one mesh, without axes of size one.
@@ -59,7 +61,8 @@ class Bundle:
         return replace(self, axes=axes, repeated=repeated)
 
     def joins(self, other: "Bundle") -> bool:
-        """Whether both are combined on meshes where their devices are the same."""
+        """Whether two bundles are combined on meshes on which both have the same
+        devices."""
         alike = self.kind, self.place, self.times
         return alike == (other.kind, other.place, other.times)
 
@@ -67,7 +70,8 @@ class Bundle:
 def bundle(
     platform: str, sent: CollectiveOp, times: float, repeated: bool, place: Hashable
 ) -> Bundle | None:
-    """The bundle of a collective that nothing waits for; None if it is sent alone."""
+    """The bundle of a collective; None for a kind of collective that XLA never
+    combines."""
     if sent.kind not in _TOGETHER:
         return None
     return Bundle(

@@ -96,7 +96,8 @@ class Instance:
     """Dims of each operand and result."""
 
     def key(self, division: ShardingAssignment) -> PatternKey:
-        """The cache key of the operator under a division: equal keys, equal work."""
+        """The cache key of the operator under a division: equal keys mean equal
+        work."""
         axes = division.axes
         own = tuple([axes.get(dim, ()) for dim in self.dims])
         first: tuple[int | None, ...] = ()
@@ -123,7 +124,7 @@ def instance(graph: Graph, operator: Operator, root: Callable[[int], int]) -> In
 
     Args:
         graph: the program.
-        operator: an operator of the program, or one merged from several of them.
+        operator: an operator of the program, or an operator merged from several.
         root: maps a dim to the dim that represents its class.
 
     >>> square = Value(shape=(8, 8), dtype="float32", dims=(4, 9))

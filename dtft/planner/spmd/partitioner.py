@@ -21,7 +21,8 @@ from dtft.planner.types import Spec
 
 
 MICRO = "microbatches"
-"""Name of a pseudo-axis that divides the batch in time: sums need no collectives."""
+"""Name of the pseudo-axis of microbatches, which divides the batch in time: sums over
+this axis need no collective."""
 Sizes = Mapping[str, Any]
 """Axis to its size: an int, or an array with one entry per candidate."""
 
@@ -81,7 +82,8 @@ class OperatorWork:
     """For a convolution, the columns that each patch is multiplied by, and the channels
     of a patch."""
     turned_by: tuple[str, ...] = ()
-    """Axes that divide the contracted dims of the transposed products that it reads."""
+    """Axes that divide the contracted dims of the transposed products that the operator
+    reads."""
 
     @property
     def flops(self) -> ShardedSize:
@@ -299,7 +301,7 @@ PRODUCTS = ("matmul", "convolution")
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingAssignment:
-    """Which mesh axes divide which dims."""
+    """The mesh axes that divide each dim of a program's arrays."""
 
     axes: Mapping[int, Axes]
     """Dim to the axes that divide the dim wherever it occurs."""
@@ -310,17 +312,17 @@ class ShardingAssignment:
     array's dims to the additional axes of each dim."""
     first: Mapping[frozenset[int], int] = field(default_factory=dict)
     """The dims of an array to the dim that takes its axes before the other dims: the
-    experts' dim in arrays they work on (`Workload.expert_arrays`), and dims of
-    `Workload.weights`."""
+    expert dim in inputs and outputs of expert layers (`Workload.expert_arrays`), and
+    the first divided dims of `Workload.weights`."""
     scatters: bool = False
     """Whether the backend sums and divides in one collective (reduce-scatter).
 
-    GPU and TPU do. XLA's CPU backend all-reduces, and each device keeps its part. It
-    also reduces over the axes of one dim after another, where other backends reduce
-    once, and gathers the operand of `top_k`.
+    GPU and TPU do. XLA's CPU backend all-reduces, and each device keeps its part. The
+    CPU backend also reduces over the axes of one dim after another, where other
+    backends reduce once, and gathers the operand of `top_k`.
     """
     spare: Axes = ()
-    """Axes of the mesh for dims of weights, whether or not they divide any dim."""
+    """Axes of the mesh that may divide dims of weights, also if they divide no dim."""
 
     def of(self, dim: int) -> Axes:
         """The axes that divide a dim."""
@@ -476,8 +478,8 @@ class _Placed(WorkDims):
     ) -> None:
         """Adds the collectives of a scatter whose rows are spread over spare axes.
 
-        Devices along spare axes would compute equal sums; each reduces some of the rows
-        and then sends them to the devices that keep them.
+        Devices along spare axes would compute equal sums. So each device reduces some
+        of the rows, and then sends these rows to the devices that keep the rows.
         """
         part = ShardedSize(total=value.num_bytes, axes=(*kept, *self.spare))
         self._add("all_reduce", partial, part)

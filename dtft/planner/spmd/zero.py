@@ -23,9 +23,9 @@ from dtft.planner.types import Spec
 
 ZERO_AXIS = "fsdp"
 ZERO_BESIDE = "tensor"
-"""The axis for dims of weights, whether or not it divides any dim of an array."""
+"""The axis that may divide dims of weights, also if it divides no dim of an array."""
 _UNDIVIDED = 2**60
-"""Added to the rank of dims that no axis divides, so that they come first."""
+"""Added to the rank of dims that no axis divides, so that these dims come first."""
 
 
 def rest_spec(

@@ -11,8 +11,8 @@ from dtft.planner.transformer.model import ParallelLayout, Shape, memory
 from dtft.planner.transformer.predict import Scales, stack, step_cost
 
 # The fit is soft-L1 least squares on log residuals, with a prior at the values of the
-# data sheet (reference section 7, level 2). Predictions are evaluated by leave-one-out,
-# concordance of pairs and regret (section 3).
+# data sheet (planner.md, section 7, level 2). Predictions are evaluated by
+# leave-one-out, concordance of pairs and regret (planner.md, section 3).
 
 
 Predictor = Callable[[np.ndarray], np.ndarray]
@@ -47,7 +47,8 @@ class PredictionAccuracy:
 
 
 NOISE = 0.03
-"""Relative scatter of one measured step (data README); also the knee of soft L1."""
+"""Relative scatter of one measured step (`experiments/data/README.md`); also the
+knee of soft L1."""
 SPREAD = 0.5
 """Prior standard deviation of the logarithm of a scalar around the data sheet."""
 
@@ -181,7 +182,7 @@ class PredictedLayout:
 
     @property
     def split(self) -> tuple[int, int, int]:
-        """tp, pp, dp."""
+        """The sizes of tp, pp and dp."""
         return self.layout.tp, self.layout.pp, self.layout.dp
 
 

@@ -1,6 +1,6 @@
 """Work and memory of one device for a GPT-like transformer, counted from its shape.
 
-Sources: reference section 7; arXiv 2104.04473 (operations, interleaving), 2205.05198
+Sources: planner.md, section 7; arXiv 2104.04473 (operations, interleaving), 2205.05198
 (sequence parallelism, selective recomputation, activations), 2205.14135 (flash
 attention).
 """
@@ -58,7 +58,7 @@ class Shape:
         return self.layers * self.layer_parameters + self.embedding_parameters + rest
 
     def flops(self, sequences: int, recompute: Recompute) -> float:
-        """Flops of a step, with recomputation (data README).
+        """Flops of a step, with recomputation (`experiments/data/README.md`).
 
         96 B s L h^2 (1 + s/6h + V/16Lh) with full recomputation; without recomputation
         72 replaces 96 and V/12Lh replaces V/16Lh. The recomputation inside flash
@@ -269,7 +269,8 @@ def _attention(shape: Shape, layout: ParallelLayout) -> tuple[Matmul, ...]:
     length, width = shape.seq_len, shape.hidden // shape.heads
     batch = layout.micro_batch * shape.heads // layout.tp
     if layout.flash_attention:
-        # Two products at once; backward five (scores again), whatever is kept.
+        # One trip is both products. The backward pass has five products, because it
+        # recomputes the scores.
         passes = (2 if layout.recompute == "full" else 1) + 2.5
         return (Matmul(m=length, n=2 * width, k=length, batch=batch, trips=passes),)
     passes = (1 if layout.recompute == "none" else 2) + 2
@@ -282,7 +283,7 @@ def _attention(shape: Shape, layout: ParallelLayout) -> tuple[Matmul, ...]:
 def _between(
     shape: Shape, layout: ParallelLayout, *, forward: int, backward: int
 ) -> tuple[TensorCollective, ...]:
-    """Collectives over `tp` in place of the given numbers of all-reduces."""
+    """Collectives over `tp`: all-reduces, or with sequence parallelism their parts."""
     if layout.tp == 1:
         return ()
     size = _tokens(layout, shape) * shape.hidden * ITEM_BYTES
@@ -313,7 +314,7 @@ RESERVE_BYTES = 1_000_000_000
 """Bytes of the CUDA context and workspaces, and again for the communicators of each of
 tp, pp and dp."""
 FRAGMENTATION = 0.05
-"""Share of allocated memory lost to fragmentation (reference section 7: 3-8 %)."""
+"""Share of allocated memory lost to fragmentation (planner.md, section 7: 3-8 %)."""
 
 
 def memory(shape: Shape, layout: ParallelLayout) -> Mapping[str, int]:
@@ -378,8 +379,11 @@ def kept_layers(shape: Shape, layout: ParallelLayout, stage: int) -> float:
 
 
 def _activations(shape: Shape, layout: ParallelLayout, stage: int) -> float:
-    """arXiv 2205.05198: s b h (10 + 24/t + 5 a s/(h t)) bytes per layer; 34/t with
-    sequence parallelism; full recomputation keeps inputs and one live layer."""
+    """Bytes of the activations that a device of a stage keeps (arXiv 2205.05198).
+
+    A layer has s b h (10 + 24/t + 5 a s/(h t)) bytes; with sequence parallelism 34/t
+    replaces 10 + 24/t. Full recomputation keeps inputs and one live layer.
+    """
     rows = layout.micro_batch * shape.seq_len * shape.hidden
     tp, whole = layout.tp, layout.tp if layout.sequence_parallel else 1
     scores = 5 * shape.heads * shape.seq_len / shape.hidden
@@ -411,5 +415,6 @@ def _buffers(shape: Shape, layout: ParallelLayout, held: float) -> float:
         return total
     if layout.zero < 3:
         return total + 2 * ITEM_BYTES * min(held, BUCKET_ITEMS)
-    # This layer and the next one gathered, the gradient of one before it is reduced.
+    # Two gathered layers, the current and the next, and the gradient of one layer
+    # before its reduction.
     return total + 3 * ITEM_BYTES * shape.layer_parameters / layout.tp

@@ -121,8 +121,8 @@ def elsewhere(fitted: Scales) -> Scales:
     """Scalars for another cluster with the same device type, and another program.
 
     Only the scalars of the device, `matmul` and `memory`, are kept. Scalars of links
-    and kernel launches are 1: their fits hold for one fabric and one program (reference
-    section 7: key scalars by device type, fabric, software version).
+    and kernel launches are 1: their fits hold for one fabric and one program
+    (planner.md, section 7).
     """
     return Scales(matmul=fitted.matmul, memory=fitted.memory)
 
@@ -193,7 +193,7 @@ class StepCost:
 
         `bubble` is the wait for pipeline fill and drain and for slower stages. A 1F1B
         step takes (m - 1) max t + sum t; interleaved fill and drain take 1/v of the
-        time (reference section 7).
+        time (planner.md, section 7).
         """
         seconds = self.stages * scales[self.stage_scales][..., None, :]
         exposed = self._exposed(seconds, scales)
@@ -499,7 +499,7 @@ def pool_of(cluster: str, gpus: int) -> Pool:
         machine = catalog_machine(name)
         if machine.torus_dims or not machine.per_host:
             return Cluster.parse(f"{gpus}x{name}").uniform
-        # Full hosts, or one in part; a count that fills none has hosts of what divides.
+        # Full hosts, or a part of one host; else hosts of the largest common divisor.
         inside = gpus
         if gpus > machine.per_host:
             inside = math.gcd(gpus, machine.per_host)
