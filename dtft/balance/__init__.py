@@ -4,7 +4,7 @@
   for accepting a division.
 * `speed_estimator`: seconds of a unit of load on each node, estimated from the tried
   divisions, and their drift.
-* `work`: divisible work: microbatches of replicas, layers of pipeline stages.
+* `load_shares`: divisible work: microbatches of replicas, layers of pipeline stages.
 * `operators`: the operators of a placement as divisible work. Only this module imports
   JAX.
 """
@@ -15,9 +15,7 @@ from dtft._lazy import attributes
 
 if TYPE_CHECKING:
     from dtft.balance.balance import Balance, Policy, Rules, Work
-    from dtft.balance.operators import Operators
-    from dtft.balance.speed_estimator import SpeedEstimator, Speeds, UnitTimes
-    from dtft.balance.work import (
+    from dtft.balance.load_shares import (
         Counts,
         Layers,
         Microbatches,
@@ -25,12 +23,14 @@ if TYPE_CHECKING:
         makespan,
         waits,
     )
+    from dtft.balance.operators import Operators
+    from dtft.balance.speed_estimator import SpeedEstimator, Speeds, UnitTimes
 
 _PUBLIC = {
     "Balance": "balance",
-    "Counts": "work",
-    "Layers": "work",
-    "Microbatches": "work",
+    "Counts": "load_shares",
+    "Layers": "load_shares",
+    "Microbatches": "load_shares",
     "Operators": "operators",
     "Policy": "balance",
     "Rules": "balance",
@@ -38,9 +38,9 @@ _PUBLIC = {
     "Speeds": "speed_estimator",
     "UnitTimes": "speed_estimator",
     "Work": "balance",
-    "allocate": "work",
-    "makespan": "work",
-    "waits": "work",
+    "allocate": "load_shares",
+    "makespan": "load_shares",
+    "waits": "load_shares",
 }
 
 __all__ = [

@@ -34,8 +34,8 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from dtft.balance.load_shares import waits
 from dtft.balance.speed_estimator import Load, SpeedEstimator, Speeds, key_of
-from dtft.balance.work import waits
 from dtft.planner.arguments import check_choice, check_number, check_whole
 
 # Seconds of whole steps by division. If a step takes longer than its slowest node (a

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dtft.balance.work import Floats
+from dtft.balance.load_shares import Floats
 from dtft.placement import (
     Nodes,
     Order,

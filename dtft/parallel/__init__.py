@@ -3,9 +3,11 @@
 * `functional_model`: a model as pure functions. `step`: `TrainStep`, the step on a
   config's mesh. `feed`: makes sharded arrays from rows. `validation`: checks that an
   experiment fits a cluster.
-* `sharding`: a plan's shardings. `fsdp`: ZeRO level 3. `grad_accumulation`: gradients
-  over microbatches. `local_updates`: steps of optimizers that communicate between
-  replicas. `pipeline`: an SPMD pipeline over stages.
+* `state_sharding`: how parameters and moments are divided on a config's mesh;
+  `plan_shardings`: on a plan's mesh.
+* `fsdp`: ZeRO level 3. `grad_accumulation`: gradients over microbatches.
+  `local_updates`: steps of optimizers that communicate between replicas. `pipeline`:
+  an SPMD pipeline over stages.
 * Packages: `planning` (the step of a plan), `load_balancing` (uneven shares of the
   batch, whose rows `row_assignment` selects), `mpmd` (operators placed on devices of
   different types).
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
     from dtft.parallel.feed import Feed, evaluate
     from dtft.parallel.functional_model import Metrics, State
     from dtft.parallel.pipeline import STAGE_AXIS, pipelined_step
-    from dtft.parallel.step import TrainStep, make_mesh, sharded_step
+    from dtft.parallel.state_sharding import make_mesh
+    from dtft.parallel.step import TrainStep, sharded_step
     from dtft.parallel.validation import (
         check_experiment,
         check_input,
@@ -40,7 +43,7 @@ _PUBLIC = {
     "check_experiment": "validation",
     "check_input": "validation",
     "evaluate": "feed",
-    "make_mesh": "step",
+    "make_mesh": "state_sharding",
     "pipelined_step": "pipeline",
     "row_parts": "validation",
     "scaled_mesh": "validation",

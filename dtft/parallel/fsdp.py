@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import Mesh, NamedSharding
 
 from dtft._jax_internals import scan_arguments
-from dtft.parallel.sharding import constraint, insertable, partition_spec
+from dtft.parallel.plan_shardings import constraint, insertable, partition_spec
 from dtft.planner.ir import REMAT, is_var, item_bits, with_bodies
 from dtft.planner.types import Spec
 

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from dtft.checkpoint.state import from_paths, to_paths
-from dtft.parallel.sharding import partition_spec
+from dtft.parallel.plan_shardings import partition_spec
 from dtft.planner.types import Spec
 
 Loss = Callable[[Any, Any], tuple[jax.Array, Any]]

@@ -35,7 +35,8 @@ from dtft.parallel.functional_model import (
     functional,
     in_mode,
 )
-from dtft.parallel.step import BATCH_AXES, Parallelism, TrainStep, gradients_of, spec_of
+from dtft.parallel.state_sharding import BATCH_AXES, spec_of
+from dtft.parallel.step import Parallelism, TrainStep, gradients_of
 from dtft.parallel.validation import check_stages
 
 STAGE_AXIS = "stage"
@@ -241,7 +242,7 @@ def pipelined_step(experiment: Experiment, mesh: Mesh) -> TrainStep:
 
     Args:
         experiment: the experiment to run.
-        mesh: a mesh from `step.make_mesh`, with several stages.
+        mesh: a mesh from `make_mesh`, with several stages.
 
     Raises:
         ValueError: the experiment cannot run with stages, the model's layers are not

@@ -19,7 +19,8 @@ from dtft.config.loading import load_experiment
 from dtft.config.optimizers import AdamWConfig, OptimConfig
 from dtft.data.rows import make_datasets
 from dtft.optim import max_adabelief
-from dtft.parallel.step import TrainStep, make_mesh, sharded_step
+from dtft.parallel.state_sharding import make_mesh
+from dtft.parallel.step import TrainStep, sharded_step
 from dtft.planner.aot.hlo import parse
 from tests.support import gpu_compiler, hlo
 

@@ -23,7 +23,7 @@ from dtft.data.datasets import DigitsConfig
 from dtft.models.base import CNNConfig
 from dtft.parallel.planning.choice import PlanChoice
 from dtft.parallel.planning.planned_experiment import planned_mesh
-from dtft.parallel.step import make_mesh
+from dtft.parallel.state_sharding import make_mesh
 
 
 def tiny(tmp_path: Path, *, steps: int = 6, **changes: Any) -> Experiment:

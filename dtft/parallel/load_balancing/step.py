@@ -27,14 +27,8 @@ from dtft.parallel.feed import Batch, Prepared, local_parts, place
 from dtft.parallel.functional_model import FunctionalModel, Metrics, State, functional
 from dtft.parallel.local_updates import REPLICA_AXIS
 from dtft.parallel.row_assignment import COUNTS, Sharing, sharing_of
-from dtft.parallel.step import (
-    Arrays,
-    Means,
-    Parallelism,
-    TrainStep,
-    gathering,
-    state_sharding,
-)
+from dtft.parallel.state_sharding import state_sharding
+from dtft.parallel.step import Arrays, Means, Parallelism, TrainStep, gathering
 
 Sums = dict[str, Any]
 """Sums of each replica over its microbatches, with a leading replica dim: `gradients`,
@@ -152,7 +146,7 @@ def load_balanced_step(experiment: Experiment, mesh: Mesh) -> TrainStep:
 
     Args:
         experiment: the experiment to run.
-        mesh: a mesh from `step.make_mesh`.
+        mesh: a mesh from `make_mesh`.
 
     Raises:
         ValueError: the batch cannot be shared on this mesh.

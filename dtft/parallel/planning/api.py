@@ -16,6 +16,7 @@ import optax
 from jax.sharding import Mesh
 
 from dtft.checkpoint.state import to_paths
+from dtft.parallel.plan_shardings import mesh_of, sharding_tree
 from dtft.parallel.planning.inputs import (
     Step,
     check_plan,
@@ -27,7 +28,6 @@ from dtft.parallel.planning.inputs import (
 from dtft.parallel.planning.planned_step import PlannedStep, jit_plan
 from dtft.parallel.planning.trial import try_plans
 from dtft.parallel.planning.verify import first_fitting, verified
-from dtft.parallel.sharding import mesh_of, sharding_tree
 from dtft.planner import wording
 from dtft.planner.cluster import Cluster
 from dtft.planner.cost import Calibration, apply_calibration

@@ -12,9 +12,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dtft.config import Experiment
 from dtft.parallel.functional_model import FunctionalModel, Metrics, State, functional
+from dtft.parallel.plan_shardings import mesh_of, sharding_tree
 from dtft.parallel.planning.planned_step import Update
-from dtft.parallel.sharding import mesh_of, sharding_tree
-from dtft.parallel.step import AXES, Gradients, Means, Parallelism, TrainStep
+from dtft.parallel.state_sharding import AXES
+from dtft.parallel.step import Gradients, Means, Parallelism, TrainStep
 from dtft.planner.plan import Plan
 from dtft.planner.search import check_runnable
 from dtft.planner.types import Spec

@@ -19,19 +19,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dtft.checkpoint.state import from_paths, to_paths
 from dtft.parallel.fsdp import Gathering, gathered
 from dtft.parallel.grad_accumulation import Loss, Weight, accumulated, parts_of
+from dtft.parallel.plan_shardings import (
+    constrained,
+    insert,
+    mesh_of,
+    sharding_tree,
+    signature,
+)
 from dtft.parallel.planning.inputs import (
     Step,
     check_function,
     check_optimizer,
     check_plan,
     check_result,
-)
-from dtft.parallel.sharding import (
-    constrained,
-    insert,
-    mesh_of,
-    sharding_tree,
-    signature,
 )
 from dtft.planner.ir import POLICIES, rematerialized, traced
 from dtft.planner.plan import Plan

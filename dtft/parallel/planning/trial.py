@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtft.calibration import agreed
+from dtft.parallel.plan_shardings import mesh_of
 from dtft.parallel.planning.planned_step import step_of
-from dtft.parallel.sharding import mesh_of
 from dtft.planner import wording
 from dtft.planner.plan import Plan
 from dtft.planner.report import knobs_text

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from dtft.balance.balance import Balance, Policy, Rules
+from dtft.balance.load_shares import Counts, Microbatches, makespan
 from dtft.balance.speed_estimator import UnitTimes
-from dtft.balance.work import Counts, Microbatches, makespan
 
 Floats = NDArray[np.float64]
 

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtft.balance.work import Microbatches, allocate, by_weight, even, makespan, waits
+from dtft.balance.load_shares import (
+    Microbatches,
+    allocate,
+    by_weight,
+    even,
+    makespan,
+    waits,
+)
 
 SECONDS = st.sampled_from([0.1, 0.5, 1.0, 2.0, 3.0]) | st.floats(0.05, 5.0)
 FIXED = st.sampled_from([0.0, 1.0, 2.5]) | st.floats(0.0, 9.0)

@@ -9,8 +9,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dtft.balance.balance import Balance, Policy, Rules
+from dtft.balance.load_shares import Layers
 from dtft.balance.operators import Operators
-from dtft.balance.work import Layers
 from dtft.placement.heuristics import split
 from dtft.placement.nodes import Nodes
 from dtft.placement.tasks import Passed, Tasks

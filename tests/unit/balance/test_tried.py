@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from dtft.balance.balance import Balance, StepTimes
+from dtft.balance.load_shares import Counts, Layers, Microbatches, makespan
 from dtft.balance.speed_estimator import MOST, SpeedEstimator
-from dtft.balance.work import Counts, Layers, Microbatches, makespan
 
 Floats = NDArray[np.float64]
 

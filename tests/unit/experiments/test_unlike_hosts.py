@@ -6,8 +6,8 @@ import subprocess
 import numpy as np
 import pytest
 
+from dtft.balance.load_shares import allocate, makespan
 from dtft.balance.speed_estimator import Speeds
-from dtft.balance.work import allocate, makespan
 from experiments.balance_unlike_worker import neighbours
 from experiments.quotas import PREFIX, ROOT, NoQuotasError, quotas
 

@@ -20,7 +20,7 @@ from dtft.optim import (
     shampoo,
 )
 from dtft.optim.kronecker import blocks_of, inverse_root
-from dtft.parallel.step import spec_of
+from dtft.parallel.state_sharding import spec_of
 
 
 def _gradients(params: Any, step: int, dtype: Any = None) -> Any:

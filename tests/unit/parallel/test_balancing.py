@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dtft.balance.balance import Balance, Rules
-from dtft.balance.work import Microbatches
+from dtft.balance.load_shares import Microbatches
 from dtft.config.experiment import BalanceConfig, Experiment, MeshConfig, StopConfig
 from dtft.data.rows import make_datasets
 from dtft.parallel.load_balancing.balance_log import (
@@ -31,7 +31,8 @@ from dtft.parallel.load_balancing.step import (
     shared_by,
 )
 from dtft.parallel.row_assignment import COUNTS
-from dtft.parallel.step import TrainStep, make_mesh
+from dtft.parallel.state_sharding import make_mesh
+from dtft.parallel.step import TrainStep
 from dtft.train.loop import run, train_step_of
 from tests.support.tiny_experiment import MemoryRuntime, as_bytes, compilations, tiny
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from dtft.parallel.sharding import constrained, mesh_of
+from dtft.parallel.plan_shardings import constrained, mesh_of
 from dtft.planner.ir.jaxprs import CALLS, bodies, operators
 from dtft.planner.types import Spec
 

@@ -14,11 +14,11 @@ import pytest
 from dtft.checkpoint.state import tree
 from dtft.config.experiment import Experiment, MeshConfig
 from dtft.config.loading import ConfigError
+from dtft.parallel.plan_shardings import mesh_of
 from dtft.parallel.planning.auto import asked_of
 from dtft.parallel.planning.calibration_log import past_run
 from dtft.parallel.planning.choice import PlanChoice, choose
 from dtft.parallel.planning.planned_experiment import planned_mesh
-from dtft.parallel.sharding import mesh_of
 from dtft.planner.cluster.topology import Cluster
 from dtft.planner.cost.calibration import read_log
 from dtft.planner.plan import Knobs, Plan

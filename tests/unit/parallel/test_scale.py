@@ -11,7 +11,8 @@ from dtft.checkpoint.state.slices import Layout
 from dtft.cli.dispatch import main
 from dtft.config.experiment import BalanceConfig, ClusterConfig, Experiment, MeshConfig
 from dtft.elastic.assignment import SizeLimits, resized, size_for
-from dtft.parallel.step import make_mesh, sharded_step
+from dtft.parallel.state_sharding import make_mesh
+from dtft.parallel.step import sharded_step
 from dtft.parallel.validation import check_experiment, scaled_mesh
 from dtft.train.state_layout import layout_of
 from tests.support.tiny_experiment import tiny

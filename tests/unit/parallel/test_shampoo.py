@@ -10,7 +10,8 @@ import pytest
 from dtft.config.experiment import Experiment, MeshConfig
 from dtft.config.optimizers import ShampooConfig
 from dtft.models.base import CNNConfig
-from dtft.parallel.step import make_mesh, sharded_step
+from dtft.parallel.state_sharding import make_mesh
+from dtft.parallel.step import sharded_step
 from tests.support import tiny_experiment
 
 SMALL = CNNConfig(channels=(4,), hidden=8)

@@ -21,7 +21,8 @@ from dtft.data.datasets import CharsConfig
 from dtft.data.rows import make_datasets
 from dtft.models.base import TransformerConfig
 from dtft.parallel.feed import Feed
-from dtft.parallel.step import TrainStep, make_mesh, sharded_step, spec_of
+from dtft.parallel.state_sharding import make_mesh, spec_of
+from dtft.parallel.step import TrainStep, sharded_step
 from dtft.train.state_layout import layout_of
 from tests.support.tiny_experiment import as_bytes, tiny
 

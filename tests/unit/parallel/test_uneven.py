@@ -27,7 +27,8 @@ from dtft.parallel.load_balancing.step import (
     load_balanced_step,
     own_replicas,
 )
-from dtft.parallel.step import Arrays, make_mesh, sharded_step
+from dtft.parallel.state_sharding import make_mesh
+from dtft.parallel.step import Arrays, sharded_step
 from tests.support.tiny_experiment import as_bytes, compilations, tiny
 
 BALANCE = BalanceConfig(policy="exact", microbatches=8, most=6)

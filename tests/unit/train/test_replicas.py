@@ -19,7 +19,8 @@ from dtft.config.optimizers import AdamWConfig, MaxAdaBeliefConfig, SyncConfig
 from dtft.data.rows import make_datasets
 from dtft.optim import max_belief_phases
 from dtft.parallel.feed import Feed, evaluate
-from dtft.parallel.step import TrainStep, make_mesh, sharded_step
+from dtft.parallel.state_sharding import make_mesh
+from dtft.parallel.step import TrainStep, sharded_step
 from dtft.parallel.validation import check_experiment
 from dtft.train.loop import run
 from dtft.train.single_process import LocalRuntime, UnreadableCheckpoint

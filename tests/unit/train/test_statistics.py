@@ -16,7 +16,8 @@ from dtft.data.images import ImageFolderConfig
 from dtft.data.rows import make_datasets
 from dtft.models.base import ModelConfig, ResNetConfig
 from dtft.parallel.feed import Feed, evaluate
-from dtft.parallel.step import make_mesh, sharded_step
+from dtft.parallel.state_sharding import make_mesh
+from dtft.parallel.step import sharded_step
 from dtft.train.loop import run
 from dtft.train.single_process import LocalRuntime
 from dtft.train.state_layout import layout_of

@@ -1,0 +1,62 @@
+"""How parameters and optimizer moments are divided on a config's mesh.
+
+A plan's specs come from `dtft.planner.spmd.zero` and are used by `plan_shardings`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from dtft.config import MeshConfig
+from dtft.parallel import local_updates
+from dtft.parallel.validation import resolve_mesh
+
+AXES = ("replica", "stage", "fsdp", "tensor")
+BATCH_AXES = ("replica", "fsdp")
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[Any]) -> Mesh:
+    """Makes a mesh with the axes of `AXES` over devices in slot order.
+
+    Raises:
+        ValueError: the sizes do not fit the number of devices.
+    """
+    sizes = resolve_mesh(config, 1, len(devices))
+    shape = tuple(getattr(sizes, name) for name in AXES)
+    grid = np.asarray(devices).reshape(shape)
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def spec_of(shape: tuple[int, ...], fsdp: int, tensor: int) -> PartitionSpec:
+    """The PartitionSpec of an array of the state, by the sizes of two mesh axes.
+
+    The last dim of an array with two or more dims is divided over `tensor`, and the
+    largest other dim over `fsdp`. A dim that an axis does not divide evenly is not
+    divided over this axis.
+
+    >>> tuple(spec_of((6, 8), fsdp=2, tensor=4))
+    ('fsdp', 'tensor')
+    >>> tuple(spec_of((7,), fsdp=2, tensor=1))
+    ()
+    """
+    spec: list[str | None] = [None] * len(shape)
+    if tensor > 1 and len(shape) >= 2 and shape[-1] % tensor == 0:
+        spec[-1] = "tensor"
+    free = [dim for dim, axis in enumerate(spec) if axis is None]
+    fitting = [dim for dim in free if shape[dim] and shape[dim] % fsdp == 0]
+    if fsdp > 1 and fitting:
+        spec[max(fitting, key=lambda dim: (shape[dim], -dim))] = "fsdp"
+    while spec and spec[-1] is None:
+        spec.pop()
+    return PartitionSpec(*spec)
+
+
+def state_sharding(abstract: Any, mesh: Mesh) -> Any:
+    """Returns a NamedSharding for every leaf of an abstract state."""
+
+    def of(shape: tuple[int, ...]) -> PartitionSpec:
+        return spec_of(shape, mesh.shape["fsdp"], mesh.shape["tensor"])
+
+    return local_updates.shardings(abstract, mesh, of)
