@@ -41,7 +41,10 @@ _NAMES = {"dtft.train.calibrate.measure": "measure_devices"}
 
 
 def warn(former: str, now: str, stacklevel: int = 3) -> None:
-    """Warns that `former` is now called `now`; `stacklevel` as in `warnings.warn`."""
+    """Emits a FutureWarning that `former` is called `now`.
+
+    `stacklevel` is that of `warnings.warn`.
+    """
     text = f"{former} is an old name, which will go. Use {now}."
     warnings.warn(text, FutureWarning, stacklevel=stacklevel)
 
@@ -75,7 +78,10 @@ def renamed(**former: str) -> Callable[[_Function], _Function]:
 
 
 def renamed_fields(**former: str) -> Callable[[type[_Kind]], type[_Kind]]:
-    """`renamed` for dataclass fields; also sets `kind.former_fields = former`."""
+    """`renamed` for the fields of a dataclass, as arguments of its `__init__`.
+
+    Also sets the attribute `former_fields` of the class to the old and new names.
+    """
 
     def wrap(kind: type[_Kind]) -> type[_Kind]:
         kind.__init__ = renamed(**former)(kind.__init__)
@@ -120,7 +126,7 @@ class _Module(ModuleType):
         return found
 
     def __call__(self, *args: Any, **given: Any) -> Any:
-        """Calls the function of the package that has this module's name."""
+        """Calls the function with this module's name in the parent package."""
         return self._hidden(*args, **given)
 
     @property

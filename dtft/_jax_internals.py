@@ -40,7 +40,15 @@ def check_version(version: str | None = None) -> None:
 def start_coordination_service(
     address: str, num_processes: int, heartbeat_s: float
 ) -> Any:
-    """Starts JAX's coordination service, which runs as long as the result is alive."""
+    """Starts JAX's coordination service in this process.
+
+    The service runs as long as the returned object exists.
+
+    Args:
+        address: host:port at which the service listens.
+        num_processes: size of the world.
+        heartbeat_s: heartbeat timeout of JAX, in seconds; rounded up to whole seconds.
+    """
     check_version()
     from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
@@ -98,7 +106,8 @@ def told_by_first(key: str, text: str, timeout_s: float) -> str:
     """Broadcasts the text of process 0 to every process, by the coordination service.
 
     A collective would time out after seconds; here process 0 may take up to
-    `timeout_s` to produce the text.
+    `timeout_s` to produce the text. Returns the text of process 0; in a process without
+    a connection to a service, its own text.
 
     Args:
         key: key of the text, used once in the life of the service.
@@ -188,7 +197,7 @@ def scan_arguments(eqn: Any) -> tuple[int, int]:
 
 
 def _is_placed(module: Any, ir: Any) -> tuple[list[bool], list[bool]]:
-    """Whether the sharding is given, for each argument and each result of a module."""
+    """Whether a sharding is given, for each argument and each result of a module."""
     main = next(
         op for op in module.body.operations if op.attributes["sym_name"].value == "main"
     )

@@ -1,9 +1,9 @@
 """Load balancing: divides load between nodes by measured seconds.
 
 * `balance`: `Balance`, one value per round: divide, train, measure, judge; the rules
-  for accepting a division.
-* `speed_estimator`: seconds of a unit of load on each node, estimated from the tried
-  divisions, and their drift.
+  for accepting a division (the load of each node).
+* `speed_estimator`: seconds of a unit of load on each node, estimated from measured
+  divisions, and the drift of these seconds.
 * `load_shares`: divisible work: microbatches of replicas, layers of pipeline stages.
 * `operators`: the operators of a placement as divisible work. Only this module imports
   JAX.

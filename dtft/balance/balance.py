@@ -45,7 +45,8 @@ from dtft.planner.arguments import check_choice, check_number, check_whole
 
 @dataclass(frozen=True, kw_only=True)
 class Took:
-    """Mean seconds and number of the measured steps of one division."""
+    """Measured steps of one division (the load of each node): the mean of each round's
+    median step seconds, weighted by the round's steps, and the number of steps."""
 
     division: Any
     step_s: float
@@ -54,9 +55,10 @@ class Took:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """Step seconds of the divisions tried since the last drift of a node.
+    """Seconds of whole steps, for each load measured since a node last drifted.
 
-    Without measurements of whole steps, `took` is empty.
+    `took` maps the units of each node (the load) to these seconds. It is empty if whole
+    steps are not measured.
     """
 
     took: Mapping[Load, Took] = field(default_factory=dict)
@@ -64,10 +66,10 @@ class StepTimes:
     def after(
         self, division: Any, load: Load, step_s: ArrayLike, level: float
     ) -> "StepTimes":
-        """Adds the steps of another round.
+        """Adds the median step seconds of another round.
 
         Args:
-            division: The division in force.
+            division: The division in force (a value of `Work.best` or `by_weight`).
             load: Units of each node in the division.
             step_s: Seconds of whole steps, `[steps]`.
             level: Factor by which all nodes became slower; earlier seconds are
@@ -93,14 +95,16 @@ class StepTimes:
         return StepTimes(took={**took, load: here})
 
     def gain(self, here: Load, there: Load) -> float | None:
-        """Share of the step that load `there` saves; None if one was not tried."""
+        """Share of a step under load `here` that load `there` saves, by measured steps;
+        below 0 if it is slower. None if either load has no measured steps."""
         if here not in self.took or there not in self.took:
             return None
         return 1 - self.took[there].step_s / self.took[here].step_s
 
     def fastest(self, here: Load) -> tuple[Any, float] | None:
-        """The division with the fastest measured steps, and the share of a step that it
-        saves relative to `here`; None if `here` was not tried."""
+        """The division (load of each node) with the fastest measured steps, and the
+        share of a step that it saves relative to load `here`; None if `here` has no
+        measured steps."""
         if here not in self.took:
             return None
         best = min(self.took.values(), key=lambda it: it.step_s)
@@ -113,7 +117,11 @@ Division = TypeVar("Division")
 
 
 class Work(Protocol[Division]):
-    """Work that can be divided between nodes."""
+    """Work that can be divided between nodes.
+
+    A division is a way to divide it, such as the number of microbatches of each node. A
+    unit of load is a microbatch, or a second of the cost model.
+    """
 
     @property
     def num_nodes(self) -> int:
@@ -121,12 +129,13 @@ class Work(Protocol[Division]):
         ...
 
     def by_weight(self, weights: Floats) -> Division:
-        """The division in proportion to weights, `[n]`."""
+        """The division for nodes whose relative speeds are the weights, `[n]`."""
         ...
 
     def best(self, unit_s: Floats, fixed_s: Floats | None = None) -> Division:
-        """The division with the shortest step if each node takes `unit_s` seconds per
-        unit of load, and `fixed_s` more seconds for any load; `[n]` each."""
+        """The division (load of each node) with the shortest step if each node takes
+        `unit_s` seconds per unit of load, and `fixed_s` more seconds for any load;
+        `[n]` each."""
         ...
 
     def load(self, division: Division) -> Floats:
@@ -142,18 +151,20 @@ class Work(Protocol[Division]):
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Rules for when a division changes, and when it is final."""
+    """Rules for when a division (the load of each node) changes or is settled."""
 
     policy: Policy = "exact"
     least_gain: float = 0.01
-    """Least gain, as a share of the step, for which `exact` changes the division."""
+    """Least share of a step's seconds that a new division must save for `exact` to
+    change to it."""
     noise_factor: float = 2.0
-    """Relative standard errors that a gain must exceed for `exact` to accept it."""
+    """Number of relative standard errors of the compared seconds that a gain must
+    exceed for `exact` to accept it."""
     step: float = 0.3
-    """Relative change of a weight by `proportional`, for a wait of one step above the
-    mean wait."""
+    """Relative increase of a node's weight by `proportional` if the node waits a whole
+    step longer than the mean node; linear for other waits."""
     patience: int = 3
-    """Unchanged rounds after which the division is final."""
+    """Rounds in a row without change or drift after which a division is settled."""
 
     def __post_init__(self) -> None:
         check_choice("policy", self.policy, Policy)
@@ -166,34 +177,38 @@ class Rules:
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """Result of a round: waits, gain, and whether the division changed."""
+    """Result of a round: seconds that nodes waited for the slowest node, the gain of
+    the candidate (the division that the policy proposes), and whether it was
+    accepted."""
 
     max_wait_s: float
     mean_wait_s: float
     gain: float
-    """Share of the step that the candidate saves. With `proportional` the gain is 1 if
-    the candidate differs from the division in force, else 0."""
+    """Share of a step's seconds that the candidate saves. With `proportional` the gain
+    is 1 if the candidate differs from the division in force, else 0."""
     threshold: float
-    """Gain above which the candidate is accepted."""
+    """Gain that a candidate must exceed. The seconds that the candidate saves must also
+    exceed the cost of the change."""
     changed: bool
     drifted: tuple[int, ...]
-    """Nodes whose speed changed."""
+    """Nodes whose seconds per unit changed, relative to the others, beyond noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Balance(Generic[Division]):
-    """The division in force, and the measurements of the nodes."""
+    """The division in force (the load of each node), and the measurements of nodes."""
 
     work: Work[Division]
     rules: Rules
     division: Division
     weights: Floats
     tried: SpeedEstimator
-    """Seconds of nodes with the divisions tried so far."""
+    """Measured seconds per unit of nodes, for the last divisions in force."""
     steps: StepTimes = StepTimes()
-    """Seconds of whole steps by division, if `after` gets them."""
+    """Measured seconds of whole steps for each load; empty if `after` gets no
+    `step_s`."""
     unchanged: int = 0
-    """Rounds since the last change of the division or the last drift."""
+    """Rounds since the division last changed or a node last drifted."""
     rounds: int = 0
     judgement: Judgement | None = field(default=None, compare=False)
 
@@ -225,7 +240,7 @@ class Balance(Generic[Division]):
 
     @property
     def settled(self) -> bool:
-        """Whether the division is unchanged for `patience` rounds without drift.
+        """Whether for `patience` rounds the division is unchanged and no node drifted.
 
         A settled division can still change if a node drifts, or if more steps make the
         noise smaller than a gain.
@@ -240,12 +255,14 @@ class Balance(Generic[Division]):
         remaining_steps: float = np.inf,
         cost_s: float = 0.0,
     ) -> "Balance[Division]":
-        """Adds a round of steps, and changes the division if the gain exceeds the cost.
+        """Adds a round of steps; changes the division to the policy's candidate if its
+        gain exceeds the threshold, and the seconds that it saves exceed `cost_s`.
 
         Args:
             busy_s: Seconds of local work, `[steps, n]`.
             step_s: Seconds of whole steps, `[steps]`, if these exceed the seconds of
-                the slowest node. Tried divisions are then compared by step seconds.
+                the slowest node. `exact` then compares measured divisions by step
+                seconds. None: a step takes as long as its slowest node.
             remaining_steps: The number of steps that a new division would serve.
             cost_s: Seconds to change the division (compiling, moving state).
 
@@ -304,10 +321,11 @@ def _exact(now: Balance[Division], _: Floats) -> tuple[Division, Floats, float, 
 def _gain(
     now: Balance[Division], candidate: Division, speeds: Speeds
 ) -> tuple[float, float]:
-    """Share of a step that a candidate saves by the seconds of nodes, and its error.
+    """Share of a step that a candidate saves by the nodes' seconds, and the larger
+    relative standard error of these seconds in both divisions.
 
-    The seconds are measured seconds if both divisions were tried, else estimates. The
-    error is a relative standard error.
+    Measured seconds are used if `SpeedEstimator.measured` has both divisions, else
+    estimates.
     """
     loads = [now.work.load(it) for it in (now.division, candidate)]
     here, there = (now.tried.measured(load) for load in loads)
@@ -321,9 +339,10 @@ def _gain(
 def _proportional(
     now: Balance[Division], busy: Floats
 ) -> tuple[Division, Floats, float, float]:
-    """Raises the weights of nodes that wait longer than the mean node.
+    """Raises the weights of nodes that wait longer than the mean node, lowers others.
 
-    Any change of the division is accepted.
+    Returns candidate, weights, gain and threshold. The gain is 1 if the candidate's
+    load differs from the load in force, else 0; the threshold is 0.
     """
     wait = waits(busy).mean(0)
     step_s = float(busy.max(1).mean())

@@ -28,8 +28,8 @@ def allocate(
 
     The result is exact: giving each microbatch in turn to the node that would end first
     with it is optimal for this objective. A bisection gives out all but the last few at
-    once. At equal finishing times the earlier node gets the microbatch, so equal input
-    gives equal shares on every host.
+    once. At equal finishing times the node with the lower index gets the microbatch, so
+    equal input gives equal shares on every host.
 
     Args:
         unit_s: Seconds per microbatch, `[n]`, each finite and above 0.
@@ -64,7 +64,10 @@ def allocate(
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatches:
-    """The microbatches of a step as divisible work (`balance.Work`)."""
+    """The microbatches of a step as divisible work (`balance.Work`).
+
+    A division is the number of microbatches of each node (the shares), `[n]`.
+    """
 
     num_nodes: int
     total: int
@@ -100,7 +103,7 @@ class Microbatches:
 
 
 def check_division(division: ArrayLike, num_nodes: int, total: int) -> Counts:
-    """Converts a division to an array, and checks its length and its sum.
+    """Converts a division (units of each node) to an array; checks length and sum.
 
     Raises:
         ValueError: the length is not `num_nodes`, or the sum is not `total`.
@@ -173,7 +176,8 @@ def by_weight(weights: ArrayLike, total: int, *, low: int = 1) -> Counts:
 def _before_makespan(
     seconds: Floats, fixed: Floats, total: int, most: Counts, low: int
 ) -> Counts:
-    """Shares that take just less than the best makespan; the sum is at most `total`."""
+    """Largest share of each node that ends just before the least makespan, at least
+    `low`; the sum is at most `total`."""
     early, late = 0.0, float(fixed.max() + seconds.max() * total)
     for _ in range(60):
         middle = (early + late) / 2
@@ -290,7 +294,7 @@ class Layers:
     state_bytes: Floats | None = None
     """Bytes of each layer's parameters, gradients and optimizer state, `[layers]`."""
     activation_bytes: Floats | None = None
-    """Bytes that each layer keeps of one microbatch for its backward, `[layers]`."""
+    """Bytes of one microbatch that each layer keeps for the backward, `[layers]`."""
     capacity_bytes: Floats | None = None
     """Bytes of memory of each node, `[stages]`."""
 
@@ -316,7 +320,7 @@ class Layers:
             )
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Checks that a field is an array of a shape, with numbers of 0 or more."""
+        """Checks that a field is None, or an array of this shape of numbers >= 0."""
         value = getattr(self, name)
         if value is None:
             return
@@ -343,8 +347,8 @@ class Layers:
         """The split with the shortest step if nodes differ from the cost model.
 
         Args:
-            unit_s: Real seconds of a second of the cost model, `[stages]`; infinite for
-                a stage that can have no layer.
+            unit_s: Real seconds for each second of the cost model, `[stages]`; infinite
+                for a stage that can have no layer.
             fixed_s: Extra seconds of each stage with layers in a step, `[stages]`.
 
         Raises:
@@ -383,7 +387,7 @@ class Layers:
     def seconds(
         self, division: Counts, unit_s: Floats, fixed_s: Floats | None = None
     ) -> float:
-        """Seconds of a 1F1B step."""
+        """Seconds of a step of a 1F1B pipeline with these layers of each stage."""
         sums = self._with(fixed_s, self._sums(np.asarray(unit_s, float)))
         counts = check_division(division, self.num_nodes, len(self.layer_s))
         return self._step_s(_of_stages(sums, counts))
@@ -404,7 +408,7 @@ class Layers:
         return np.moveaxis(sums, 2, 0)
 
     def _with(self, fixed_s: Floats | None, sums: Floats) -> Floats:
-        """Adds to stages with layers the fixed seconds per step, per microbatch."""
+        """Adds `fixed_s / microbatches` to each range with at least one layer."""
         if fixed_s is None:
             return sums
         places = np.arange(len(self.layer_s) + 1)
@@ -413,7 +417,8 @@ class Layers:
         return sums + np.where(has, each, 0.0)
 
     def _costs(self, unit_s: Floats) -> Floats:
-        """`_sums`, but infinite for fewer than `low` layers or too little memory."""
+        """`_sums`, but infinite for ranges with fewer than `low` layers, and for ranges
+        that exceed the stage's memory."""
         costs = self._sums(unit_s)
         places = np.arange(len(self.layer_s) + 1)
         number = places[None, :] - places[:, None]
@@ -453,7 +458,8 @@ def _of_stages(sums: Floats, division: Counts) -> Floats:
 
 
 def _least_sum(costs: Floats) -> Counts | None:
-    """Layers of each stage with the least sum of costs; None if no sum is finite."""
+    """The number of layers of each stage with the least sum of `costs` (see `_sums`);
+    None if no sum is finite."""
     num_stages, num_places, _ = costs.shape
     least = np.full(num_places, np.inf)
     least[0] = 0.0

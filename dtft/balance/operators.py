@@ -47,7 +47,8 @@ class Operators:
         microbatches: int = 1,
         moves: int | None = None,
     ) -> "Operators":
-        """The tasks of a priced program; the options are the same as of `place`."""
+        """Makes the work of a program whose tasks have seconds by the cost model
+        (`PricedTasks`). The options are the same as of `placement.place`."""
         return cls(
             tasks=priced.tasks,
             nodes=priced.nodes,
@@ -100,7 +101,8 @@ class Operators:
     def seconds(
         self, division: Placement, unit_s: Floats, fixed_s: Floats | None = None
     ) -> float:
-        """Seconds of a step of a placement, including waits for transfers."""
+        """Seconds of a step of a placement, including waits for transfers; infinite if
+        the placement exceeds a node's memory."""
         weights = 1 / self._with_load(division, np.asarray(unit_s, float), fixed_s)
         copies = min(self.microbatches, self.num_nodes)
         for frees in (True, False):
@@ -116,7 +118,8 @@ class Operators:
     def _with_load(
         self, division: Placement, unit_s: Floats, fixed_s: Floats | None
     ) -> Floats:
-        """Ratio of real to modelled seconds of each node at its load, `[n]`."""
+        """Seconds of each node, with `fixed_s` more per step, per second of the cost
+        model, `[n]`; `unit_s` of a node without load."""
         if fixed_s is None:
             return unit_s
         load = self.load(division)

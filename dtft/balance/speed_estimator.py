@@ -1,8 +1,9 @@
 """Estimates the seconds of a unit of load on each node, and detects drift of nodes.
 
-The seconds of a unit depend on the division: a node has fixed work in each step (an
-update, transfers). So drift is tested on rounds of one division only, and a division
-that was tried keeps its measured seconds.
+Drift is a change of a node's seconds relative to the other nodes. The seconds of a unit
+depend on the division (the units of each node), because a node has fixed work in each
+step (an update, transfers). So drift is tested on rounds of one division only, and a
+measured division keeps its measured seconds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,35 +20,38 @@ from numpy.typing import ArrayLike, NDArray
 Floats = NDArray[np.float64]
 
 TRIM = 0.1
-"""Share of a round's steps left out at each end, to exclude pauses of the machine."""
+"""Share of a round's steps left out of a node's mean, of the fastest and again of the
+slowest steps, to exclude pauses of the machine."""
 
 SHARED_STEPS = 20
-"""Weight of the mean noise of all nodes in a node's noise, in steps. A few steps give a
-poor estimate of a node's noise, and nodes have similar noise."""
+"""Weight, in steps, of all nodes' mean noise in the estimate of a node's noise. A few
+steps give a poor estimate of a node's noise, and nodes have similar noise."""
 
 LEAST_CHANGE = 0.02
-"""Least relative change that counts as drift, even if a smaller one is significant."""
+"""Least relative change of a node's seconds per unit that counts as drift. A smaller
+change does not count, even if it is significant."""
 
 SLACK = 0.5
-"""Standard errors by which a round may differ without adding to `rise` or `fall`."""
+"""Standard errors by which a round's mean may differ from the estimate without adding
+to `UnitTimes.rise` or `UnitTimes.fall`."""
 
 FLOOR = 0.002
-"""Least relative standard error of a round, as clocks and caches limit precision."""
+"""Least relative standard error that is assumed of a node's mean seconds in a round,
+because clocks and caches limit precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitTimes:
-    """Mean seconds per unit of each node in one division; all arrays are `[n]`.
+    """Mean seconds per unit of each node in one division (the units of each node).
 
-    Means are scaled to the speed of the machine in the newest round.
-
-    `num_steps` is 0 for a node that was not measured yet.
+    All arrays are `[n]`. Means are scaled to the speed of the nodes in the last round.
+    `num_steps` is 0 for a node without measurements.
     """
 
     num_steps: NDArray[np.int64]
     mean_s: Floats
     variance: Floats
-    """Variance of the seconds per unit of one step."""
+    """Variance between steps of the seconds per unit."""
     rise: Floats
     """Evidence that the node became slower relative to the others since its estimate, a
     cumulative sum of standard errors (CUSUM)."""
@@ -79,7 +83,8 @@ class UnitTimes:
         return np.where(known, np.sqrt(noise / steps), 0.0)
 
     def after(self, busy_s: ArrayLike, load: ArrayLike) -> "UnitTimes":
-        """Adds a round; a node that drifted keeps the measurements of this round only.
+        """Adds a round; a node that drifted (whose seconds changed relative to the
+        other nodes) keeps the measurements of this round only.
 
         Args:
             busy_s: Seconds of local work, `[steps, n]`.
@@ -87,7 +92,8 @@ class UnitTimes:
                 keeps its estimate.
 
         Raises:
-            ValueError: shapes do not fit, or a node with load took no time.
+            ValueError: shapes do not fit, or a node with load has seconds that are not
+                finite and above 0.
         """
         busy, units = _checked(busy_s, load, self.num_steps.size)
         loaded = units > 0
@@ -100,7 +106,7 @@ class UnitTimes:
         return seen._pooled(mean, variance, steps, loaded)
 
     def scaled(self, level: float) -> "UnitTimes":
-        """Unit times on a machine that takes `level` times as long."""
+        """Unit times if all nodes took `level` times as long."""
         return replace(
             self, mean_s=level * self.mean_s, variance=level**2 * self.variance
         )
@@ -120,7 +126,8 @@ class UnitTimes:
     def _compared(
         self, mean: Floats, variance: Floats, steps: int, loaded: NDArray[np.bool_]
     ) -> "UnitTimes":
-        """Updates `rise` and `fall` with a round; forgets nodes that drifted."""
+        """Updates `rise` and `fall` with a round; sets both, and `num_steps`, to 0 for
+        nodes that drifted."""
         known = loaded & (self.num_steps > 0)
         estimate = np.where(known, self.mean_s, 1.0)
         counted = np.maximum(self.num_steps, 1)
@@ -154,9 +161,10 @@ class UnitTimes:
 
 
 def shared_level(ratio: Floats) -> float:
-    """Change of speed that all nodes share: the ratio closest to 1.
+    """Factor by which all nodes became slower: the value of `ratio` closest to 1.
 
-    The level is 1 if some nodes became slower and others faster.
+    `ratio` is each node's seconds now, relative to its seconds before. The factor is 1
+    if some nodes became slower and others faster, and if `ratio` is empty.
 
     >>> shared_level(np.array([1.5, 1.2])), shared_level(np.array([1.5, 0.9]))
     (1.2, 1.0)
@@ -167,7 +175,8 @@ def shared_level(ratio: Floats) -> float:
 
 
 def drifted(before: UnitTimes, after: UnitTimes, load: ArrayLike) -> tuple[int, ...]:
-    """Nodes with load whose mean started anew between `before` and `after`."""
+    """Nodes with load whose measurements in `before` are not in `after`, because the
+    nodes drifted."""
     begun = (np.asarray(load) > 0) & (before.num_steps > 0)
     begun &= after.num_steps <= before.num_steps
     return tuple(np.flatnonzero(begun).tolist())
@@ -220,26 +229,31 @@ def _checked(
 
 
 Load = tuple[float, ...]
-"""Units of each node. Divisions with the same load count as one division."""
+"""Units of each node. Divisions of the work with the same load count as one."""
 
 MOST = 6
-"""Number of divisions that are remembered, the newest; each commit stores them all."""
+"""Largest number of divisions of the work whose measurements are kept, those measured
+last. Each checkpoint stores all of them."""
 
 OTHERWISE = 0.01
-"""Relative standard error of a node's seconds in any division but the newest, for
-reasons other than load."""
+"""Relative standard error added to a node's measured seconds, except under the load
+with which the node was measured last: they may have changed for reasons other than
+load."""
 
 LIKELY_FIXED = 0.15
-"""Likely size of a node's fixed seconds, as a share of its shortest measured seconds,
-before any node was measured with different loads."""
+"""Likely size of a node's fixed seconds (the seconds of a step that do not depend on
+load), as a share of the node's shortest measured seconds, as long as no node was
+measured with different loads."""
 
 MOST_FIXED = 0.5
-"""Largest share of a node's shortest measured seconds that can be fixed."""
+"""Upper limit of a node's fixed seconds (which do not depend on load), as a share of
+the node's shortest measured seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """Seconds of nodes in a step, as `fixed_s + load * unit_s`, each `[n]`."""
+    """Measured or estimated seconds of nodes in a step, `fixed_s + load * unit_s`; each
+    `[n]`."""
 
     fixed_s: Floats
     unit_s: Floats
@@ -252,7 +266,8 @@ class Speeds:
         return self.fixed_s + np.asarray(load, float) * self.unit_s
 
     def weights(self, load: Floats) -> Floats:
-        """Speed of each node relative to the mean node, at about this load, `[n]`."""
+        """Mean seconds per unit of all nodes, divided by the seconds per unit of each
+        node under this load, `[n]`."""
         loaded = np.where(load > 0, load, np.inf)
         each = self.unit_s + self.fixed_s / loaded
         return each.mean() / each
@@ -260,18 +275,20 @@ class Speeds:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedEstimator:
-    """Unit times of the newest divisions that were tried, and estimates from them."""
+    """Measured seconds per unit of nodes under the last `MOST` divisions (the units of
+    each node), and estimates from them for any division."""
 
     num_nodes: int
     times: Mapping[Load, UnitTimes] = field(default_factory=dict)
-    """Map from the load of a division to unit times; the newest division is last."""
+    """Units of each node (the load) to the measured seconds per unit under that load.
+    The load that was measured last comes last."""
     level: float = 1.0
-    """Factor by which all nodes were slower in the newest round than estimated."""
+    """Factor by which all nodes were slower in the last round than estimated."""
 
     def measured(self, load: Floats) -> Speeds | None:
-        """Measured seconds of nodes with a load.
+        """Measured seconds of nodes under a load; estimates for nodes without load.
 
-        None if the load was not tried, or if a node drifted since.
+        None if `times` lacks the load, or if a node with load drifted since.
         """
         found = self.times.get(key_of(load))
         if found is None or (found.num_steps[load > 0] == 0).any():
@@ -285,9 +302,10 @@ class SpeedEstimator:
     def after(
         self, busy_s: ArrayLike, load: Floats
     ) -> tuple["SpeedEstimator", tuple[int, ...]]:
-        """Adds a round, and forgets nodes that drifted, for all other divisions.
+        """Adds a round; drops the measurements of nodes that drifted under other loads.
 
-        Drift is tested against earlier rounds with the same load.
+        Drift is tested against earlier rounds with the same load. Of more than `MOST`
+        loads, the load is dropped that was measured longest ago.
 
         Args:
             busy_s: Seconds of local work, `[steps, n]`.
@@ -309,14 +327,15 @@ class SpeedEstimator:
         return SpeedEstimator(num_nodes=self.num_nodes, times=times, level=level), gone
 
     def _level(self, here: UnitTimes, load: Floats) -> float:
-        """Factor by which all nodes are slower than estimated from past divisions."""
+        """Factor by which all nodes are slower in `here` than `speeds` estimates for
+        the load; 1 without estimates, or if only some nodes are slower."""
         known = (load > 0) & self.known
         expected = self.speeds().needed(load)
         return shared_level(here.mean_s[known] * load[known] / expected[known])
 
     @property
     def known(self) -> NDArray[np.bool_]:
-        """Whether each node was measured, `[n]`."""
+        """Whether each node has measurements under a load of `times`, `[n]`."""
         steps = [took.num_steps > 0 for took in self.times.values()]
         return np.any(steps, axis=0) if steps else np.zeros(self.num_nodes, bool)
 
@@ -327,6 +346,7 @@ class SpeedEstimator:
         over the divisions, with the prior `fixed / likely` as one more term. `likely`
         is estimated from all nodes: if a unit takes the same seconds in all divisions,
         fixed seconds are 0. A node without measurements gets the median `unit_s`.
+        Without any measurement, every unit counts as 1 second.
         """
         known = self.known
         if not known.any():
@@ -339,7 +359,8 @@ class SpeedEstimator:
         return Speeds(fixed_s=fixed_s, unit_s=unit_s, error=float(error.max()))
 
     def _rows(self) -> tuple[Floats, Floats, Floats]:
-        """Load, busy seconds and relative error of the seconds, `[divisions, n]` each.
+        """Load, busy seconds, and relative standard error of the seconds, of each load
+        of `times` and each node, `[divisions, n]` each.
 
         The error is infinite where a node was not measured.
         """
@@ -354,12 +375,12 @@ class SpeedEstimator:
 
 
 class _Rows:
-    """Weighted sums of measurements for a least-squares fit; all `[n]`."""
+    """Sums over measured loads, for each node's least-squares fit; all `[n]`."""
 
     def __init__(self, load: Floats, busy: Floats, error: Floats) -> None:
-        """Sums over divisions; each node must be measured at least once.
+        """Sums over the measured loads; each node must be measured at least once.
 
-        All arguments are `[divisions, n]`.
+        All arguments are as returned by `SpeedEstimator._rows`, `[divisions, n]`.
         """
         seen = np.isfinite(error)
         off_s = np.where(seen, busy, 1.0) * np.where(seen, error, 1.0)
@@ -375,7 +396,8 @@ class _Rows:
     def fitted(self) -> tuple[Floats, Floats, Floats]:
         """Fixed seconds, seconds per unit, and an error, `[n]` each.
 
-        The error is the relative standard error of a node's seconds at its newest load.
+        The error is the relative standard error of a node's seconds under the load with
+        which the node was measured last.
         """
         ones = self.ones + 1 / np.maximum(self._likely(), 1e-9 * self.shortest) ** 2
         area = ones * self.squared - self.load**2
@@ -405,5 +427,5 @@ class _Rows:
 
 
 def key_of(load: Floats) -> Load:
-    """The load of a division as a key of a mapping."""
+    """Converts a load (units of each node) to a key of a mapping."""
     return tuple(load.tolist())

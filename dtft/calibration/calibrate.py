@@ -38,7 +38,8 @@ from dtft.planner.cost import (
 )
 
 _LONG = BenchmarkPace(budget_s=0.08, repeats=3)
-"""Pace of memory benchmarks if processes share cores: a loop spans many time slices."""
+"""Pace of the memory benchmark in jobs of processes that share cores: a loop spans many
+time slices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +52,9 @@ class BenchmarkSizes:
     dims: tuple[tuple[int, int], ...]
     """Pairs (n, k) of matmuls (m, k) by (k, n); `rows` has the sizes m."""
     streams: tuple[int, ...]
-    """Bytes read and written by the memory benchmark."""
+    """Bytes that the memory benchmark reads and writes on each device."""
     convolutions: tuple[tuple[int, int, int], ...]
-    """Rows, side and channels of convolutions."""
+    """Number of images (rows), their side, and channels, of each convolution."""
     images: tuple[int, int, int] | None
     """Number and side of images with three channels, and output channels of the first
     convolution, also the channels of pooling windows. None: not measured, because first
@@ -79,16 +80,17 @@ class BenchmarkSizes:
     shared: BenchmarkPace = BenchmarkPace()
     """Pace of the memory benchmark; devices share memory."""
     behind: int = 0
-    """Number of collectives in a row after matmuls, as frequent kinds are timed in jobs
-    of processes that share cores; 0: each collective is timed alone."""
+    """Number of equal collectives in a row after matmuls, when a job of processes that
+    share cores times a frequent kind (`_OFTEN`). 0: each collective is timed alone."""
 
     def among(self, num_processes: int) -> "BenchmarkSizes":
         """The sizes that a job of several processes measures.
 
         If processes share cores (`behind` is above 0), compiling a collective takes
-        longer than running many, so only every third size is measured. A collective
-        takes 1 ms if all processes begin it together, as at the start of a program, but
-        several ms in a step. So frequent kinds are timed after matmuls.
+        longer than running many, so only every third size of `collectives` is measured,
+        and memory is measured at the pace `_LONG`. A collective takes 1 ms if all
+        processes begin it together, as at the start of a program, but several ms in a
+        step. So frequent kinds are timed after matmuls.
 
         >>> [len(sizes.among(4).collectives) for sizes in (CPU, ACCELERATOR)]
         [3, 8]
@@ -142,9 +144,10 @@ ACCELERATOR = BenchmarkSizes(
 _OFTEN: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
 """Kinds of collectives that nearly every step runs, many in a row."""
 _OF_SIZES = 3
-"""Number of timings of each size of these kinds, in jobs of several processes."""
+"""Number of timings of each size of a kind in `_OFTEN`, in multi-process jobs."""
 _ROUNDS = 5
-"""Number of timings of collectives that run after matmuls or beside layers."""
+"""Number of timings of all-reduces after matmuls (`_behind`) and of gathers beside
+layers (`_ahead`)."""
 
 
 def measure_devices(
@@ -293,7 +296,7 @@ def _convolutions(mesh: Any, sizes: BenchmarkSizes) -> list[ConvolutionTime]:
 def _matmuls(
     mesh: Any, dtype: str, sizes: BenchmarkSizes
 ) -> tuple[list[MatmulTime], float]:
-    """Times matmuls; also returns the seconds to start a small program."""
+    """Times matmuls; also returns the least seconds to start one of their programs."""
     times, dispatch = [], []
     for m in sizes.rows:
         for n, k in sizes.dims:
@@ -337,7 +340,7 @@ def _collectives(
 def _in_step(
     mesh: Any, kind: CollectiveKind, members: int, sizes: BenchmarkSizes
 ) -> list[CollectiveTime]:
-    """Times every size of a kind after matmuls.
+    """Times every size of one kind of collective after matmuls.
 
     A size whose time would be 0 or less, because of noise, is timed alone.
     """
@@ -360,9 +363,10 @@ def _in_step(
 def _behind(
     devices: Sequence[Any], inner: int, level: Level, sizes: BenchmarkSizes
 ) -> list[SyncSkewTime]:
-    """Times all-reduces after matmuls; empty in a job of one process.
+    """Times all-reduces after matmuls; empty in a job of one process, and if no sizes
+    (`sizes.meeting`) are given.
 
-    The cost model does not price waits between the threads of one process.
+    The cost model has no term for waits between the threads of one process.
     """
     if jax.process_count() == 1 or not sizes.meeting:
         return []
@@ -380,7 +384,8 @@ def _behind(
 def _ahead(
     devices: Sequence[Any], inner: int, level: Level, sizes: BenchmarkSizes
 ) -> list[PrefetchTime]:
-    """Times gathers of parameters beside layers; empty in a job of one process."""
+    """Times gathers of parameters beside layers; empty in a job of one process, and if
+    no sizes (`sizes.ahead`) are given."""
     if jax.process_count() == 1 or not sizes.ahead:
         return []
     times: list[PrefetchTime] = []
@@ -418,7 +423,7 @@ def _overlap(
 ) -> tuple[DeviceType, float]:
     """Times a matmul beside all-reduces of several sizes, and fits the overlap.
 
-    Returns the device with the fit, and the residual.
+    Returns the device with the fitted overlap, and the residual of the fit.
     """
     _say("overlap ...")
     mesh = microbenchmarks.make_mesh(devices, 1, len(devices))

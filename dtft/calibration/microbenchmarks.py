@@ -135,7 +135,8 @@ def timed(
 
 
 def _turns(run: Callable[[int], float], budget_s: float) -> int:
-    """The number of turns of about `budget_s` seconds; equal on all processes."""
+    """A number of turns that takes at least `budget_s` seconds, at most `MOST_TURNS`;
+    equal on all processes."""
     turns = 2
     while True:
         seconds = run(turns)
@@ -396,7 +397,7 @@ def collective_s(
 ) -> TimedProgram:
     """Times one collective of float32 along the mesh axis `group`.
 
-    `num_bytes` counts bytes as the planner does.
+    `num_bytes` is the bytes of a device's operand; for an all-gather, of the result.
     """
     members = mesh.shape["group"]
     local = _local(kind, num_bytes, members)
@@ -408,9 +409,9 @@ def collective_s(
 
 
 def _local(kind: CollectiveKind, num_bytes: int, members: int) -> int:
-    """Elements of float32 on a device for a collective of `num_bytes`.
+    """Elements of float32 of a device's operand, for a collective of `num_bytes`.
 
-    `num_bytes` counts bytes as the planner does.
+    `num_bytes` is the bytes of a device's operand; for an all-gather, of the result.
     """
     size = num_bytes // 4 // members * members
     return size // members if kind == "all_gather" else size
@@ -439,7 +440,7 @@ def collective(kind: CollectiveKind, x: jax.Array, members: int) -> jax.Array:
 def overlap_s(
     mesh: Mesh, side: int, num_bytes: int, dtype: Any, pace: BenchmarkPace
 ) -> TimedProgram:
-    """Times a turn with a square matmul and an independent all-reduce."""
+    """Times a turn: a square matmul, and an independent all-reduce of `num_bytes`."""
     members = mesh.shape["group"]
 
     def body(x: jax.Array, by: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
@@ -527,7 +528,7 @@ def ahead_s(
 
 
 def _layers(members: int, computes: bool, gathers: bool) -> Body:
-    """Makes the body of one turn of `ahead_s`."""
+    """Makes the body of one turn of `ahead_s`, with matmuls, gathers, or both."""
 
     def body(x: jax.Array, by: jax.Array, *parts: jax.Array) -> tuple[jax.Array, ...]:
         after = []

@@ -6,16 +6,20 @@ This module holds only the numbers; the waits themselves are in other modules.
 from dataclasses import dataclass
 
 SHORTEST_STEP_S = 3.0
-"""Lower limit of `Timeouts.step`: agents check their trainers about once a second."""
+"""Smallest allowed `Timeouts.step`, in seconds: agents check their trainers only about
+once a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
-    """All timeouts of a job, in seconds. The error of a timeout names the late host."""
+    """All timeouts of a job, in seconds.
+
+    Raises ValueError for a timeout that is not positive, or contradicts another one.
+    """
 
     lease: float = 5.0
-    """Seconds of silence after which a host counts as dead. A host whose connection is
-    closed counts as dead immediately."""
+    """Seconds of silence, or without a connection, after which a host counts as dead. A
+    host whose connection was closed counts as dead at once if its port is dead, too."""
     connect: float = 5.0
     """Limit of opening a connection to a peer or to the store, in seconds."""
     step: float | None = None
@@ -27,22 +31,24 @@ class Timeouts:
     evaluate: float = 60.0
     """Limit of evaluating one batch after the last step, in seconds."""
     save: float | None = None
-    """Limit of one save, in seconds. A save waits until the last snapshot is safe, and
-    then copies the next snapshot. None: 30 s more than `replicate`."""
+    """Limit of one save, in seconds. A save waits until the last snapshot has all its
+    copies on other hosts, and then copies the next snapshot. None: 30 s more than
+    `replicate`."""
     stage: float = 120.0
     """Limit per step of the time from one snapshot to the next, in seconds: multiplied
     by the steps of the interval. Trainers that exceed the limit are restarted."""
     replicate: float = 30.0
-    """Limit in seconds from the first host's snapshot of a step to the commit of the
-    step."""
+    """Limit in seconds of sending the slices of a step to one peer, including retries.
+    Then the host gives up sending the step."""
     restore: float = 60.0
-    """Limit of fetching and checking a slot's slices from peers, in seconds."""
+    """Limit in seconds of fetching and checking a host's slices from peers. Also the
+    limit within which a host must report its copies to the leader."""
     start: float = 180.0
-    """Limit in seconds from the start of the trainers to the end of their first step;
-    also the limit of each compilation."""
+    """Limit in seconds from the start of the trainers to the end of their first step.
+    Also the limit of each compilation, and of each wait of a trainer for its agent."""
     export: float = 300.0
-    """Limit of one export to storage, in seconds. A late export is given up, and
-    training continues."""
+    """Limit of one export (the write of a step to storage), in seconds. A late export
+    is given up, and training continues."""
     heartbeat: float = 10.0
     """Heartbeat timeout between trainers and the JAX coordination service, in seconds.
     """

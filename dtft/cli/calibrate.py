@@ -1,7 +1,7 @@
 """`dtft calibrate`: measures this machine, prints a table, writes a calibration file.
 
-With logs of past runs it also corrects the terms of predictions by the measured times
-of steps.
+With logs of past runs it also fits a factor for each term of a predicted step time
+(such as compute and collectives), so that predictions match the measured step times.
 """
 
 import time
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 _MOST = 256
-"""Largest number of CPU devices that are made; each has its own thread."""
+"""Largest value of --devices; each CPU device that is made has a thread."""
 
 
 def run(options: "CalibrateCommand") -> int:
-    """Runs `dtft calibrate`; returns the exit code.
+    """Runs `dtft calibrate`; returns the exit code 0.
 
     Raises:
         ValueError: the machine has fewer devices, the calibration cannot be written, or
@@ -64,10 +64,10 @@ def _devices(number: int | None) -> list[Any]:
     """Returns the devices to measure; on CPU first makes `number` devices.
 
     Args:
-        number: number of devices; None for all.
+        number: number of devices; None: all devices.
 
     Raises:
-        ValueError: `number` is out of range.
+        ValueError: `number` is not in 1 to `_MOST`, or exceeds the machine's devices.
     """
     import jax
 

@@ -33,11 +33,12 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 
 PROGRESS_S = 5.0
-"""Seconds between two progress lines of a verification."""
+"""Least seconds from one progress line of `dtft checkpoint verify` to the next, for a
+live job."""
 
 
 def storage_lines(record: Record) -> list[str]:
-    """Formats the steps of a storage directory as lines."""
+    """Formats the record of a storage directory, its steps, as lines."""
     rows = [
         (it["step"], size_text(it["num_bytes"]), _when(it["written"]))
         for it in record["steps"]
@@ -62,7 +63,7 @@ def storage_lines(record: Record) -> list[str]:
 
 
 def job_record(state: "JobState") -> Record:
-    """Makes the record of a job from its state."""
+    """Converts the state of a live job into a record of plain values."""
     assignment = state.view.assignment
     return {
         "job": state.job,
@@ -112,7 +113,7 @@ def _commit_record(commit: CommitHealth, state: "JobState") -> Record:
 
 
 def job_lines(record: Record) -> list[str]:
-    """Formats the record of a job as lines: commits, hosts, storage."""
+    """Formats the record of a job as lines: commits in memory, hosts, stored steps."""
     lines = [
         f"job {record['job']}: generation {record['generation']}, attempt "
         f"{record['attempt']}, leader {record['leader'] or 'none'}"
@@ -131,7 +132,7 @@ def job_lines(record: Record) -> list[str]:
 
 
 def _commit_lines(commits: list[Record]) -> list[str]:
-    """Formats the commits in memory, newest first."""
+    """Formats the commits (complete snapshots in the hosts' memory) as a table."""
     if not commits:
         return ["nothing is committed yet"]
     rows = [
@@ -152,7 +153,11 @@ def _commit_lines(commits: list[Record]) -> list[str]:
 
 
 def _host_lines(record: Record) -> list[str]:
-    """Formats the hosts, each with its number of slices of the newest commit."""
+    """Formats the hosts as a table.
+
+    The column "slices" counts the slices of the latest commit of which a host has a
+    copy.
+    """
     newest = record["commits"][0]["slices_on"] if record["commits"] else {}
     rows = [
         (
@@ -170,7 +175,7 @@ def _host_lines(record: Record) -> list[str]:
 
 
 def verify_record(state: "JobState") -> Record:
-    """Makes the record of a job whose hosts have read their copies."""
+    """Makes `job_record` with each host's `copies_read`, `bytes_read` and `seconds`."""
     record = job_record(state)
     for told, host in zip(record["hosts"], state.hosts, strict=True):
         told["copies_read"] = host.copies_read
@@ -180,7 +185,11 @@ def verify_record(state: "JobState") -> Record:
 
 
 def verify_lines(record: Record) -> tuple[list[str], bool]:
-    """Formats a verification as lines; also returns whether all copies are right."""
+    """Formats a verification as lines; also returns whether it succeeded.
+
+    It succeeded if some bytes were read, no copy is corrupt, all hosts answered, and
+    every commit whose copies were all read is healthy.
+    """
     hosts, commits = record["hosts"], record["commits"]
     unread = {step for host in hosts for step in host["unread"]}
     rows = [
@@ -221,11 +230,11 @@ def _when(seconds: float) -> str:
 
 
 Printed = tuple[Record, list[str], int]
-"""Record, text lines and exit code of a command."""
+"""Result of a command: the record for --json, the text lines, and the exit code."""
 
 
 def ls(source: "CheckpointFlags") -> int:
-    """Runs `dtft checkpoint ls`: prints the steps; returns the exit code.
+    """Runs `dtft checkpoint ls`: prints the steps; returns the exit code 0.
 
     Raises:
         ValueError: wrong input, no such job, or another secret.
@@ -235,7 +244,15 @@ def ls(source: "CheckpointFlags") -> int:
 
 
 def show(source: "CheckpointFlags", step: int | None) -> int:
-    """Runs `dtft checkpoint show`: prints the parts of a step. Raises as `ls`."""
+    """Runs `dtft checkpoint show`: prints one step; returns the exit code 0.
+
+    Prints the leaves of a stored step, or the slices of a live job's step with the
+    hosts that have copies. Raises as `ls`.
+
+    Args:
+        source: the directory or the live job.
+        step: the step; None: the latest.
+    """
     on_job = partial(_show_job, step=step)
     return _answer(source, partial(_show_directory, step=step), on_job)
 
@@ -243,7 +260,19 @@ def show(source: "CheckpointFlags", step: int | None) -> int:
 def verify(
     source: "CheckpointFlags", step: int | None, rate: int, timeout_s: float
 ) -> int:
-    """Runs `dtft checkpoint verify`: reads and checks all bytes. Raises as `ls`."""
+    """Runs `dtft checkpoint verify`: reads all bytes and compares their digests.
+
+    Raises as `ls`, and a ValueError if `rate` is given for a directory.
+
+    Args:
+        source: the directory or the live job.
+        step: step of the directory; None: all steps. Not used for a live job.
+        rate: bytes per second that each host of a live job may read; 0: no limit.
+        timeout_s: seconds for each host of a live job, plus what `rate` needs.
+
+    Returns:
+        The exit code: 0 if all is right, else 1.
+    """
     if rate and source.directory:
         raise ValueError(
             f"--rate {rate} is for the hosts of a live job, but DIR is "
@@ -254,7 +283,11 @@ def verify(
 
 
 def export(source: "CheckpointFlags", step: int | None, to: str) -> int:
-    """Runs `dtft checkpoint export`: writes a step to storage. Raises as `ls`."""
+    """Runs `dtft checkpoint export`; returns the exit code 0. Raises as `ls`.
+
+    Copies a stored step to the directory `to`, or makes a live job write its latest
+    commit to its storage.
+    """
     on_directory = partial(_export_directory, step=step, to=to)
     return _answer(source, on_directory, partial(_export_job, step=step, to=to))
 
@@ -268,6 +301,10 @@ def _answer(
 
     Returns:
         The exit code.
+
+    Raises:
+        ValueError: both or neither of directory and job are given, or the step is
+            damaged, or the job cannot be reached.
     """
     job = source.job
     is_live = bool(job.store or job.name)
@@ -409,14 +446,14 @@ def _verify_job(observer: "Observer", *, rate: int, timeout_s: float) -> Printed
 
 
 class _Progress:
-    """Prints the progress of a job's hosts to stderr every `PROGRESS_S`."""
+    """Prints how many bytes a job's hosts have read, at most every `PROGRESS_S`."""
 
     def __init__(self) -> None:
         self._hosts: dict[str, tuple[int, int]] = {}
         self._lock, self._due = threading.Lock(), time.monotonic() + PROGRESS_S
 
     def told(self, host: str, read: int, total: int) -> None:
-        """Records a host's progress: `read` of `total` bytes."""
+        """Records that a host has read `read` of its `total` bytes; prints if due."""
         with self._lock:
             self._hosts[host] = read, total
             if time.monotonic() < self._due:
@@ -463,7 +500,11 @@ def _observer(job: "JobFlags") -> "Iterator[Observer]":
 
 
 def _use_cpu() -> None:
-    """Makes JAX use the CPU and allow 64-bit values."""
+    """Makes JAX use the CPU and allow 64-bit values; hides messages of Orbax.
+
+    Hidden are Orbax's log lines below ERROR, and the tracebacks that `_without_echoes`
+    drops.
+    """
     import jax
 
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs needless warnings

@@ -19,7 +19,7 @@ def _hint(default: str) -> str:
 
 
 def _told(metavar: str, **how: Any) -> Any:
-    """Makes the annotation of a flag with this metavar in the help."""
+    """Makes the annotation of a flag whose value is called `metavar` in the help."""
     return arg(metavar=metavar, help_behavior_hint=_hint, **how)
 
 
@@ -37,7 +37,7 @@ _Texts = UseAppendAction[tuple[str, ...]]
 
 
 def _check_counts(**counts: int | None) -> None:
-    """Refuses counts below 0; the error names the flag."""
+    """Raises a ValueError for a count below 0; its text names the flag."""
     for name, count in counts.items():
         if count is not None and count < 0:
             raise ValueError(
@@ -64,7 +64,7 @@ class RunFlags:
         _check_counts(min_replicas=self.min_replicas)
 
     def keys(self) -> list[str]:
-        """Returns the flags as keys of the config, for processes that load it."""
+        """Returns the given flags as words that set the config's keys."""
         words: list[str] = []
         if self.hosts is not None:
             words += ["--cluster.hosts", str(self.hosts)]
@@ -110,7 +110,7 @@ class JobFlags:
     store: Annotated[str, _told("HOST:PORT,...")]
     """Address of etcd; several members are separated by commas."""
     store_ca: _File = ""
-    """PEM file of the authority that signed etcd's certificate; use TLS."""
+    """PEM file of the authority that signed etcd's certificate; switches on TLS."""
     store_cert: _File = ""
     """PEM file of the client's certificate, if etcd requires one."""
     store_key: _File = ""
@@ -122,7 +122,7 @@ class JobFlags:
     store_prefix: Annotated[str, _told("P")] = ""
     """Prefix of every key in etcd; default: /dtft."""
     store_private: _Switch = False
-    """Only dtft uses this etcd, so compact its history."""
+    """Compact etcd's history; only if no other program uses this etcd."""
     secret_file: _File = ""
     """File of the job's secret; default: $DTFT_SECRET_FILE."""
 
@@ -152,7 +152,7 @@ _Checkpoints = OmitArgPrefixes[CheckpointFlags]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainCommand:
-    """Train in one process on all local devices, without the memory tier."""
+    """Train in one process on all local devices; checkpoints go to storage only."""
 
     config: _Config
     run_dir: Annotated[str, _told("DIR")] = ""
@@ -225,16 +225,16 @@ class DrillCommand:
     host: _Host = field(default_factory=HostFlags)
     fault: Annotated[_Texts, _told("KIND:SLOT@STEP", help=_FAULTS)] = ()
     deadline: _Seconds = 600.0
-    """Limit of the run with faults, in seconds."""
+    """Largest number of seconds that the run with faults may take."""
     host_memory: Annotated[_Texts, _told("HOST=MIB")] = ()
-    """Memory for the arenas of one host in MiB; may be repeated."""
+    """Limit in MiB of the memory for one host's checkpoint copies; may be repeated."""
     rejoin: Annotated[float | None, _told("S")] = None
     """Restart killed hosts after S seconds; replace hosts that are stopped or cut for
     ever."""
     seed: _Count = 0
     """Seed of the random moment of a fault within its step."""
     control: Annotated[str, _told("DIR")] = ""
-    """Directory of an undisturbed run that is reused."""
+    """Directory of the undisturbed run; a matching run in it is reused."""
     json: _File = ""
     """File to write the drill's record to."""
 
@@ -250,7 +250,7 @@ class DrillCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchCommand:
-    """Measure the wall time per step with the memory tier off and on.
+    """Measure the wall time per step without and with the memory tier (RAM copies).
 
     To measure how fast slices are fetched, use bench transport.
     """
@@ -258,12 +258,12 @@ class BenchCommand:
     config: _Config
     run_flags: _Run = field(default_factory=RunFlags)
     rounds: _Count = 3
-    """Number of runs with the tier off and on, in turn."""
+    """Number of rounds, each of a run with the tier off and a run with the tier on."""
     json: _File = ""
     """File to write the figures to."""
 
     def run(self, words: list[str]) -> int:
-        """Measures; returns the exit code."""
+        """Runs and compares the experiments; returns the exit code."""
         from dtft.drills import run_bench
 
         return run_bench(self, words)
@@ -277,7 +277,7 @@ class BenchTransportCommand:
     """File to write the figures to."""
 
     def run(self, words: list[str]) -> int:
-        """Measures; returns the exit code.
+        """Measures; returns the exit code 0.
 
         Args:
             words: flags for the fields of `TransportBench`.
@@ -363,7 +363,7 @@ class ScaleCommand:
     replicas: Annotated[int, _told("T")]
     """New number of replicas."""
     timeout: _Seconds = 600.0
-    """Limit of the change in seconds."""
+    """Largest number of seconds that the change may take."""
     json: _Switch = False
     """Print JSON."""
     job: _Job
@@ -489,12 +489,12 @@ class PlanCommand:
     json: Annotated[str, _told("PATH")] = ""
     """File to write the plan to."""
     what_if: _Switch = False
-    """Consider knobs too that cannot be run here."""
+    """Consider also plans that cannot be run here, to see what they would gain."""
     verify: Annotated[int, _told("[N]")] = 0
     """Compile the N best plans (default 4), without their devices; take the fastest
     that fits."""
     calibration: _File = ""
-    """File from `dtft calibrate --out FILE` on such devices."""
+    """File of `dtft calibrate --out FILE` on devices of the cluster's type."""
     trial: _Count = 0
     """Run the best N plans on the devices here, and take the fastest."""
 
@@ -573,4 +573,5 @@ WITHOUT_KEYS = {
 """Name to command, for commands that refuse unknown flags."""
 COMMANDS: dict[str, type] = {**WITH_KEYS, **WITHOUT_KEYS}
 BARE = {"plan": {"--verify": "4"}}
-"""Command to its flags that may be given without a value, and the default of each."""
+"""Command to its flags that may be given without a value, each with the value that it
+then has."""

@@ -25,7 +25,11 @@ _MARKERS = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code.
+    """Runs one command.
+
+    Returns:
+        The command's exit code; 2 after an error message for wrong input, 130 after
+        Ctrl-C, 1 if the reader of stdout has ended.
 
     Raises:
         SystemExit: help was printed (0), or a flag is wrong (2).
@@ -114,7 +118,10 @@ def _parsed(
 
 
 def _tell_keys(name: str, words: Sequence[str]) -> None:
-    """Prints the config's help after a command's own, if the words name a config."""
+    """Prints the help of the config's keys, which follows the command's help.
+
+    Prints nothing if the words without --help are not a valid command line.
+    """
     without = [word for word in words if word not in _HELP]
     try:
         command, _ = _parsed(name, without, quiet=True)
@@ -124,7 +131,7 @@ def _tell_keys(name: str, words: Sequence[str]) -> None:
 
 
 def _in_full(words: Sequence[str], bare: dict[str, str]) -> Iterator[str]:
-    """Adds the default value to each flag that is given without its number.
+    """Adds the value in `bare` to each flag that no number follows.
 
     tyro does not support flags with an optional value.
 
@@ -167,7 +174,10 @@ def _without_command(given: list[str]) -> NoReturn:
 
 
 def _listed(name: str, kind: type) -> Any:
-    """Makes the entry of a list of commands, with the docstring's first paragraph."""
+    """Makes a command's entry for tyro's list of commands.
+
+    The entry's text is the first paragraph of the command's docstring.
+    """
     about = _text(kind).partition("\n\n")[0]
     return Annotated[kind, tyro.conf.subcommand(name, description=about)]
 
@@ -177,7 +187,7 @@ def _text(kind: type) -> str:
 
 
 def _nobody_reads(stream: TextIO) -> bool:
-    """Whether a stream is a pipe whose reader has ended, such as `| head`."""
+    """Whether a stream is a pipe that no process reads any more, as after `| head`."""
     poll = select.poll()
     poll.register(stream.fileno(), 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))

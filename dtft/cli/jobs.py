@@ -67,7 +67,8 @@ if TYPE_CHECKING:
 # ------------------------------------------------------------------- dtft agent CONFIG
 
 CACHE = "DTFT_COMPILATION_CACHE"
-"""Environment variable: the directory of XLA's compilation cache."""
+"""Name of the environment variable with the directory of XLA's compilation cache. If it
+is not set, trainers use `xla-cache` in the run directory."""
 
 
 def run_agent(options: "AgentCommand", words: list[str]) -> int:
@@ -78,7 +79,8 @@ def run_agent(options: "AgentCommand", words: list[str]) -> int:
         words: words of the command line that set keys of the config.
 
     Returns:
-        The exit code.
+        The exit code: 0 if the job has ended or a signal made this host leave, else
+        that of the job's error.
 
     Raises:
         ValueError: wrong input, or etcd cannot be reached.
@@ -121,7 +123,7 @@ def run_at(
         leaving: called on a signal, before the host leaves.
 
     Returns:
-        The result of the host's `run`.
+        The job's result as JSON; "" if the host left before the job's end.
 
     Raises:
         ValueError: etcd cannot be reached.
@@ -142,7 +144,11 @@ def run_at(
 
 
 def _exit_code(result: dict[str, Any], config: AgentConfig, stored: int) -> int:
-    """Prints the outcome of an ended job; returns the exit code."""
+    """Prints the outcome of an ended job; returns the exit code.
+
+    An error goes to stderr. Under `dtft launch` success is not printed, because the
+    launching process prints it.
+    """
     if result["status"] == "error":
         _complain(f"{result['message']} ({config.host})")
         return int(result["code"])
@@ -231,14 +237,14 @@ _ONLY = f"`{_PROG}` trains nothing"
 
 
 def serve(options: "ServeCommand", words: list[str]) -> int:
-    """Runs the serving agent of one host until a signal or the job's end.
+    """Runs an agent that only serves a host's memory, until a signal or the job's end.
 
     Args:
         options: job and host.
         words: words of the command line that set fields of `ServeConfig`.
 
     Returns:
-        The exit code.
+        The exit code 0.
 
     Raises:
         ValueError: a flag is wrong, or the job refuses the host.
@@ -307,8 +313,8 @@ def run(options: "ScaleCommand") -> int:
     """Changes the number of replicas of a live job.
 
     Returns:
-        The exit code: 0 if the job trains with the new number, 1 if the change failed
-        or took too long.
+        The exit code: 0 if the job trains with the new number (also if it did before),
+        1 if the change failed or took too long.
 
     Raises:
         ValueError: wrong input, no such job, another secret, or a size that the job
@@ -342,7 +348,7 @@ def run(options: "ScaleCommand") -> int:
 
 
 def line(job: str, found: dict[str, Any]) -> str:
-    """Formats the reply of `scale` as a line.
+    """Formats the result of `scale_job.scale` as a line of text.
 
     >>> line("j", {"replicas": 3, "before": 3, "hosts": 3})
     'job j trains with 3 replicas (3 hosts) already; nothing was changed'
@@ -364,7 +370,9 @@ def line(job: str, found: dict[str, Any]) -> str:
 
 
 def launch(command: "LaunchCommand", words: list[str]) -> int:
-    """Runs a local cluster until its job ends; after a failure prints a resume command.
+    """Runs a local cluster until its job ends.
+
+    Prints the command to resume the run if the exit code is not 0.
 
     Args:
         command: CONFIG, and the cluster's settings.

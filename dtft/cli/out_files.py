@@ -49,7 +49,7 @@ def read_text(flag: str, path: str, allowed: str) -> str:
     """Reads a UTF-8 text file; drops a byte order mark at its start.
 
     Args:
-        flag: the flag with the path.
+        flag: the flag with the path, for the error message.
         path: path of the file.
         allowed: description of allowed files, for the error message.
 

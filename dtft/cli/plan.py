@@ -85,9 +85,11 @@ def _check_flags(options: "PlanCommand", calibration: str | None) -> None:
 def _checked(
     found: RunnablePlan, asked: PlannerInputs, options: "PlanCommand"
 ) -> tuple[RunnablePlan, tuple[Section, ...]]:
-    """Returns the plan that a trial or the compiler chooses, and report sections.
+    """Returns the plan that --trial or --verify chooses, and sections of the report.
 
-    Without --trial and --verify the plan is unchanged.
+    --trial runs the best plans here and takes the fastest; --verify compiles them and
+    takes the fastest that fits. Without these flags, or if the plan was not searched
+    for, the plan is unchanged and there are no sections.
     """
     decision = found.decision
     if decision is None:
@@ -138,8 +140,8 @@ def planned(
         asked: loss, optimizer, parameters and batch of the config.
         cluster: a cluster, its text such as "8xA100", or a file.
         given: pins, as NAME=VALUE.
-        calibration: path of a file from `dtft calibrate`; None for none.
-        what_if: whether knobs that cannot be run here are considered too.
+        calibration: path of a file from `dtft calibrate`; None: no calibration.
+        what_if: whether plans that cannot be run here are considered too.
 
     Raises:
         ValueError: see `run`.

@@ -38,7 +38,10 @@ def run(options: "PredictCommand") -> int:
 
 
 def lines(table: "Table", found: Sequence["RowPrediction"]) -> list[str]:
-    """Formats each prediction as a line, with the bytes above the device's capacity."""
+    """Formats each row's predicted time and bytes as a line.
+
+    If the bytes exceed the device's capacity, the line has the difference too.
+    """
     made = []
     for number, (cells, row) in enumerate(zip(table.cells, found, strict=True), 1):
         name = cells.get("model") or f"row {number}"

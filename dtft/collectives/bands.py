@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 BAND = 32
-"""Rows per band."""
+"""Number of matrix rows that `mirror_into` transposes and writes at a time."""
 
 
 def mirror_into(

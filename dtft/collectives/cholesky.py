@@ -27,7 +27,8 @@ from dtft.collectives.packing import (
 )
 
 NUM_ATTEMPTS = 7
-"""Factorizations tried: without jitter, then with jitter times 1, 10, ..., 10^5."""
+"""Largest number of factorizations of one matrix in `cholesky_encode`: without jitter,
+then with jitter times 1, 10, ..., 10^5."""
 
 
 class CholeskyCode(NamedTuple):
@@ -36,7 +37,8 @@ class CholeskyCode(NamedTuple):
     packed: Array
     """[..., n(n+1)/2]: the factor in the wire dtype; zeros where not `ok`."""
     jitter: Array
-    """[...]: value added to the diagonal; 0 if the matrix was factored unchanged."""
+    """[...]: value added to the diagonal; 0 if the matrix was factored unchanged, or
+    could not be factored at all."""
     ok: Array
     """[...], bool: whether the factor exists and fits into the wire dtype."""
 
@@ -177,9 +179,15 @@ def _refuse(caller: str, primals: Any, tangents: Any) -> Any:
 def gather_codes(
     matrix: Array, axis_name: AxisName, wire_dtype: DTypeLike | None
 ) -> Array:
-    """Gathers the packed factors of all devices: [p, ..., m].
+    """Factors this device's matrices and gathers all devices' packed factors.
 
-    The factor of a matrix that cannot be encoded is NaN.
+    Args:
+        matrix: [..., n, n], as in `cholesky_encode`.
+        axis_name: axis or axes of p devices.
+        wire_dtype: dtype of the factors that are sent; see `cholesky_encode`.
+
+    Returns:
+        [p, ..., n(n+1)/2]; NaN for a matrix that cannot be factored.
     """
     axis_size(axis_name)  # refuses an axis that is not bound
     own = _poisoned(cholesky_encode(matrix, wire_dtype=wire_dtype))
@@ -308,7 +316,7 @@ def _factor_with_retries(matrix: Array, jitter: float) -> tuple[Array, Array, Ar
 
 
 def _is_factor(lower: Array) -> Array:
-    """Whether all elements are finite and the diagonal is positive; [...], bool."""
+    """Whether each matrix is finite with a positive diagonal; bool array [...]."""
     diagonal = jnp.diagonal(lower, axis1=-2, axis2=-1)
     return jnp.isfinite(lower).all(axis=(-2, -1)) & (diagonal > 0).all(axis=-1)
 

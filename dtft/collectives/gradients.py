@@ -29,7 +29,8 @@ from dtft.collectives.host_command import HostCommanded
 from dtft.collectives.shares import Loss, ValueAndGradients, over_shares
 
 Trigger = Literal["host", "device", "layer"]
-"""What starts the reduction of gradients."""
+"""What starts the reduction of gradients: the host's command, or on each device the end
+of the computation of all gradients, or of one leaf's. See the module docstring."""
 
 
 def reduced_gradients(

@@ -21,7 +21,8 @@ def axis_size(axis_name: AxisName) -> int:
     """Returns the number p of devices along the axis, a Python int known while tracing.
 
     Raises:
-        ValueError: `axis_name` is not bound here, or is not a name.
+        ValueError: `axis_name` is not bound here, is not a name or a tuple of names, or
+            names an axis twice.
     """
     _check_axis_name(axis_name)
     try:
@@ -38,7 +39,7 @@ def as_array(argument: str, value: Any) -> Array:
     """Converts an array or a number to a JAX array.
 
     Raises:
-        ValueError: the value is a list, another container, None or a string.
+        ValueError: the value is anything else, such as a list, None or a string.
     """
     if isinstance(value, (jax.Array, np.ndarray, np.generic, int, float, complex)):
         return jnp.asarray(value)
@@ -143,7 +144,7 @@ def broadcast(x: Array, root: int, axis_name: AxisName | None) -> Array:
 
 
 def check_root(argument: str, root: Any, num: int) -> None:
-    """Raises a ValueError unless `root` is a static index below `num`."""
+    """Raises a ValueError unless `root` is an int from 0 to `num` - 1, not traced."""
     if isinstance(root, Tracer):
         raise ValueError(
             f"{argument} is a traced {jax.typeof(root)}. Allowed: a Python int, since "

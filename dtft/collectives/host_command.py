@@ -62,7 +62,11 @@ class HostCommanded:
         )
 
     def __call__(self, params: Any, batch: Any) -> ValueAndGradients:
-        """Computes value and gradients; returns once their reduction is dispatched."""
+        """Computes value and gradients, averaged over the axis.
+
+        Blocks until all devices have their local gradients, but not for the reduction:
+        the result may not be ready. Raises as `local_gradients`.
+        """
         rows = self.local_gradients(params, batch)
         self.await_command(rows)
         return self.reduce(rows)
@@ -87,7 +91,11 @@ class HostCommanded:
         return self._local(params, batch)
 
     def await_command(self, rows: ValueAndGradients) -> None:
-        """Blocks until every device is done and the reduction is commanded."""
+        """Blocks until `rows`, of `local_gradients`, is ready on the whole mesh.
+
+        In a job of several processes also until the commanding host has sent its
+        command.
+        """
         jax.block_until_ready(rows)  # only this host's devices can be observed
         if self._alone:
             return
@@ -99,7 +107,10 @@ class HostCommanded:
         return self._reduce(rows)
 
     def _exchange(self, value: int) -> int:
-        """Sums the hosts' values over all devices of the mesh."""
+        """Sums one value per device of the mesh; returns the sum on every host.
+
+        Each host passes the `value` of each of its devices.
+        """
         flags = self._flags(lambda _: np.full((1,), value, np.int32))
         return int(self._sum(flags).addressable_data(0))
 

@@ -23,7 +23,8 @@ from dtft.collectives.bands import mirror_into
 from dtft.collectives.hops import as_array
 
 LARGE = 512
-"""Smallest n that is unpacked in bands on CPU; for smaller n bands are not faster."""
+"""Smallest number of rows n of matrices that `unpack_lower` unpacks by `mirror_into`, a
+band of rows at a time, on CPU; for smaller matrices this is not faster."""
 
 
 def packed_size(n: int) -> int:

@@ -18,7 +18,8 @@ def over_shares(
 ) -> Callable[[Any, Any], Any]:
     """Maps `local(params, batch)` over the axis: parameters replicated, rows divided.
 
-    The mapped function raises a ValueError for rows that cannot be divided evenly.
+    `out` is the PartitionSpec of every result. The mapped function raises a ValueError
+    if the rows (dim 0) of a leaf of `batch` cannot be divided evenly.
     """
     # With check_vma=True autodiff would sum the gradients of replicated parameters.
     mapped = jax.shard_map(

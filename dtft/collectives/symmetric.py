@@ -141,7 +141,11 @@ def check_options(
     wire_dtype: DTypeLike | None,
     costs: WireCosts | None = None,
 ) -> None:
-    """Raises a ValueError for unknown or incompatible options."""
+    """Checks options of `all_reduce_symmetric`.
+
+    Raises:
+        ValueError: an option is unknown, or two options are incompatible.
+    """
     if op not in ("mean", "sum"):
         raise ValueError(f"op={op!r} is unknown here. Allowed: 'mean', 'sum'.")
     wires = (*get_args(Wire), "auto")

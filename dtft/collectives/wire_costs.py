@@ -25,16 +25,17 @@ WIRES: tuple[Wire, ...] = get_args(Wire)
 
 @dataclass(frozen=True, kw_only=True)
 class WireCosts:
-    """Measured seconds of one all-reduce, by n and wire; equal on all processes.
+    """Measured seconds of one all-reduce, by matrix size and wire format.
 
     Attributes:
-        seconds: for each size n, the seconds of one all-reduce by wire.
+        seconds: number of rows n of a matrix to wire to seconds. Must be equal on all
+            processes, because every process chooses its wire by these numbers.
     """
 
     seconds: Mapping[int, Mapping[Wire, float]]
 
     def __post_init__(self) -> None:
-        """Raises a ValueError for empty costs or sizes below 1."""
+        """Raises a ValueError for no sizes, a size below 1, or a size without wires."""
         sizes = self.seconds if isinstance(self.seconds, Mapping) else {}
         if not sizes or min(sizes) < 1 or not all(sizes.values()):
             raise ValueError(
@@ -47,7 +48,7 @@ class WireCosts:
         """Returns the fastest wire at the measured size nearest to n by ratio.
 
         Raises:
-            ValueError: none of the wires was measured at this size.
+            ValueError: none of the wires was measured at the nearest size.
 
         >>> costs = WireCosts(seconds={
         ...     8: {"packed": 2e-4, "full": 1e-4}, 512: {"packed": 1e-3, "full": 2e-3}})
@@ -139,7 +140,7 @@ def _program(
 
 
 def _largest(own: np.ndarray, mesh: Mesh) -> np.ndarray:
-    """The elementwise maximum over all processes of the mesh, equal on each process."""
+    """Returns the elementwise maximum of `own` over all processes of the mesh."""
     divided = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     rows = jax.make_array_from_callback(
         (mesh.size, len(own)), divided, lambda _: own[None]

@@ -29,20 +29,23 @@ class BalanceConfig:
     follow waits, so replicas that wait get more rows; shares may never converge."""
     microbatches: int = 0
     """Number of equal parts (microbatches) of a step's batch. Each replica takes some
-    of the parts. Must divide data.global_batch; 0: its largest divisor up to 64."""
+    of the parts. Must divide data.global_batch; 0: the largest divisor of
+    data.global_batch up to 64."""
     most: int = 0
     """Largest number of microbatches of a replica; 0 for four times an equal share.
     Every device has input buffers of this size."""
     every: int = 20
     """Number of steps of a round; shares may change at the end of a round."""
     probes: int = 5
-    """Number of measured steps at the end of a round; each waits for the host."""
+    """Number of steps at the end of a round that are timed. At each of these steps the
+    devices wait for the host."""
     patience: int = Rules.patience
     """Number of rounds without a change after which shares are final."""
     least_gain: float = Rules.least_gain
-    """`exact`: least gain for which shares change, as a fraction of the step time."""
+    """`exact`: shares change only to save more than this fraction of a step."""
     noise_factor: float = Rules.noise_factor
-    """`exact`: shares change for a gain above this many relative standard errors."""
+    """`exact`: shares change only if the saved fraction of a step exceeds this many
+    relative standard errors of the measured times."""
 
     def __post_init__(self) -> None:
         for name in ("microbatches", "most"):
@@ -68,7 +71,7 @@ class BalanceConfig:
             raise ValueError(f"balance.{error}") from None
 
     def rules(self, policy: Policy) -> Rules:
-        """Makes the rules by which shares change and become final under a policy."""
+        """Returns the rules by which a policy changes shares and makes them final."""
         return Rules(
             policy=policy,
             least_gain=self.least_gain,
@@ -77,7 +80,7 @@ class BalanceConfig:
         )
 
     def is_probe(self, step: int) -> bool:
-        """Whether the step that leads to state number `step` is measured.
+        """Whether step `step`, counted from 1, is timed.
 
         >>> config = BalanceConfig(every=5, probes=2)
         >>> [step for step in range(1, 11) if config.is_probe(step)]
@@ -86,7 +89,7 @@ class BalanceConfig:
         return (step - 1) % self.every >= self.every - self.probes
 
     def ends_round(self, step: int) -> bool:
-        """Whether a round ends with state number `step`."""
+        """Whether step `step`, counted from 1, is the last of a round."""
         return step % self.every == 0
 
 
@@ -107,7 +110,7 @@ class PipelineConfig:
     (`circular`)."""
     layers: tuple[int, ...] = ()
     """Number of layers of each chunk, in the model's order; chunk c is on stage
-    c % stages. Empty: equal numbers, with the rest in the first chunks."""
+    c % stages. Empty: equal numbers, or one more in the first chunks."""
 
     def __post_init__(self) -> None:
         for name in ("microbatches", "virtual_stages"):
@@ -231,7 +234,10 @@ class MeshConfig:
 
     @property
     def num_data_slots(self) -> int:
-        """Number of parts of the batch. The mesh must have no size -1."""
+        """Number of parts that the batch is divided into: replica x fsdp.
+
+        The mesh must have no size -1.
+        """
         return self.replica * self.fsdp
 
 
@@ -242,12 +248,12 @@ class ClusterConfig:
     hosts: int = 1
     """Number of slots: hosts that train at the same time."""
     devices_per_host: int = 1
-    """Number of devices of each host; -1 for all of the host's (accelerators)."""
+    """Number of devices of each host; -1: all its devices (accelerators only)."""
     min_replicas: int = 0
     """Fewest replicas with which the job continues when hosts are lost and no spare is
     left; 0: the job waits for a host."""
     failure_budget: int = 2
-    """Number of times that an exception occurs at one step until the job ends."""
+    """The job ends when the same exception has occurred this many times at one step."""
 
     def __post_init__(self) -> None:
         if self.failure_budget < 1:
@@ -280,13 +286,13 @@ class StopConfig:
     steps: int = 1000
     """Last step of the training."""
     metric: str = ""
-    """Training metric whose plateau ends the run, such as `loss`; empty for none."""
+    """Training metric whose plateau ends the run, such as `loss`; empty: no metric."""
     mode: Literal["min", "max"] = "min"
     """Whether a smaller or a larger value of the metric is better."""
     patience: int = 100
     """Number of steps without improvement that count as a plateau."""
     min_delta: float = 0.0
-    """Size up to which an improvement of the metric does not count."""
+    """Only an improvement of the metric that is larger than this counts."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "patience"):
@@ -307,12 +313,12 @@ class CheckpointConfig:
     """Settings of both checkpoint tiers: memory of the hosts, and storage."""
 
     copies: int = 2
-    """Number of hosts that hold each slice; with 2 the state survives the loss of any
-    one host."""
+    """Number of hosts that keep a copy of each slice (part of the state); with 2 the
+    state survives the loss of any one host."""
     share: Literal["full", "divided"] = "full"
-    """Slices that a host copies at a commit. `full`: all its slices. `divided`:
-    copies/d of the slices that d replicas have; a restart fetches the other slices
-    from peers."""
+    """Slices that a host copies to its memory at a snapshot. `full`: all slices of its
+    devices. `divided`: copies/d of the slices that d replicas have; a restart fetches
+    the other slices from other hosts."""
     interval: int | Literal["auto"] = 1
     """Steps from one snapshot in memory to the next; `auto`: as few as the stall budget
     allows, from costs that are measured while the job runs."""
@@ -326,9 +332,9 @@ class CheckpointConfig:
     storage_keep: int = 3
     """Number of checkpoints that storage keeps."""
     arena_directory: str = "/dev/shm"
-    """Directory of the copies in memory, on a memory file system."""
+    """Directory of the copies in memory; must be on a memory file system."""
     chunk_bytes: int = 4 * 2**20
-    """Bytes of a chunk, which has one digest."""
+    """Bytes of a chunk: a piece of a slice that has one digest."""
 
     def __post_init__(self) -> None:
         for name in ("copies", "interval", "storage_keep", "chunk_bytes"):
@@ -363,14 +369,17 @@ class CheckpointConfig:
 
     @property
     def automatic(self) -> Automatic | None:
-        """Limits of an automatic snapshot interval; None for a fixed interval."""
+        """Limits of the snapshot interval if interval=auto; None if it is a number."""
         if self.interval != "auto":
             return None
         return Automatic(budget=self.stall_budget, maximum=self.max_interval)
 
     @property
     def cadence(self) -> Cadence:
-        """Steps after which snapshots are taken at the start of a job."""
+        """Rule for the steps after which snapshots are taken, at the start of a job.
+
+        With interval=auto a snapshot is taken after every step at first.
+        """
         if self.interval == "auto":
             return Cadence(interval=1, period=self.max_interval)
         return Cadence.every(self.interval)
@@ -422,7 +431,7 @@ class Experiment:
     changes only its number of replicas: if `auto` finds other axes, the job keeps its
     size."""
     calibration: str = ""
-    """File from `dtft calibrate --out` on such devices, used by `plan=auto`."""
+    """File of `dtft calibrate --out` on devices of the same type, for `plan=auto`."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     """Numbers of hosts and devices."""
     balance: BalanceConfig = field(default_factory=BalanceConfig)
@@ -430,11 +439,11 @@ class Experiment:
     stop: StopConfig = field(default_factory=StopConfig)
     """Settings for the end of training."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """Settings of both checkpoint tiers."""
+    """Settings of checkpoints in the hosts' memory and in storage."""
     log: LogConfig = field(default_factory=LogConfig)
     """Settings of log lines and log files."""
     timeouts: Timeouts = field(default_factory=Timeouts)
-    """Deadlines in seconds."""
+    """Deadlines of a job's hosts and trainers, in seconds."""
 
     def __post_init__(self) -> None:
         self._read_mesh(self.mesh)
@@ -453,7 +462,7 @@ class Experiment:
         self._check_balance()
 
     def _read_mesh(self, mesh: object) -> None:
-        """Moves a text in `mesh` to `plan`; checks the type of `mesh`.
+        """Moves a text in `mesh`, such as "auto", to `plan`; checks the type of `mesh`.
 
         Raises:
             ValueError: `mesh` is neither a MeshConfig nor the text of a plan, or `plan`

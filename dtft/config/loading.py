@@ -26,7 +26,9 @@ from dtft.config.experiment import (
 
 
 def keys(config: Any, prefix: str = "") -> Iterator[str]:
-    """Yields the dotted names of all fields of a config that can be set.
+    """Yields the dotted names of all fields of a config, such as "mesh.replica".
+
+    A field that is a dataclass gives the names of its fields instead.
 
     >>> from dtft.config.experiment import MeshConfig
     >>> list(keys(MeshConfig()))
@@ -95,13 +97,15 @@ def _alike(leaf: str, names: list[str]) -> list[str]:
 
 
 SCHEMA = 1
-"""Version of the JSON format; increased when old readers would misread new files."""
+"""Version of the JSON format of `to_json`; increased when an older dtft would misread a
+new file."""
 _SHAPE_RELEVANT = (
     *("schema", "data_identity", "seed", "model.", "data."),
     *("optim.class", "optim.sync."),
 )
 _STAGES = ("pipeline.virtual_stages", "pipeline.layers")
-"""Keys that decide the layers of each stage, and with stages the state's shape."""
+"""Keys that decide the layers of each pipeline stage, and so the shape of the state if
+mesh.stage is above 1."""
 _ELSEWHERE = ("data.path", "data.threads")
 """Keys of `data.` that do not change the data itself, which data_identity describes."""
 _FORMER_NAMES = {
@@ -122,7 +126,10 @@ So runs and checkpoints of that time can be resumed."""
 
 
 class ConfigError(ValueError):
-    """The user's input is wrong; the message says what to change. Exit code 2."""
+    """The user's input is wrong; the message says what to change.
+
+    Commands print the message and exit with code 2.
+    """
 
 
 def load_experiment(
@@ -187,7 +194,7 @@ def parse_experiment(
 
 
 def _by_names_of_today(default: Experiment, words: Sequence[str]) -> list[str]:
-    """Replaces former names of optimizer keys; prints a warning for each."""
+    """Replaces former names of optimizer keys on a command line; prints warnings."""
     former = getattr(default.optim, "former_fields", {})
     found = list(words)
     for at, word in enumerate(found):
@@ -201,10 +208,11 @@ def _by_names_of_today(default: Experiment, words: Sequence[str]) -> list[str]:
 
 
 def _refuse_idle(before: BalanceConfig, balance: BalanceConfig) -> None:
-    """Refuses changed `balance` options while `balance.policy` is off.
+    """Checks that `balance` options are changed only if `balance.policy` is not off.
 
     Raises:
-        ValueError: an option other than the policy differs from `before`.
+        ValueError: the policy is off, and another option differs from `before`, the
+            options of the config file.
     """
     idle = [
         f"--balance.{name} {value}"
@@ -259,7 +267,10 @@ def named_configs() -> Path:
 
 
 def to_json(experiment: Experiment) -> str:
-    """Encodes the resolved config as JSON; equal experiments give equal texts."""
+    """Encodes an experiment as JSON, with the data's identity and the format's version.
+
+    This text is the resolved config. Equal experiments give equal texts.
+    """
     plain = {
         "schema": SCHEMA,
         "data_identity": experiment.data.identity(),
@@ -269,7 +280,7 @@ def to_json(experiment: Experiment) -> str:
 
 
 def diff_configs(old: str, new: str) -> list[str]:
-    """Lists the differences from one resolved config to another.
+    """Lists the keys whose values differ between two configs, texts of `to_json`.
 
     >>> diff_configs('{"optim": {"b1": 0.9}}', '{"optim": {"b1": 0.8}}')
     ['optim.b1: 0.9 -> 0.8']
@@ -285,10 +296,10 @@ def diff_configs(old: str, new: str) -> list[str]:
 def shape_relevant(resolved: str) -> str:
     """Returns the part of a resolved config that must be equal to resume a run.
 
-    This part is the model, the data with its identity and batch, the class of the
-    optimizer, the exchange between replicas, the seed, and the layers of each stage.
-    The rest of the mesh may differ, because a state can be restored onto another mesh
-    if no part of the state belongs to a single replica.
+    These keys are the model, the data with its identity and batch, the class of the
+    optimizer, the seed, and the layers of each pipeline stage; with optim.sync.moments
+    also the keys of optim.sync. The other mesh axes may differ, because a state can be
+    restored onto another mesh if it has no arrays that differ per replica.
     """
     flat = _read(resolved)
     kept = {
@@ -307,6 +318,8 @@ def shape_relevant(resolved: str) -> str:
 def refuse_other(saved: str, now: str, where: str | Path) -> None:
     """Checks that a checkpoint of config `saved` can be resumed with `now`.
 
+    Both are results of `to_json`; the error names `where`, the checkpoint's directory.
+
     Raises:
         ConfigError: the configs differ in a key that must be equal.
     """
@@ -322,7 +335,7 @@ def refuse_other(saved: str, now: str, where: str | Path) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Asked:
-    """The plan that the command line asks for; "" for none."""
+    """The value of --plan on the command line; "" if it is not given."""
 
     plan: PlanFlag = ""
 
@@ -382,7 +395,7 @@ def _name(kind: type) -> str:
 
 
 def _read(resolved: str) -> dict[str, Any]:
-    """Parses a resolved config into dotted keys; replaces former class names."""
+    """Parses the JSON of a config into a dict by dotted key; renames former classes."""
     flat = _flat(json.loads(resolved))
     for key, value in flat.items():
         if key.endswith(".class"):

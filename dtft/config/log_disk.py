@@ -11,18 +11,24 @@ from pathlib import Path
 from typing import TextIO
 
 ROOM_BYTES = 1 << 20
-"""Free bytes below which a disk counts as full."""
+"""Free bytes below which `Disk.has_room` counts a disk as full."""
 
 
 class Disk:
-    """Log writes to one directory, which may fail."""
+    """Writes log files in one directory.
+
+    A failed write prints a warning instead of raising.
+    """
 
     def __init__(self, directory: Path) -> None:
-        """Stores the directory of the logs, which the warning names."""
+        """Stores the directory of the logs, which is named in the warning."""
         self._directory, self._failing = directory, False
 
     def attempt(self, write: Callable[[], object]) -> None:
-        """Runs one write; prints a warning at the first OSError of several in a row."""
+        """Calls `write`. An OSError is caught, and printed as a warning.
+
+        No warning is printed if one was printed since the last successful `attempt`.
+        """
         try:
             write()
         except OSError as error:
@@ -31,7 +37,10 @@ class Disk:
             self._failing = False
 
     def opened(self, path: Path) -> TextIO | None:
-        """Opens a file for appending; returns None and warns if this fails."""
+        """Opens a file for appending; makes its folder. Returns None if this fails.
+
+        A failure is printed as a warning, as in `attempt`.
+        """
         try:
             path.parent.mkdir(exist_ok=True)
             return open(path, "a")
@@ -40,7 +49,10 @@ class Disk:
             return None
 
     def has_room(self) -> bool:
-        """Whether about 1 MiB can be written; prints a warning if not."""
+        """Whether the directory's disk is writable and has `ROOM_BYTES` free.
+
+        If not, a warning is printed, as in `attempt`.
+        """
         try:
             found = os.statvfs(self._directory)
         except OSError as error:

@@ -1,8 +1,9 @@
 """Optimizer configs: each makes an optax transform with clipping, decay and a guard.
 
-Clipping, decay and guard are always part of the transform. So these options do not
-change the structure of the optimizer state, and a checkpoint stays readable when they
-change. JAX is imported only when a transform is made.
+The guard skips steps with outlier gradients. Clipping, decay and guard are always part
+of the transform. So these options do not change the structure of the optimizer state,
+and a checkpoint stays readable when they change. JAX is imported only when a transform
+is made.
 """
 
 from collections.abc import Callable
@@ -80,9 +81,9 @@ class SyncConfig:
     """
 
     moments: Literal["none", "operands", "state"] = "none"
-    """`none`: the mean gradient is exchanged. `operands`: each replica keeps moments of
-    its local gradients, and the operands of the update are reduced. `state`: the
-    moments themselves are reduced."""
+    """`none`: gradients are averaged. `operands`: each replica keeps moments of its
+    local gradients; the update is computed from moments that are reduced over the
+    replicas. `state`: replicas replace their moments by the reduced moments."""
     every_mu: int = 1
     """Steps from one exchange of the first moment to the next."""
     every_nu: int = 1
@@ -94,7 +95,7 @@ class SyncConfig:
     every_params: int = 1
     """Steps from one average of the parameters to the next (`state` only)."""
     max_op: Literal["mean", "max"] = "mean"
-    """Whether the maxima are reduced by a mean or by a maximum."""
+    """Whether the second moment's maximum is reduced by a mean or by a maximum."""
     algorithm: Literal["native", "ring", "tree", "gather"] = "native"
     """All-reduce algorithm (dtft.collectives)."""
 
@@ -123,7 +124,7 @@ class SyncConfig:
 
     @property
     def updates_differ(self) -> bool:
-        """Whether the updates of replicas differ."""
+        """Whether replicas make different updates: some moments are not reduced."""
         return self.moments == "state" and max(self.every_mu, self.every_nu_max) > 1
 
 
@@ -151,8 +152,8 @@ class OptimConfig:
     weight_decay: float = 0.0
     """Strength of decoupled weight decay."""
     guard: float = 0.0
-    """Skip steps whose gradient is not finite or whose norm is this many times the
-    median of the last 64; 0 for never. 10 is a good value."""
+    """Skip steps whose gradient is not finite, or has a norm of more than this many
+    times the median of the last 64 norms; 0: skip no step. 10 is a good value."""
     sync: SyncConfig = field(default_factory=SyncConfig)
     """Settings of the exchange between replicas (MaxAdaBeliefConfig only)."""
 
@@ -191,7 +192,7 @@ class OptimConfig:
 
     @property
     def params_drift(self) -> bool:
-        """Whether the parameters of replicas differ between two steps."""
+        """Whether parameters may differ between replicas after a step."""
         return False
 
     @property
@@ -204,7 +205,7 @@ class OptimConfig:
         return True
 
     def check_mesh(self, tensor: int) -> None:
-        """Checks that the optimizer can communicate on a mesh with `tensor` parts.
+        """Checks that the optimizer can communicate if `mesh.tensor` is `tensor`.
 
         Raises:
             ValueError: the optimizer communicates by itself, and `tensor` is above 1.
@@ -242,6 +243,8 @@ class OptimConfig:
 
     def build(self, axis_name: str | None = None) -> "optax.GradientTransformation":
         """Makes the whole optimizer: clip, scale, decay and learning rate in a guard.
+
+        The guard is `skip_outlier_gradients`.
 
         Args:
             axis_name: the replica axis, if `reduces_itself`; the optimizer must then
@@ -304,12 +307,12 @@ class MaxAdaBeliefConfig(OptimConfig):
 
     @property
     def reduces_itself(self) -> bool:
-        """Whether moments are exchanged instead of gradients."""
+        """Whether replicas exchange moments instead of gradients (`sync.moments`)."""
         return self.sync.moments != "none"
 
     @property
     def params_drift(self) -> bool:
-        """Whether parameters are averaged only at some steps."""
+        """Whether parameters differ between replicas until the next average."""
         return self.sync.every_params > 1
 
     def reconcile(self, params: Any, count: Any, axis_name: str) -> Any:
@@ -411,7 +414,7 @@ def _decays(**values: float) -> None:
 )
 @dataclass(frozen=True, kw_only=True)
 class ShampooConfig(OptimConfig):
-    """Settings of Shampoo with the magnitude of Max-AdaBelief (dtft.optim)."""
+    """Settings of Shampoo; updates have the norms of Max-AdaBelief's (dtft.optim)."""
 
     short_name: ClassVar[str] = "shampoo"
 
@@ -426,7 +429,7 @@ class ShampooConfig(OptimConfig):
     beta_preconditioner: float = 0.999
     """Decay of the statistics; 1: the statistics are a plain sum."""
     exponent: float = 0.25
-    """Exponent e: each side's statistics are raised to the power -e."""
+    """Exponent e: the left and right statistics are raised to the power -e."""
     root_eps: float = 1e-6
     """Number added to the statistics' eigenvalues, as a fraction of the largest one."""
     block_size: int = 256
@@ -480,16 +483,16 @@ class ShampooConfig(OptimConfig):
 
     @property
     def is_elementwise(self) -> bool:
-        """False: an element's update depends on its row and its column."""
+        """False: an element's update depends on the other elements of its array."""
         return False
 
     @property
     def reduces_itself(self) -> bool:
-        """Whether statistics are of each replica's local gradient."""
+        """Whether each replica has statistics of its local gradient (see `wire`)."""
         return self.wire != "none"
 
     def check_mesh(self, tensor: int) -> None:
-        """Checks that the statistics can be exchanged on a mesh with `tensor` parts.
+        """Checks that the statistics can be exchanged if `mesh.tensor` is `tensor`.
 
         Raises:
             ValueError: statistics are exchanged, and `tensor` is above 1.

@@ -13,14 +13,15 @@ from typing import Any, ClassVar, Protocol
 DIGITS_SHA256 = "87ff0c9e40dc7e2c0e34e7257799c2e3f3aec1a016363bb11cad869ec428a826"
 """SHA-256 of scikit-learn's digits: data as uint8 bytes, then target as uint8 bytes."""
 SPLIT_SEED = 20240229
-"""Seed of the split into training and test digits, not the experiment's seed."""
+"""Seed of `DigitsConfig`'s split into training and test set; the experiment's seed does
+not change the split."""
 
 Columns = dict[str, Any]
 """Field name to numpy array; dim 0 is the sample."""
 
 
 class Samples(Protocol):
-    """Samples by number, each read on demand."""
+    """A data set whose samples are read one by one, by number."""
 
     num_threads: int
     """Number of threads that read one batch; with 1 the calling thread reads."""
@@ -62,7 +63,7 @@ class DataConfig:
 
     @property
     def tokens_per_example(self) -> int:
-        """Number of tokens per row, for the throughput; with 0 rows are counted."""
+        """Number of tokens per row; 0 if the throughput is shown in rows per second."""
         return 0
 
     def count_classes(self) -> int:
@@ -70,14 +71,14 @@ class DataConfig:
         return 0
 
     def check(self) -> None:
-        """Checks that the data exists, without reading all of it.
+        """Checks that the data exists, without reading all of it; by default nothing.
 
         Raises:
             ValueError: the data is missing; the text names the option to change.
         """
 
     def identity(self) -> str:
-        """Returns a name for the data's content; equal names mean equal rows.
+        """Returns a name of the data's content; equal names mean equal samples.
 
         Raises:
             NotImplementedError: the class is the base class.

@@ -26,12 +26,14 @@ if TYPE_CHECKING:
 
 
 AREA = (0.08, 1.0)
-"""Smallest and largest share of the image's area in the crop of a training row."""
+"""Smallest and largest area of a training row's random crop, as a share of the image's
+area."""
 ASPECT = (3 / 4, 4 / 3)
-"""Smallest and largest width / height of this crop before it is resized."""
+"""Smallest and largest width / height of a training row's random crop, before the crop
+is resized."""
 
 Box = tuple[float, float, float, float]
-"""Left, upper, right and lower edge in pixels."""
+"""Left, upper, right and lower edge of a crop, in pixels of the image."""
 
 
 def random_box(width: int, height: int, random: "np.random.Generator") -> Box:
@@ -102,10 +104,11 @@ def _centred(width: int, height: int, wide: float, tall: float) -> Box:
 
 
 SUFFIXES = (".jpeg", ".jpg", ".png")
-"""Suffixes of sample files, in upper or lower case; other files are not read."""
+"""Suffixes, in any case, of the files that `ImageFolderConfig` reads as samples; other
+files are ignored."""
 VIEW_VERSION = 1
-"""Version in the identity; to be incremented when the same file, seed and row no longer
-give the same bytes."""
+"""Version of the crops in `ImageFolderConfig.identity`; to be incremented when the same
+file, seed and row no longer give the same bytes."""
 _LAYOUT = "Expected PATH/train/CLASS/*.JPEG and PATH/val/CLASS/*.JPEG"
 _SHIFTS = 2**16
 
@@ -148,7 +151,8 @@ class ImageFolderConfig(DataConfig):
         """Checks that `train` and `val` have class folders; lists no files.
 
         Raises:
-            ValueError: `path` is not set, or a folder is missing or empty.
+            ValueError: `path` is not set, or `train` or `val` is missing or has no
+                class folders.
         """
         if not self.path:
             raise ValueError(
@@ -161,9 +165,9 @@ class ImageFolderConfig(DataConfig):
     def identity(self) -> str:
         """Returns a name with a hash of all file names and sizes, and the settings.
 
-        File contents are not read, because there may be millions of files. So a file
-        that changes but keeps its size does not change the identity. The folder is
-        listed once per process.
+        Raises as `load`. File contents are not read, because there may be millions of
+        files. So a file that changes but keeps its size does not change the identity.
+        The folder is listed once per process.
         """
         self.check()
         digest = _listing(self.path).digest
@@ -190,7 +194,7 @@ class ImageFolderConfig(DataConfig):
 
 
 class ImageFiles:
-    """The images of one folder of class folders, decoded on demand."""
+    """The images of `train` or `val`, a folder of class folders, decoded on demand."""
 
     def __init__(
         self,
@@ -289,7 +293,7 @@ class SyntheticImages:
     num_threads = 1
 
     def __init__(self, config: SyntheticImagesConfig, number: int) -> None:
-        """Makes the block of noise, from a fixed seed."""
+        """Makes the block of noise from a fixed seed, for `number` samples."""
         import numpy as np
 
         self._config, self._number = config, number

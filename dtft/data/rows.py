@@ -18,7 +18,8 @@ from dtft.data.datasets import Columns, DataConfig, Samples
 ROUNDS = 4
 MIN_BITS = 16
 CHUNK = 2**16
-"""Number of rows whose order is computed at once and cached."""
+"""Number of consecutive rows of an epoch whose samples `RowOrder` computes at once; the
+last two results are cached."""
 _WORD = 0xFFFFFFFF
 
 
@@ -80,7 +81,9 @@ class RowOrder:
 def permuted(values: np.ndarray, size: int, seed: int) -> np.ndarray:
     """Maps values by a pseudo-random permutation of [0, size).
 
-    Equal to grain's `index_shuffle(value, max_index=size - 1, seed=seed, rounds=4)`.
+    Equal to grain's `index_shuffle(value, max_index=size - 1, seed=seed, rounds=4)`. As
+    in grain it is no permutation for sizes of 2^16 + 1, 2^18 + 1, ...: the last value
+    is mapped like 0.
 
     Args:
         values: [N] integers in [0, size).
@@ -108,11 +111,12 @@ def permuted(values: np.ndarray, size: int, seed: int) -> np.ndarray:
 
 
 def _ends_of_walks(keys: list[int], size: int) -> np.ndarray:
-    """Encrypts each value below `size` repeatedly until the result is below `size`.
+    """Encrypts each 16-bit value below `size` until the result is below `size`.
 
-    Values below `size` become fixed points of a table of the cipher. The table is then
-    composed with itself until one lookup makes about as many steps as a value needs on
-    average; extra steps stay at the fixed point.
+    Each value is encrypted at least once. Values below `size` become fixed points of a
+    table of the cipher. The table is then composed with itself until one lookup makes
+    about as many steps as a value needs on average; extra steps stay at the fixed
+    point.
     """
     ahead = _encrypted_all(keys)
     found = ahead[:size].copy()
@@ -258,11 +262,17 @@ class Source:
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether rows are read ahead: True if `samples` uses more than one thread."""
+        """Whether a caller should read rows ahead, by `batches` instead of `batch`.
+
+        True if the samples are read on demand, by more than one thread.
+        """
         return self._num_threads > 1
 
     def batch(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
-        """Reads the rows at `indices` as arrays; `id` is the sample's number."""
+        """Reads the rows with these global indices, in order, as one array per field.
+
+        The field `id` (int32) has the samples' numbers.
+        """
         samples = self._ids(indices)
         if self._columns is not None:
             fields = {name: column[samples] for name, column in self._columns.items()}
@@ -278,6 +288,8 @@ class Source:
         self, indices_of: Callable[[int], Sequence[int]], first: int, size: int
     ) -> "grain.DatasetIterator[dict[str, np.ndarray]]":
         """Iterates over `batch(indices_of(k))` for k = `first`, `first` + 1, ...
+
+        Only for samples that are read on demand, not for columns in memory.
 
         Args:
             indices_of: returns the `size` global row indices of batch k; called from
@@ -302,7 +314,7 @@ class Source:
         return iter(ahead)
 
     def _ids(self, rows: Sequence[int]) -> np.ndarray:
-        """Returns the sample of each row, [B] int64."""
+        """Returns the number of the sample of each global row, [B] int64."""
         numbers = np.asarray(rows, np.int64)
         return numbers if self._order is None else self._order.samples(numbers)
 

@@ -36,6 +36,7 @@ def run_bench(options: "BenchCommand", words: list[str]) -> int:
 
     Raises:
         ValueError: wrong input.
+        SystemExit: a run did not end within `DEADLINE_S`.
     """
     experiment, overrides = for_clusters(options, words, "dtft bench")
     steps = experiment.stop.steps
@@ -74,7 +75,10 @@ def measure_tier(
         rounds: number of turns of each variant.
 
     Returns:
-        Name to the summary.json of each run.
+        Name to the parsed summary.json of each run, in the order of the rounds.
+
+    Raises:
+        SystemExit: a run did not end within `DEADLINE_S`.
     """
     seen: dict[str, list[dict[str, Any]]] = {name: [] for name in runs}
     for number in range(rounds):
@@ -89,7 +93,8 @@ def measure_tier(
 
 
 def summarize(seen: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Medians over rounds, and the ratio on / off of each round.
+    """Medians over rounds of step time and stall, and each round's ratio of the step
+    time with the tier on to that with the tier off.
 
     >>> figures = summarize({"off": [{"step_s": 1.0}], "on": [
     ...     {"step_s": 1.5, "stall_s": 0.25, "snapshots": 9, "interval": 1}]})

@@ -31,7 +31,8 @@ def fault_fields(strike: InjectedFault) -> dict[str, Any]:
     """Record fields of a stop, cut or pause; empty for other faults.
 
     `stopped_s`: seconds until the fault was ended, None if it never was.
-    `killed_after_s`: seconds until the stopped processes had been killed.
+    `killed_after_s`: seconds until the stopped processes had been killed; only if they
+    were. `steps_per_s`, `steps_per_s_during`: speed before and during a `pause-store`.
     """
     if strike.fault.kind not in INTERRUPTIONS:
         return {}
@@ -50,10 +51,12 @@ def fault_fields(strike: InjectedFault) -> dict[str, Any]:
 def agents(
     faulted: Path, injected: Sequence[InjectedFault]
 ) -> dict[str, dict[str, Any]]:
-    """The longest call of each host's event loop, without the time of its stops.
+    """The longest call of each host's event loop, by host.
 
-    Agents write `loop-HOST.json` when they end: `host`, and in `calls` the longest
-    calls, each with `what`, `seconds`, and `at`, the wall-clock time of its begin.
+    Time in which a fault had stopped the agent does not count. A host whose file is
+    missing or unreadable is left out. Agents write `loop-HOST.json` when they end:
+    `host`, and in `calls` the longest calls, each with `what`, `seconds`, and `at`, the
+    wall-clock time of its begin.
     """
     found: dict[str, dict[str, Any]] = {}
     for path in sorted(faulted.glob("loop-*.json")):
@@ -95,7 +98,8 @@ def longest_call(
 
 
 def interruption_lines(record: dict[str, Any]) -> list[str]:
-    """Lines to print about a record's interruptions, event loops and leftovers."""
+    """Lines to print about a drill's record: stops, cuts and pauses, the longest
+    event-loop call of all agents, and leftovers on the machine."""
     said = []
     for entry in record["faults"]:
         if "stopped_s" not in entry:
@@ -134,9 +138,10 @@ Record = dict[str, Any]
 
 
 def attempts(directory: Path) -> list[Record]:
-    """The attempts of a balanced run, one per start of trainers; empty without balance.
+    """The attempts of a run with load balancing, one per start of trainers.
 
-    `replayed`: whether the attempt began with the shares in force at its restored step.
+    Empty for a run without load balancing. `shares`: microbatches of each replica when
+    the attempt began. `replayed`: whether these were in force at its restored step.
     `found`: the shares in force at its end.
     """
     path = directory / BALANCE_FILE
@@ -173,7 +178,8 @@ def judged(records: Sequence[Record]) -> list[Record]:
 
 
 def shares_lines(record: Record) -> list[str]:
-    """Lines to print about a record's shares."""
+    """Lines to print about each restart of a run with load balancing: its shares
+    (microbatches of each replica) at the begin and end of the attempt."""
     said = []
     for it in record.get("shares", [])[1:]:
         how = "replayed" if it["replayed"] else "NOT those of the commit"
@@ -205,7 +211,8 @@ difference of 1e-3 or more."""
 Events = Sequence[dict[str, Any]]
 Epoch = tuple[int, int]
 Segments = Sequence[tuple[Epoch, int, int]]
-"""(epoch, after step, up to step) of the surviving steps."""
+"""For each attempt, the steps that no later attempt repeats: (epoch, step before the
+first, last step)."""
 
 
 def resizes(control: Path, events: Events) -> list[dict[str, Any]]:
@@ -238,7 +245,11 @@ def resizes(control: Path, events: Events) -> list[dict[str, Any]]:
 
 
 def compare_losses(control: Path, faulted: Path, segments: Segments) -> dict[str, Any]:
-    """Compares the losses of the surviving steps with the undisturbed run's losses."""
+    """Compares the losses of the surviving steps with the undisturbed run's losses.
+
+    Differences are fractions of the undisturbed run's first loss. `missing`: steps
+    without a loss in one of the runs.
+    """
     expected = {step: loss for (_, step), loss in _losses(control).items()}
     found = _losses(faulted)
     scale = abs(expected[min(expected)]) if expected else 1.0
@@ -263,7 +274,7 @@ def compare_losses(control: Path, faulted: Path, segments: Segments) -> dict[str
 
 
 def _losses(directory: Path) -> dict[tuple[Epoch, int], float]:
-    """(epoch, step) -> loss."""
+    """Maps (epoch, step) to the loss in metrics.jsonl; {} if there is no such file."""
     losses = {}
     path = directory / "metrics.jsonl"
     for line in path.read_text().splitlines() if path.exists() else []:
@@ -277,7 +288,8 @@ def _losses(directory: Path) -> dict[tuple[Epoch, int], float]:
 
 
 def resize_lines(record: dict[str, Any]) -> list[str]:
-    """Lines to print about a record's changes of size."""
+    """Lines to print about a record's changes of the number of hosts, and about the
+    comparison of the losses."""
     lines = []
     for it in record["resized"]:
         how = "equal bit for bit to" if it["bit_exact"] else "DIFFERENT from"
@@ -387,7 +399,10 @@ def _differing(control: Path, faulted: Path, step: int) -> list[str]:
 
 def _differing_roots(control: Path, faulted: Path, step: int) -> list[str]:
     """Compares a step that the undisturbed run committed but did not store, by the
-    digests of the commits."""
+    digests of the commits.
+
+    Returns [] if the digests are equal, otherwise one line of text.
+    """
     roots = [
         {it["step"]: it["root"] for it in read_events(run) if it["event"] == "commit"}
         for run in (control, faulted)
@@ -432,8 +447,11 @@ def _recoveries(
 
 
 def _replicated(recovery: dict[str, Any], events: Events) -> dict[str, Any]:
-    """Seconds until every slice had its copies again after a recovery, and the bytes
-    that were pushed."""
+    """Seconds until every slice had its copies again after a recovery, the bytes pushed
+    for this, and `healthy`: whether separate failure domains have all requested copies.
+
+    None, 0 and None if the copies never became complete.
+    """
     epoch = recovery["generation"], recovery["attempt"]
     for event in events:
         if event["event"] == "replicated":
@@ -480,7 +498,7 @@ def surviving_segments(
 ) -> list[tuple[tuple[int, int], int, int]]:
     """The steps of each attempt that no later attempt repeats.
 
-    Each entry is (epoch, after step, up to step).
+    Each entry is (epoch, step before the first, last step).
 
     >>> one = {"event": "assignment", "generation": 1, "attempt": 1, "step": 0}
     >>> two = {"event": "assignment", "generation": 2, "attempt": 1, "step": 7}

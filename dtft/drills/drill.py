@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 
 DEADLINE_S = 600.0
 FAIL_AT = "DTFT_FAIL_AT"
-"""Environment variable: SLOT:STEP:once|always:MARKER, where a trainer raises."""
+"""Environment variable with the value SLOT:STEP:once|always:MARKER: the slot and step
+at which a trainer raises. With `once` the trainer makes the file MARKER first, and does
+not raise if the file exists."""
 _LITTLE_MEMORY = 'mount -t tmpfs -o size="$1" dtft "$2" && shift 2 && exec "$@"'
 """Shell script: mounts a tmpfs of size $1 on directory $2, then executes the rest of
 its arguments as a command."""
@@ -63,6 +65,7 @@ def run_drill(options: "DrillCommand", words: list[str]) -> int:
 
     Raises:
         ValueError: wrong input, such as a fault that cannot be read.
+        SystemExit: the undisturbed run did not end within `DEADLINE_S`.
     """
     experiment, overrides = for_clusters(options, words, "dtft drill")
     overrides += handed_on(options.host)
@@ -157,7 +160,8 @@ def _usable(control: Path, experiment: Experiment, *, every_loss: bool) -> bool:
 
 
 def _decisive(resolved: str) -> dict[str, Any]:
-    """The part of a config that decides the final state."""
+    """The sections of a config (JSON text) that decide the final state: all but `log`,
+    `timeouts` and `checkpoint`."""
     free = ("log", "timeouts", "checkpoint")
     return {k: v for k, v in json.loads(resolved).items() if k not in free}
 
@@ -237,7 +241,8 @@ def _wait(cluster: LocalCluster, injector: FaultInjector, deadline_s: float) -> 
 
 
 def _failures(faults: Sequence[Fault], marker: Path) -> dict[str, str]:
-    """Environment variables that make a trainer raise inside a step."""
+    """Environment variables that make a trainer raise inside a step, for the first
+    fault of kind `fail`; {} if there is none."""
     for fault in faults:
         if fault.kind == "fail":
             often = "always" if fault.always else "once"

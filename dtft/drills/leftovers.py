@@ -14,7 +14,7 @@ from dtft.elastic.local_cluster import LocalCluster
 MARK = "DTFT_DRILL"
 """Environment variable of every process of a drill's cluster: the name of its job."""
 GRACE_S = 5.0
-"""Seconds that a process may take to end."""
+"""Seconds after which processes and memory of ended hosts count as leftovers."""
 
 
 def of_ended_hosts(cluster: LocalCluster, grace_s: float = GRACE_S) -> list[str]:
@@ -50,7 +50,8 @@ def of_job(job: str, arena_directory: Path, run_directory: Path) -> list[str]:
 
 
 def _marked(job: str) -> list[int]:
-    """Processes that have the job's name in their environment."""
+    """Ids of the processes whose variable `MARK` has the job's name. Processes with an
+    unreadable environment are left out."""
     mark, found = f"{MARK}={job}".encode(), []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):

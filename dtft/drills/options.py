@@ -29,10 +29,12 @@ if TYPE_CHECKING:
 
 
 def handed_on(flags: "HostFlags") -> list[str]:
-    """The flags of a cluster's agents, with absolute paths.
+    """The flags that a cluster passes to its agents: --domain-file, --tls-cert,
+    --tls-key and --nixl, if given, with absolute paths.
 
     Raises:
-        ValueError: a file cannot be read or has invalid contents.
+        ValueError: a file cannot be read or has invalid contents, or flags exclude each
+            other.
     """
     paths = {
         "--domain-file": flags.domain_file,
@@ -47,7 +49,8 @@ def handed_on(flags: "HostFlags") -> list[str]:
 
 
 def tls_of(flags: "HostFlags") -> Tls | None:
-    """The certificate of --tls-cert and --tls-key, read once as a check.
+    """The certificate of --tls-cert and --tls-key, read once as a check; None if
+    neither is given.
 
     Raises:
         ValueError: one of the flags is missing, --nixl is given too, or the files
@@ -112,6 +115,8 @@ def settings(flags: "HostFlags", place: "PlaceFlags", host: str) -> dict[str, An
 
 def domain_of(flags: "HostFlags", place: "PlaceFlags", host: str) -> str:
     """The label of a host's failure domains, from --domain or --domain-file.
+
+    Has the form LEVEL=NAME,LEVEL=NAME; "" if neither flag is given.
 
     Raises:
         ValueError: both are given, the label cannot be read, or the file has no line
@@ -195,8 +200,8 @@ def store_address(job: "JobFlags") -> StoreAddress:
     """The etcd of --store and of the flags that begin with --store-.
 
     Raises:
-        ValueError: a flag has a value that is not allowed, or lacks the flag that it
-            needs; or no job can have this name.
+        ValueError: a flag has an invalid value or lacks a flag that it requires, or the
+            job's name is empty or has characters that are not allowed.
     """
     check_name("--job", job.name)
     return StoreAddress.parse(
@@ -212,7 +217,7 @@ def store_address(job: "JobFlags") -> StoreAddress:
 
 
 def host_name(place: "PlaceFlags") -> str:
-    """The name from --host-name, or a name that no other process has.
+    """The name from --host-name; by default the machine's name and this process's id.
 
     Raises:
         ValueError: the name is not allowed for a host.
@@ -249,7 +254,13 @@ def read_secret(job: "JobFlags") -> bytes:
 def cluster_options(
     experiment: Experiment, arguments: list[str], spares: int, directory: Path
 ) -> "ClusterOptions":
-    """The local cluster for an experiment.
+    """The options of a local cluster that runs an experiment.
+
+    Args:
+        experiment: the experiment.
+        arguments: CONFIG and overrides, for each agent.
+        spares: number of spare hosts.
+        directory: the run directory.
 
     Raises:
         ValueError: the arena directory does not exist.

@@ -16,7 +16,8 @@ from dtft.elastic.store import Store, claim, job_key, read_view
 
 PAUSE_S = 0.1
 SERVED = "--serve-only"
-"""Start of `config_digest` in a job whose processes the user starts."""
+"""Text with which `AgentConfig.config_digest` starts in a job whose processes the user
+starts."""
 
 
 class JobMismatch(ValueError):
@@ -35,6 +36,7 @@ def refuse_taken_name(store: Store, config: AgentConfig) -> None:
     """Waits until no host of this name is registered, for at most a lease and 1 s.
 
     Raises:
+        StoreUnavailable: the store does not answer.
         JobMismatch: a live host has the name.
     """
     key = job_key(config.job, f"m/hosts/{config.host}")
@@ -77,7 +79,8 @@ def claims_of(config: AgentConfig) -> dict[str, bytes]:
     """Returns the values that hosts write again to a store that has lost data.
 
     Returns:
-        Name of the key to its value: "fingerprint", and "terms" if there are any.
+        Name of the key to its value: "fingerprint", and "terms" if `config.terms` (the
+        settings of the user's processes) is not "".
     """
     claims = {"fingerprint": json.dumps(_fingerprint(config)).encode()}
     return claims | ({"terms": config.terms.encode()} if config.terms else {})

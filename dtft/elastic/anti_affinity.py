@@ -28,7 +28,8 @@ from dtft.elastic.store import View
 def known_domains(records: Iterable[HostRecord]) -> tuple[FailureDomains, str]:
     """Returns the failure domains from all hosts' labels, and an error text or "".
 
-    If the labels are inconsistent, the domains are those of unlabelled hosts.
+    If the labels are inconsistent, all labels are ignored: each host is then its own
+    domain, and the error text gives the reason.
     """
     try:
         return domains_from_labels(
@@ -40,12 +41,13 @@ def known_domains(records: Iterable[HostRecord]) -> tuple[FailureDomains, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """The assignment and the failure domains of a job, from a view."""
+    """The assignment and the failure domains of a job, from a view of the store."""
 
     assignment: SlotAssignment | None
     domains: FailureDomains
     names: Mapping[str, str]
-    """Host to its domain at the level over which the copies are spread."""
+    """Host to its domain at the level (power, rack or host) over which the copies are
+    spread."""
 
     @classmethod
     def of(cls, view: View) -> "Surroundings":
@@ -73,8 +75,9 @@ class Surroundings:
             layout: the newest layout; None if unknown.
 
         Returns:
-            Requested copies, effective copies, and why the numbers differ ("" if not);
-            (0, 0, "") if the layout or a host of the formation is unknown.
+            The requested copies, the effective copies (in separate domains), and why
+            the numbers differ ("" if not). (0, 0, "") if there is no assignment, the
+            layout is unknown or of another size, or a host of the formation is unknown.
         """
         now = self.assignment
         if now is None or layout is None or layout.mesh.num_slots != len(now.slots):
@@ -87,7 +90,8 @@ class Surroundings:
 
 
 def spread_over(slots: Sequence[str], domains: FailureDomains, copies: int) -> Spread:
-    """Computes the spread of copies of a formation without copies in memory."""
+    """Chooses the failure domains over which a formation spreads its copies, if it has
+    no copies in memory yet."""
     if not domains.levels:
         return Spread(copies=copies)
     found = separate_copies(domains, slots, copies)
@@ -102,9 +106,10 @@ def next_spread(
     *,
     keep: bool,
 ) -> Spread:
-    """Returns the previous spread if copies stay in memory (`keep`), or a new spread.
+    """Returns the failure domains over which the next formation spreads its copies.
 
-    A different number of slots also makes a new spread.
+    If copies stay in memory (`keep`) and the number of slots is the same, this is the
+    previous spread; otherwise a new spread.
     """
     if keep and previous is not None and len(previous.slots) == len(slots):
         return previous.spread
@@ -128,7 +133,7 @@ def preferred(
         domains: failure domains of all hosts.
 
     Returns:
-        The host of each slot; None for a slot without a spare.
+        The host of each slot; None for an empty slot for which no spare is left.
     """
     groups, wanted, level = (), 0, "host"
     sizes = {len(seats), len(previous.slots) if previous else 0}

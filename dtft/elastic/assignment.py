@@ -89,14 +89,15 @@ class SlotAssignment:
     step: int
     """The restored step; 0 for the initial state."""
     rung: int
-    """Rung of the recovery ladder; 0 for the first formation of a job."""
+    """Where the recovery found the state: 1 in each host's own memory, 2 also in peers'
+    memory, 3 in storage or the initial state; 0 for the first formation of a job."""
     reason: str
     """The reason for the formation, for messages."""
     spread: Spread = field(default_factory=Spread)
     """The failure domains over which the slots' copies are spread."""
     asked_slots: int = 0
-    """The requested number of slots; 0 for none. Kept here in case the store loses the
-    request."""
+    """The number of slots that a user has requested; 0 without a request. Kept here in
+    case the store loses the request."""
 
     @functools.cached_property
     def slot_of(self) -> dict[str, int]:
@@ -142,8 +143,8 @@ def process_of(incarnation: str) -> str:
 Choose = Callable[
     [Sequence[HostRecord | None], Sequence[HostRecord]], tuple[HostRecord | None, ...]
 ]
-"""Takes the host of each slot (None if empty) and the spares in order; returns the host
-of each slot."""
+"""Takes the host of each slot (None if empty) and the spare hosts in order of
+preference; returns the host of each slot, None if no spare is left for it."""
 
 
 def fill_slots(
@@ -186,8 +187,8 @@ def next_epoch(
 ) -> tuple[int, int]:
     """Computes (generation, attempt) of a new formation.
 
-    The generation increases if the hosts of the slots differ from `previous`; otherwise
-    the attempt increases.
+    The generation increases if the hosts of the slots, or their agent processes, differ
+    from `previous`; otherwise the attempt increases.
 
     >>> next_epoch(None, [])
     (1, 1)
@@ -202,7 +203,8 @@ def next_epoch(
 
 
 REPLICA_AXIS = "replica"
-"""Mesh axis along which jobs grow and shrink. Each replica has neighbouring slots."""
+"""Name of the mesh axis along which jobs grow and shrink. The slots of a replica have
+consecutive numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,13 +215,13 @@ class SizeLimits:
     """Fewest replicas with which the job continues after it has lost hosts without a
     spare; 0: the job waits for a host."""
     global_batch: int = 0
-    """Number of rows of a step. Every part of the mesh takes equally many rows, so the
-    number of parts divides this number. 0 allows any number of parts."""
+    """Number of rows of the batch of one step. It must be divisible by the number of
+    replicas times `ReplicaGroups.parts`. 0 allows any number of replicas."""
     batch_axes: tuple[str, ...] = (REPLICA_AXIS,)
     """Mesh axes along which rows are divided."""
     row_parts: int = 1
-    """Number of equal parts, such as microbatches, into which each mesh part's rows are
-    divided."""
+    """Number of equal parts, such as microbatches, into which the rows of each position
+    on the batch axes are divided."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +243,9 @@ class WantedSize:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaGroups:
-    """The numbers of replicas and slots of a job, and the replica groups that follow.
+    """The numbers of replicas and slots of a job, and its replica groups.
+
+    A replica group is the smallest set of hosts that hold whole copies of the model.
 
     >>> ReplicaGroups(replicas=4, slots=2, parts=1).group  # every host has two replicas
     (2, 1)
@@ -250,7 +254,8 @@ class ReplicaGroups:
     replicas: int
     slots: int
     parts: int
-    """Number of parts into which the rows of one replica are divided."""
+    """Number of equal parts into which the rows of one replica are divided: over the
+    other batch axes, and by `SizeLimits.row_parts`."""
 
     @classmethod
     def of(cls, layout: Layout, limits: SizeLimits) -> "ReplicaGroups":
@@ -271,7 +276,8 @@ class ReplicaGroups:
         return self.replicas // common, self.slots // common
 
     def fits(self, replicas: int, limits: SizeLimits) -> bool:
-        """Whether a job may have this many replicas: whole groups with equal rows."""
+        """Whether a job may have this many replicas: they fill whole replica groups,
+        and the rows of a step divide evenly among them."""
         whole = replicas >= 1 and replicas % self.group[0] == 0
         return whole and limits.global_batch % (replicas * self.parts) == 0
 
@@ -367,7 +373,8 @@ def resized(layout: Layout, replicas: int) -> Layout:
 
 
 def _outermost(mesh: MeshLayout) -> int:
-    """Returns the size of the replica axis; 0 if an axis before it is above 1."""
+    """Returns the size of the replica axis; 0 without such an axis, or if an axis
+    before it has a size above 1."""
     for name, size in zip(mesh.axis_names, mesh.axis_sizes, strict=True):
         if name == REPLICA_AXIS:
             return size

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 KEPT_CALLS = 10
-"""Number of longest calls that are recorded, for the drill's record."""
+"""Number of the loop's longest calls that it remembers, for the record of a drill."""
 IDLE_S = 5.0
 """Seconds without work after which a lane's thread ends."""
 
@@ -29,11 +29,12 @@ class Lane(Protocol):
     """Work of one kind, done in order on another thread than the loop's."""
 
     def submit(self, work: Work, then: Then) -> None:
-        """Does `work` after all work submitted before; then runs `then` on the loop."""
+        """Calls `work` after all work submitted before; then calls `then` on the loop
+        with the outcome. Does nothing after `close`."""
         ...
 
     def close(self) -> None:
-        """Drops work that has not started."""
+        """Drops work that has not started, and work submitted later."""
         ...
 
 
@@ -59,7 +60,8 @@ class Loop(Protocol):
         ...
 
     def aside(self, work: Work, then: Then | None = None) -> None:
-        """Does `work` at once on another thread; then runs `then` on the loop."""
+        """Calls `work` at once on another thread; then calls `then` on the loop with
+        the outcome. Without `then`, an error is raised on that thread."""
         ...
 
     def lane(self, name: str) -> Lane:
@@ -238,7 +240,7 @@ class ThreadLane:
 
 
 def outcome_of(work: Work) -> "Future[Any]":
-    """Does some work; returns its result or exception as a finished future.
+    """Calls `work`; returns its result or exception as a finished future.
 
     >>> outcome_of(lambda: 3).result()
     3

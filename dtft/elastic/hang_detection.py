@@ -1,7 +1,8 @@
 """Detects hung trainers and finds the host that the other hosts wait for.
 
-A trainer writes its phase and the phase's start time on its host's progress board. The
-agent reads the board about every second (`ProgressWatch`) and reports long phases to
+A trainer writes its phase and the phase's start time to shared memory (its host's
+progress board). The agent reads the board about every second (`ProgressWatch`) and
+reports long phases to
 the leader. One hung trainer blocks all others in the next collective, so the phases of
 all trainers exceed a limit. The leader then finds the hosts that are behind
 (`verdict`). Clock, board and process state are arguments.
@@ -24,18 +25,20 @@ MOVING_S = 10.0
 FRESH_S = 3.0
 """Seconds after its last report from which a host counts as silent."""
 BLIND_S = 2.0
-"""Longest time in seconds that counts between two looks at the board. During a longer
-gap the agent itself was stopped, and perhaps its trainer too."""
+"""Largest number of seconds that one interval between two reads of the progress board
+adds to a phase's duration. In a longer interval the agent itself was stopped, and
+perhaps its trainer too."""
 DUMP_AT = 0.8
 """Fraction of a phase's limit after which the agent dumps the trainer's stack. At the
 limit the leader restarts the trainer."""
 KNOWN_STEPS = 3
-"""Number of measured steps from which the default limit of a step is computed."""
+"""Least number of measured step times from which the default limit of a step is
+computed. With fewer, the limit is `Timeouts.start`."""
 KEPT_STEPS = 64
 SHORTEST_LIMIT_S = 10.0
 MEDIANS = 20
-"""The default limit of a step is this many median step times, at least
-`SHORTEST_LIMIT_S`."""
+"""The default limit of a step as a multiple of the median step time; the limit is at
+least `SHORTEST_LIMIT_S` seconds."""
 BUSY = 0.2
 """Least number of processors that a computing process uses. A process that waits for a
 collective uses about 0."""
@@ -129,7 +132,8 @@ class Observation:
     """Start time of the phase, in seconds on the monotonic clock."""
     computing: int
     finished: int
-    """Last finished step on the board; `computing` is the last dispatched step."""
+    """Last finished step on the progress board; `computing` is the last dispatched
+    step."""
     state: str = "?"
     """State letter of the process, as in /proc/PID/stat; "?" if unreadable."""
     cpu_s: float = 0.0
@@ -152,7 +156,8 @@ class JobProgress:
     """Name of the field of `Timeouts` that sets `limit_s`."""
     state: str
     busy: float
-    """Mean number of processors used between the last two looks."""
+    """Mean number of processors that the process used between the agent's last two
+    reads of its state."""
 
     def stuck(self, longer_s: float = 0.0) -> Stuck | None:
         """Returns a `Stuck` if the phase exceeds its limit, else None.
@@ -214,7 +219,11 @@ class ProgressWatch:
         )
 
     def _count(self, now: float, seen: Observation) -> None:
-        """Records the mean time of the steps dispatched since the last record."""
+        """Records the mean time of the steps dispatched since the last record.
+
+        Records nothing while the trainer starts or compiles, or after the agent was
+        stopped.
+        """
         begun, before = self._counted_from, self._last
         blind = before is not None and now - before[0] > BLIND_S
         if seen.phase in ("", "start", "compile") or blind:
@@ -272,7 +281,7 @@ def _busy(
 
 @dataclass(frozen=True, kw_only=True)
 class Blame:
-    """Hosts that are behind, and the evidence; all hosts if none is behind."""
+    """Hosts for which the other hosts wait, and why; all hosts if none is behind."""
 
     hosts: tuple[str, ...]
     why: str

@@ -29,21 +29,23 @@ from dtft.elastic.store import Store, View, job_key, read_commits, read_view
 CONNECT_S = 5.0
 LOOK_S = 30.0
 VERIFY_S = 600.0
-"""Seconds for a host to read all its copies, plus the time that a rate limit needs."""
+"""Default of `Verification.timeout_s`: seconds for a host to read all its copies."""
 SILENCE_S = 30.0
 """Seconds without a progress message after which a verifying host has failed."""
 MOST_VERIFIERS = 1024
-"""Number of hosts that verify at the same time."""
+"""Largest number of hosts that verify at the same time."""
 EXPORT_S = 900.0
 TRIES = 20
 LEADER_S = 20.0
-"""Seconds to wait for a leader; a live job elects a leader within this time."""
+"""Seconds for which a request to export is repeated while the job has no leader; a live
+job elects a leader within this time."""
 LEADER_PAUSE_S = 0.2
 VERIFY_TRIES = 8
 """Largest number of repeated verifications. Training continues meanwhile, so a step may
 be dropped before all hosts have read the step; then the hosts verify again."""
 VERIFY_AGAIN_S = 20.0
-"""Seconds of verification after which it is not repeated."""
+"""Seconds from the start of the first verification after which no further verification
+begins."""
 
 
 class NotThere(RuntimeError):
@@ -61,7 +63,8 @@ class Verification:
     rate: int = 0
     """Bytes per second that each host may read; 0 for no limit."""
     timeout_s: float = VERIFY_S
-    """Seconds for a host to read all its copies, plus the time that `rate` needs."""
+    """Limit in seconds for a host to read all its copies; with a `rate`, the time that
+    the host needs at this rate is added."""
     progress: Callable[[str, int, int], None] = _ignore
     """Called from several threads with a host, the bytes that it has read and the bytes
     of all its copies."""
@@ -76,15 +79,16 @@ class HostState:
     """The host's slot; -1 for a spare."""
     arena_bytes: int = 0
     held: Mapping[int, Mapping[str, bytes]] = field(default_factory=dict)
-    """Step to slice key to digest."""
+    """Step to slice key to the digest of the host's copy of that slice."""
     corrupt: tuple[str, ...] = ()
     """Descriptions of corrupt copies, which are not in `held`."""
     unread: tuple[int, ...] = ()
-    """Steps that were dropped before the host read their copies."""
+    """Steps whose copies the host dropped, for newer steps, before it had read them."""
     copies_read: int = 0
     """Number of copies that were read and compared with their digests."""
     bytes_read: int = 0
-    """Bytes read; chunks that several steps share count once."""
+    """Bytes that the host read. A chunk of memory that copies of several steps have in
+    common counts once."""
     seconds: float = 0.0
     """Seconds that reading the copies took."""
     layout: str = ""
@@ -284,9 +288,11 @@ class Observer:
         return reply
 
     def export(self) -> int:
-        """Makes the leader write the newest commit to storage; returns the step.
+        """Makes the leader write a commit to storage; returns the step.
 
-        If the leader changes before the answer, the new leader gets the request.
+        In a job whose processes the user starts, this is the newest commit; in other
+        jobs the next commit. If the leader changes before the answer, the new leader
+        gets the request.
 
         Raises:
             RuntimeError: the export failed; the message has the reason.

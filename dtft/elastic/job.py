@@ -47,14 +47,17 @@ class AgentConfig:
     copies: int = 2
     """Requested number of copies of every slice."""
     share: Share = "full"
-    """Slices that each host copies at a commit: all its slices ("full"), or copies/d of
-    the slices that d replicas have ("divided")."""
+    """Slices that each host copies to its memory at a snapshot. "full": all its slices.
+    "divided": if d replicas have the same slices, each copies about `copies`/d of them,
+    in turn."""
     cadence: Cadence = field(default_factory=Cadence)
-    """Steps after which snapshots are taken; only the initial ones if `automatic`."""
+    """Steps after which snapshots are taken. With `automatic`, its interval is only the
+    initial interval."""
     automatic: Automatic | None = None
     """Limits of an automatic snapshot interval; None for a fixed interval."""
     failure_budget: int = 2
-    """Number of times that one exception occurs at the same step until the job ends."""
+    """Number of occurrences of the same exception or exit code, without a commit beyond
+    its step in between, that ends the job."""
     last_step: int = 0
     """The last step of the job; 0 if only its trainers know."""
     storage_interval: int = 50
@@ -74,7 +77,7 @@ class AgentConfig:
 
     @property
     def seats(self) -> SeatPolicy:
-        """The policy that fills slots and reacts to trainers."""
+        """The policy for filling slots and reacting to trainers, chosen by `served`."""
         return SERVED if self.served else LAUNCHED
 
     @property

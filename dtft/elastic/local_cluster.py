@@ -52,9 +52,10 @@ HEAD_START_S = 0.5
 """Seconds by which spares start later, so that host-0, host-1, ... usually take slot 0,
 1, ..."""
 LAST_EXPORT_S = 10.0
-"""Seconds that a forced end waits for the export of the newest step."""
+"""Limit in seconds of the export of the newest step, before a job is ended by force."""
 ASK_AGAIN_S = 1.0
-"""Seconds between two checks that the store has the stop request, which it may lose."""
+"""Seconds between two checks that the store still has the request to stop; a store may
+lose its data."""
 KILL_S = 10.0
 STORE_S = 2.0
 """Timeout of a store call, in seconds."""
@@ -355,8 +356,8 @@ class LocalCluster:
     def close(self) -> None:
         """Ends all agents and etcd, and frees every host's memory.
 
-        An error at one part does not keep the others from ending; stop signals are
-        ignored meanwhile.
+        After an error with one agent or with etcd, the others are still ended. Stop
+        signals are ignored meanwhile.
         """
         self._closed.set()
         if self._supervisor is not None:

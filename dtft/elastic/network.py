@@ -23,7 +23,8 @@ from dtft.elastic.event_loop import Loop
 logger = logging.getLogger(__name__)
 
 FOREVER_S = 86400.0
-"""Receive timeout in seconds, practically none: the links detect silence themselves."""
+"""Receive timeout of control connections in seconds. It is so long that it has no
+effect, because `links` closes connections of silent peers."""
 PROBE_S = 1.0
 
 Message = dict[str, Any]

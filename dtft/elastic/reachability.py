@@ -14,11 +14,12 @@ Pair = tuple[str, str]
 """Two host names in sorted order."""
 
 MOST_TRIED = 64
-"""Number of peers that a host tries in a round; other peers follow in the next
-round."""
+"""Largest number of peers to which a host tries to connect in one round; other peers
+follow in the next round."""
 FIRST_PAUSE_S = 2.0
 LONGEST_PAUSE_S = 30.0
-"""Seconds between two tries of unreachable pairs while the job waits."""
+"""Longest pause in seconds between two tries of pairs that do not reach each other; the
+first pause is `FIRST_PAUSE_S`, and pauses double."""
 
 
 def peers_to_try(
@@ -144,7 +145,7 @@ class Reachability:
 
     @property
     def is_to_be_tried(self) -> bool:
-        """Whether hosts must try their peers in the next round."""
+        """Whether hosts must try to connect to their peers in the next round."""
         return self.is_suspected or bool(self.apart)
 
     def learn(
@@ -180,7 +181,10 @@ class Reachability:
         self.is_suspected = False
 
     def is_due(self, now: float) -> bool:
-        """Whether hosts must try again now; if True, doubles the pause that follows."""
+        """Whether hosts of unreachable pairs must try to connect again now.
+
+        If True, doubles the pause until the next try.
+        """
         if not self.apart or now < self._look_at:
             return False
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
@@ -188,7 +192,7 @@ class Reachability:
         return True
 
     def ask(self, connected: Collection[str]) -> dict[str, list[str]]:
-        """Begins another try; returns each host and the peers that it tries.
+        """Begins another try of all unreachable pairs; returns host to peers to try.
 
         Drops pairs with a host that is not connected.
         """

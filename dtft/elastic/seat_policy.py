@@ -28,7 +28,8 @@ from dtft.elastic.store import StoreUnavailable
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """Settings that all processes of a job share; the first process decides."""
+    """Settings that must be equal in all of a user's processes of a job. Those of the
+    first process to attach count."""
 
     processes: int
     """Number of processes of the job, one per slot."""
@@ -77,7 +78,8 @@ class Admission:
     processes: int | None
     """Required number of processes of the job; None for any number."""
     agree: Callable[[Terms], Terms]
-    """Stores these terms if the job has none; returns the job's terms."""
+    """Stores a process's settings if the job has none yet; returns the job's settings.
+    May raise StoreUnavailable."""
 
     def objection(self, message: Mapping[str, Any]) -> str | None:
         """Returns why a process may not attach, or None if it may.
@@ -175,7 +177,7 @@ class Seating:
     usable: Sequence[HostRecord]
     """Hosts that may be given a slot."""
     replies: Mapping[str, Mapping[str, Any]]
-    """Host to its report in this round."""
+    """Host to its report of the copies that it holds (`holdings`) in this round."""
     num_slots: int
     """Number of slots at the start of the job."""
     choose_size: Callable[[int, Layout | None], int]
@@ -188,7 +190,8 @@ class Seating:
 
 
 def _fill_with_spares(seating: Seating) -> Filled:
-    """Keeps hosts in their slots and fills empty slots with spares."""
+    """Chooses the number of slots, keeps hosts in their slots and fills empty slots
+    with spares."""
     old, layout = seating.previous, seating.layout
     return seat(
         list(zip(old.slots, old.incarnations, strict=True)) if old else [],
@@ -200,7 +203,8 @@ def _fill_with_spares(seating: Seating) -> Filled:
 
 
 def _fill_with_processes(seating: Seating) -> Filled:
-    """Fills slots by the index of the attached process, if it is still attached."""
+    """Gives slot i to the host whose attached process has index i, if the process is
+    still attached."""
     free = [  # replies are newer than records: a process may have detached since
         record
         for record in seating.usable
@@ -235,7 +239,7 @@ def _gone_without_goodbye(code: int) -> ExitReport:
 
 @dataclass(frozen=True, kw_only=True)
 class SeatPolicy:
-    """The policy that fills slots and reacts to the trainers of a job."""
+    """How a job fills its slots and reacts when hosts and trainers come and go."""
 
     attached: bool
     """Whether trainers are processes that the user starts. Such processes decide when
@@ -252,7 +256,7 @@ class SeatPolicy:
     when every process has attached."""
     ends_by_itself: bool
     """Whether the job ends when all trainers have finished or an error would repeat.
-    Otherwise trainers are released with the reason, and the job waits for new ones."""
+    Otherwise the trainers get the reason, and the job waits for new trainers."""
     reads_copies: bool
     """Whether hosts read and verify their copies at the start of every round."""
     has_coordination_service: bool

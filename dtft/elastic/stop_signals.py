@@ -65,7 +65,7 @@ class StopProgress:
     reason: str = ""
     """Reason of the last formation."""
     missing: tuple[int, ...] = ()
-    """Slots without a host, if the job waits for a host."""
+    """Slots without a host, if the job waits for hosts; else ()."""
     store_serves: bool = True
     asked: bool = True
     """Whether the stop request is recorded in the store."""

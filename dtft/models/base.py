@@ -43,13 +43,25 @@ class ModelConfig:
         return None
 
     def before_layers(self, model: Any, batch: Batch) -> "jax.Array":
-        """Computes the input of the first layer; `model` has no layers here."""
+        """Computes the input of the first layer.
+
+        Called for a pipeline: `model` is the module without the layers of `layers`.
+
+        Raises:
+            NotImplementedError: the model has no equal layers.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no equal layers.")
 
     def after_layers(
         self, model: Any, last: "jax.Array", batch: Batch
     ) -> "tuple[jax.Array, dict[str, jax.Array]]":
-        """Computes `loss` from the last layer's output; `model` has no layers here."""
+        """Computes the result of `loss` from `last`, the output of the last layer.
+
+        Called for a pipeline: `model` is the module without the layers of `layers`.
+
+        Raises:
+            NotImplementedError: the model has no equal layers.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no equal layers.")
 
     def build(self, rngs: "nnx.Rngs") -> "nnx.Module":
@@ -68,7 +80,8 @@ class ModelConfig:
     ) -> "tuple[jax.Array, dict[str, jax.Array]]":
         """Computes losses per example [B] or token [B, T], and metrics of this shape.
 
-        Training minimizes the mean loss over the global batch, and logs all means.
+        Training minimizes the mean loss over the global batch, and logs the means of
+        the loss and of the metrics.
         """
         raise NotImplementedError(f"{type(self).__name__} has no loss().")
 

@@ -23,7 +23,8 @@ IMAGE_MEAN = (0.485, 0.456, 0.406)
 IMAGE_DEVIATION = (0.229, 0.224, 0.225)
 """Standard deviation of ImageNet's red, green and blue in [0, 1]."""
 EXPANSION = 4
-"""Output channels of a bottleneck block per inner channel."""
+"""Output channels of a bottleneck block, divided by the channels of its 3x3
+convolution."""
 
 # Keeps the variance of activations the same from layer to layer (He et al. 2015).
 _HE = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")

@@ -24,7 +24,8 @@ _INJECT = (
 def numbers(name: str, value: Any) -> list[float]:
     """Returns the numbers to check: a number, or the smallest and largest of an array.
 
-    Returns an empty list for a value whose number is not known, such as a traced value.
+    Returns an empty list for a traced value, and for an array of which this process has
+    neither all shards nor a full copy.
 
     Raises:
         ValueError: `value` is not a number or an array of numbers, or is empty.
@@ -52,7 +53,8 @@ def numbers(name: str, value: Any) -> list[float]:
 def check_decay(name: str, value: Any, least: str = "0 <=") -> None:
     """Raises a ValueError unless a value is a decay rate: 0 or more and below 1.
 
-    Also refuses a number that rounds to 1 in float32, and arrays of 16 bits or fewer.
+    Also refuses a number that rounds to 1 in JAX's default float dtype (float32, or
+    float64 if enabled), and floating arrays of 16 bits or fewer.
 
     Args:
         name: Name of the argument, for the error.
@@ -93,7 +95,9 @@ def check_wide(name: str, value: Any) -> None:
 def check_first_decay(name: str, value: Any) -> None:
     """Raises a ValueError unless a first moment's decay rate is above 0 and below 1.
 
-    With a decay rate of 0 the prediction error g - m is 0, and so is its square.
+    Also refuses a decay rate b1 so small that 1 - b1 rounds to 1. The first moment m is
+    then the gradient g, so the prediction error g - m, which is squared and averaged
+    into the second moment, is 0.
     """
     check_decay(name, value, least="0 <")
     for known in numbers(name, value):
@@ -123,7 +127,10 @@ def check_not_negative(**values: Any) -> None:
 
 
 def check_positive(**values: Any) -> None:
-    """Raises a ValueError unless every value is finite and rounds to above 0."""
+    """Raises a ValueError unless every value is finite and above 0.
+
+    Also refuses a value that rounds to 0 or is subnormal in JAX's default float dtype.
+    """
     check_not_negative(**values)
     for name, value in values.items():
         for known in numbers(name, value):
@@ -136,7 +143,10 @@ def check_positive(**values: Any) -> None:
 
 
 def check_schedule(name: str, value: Any) -> None:
-    """Raises a ValueError unless a value is a schedule or a finite number >= 0."""
+    """Raises a ValueError unless a value is callable or a finite number >= 0.
+
+    A callable counts as a schedule; its results are not checked.
+    """
     if not callable(value):
         check_not_negative(**{name: value})
 
@@ -155,7 +165,7 @@ def check_flags(**values: Any) -> None:
 
 
 def whole(name: str, value: Any) -> int | None:
-    """Returns a whole number as an int; None if the value is traced.
+    """Returns a whole number as an int; None if its value is not known (traced).
 
     Raises:
         ValueError: `value` is not a whole number.
@@ -171,7 +181,10 @@ def whole(name: str, value: Any) -> int | None:
 
 
 def check_real_moments(gradients: Any, moments: Any) -> None:
-    """Raises a ValueError if a gradient is complex and its first moment is real."""
+    """Raises a ValueError if a gradient is complex and its first moment is real.
+
+    Gradients of None are not checked.
+    """
 
     def check(path: Any, gradient: Any, moment: jax.Array) -> None:
         if gradient is None or jnp.iscomplexobj(moment):
@@ -249,7 +262,10 @@ def _rounded(known: float) -> Any:
 
 
 def _is_unknown(value: Any) -> bool:
-    """Whether a value is traced, or an array that no process holds completely."""
+    """Whether a value is traced, or an array that this process cannot read completely.
+
+    Such an array is divided over the devices of several processes.
+    """
     if isinstance(value, Tracer) or not isinstance(value, jax.Array):
         return isinstance(value, Tracer)
     return not (value.is_fully_addressable or value.is_fully_replicated)

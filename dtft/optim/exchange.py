@@ -67,7 +67,11 @@ def where_due(
     op: Reduction,
     algorithm: Algorithm,
 ) -> Any:
-    """Reduces `tree` over the axis if `now` is true; else returns `tree` unchanged."""
+    """Reduces `tree` over the axis if `now` is true; else returns `tree` unchanged.
+
+    `now` is a scalar bool array that must be equal on all replicas, because only if it
+    is true a replica enters the collective.
+    """
 
     def exchange(own: Any) -> Any:
         reduced = all_reduce(own, axis_name, op=op, algorithm=algorithm)

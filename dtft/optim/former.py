@@ -27,7 +27,7 @@ NOW = {
     "unguarded": "skip_outlier_gradients with max_norm_ratio=None",
     "with_local_gradients": "average_gradients",
 }
-"""Former name to its replacement, as shown in the warning."""
+"""Each former name to the text that the warning recommends instead."""
 
 
 def unguarded(
@@ -38,7 +38,10 @@ def unguarded(
 
 
 def as_transform(phases: Phases) -> optax.GradientTransformation:
-    """Returns an optax transform that runs both phases one after the other."""
+    """Returns an optax transform of both phases: moments first, then the update.
+
+    The update has no learning rate.
+    """
 
     def update(
         updates: optax.Updates, state: Any, params: optax.Params | None = None

@@ -17,14 +17,16 @@ from dtft.optim.checks import numbers, whole
 from dtft.optim.numerics import abs_squared, dtype_of, widen
 
 _EMPTY = -1.0
-"""Marks an empty place of the norm history; NaN would fail under `jax_debug_nans`."""
+"""Value of an element of `SkipOutliersState.norms` that holds no norm yet; norms are
+never negative. NaN as this value would fail under `jax_debug_nans`."""
 
 
 class SkipOutliersState(NamedTuple):
     """State of `skip_outlier_gradients`; its counters are meant for alerts."""
 
     norms: jax.Array
-    """Norms of the last accepted gradients, newest last, float32 [history]."""
+    """Norms of the last accepted gradients, latest last, float32 [history]; -1 in the
+    leading elements while fewer gradients were accepted."""
     outliers: jax.Array
     """Steps rejected for their norm so far, int32."""
     outliers_in_a_row: jax.Array
@@ -82,7 +84,8 @@ def skip_outlier_gradients(
             an outlier, at most `history`.
         max_consecutive: Number of outliers in a row that are rejected before the next
             one is accepted.
-        axis_name: Mapped axis or axes over which gradients differ; None for none.
+        axis_name: Mapped axis or axes over which gradients differ; None if all devices
+            have the same gradients.
 
     Returns:
         A transform with the state `SkipOutliersState`. Inside a chain
@@ -157,10 +160,11 @@ def skip_outlier_gradients(
 
 
 def _agreed_norm(updates: optax.Updates, axis_name: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns whether the global norm is finite, and the norm.
+    """Returns whether the squared global norm is finite, and the norm.
 
-    Both are equal on all devices of `axis_name`; the norm is the largest of the
-    devices' norms.
+    Without `axis_name` both are of this device's gradients. With it both are equal on
+    all devices of the axis: whether all devices' squared norms are finite, and the
+    largest norm (0 if a squared norm is not finite).
     """
     squared = squared_norm(updates)
     # Tests the square: for one number XLA turns sqrt(x * x) into |x|, which is finite.
@@ -199,8 +203,8 @@ def is_outlier(
 ) -> jax.Array:
     """Whether a norm exceeds `max_norm_ratio` times the (lower) median of known norms.
 
-    False while fewer than `warmup` norms are known, or while the median is 0. Negative
-    elements of `norms` are empty places.
+    False while fewer than `warmup` norms are known, or while the median is 0. Elements
+    of `norms` that are negative hold no norm.
 
     >>> norms = jnp.array([-1.0, 1.0, 2.0, 3.0])
     >>> bool(is_outlier(jnp.array(21.0), norms, 10.0, warmup=3))
@@ -223,8 +227,8 @@ def _remember(norms: jax.Array, norm: jax.Array, restart: jax.Array) -> jax.Arra
 def _if(accept: jax.Array, new: Any, old: Any) -> Any:
     """Selects `new` if `accept` is true, else `old`, leaf by leaf.
 
-    XLA fuses each select with the computation of the leaf. A leaf of `new` that is not
-    a number is always taken.
+    Where `new` has no array or number (float0 and other objects), the leaf of `new` is
+    returned in any case. XLA fuses each select with the computation of the leaf.
     """
 
     def chosen(a: Any, b: Any) -> Any:

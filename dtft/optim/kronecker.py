@@ -28,7 +28,7 @@ class Blocks(NamedTuple):
     columns: int
     """Size of dim Y: the last dim."""
     grid: tuple[int, int]
-    """Number of blocks in each dim."""
+    """Number of blocks along the rows and along the columns."""
     block: tuple[int, int]
     """Shape of each block, (M, N)."""
 
@@ -105,7 +105,7 @@ def inverse_root(
 
     Args:
         statistic_BKK: Real matrices, positive semidefinite up to rounding.
-        exponent: 1/4 in Shampoo.
+        exponent: Power of the inverse root; 1/4 in the Shampoo paper.
         eps: Added to the eigenvalues, as a fraction of the largest. Below about 1e-6
             the result is affected by float32's rounding of the small eigenvalues.
 
@@ -134,7 +134,7 @@ def inverse_root(
 def precondition(
     left_BMM: jax.Array, blocks_BMN: jax.Array, right_BNN: jax.Array
 ) -> jax.Array:
-    """Returns left G right of each block G: [B, M, N]."""
+    """Returns the matrix products left @ G @ right of each block G: [B, M, N]."""
     half_BMN = jnp.einsum("bij,bjk->bik", left_BMM, blocks_BMN, precision=_EXACT)
     return jnp.einsum("bij,bjk->bik", half_BMN, right_BNN, precision=_EXACT)
 

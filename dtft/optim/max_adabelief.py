@@ -284,7 +284,7 @@ def max_adabelief(
 def decoupled_decay(
     weight_decay: optax.ScalarOrSchedule | None, mask: Any
 ) -> list[optax.GradientTransformation]:
-    """Returns a list with the transform of the decay; empty for a decay of None.
+    """Returns [the transform that adds the weight decay]; [] for a decay of None.
 
     Raises:
         ValueError: the decay is out of range, or a mask is given without a decay.
@@ -437,7 +437,7 @@ def _scaled_first_moment(
         b2: See `scale_by_max_belief`.
         eps: See `scale_by_max_belief`.
         nesterov: See `scale_by_max_belief`.
-        bias_correct_max: See `scale_by_max_belief`; without it, the maximum is used
+        bias_correct_max: See `scale_by_max_belief`; if False, the maximum is used
             without the correction.
     """
     count = state.count
@@ -462,7 +462,7 @@ def _scaled_first_moment(
 
 
 def _map(function: Any, updates: Any, *moments: Any, none: int | None = 0) -> Any:
-    """Maps a function over gradients and moments, where gradients may be None.
+    """Maps a function over trees of gradients and moments; gradients may be None.
 
     Args:
         function: Called with a gradient and the moments of the same leaf.

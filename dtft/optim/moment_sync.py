@@ -1,7 +1,8 @@
 """The two modes of `sync_moments`, an optimizer whose replicas exchange moments.
 
-Decides which operands of an update are reduced, held from an earlier reduction, or
-local. Use `dtft.optim.sync`, which documents and checks the options.
+Decides for each operand of an update (a moment that the update is computed from)
+whether it is reduced now, taken from an earlier reduction, or this replica's own. Use
+`dtft.optim.sync`, which documents and checks the options.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -25,13 +26,19 @@ class SyncState(NamedTuple):
     inner: Any
     """Optimizer state; fields that differ per replica are marked `PerReplica`."""
     held: dict[str, Any]
-    """Reduced operands that are used until the next exchange; equal on all replicas."""
+    """Moments by field name, as last reduced; used in the update until the next
+    reduction, and equal on all replicas. Only moments with a period other than 1; empty
+    in mode "state"."""
     taken: dict[str, jax.Array]
-    """Per held operand, the number of the update (int32) that reduced it last."""
+    """For each moment in `held`, the number of the update (int32) that last reduced the
+    moment; 0 before the first update."""
 
 
 class MomentSync(NamedTuple):
-    """The options of `dtft.optim.sync.sync_moments`; one update method per mode."""
+    """The transform of `dtft.optim.sync.sync_moments`; its fields are the options.
+
+    `operands` and `replace_state` are the update functions of the two modes.
+    """
 
     phases: Phases
     axis_name: str | None
@@ -71,7 +78,13 @@ class MomentSync(NamedTuple):
         sync: jax.Array | None = None,
         **extra: Any,
     ) -> tuple[optax.Updates, SyncState]:
-        """Makes one update from reduced operands; the stored moments stay local."""
+        """Makes one update in mode "operands", from moments reduced over the replicas.
+
+        The moments in the state stay those of this replica's gradients.
+
+        Raises:
+            ValueError: `sync` is given but not `commanded`, or the other way round.
+        """
         del params, extra
         self._check_command(sync)
         inner = self.phases.accumulate(updates, _unmark(state.inner))
@@ -105,7 +118,14 @@ class MomentSync(NamedTuple):
         sync: jax.Array | None = None,
         **extra: Any,
     ) -> tuple[optax.Updates, SyncState]:
-        """Makes one update from the replica's moments; reduces moments that are due."""
+        """Makes one update in mode "state".
+
+        First replaces each moment whose exchange is due by its reduction over the
+        replicas. Then makes the update from the replica's moments and gradient.
+
+        Raises:
+            ValueError: `sync` is given but not `commanded`, or the other way round.
+        """
         del params, extra
         self._check_command(sync)
         inner = self.phases.accumulate(updates, _unmark(state.inner))
@@ -150,10 +170,11 @@ class MomentSync(NamedTuple):
     def _recorrected(
         self, held: dict[str, Any], taken: dict[str, jax.Array], count: jax.Array
     ) -> dict[str, Any]:
-        """Rescales held operands so that bias is corrected as of their last exchange.
+        """Rescales the moments of an earlier reduction for the bias correction.
 
-        `direction` divides by 1 - decay^count of the present update. The factor
-        replaces this divisor by the divisor at the update of the exchange.
+        `direction` divides each moment by 1 - decay^count of the present update. The
+        factor replaces this divisor by that of the update in which the moment was
+        reduced.
         """
 
         def scale(name: str) -> Any:
@@ -175,10 +196,10 @@ class MomentSync(NamedTuple):
         return [name for name, period in self.every.items() if period != 1]
 
     def _mark(self, inner: Any) -> Any:
-        """Marks the fields that differ per replica as `PerReplica`.
+        """Wraps the state's fields that differ per replica in `PerReplica`.
 
-        The count is equal on all replicas; in mode "state" also every field that is
-        reduced at each update.
+        Not wrapped are the count, and in mode "state" every field with a period of 1:
+        they are equal on all replicas.
         """
         equal = {"count"}
         if self.mode == "state":

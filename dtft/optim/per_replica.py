@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 
 class PerReplica(NamedTuple):
-    """Marks the leaves below this node as different on every replica."""
+    """A pytree node whose leaves differ between replicas."""
 
     rows: Any
     """Arrays [replicas, ...] outside of shard_map; inside, one replica's arrays."""
@@ -25,7 +25,7 @@ def map_rows(
     tree: Any,
     otherwise: Callable[[Any], Any] = lambda leaf: leaf,
 ) -> Any:
-    """Maps a tree by `on_rows` for leaves marked `PerReplica`, else by `otherwise`."""
+    """Applies `on_rows` to leaves inside `PerReplica` nodes, `otherwise` to others."""
 
     def of(node: Any) -> Any:
         if isinstance(node, PerReplica):
@@ -36,9 +36,9 @@ def map_rows(
 
 
 def lift(tree: Any, num_replicas: int) -> Any:
-    """Makes the global form of a state that is equal on all replicas, as at step 0.
+    """Adds a replica dim to the `PerReplica` leaves: [...] -> [num_replicas, ...].
 
-    Each marked leaf [...] is repeated to [num_replicas, ...].
+    All replicas get the same values, as at step 0.
 
     >>> lift(PerReplica(jnp.arange(3)), 2).rows.shape
     (2, 3)
@@ -71,16 +71,18 @@ def specs(tree: Any, axis_name: str) -> Any:
 
 
 def assign_groups(tree: Any, sources: Sequence[int]) -> Any:
-    """Makes the global form for new replica groups from rows of the old groups.
+    """Selects rows of the `PerReplica` leaves [replicas, ...], for new replica groups.
+
+    A replica group is the set of devices of one replica.
 
     Args:
-        tree: the old global form.
+        tree: the state outside of shard_map, with a leading replica dim.
         sources: for each new group, the old group whose row is copied. A group that was
             lost gets the row of another group: `[0, 0, 2]` restores group 1 from
             group 0.
 
     Raises:
-        ValueError: a source is not a group of the old form.
+        ValueError: a source is not a row of a marked leaf.
 
     >>> assign_groups(PerReplica(jnp.array([5, 6, 7])), [0, 0, 2]).rows.tolist()
     [5, 5, 7]
@@ -100,14 +102,16 @@ def assign_groups(tree: Any, sources: Sequence[int]) -> Any:
 
 
 def add_groups(tree: Any, sources: Sequence[int]) -> Any:
-    """Adds replica groups to the global form; each copies the row of an old group.
+    """Appends rows to the `PerReplica` leaves [replicas, ...], one per added group.
+
+    A tree without `PerReplica` is returned unchanged.
 
     Args:
-        tree: the old global form.
+        tree: the state outside of shard_map, with a leading replica dim.
         sources: for each added group, the old group whose row is copied.
 
     Raises:
-        ValueError: a source is not a group of the old form.
+        ValueError: a source is not a row of a marked leaf.
 
     >>> add_groups(PerReplica(jnp.array([5, 6])), sources=[1]).rows.tolist()
     [5, 6, 6]

@@ -22,7 +22,7 @@ from dtft.optim.max_adabelief import (
 
 
 class Phases(NamedTuple):
-    """The three pure functions of an adaptive optimizer, and the fields they read."""
+    """An adaptive optimizer as three pure functions, and what `direction` reads."""
 
     init: Callable[[optax.Params], Any]
     """Maps parameters (or ShapeDtypeStructs under a trace) to the first state."""
@@ -31,7 +31,7 @@ class Phases(NamedTuple):
     direction: Callable[[optax.Updates, Any], optax.Updates]
     """Maps (the same gradients, the new state) to the update without learning rate."""
     operands: tuple[str, ...]
-    """Moments in the state that `direction` reads."""
+    """Names of the state's fields (moments) that `direction` reads."""
     decay: Mapping[str, Any] = MappingProxyType({})
     """Decay rate of each moment that `direction` corrects for bias, that is, divides
     by 1 - decay^count. A moment from an earlier update needs the count of that

@@ -46,9 +46,11 @@ class ScaleByShampooState(NamedTuple):
     graft: ScaleByMaxBeliefState
     """State of Max-AdaBelief; Shampoo preconditions the first moment `mu`."""
     statistics: Any
-    """A tree like the parameters: `Factors` L and R; None for leaves without blocks."""
+    """A tree like the parameters: `Factors` L and R; None for leaves that are complex
+    or no matrices."""
     roots: Any
-    """Inverse roots of `statistics`; identities before the first computation."""
+    """Inverse roots of `statistics`, as last computed, in a tree of the same structure;
+    identities before the first computation."""
 
 
 class ShampooSteps(NamedTuple):
@@ -180,7 +182,10 @@ class ShampooSteps(NamedTuple):
 
 
 def _as_factors(tree: Any, updates: optax.Updates) -> Any:
-    """Restores `Factors` nodes, which `nnx.Optimizer` replaces by other node types."""
+    """Returns `tree` with `Factors` nodes, which `nnx.Optimizer` replaces by others.
+
+    `updates` gives the tree structure above the nodes.
+    """
     gradients, treedef = jax.tree.flatten(updates, is_leaf=lambda x: x is None)
 
     def of(gradient: Any, node: Any) -> Any:

@@ -41,13 +41,15 @@ from dtft.optim.moment_sync import Mode, MomentSync
 from dtft.optim.phases import Phases
 
 MOMENTS = ("mu", "nu", "nu_max")
-"""Fields that mode "state" reduces by default: the moments of Max-AdaBelief."""
+"""Fields of the optimizer state that `sync_moments(mode="state")` reduces by default:
+the moments of Max-AdaBelief."""
 REFRESH_ABOVE = 16.0
-"""Default of `refresh_above`, in units of the learning rate.
+"""Default of `sync_moments(refresh_above=...)`: largest element of an update before
+its multiplication by the learning rate.
 
 A little above 15.5, the largest update of Max-AdaBelief for a constant gradient. For a
-gradient that grows over many steps, updates from new operands exceed 16 too. Operands
-are then exchanged at every update, at the cost of a period of 1.
+gradient that grows over many steps, updates from newly reduced moments exceed 16 too.
+Moments are then reduced at every update, at the cost of a period of 1.
 """
 
 
@@ -117,12 +119,12 @@ def sync_moments(
             **equal on all replicas**. A value other than 0 exchanges all fields of
             `every`, in addition to the periods. If the values differ, some replicas
             enter a collective that the others never enter: a deadlock.
-        refresh_above: mode "operands" only. If an element of the update is larger than
-            this, in units of the learning rate, the held operands are reduced at once
-            and the update is computed again. Otherwise a coordinate without a gradient
-            at the last reduction (a dead unit, a rare token) has a held maximum near 0,
-            and its first gradient makes a step of a million times the learning rate.
-            None never reduces early.
+        refresh_above: mode "operands" only. If an element of the update, before its
+            multiplication by the learning rate, is larger than this, the operands from
+            earlier reductions are reduced at once and the update is computed again.
+            Otherwise a coordinate without a gradient at the last reduction (a rare
+            token, say) is divided by a maximum near 0, and its first gradient makes a
+            step of a million times the learning rate. None never reduces early.
 
     Returns:
         A transform with extra arguments. Its state has `PerReplica` marks;

@@ -19,20 +19,21 @@ from dtft.parallel.step import Arrays, TrainStep
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One step's rows on the mesh."""
+    """The batch of one step, with the row and sample numbers of this process's rows."""
 
     arrays: Arrays
     """Global arrays, either sharded or in host memory for the step to shard."""
     rows: list[int]
-    """Global row indices that this process owns; disjoint between processes."""
+    """Global row indices that this process owns (see `local_parts`). Each row has one
+    owner."""
     ids: list[int]
     """Sample numbers of `rows`."""
 
 
 class Prepared:
-    """Base class of feeds, which read batches on demand or ahead of time.
+    """Base class of feeds: keeps batches that were read before they are needed.
 
-    A batch can be prepared while the devices work on the batch before.
+    `prepare` can read the next batch while the devices work on the current batch.
     """
 
     def __init__(self) -> None:
@@ -57,12 +58,13 @@ class Prepared:
 
 
 class Feed(Prepared):
-    """Makes batches with equal numbers of rows for all data slots."""
+    """Makes batches with equal numbers of rows for all data slots (positions on the
+    mesh axes that divide rows)."""
 
     def __init__(
         self, source: Source, train_step: TrainStep, global_batch: int
     ) -> None:
-        """Computes this process's parts of a batch; reads nothing yet."""
+        """Computes which parts of a batch this process reads; reads nothing yet."""
         super().__init__()
         self._source, self._global_batch = source, global_batch
         self._sharding = train_step.batch_sharding
@@ -105,7 +107,7 @@ class Feed(Prepared):
         return rows_of(step - 1, start // self._width, slots, self._global_batch)
 
     def _indices(self, step: int) -> list[int]:
-        """The global row indices of this process's parts, in the order of the parts."""
+        """The global row indices that this process reads for a step, part by part."""
         return [row for start in self._parts[0] for row in self._part(step, start)]
 
     def _columns(self, step: int, indices: list[int]) -> dict[str, np.ndarray]:
@@ -123,10 +125,11 @@ class Feed(Prepared):
 def local_parts(
     sharding: jax.sharding.NamedSharding, length: int
 ) -> tuple[list[int], list[int]]:
-    """Returns start indices in dim 0 of this process's parts, and of its owned parts.
+    """Finds the parts (the shards of dim 0) that this process holds, and those it owns.
 
     If several devices hold a part, the process of the first of these devices in mesh
-    order owns the part.
+    order owns the part. Returns the start index of each held part, ascending, and of
+    each owned part.
 
     Args:
         sharding: a sharding that divides dim 0 only.
@@ -147,10 +150,10 @@ def place(
     sharding: jax.sharding.NamedSharding,
     global_batch: int,
 ) -> dict[str, jax.Array]:
-    """Makes global arrays from this process's parts; leaves out the column `id`.
+    """Makes global arrays from the shards of this process; leaves out the array `id`.
 
     Args:
-        parts: map from the start index of a part to its arrays by name.
+        parts: map from the start index in dim 0 of a shard to its arrays by name.
         sharding: sharding of every array.
         global_batch: size of dim 0 of the global arrays.
     """
@@ -192,8 +195,9 @@ def evaluate(
     """Returns the means of the loss and of each metric over all samples of `source`.
 
     All processes must call this function together. The last batch is padded with rows
-    of weight 0. `entered` is called with each new phase: `evaluate`, or `compile` for
-    the first batch's computation.
+    of weight 0. For each batch `entered` is called with `evaluate`, with the phase of
+    the computation (`compile` for the first batch, then `evaluate`), and with
+    `evaluate` after the computation was started.
     """
     starts, _ = local_parts(train_step.batch_sharding, global_batch)
     width = train_step.batch_sharding.shard_shape((global_batch,))[0]

@@ -23,12 +23,13 @@ from dtft.planner.types import Spec
 
 AXIS = "fsdp"
 _ENTERED = REMAT | {"jit", "pjit", "closed_call", "call"}
-"""Calls with a single body, whose arguments are the arguments of the call."""
+"""Primitives that call a single body with their own operands. Gathers are inserted into
+the body."""
 _LAYOUT = frozenset(
     {"convert_element_type", "reshape", "transpose", "squeeze", "broadcast_in_dim"}
 )
-"""Cheap primitives that the backward pass recomputes, because their results may be
-gathered parameters in another form."""
+"""Cheap primitives whose results the backward pass recomputes. Such a result may be a
+gathered parameter that was cast or reshaped, which should not stay in memory."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -65,14 +66,17 @@ class Gathering:
         return primitive.name not in _LAYOUT
 
     def gathers(self, eqn: JaxprEqn) -> bool:
-        """Whether an equation is a gather, whose result the next equation reads."""
+        """Whether an equation is a gather that this object inserted before a use.
+
+        Remat must keep such an equation in one block with the equation after it.
+        """
         return any(var in self._results for var in eqn.outvars)
 
     def body(self, jaxpr: Jaxpr, divided: Mapping[Var, Spec]) -> Jaxpr:
-        """Rebuilds a jaxpr, the program itself or the body of a call in the program.
+        """Returns a jaxpr with a gather before each use of a divided variable.
 
         Args:
-            jaxpr: the jaxpr to rebuild.
+            jaxpr: the program itself, or the body of a call in the program.
             divided: map from an argument that is divided over `fsdp` to its spec.
         """
         level = _Level(gathering=self, divided=dict(divided))
@@ -83,8 +87,9 @@ class Gathering:
     def gather(self, var: Var, spec: Spec) -> tuple[Var, JaxprEqn]:
         """Makes an equation that gathers `var` over `fsdp`.
 
-        Returns the variable that the equation writes, and the equation. The backward
-        pass of the equation divides the cotangent by `spec`.
+        Returns the variable that the equation writes, and the equation. Its backward
+        pass shards the cotangent as `spec` says; a cotangent of at most one dim is
+        first constrained to be whole.
         """
         divided = NamedSharding(self.mesh, partition_spec(spec))
         whole = NamedSharding(self.mesh, partition_spec(gathered(spec)))
@@ -114,7 +119,10 @@ class Gathering:
 
 @dataclass(kw_only=True, eq=False)
 class _Level:
-    """Rebuilds the equations of one jaxpr."""
+    """Collects the equations of one rebuilt jaxpr, with gathers before uses.
+
+    `divided` maps a variable that is divided over `fsdp` to its spec.
+    """
 
     gathering: Gathering
     divided: dict[Var, Spec]
@@ -123,8 +131,9 @@ class _Level:
     def add(self, eqn: JaxprEqn) -> None:
         """Appends an equation, after gathers of the divided variables that it reads.
 
-        Calls are entered instead. A cast or slice of a divided variable is appended
-        without a gather, and its result counts as divided.
+        In calls, and in scans over the first dim of a divided variable, the gathers are
+        inserted into the body instead. A cast, slice or squeeze that works on shards is
+        appended without a gather, and its result counts as divided.
         """
         specs = [self.divided.get(a) if is_var(a) else None for a in eqn.invars]
         if not any(specs):
@@ -189,10 +198,10 @@ class _Level:
 
 
 def _still_divided(eqn: JaxprEqn, spec: Spec | None) -> Spec | None:
-    """The spec of the result if an operator can work on a device's part, else None.
+    """The spec of an equation's result if each device can compute its shard, else None.
 
-    Casts to a dtype of no more bits, slices that keep divided dims whole, and squeezes
-    can work on a part.
+    This holds for casts to a dtype of no more bits, slices that keep divided dims
+    whole, and squeezes. None also if `spec`, the spec of the first operand, is None.
     """
     if spec is None:
         return None

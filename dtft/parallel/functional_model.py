@@ -20,7 +20,7 @@ from dtft.models.base import ModelConfig
 State = dict[str, Any]
 Metrics = dict[str, jax.Array]
 READ = ("params", "statistics")
-"""Keys of the state's parts that a model reads."""
+"""Keys of the entries of a state that a model reads."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,9 +53,10 @@ class FunctionalModel:
     def sums(
         self, read: State, batch: dict[str, jax.Array], weight_B: jax.Array
     ) -> Metrics:
-        """Returns weighted sums over the rows of loss and metrics, in evaluation mode.
+        """Returns weighted sums of loss and metrics over the rows, in evaluation mode.
 
-        The value of a row is the mean over its tokens.
+        The value of a row is the mean over its tokens. `weight_B` has the weight of
+        each row, such as 0 for padding.
         """
 
         def total(values: jax.Array) -> jax.Array:

@@ -28,9 +28,11 @@ def accumulated(
     pin: Callable[[Any], Any],
     divide: Callable[[Any], Any],
 ) -> Callable[[Any, Any], tuple[tuple[jax.Array, Any], Any]]:
-    """Makes a function like `jax.value_and_grad(loss, has_aux=True)`, part by part.
+    """Makes a function like `jax.value_and_grad(loss, has_aux=True)`, run in parts.
 
-    Loss, aux and gradients are weighted means over the parts.
+    It differentiates the loss on one part of the batch after another. Loss, aux and
+    gradients are weighted means over the parts. With several parts it raises ValueError
+    if aux has an array that is not floating-point.
 
     Args:
         loss: the function to differentiate, with respect to its first argument.
@@ -76,10 +78,10 @@ def accumulated(
 
 
 def parts_of(batch: Any, num_parts: int, specs: Mapping[str, Spec], mesh: Mesh) -> Any:
-    """Divides a batch into parts along a new leading dim.
+    """Divides a batch into parts (microbatches) along a new leading dim.
 
-    Each part has equally many rows of every device. Arrays without dims are repeated
-    for every part.
+    Each part has equally many of the rows that each device holds, so no rows move
+    between devices. Arrays without dims are repeated for every part.
 
     Args:
         batch: a tree of arrays with rows in dim 0.

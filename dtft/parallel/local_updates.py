@@ -71,7 +71,8 @@ def over(step: Step, optim: OptimConfig, mesh: Mesh, abstract: Any) -> Step:
         abstract: the abstract state, with the replica dims that `lift` adds.
 
     Raises:
-        ValueError: the optimizer cannot communicate on this mesh.
+        ValueError: the optimizer cannot communicate on this mesh, because `tensor` is
+            above 1.
     """
     optim.check_mesh(mesh.shape["tensor"])
 
@@ -100,17 +101,18 @@ def over(step: Step, optim: OptimConfig, mesh: Mesh, abstract: Any) -> Step:
 
 
 def evaluated(params: Any) -> Any:
-    """The parameters for evaluation: means over the replicas if parameters differ."""
+    """The parameters for evaluation: means over replicas if marked `PerReplica`, else
+    as given."""
     if not isinstance(params, PerReplica):
         return params
     return jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), params.rows)
 
 
 def here(sharding: Any) -> Any:
-    """Converts a tree of NamedShardings to constraints that JAX accepts at this point.
+    """Converts a tree of NamedShardings for constraints where it is called.
 
-    Inside a `shard_map` JAX accepts only PartitionSpecs; outside, the tree is returned
-    unchanged.
+    While a `shard_map` is traced JAX accepts only PartitionSpecs, which are returned.
+    Elsewhere the tree is returned unchanged.
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return sharding

@@ -70,7 +70,9 @@ class Pipeline:
 
     @property
     def num_ticks(self) -> int:
-        """The number of ticks of a pass; each stage is idle in `stages - 1` ticks.
+        """The number of ticks of a forward pass.
+
+        Each stage is idle in `stages - 1` of the ticks.
 
         >>> Pipeline(stages=2, microbatches=4, layers=(1, 1)).num_ticks
         5
@@ -89,7 +91,7 @@ class Pipeline:
 
     @property
     def places_SCL(self) -> np.ndarray:
-        """The model's layer at each position [stages, chunks, layers of a chunk].
+        """The number of the layer at each position [stages, chunks, layers of a chunk].
 
         -1 marks the padding of shorter chunks.
 
@@ -111,7 +113,7 @@ class Pipeline:
 
         Returns:
             Whether the stage works, the number of its chunk, and the number of the
-            microbatch.
+            microbatch. While the stage is idle, both numbers are valid but meaningless.
         """
         done = tick - stage
         last = self.microbatches * self.chunks - 1
@@ -122,7 +124,8 @@ class Pipeline:
 
     @property
     def left_at_M(self) -> np.ndarray:
-        """For each microbatch the tick in which it passes its last layer."""
+        """For each microbatch the tick in which the last stage applies its last chunk
+        to it."""
         ticks = np.arange(self.num_ticks)
         works, chunk, microbatch = self.at_work(ticks, self.stages - 1)
         at_end = works & (chunk == self.chunks - 1)
@@ -187,16 +190,17 @@ def through_layers(
 
 
 def shared_out(pipeline: Pipeline, rows_B: jax.Array) -> jax.Array:
-    """Scatters the last stage's rows: each stage gets its part [B / S], in order."""
+    """Scatters the last stage's rows over the stages: stage s gets slice s of B / S
+    rows."""
     is_last = lax.axis_index(STAGE_AXIS) == pipeline.stages - 1
     only_B = jnp.where(is_last, rows_B, jnp.zeros_like(rows_B))
     return lax.psum_scatter(only_B, STAGE_AXIS, scatter_dimension=0, tiled=True)
 
 
 def own_part(pipeline: Pipeline, rows_B: jax.Array) -> jax.Array:
-    """Slices this stage's part [B / S] from rows that every stage has.
+    """Returns this stage's slice of B / S rows, from rows that every stage has.
 
-    The part has the same rows as the result of `shared_out`.
+    `shared_out` returns the same slice of the last stage's rows.
     """
     size = rows_B.shape[0] // pipeline.stages
     return lax.dynamic_slice_in_dim(rows_B, lax.axis_index(STAGE_AXIS) * size, size)
@@ -301,7 +305,8 @@ def in_stages(
     def on_a_stage(
         layers_SCL: Any, ends: Any, batch: dict[str, jax.Array], training: bool
     ) -> Metrics:
-        """Losses and metrics of this stage's part of the rows after all layers."""
+        """Losses and metrics of the slice of rows that `shared_out` gives to this
+        stage."""
 
         def layer(params: Any, rows: jax.Array) -> jax.Array:
             return in_mode(nnx.merge(layer_graph, params), training=training)(rows)

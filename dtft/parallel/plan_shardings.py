@@ -92,6 +92,8 @@ def sharding_tree(
 def signature(tree: Any) -> Any:
     """A hashable key of a tree: its structure, and the shape and dtype of each leaf.
 
+    For a Python number its type stands for the dtype.
+
     Trees with equal keys can be arguments of the same compiled program.
     """
     leaves, structure = jax.tree.flatten(tree)
@@ -190,6 +192,9 @@ def insert(
 ) -> ClosedJaxpr:
     """Inserts sharding constraints into a traced program, as `constrained` does.
 
+    For a mesh of one device the constraints are checked, and the program is returned
+    unchanged.
+
     Raises:
         ValueError: a number or a spec does not fit the program.
     """
@@ -229,7 +234,8 @@ def insertable(fn: Callable[[Any], Any], var: Var) -> tuple[Var, JaxprEqn]:
 
 
 class _Insertion:
-    """Inserts constraints in one walk over a program, which counts the operators."""
+    """Inserts sharding constraints while it walks over a program and numbers its
+    operators."""
 
     def __init__(self, constraints: Mapping[int, Spec], mesh: Mesh) -> None:
         self.number = 0
@@ -237,9 +243,10 @@ class _Insertion:
         self._manual = False
 
     def body(self, jaxpr: Jaxpr) -> tuple[Jaxpr, list[NamedSharding | None]]:
-        """Returns the program with constraints, and the sharding of each result.
+        """Inserts the constraints into a program, or into the body of a call in it.
 
-        The sharding is None for a result without a constraint.
+        Returns the new jaxpr, and for each result the sharding of its constraint, or
+        None for a result without a constraint.
         """
         eqns: list[JaxprEqn] = []
         known: dict[Var, NamedSharding] = {}

@@ -15,12 +15,16 @@ COUNTS = "microbatch_counts"
 """Name of the batch array that has the number of microbatches of each replica."""
 DEFAULT_MICROBATCHES = 64
 DEFAULT_ROOM = 4
-"""Default of a replica's largest share, as a multiple of an equal share."""
+"""Default of the most microbatches that a replica can take, as a multiple of an equal
+share. Each replica has input buffers of this size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """The division of a global batch into microbatches, and the limit of a share."""
+    """The division of a global batch into microbatches, which replicas share.
+
+    A share is the number of microbatches that a replica takes in a step.
+    """
 
     num_replicas: int
     num_microbatches: int
@@ -37,10 +41,10 @@ class Sharing:
 
     @property
     def work(self) -> Microbatches:
-        """The microbatches as divisible work for `dtft.balance`.
+        """The microbatches as work that `dtft.balance` divides between replicas.
 
-        A division leaves every replica at least one microbatch, because a replica
-        without microbatches could not be measured again.
+        Every replica gets at least one microbatch, because a replica without
+        microbatches could not be measured again.
         """
         return Microbatches(
             num_nodes=self.num_replicas,

@@ -45,7 +45,8 @@ Apply = Callable[[optax.GradientTransformation, Any, Any, Any], tuple[Any, Any]]
 def apply_gradients(
     optimizer: optax.GradientTransformation, gradients: Any, opt_state: Any, params: Any
 ) -> tuple[Any, Any]:
-    """Returns the parameters and the optimizer state after an update."""
+    """Updates parameters with gradients; returns the new parameters and optimizer
+    state."""
     with jax.numpy_dtype_promotion("standard"):  # stock optax needs it
         updates, opt_state = optimizer.update(gradients, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
@@ -69,7 +70,8 @@ def gradients_of(model: FunctionalModel) -> Gradients:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Parallelism:
-    """A way to run a step on a mesh: shardings, gradients and update."""
+    """How to run a step on a mesh: shardings, and functions for gradients and
+    update."""
 
     state: State
     """A NamedSharding for every leaf of the state."""
@@ -186,9 +188,10 @@ class TrainStep:
         return self._step.lower(self.abstract_state, dict(batch))
 
     def update(self, state: State, means: Means) -> tuple[State, Metrics]:
-        """Returns the next state and all metrics, from the means of `gradients`.
+        """Updates a state with the means that `gradients` returned; not jitted.
 
-        This function is not jitted.
+        Returns the next state, and the metrics with `grad_norm` and `learning_rate`
+        added.
         """
         gradients, metrics = means["gradients"], means["metrics"]
         params, opt_state = self._apply(

@@ -57,7 +57,7 @@ def resolve_mesh(mesh: MeshConfig, hosts: int, devices_per_host: int) -> MeshCon
 def scaled_mesh(
     experiment: Experiment, slots: int, devices_per_host: int
 ) -> MeshConfig:
-    """The config's mesh with the number of replicas changed to fit `slots` hosts.
+    """The config's mesh, without -1, with as many replicas as fit `slots` hosts.
 
     Args:
         experiment: the config, whose mesh is for `cluster.hosts` hosts.
@@ -72,7 +72,10 @@ def scaled_mesh(
 
 
 def row_parts(experiment: Experiment) -> int:
-    """The number that must divide the rows of each data slot; 1 without stages."""
+    """The number that must divide the rows of each data slot; 1 without stages.
+
+    A data slot is one of the `replica` x `fsdp` equal parts of a batch.
+    """
     stages = experiment.mesh.stage
     return experiment.pipeline.row_parts(stages) if stages > 1 else 1
 
@@ -129,7 +132,10 @@ def _check_copies(copies: int, hosts: int) -> None:
 
 
 def _check_model(experiment: Experiment) -> None:
-    """Checks that the model's context and number of classes suffice for the data."""
+    """Checks that the model's context and number of classes suffice for the data.
+
+    A model without such a field is not checked for it.
+    """
     context = getattr(experiment.model, "context", None)
     length = experiment.data.tokens_per_example
     if context is not None and length > context:

@@ -26,10 +26,11 @@ from dtft.planner.memory import RESERVE
 
 
 def check_program(graph: Any, cluster: Any) -> None:
-    """Checks that the arguments are a traced program and a cluster.
+    """Checks that the arguments are a traced program and a cluster or its text.
 
     Raises:
-        ValueError: an argument is not; the message says how to make the argument.
+        ValueError: an argument has another type; the message says how to make the
+            argument.
     """
     if not isinstance(graph, Graph):
         raise ValueError(
@@ -94,7 +95,8 @@ def place(
         cluster: the cluster whose devices are the nodes, or its text (`Cluster.parse`).
         weights: speed of each node relative to the cluster's figures: 0.5 is half as
             fast, and a node of weight 0 gets no task. Default: all 1.
-        kernels: kernels of devices for operators, beside `DeviceType.kernels`.
+        kernels: kernels of devices for operators, in addition to those that
+            `DeviceType.kernels` lists.
         affinity: map from an operator (a primitive, a kind, or `dense`, `conv`,
             `activation`) to the wanted node, device type or platform. A primitive's pin
             takes precedence over its kind's pin. A pin of an operator that the program
@@ -164,7 +166,10 @@ class PricedTasks:
         backward: bool = False,
         params: str | None = None,
     ) -> "PricedTasks":
-        """Prices a program; arguments and errors are the same as of `place`."""
+        """Makes the tasks of a program, and computes their seconds on each node.
+
+        Arguments and errors are the same as of `place`.
+        """
         check_program(graph, cluster)
         check_choice("grain", grain, Grain)
         check_flag("backward", backward)
@@ -193,10 +198,14 @@ def place_tasks(
     microbatches: int = 1,
     moves: int | None = None,
 ) -> Placement:
-    """Places priced tasks; `of` maps the tasks to the operators of a program.
+    """Places tasks whose seconds on each node are known.
+
+    `of` maps the tasks to the operators of a program; None if there is no program. The
+    other arguments are the same as of `place`.
 
     Raises:
-        ValueError: see `place`.
+        ValueError: an argument is not allowed, all nodes that can run a task have
+            weight 0, or memory does not suffice.
     """
     check_choice("order", order, Order)
     check_whole("microbatches", microbatches, 1)

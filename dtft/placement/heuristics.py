@@ -35,8 +35,8 @@ from dtft.placement.problem import Problem
 
 Floats = NDArray[np.float64]
 _MOST_STATES = 600
-"""Largest number of node sets for the exact split; above it only some orders are tried.
-"""
+"""Largest number of states (numbers of used nodes of each kind) for which `split` is
+exact; with more states it tries `_ORDERS` orders of nodes."""
 _ORDERS = 8
 
 
@@ -87,7 +87,10 @@ _Under = Callable[[float], tuple[Stretch, ...] | None]
 
 
 class _Row:
-    """Cumulative sums over items: a stretch takes the difference of two sums."""
+    """The items that `split` divides, with cumulative sums of their seconds and bytes.
+
+    The seconds of a stretch are the difference of two sums.
+    """
 
     def __init__(
         self, seconds: Floats, num_bytes: Floats | None, capacity: Floats | None
@@ -122,9 +125,10 @@ class _Row:
         return max(start, min(by_time, by_bytes, int(self.ends[start, node])))
 
     def along(self, order: Sequence[int], limit: float) -> tuple[Stretch, ...] | None:
-        """Longest stretches under the limit, for an order of nodes; or None.
+        """Gives each node in order the longest stretch that `reach` allows under
+        `limit`.
 
-        None means that items are left over.
+        Returns None if items are left over.
         """
         start, found = 0, []
         for node in order:
@@ -137,7 +141,10 @@ class _Row:
     def in_any_order(
         self, kinds: Sequence[Sequence[int]], limit: float
     ) -> tuple[Stretch, ...] | None:
-        """Stretches under the limit that cover all items, in any order; or None."""
+        """Finds stretches that cover all items and that `reach` allows under `limit`.
+
+        Nodes may follow in any order. Returns None if there are no such stretches.
+        """
         none = (0,) * len(kinds)
         far: dict[tuple[int, ...], int] = {none: 0}
         last: dict[tuple[int, ...], int] = {none: 0}
@@ -161,7 +168,10 @@ class _Row:
         )
 
     def best(self, under: _Under) -> tuple[Stretch, ...] | None:
-        """The stretches of the least limit under which all items fit; or None."""
+        """Finds by bisection the least limit for which `under` returns stretches.
+
+        Returns these stretches; None if there are none even without a limit.
+        """
         best = under(np.inf)
         if not best:
             return best
@@ -177,9 +187,10 @@ class _Row:
 
 
 def _next_infinite(seconds: Floats) -> NDArray[np.int64]:
-    """The next item that a node cannot run, from each item on, `[items + 1, nodes]`.
+    """For each item and node the first item from there on that the node cannot run.
 
-    The entry is the number of items if the node can run all further items.
+    The shape is `[items + 1, nodes]`. The entry is the number of items if the node can
+    run all further items.
     """
     num = len(seconds)
     places = np.where(np.isfinite(seconds), num, np.arange(num)[:, None])
@@ -225,7 +236,8 @@ not suffice."""
 
 
 class Climb:
-    """Hill climbing over placements with a limited number of tries."""
+    """Hill climbing over placements (node of each task) with a limited number of
+    tries."""
 
     def __init__(self, problem: Problem, step: Step, tries: int) -> None:
         """Prepares the moves; tries no placement yet.
@@ -241,9 +253,10 @@ class Climb:
         self.problem = problem
 
     def best_from(self, starts: Sequence[Sequence[int]]) -> list[int]:
-        """The best placement reached from several starts.
+        """The best placement that moves from several starts reach.
 
-        Each start must give tasks to nodes with kernels. Memory need not suffice.
+        Each start has the node of each task; the nodes must have the tasks' kernels.
+        Memory need not suffice.
         """
         best, best_s = list(starts[0]), np.inf
         for start in starts:
@@ -261,7 +274,10 @@ class Climb:
         return best
 
     def _singly(self, node_of: list[int], seconds: float) -> tuple[list[int], float]:
-        """Moves single groups until a round over all groups gives no improvement."""
+        """Moves single groups of tasks until no move improves, or no tries are left.
+
+        Returns the placement and its `step` value.
+        """
         idle = 0
         for number in itertools.cycle(range(len(self.groups))):
             if idle == len(self.groups) or self.left <= 0:
@@ -282,7 +298,11 @@ class Climb:
     def _first(
         self, node_of: list[int], seconds: float, moves: Iterable[dict[int, int]]
     ) -> tuple[list[int], float]:
-        """The placement after the first move that lowers `step`; else unchanged."""
+        """Tries moves, and makes the first move that lowers `step`.
+
+        Returns the placement and its `step` value; both are unchanged if no move lowers
+        it, or if no tries are left.
+        """
         for move in moves:
             if self.left <= 0:
                 break
@@ -303,7 +323,7 @@ def _neighbours(
 ) -> list[tuple[int, int]]:
     """Pairs of groups that share a value, as producer and reader or as readers.
 
-    Values with many readers are skipped.
+    Values with more than `_MOST_ENDS` tasks, producer and readers, are skipped.
     """
     of = {task: number for number, group in enumerate(groups) for task in group}
     found: dict[tuple[int, int], None] = {}
@@ -319,14 +339,15 @@ def _neighbours(
 
 
 Speeds = Mapping[str, Mapping[str, float]]
-"""Map from a class of tasks to a map from a node type to seconds."""
+"""Map from a kind of tasks to a map from a node type to the seconds of all these
+tasks."""
 
 
 def speed_table(problem: Problem) -> Speeds:
-    """Seconds of all tasks of a class on the fastest node of a type, by class and type.
+    """Seconds of all tasks of a kind on the fastest node of a type, by kind and type.
 
-    A type without a kernel for a task of the class is left out. A class for which no
-    type has all kernels is left out too.
+    A type without a kernel for a task of the kind is left out. A kind for which no type
+    has all kernels is left out too.
     """
     types, kinds = problem.nodes.alike(), np.array(problem.tasks.kinds)
     found: dict[str, dict[str, float]] = {}
@@ -342,10 +363,12 @@ def speed_table(problem: Problem) -> Speeds:
 
 
 def faster(problem: Problem) -> Iterator[list[int]]:
-    """Yields lists of nodes without the slower nodes, if these lists have all kernels.
+    """Yields lists of the faster nodes, which have a kernel for every task.
 
-    With up to four distinct speeds, there is a list for each cut between speeds. With
-    more speeds, the only list is of the faster half.
+    A list leaves out the nodes whose relative time (`_pace`) is at or above a limit.
+    With up to four distinct times, each time but the least is such a limit. With more
+    times, the only list has about the faster half of the times. A list that lacks a
+    kernel for a task is skipped.
     """
     num, pace = len(problem.capacity), _pace(problem)
     distinct = sorted(set(pace), reverse=True)
@@ -357,7 +380,11 @@ def faster(problem: Problem) -> Iterator[list[int]]:
 
 
 def _pace(problem: Problem) -> list[float]:
-    """Time of each node relative to the fastest node, over the tasks it can run."""
+    """Time of each node relative to the fastest node, over the tasks it can run.
+
+    The fastest node is that of each task, so 1 is the least time. Infinite for a node
+    that can run no task.
+    """
     best = problem.array.min(axis=1, keepdims=True).clip(1e-300)
     ratio = np.where(np.isfinite(problem.array), problem.array / best, np.nan)
     weights = np.where(np.isfinite(problem.array), best, 0.0)
@@ -369,15 +396,18 @@ def _pace(problem: Problem) -> list[float]:
 Order = Literal["rank", "traversal"]
 BASELINES = ("one node", "contiguous", "random")
 _TASKS_LOOKED_AT = 20_000
-"""Total number of tasks scheduled again while moves are tried: about 0.5 s."""
+"""Number of tasks that may be scheduled again while moves are tried, about 0.5 s. A try
+schedules all tasks: the number of tries is this number over the number of tasks."""
 _SMALL = 30
-"""Largest number of tasks for which each move is simulated in all orders."""
+"""Largest number of tasks for which `improve` simulates each move with all orders of
+`Search.orders`, and not only with one order."""
 _FEW = 20
-"""Least number of tries of moves. If fewer fit into the time, none are tried."""
+"""Least number of tries of moves. If fewer are allowed by `_TASKS_LOOKED_AT`, `improve`
+is skipped; `squeeze` then has this number of tries."""
 _DRAWS = 10
 _TRAVERSAL = "earliest finish in the order of the program"
 _STARTS = 6
-"""Candidates from which moves are tried."""
+"""Largest number of candidates from which `improve` tries moves, the fastest first."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -386,7 +416,7 @@ class Found:
 
     schedule: Schedule
     how: str
-    """Rule that found the schedule."""
+    """Text on the rule that found the schedule, such as `everything on one node`."""
     baselines: dict[str, float]
     """Step seconds of each baseline that can run."""
     dropped: dict[str, float]
@@ -404,7 +434,7 @@ class Search:
         self.order: Order = order
         self.best: Schedule | None = None
         self.seen: dict[tuple[int, ...], float] = {}
-        """Map from the node of each task of a candidate to the least step seconds."""
+        """Map from a candidate (the node of each task) to its least step seconds."""
         self.orders = [as_they_come(problem), *(some for _, some in self._orders())]
         self.is_tight = False
         """Whether memory did not suffice for a candidate."""
@@ -420,7 +450,7 @@ class Search:
         return found.makespan_s + (self.microbatches - 1) * fullest
 
     def see(self, found: Schedule | None, how: str) -> float | None:
-        """Records a schedule, keeps the best schedule, and returns the step seconds.
+        """Records a schedule, keeps the best in `best`, and returns the step seconds.
 
         Returns None if `found` is None, which means that memory did not suffice.
         """
@@ -434,14 +464,21 @@ class Search:
         return seconds
 
     def on(self, node_of: Sequence[int]) -> Schedule | None:
-        """Schedules tasks on given nodes; None if memory does not suffice."""
+        """Schedules tasks on given nodes, in the order that `order` names.
+
+        Returns None if memory does not suffice.
+        """
         problem = self.problem
         if self.order == "traversal":
             return schedule(problem, as_they_come(problem), node_of)
         return schedule(problem, by_rank_on(problem, node_of), node_of)
 
     def greedy(self) -> None:
-        """Places each task where it ends first, by rank and in program order."""
+        """Places each task where it ends first, in several orders of tasks.
+
+        The orders are by upward rank and of the program, or only of the program if
+        `order` is `traversal`.
+        """
         for name, order in self._orders():
             self.see(schedule(self.problem, order), name)
         if self.order == "rank":
@@ -465,7 +502,11 @@ class Search:
         return found
 
     def by_type(self, speeds: Speeds) -> None:
-        """Places each class of tasks on the node type that is fastest for the class."""
+        """Places each kind of tasks on the node type that is fastest for the kind.
+
+        A kind without an entry in `speeds` may use all nodes. Tries nothing if a task
+        would then have no node.
+        """
         types = np.array(self.problem.nodes.alike())
         wanted = {kind: min(s, key=lambda name: s[name]) for kind, s in speeds.items()}
         rows = [
@@ -488,9 +529,9 @@ class Search:
             yield words, by_rank(self.problem, taken)
 
     def one_node(self) -> float | None:
-        """Places all tasks on the fastest node that can run all tasks.
+        """Places all tasks on the fastest node with all kernels and enough memory.
 
-        Returns the step seconds, or None if no node has all kernels and enough memory.
+        Returns the step seconds, or None if there is no such node.
         """
         sums = self.problem.array.sum(axis=0)
         for node in np.argsort(sums, kind="stable").tolist():
@@ -503,6 +544,7 @@ class Search:
     def contiguous(self) -> float | None:
         """Places contiguous stretches so that the slowest stretch takes the least time.
 
+        Splits without memory limits first, and with them if memory does not suffice.
         Returns the step seconds, or None if memory or kernels do not suffice.
         """
         groups = self.problem.tasks.together
@@ -524,7 +566,10 @@ class Search:
         return None
 
     def _bytes_of(self, group: Sequence[int]) -> float:
-        """Bytes that a group adds to its node if nothing is freed."""
+        """Bytes that a group of tasks adds to its node if nothing is freed.
+
+        These are the arguments that it reads and the values that it makes.
+        """
         problem, inside = self.problem, set(group)
         values = {v for task in group for v in problem.made[task] + problem.read[task]}
         return sum(
@@ -534,9 +579,10 @@ class Search:
         )
 
     def random(self) -> float | None:
-        """Places each group of tasks on a random node; takes the first draw that fits.
+        """Places each group of tasks on a random node with its kernels.
 
-        Returns the step seconds, or None if no draw fits into memory.
+        Takes the first of `_DRAWS` draws that fits into memory. Returns the step
+        seconds, or None if no draw fits.
         """
         rng, problem = np.random.default_rng(0), self.problem
         can = np.isfinite(problem.array)
@@ -552,7 +598,7 @@ class Search:
         return None
 
     def squeeze(self) -> list[tuple[int, ...]]:
-        """Searches without memory limits, then moves tasks to make memory suffice.
+        """Places tasks without memory limits, then moves tasks until memory suffices.
 
         Returns:
             The placements found without limits, then the placement with the fewest
@@ -588,7 +634,11 @@ class Search:
         return min((s for s in found if s is not None), default=None)
 
     def improve(self, moves: int) -> None:
-        """Moves tasks of the best candidates while the step time falls."""
+        """Moves tasks of the best candidates to other nodes while the step time falls.
+
+        `moves` is the number of tries. If memory did not suffice for a candidate, the
+        placements of `squeeze` are starts too.
+        """
         ranked = sorted(self.seen.items(), key=lambda item: item[1])
         starts = [node_of for node_of, _ in ranked[:_STARTS]]
         if self.is_tight:

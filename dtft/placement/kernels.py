@@ -19,16 +19,18 @@ from dtft.planner.ir import COUNTED, Operator, OperatorKind
 CLASSES: Mapping[str, str] = {
     "dense": "matmul", "conv": "convolution", "activation": "elementwise",
 }  # fmt: skip
-"""Map from words of registries and pins to kinds of operators (`OperatorKind`)."""
+"""Map from a word, in registries and pins, to the kind of operators (`OperatorKind`)
+that it stands for."""
 CUSTOM = frozenset({"pallas_call", "ffi_call", "custom_call"})
 """Primitives that lower on every platform and run only with a registered kernel."""
 PLATFORMS: Mapping[str, tuple[str, ...]] = {"gpu": ("cuda", "rocm")}
-"""Map from a word to several of JAX's platforms."""
+"""Map from a word, in registries and pins, to the JAX platforms that it stands for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """Kernels of devices, beside the cluster's figures (`DeviceType.kernels`)."""
+    """Kernels of devices beside those that `DeviceType.kernels` lists, and operators
+    that do not lower."""
 
     registered: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Map from a device type or platform to the operators with kernels: primitives,
@@ -37,7 +39,11 @@ class Kernels:
     """Map from a JAX platform to the numbers of operators that do not lower on it."""
 
     def has(self, device: DeviceType, operator: Operator, number: int) -> bool:
-        """Whether a device has a kernel for an operator of the program.
+        """Whether a device has a kernel for operator number `number` of the program.
+
+        A registered kernel suffices. Otherwise the device type must list the operator.
+        A type without a list has no kernels on the platform `other`. On JAX's platforms
+        it has all, and listed or not, an operator must lower and not be in `CUSTOM`.
 
         >>> from dtft.planner.cluster.catalog import device_type
         >>> tanh = Operator(primitive="tanh", kind="elementwise", inputs=(),
@@ -81,7 +87,7 @@ def platforms_of(device: DeviceType) -> tuple[str, ...]:
 
 
 def words_of_platform(platform: str) -> tuple[str, ...]:
-    """Names of a platform: its own name and words for several platforms.
+    """Names of a platform in registries and pins: its name, and words of `PLATFORMS`.
 
     >>> words_of_platform("cuda"), words_of_platform("cpu")
     (('cuda', 'gpu'), ('cpu',))
@@ -104,7 +110,8 @@ def pinned(
 ) -> frozenset[int] | None:
     """Numbers of the nodes that a pin allows for an operator; None without a pin.
 
-    The primitive's pin takes precedence over the pin of its kind or class.
+    The primitive's pin takes precedence over the pin of its kind or of a word of
+    `CLASSES`.
     """
     names = sorted(names_of(operator) & affinity.keys())
     if not names:
@@ -133,7 +140,8 @@ def check_kernels(
         operators: the operators of the program.
 
     Raises:
-        ValueError: a name is unknown; the message has the name and the allowed names.
+        ValueError: the argument is no Kernels or has fields of other types, or a name
+            or operator number is unknown; the message has the allowed values.
     """
     if not isinstance(kernels, Kernels):
         raise ValueError(
@@ -171,7 +179,7 @@ def _check_form(kernels: Kernels) -> None:
 
 
 def _check_lacking(lacking: Mapping[str, Set[int]], num_operators: int) -> None:
-    """Checks that `lacking` has JAX platforms and numbers of existing operators."""
+    """Checks that `lacking` maps JAX platforms to numbers of existing operators."""
     platforms = [name for name in get_args(Platform) if name != "other"]
     for platform, operators in lacking.items():
         if platform not in platforms:
@@ -198,7 +206,8 @@ def check_pins(
         Notes on pins of operators that this program lacks.
 
     Raises:
-        ValueError: a pin is unknown; the message has the pin and the allowed names.
+        ValueError: the argument is no mapping, a pin names an unknown operator, or the
+            cluster has no node for it; the message has the allowed names.
     """
     if not isinstance(affinity, Mapping):
         raise ValueError(
@@ -255,6 +264,7 @@ def _known(operators: Sequence[Operator]) -> frozenset[str]:
 
 @cache
 def _of_jax() -> frozenset[str]:
-    """Known operator names without a program: primitives, kinds and words."""
+    """Operator names known without a program: JAX's primitives, kinds, words of
+    `CLASSES`."""
     public = {p.name for p in vars(primitives).values() if isinstance(p, Primitive)}
     return frozenset((*public, *COUNTED, *CUSTOM, *CLASSES, *get_args(OperatorKind)))

@@ -69,14 +69,15 @@ class Held:
         self._times: dict[tuple[int, int], tuple[float, float]] = {}
 
     def add(self, value: int, node: int, begin: float, end: float) -> None:
-        """Extends the interval in which a node holds a value."""
+        """Extends the interval in which a node holds a value, to include `begin` to
+        `end`."""
         first, last = self._times.get((value, node), (begin, end))
         self._times[value, node] = min(first, begin), max(last, end)
 
     def peaks(
         self, num_nodes: int, num_bytes: Sequence[float], stays: Sequence[bool]
     ) -> list[float]:
-        """Computes the peak bytes that each node holds.
+        """Computes the largest number of bytes that each node holds at a time.
 
         Args:
             num_nodes: the number of nodes.
@@ -163,7 +164,8 @@ class _State:
         self.of = problem
         num = len(problem.capacity)
         self.open = np.zeros(num)
-        """Second at which each node opens; infinite if `among` lacks the node."""
+        """Seconds from which tasks may take each node: 0, or infinite if `among` lacks
+        the node."""
         if among is not None:
             self.open[[node for node in range(num) if node not in among]] = np.inf
         self.nodes = [Line() for _ in range(num)]
@@ -172,8 +174,9 @@ class _State:
         """For each value, a map from a node that holds it to the time of arrival."""
         self.home = [-1] * len(problem.num_bytes)
         self.sums: dict[tuple[int, int], int] = {}
-        """Map from a value and a node to one part of the value's gradient on that node.
-        The other parts on the node are added to this part."""
+        """Map from a value and a node to one part of the value's gradient (the
+        contribution of one reader) on that node. The other parts on the node are added
+        to this part."""
         self.left = problem.readers.copy()
         self.live = [0.0] * num
         self.node_of = [-1] * len(problem.seconds)
@@ -234,7 +237,8 @@ class _State:
         return ways
 
     def has_room(self, task: int, node: int) -> bool:
-        """Whether a task's inputs and outputs fit into the free memory of a node."""
+        """Whether a task's outputs, and the inputs that a node lacks, fit into its free
+        memory."""
         of = self.of
         more = of.made_bytes[task]
         for value in of.read[task]:
@@ -272,7 +276,8 @@ class _State:
         self._keep(task, node, end)
 
     def _keep(self, task: int, node: int, end: float) -> None:
-        """Adds a task's outputs to memory, and frees values without further readers."""
+        """Adds a task's outputs to its node's memory; frees values without readers
+        left."""
         of = self.of
         for value in of.made[task]:
             self.home[value] = node
@@ -292,11 +297,15 @@ class _State:
                 self.live[node] -= self.of.held_bytes[value]
 
     def _local(self, task: int, node: int) -> float:
-        """Latest arrival of a task's inputs that the node already holds; else 0.0."""
+        """Time when the last of a task's inputs on a node arrived there; 0.0 without
+        such inputs."""
         return max((self.at[v].get(node, 0.0) for v in self.of.read[task]), default=0.0)
 
     def _bring(self, task: int, node: int) -> list[Sent]:
-        """Sends the inputs that a task's node lacks, earliest ready first."""
+        """Reserves ports for the inputs that a task's node lacks, earliest ready first.
+
+        Returns the transfers; `run` records the arrivals.
+        """
         of = self.of
         missing = [
             (self.at[value][self.home[value]], value)
@@ -310,10 +319,10 @@ class _State:
         return [self._send(value, node, since) for since, value in missing]
 
     def _whole(self, value: int) -> int:
-        """The value in whose place a value is held and sent.
+        """The number of the value that is held and sent in place of a value.
 
-        For a part of a gradient, this is one part of the same node, to which the others
-        are added. For any other value, this is the value itself.
+        For a part of a gradient this is one part on the same node, to which all other
+        parts on the node are added. For any other value this is the value itself.
         """
         behind = self.of.sum_of[value]
         if behind < 0:
@@ -321,9 +330,10 @@ class _State:
         return self.sums.setdefault((behind, self.home[value]), value)
 
     def _added(self, missing: list[tuple[float, int]]) -> list[tuple[float, int]]:
-        """Replaces the parts of a gradient on one node by their sum.
+        """Replaces the parts of a gradient (one per reader) on one node by their sum.
 
-        The sum is ready when the last part is ready.
+        `missing` and the result have pairs of the time when a value is ready and its
+        number. The sum is ready when the last part is ready.
         """
         found: dict[int, float] = {}
         for since, value in missing:
@@ -353,7 +363,10 @@ class _State:
                 self.ports[port].leave(begin, end)
 
     def schedule(self) -> Schedule | None:
-        """The finished schedule; None if a node's peak memory exceeds its capacity."""
+        """Makes the `Schedule` after all tasks were run.
+
+        Returns None if a node's peak memory exceeds its capacity.
+        """
         of = self.of
         memory = self._memory()
         if any(most > has for most, has in zip(memory, of.capacity, strict=True)):
@@ -400,10 +413,11 @@ TAKEN: tuple[Taken, ...] = ("mean", "max", "min")
 
 
 def by_rank(problem: Problem, taken: Taken) -> list[int]:
-    """Tasks, highest upward rank first, if their nodes are not known.
+    """Tasks, highest upward rank first, before their nodes are known.
 
-    `taken` says how the seconds of a task are reduced over nodes. Transfers take the
-    mean latency and the mean seconds per byte over all pairs of nodes.
+    The seconds of a task are the `taken` (mean, max or min) over the nodes that can run
+    it. Transfers take the mean latency and the mean seconds per byte over all pairs of
+    nodes.
     """
     seconds = np.where(np.isfinite(problem.array), problem.array, np.nan)
     reduce = {"mean": np.nanmean, "max": np.nanmax, "min": np.nanmin}[taken]

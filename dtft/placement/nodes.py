@@ -33,7 +33,7 @@ class Nodes:
     """Sending and receiving port of each transfer, `[from, to, 2]`. A port sends or
     receives one value at a time."""
     devices: tuple[DeviceType, ...] = ()
-    """Device type of each node; empty if only figures are known."""
+    """Device type of each node; empty if the nodes were not made from a cluster."""
 
     @classmethod
     def of(cls, cluster: Cluster, *, reserve: float = 0.0) -> "Nodes":
@@ -41,7 +41,7 @@ class Nodes:
 
         Args:
             cluster: each of its devices is a node.
-            reserve: share of a device's memory that stays free.
+            reserve: share of a device's memory that the nodes do not offer, 0 to 1.
         """
         pools = [
             p for p, pool in enumerate(cluster.pools) for _ in range(pool.num_devices)
@@ -73,7 +73,9 @@ class Nodes:
         latency_s: float = 0.0,
         bandwidth: float = np.inf,
     ) -> "Nodes":
-        """Makes nodes that each have their own port to all other nodes.
+        """Makes nodes with equal links, each with one sending and one receiving port.
+
+        `latency_s` is in seconds, `bandwidth` in bytes a second.
 
         >>> Nodes.joined([1e9, 1e9], latency_s=1.0, bandwidth=2.0).byte_s.tolist()
         [[0.0, 0.5], [0.5, 0.0]]
@@ -103,7 +105,7 @@ class Nodes:
 
 
 class _Routes:
-    """Builder of the tables of speeds and ports, filled level by level."""
+    """Builds the tables of link speeds and ports, from the innermost links outwards."""
 
     def __init__(self, num: int) -> None:
         self.empty_s, self.byte_s = np.zeros((num, num)), np.zeros((num, num))
@@ -122,7 +124,8 @@ class _Routes:
             below *= level.size
 
     def through(self, link: Link, devices: Numbers, apart: NDArray[np.bool_]) -> None:
-        """Fills the pairs of devices marked in `apart` with the figures of a link."""
+        """Fills speeds and ports of a link in for the pairs of devices marked in
+        `apart`."""
         curve, place = link.curve, np.ix_(devices, devices)
         each = 1 / curve.bandwidth
         empty_s = curve.latency_s + curve.half_bytes * each

@@ -14,7 +14,7 @@ Floats = NDArray[np.float64]
 
 
 class Problem:
-    """Tasks and nodes as lists for simulation, built once for many schedules."""
+    """Tasks and nodes as lists of numbers, which many simulated schedules read."""
 
     def __init__(
         self, tasks: Tasks, nodes: Nodes, *, frees: bool = True, copies: int = 1
@@ -24,7 +24,8 @@ class Problem:
         Args:
             tasks: the tasks to run.
             nodes: the nodes that run the tasks.
-            frees: whether a value's memory is reused after its last reader.
+            frees: whether the memory of a value that a task makes is freed after its
+                last reader. Arguments and results of the program always stay.
             copies: the number of microbatches in flight: memory holds this many copies
                 of each value that a task makes.
         """
@@ -50,9 +51,11 @@ class Problem:
         self.sum_of = [
             tasks.gradient_of.get(value, -1) for value in range(len(tasks.passed))
         ]
-        """For each part of a gradient, the value of the gradient; for others -1."""
+        """For each part of a gradient (the contribution of one reader) the number of
+        the value that the gradient is of; for other values -1."""
         self.adds = [any(self.sum_of[v] >= 0 for v in read) for read in self.read]
-        """Whether each task reads a part of a gradient."""
+        """For each task whether it reads a part of a gradient, so that parts must be
+        added."""
         self.stays = [
             value.is_kept or value.producer < 0 or not frees for value in tasks.passed
         ]
@@ -68,7 +71,8 @@ class Problem:
         self.capacity: list[float] = nodes.memory_bytes.tolist()
 
     def send_s(self, value: int, source: int, target: int) -> float:
-        """Seconds of sending a value between two nodes while no port is busy."""
+        """Seconds of sending a value between two nodes while no port is busy; 0 to
+        itself."""
         if source == target:
             return 0.0
         each = self.byte_s[source][target]
@@ -81,7 +85,7 @@ class Problem:
         return made
 
     def with_seconds(self, seconds: Floats) -> "Problem":
-        """The same problem with other seconds, `[tasks, nodes]`.
+        """The same problem with other seconds of the tasks, `[tasks, nodes]`.
 
         A node cannot run a task for which its seconds are infinite.
         """

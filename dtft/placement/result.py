@@ -69,14 +69,15 @@ class Placement:
     node_of: tuple[int, ...]
     """Node of each task."""
     operators: tuple[tuple[int, int], ...] = ()
-    """First operator of each forward task, and the operator after its last."""
+    """First operator of each forward task, and the operator after its last. Empty if
+    the tasks are of no program."""
     schedule: tuple[ScheduledTask, ...]
-    """Tasks of one microbatch, by begin."""
+    """Tasks of one microbatch, ordered by start."""
     transfers: tuple[Transfer, ...]
-    """Transfers of one microbatch, by begin. An argument is sent from the node of its
-    first reader to the nodes of its other readers."""
+    """Transfers of one microbatch, ordered by start. An argument is sent from the node
+    of its first reader to the nodes of its other readers."""
     makespan_s: float
-    """Seconds of one microbatch."""
+    """Seconds from the start of one microbatch to the end of its last task."""
     step_s: float
     """Seconds of a step: each microbatch after the first adds the busy seconds of the
     busiest node or port."""
@@ -93,12 +94,13 @@ class Placement:
     nodes left out."""
     speeds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Map from a kind of tasks to a map from a node type to the seconds of all these
-    tasks on one such node. A type that lacks one of their kernels is left out."""
+    tasks on the fastest node of the type. A type that lacks one of their kernels is
+    left out."""
     memory_bytes: tuple[int, ...]
-    """Peak bytes of each node: values, arguments and received values."""
+    """Peak bytes of each node: values that it made or received, and arguments."""
     capacity_bytes: tuple[int, ...]
     how: str
-    """Rule that found the placement."""
+    """Text on the rule that found the placement, such as `everything on one node`."""
     notes: tuple[str, ...] = ()
     """Notes on pins of operators that the program lacks."""
 
@@ -113,7 +115,7 @@ class Placement:
 
     @property
     def idle(self) -> tuple[str, ...]:
-        """Nodes that have no task."""
+        """Names of the nodes that have no task."""
         used = set(self.node_of)
         return tuple(n for at, n in enumerate(self.nodes) if at not in used)
 
@@ -232,14 +234,15 @@ def _check(placement: Placement) -> None:
 _LANE, _THIN, _GAP, _WIDTH, _LETTER = 18, 5, 10, 720, 6.6
 _SENT = "received"
 _LEAST = 0.3
-"""Least width of a bar in SVG units; narrower bars are merged with their neighbours."""
+"""Least width of a bar in SVG units; narrower bars are merged with neighbours of the
+same color (`_joined`)."""
 
 Bar = tuple[int, str, float, float, str]
 """A bar: lane, kind (which sets the color), begin and end in seconds, and tooltip."""
 
 
 def bars(placement: Placement, least_s: float = 0.0) -> list[Bar]:
-    """Bars of tasks and received values.
+    """Makes a bar for each task and each received value of the schedule.
 
     A bar shorter than `least_s` seconds is merged with its neighbour of the same color.
     """
@@ -406,7 +409,8 @@ def nodes(placement: Placement) -> Section:
 
 
 def others(placement: Placement) -> Section:
-    """Table of step seconds of the baselines, and without the slower nodes."""
+    """Table of the step seconds of the baselines, and of placements without slower
+    nodes."""
     rows = [
         (f"without {name}", seconds(step), change(step, placement.step_s))
         for name, step in placement.dropped.items()
@@ -425,7 +429,7 @@ def others(placement: Placement) -> Section:
 
 
 def classes(placement: Placement) -> Section:
-    """Table of classes of tasks: seconds on each node type, and tasks placed there."""
+    """Table of kinds of tasks: seconds and number of placed tasks by node type."""
     types = list(dict.fromkeys(placement.types))
     on = Counter(
         (placement.kinds[task], placement.types[node])

@@ -20,7 +20,8 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passed:
-    """A value that tasks read: an argument, or the output of a task."""
+    """An argument that tasks read, or a task's output that other tasks or the caller
+    read."""
 
     producer: int
     """Task that makes the value; -1 for an argument. An argument starts on the node of
@@ -48,8 +49,9 @@ class Tasks:
     """Group number of each task; tasks of a group share a node. Default: one group per
     task."""
     gradient_of: Mapping[int, int] = field(default_factory=dict)
-    """Map from a part of a gradient to the value of the gradient, both as indices into
-    `passed`. Parts made on one node are added up there, and the sum is sent."""
+    """Map from a part of a gradient (the contribution of one reader) to the value that
+    the gradient is of, both as indices into `passed`. Parts made on one node are added
+    up there, and the sum is sent."""
 
     def __post_init__(self) -> None:
         num = len(self.names)
@@ -140,7 +142,7 @@ def _again(value: Passed, behind: Sequence[int]) -> tuple[int, ...]:
 
 
 def _product(seconds: Floats, factors: Floats) -> Floats:
-    """Seconds times factors; infinite for an infinite factor, also if seconds are 0."""
+    """Multiplies seconds by factors; 0 times infinity gives infinity."""
     with np.errstate(invalid="ignore"):
         found = seconds * factors
     return np.where(np.isinf(factors), np.inf, found)
@@ -153,6 +155,9 @@ def handed(
     graph: Graph, operators: Sequence[tuple[int, int]]
 ) -> tuple[list[int], list[Passed]]:
     """Finds the values that pass between tasks, including arguments and results.
+
+    Arguments that no task reads, and values that only their own task reads, are left
+    out, unless they are results.
 
     Args:
         graph: the program.
@@ -186,7 +191,10 @@ def handed(
 def _made_and_read(
     graph: Graph, operators: Sequence[tuple[int, int]]
 ) -> tuple[dict[int, int], dict[int, list[int]]]:
-    """Maps each value to the task that makes it, and to the tasks that read it."""
+    """Maps each value to the task that makes it, and to the tasks that read it.
+
+    The values inside a loop belong to the loop's task. Arguments have no maker.
+    """
     task_of = [
         t for t, (start, stop) in enumerate(operators) for _ in range(start, stop)
     ]
@@ -258,7 +266,8 @@ def with_gradients(
 
 Grain = Literal["operator", "block"]
 _TWICE = ("matmul", "convolution")
-"""Kinds of operators with two products in the backward pass for one in the forward."""
+"""Kinds of operators whose backward pass computes two products, their forward pass
+one."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -291,13 +300,13 @@ def tasks_of(
     Args:
         graph: the program.
         nodes: the nodes of a cluster, with device types.
-        kernels: kernels of devices, beside the kernels of the device types.
+        kernels: kernels of devices, in addition to those of the device types.
         affinity: map from an operator (primitive, kind, or word of `kernels.CLASSES`)
             to the wanted node, device type or platform.
         grain: `operator`, or `block`, in which each of equal layers is one task.
         together: operators that stay on one node, as pairs of the first operator and
             the operator after the last: calls that the executor cannot cut
-            (`jaxprs.uncut`).
+            (`dtft.planner.ir.uncut`).
         params: path of the argument that is differentiated; default: the first one.
 
     Raises:
@@ -329,7 +338,7 @@ def tasks_of(
 def _intervals(
     graph: Graph, grain: Grain, together: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, int]]:
-    """Yields first operator and operator after the last of each task, in program order.
+    """Yields each task's first operator and the operator after its last, in order.
 
     Overlapping loops, layers and pairs of `together` become one task.
     """
@@ -358,9 +367,9 @@ def _intervals(
 
 
 def _copies(graph: Graph) -> list[tuple[int, int]]:
-    """First operator and operator after the last of each of the equal layers.
+    """First operator of each of the equal layers, and the operator after its last.
 
-    Of runs of equal layers that overlap, the longest counts.
+    If runs overlap, only the run with the most operators counts.
     """
     rows = find_repeats(graph).repeats
     taken = np.zeros(len(graph.operators), bool)
@@ -376,7 +385,8 @@ def _copies(graph: Graph) -> list[tuple[int, int]]:
 
 
 class _Seconds:
-    """Prices operators on each device type; equal operators are priced once."""
+    """Computes the seconds of operators on each device type, once for equal
+    operators."""
 
     def __init__(
         self, graph: Graph, nodes: Nodes, kernels: Kernels, pins: Mapping[str, str]
@@ -387,7 +397,11 @@ class _Seconds:
         self._known: dict[Any, Floats] = {}
 
     def of(self, start: int, stop: int) -> Floats:
-        """Seconds of a task, `[nodes]`; infinite without a kernel or against a pin."""
+        """Seconds of a task on each node, `[nodes]`; infinite where it cannot run.
+
+        A task cannot run on a node without a kernel for each operator, or if a pin
+        forbids the node. Raises ValueError if no node is left.
+        """
         numbers = range(start, stop)
         total = sum((self._speeds(n) for n in numbers), np.zeros(len(self.types)))
         has = np.ones(len(self.types), bool)
@@ -399,14 +413,18 @@ class _Seconds:
         return self._at_pins(found, numbers) if self.pins else found
 
     def backward(self, start: int, stop: int) -> float:
-        """Seconds of a task's backward relative to its forward, on fastest types."""
+        """Seconds of a task's backward pass relative to its forward pass: 1 to 2.
+
+        Matrix multiplications and convolutions count twice, other operators once, each
+        with its seconds on the fastest device type.
+        """
         each = [float(self._speeds(number).min()) for number in range(start, stop)]
         some = self.graph.operators[start:stop]
         twice = sum(s for s, op in zip(each, some, strict=True) if op.kind in _TWICE)
         return 1.0 + (twice / sum(each) if sum(each) else 0.0)
 
     def _speeds(self, number: int) -> Floats:
-        """Seconds of all executions of one operator, `[types]`."""
+        """Seconds of all executions of one operator on each device type, `[types]`."""
         op, values = self.graph.operators[number], self.graph.values
         arrays = tuple(
             (values[v].shape, values[v].dtype) for v in (*op.inputs, *op.outputs)

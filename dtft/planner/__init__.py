@@ -1,10 +1,11 @@
 """The planner: chooses a mesh and shardings of a training step on a cluster.
 
 The planner never runs a model. `ir` traces the step, and `workload` gives the step's
-arrays roles. Each candidate for the devices (`cluster`) is partitioned (`spmd`), priced
-(`cost`, `memory`) and ranked (`search`). The result is a `plan`, which `report`
-explains and `aot` compares with XLA's compiled program. `transformer` predicts training
-runs from a model's shape. Importing this package is light: names load on first use.
+arrays roles. Each candidate for the devices (`cluster`) is partitioned (`spmd`), its
+step time and memory are predicted (`cost`, `memory`), and the candidates are ranked
+(`search`). The result is a `plan`, which `report` explains and `aot` compares with
+XLA's compiled program. `transformer` predicts training runs from a model's shape.
+Importing this package is light: names load on first use.
 
 * `Cluster`: the devices and links to plan for, from `Cluster.parse("64x8xH100")`, a
   file, or JAX's devices. A cluster consists of `Pool`, `Level`, `Link`, `Curve` and

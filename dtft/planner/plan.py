@@ -63,22 +63,21 @@ class AxisUse:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Seconds of one step, by term."""
+    """Predicted seconds of one step, in all and by term, such as compute."""
 
     terms: Mapping[str, float]
     """Seconds of each term: compute, collectives (exposed), bubble, optimizer, offload,
-    launch.
-    The term bubble needs pipeline stages, the term offload needs state in host
+    launch. The term bubble needs pipeline stages, the term offload needs state in host
     memory."""
     low_s: float
     high_s: float
     """Upper end of the prediction interval, in seconds; `low_s` is the lower end. The
     errors of the calibration give the interval."""
     source: str
-    """Origin of the constants, such as `catalog (uncalibrated)`."""
+    """Origin of the cost model's constants, such as `catalog (uncalibrated)`."""
     scales: Mapping[str, float] = field(default_factory=dict)
-    """Map from a term to its factor fitted to past runs; `terms` includes the
-    factor."""
+    """Map from a term to the factor fitted to past runs, by which the seconds in
+    `terms` are already multiplied."""
 
     @property
     def step_s(self) -> float:
@@ -129,8 +128,8 @@ class Plan:
     rematerializes."""
     prediction: Prediction
     memory: Mapping[str, int]
-    """Bytes of the fullest device by term: parameters, gradients, optimizer,
-    activations, buffers, reserve."""
+    """Bytes that the plan needs on the fullest device, by term: parameters, gradients,
+    optimizer, activations, buffers, reserve."""
     capacity_bytes: int
     """Memory of the fullest device, in bytes."""
     collectives: tuple[Collective, ...] = ()
@@ -150,7 +149,7 @@ class Plan:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the fullest device."""
+        """Bytes that the plan needs on the fullest device, with the reserve."""
         return sum(self.memory.values())
 
     @property
@@ -206,7 +205,8 @@ def _check(plan: Plan) -> None:
 
 
 def _check_choice(where: str, mesh: Mapping[str, int], knobs: Knobs) -> None:
-    """Checks that a mesh has known axes of size 1 or more, and knobs of 1 or more.
+    """Checks that the axes of a mesh are known and of size 1 or more, and that
+    `microbatches` and `virtual_stages` are 1 or more.
 
     Raises:
         ValueError: a value is not allowed; the message names the field.

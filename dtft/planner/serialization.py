@@ -75,7 +75,8 @@ _PLAIN: Mapping[Any, tuple[tuple[type, ...], str]] = {
 }
 """Map from a type to its allowed JSON types, and the allowed values in words."""
 _MOST = 2**63
-"""Numbers must be below this bound, which exceeds all counts of bytes and flops."""
+"""Numbers in a file must be below this bound, which exceeds all counts of bytes and
+flops."""
 
 
 def build_typed(kind: Any, item: Any, where: str = "") -> Any:

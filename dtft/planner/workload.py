@@ -139,7 +139,8 @@ def passes(graph: Graph) -> dict[int, int]:
 
 
 def read_by_model(graph: Graph) -> set[int]:
-    """Arguments that the forward or backward pass reads, whole or in slices."""
+    """Value numbers of the arguments that the forward or backward pass reads, whole or
+    in slices."""
     inner = {inside: outer for loop in graph.loops for outer, inside in loop.sliced}
     found: set[int] = set()
     for operator in graph.operators:
@@ -204,12 +205,13 @@ class Workload:
     alias: Mapping[int, int]
     """Map from a dim to the dim that represents it in equal layers."""
     roles: Mapping[str, Role]
-    """Map from the path of each argument's leaf to its role."""
+    """Map from the path of each argument's leaf to its role: parameter, optimizer
+    (state) or batch."""
     program: Graph
     """Graph whose operators number the constraints: the loss alone (entry loss), or the
     step itself (entry step)."""
     again: Callable[[Remat], Graph] | None = None
-    """Function that traces the step with rematerialization; entry loss only."""
+    """Function that traces the step with rematerialization; None for entry step."""
 
     def root(self, dim: int) -> int:
         """The dim that represents a dim in equal layers."""
@@ -222,28 +224,32 @@ class Workload:
 
     @cached_property
     def batch_dims(self) -> tuple[int, ...]:
-        """Dims that index examples: the first dim of every batch leaf."""
+        """Dims that index examples: the first dim of each batch leaf, if its size is
+        above 1."""
         return self._of_batch(0)
 
     @cached_property
     def sequence_dims(self) -> tuple[int, ...]:
         """Dims that index positions in an example: the second dim of each batch leaf.
 
-        These are positions of tokens, rows of images, or features of vectors.
+        Dims of size 1 are left out. The dims are positions of tokens, rows of images,
+        or features of vectors.
         """
         known = set(self.batch_dims)
         return tuple(dim for dim in self._of_batch(1) if dim not in known)
 
     @cached_property
     def expert_arrays(self) -> Arrays:
-        """Inputs and outputs of expert layers, each with its expert dim."""
+        """Inputs and outputs of expert layers: map from the set of an array's dims to
+        its expert dim."""
         known = {*self.batch_dims, *self.sequence_dims}
         parameters = [self.graph.inputs[path] for path in self.paths("parameter")]
         return arrays_of_experts(self.graph, parameters, self.root, known)
 
     @cached_property
     def weights(self) -> Arrays:
-        """Arrays with the dims of a parameter, each with its first divided dim."""
+        """Arrays with the dims of a parameter: map from the set of these dims to the
+        dim that is divided first."""
         return arrays_of_weights(self._dims_of_parameters, self.loop_dims)
 
     @cached_property
@@ -260,13 +266,14 @@ class Workload:
 
     @property
     def batch_size(self) -> int:
-        """The number of examples in a step; 0 without a batch dim."""
+        """The number of examples in a step; 0 if no batch leaf has more than one."""
         dims = self.batch_dims
         return self.graph.dims[dims[0]].sizes[0] if dims else 0
 
     @property
     def is_batch_alike(self) -> bool:
-        """Whether all batch leaves have equally many rows, as microbatches require."""
+        """Whether all batch leaves with several rows have equally many rows, as
+        microbatches require."""
         dims = [self.graph.dims[dim] for dim in self.batch_dims]
         return len({dim.sizes[0] for dim in dims}) < 2
 
@@ -283,12 +290,12 @@ class Workload:
         return frozenset(n for n, dim in enumerate(self.graph.dims) if dim.loop)
 
     def changes(self, path: str) -> bool:
-        """Whether a step changes an argument's leaf."""
+        """Whether a step does not return an argument's leaf unchanged at its path."""
         return self.graph.outputs.get(path) != self.graph.inputs[path]
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the program: twelve hexadecimal digits, equal for equal programs."""
+        """Hash of the program and the roles: twelve hexadecimal digits."""
         values = [(value.shape, value.dtype, value.dims) for value in self.graph.values]
         operators = [
             (op.primitive, op.inputs, op.outputs, op.flops, op.trips, op.summed,
@@ -321,7 +328,8 @@ class Workload:
         return {}
 
     def aligned(self, division: ShardingAssignment) -> ShardingAssignment:
-        """Maps a sharding assignment of `graph` to the equal dims of `program`."""
+        """Maps a sharding assignment (mesh axes of each dim) of `graph` to the equal
+        dims of `program`."""
         if self.program is self.graph:
             return division
         axes = {dim: division.of(other) for dim, other in self._same_dims.items()}
@@ -329,7 +337,8 @@ class Workload:
         return ShardingAssignment(axes=axes, first=self._first(division))
 
     def _first(self, division: ShardingAssignment) -> Arrays:
-        """`ShardingAssignment.first` of the program, without gradients of weights."""
+        """Inputs and outputs of the program's expert layers, each with its expert dim;
+        empty if `division` divides no such array of `graph` by its expert dim."""
         if division.first.keys().isdisjoint(self.expert_arrays):
             return {}
         program = self.program
@@ -345,7 +354,8 @@ class Workload:
         return same_dims(self.program, self.graph)
 
     def paths(self, role: Role) -> tuple[str, ...]:
-        """Paths of the leaves with a role, in the order of the arguments."""
+        """Paths of the leaves with a role (such as parameter), in the order of the
+        arguments."""
         return tuple(path for path, found in self.roles.items() if found == role)
 
     def _of_batch(self, place: int) -> tuple[int, ...]:
@@ -359,7 +369,11 @@ class Workload:
 
 @gc_paused()
 def of_step(step: Callable[..., Any], state: Any, batch: Any) -> Workload:
-    """Traces a user's whole training step: `step(state, batch) -> (state, ...)`."""
+    """Traces a user's whole training step: `step(state, batch) -> (state, ...)`.
+
+    A leaf of the state that the forward or backward pass reads has the role parameter;
+    the other leaves have the role optimizer.
+    """
 
     def named(state: Any, batch: Any) -> Any:
         made = step(state, batch)

@@ -4,7 +4,7 @@
   metrics files; `run_directory`: the directory of a run.
 * `runtime`: the interface between the loop and its process. `single_process` implements
   the interface for `dtft train`, `worker` for a slot of a launched job
-  (`python -m dtft.train.worker`). `state_layout` and `drill_failure` are parts of the
+  (`python -m dtft.train.worker`). `state_layout` and `drill_failure` belong to the
   worker. `devices`: the devices of this process.
 
 `dtft.parallel` has the train step and the mesh, `dtft.config` the configs. `make_step`,

@@ -30,7 +30,8 @@ def keep_freed(large: bool = False) -> bool:
             function before JAX makes its devices; existing threads keep their arenas.
 
     Returns:
-        Whether the C library supports this (glibc); otherwise nothing changes.
+        Whether the C library accepted all settings. False without `mallopt` (it is in
+        glibc) and outside Linux; then nothing changes.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -48,9 +49,11 @@ def keep_freed(large: bool = False) -> bool:
 
 
 def devices_of(experiment: Experiment) -> list[Any]:
-    """Returns this process's devices; on CPU as many as the experiment's cluster has.
+    """Returns this process's devices; on CPU at most as many as the cluster has.
 
-    So on CPU `dtft train` computes with the same mesh as `dtft launch`.
+    On CPU first makes hosts x devices_per_host devices, unless the user has set a
+    number, so that `dtft train` computes with the same mesh as `dtft launch`. Also
+    calls `keep_cpu_memory`.
     """
     import jax
 
@@ -83,7 +86,8 @@ def keep_cpu_memory(*, large: bool) -> None:
 def make_cpu_devices(number: int) -> None:
     """Sets the number of CPU devices in JAX, unless the user has set a number.
 
-    Must be called before JAX looks for devices.
+    The user sets a number in XLA_FLAGS or `jax_num_cpu_devices`. Must be called before
+    JAX looks for devices.
     """
     import jax
 

@@ -14,7 +14,10 @@ VARIABLE = "DTFT_FAIL_AT"
 
 @dataclass(frozen=True, kw_only=True)
 class DrillFailure:
-    """The slot and step of one injected failure."""
+    """One injected failure: its slot, its step, and whether it happens only once.
+
+    With `once`, the existence of the file `path` means that it has happened.
+    """
 
     slot: int
     step: int
@@ -32,7 +35,7 @@ class DrillFailure:
         """Parses the variable's value.
 
         Raises:
-            ValueError: the value has another format.
+            ValueError: the value has another format, or `once` has no PATH.
 
         >>> DrillFailure.parse("1:20:once:/tmp/failed").step
         20
@@ -48,9 +51,9 @@ class DrillFailure:
         return cls(slot=int(slot), step=int(step), once=when == "once", path=Path(path))
 
     def strike(self, slot: int, step: int) -> None:
-        """Fails if `slot` and `step` are those of the failure.
+        """Raises the failure if `slot` and `step` are those of the failure.
 
-        With `once`, a failure that has happened before is not repeated.
+        With `once`, makes the file `path` first, and does nothing if the file exists.
 
         Raises:
             RuntimeError: the injected failure.

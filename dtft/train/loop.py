@@ -45,7 +45,7 @@ class Result:
     """The outcome of a run."""
 
     step: int
-    """Number of the last step."""
+    """Number of the last step that was run."""
     state: State
     """The state after the last step."""
     summary: dict[str, Any]
@@ -57,6 +57,7 @@ def run(experiment: Experiment, runtime: Runtime) -> Result:
 
     Raises:
         NonFinite: the loss became NaN or infinite.
+        ConfigError: the checkpoint was made from other data or another batch size.
     """
     train_step = train_step_of(experiment, runtime)
     data = make_datasets(experiment.data, experiment.seed)
@@ -187,7 +188,8 @@ def balancer_of(
 class Watch:
     """Collects the metrics; decides which steps are boundaries and when the run ends.
 
-    Every decision depends only on step numbers and on values equal on all processes.
+    A boundary is a step after which a snapshot may be taken and the run may end. Every
+    decision depends only on step numbers and on values equal on all processes.
     """
 
     def __init__(
@@ -197,9 +199,9 @@ class Watch:
         items: Items,
         should_save: Callable[[int], bool],
     ) -> None:
-        """Continues from the items of a checkpoint; empty items start at step 0.
+        """Continues from a checkpoint's items (no arrays); empty items start at step 0.
 
-        `should_save(step)` is called for every step except the last.
+        `should_save(step)` is called for every step below `stop.steps`.
 
         Raises:
             ConfigError: the checkpoint has another data position or data identity.
@@ -226,7 +228,7 @@ class Watch:
     def collect(self) -> list[Record]:
         """Waits for the metrics added since the last call, and returns their values.
 
-        Also updates the plateau.
+        Also passes the values to `observe`, which detects a plateau.
 
         Raises:
             NonFinite: a loss is NaN or infinite.
@@ -240,7 +242,10 @@ class Watch:
         return records
 
     def at_boundary(self, step: int) -> bool:
-        """Whether a snapshot is taken after `step`."""
+        """Whether `step` is a boundary; remembers `step` as the last boundary if so.
+
+        Boundaries are the config's last step and the steps that `should_save` selects.
+        """
         if step >= self._experiment.stop.steps or self._should_save(step):
             self._saved = step
         return self._saved == step
@@ -248,10 +253,10 @@ class Watch:
     def ended(self, step: int) -> bool:
         """Whether the run's goal is reached: the last step or a plateau.
 
-        A plateau counts only at a saved step. With an automatic interval a plateau
-        counts only at multiples of `max_interval`, so that the end does not depend on
-        timing. Metrics that are not collected yet can change the result from True to
-        False, but not from False to True.
+        A plateau counts only at a boundary and at the step that the run started from.
+        With an automatic interval a plateau counts only at multiples of `max_interval`,
+        so that the end does not depend on timing. Metrics that are not collected yet
+        can change the result from True to False, but not from False to True.
         """
         stop, checkpoint = self._experiment.stop, self._experiment.checkpoint
         saved = step in (self.start, self._saved)

@@ -20,7 +20,7 @@ from dtft.parallel.planning import PLAN_TIMES_FILE, append_past_run, past_run
 from dtft.train.runtime import Runtime
 
 Record = tuple[int, dict[str, float]]
-"""A step and its metrics."""
+"""Number of a step, and the values of its metrics by name."""
 
 
 class RunLog:
@@ -46,7 +46,11 @@ class RunLog:
         self._disk = Disk(runtime.run_directory)
 
     def __enter__(self) -> Self:
-        """Prints the banner and opens the files."""
+        """Prints the banner, writes plan.json if there is a plan, and opens the files.
+
+        Only the leading process does this, except that with `log.sample_ids` every
+        process opens its file of sample ids.
+        """
         log, runtime = self._experiment.log, self._runtime
         if self._leading:
             self._metrics = self._disk.opened(runtime.run_directory / "metrics.jsonl")
@@ -75,7 +79,11 @@ class RunLog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Closes the files; prints the result, or how to resume an unfinished run."""
+        """Closes the files; the leading process prints the outcome.
+
+        The outcome is the line that `finish` stored, if it was called, and for a run
+        that is not completed the command to resume it.
+        """
         for resource in (self._bar, self._metrics, self._samples, self._board):
             if resource is not None:
                 self._disk.attempt(resource.close)
@@ -86,7 +94,10 @@ class RunLog:
                 print(f"resume with: {self._runtime.resume_command}", flush=True)
 
     def samples(self, step: int, rows: Sequence[int], ids: Sequence[int]) -> None:
-        """Records the global rows and sample ids that this slot used for a step."""
+        """Records the global rows and sample ids that this slot used for a step.
+
+        Does nothing without `log.sample_ids`.
+        """
         if self._samples is None:
             return
         record = {
@@ -100,7 +111,10 @@ class RunLog:
         self._append(json.dumps(record), self._samples)
 
     def write(self, records: Sequence[Record]) -> None:
-        """Writes the records of multiples of `log.every`, and of the last step."""
+        """Writes records of steps that are multiples of `log.every`, and of the last.
+
+        The last step is `stop.steps`. Only the leading process writes.
+        """
         for step, values in records:
             if step == self._start + 1:  # compilation is over: time from here
                 self._timed_step, self._timed_at = step, time.monotonic()
@@ -110,7 +124,11 @@ class RunLog:
                 self._write(step, values)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Writes summary.json and stores the line that `__exit__` prints."""
+        """Writes summary.json, and the measured step times of a plan.
+
+        Also stores the line that `__exit__` prints. Does nothing in a process that does
+        not lead.
+        """
         if not self._leading:
             return
         seconds = round(time.monotonic() - self._began, 3)
@@ -134,9 +152,10 @@ class RunLog:
         self._ended = "  ".join([f"{head} at step {summary['step']}", *values])
 
     def _calibration(self) -> None:
-        """Appends the plan's measured step times to a file that corrects the planner.
+        """Appends the plan's measured step times to `PLAN_TIMES_FILE`.
 
-        A plan that was predicted for other devices is not logged, because its times
+        `dtft calibrate --runs` reads the file to correct the planner's predictions. A
+        plan that was predicted for other devices is not logged, because its times
         cannot be compared with the prediction.
         """
         choice, path = self._runtime.choice, self._runtime.run_directory
@@ -185,7 +204,10 @@ class RunLog:
 
 
 def throughput_unit(experiment: Experiment) -> tuple[str, int]:
-    """Returns the unit of throughput and the number of units in one step."""
+    """Returns "tokens" or "examples", and the number of these in one step.
+
+    Tokens are counted if the data config's `tokens_per_example` is above 0.
+    """
     tokens = experiment.data.tokens_per_example
     batch = experiment.data.global_batch
     return ("tokens", batch * tokens) if tokens else ("examples", batch)
@@ -261,7 +283,10 @@ def write_config(run_directory: Path, resolved: str, command: Sequence[str]) -> 
 
 
 def _replace(path: Path, text: str) -> None:
-    """Replaces a file atomically, so that a full disk leaves no truncated file."""
+    """Replaces a file atomically, so that a full disk leaves no truncated file.
+
+    A file that has this text already stays untouched.
+    """
     if not path.exists() or path.read_text() != text:
         fresh = path.with_suffix(".new")
         fresh.write_text(text)
@@ -269,7 +294,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def dumps(record: Mapping[str, Any], indent: int | None = None) -> str:
-    """Formats a record as JSON, with NaN and infinities as strings.
+    """Formats a record as JSON; top-level NaN and infinities become strings.
 
     >>> dumps({"loss": float("nan"), "step": 3})
     '{"loss": "nan", "step": 3}'

@@ -24,12 +24,12 @@ class Runtime(Protocol):
 
     @property
     def slot(self) -> int:
-        """This process's position in the mesh."""
+        """This process's number in the job, from 0; the mesh orders devices by it."""
         ...
 
     @property
     def num_slots(self) -> int:
-        """Number of slots."""
+        """Number of slots: processes that train, one on each host."""
         ...
 
     @property
@@ -39,12 +39,12 @@ class Runtime(Protocol):
 
     @property
     def generation(self) -> int:
-        """Number of the assignment of slots to hosts."""
+        """Number of the present assignment of slots to hosts; grows with each one."""
         ...
 
     @property
     def attempt(self) -> int:
-        """Number of this start of trainers within the generation."""
+        """Number of this start of all trainers; counts anew in each generation."""
         ...
 
     @property
@@ -59,7 +59,10 @@ class Runtime(Protocol):
 
     @property
     def choice(self) -> PlanChoice | None:
-        """The plan that `mesh` chose; None before, and if the config's mesh is used."""
+        """The plan that `mesh` chose.
+
+        None before `mesh` is called, and if the config asks for no plan.
+        """
         ...
 
     @property
@@ -73,7 +76,7 @@ class Runtime(Protocol):
         ...
 
     def mesh(self, experiment: Experiment) -> jax.sharding.Mesh:
-        """Joins the world, chooses the plan and makes the mesh."""
+        """Connects to the other JAX processes, chooses the plan and makes the mesh."""
         ...
 
     def restore(self, abstract_state: State) -> tuple[State, Items] | None:
@@ -85,7 +88,7 @@ class Runtime(Protocol):
         ...
 
     def entered(self, phase: Phase, step: int) -> None:
-        """Called when the loop enters a phase of the work for `step`."""
+        """Called when the loop enters a phase, such as "data" or "save", for `step`."""
         ...
 
     def dispatched(self, step: int) -> None:
@@ -93,38 +96,48 @@ class Runtime(Protocol):
         ...
 
     def should_save(self, step: int) -> bool:
-        """Whether a snapshot is taken after `step`; equal on all processes."""
-        ...
+        """Whether `step` is a boundary; equal on all processes.
 
-    def takes(self, step: int) -> bool:
-        """Whether `save` stores the state of the boundary `step`.
-
-        If so, the loop waits for the state before it calls `save`.
+        A boundary is a step after which a snapshot may be taken and the run may end.
         """
         ...
 
+    def takes(self, step: int) -> bool:
+        """Whether the loop waits for the state of `step`, a boundary, and saves it."""
+        ...
+
     def await_turn(self, step: int) -> None:
-        """Blocks until the last snapshot is safe, so that the next one may be taken."""
+        """Blocks until the last snapshot has its copies on other hosts.
+
+        The next snapshot may be taken then.
+        """
         ...
 
     def finished_step(self, step: int) -> None:
-        """Called at a boundary before `save`, when the result of `step` is ready."""
+        """Called before `save`, when the devices have finished `step`."""
         ...
 
     def save(self, step: int, state: State, items: Items) -> None:
         """Takes a snapshot of `state`, whose arrays are ready.
 
         The next step donates the arrays, so they must not be read after the return.
-        Called only when the run has ended and at boundaries for which `takes` is True.
+        Called at boundaries (see `should_save`) for which `takes` is True, and at the
+        run's last step.
         """
         ...
 
     def should_stop(self, step: int) -> bool:
-        """Whether to end after `step`, a boundary; equal on all processes."""
+        """Whether the run ends early after `step`; equal on all processes.
+
+        Called at boundaries, see `should_save`.
+        """
         ...
 
     def finish(
         self, step: int, summary: dict[str, Any], state: State, items: Items
     ) -> None:
-        """Called after the last step, at the goal or after `should_stop` was True."""
+        """Called once after the run's last step, with the contents of summary.json.
+
+        The goal is reached, or `should_stop` was True.
+        """
         ...

@@ -37,7 +37,10 @@ def train(config: str, overrides: Sequence[str]) -> int:
     """Runs an experiment in this process.
 
     Returns:
-        The exit code: 0 done or stopped by a signal, 1 failed, 2 wrong input.
+        The exit code: 0 if the run is done or was stopped by a signal, 1 if it failed.
+
+    Raises:
+        SystemExit: with code 2 for wrong input, after a message on stderr.
     """
     asked = load_experiment(config, overrides, "dtft train")
     experiment = with_run_dir(asked)
@@ -96,11 +99,12 @@ class LocalRuntime:
     stores_its_end = True
 
     def __init__(self, experiment: Experiment, resume_command: str = "") -> None:
-        """Finds the devices and the run directory.
+        """Finds the devices; makes the run directory with config.json and command.json.
 
         Raises:
             ConfigError: the experiment does not fit the devices, or the directory
-                holds checkpoints of another config or cannot be written to.
+                has checkpoints that this config cannot continue, or cannot be written
+                to.
         """
         from dtft.checkpoint.storage import StorageTier
 
@@ -127,7 +131,7 @@ class LocalRuntime:
         )
 
     def mesh(self, experiment: Experiment) -> Any:
-        """Makes a mesh over all local devices; first chooses the plan, if any.
+        """Makes the mesh from the plan, if the experiment asks for one, else its mesh.
 
         Raises:
             ConfigError: the requested plan cannot be found, or cannot run here.
@@ -147,10 +151,12 @@ class LocalRuntime:
         return make_mesh(experiment.mesh, self._devices)
 
     def restore(self, abstract_state: Any) -> tuple[Any, dict[str, Any]] | None:
-        """Restores the run directory's newest checkpoint; None if there is none.
+        """Restores the run directory's last checkpoint; None if it has no checkpoint.
 
         Raises:
             UnreadableCheckpoint: a checkpoint exists but cannot be loaded.
+            ConfigError: the checkpoint was made by a config that differs in the model
+                or another key that must be equal.
         """
         from dtft.checkpoint.state import (
             from_paths,
@@ -181,7 +187,11 @@ class LocalRuntime:
         self._at = phase, step
 
     def crash_text(self) -> str:
-        """Returns the phase and step, newest checkpoint and resume command as text."""
+        """Returns the text after a crash's error: where it was, and how to go on.
+
+        The text has the phase and step, the path of the last stored checkpoint, and the
+        resume command.
+        """
         phase, step = self._at
         stored = self._storage.latest_step()
         kept = (
@@ -197,12 +207,12 @@ class LocalRuntime:
         """Does nothing: no agent follows this run."""
 
     def should_save(self, step: int) -> bool:
-        """Whether `step` is a multiple of the interval; always True for `auto`."""
+        """Whether `step` is a multiple of `checkpoint.interval`; True for `auto`."""
         interval = self._experiment.checkpoint.interval
         return interval == "auto" or step % interval == 0
 
     def takes(self, step: int) -> bool:
-        """Whether `step` is a multiple of the storage interval."""
+        """Whether `step` is a multiple of `storage_interval`; False if that is 0."""
         interval = self._experiment.checkpoint.storage_interval
         return interval > 0 and step % interval == 0
 
@@ -213,7 +223,7 @@ class LocalRuntime:
         """Does nothing: no agent follows this run."""
 
     def save(self, step: int, state: Any, items: dict[str, Any]) -> None:
-        """Saves the state to storage at multiples of the storage interval."""
+        """Saves the state to storage if `takes(step)`; else does nothing."""
         if self.takes(step):
             self._store(step, state, items)
 
@@ -224,7 +234,10 @@ class LocalRuntime:
     def finish(
         self, step: int, summary: dict[str, Any], state: Any, items: dict[str, Any]
     ) -> None:
-        """Saves the last state and waits for storage."""
+        """Saves the state unless it is stored already, and waits for storage.
+
+        A state of step 0 is not saved.
+        """
         if step != self._saved and step > 0:
             self._store(step, state, items)
         self._storage.wait_until_finished()
@@ -232,10 +245,11 @@ class LocalRuntime:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Handles Ctrl-C, SIGTERM and SIGHUP: the run ends at the next boundary.
+        """Handles Ctrl-C, SIGTERM and SIGHUP in the body of the context manager.
 
-        The first Ctrl-C or SIGTERM restores its former handler, so a second one ends
-        the run at once. SIGHUP does not, because a closing terminal sends several.
+        The run then ends at the next step for which `should_save` is True. The first
+        Ctrl-C or SIGTERM restores its former handler, so a second one ends the run at
+        once. SIGHUP does not, because a closing terminal sends several.
         """
         before = {number: signal.getsignal(number) for number in heard_signals()}
 

@@ -57,7 +57,9 @@ class Plateau:
 def observe(
     plateau: Plateau, config: StopConfig, step: int, values: Mapping[str, float]
 ) -> Plateau:
-    """Checks one step's metrics and updates the plateau of the watched metric.
+    """Checks one step's metrics; returns the plateau updated by the watched metric.
+
+    Returns `plateau` unchanged if `config` names no metric.
 
     Raises:
         NonFinite: the loss is NaN or infinite.

@@ -64,16 +64,19 @@ class WindowClock:
     def finished(
         self, step: int, now: float, *, released_at: float, stall_s: float
     ) -> Window | None:
-        """Computes the window that ends with a boundary's finished step.
+        """Computes the measurements from the boundary before to this boundary.
+
+        A boundary is a step after which a snapshot is taken.
 
         Args:
-            step: the boundary's step.
+            step: the boundary, all of whose work is finished.
             now: monotonic time in seconds.
-            released_at: time at which the last boundary's snapshot became safe.
-            stall_s: seconds that this snapshot stalled the training thread.
+            released_at: monotonic time at which the snapshot of the boundary before had
+                its copies on other hosts.
+            stall_s: seconds that this snapshot blocked the training thread.
 
         Returns:
-            The window since the boundary before; None for the first one.
+            The steps and seconds since the boundary before; None at the first boundary.
         """
         last, dispatched = self._last, self._dispatched
         self._last, self._dispatched = (step, now), []
@@ -99,18 +102,20 @@ class WindowClock:
 logger = logging.getLogger(__name__)
 
 WARM_UP = 20
-"""Steps excluded from the measured wall time per step: compilation, cold caches."""
+"""Number of a trainer's first steps that `speed` leaves out of `step_s`, because of
+compilation and cold caches."""
 
 
 class AgentRuntime:
     """The runtime of a trainer that an agent started: one slot of a job of many hosts.
 
-    Joins the JAX world of its generation, restores the step that its agent names, and
-    hands each step to the agent.
+    Connects to the JAX processes of its generation, restores the step that the leader
+    chose, reports each step to its agent, and hands snapshots to the agent.
     """
 
     stores_its_end = False
-    """Always False: the leading agent exports the last step and reports this."""
+    """Always False: the leading agent writes the last step to storage after `finish`,
+    and reports this."""
 
     def __init__(
         self,
@@ -119,7 +124,10 @@ class AgentRuntime:
         start: dict[str, Any],
         resume: str,
     ) -> None:
-        """Takes the slot that `start` describes; `mesh` joins the JAX world later."""
+        """Takes the slot of `start`, the agent's message that assigns a slot.
+
+        `mesh` connects to the other JAX processes later.
+        """
         self.slot: int = start["slot"]
         self.num_slots: int = start["num_slots"]
         self.hosts: tuple[str, ...] = tuple(start["hosts"])
@@ -149,7 +157,10 @@ class AgentRuntime:
         self._seen = Experience()
 
     def mesh(self, experiment: Experiment) -> Any:
-        """Joins the JAX world, chooses the plan and makes the mesh in slot order."""
+        """Connects to the other JAX processes, chooses the plan and makes the mesh.
+
+        Devices are in slot order.
+        """
         import jax
 
         from dtft import _jax_internals
@@ -189,7 +200,12 @@ class AgentRuntime:
         return self._start["storage_step"] or self._start["items"].get("step", 0)
 
     def restore(self, abstract_state: Any) -> tuple[Any, dict[str, Any]] | None:
-        """Restores the state and items of the leader's step; None at step 0."""
+        """Restores state and items of the step that the leader chose; None for step 0.
+
+        Raises:
+            ConfigError: the checkpoint was made by a config that differs in the model
+                or another key that must be equal.
+        """
         from dtft.checkpoint.managers import AgentCheckpointManager, RestoreArgs
         from dtft.checkpoint.state import (
             from_paths,
@@ -226,12 +242,16 @@ class AgentRuntime:
         return from_paths(abstract_state, with_typed_keys(arrays, abstract)), items
 
     def entered(self, phase: Phase, step: int) -> None:
-        """Writes the phase and its start time to the board, which the agent reads."""
+        """Writes the phase and its start time to shared memory for the agent."""
         self._board.enter(phase, time.monotonic_ns())
         self.at = phase, step
 
     def dispatched(self, step: int) -> None:
-        """Records a dispatched step on the board; raises the drill's failure if due."""
+        """Reports to the agent that `step` is dispatched, and `step` - AHEAD finished.
+
+        Raises:
+            RuntimeError: a failure drill injects a failure at this step.
+        """
         self._board.set("computing", step)
         self._dispatched_at.append(time.monotonic())
         self._clock.dispatched(step, self._dispatched_at[-1])
@@ -241,7 +261,7 @@ class AgentRuntime:
             self._drill.strike(self.slot, step)
 
     def should_save(self, step: int) -> bool:
-        """Whether a snapshot is taken after `step`."""
+        """Whether a snapshot is taken after `step`; equal on all hosts."""
         return self._manager.should_save(step)
 
     def takes(self, step: int) -> bool:
@@ -250,12 +270,15 @@ class AgentRuntime:
         return True
 
     def await_turn(self, step: int) -> None:
-        """Waits until the last snapshot is safe in memory."""
+        """Waits until the last snapshot has its copies in other hosts' memory."""
         del step
         self._manager.wait_until_finished()
 
     def finished_step(self, step: int) -> None:
-        """Records a boundary's finished step and measures the window that it ends."""
+        """Reports to the agent that `step`, which `save` gets next, is finished.
+
+        Also measures the steps since the last snapshot, for the costs of snapshots.
+        """
         self._finished(step)
         stalls = self._manager.stalls_s
         self._window = self._clock.finished(
@@ -273,7 +296,7 @@ class AgentRuntime:
         self._tell_running()
 
     def save(self, step: int, state: Any, items: dict[str, Any]) -> None:
-        """Takes a snapshot at a step boundary."""
+        """Copies the state to this host's memory; agents copy it to other hosts."""
         from dtft.checkpoint.managers import SaveArgs
         from dtft.checkpoint.state import to_paths, with_plain_keys
 
@@ -289,14 +312,14 @@ class AgentRuntime:
             self._link.send("running", step=self._step, bytes_from_storage=read)
 
     def should_stop(self, step: int) -> bool:
-        """Whether all hosts stop after this step."""
+        """Whether `step` has reached the step at which the leader stops all hosts."""
         stop_at = self._manager.stop_at()
         return stop_at is not None and step >= stop_at
 
     def finish(
         self, step: int, summary: dict[str, Any], state: Any, items: dict[str, Any]
     ) -> None:
-        """Waits for the last snapshot and completes the summary."""
+        """Waits for the last snapshot's copies; adds measured times to `summary`."""
         del step, state, items
         self._tell_running()
         self._manager.wait_until_finished()
@@ -311,7 +334,13 @@ class AgentRuntime:
 def speed(dispatched_at: Sequence[float], stalls_s: Sequence[float]) -> dict[str, Any]:
     """Computes the mean seconds per step and the mean stall per snapshot in seconds.
 
-    `step_s` leaves out the warm-up; `late_step_s` is measured over the last half.
+    `step_s` leaves out the first `WARM_UP` steps; `late_step_s` is over the last half.
+    The result has neither with `WARM_UP` + 1 steps or fewer, and has no `snapshots` and
+    `stall_s` without snapshots.
+
+    Args:
+        dispatched_at: time at which each step was dispatched, in seconds.
+        stalls_s: seconds for which each snapshot blocked the training thread.
 
     >>> speed([float(t) for t in range(30)], [0.5])
     {'step_s': 1.0, 'late_step_s': 1.0, 'snapshots': 1, 'stall_s': 0.5}
@@ -329,7 +358,7 @@ def speed(dispatched_at: Sequence[float], stalls_s: Sequence[float]) -> dict[str
 FATAL = (ValueError, NonFinite)
 """Errors that would occur again on any host and therefore end the whole job."""
 LAST_WORDS_S = 5.0
-"""Seconds that a failed trainer waits until its agent ends the process."""
+"""Seconds after which a failed trainer ends itself, if its agent has not ended it."""
 ERROR_CHARACTERS = 2000
 TRACEBACK_CHARACTERS = 8 << 10
 """Limits in characters of an exception's text and its traceback in a report; the log
@@ -337,7 +366,11 @@ has both in full."""
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Waits for a slot, then trains."""
+    """Waits for a slot, trains, reports the end or an error, and ends this process.
+
+    Args:
+        arguments: path or name of the config, and words that override its keys.
+    """
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s"
     )
@@ -389,7 +422,10 @@ def failure(error: BaseException, at: tuple[str, int]) -> dict[str, Any]:
 
 
 def _evidence(error: Exception, at: tuple[str, int]) -> dict[str, Any]:
-    """Returns the log's path; adds the traceback if the user's code may have failed.
+    """Makes the fields of the message `fatal` that help to find an error's cause.
+
+    The fields are the log's path, and if the user's code may have failed those of
+    `failure`, with the traceback.
 
     An error during training steps may come from the user's model or data. Errors of
     dtft name the remedy and need no traceback.
@@ -414,7 +450,7 @@ def _log_path() -> str:
 
 
 def _last_words(link: AgentLink, op: str, **fields: Any) -> None:
-    """Reports the end of training to the agent, which then ends this process.
+    """Sends a last message (`op`, `fields`) to the agent, which ends this process.
 
     Waits at most `LAST_WORDS_S` for the agent to take the message and end this process.
     """
@@ -441,11 +477,11 @@ class TrainerProcess:
 
     @property
     def at(self) -> tuple[str, int]:
-        """Current phase and step of training."""
+        """Current phase and step of training; ("start", 0) before `train`."""
         return self._runtime.at if self._runtime is not None else ("start", 0)
 
     def train(self, start: dict[str, Any]) -> None:
-        """Runs the training loop and reports its end to the agent."""
+        """Trains in the slot of `start`; reports the end of training to the agent."""
         from dtft.config import Disk
         from dtft.train.loop import run
         from dtft.train.run_log import write_config
@@ -473,9 +509,9 @@ def _keep_stdout_for_people() -> None:
 
 
 class ForPeople(io.RawIOBase):
-    """A stdout stream that drops output once the terminal is closed.
+    """A stdout stream that drops output that cannot be written.
 
-    An error of the closed terminal must not end training.
+    So training goes on if the terminal is closed.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -496,7 +532,7 @@ class ForPeople(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        """Writes bytes and returns their number; drops all bytes if writing fails."""
+        """Writes bytes and returns their number; drops all of them if writing fails."""
         content = memoryview(data)
         try:
             return os.write(self._descriptor, content)
@@ -514,7 +550,11 @@ def _code(error: Exception) -> int:
 
 
 def _import_everything(experiment: Any) -> None:
-    """Imports modules and makes datasets in advance; must not touch a device."""
+    """Imports modules and makes datasets in advance, and configures JAX.
+
+    Sets the number of CPU devices and the compilation cache. Must not touch a device,
+    because JAX must first connect to the job's other processes.
+    """
     if experiment.cluster.devices_per_host > 0:
         # Before threads start, so that a planned step takes the predicted time.
         keep_freed(large=bool(experiment.plan))

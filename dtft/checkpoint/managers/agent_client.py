@@ -29,7 +29,8 @@ from dtft.checkpoint.state import Layout, pack_flags
 from dtft.checkpoint.storage import StorageTier, storage_steps
 
 ITEM = "interval"
-"""The item of a commit that holds the number of steps to the next commit."""
+"""Name of the item that holds the interval of a commit: the number of steps to the next
+commit. Only commits of a job with an automatic interval have this item."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,8 @@ class SaveArgs:
     items: Mapping[str, Any] = field(default_factory=dict)
     """The items of the step as JSON values: data position and so on."""
     window: Window | None = None
-    """Durations of the steps since the last snapshot, for an automatic interval."""
+    """Times measured since the last snapshot, from which the leader chooses an
+    automatic interval; None without measurements."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +56,12 @@ class RestoreArgs:
 
 
 class AgentCheckpointManager:
-    """Saves every step into the memory of several hosts, through the host's agent."""
+    """Saves steps into the memory of several hosts and restores one of them.
+
+    The agent of this host replicates the step that the trainer has copied into the
+    host's arena. A step is safe once every host has copied its slices, and all copies
+    on other hosts are verified; the leader then releases the step.
+    """
 
     def __init__(
         self,
@@ -74,16 +81,16 @@ class AgentCheckpointManager:
         Args:
             link: the link to the agent.
             layout: the layout of the state, None if it is not known yet.
-            slot: the slot of this process.
+            slot: the slot (position in the job) of this process.
             chunk_bytes: bytes under one digest.
             storage_directory: the directory of the storage tier.
             deadline_s: limit of every wait for the agent, in seconds.
-            cadence: after which steps `should_save`; by default after every step.
+            cadence: the steps after which `should_save` is True; by default all steps.
             automatic: whether the leader changes the interval; commits then hold the
                 interval.
-            last: the last step of the run, which is always saved. If `last` is given,
-                buffers for the next step are requested as soon as the saved step is
-                safe.
+            last: the last step of the run, which the caller always saves. If `last` is
+                given, buffers for the next step to save are requested as soon as the
+                saved step is safe.
 
         Raises:
             TimeoutError: the agent did not answer in time.
@@ -102,7 +109,8 @@ class AgentCheckpointManager:
         self._schedule = SnapshotSchedule.of(cadence or Cadence.every(1))
         self._automatic = automatic
         self.released_at = 0.0
-        """Time at which the newest step became safe, by `time.monotonic()`."""
+        """Time at which the last release of a step arrived, in seconds by
+        `time.monotonic()`; 0 before the first."""
         self._arena: Arena | None = None
         self._mapping: threading.Thread | None = None
         self.bytes_from_storage = 0
@@ -113,7 +121,10 @@ class AgentCheckpointManager:
             self.announce(layout)
 
     def announce(self, layout: Layout) -> None:
-        """Sends the layout to the agent and waits for the agent's restore order.
+        """Sends the layout to the agent, and maps the arena that the agent names.
+
+        The agent answers with its restore order: the step to restore, and whether the
+        step is in memory or in storage.
 
         Raises:
             TimeoutError: the agent did not answer in time.
@@ -150,7 +161,10 @@ class AgentCheckpointManager:
                 self._ask_ahead()
 
     def _ask_ahead(self) -> None:
-        """Requests buffers for the next step while the devices compute the step."""
+        """Requests buffers for the next step to save, while the devices compute.
+
+        Without `last`, or after the last step of the run, requests nothing.
+        """
         if self._last_step is not None and self._saved < self._last_step:
             following = self._schedule.following(self._saved)
             self._ask(min(following, self._last_step))
@@ -162,7 +176,7 @@ class AgentCheckpointManager:
     # ------------------------------------------------------------- Orbax's shape
 
     def latest_step(self) -> int | None:
-        """The newest committed step, else the restored step; None without either."""
+        """The newest committed step, else the restored step; None if neither exists."""
         return self._committed or None
 
     def all_steps(self) -> tuple[int, ...]:
@@ -173,13 +187,14 @@ class AgentCheckpointManager:
     def should_save(self, step: int) -> bool:
         """Whether a snapshot is due after `step`; the same on all hosts.
 
-        Every boundary before `step` must have been saved and waited for.
+        All earlier due steps must have been saved and waited for
+        (`wait_until_finished`).
         """
         with self._dialogue.condition:
             return self._schedule.is_boundary(step)
 
     def interval(self) -> int:
-        """The number of steps from the last saved step to the next."""
+        """The snapshot interval after the last saved step, in steps."""
         with self._dialogue.condition:
             return self._schedule.interval(after=self._saved)
 
@@ -188,6 +203,13 @@ class AgentCheckpointManager:
 
         Chunks that did not change since the last save are not written. The arrays may
         be donated when this method has returned.
+
+        Returns:
+            True.
+
+        Raises:
+            TimeoutError: the agent has named no buffers in time.
+            AgentGone: the agent has ended, or has detached this process.
         """
         begun = time.monotonic()
         with self._dialogue.condition:
@@ -230,13 +252,17 @@ class AgentCheckpointManager:
     ) -> tuple[dict[str, jax.Array], dict[str, Any]] | None:
         """Restores the step of the agent's restore order, which the leader chose.
 
+        The order tells whether this host's memory or storage has the step.
+
         Returns:
-            The arrays by leaf path, and the items; None for a fresh start.
+            The arrays by leaf path, and the items; None if the job starts from the
+            initial state.
 
         Raises:
             ValueError: `step` is not the step that the leader chose.
             CorruptCopy: a copy in this host's memory is corrupt. All hosts must then
                 restore anew, and the corrupt copy is not offered again.
+            CheckpointUnreadable: the step in storage cannot be read.
         """
         order = self._order
         assert order is not None
@@ -279,16 +305,23 @@ class AgentCheckpointManager:
         return arrays, items
 
     def wait_until_finished(self) -> None:
-        """Waits until the last saved step is safe in memory."""
+        """Waits until the last saved step is safe: all its copies are verified.
+
+        Raises:
+            TimeoutError: the step was not safe in time.
+            AgentGone: the agent has ended, or has detached this process.
+        """
         self._dialogue.wait(
             lambda: self._released >= self._saved, f"step {self._saved}"
         )
 
     def wait_until_mapped(self) -> None:
-        """Waits until this process has mapped the arena; earlier saves take longer.
+        """Waits until a thread has mapped all pages of the arena into this process.
+
+        A save before that is slower, because it maps the pages that it writes.
 
         Raises:
-            TimeoutError: the arena was not mapped in time.
+            TimeoutError: the pages were not mapped in time.
         """
         limit_s = self._dialogue.deadline_s
         if self._mapping is not None:
@@ -316,11 +349,11 @@ NONE = -1
 
 
 class NotHeld(LookupError):
-    """The agent does not hold this step, or no longer holds it."""
+    """The agent of this host has no copy of the requested step, or dropped its copy."""
 
 
 class NotBrought(RuntimeError):
-    """A step in memory could not be resharded to the wanted shardings."""
+    """The agents could not bring the slices that the wanted shardings need."""
 
 
 class AttachedMemory(AgentCheckpointManager):
@@ -348,7 +381,7 @@ class AttachedMemory(AgentCheckpointManager):
         self._flushed: dict[int, str] = {}
         self._tokens = itertools.count()
         self.storage_errors: list[str] = []
-        """Errors of steps that did not reach storage, until a caller raises them."""
+        """Messages of failed writes to storage, until a caller takes them to raise."""
         super().__init__(
             attached.link,
             None,
@@ -400,7 +433,11 @@ class AttachedMemory(AgentCheckpointManager):
             super()._take(message)
 
     def announce(self, layout: Layout) -> None:
-        """Sends the layout to the agent; see `AgentCheckpointManager.announce`."""
+        """Sends the layout to the agent; see `AgentCheckpointManager.announce`.
+
+        If the agent orders a start from the initial state, no step counts as saved or
+        committed. That is also its order if the step in memory has another layout.
+        """
         super().announce(layout)
         assert self._order is not None
         if self._order["source"] == "init":
@@ -425,7 +462,7 @@ class AttachedMemory(AgentCheckpointManager):
 
     @property
     def is_replicating(self) -> bool:
-        """Whether the leader has yet to release the step saved last."""
+        """Whether the step saved last still lacks copies, so it is not safe yet."""
         with self._dialogue.condition:
             return self._released < self._saved
 
@@ -463,15 +500,20 @@ class AttachedMemory(AgentCheckpointManager):
     def read_on(
         self, step: int, layout: Layout, abstract: Mapping[str, jax.ShapeDtypeStruct]
     ) -> dict[str, Any]:
-        """Reads a step on another layout; the agents bring the slices of this process.
+        """Reads a step on another layout than that of the save.
+
+        The agents bring the slices of this process into a temporary arena, which is
+        freed after the read.
 
         Args:
-            step: the newest commit.
+            step: the step, which must be the newest commit.
             layout: the wanted layout; the same on every process.
             abstract: leaf path to shape, dtype and sharding.
 
         Raises:
-            NotBrought: a host was lost, memory is short, or a copy is corrupt.
+            NotBrought: the agents could not bring the slices: a host was lost, memory
+                is short, or a copy is corrupt.
+            CorruptCopy: a slice was corrupt when it was read from the arena.
         """
         self._assembled, text = None, layout.to_json()
         self._dialogue.send("want", step=step, layout=text)
@@ -514,8 +556,10 @@ class AttachedMemory(AgentCheckpointManager):
     def flush(self, step: int, *, store: bool, limit_s: float) -> str:
         """Waits until a step is committed; with `store` until it is in storage.
 
+        A later step in storage counts, too. Also waits for the end of a running export.
+
         Returns:
-            "", or the reason why the step did not reach storage.
+            "", or with `store` the reason why an export failed during the wait.
 
         Raises:
             AgentGone: the agent has ended, or has detached this process.
@@ -530,7 +574,7 @@ class AttachedMemory(AgentCheckpointManager):
         """Sends the request of `flush` without waiting.
 
         Returns:
-            The token of the agent's answer.
+            The number that identifies the agent's answer.
         """
         token = next(self._tokens)
         self._dialogue.send("flush", token=token, step=step, store=store)
@@ -539,8 +583,8 @@ class AttachedMemory(AgentCheckpointManager):
     def leave(self) -> None:
         """Detaches from the agent; committed steps stay in memory.
 
-        Waits up to `LEAVE_S` seconds for the step saved last, because peers may have
-        ended.
+        Waits first until the step saved last is safe, for at most `LEAVE_S` seconds,
+        because the step never becomes safe if peers have ended.
         """
         with contextlib.suppress(AgentGone, TimeoutError):
             what = f"step {self._saved}"

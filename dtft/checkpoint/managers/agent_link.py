@@ -40,16 +40,20 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class ForeignSocket(PermissionError):
-    """A socket, or the process behind it, belongs to another user."""
+    """A socket path that cannot be trusted.
+
+    It is no socket, or others can write to its directory. Or the socket, its directory
+    or the process behind it belongs to a user other than this one or root.
+    """
 
 
 def check_path(path: Path) -> None:
-    """Checks the owner of a socket before a connection to the socket.
+    """Checks a socket and its directory before a connection to the socket.
 
     Raises:
         FileNotFoundError: no file exists at `path`.
-        ForeignSocket: another user owns the socket or its directory, or could replace
-            the socket.
+        ForeignSocket: `path` is no socket, the socket or its directory belongs to a
+            user other than this one or root, or other users can write to the directory.
     """
     directory = path.parent.stat()
     found = path.stat()  # after its directory, so an exchanged directory is noticed
@@ -148,7 +152,7 @@ def serve_links(
 
     Args:
         listener: from `listen_for_links`.
-        hear: called with each link, on its own thread.
+        hear: called with each new link, on a new thread for each.
         send_s: limit of a send in seconds, after which the send to a peer that does not
             read fails; 0 for no limit.
     """
@@ -179,11 +183,14 @@ def packed(op: str, fields: Mapping[str, Any]) -> bytes:
 
 
 class LinkClosed(ConnectionError):
-    """The process at the other end has closed the link or has ended."""
+    """The link is unusable: either end closed it, or a message was too long.
+
+    A process that ends closes its end.
+    """
 
 
 class NotReading(LinkClosed):
-    """The process at the other end lives, but did not read within the send limit."""
+    """The other end did not read a message within the send limit of `serve_links`."""
 
 
 class AgentLink:
@@ -196,7 +203,11 @@ class AgentLink:
 
     @classmethod
     def connect(cls, path: Path, timeout_s: float) -> "AgentLink":
-        """Connects to the agent that listens at `path`."""
+        """Connects to the agent that listens at `path`.
+
+        Raises:
+            OSError: no process listens, or connecting takes longer than `timeout_s`.
+        """
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(timeout_s)
         try:
@@ -228,14 +239,14 @@ class AgentLink:
             raise LinkClosed(f"sending failed: {error}") from error
 
     def receive(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """Waits for the next message; the end of the other process ends the wait.
+        """Waits for the next message, until the other end is closed.
 
         Args:
             timeout_s: limit of every wait for bytes, in seconds; None for no limit. The
                 limit remains set on the socket, also for sends.
 
         Raises:
-            LinkClosed: the other end is closed.
+            LinkClosed: either end is closed, or the message exceeds 256 MiB.
             TimeoutError: no bytes arrived within `timeout_s`.
         """
         try:
@@ -301,8 +312,8 @@ class Outbox:
         Args:
             link: the link to send over.
             failed: called once on the thread when a send fails; the thread then ends.
-                By default a failure is not reported, because the receiver of the link
-                notices it.
+                By default a failure is not reported, because `receive` of the same link
+                then raises LinkClosed.
         """
         self._link, self._failed = link, failed
         self._messages: queue.Queue[bytes | None] = queue.Queue()
@@ -315,7 +326,10 @@ class Outbox:
         self._messages.put(packed(op, fields))
 
     def close(self, *, link: bool = False) -> None:
-        """Ends the thread after all queued messages; `link` then closes the link."""
+        """Ends the thread once all queued messages are sent.
+
+        With `link`, the thread then closes the link.
+        """
         self._closes_link = self._closes_link or link
         self._messages.put(None)
 
@@ -343,12 +357,12 @@ class Outbox:
 AGENT_SOCKET = "agent.sock"
 AGENT_SOCKET_VARIABLE = "DTFT_AGENT_SOCKET"
 TAKEN_S = 2.0
-"""Seconds for which an agent that already has a process is asked again. The process
+"""Seconds for which `attach` tries again if no agent is free. An agent's former process
 may just have ended."""
 ATTACHED = "attached"
 """The answer of an agent that accepts a process; the other answer is `refused`."""
 ANSWER_S = 10.0
-"""Limit of an agent's answer in seconds; a late agent counts as hung."""
+"""Limit of connecting to an agent, and of its answer to `attach`, in seconds."""
 
 _START = (
     "Start one per host: dtft agent --serve-only --store HOST:PORT --job NAME "
@@ -368,7 +382,7 @@ class SeenAgent:
     job: str
     host: str
     taken_by: int
-    """Process id of the attached process, 0 for none."""
+    """Process id of the attached process; 0 if no process is attached."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -388,8 +402,8 @@ def attach(given: str | None, terms: Mapping[str, Any]) -> Attached:
 
     Args:
         given: path of the agent's socket, or None to search for it.
-        terms: the terms that all processes of the job must agree on, and the index of
-            this process.
+        terms: the index of this process, and the settings that must be equal on all
+            processes of the job; see `distributed.terms_of`.
 
     Raises:
         NoAgent: no agent was found, or the agent refuses; the message gives the remedy.
@@ -428,6 +442,9 @@ def _ask_in(path: Path, terms: Mapping[str, Any]) -> tuple[AgentLink, dict[str, 
 
     Returns:
         The link, and the agent's answer.
+
+    Raises:
+        NoAgent: no agent answers, or the socket belongs to another user.
     """
     link = _connect(path)
     try:
@@ -447,8 +464,8 @@ def hello(
     Args:
         link: the link to the agent; all later messages use it, too.
         terms: see `attach`; empty for a trainer that the agent has started.
-        answer_s: limit of the wait in seconds; None for a child of the agent, which
-            ends with the agent.
+        answer_s: limit of the wait in seconds. None: no limit, for a trainer that the
+            agent has started and that ends with the agent.
 
     Returns:
         The agent's answer: `attached`, or `refused` with its reason.
@@ -468,7 +485,7 @@ def find(given: str | None, environment: Mapping[str, str]) -> Path:
     socket of the only free agent on this machine.
 
     Raises:
-        NoAgent: no agent, or more than one, is free.
+        NoAgent: the path is not given, and no agent or more than one is free.
     """
     named = given or environment.get(AGENT_SOCKET_VARIABLE)
     if named:
@@ -477,13 +494,19 @@ def find(given: str | None, environment: Mapping[str, str]) -> Path:
 
 
 def seen_here(directory: Path) -> list[SeenAgent]:
-    """The agents that answer on this machine, by path."""
+    """The agents whose sockets lie in `directory` and that answer, ordered by path.
+
+    A socket is searched as `dtft-*/agent.sock`.
+    """
     found = [ask(path) for path in sorted(directory.glob(f"dtft-*/{AGENT_SOCKET}"))]
     return [seen for seen in found if seen is not None]
 
 
 def only_free(agents: Iterable[SeenAgent]) -> Path:
     """The socket of the only agent without an attached process.
+
+    Raises:
+        NoAgent: there is no such agent, or more than one.
 
     >>> taken = SeenAgent(path=Path("/a/agent.sock"), job="j", host="h", taken_by=7)
     >>> only_free([taken])
@@ -523,7 +546,8 @@ def ask(path: Path) -> SeenAgent | None:
     """Asks the agent at `path` for its description.
 
     Returns:
-        None if no agent that serves other processes answers.
+        None if no agent answers within 2 s, the socket cannot be trusted, or the agent
+        only serves trainers that it started.
     """
     try:
         link = own_link(path)
@@ -545,7 +569,7 @@ def own_link(path: Path) -> AgentLink:
     """Connects to the agent at `path` if it belongs to this user or to root.
 
     Raises:
-        ForeignSocket: the agent belongs to another user; no message was sent.
+        ForeignSocket: the socket cannot be trusted; no message was sent.
         OSError: no process listens at `path`.
     """
     check_path(path)
@@ -574,7 +598,8 @@ def _connect(path: Path) -> AgentLink:
 
 
 LAST_WORDS_S = 1.0
-"""Seconds to wait for the agent's reason after the link was closed."""
+"""Longest wait in seconds, after a failed send, for a message in which the agent gives
+the reason."""
 
 
 class AgentGone(RuntimeError):
@@ -589,7 +614,10 @@ class Dialogue:
     """
 
     def __init__(self, link: AgentLink, deadline_s: float) -> None:
-        """Sends and receives nothing yet; every wait is limited to `deadline_s`."""
+        """Sends and receives nothing yet.
+
+        `deadline_s` is the default limit of `wait`, in seconds.
+        """
         self.condition = threading.Condition()
         self.gone = False
         """Whether the agent has ended, or has detached this process."""
@@ -645,10 +673,10 @@ class Dialogue:
                 )
 
     def send(self, op: str, **fields: Any) -> None:
-        """Sends a message now.
+        """Sends a message on the calling thread, which may block.
 
         Raises:
-            AgentGone: the agent has ended.
+            AgentGone: the agent has ended, or has detached this process.
         """
         try:
             self._link.send(op, **fields)

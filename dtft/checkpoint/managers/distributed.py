@@ -58,8 +58,8 @@ from dtft.checkpoint.storage import (
 
 
 ELSEWHERE = -1
-"""Number for a leaf without a saved spec. Such a leaf is no jax.Array, or its sharding
-is not a NamedSharding over devices of all processes."""
+"""Number that stands for a leaf without a saved spec. Such a leaf is no jax.Array, or
+its sharding is not a NamedSharding over devices of all processes."""
 Numbered = tuple[int, int]
 """A device: (process index, id)."""
 
@@ -190,6 +190,9 @@ def placed(
 ) -> dict[str, RestoreTarget | None]:
     """Adds the saved sharding to each array target without a sharding.
 
+    Targets of an item with a fallback sharding, and leaves saved without a sharding,
+    stay as they are.
+
     Raises:
         ValueError: this run lacks devices for the saved mesh of a leaf; the message
             names the leaf, the mesh and the devices.
@@ -224,7 +227,10 @@ def _item_placed(
 
 
 def _refuse_lost(record: Record, number: int) -> None:
-    """Raises ValueError if a leaf has a saved mesh; this run lacks devices for it."""
+    """Raises ValueError if a leaf was saved with a sharding; else does nothing.
+
+    Called for a leaf without a decoded sharding, so this run lacks devices of its mesh.
+    """
     raw = record.shardings
     if raw is None or raw["leaves"][number] == ELSEWHERE:
         return
@@ -272,7 +278,7 @@ def refuse_unfit(directory: epath.Path, options: ReplicatedOptions) -> None:
 def terms_of(
     directory: epath.Path, options: ReplicatedOptions, processes: int
 ) -> dict[str, Any]:
-    """Makes the terms that `attach` sends to the agent.
+    """Makes the fields of the message that `attach` sends to the agent.
 
     Returns:
         "process", the index of this process; and "terms", the settings that must be
@@ -294,9 +300,13 @@ def terms_of(
 def wanted_structs(
     record: Record, wanted: dict[str, RestoreTarget | None], layout: Layout
 ) -> dict[str, Any]:
-    """Makes a `jax.ShapeDtypeStruct` for every wanted leaf, by leaf path.
+    """Maps leaf path to a `jax.ShapeDtypeStruct`, for every leaf of the wanted items.
 
-    The sharding of a struct is None if the leaf is read as a numpy array first.
+    The sharding of a struct is None if the whole leaf is read into a numpy array first.
+
+    Raises:
+        ValueError: the leaf was saved divided over processes, and no target states a
+            sharding.
     """
     structs: dict[str, Any] = {}
     for name, item in wanted.items():
@@ -338,7 +348,7 @@ logger = logging.getLogger(__name__)
 
 
 class JobSteps:
-    """Implements `ReplicatedCheckpointManager`, which documents the methods."""
+    """Implements `ReplicatedCheckpointManager` for a job of several processes."""
 
     def __init__(self, directory: epath.Path, options: ReplicatedOptions) -> None:
         """Attaches to this host's agent and waits for the other processes.
@@ -362,7 +372,7 @@ class JobSteps:
         """The stored steps, as of the last successful listing of the directory."""
         self._looks: tuple[Any, ...] | None = None
         self._layout: Layout | None = None
-        """The layout that was announced at the first save."""
+        """The layout announced at the first save; None before."""
         self._shardings: dict[str, Any] | None = None
         """The shardings of the last save, from `shardings_json`; None before a save."""
 
@@ -371,7 +381,7 @@ class JobSteps:
     def all_steps(self, read: bool = False) -> list[int]:
         """The steps in memory and in storage, ascending.
 
-        Waits until the step saved last is safe.
+        Waits until the step saved last has all its copies on other hosts.
 
         Every call lists the directory, whatever the value of `read`.
         """
@@ -470,7 +480,10 @@ class JobSteps:
     # ------------------------------------------------------------------ restore
 
     def restore(self, step: int | None, args: Any) -> Any:
-        """Restores a step from memory, onto any shardings, else from storage."""
+        """Restores a step: from memory if it is the commit there, else from storage.
+
+        Agents bring slices from peers if the wanted shardings need other slices.
+        """
         chosen = self._chosen(step)
         if chosen != self._memory.in_memory:
             return self._from_storage(chosen, args)
@@ -534,7 +547,11 @@ class JobSteps:
         return stored[0] if stored else None
 
     def item_metadata(self, step: int) -> Any:
-        """A `jax.ShapeDtypeStruct` for every leaf, with the leaf's saved sharding."""
+        """A `jax.ShapeDtypeStruct` for every leaf, with the leaf's saved sharding.
+
+        The sharding is None if none was saved, or if this run lacks devices of its
+        mesh. For a step that stock Orbax wrote, the result is Orbax's item metadata.
+        """
         step = self._chosen(step)
         record = self._record(step)
         if record is None:
@@ -561,7 +578,10 @@ class JobSteps:
     # ---------------------------------------------------------- waiting and ending
 
     def wait_until_finished(self) -> None:
-        """Waits until the step saved last is committed and no export is running."""
+        """Waits until the step saved last is committed and no export is running.
+
+        Before the first save there is no wait. Raises the errors of `check_for_errors`.
+        """
         if self._layout is not None:
             self._flush(store=False)
         self.check_for_errors()
@@ -574,7 +594,7 @@ class JobSteps:
     def check_for_errors(self) -> None:
         """Raises AgentGone if the agent is gone, or StorageFailed for a failed write.
 
-        A failed write to storage is raised once.
+        Of several failed writes since the last call, only the last is raised.
         """
         self._memory.check()
         errors, self._memory.storage_errors = self._memory.storage_errors, []
@@ -607,7 +627,8 @@ class JobSteps:
         The step remains in the agents' memory.
 
         Raises:
-            StorageFailed: a step did not reach storage.
+            StorageFailed: this write failed, or an earlier one that was not raised yet.
+            AgentGone: the agent has ended, or has detached this process.
         """
         try:
             error = self._flush(store=True) if self._layout is not None else ""
@@ -618,7 +639,7 @@ class JobSteps:
             raise StorageFailed(error)
 
     def leave(self) -> None:
-        """Detaches after an error; the agents keep the committed steps."""
+        """Detaches without a write to storage; the agents keep the committed steps."""
         self._memory.leave()
 
 

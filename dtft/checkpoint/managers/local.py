@@ -49,7 +49,9 @@ class StorageFailed(RuntimeError):
 
 
 class Storing:
-    """Writes steps from memory to storage; the caller holds `condition`.
+    """Writes steps from memory to storage with an exporter process.
+
+    The caller of every method except `end` holds `condition`.
 
     One step is written at a time. Of the steps that become due meanwhile, only the
     newest step waits and keeps its memory.
@@ -67,7 +69,7 @@ class Storing:
         self._condition = condition
         self._exporter: ExporterProcess | None = None
         self._opening: dict[str, Any] = {}
-        """The first message to the exporter."""
+        """Fields of the first message to the current exporter; {} before the first."""
         self.stored = StoredSteps(directory)
         self._steps: set[int] = set()
         self._metrics: dict[int, Any] = {}
@@ -75,7 +77,8 @@ class Storing:
         self._replaced: tuple[int, ...] = ()
         """Stored steps that are deleted once the step being written is stored."""
         self._waiting: list[Version] = []
-        """Due and pinned versions: at most one, and at close also the newest step."""
+        """Versions that wait to be written, pinned so that no save reuses their
+        buffers. At most one, and when the manager closes also the newest step."""
         self._closing = False
         self._failure: tuple[int, str] | None = None
         """(step, reason) of the last failure that was not raised yet."""
@@ -94,7 +97,9 @@ class Storing:
     def committed(self, version: Version, *, at_once: bool) -> None:
         """Queues a step for storage if the step is due or `at_once`.
 
-        Called after the step was committed to memory.
+        A step that waits for storage is then dropped from the queue. If the step is not
+        due, only starts the first exporter. Called after the step was committed to
+        memory.
         """
         if at_once or is_storage_due(self._options, version.step, self._tried):
             self._tried = version.step
@@ -158,7 +163,10 @@ class Storing:
                 self._write(version, going)
 
     def _write(self, version: Version, going: tuple[int, ...]) -> None:
-        """Hands a pinned version to the exporter."""
+        """Sends a pinned version to the exporter; an error counts as a failed write.
+
+        `going` are the stored steps to delete once this step is stored.
+        """
         self._writing, self._replaced = version, going
         try:
             exporter = self._exporter_for(version)
@@ -177,7 +185,10 @@ class Storing:
             self._done(f"{type(error).__name__}: {error}")
 
     def _exporter_for(self, version: Version) -> ExporterProcess:
-        """The running exporter if the tree is the same, else a new exporter."""
+        """The running exporter if it was opened for this tree, else a new exporter.
+
+        A running exporter for another tree is ended.
+        """
         record = version.record
         layout = dataclasses.replace(record.layout, config=config_of(record))
         opening = {
@@ -195,7 +206,11 @@ class Storing:
         return self._exporter
 
     def _heard(self, exporter: ExporterProcess, answer: dict[str, Any]) -> None:
-        """Handles an answer of the exporter; called on another thread."""
+        """Ends the current write by an answer of the exporter.
+
+        A failed answer ends the exporter, too. Answers of former exporters are ignored.
+        Called on the threads of the exporter's client.
+        """
         with self._condition:
             if exporter is not self._exporter or answer.get("op") == "open":
                 return
@@ -210,7 +225,10 @@ class Storing:
             exporter.close()
 
     def _going(self, step: int) -> tuple[int, ...]:
-        """The stored steps to delete once `step` is stored; empty if a score fails."""
+        """The stored steps to delete once `step` is stored.
+
+        Empty, with a warning, if metrics cannot be read or `best_fn` fails.
+        """
         stored = {*self._steps, step}
         try:
             return superfluous(self._options, stored, self.scores(stored))
@@ -221,7 +239,14 @@ class Storing:
             return ()
 
     def _done(self, error: str | None) -> None:
-        """Ends the write of a step; `error` is None if the step is in storage."""
+        """Records the result of the current write and begins the next write.
+
+        After a failure, older waiting steps are dropped, and the next save copies every
+        leaf because the memory may be corrupt.
+
+        Args:
+            error: the reason of the failure; None if the step is in storage.
+        """
         version, self._writing = self._writing, None
         assert version is not None
         self._versions.unpin(version)
@@ -305,7 +330,10 @@ class Storing:
             return manager.metrics(step)
 
     def scores(self, steps: set[int]) -> dict[int, float | None]:
-        """Maps each step to its score; empty without `best_fn`."""
+        """Maps each step to its score, None for a step without metrics.
+
+        Empty if the options have no `best_fn`.
+        """
         if self._options.best_fn is None:
             return {}
         return {step: self.score(step, self.metrics(step)) for step in steps}
@@ -330,6 +358,8 @@ class Storing:
     def delete(self, step: int) -> None:
         """Removes a step from storage, after the pending writes have ended.
 
+        A pending write of this step is dropped, unless it has begun.
+
         Raises:
             StorageFailed: the pending writes take too long.
         """
@@ -351,7 +381,7 @@ class Storing:
         return self._writing is not None
 
     def end(self) -> None:
-        """Ends the exporter; the write of a current step is abandoned."""
+        """Ends the exporter, and drops waiting steps; a running write fails."""
         with self._condition:
             self._drop_waiting()
             self._end_exporter()
@@ -450,7 +480,7 @@ class Reader:
 
 
 class LocalSteps:
-    """Implements `ReplicatedCheckpointManager`, which documents the methods."""
+    """Implements `ReplicatedCheckpointManager` for one process; see its methods."""
 
     def __init__(self, directory: epath.Path, options: ReplicatedOptions) -> None:
         """Lists the directory; memory is reserved by the first save.
@@ -484,7 +514,7 @@ class LocalSteps:
         return max(self.all_steps(), default=None)
 
     def best_step(self) -> int | None:
-        """The step with the best metrics; without `best_fn` the newest step."""
+        """The step with the best metrics or None; without `best_fn` the newest step."""
         if self._options.best_fn is None:
             return self.newest()
         with self._condition:
@@ -569,5 +599,5 @@ class LocalSteps:
                 self._versions.close()
 
     def leave(self) -> None:
-        """Closes the manager when the process ends, even after an error."""
+        """The same as `close`. Called when the interpreter exits, or after an error."""
         self.close()

@@ -94,7 +94,7 @@ None for all. Set ReplicatedOptions(max_to_keep=...).
 
     @property
     def automatic(self) -> Automatic:
-        """The stall budget and the longest interval of an automatic interval."""
+        """`stall_budget` and `max_interval_steps`, as the limits of `next_interval`."""
         return Automatic(budget=self.stall_budget, maximum=self.max_interval_steps)
 
     def score(self, metrics: Any) -> float | None:
@@ -131,7 +131,12 @@ def checked(options: Any) -> ReplicatedOptions:
 
 
 def _count(name: str, value: Any) -> int:
-    """Checks an option that is a whole number, and returns it as a plain int."""
+    """Returns the value of an option as a plain int.
+
+    Raises:
+        ValueError: the value is no whole number, or is below 1 (`max_interval_steps`:
+            below `LEAST_MAXIMUM`).
+    """
     longest = name == "max_interval_steps"
     least = LEAST_MAXIMUM if longest else 1
     is_count = hasattr(value, "__index__") and not isinstance(value, bool)
@@ -146,7 +151,11 @@ def _count(name: str, value: Any) -> int:
 
 
 def _number(name: str, value: Any, below: float) -> float:
-    """Checks an option that is a number between 0 and `below`, both excluded."""
+    """Returns the value of an option as a float.
+
+    Raises:
+        ValueError: the value is no number above 0 and below `below`.
+    """
     is_number = hasattr(value, "__float__") and not isinstance(value, bool)
     if is_number and 0 < float(value) < below:
         return float(value)
@@ -157,12 +166,15 @@ def _number(name: str, value: Any, below: float) -> float:
 
 
 def is_due(cadence: Cadence, step: int, latest: int | None) -> bool:
-    """Whether `save` saves a step, by Orbax's rule: the first step, then boundaries.
+    """Whether `save` saves a step.
+
+    As in Orbax, saves the first step, and then every step of the cadence that is above
+    the newest step.
 
     Args:
-        cadence: after which steps a save is due.
+        cadence: the steps after which a save is due.
         step: the step.
-        latest: the newest step saved or stored, None without steps.
+        latest: the newest step saved or stored; None if there is no step.
 
     >>> cadence = Cadence.every(5)
     >>> [is_due(cadence, step, latest) for step, latest in [(3, None), (4, 3), (5, 3)]]
@@ -176,7 +188,10 @@ def is_due(cadence: Cadence, step: int, latest: int | None) -> bool:
 def is_storage_due(
     options: ReplicatedOptions, step: int, last_stored: int | None
 ) -> bool:
-    """Whether a saved step is due for storage; `last_stored` was the last due step.
+    """Whether a saved step is due for storage.
+
+    It is due if a multiple of the storage interval is above `last_stored` (the last due
+    step) and at most `step`. Every step is due if `last_stored` is None.
 
     >>> options = ReplicatedOptions(storage_interval_steps=10)
     >>> [is_storage_due(options, 12, last) for last in (None, 9, 10)]
@@ -250,5 +265,5 @@ def best(steps: Collection[int], scores: Mapping[int, float | None]) -> int | No
 
 
 def _rank(score: float | None) -> float:
-    """A score for sorting: NaN and a missing score rank lowest."""
+    """The score for sorting: minus infinity for NaN and for None."""
     return float("-inf") if score is None or score != score else score

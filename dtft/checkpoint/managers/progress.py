@@ -24,15 +24,23 @@ ProgressField = Literal[
     "trainer_pid",
     "phase",
 ]
-"""Cells of the board. A cell holds a step, except `generation`, `attempt`, `recovering`
-(1 while this host recovers, 0 otherwise), `trainer_pid` and `phase` (see
-`ProgressBoard.enter`). 0 means none."""
+"""Cells of the board; 0 means none.
+
+Steps: `computing` is the last dispatched step, `finished` the last one known to have
+finished, and `staged` the last one in this host's memory. `replicating` is a staged
+step without all its copies on other hosts yet. `committing` and `exporting` are steps
+that this host is committing (as the leader) and writing to storage. `committed` is the
+newest committed step.
+
+Other cells: `generation` and `attempt` number the job's assignments of slots to hosts;
+`recovering` is 1 while this host recovers; `trainer_pid` is the trainer's process id;
+for `phase` see `ProgressBoard.enter`."""
 
 Phase = Literal["", "start", "compile", "data", "step", "evaluate", "save"]
-"""Phase of a trainer. "": a phase without a timeout; start: imports, joining the world,
-restoring; compile: tracing and compiling; data: reading rows; step: computing, and
-waiting for the devices; evaluate; save: waiting until the last snapshot is safe, and
-copying the next one."""
+"""Phase of a trainer. "": a phase without a timeout; start: imports, joining the
+processes of `jax.distributed`, restoring; compile: tracing and compiling; data: reading
+rows; step: computing, and waiting for the devices; evaluate: evaluating a batch; save:
+waiting until the last snapshot has its copies on other hosts, then copying the next."""
 
 FIELDS: tuple[str, ...] = get_args(ProgressField)
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -43,7 +51,7 @@ _PHASE_BITS = 3
 
 
 class ProgressBoard:
-    """A board of 8-byte cells; each cell has one writer, so no lock is needed."""
+    """A board of 8-byte cells, each read and written atomically, without a lock."""
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
         """Maps the board at `path`; with `create` the file is created or emptied."""
@@ -77,7 +85,10 @@ class ProgressBoard:
         self.set("phase", now_ns << _PHASE_BITS | _NUMBER[phase] if phase else 0)
 
     def phase(self) -> tuple[Phase, int]:
-        """The trainer's phase and its start time by `time.monotonic_ns()`."""
+        """The trainer's phase, and its start time in ns by `time.monotonic_ns()`.
+
+        ("", 0) in a phase without a timeout.
+        """
         cell = self.get("phase")
         number = cell & (1 << _PHASE_BITS) - 1
         return (PHASES[number] if number < len(PHASES) else ""), cell >> _PHASE_BITS

@@ -70,8 +70,8 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
     step. `close` writes the newest step too. In a job of one process, `close` also runs
     when the interpreter exits, and of the steps that become due during a write only the
     newest is kept for the next write. All steps in memory or in storage can be
-    restored. A restore checks every saved byte against a digest; steps that stock Orbax
-    wrote have no digests.
+    restored. A restore checks every saved byte against a checksum; steps that stock
+    Orbax wrote have none.
 
     >>> import tempfile, jax.numpy as jnp, orbax.checkpoint as ocp
     >>> state = {"w": jnp.arange(3.0), "step": 0}
@@ -153,7 +153,8 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         With `read`, the directory is listed again.
 
         In a job of several processes, every process makes the same call. The call waits
-        until the step saved last is safe, and always lists the directory.
+        until the step saved last has all its copies on other hosts, and always lists
+        the directory.
         """
         return self._work.all_steps(read)
 
@@ -162,7 +163,10 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         return max(self.all_steps(), default=None)
 
     def best_step(self) -> int | None:
-        """The step with the best metrics; without `best_fn` the newest step."""
+        """The step with the best metrics; without `best_fn` the newest step.
+
+        None if there is no step, or if with `best_fn` no step has metrics.
+        """
         return self._work.best_step()
 
     def reload(self) -> None:
@@ -176,7 +180,8 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
     def should_save(self, step: int) -> bool:
         """Whether `save` saves a step: it is due, or a machine is being preempted.
 
-        `ReplicatedOptions.save_interval_steps` decides which steps are due.
+        `ReplicatedOptions.save_interval_steps` decides which steps are due. False for
+        a step at or below the newest step.
         """
         step, latest = step_number(step), self._work.newest()
         if is_due(self._clock.cadence, step, latest):
@@ -210,9 +215,13 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
             Whether the step was saved.
 
         Raises:
-            ValueError: `step` is not a valid number or exists already, or `args` or
-                `metrics` cannot be saved; the message gives the reason.
-            OSError: too little memory for the step; the steps saved before remain.
+            ValueError: `step` is not a valid number or exists already, `args` or
+                `metrics` cannot be saved, or the manager is closed. In a job of several
+                processes also: `step` is below the newest step.
+            OSError: in a job of one process, too little memory for the step; the steps
+                saved before remain.
+            TimeoutError: in a job of several processes, the agent did not answer in
+                time.
             AgentGone: in a job of several processes, the agent has ended or has
                 detached this process.
         """
@@ -287,7 +296,11 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         self._work.wait_until_finished()
 
     def check_for_errors(self) -> None:
-        """Raises StorageFailed, once, if a write to storage has failed."""
+        """Raises StorageFailed, once, if a write to storage has failed.
+
+        In a job of several processes, raises AgentGone if the agent has ended or has
+        detached this process.
+        """
         self._work.check_for_errors()
 
     def is_saving_in_progress(self) -> bool:

@@ -1,8 +1,8 @@
 """Measures the cost of saves in a loop of one process, for an automatic interval.
 
-The time from the end of one save until the next state to save is computed counts as
-steps. The time from there to the end of the next save counts as the save. The interval
-is chosen by `dtft.checkpoint.replication.snapshot_interval`.
+Time counts as steps from the end of one save until the next state to save has been
+computed. Then it counts as the save, until the save ends. The interval is chosen by
+`dtft.checkpoint.replication.snapshot_interval`.
 """
 
 import time
@@ -59,15 +59,20 @@ class SaveClock:
             if interval is None
             else Cadence.every(interval)
         )
-        """After which steps a save is due."""
+        """The steps after which a save is due. Its interval changes if automatic."""
         self._seen = Experience()
         self._last: tuple[int, float] | None = None
 
     @contextmanager
     def saving(self, step: int, args: Any) -> Iterator[None]:
-        """Measures the save of a step, which runs while the context lasts.
+        """Measures the save in the body of a `with`, and adapts an automatic interval.
 
-        `args` are the arguments of Orbax's `save`.
+        First waits until the arrays of the step are computed, so that this time counts
+        as steps. With a fixed interval only the body runs.
+
+        Args:
+            step: the step that is saved.
+            args: the arguments of Orbax's `save`.
         """
         if not self._automatic:
             yield

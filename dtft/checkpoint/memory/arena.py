@@ -29,7 +29,10 @@ _PIECE = 1 << 20
 
 
 class Arena:
-    """One shared-memory file: created by the agent, attached by the trainer.
+    """One file in shared memory, which several processes can map.
+
+    An agent creates an arena, and its trainer attaches to the arena. A process without
+    an agent creates arenas for itself.
 
     Views keep the memory alive: a view taken before `close` or `unlink` stays readable
     until the view is dropped.
@@ -78,7 +81,7 @@ class Arena:
 
     @classmethod
     def reserve(cls, path: Path, size: int, before: "Arena | None") -> "Arena":
-        """Returns `before` if it is large enough, else replaces it by a new arena.
+        """Returns `before` if it is large enough, else removes it and creates an arena.
 
         Raises:
             OSError: too little memory; names the bytes needed and available.
@@ -110,7 +113,7 @@ class Arena:
         """A writable view of `nbytes` bytes of the arena from `offset`.
 
         Raises:
-            ValueError: the part is not inside the arena, or the arena is closed.
+            ValueError: the bytes are not inside the arena, or the arena is closed.
         """
         if self._memory is None:
             raise ValueError(f"arena {self.path} is closed: take views before `close`.")
@@ -206,7 +209,7 @@ class ArenaMap:
     own: Chunks
     """Chunks of the host's own slices; their buffers start at offset 0."""
     incoming: Mapping[int, Push]
-    """Sending slot to its push to this host."""
+    """Sending slot to its push: the slices of which this host keeps a copy for it."""
     hosted: Mapping[int, Chunks]
     """Sending slot to the chunks of its push, in the push's order."""
     hosted_starts: Mapping[int, int]
@@ -218,7 +221,7 @@ class ArenaMap:
     def of(
         cls, layout: Layout, slot: int, placement: CopyPlacement, chunk_bytes: int
     ) -> "ArenaMap":
-        """The arena map of one slot's host."""
+        """Computes the arena map of the host that has `slot` in the job."""
         own = Chunks.of(layout.slices(slot), chunk_bytes)
         incoming = {p.source: p for p in placement.pushes if p.target == slot}
         hosted = {s: Chunks.of(p.slices, chunk_bytes) for s, p in incoming.items()}

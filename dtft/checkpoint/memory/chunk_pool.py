@@ -99,7 +99,7 @@ class BufferRefCounts:
 
 
 Read = dict[tuple[int, int], bytes]
-"""(buffer, chunk) to the digest of the bytes in that buffer, as just read."""
+"""(buffer number, chunk number) to the digest of the bytes there, as just read."""
 
 
 @dataclass(kw_only=True)
@@ -137,7 +137,10 @@ class ChunkPool:
         of that buffer."""
 
     def acquire(self, numbers: np.ndarray) -> np.ndarray | None:
-        """Takes free buffers for chunks to write: see `BufferRefCounts.acquire`."""
+        """Takes free buffers for chunks to write: see `BufferRefCounts.acquire`.
+
+        The buffers no longer count as corrupt.
+        """
         found = self.ref_counts.acquire(numbers)
         if found is not None and self.rotten:
             self.rotten -= {(int(found[number]), int(number)) for number in numbers}
@@ -162,7 +165,7 @@ class ChunkPool:
         return self.chunks.chunk(self._memory(), buffer, number)
 
     def held(self, copy: Copy) -> Iterator[tuple[Slice, Parts, bytes]]:
-        """Every slice of a copy with its bytes and digests, without reading bytes.
+        """Yields every slice of a copy with its memory, which is not read, and digests.
 
         A slice with a chunk that was found corrupt is left out.
         """
@@ -196,12 +199,14 @@ class ChunkPool:
         return b"".join(found) == copy.digests[index]
 
     def fits(self, digests: list[bytes]) -> bool:
-        """Whether each slice has one digest per chunk."""
+        """Whether `digests` has 16 bytes per chunk for each of the pool's slices."""
         counts = np.diff(self.chunks.first) * DIGEST_BYTES
         return [len(one) for one in digests] == counts.tolist()
 
     def unchanged(self, copy: Copy, digests: list[bytes]) -> np.ndarray:
         """[chunks] bool: whether the digest of a copy's chunk equals that in `digests`.
+
+        False for a chunk that the copy lacks or that was found corrupt.
 
         Equal digests (xxh3-128) are taken for equal bytes. A changed chunk has the
         digest of the old chunk by accident with a probability of 2^-128.
@@ -214,5 +219,5 @@ class ChunkPool:
         return equal & (copy.buffers != ABSENT)
 
     def release(self, copy: Copy) -> None:
-        """Releases the buffers of a copy; buffers without another copy are free."""
+        """Releases the buffers of a copy; buffers without other references are free."""
         self.ref_counts.release(copy.buffers)

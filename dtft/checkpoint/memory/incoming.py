@@ -19,7 +19,7 @@ _LACKING, _ARRIVING, _HERE = 0, 1, 2
 
 
 class Receiving:
-    """One push of one step from one peer, until the push is complete or given up."""
+    """A push in progress: slices of a step that a peer's slot sends to this host."""
 
     def __init__(
         self, pool: ChunkPool, digests: list[bytes], lock: threading.RLock
@@ -41,7 +41,10 @@ class Receiving:
         self._expected = b"".join(digests)
 
     def keep(self, copy: Copy) -> None:
-        """Takes over the equal chunks of another version, with a reference to each."""
+        """Takes over the equal chunks of an older copy, which need not be sent.
+
+        The push shares their buffers, and the chunks count as received.
+        """
         same = self.pool.unchanged(copy, self.digests)
         self.buffers[same], self.states[same] = copy.buffers[same], _HERE
         self.pool.ref_counts.retain(self.buffers)
@@ -136,17 +139,20 @@ class Hosting:
         self.receiving: dict[tuple[int, int], Receiving] = {}
 
     def has(self, step: int, source: int, digests: Sequence[bytes]) -> bool:
-        """Whether a verified copy of the same bytes as a push is already held."""
+        """Whether a verified copy of slot `source` at `step` has these digests."""
         copy = self.copies.get(step, {}).get(source)
         return copy is not None and copy.digests == list(digests)
 
     def begin(self, step: int, source: int, digests: list[bytes]) -> Receiving | None:
-        """Admits one connection that carries a push; each `begin` needs one `end`.
+        """Admits one connection that carries a push.
+
+        If the result is not None, the caller must call `end` once.
 
         Returns:
-            None if the placement has no such push to this host, if a copy of the same
-            step and slot is held, if a connection carries other bytes for this step and
-            slot, or if no buffer is free. Held bytes are never overwritten.
+            The state of the push, which all its connections share. None if the
+            placement has no such push to this host, if a copy of the same step and slot
+            is complete, if another connection carries other digests for this step and
+            slot, or if no buffer is free. A complete copy is never overwritten.
         """
         pool = self.pools.get(source)
         if pool is None or not pool.fits(digests):
@@ -194,7 +200,8 @@ class Hosting:
         """Turns a complete push into a copy.
 
         Returns:
-            Whether this call made the copy; False for every later call.
+            Whether this call made the copy. False if a chunk is missing, if the push
+            was given up, or if an earlier call made the copy.
         """
         if self.receiving.get((step, source)) is not found or not found.complete:
             return False
@@ -205,7 +212,11 @@ class Hosting:
         return True
 
     def end(self, step: int, source: int, found: Receiving) -> None:
-        """Removes one connection from a push; verified chunks stay for the next one."""
+        """Removes one connection from a push; call it once for each `begin`.
+
+        After the last connection of an incomplete push, only the verified chunks stay,
+        for the next connection. A push that was given up keeps none.
+        """
         found.users -= 1
         if found.users:
             return
@@ -223,18 +234,18 @@ class Hosting:
             found.release(unverified_only=False)
 
     def forget_rotten(self) -> None:
-        """Drops copies with a chunk in `ChunkPool.rotten`."""
+        """Drops peers' copies that use a chunk found corrupt (`ChunkPool.rotten`)."""
         for copies in self.copies.values():
             for source, copy in list(copies.items()):
                 if self.pools[source].rotten_in(copy):
                     self.pools[source].release(copies.pop(source))
 
     def forget(self, step: int, keys: Sequence[str]) -> None:
-        """Drops the corrupt copies of a step, so that peers can send them again.
+        """Drops peers' corrupt copies of a step, so that the peers can send them again.
 
         Args:
             step: the step.
-            keys: keys of the corrupt slices; a copy with one of them is dropped.
+            keys: keys of the corrupt slices. A copy is dropped if its slot has one.
         """
         for source in list(self.copies.get(step, {})):
             pool = self.pools[source]
@@ -242,7 +253,7 @@ class Hosting:
                 pool.release(self.copies[step].pop(source))
 
     def drop(self, needed: Callable[[int], bool]) -> None:
-        """Drops the copies and unfinished pushes of steps that are not needed."""
+        """Drops copies and unfinished pushes for which `needed(step)` is False."""
         for step, source in list(self.receiving):
             if not needed(step):
                 self._give_up(step, source)

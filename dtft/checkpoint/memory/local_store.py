@@ -112,7 +112,7 @@ class LeafMemory:
         return {buffer: extent.path for buffer, extent in self._extents.items()}
 
     def trim(self) -> bool:
-        """Frees every extent without references; returns whether no extent is left."""
+        """Frees every extent without a buffer in use; returns whether none is left."""
         free = self.ref_counts.free_buffers
         for buffer in [buffer for buffer in self._extents if free[buffer]]:
             self._extents.pop(buffer).close()
@@ -199,7 +199,7 @@ class Versions:
         return self._versions[step]
 
     def write(self, step: int, record: Record, values: Sequence[Any]) -> Version:
-        """Copies a new step into memory and commits it.
+        """Copies a new step into memory and commits it; drops the oldest above `keep`.
 
         The values may be deleted or donated afterwards. If an error is raised, the
         steps committed before stay readable.
@@ -301,7 +301,7 @@ class Versions:
         self._trusted = False
 
     def drop(self, step: int) -> None:
-        """Drops a step; its buffers are free unless the step is pinned."""
+        """Drops a step. Buffers without a pin and without another step become free."""
         self._log.forget(step)
         self.unpin(self._versions.pop(step))
 
@@ -329,7 +329,7 @@ class Versions:
         return self._memories[-1]
 
     def _trim(self) -> None:
-        """Frees unused extents of the memories for states of other shapes."""
+        """Frees unused extents of all memories but the last, which new steps use."""
         former = [memory for memory in self._memories[:-1] if not memory.trim()]
         self._memories[:-1] = former
 

@@ -16,17 +16,22 @@ from dtft.checkpoint.state import ABSENT, Parts, Slice, chunk_digests, unpack_fl
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """The buffers to which the trainer may write a step, as values for its link."""
+    """The buffers to which the trainer may write a step: the agent's answer to it."""
 
     base: int
-    """The step whose unchanged chunks may be kept and not written; -1 for none."""
+    """The step that the new step may share the buffers of unchanged chunks with; -1 if
+    every chunk must be written."""
     buffers: bytes
     """The number of a free buffer for each chunk, one byte per chunk."""
 
 
 @dataclass(kw_only=True)
 class _Staging:
-    """A step being written; it holds references to its buffers and its base's."""
+    """A step that the trainer is writing.
+
+    Its buffers and those of `base` are not reused meanwhile. `base` is the newest copy,
+    or a copy without chunks if there is none that can be shared.
+    """
 
     base: Copy
     buffers: np.ndarray
@@ -50,8 +55,11 @@ class Owning:
     def begin_stage(self, step: int) -> Room:
         """Takes a free buffer for every chunk of a step that the trainer will write.
 
+        A step that was begun before and not recorded by `staged` is cancelled.
+
         Raises:
-            RuntimeError: a chunk has no free buffer, so a commit or export is stuck.
+            RuntimeError: all buffers of a chunk are in use, because a commit or an
+                export is stuck.
         """
         for asked in list(self._staging):
             self._cancel(asked)  # the only trainer writes one step at a time
@@ -101,7 +109,7 @@ class Owning:
     # -------------------------------------------------------------- retention
 
     def drop(self, needed: Callable[[int], bool]) -> None:
-        """Drops the copies and the staging of steps that are not needed."""
+        """Drops copies and unfinished steps for which `needed(step)` is False."""
         for step in [step for step in self._staging if not needed(step)]:
             self._cancel(step)
         for step in [step for step in self.copies if not needed(step)]:
@@ -129,8 +137,8 @@ class Owning:
         """Takes buffers for the slices that a pinned copy lacks.
 
         Returns:
-            The memory of each lacking slice, and the number of another pin. The caller
-            ends this pin when it has written the memory.
+            The memory of each lacking slice, and the number of a second pin, which
+            keeps the memory. The caller writes the memory and then ends this pin.
 
         Raises:
             RuntimeError: a chunk has no free buffer.
@@ -154,14 +162,14 @@ class Owning:
 
         Args:
             pin: the number of the pin.
-            digests: slice key to digests.
+            digests: slice key to the digests of a fetched slice.
         """
         copy = self.pins[pin][1]
         for index, piece in enumerate(self.pool.chunks.slices):
             copy.digests[index] = copy.digests[index] or digests.get(piece.key, b"")
 
     def pinned(self, pin: int) -> tuple[bytes, list[bytes]]:
-        """The buffers of a pinned copy, one byte per chunk, and its digests."""
+        """A pinned copy: its buffer numbers, a byte per chunk, and digests by slice."""
         copy = self.pins[pin][1]
         return copy.buffers.tobytes(), list(copy.digests)
 
@@ -174,19 +182,19 @@ class Owning:
     def begin_restore(
         self, step: int, expected: Sequence[bytes | None], items: dict, read: bool
     ) -> list[int]:
-        """Makes a copy of a step that keeps the slices whose bytes are right.
+        """Makes a copy of a step from those slices in memory that match the commit.
 
         Args:
             step: the step.
-            expected: the digests of every slice; None for a slice that is not in the
-                commit and will be assembled from other slices.
+            expected: the commit's digests of every slice; None for a slice that is not
+                in the commit and will be assembled from other slices.
             items: the items of the step.
-            read: whether slices recorded as right are read and checked now.
+            read: whether slices with the expected digests are also read and checked.
 
         Returns:
-            The indices of the slices that are missing or not right. Each of them has
-            new buffers to which no other copy refers, and counts as held after
-            `restored`.
+            The indices of the slices that are missing or do not match, and so must be
+            fetched. Each has new buffers, which no other copy uses. `restored` records
+            the slice once it is fetched.
         """
         old = self.copies.get(step) or self._nothing()
         known: Read = {}
@@ -215,13 +223,19 @@ class Owning:
         return [index for index in lacking if not copy.digests[index]]
 
     def fill(self, step: int, index: int, source: Parts, digests: bytes) -> None:
-        """Copies a slice from other memory of this host and records it as held."""
+        """Copies a slice of a step from other memory of this host.
+
+        Records `digests` as the digests of the slice; they are not checked here.
+        """
         copy = self.copies[step]
         self.pool.parts(copy, index).fill(source)
         copy.digests[index] = digests
 
     def restored(self, step: int, digests: Mapping[str, bytes]) -> None:
-        """Records fetched and verified slices as held; `digests` is by slice key."""
+        """Records the digests of slices that were fetched and verified.
+
+        `digests` maps slice key to digests.
+        """
         for index, piece in enumerate(self.pool.chunks.slices):
             if piece.key in digests:
                 self.copies[step].digests[index] = digests[piece.key]

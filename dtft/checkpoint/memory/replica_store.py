@@ -33,7 +33,7 @@ class HeldCopies:
     """
 
     def __init__(self, own: Owning, hosting: Hosting) -> None:
-        """Stores references to both; every call reads the current copies of both."""
+        """Stores references to `own` and `hosting`; copies nothing."""
         self._own, self._hosting = own, hosting
 
     def steps(self) -> tuple[int, ...]:
@@ -52,7 +52,10 @@ class HeldCopies:
             yield self._hosting.pools[source], copy
 
     def listed(self, step: int) -> list[tuple[str, Parts, bytes]]:
-        """Lists key, bytes and recorded digests of every copy of `step`, unread."""
+        """Lists key, memory and recorded digests of every slice of `step` on this host.
+
+        The memory is not read. Slices with a chunk known to be corrupt are left out.
+        """
         return [
             (piece.key, parts, digests)
             for pool, copy in self._copies(step)
@@ -63,7 +66,7 @@ class HeldCopies:
         """Every slice of `step` that can be sent to peers, also from pinned copies.
 
         Returns:
-            Slice key to bytes, which are not read.
+            Slice key to memory, which is not read.
         """
         found = {key: parts for key, parts, _ in self.listed(step)}
         for pinned, copy in self._own.pins.values():
@@ -75,9 +78,9 @@ class HeldCopies:
     # --------------------------------------------------------------- verified
 
     def recorded(self) -> dict[int, dict[str, bytes]]:
-        """step -> slice key -> digests of every copy, as of its last verification.
+        """Maps step to slice key to recorded digests, for every copy on this host.
 
-        Hosted copies that are known to be corrupt are dropped first.
+        Peers' copies that are known to be corrupt are dropped first. Reads no bytes.
         """
         self._hosting.forget_rotten()
         copies = {
@@ -91,7 +94,9 @@ class HeldCopies:
     def begin_restore(
         self, step: int, digests: Mapping[str, bytes], items: dict, read: bool
     ) -> list[Slice]:
-        """Begins a copy of the own slices of `step`, from matching slices held here.
+        """Makes a copy of the own slices of `step` from slices in this host's memory.
+
+        Only slices with the digests of the commit are used, also those kept for peers.
 
         Returns:
             The own slices that must be fetched; see `ReplicaStore.begin_restore`.
@@ -111,9 +116,12 @@ class HeldCopies:
         return missing
 
     def _hosted_right(self, step: int) -> dict[tuple[str, bytes], Parts]:
-        """Maps (slice key, digests) to the verified bytes of hosted slices owned here.
+        """Reads and verifies the slices kept for peers that are now own slices.
 
-        A host that formerly hosted a slice for a peer may own the slice now.
+        After a reassignment of slots a host may own a slice that it kept for a peer.
+
+        Returns:
+            (slice key, digests) to the bytes, for the slices that match their digests.
         """
         found = {}
         for source, copy in self._hosting.copies.get(step, {}).items():
@@ -126,7 +134,11 @@ class HeldCopies:
 
 
 class ReplicaStore:
-    """All copies on one host, for one layout and slot. Thread-safe."""
+    """All copies on one host, for one layout and slot. Thread-safe.
+
+    A slot is a position in the job; it owns some slices of the state. A push is the set
+    of slices of one slot that are sent to a peer, which keeps a copy.
+    """
 
     def __init__(
         self,
@@ -139,6 +151,8 @@ class ReplicaStore:
         reserved: Arena | None = None,
     ) -> None:
         """Reserves the arena at `path`, or takes over `reserved` if it is large enough.
+
+        A smaller `reserved` is removed.
 
         Raises:
             OSError: too little memory; names the bytes needed and available.
@@ -178,7 +192,8 @@ class ReplicaStore:
         """Takes a free buffer for every chunk of this host's own slices of `step`.
 
         Raises:
-            RuntimeError: a chunk has no free buffer, so a commit or export is stuck.
+            RuntimeError: all buffers of a chunk are in use, because a commit or an
+                export is stuck.
         """
         with self._lock:
             return self._own.begin_stage(step)
@@ -192,8 +207,8 @@ class ReplicaStore:
             step: the step, after its `begin_stage`.
             digests: digests of each own slice; empty for a slice that was not copied.
             items: the items (data position and so on) of the step.
-            kept: a bit per chunk, from `pack_flags`: whether the chunk is as in the
-                base and was not written.
+            kept: a bit per chunk, from `pack_flags`: whether the chunk equals that of
+                `Room.base` and shares its buffer. b"" if every chunk was written.
         """
         with self._lock:
             self._own.staged(step, digests, items, kept)
@@ -205,7 +220,7 @@ class ReplicaStore:
             return pool.parts(self._own.copies[step], pool.index[piece])
 
     def own_digests(self, step: int, slices: Sequence[Slice]) -> list[bytes]:
-        """Digests of some own slices of a staged step, 16 bytes per chunk."""
+        """Digests of some own slices, 16 bytes per chunk; b"" for one not copied."""
         with self._lock:
             known, index = self._own.copies[step].digests, self._own.pool.index
             return [known[index[piece]] for piece in slices]
@@ -215,14 +230,14 @@ class ReplicaStore:
         return self.own_digests(step, self.own_slices)
 
     def own_buffers(self, step: int) -> bytes:
-        """The buffers of the chunks of a step's own slices, one byte per chunk."""
+        """Buffer numbers of the chunks of a step's own slices, one byte per chunk."""
         with self._lock:
             return self._own.copies[step].buffers.tobytes()
 
     def push_chunks(
         self, step: int, push: Push, numbers: Sequence[int]
     ) -> list[memoryview]:
-        """The bytes of some chunks of a push.
+        """The memory of some chunks that a push of this host sends.
 
         Args:
             step: the step.
@@ -241,14 +256,22 @@ class ReplicaStore:
     # ---------------------------------------------------------- hosted slices
 
     def has_received(self, step: int, source: int, digests: Sequence[bytes]) -> bool:
-        """Whether a verified copy of the same bytes as a push is already held."""
+        """Whether this host has a verified copy with these digests.
+
+        Args:
+            step: the step of the copy.
+            source: the slot that owns the copied slices.
+            digests: of each slice of the push from `source`, 16 bytes per chunk.
+        """
         with self._lock:
             return self._hosting.has(step, source, digests)
 
     def begin_receive(
         self, step: int, source: int, digests: list[bytes]
     ) -> Receiving | None:
-        """Admits a connection that carries a push; needs one `end_receive`.
+        """Admits a connection that carries a push.
+
+        If the result is not None, the caller must call `end_receive` once.
 
         Args:
             step: the step.
@@ -256,9 +279,10 @@ class ReplicaStore:
             digests: of each slice of the push, 16 bytes per chunk.
 
         Returns:
-            None if the placement has no such push to this host, if a copy of the same
-            step and slot is held, if a connection carries other bytes for this step and
-            slot, or if no buffer is free. Held bytes are never overwritten.
+            The state of the push, which all its connections share. None if the
+            placement has no such push to this host, if a copy of the same step and slot
+            is complete, if another connection carries other digests for this step and
+            slot, or if no buffer is free. A complete copy is never overwritten.
         """
         with self._lock:
             return self._hosting.begin(step, source, digests)
@@ -276,22 +300,25 @@ class ReplicaStore:
             return self._hosting.conclude(step, source, receiving, items)
 
     def end_receive(self, step: int, source: int, receiving: Receiving) -> None:
-        """Removes a connection from a push; verified chunks stay for the next one."""
+        """Removes a connection from a push; verified chunks stay for the next one.
+
+        Chunks of a push that was given up are dropped.
+        """
         with self._lock:
             self._hosting.end(step, source, receiving)
 
     # -------------------------------------------------------------- retention
 
     def keep_only(self, steps: set[int]) -> None:
-        """Drops every version except the versions of `steps`."""
+        """Drops all copies of all steps except `steps`."""
         self._drop(lambda step: step in steps)
 
     def drop_after(self, step: int) -> None:
-        """Drops versions newer than `step`."""
+        """Drops all copies of steps newer than `step`."""
         self._drop(lambda one: one <= step)
 
     def drop_before(self, step: int, keep: set[int]) -> None:
-        """Drops versions older than `step`, except the versions of `keep`."""
+        """Drops all copies of steps older than `step`, except the steps `keep`."""
         self._drop(lambda one: one >= step or one in keep)
 
     def _drop(self, needed: Callable[[int], bool]) -> None:
@@ -303,7 +330,7 @@ class ReplicaStore:
         """Keeps the own copy of `step` until `unpin`; returns the pin's number.
 
         Raises:
-            KeyError: the step is not held here any more.
+            KeyError: this host has no copy of the step.
         """
         with self._lock:
             return self._own.pin(step)
@@ -314,7 +341,7 @@ class ReplicaStore:
             self._own.unpin(pin)
 
     def pinned(self, pin: int) -> tuple[bytes, list[bytes]]:
-        """The buffers of a pinned copy, one byte per chunk, and its digests."""
+        """A pinned copy: its buffer numbers, a byte per chunk, and digests by slice."""
         with self._lock:
             return self._own.pinned(pin)
 
@@ -322,8 +349,9 @@ class ReplicaStore:
         """Takes buffers for the own slices that a pinned copy lacks.
 
         Returns:
-            The memory of each lacking slice, and the number of another pin. The caller
-            ends this pin when the slices were fetched into the memory.
+            The memory of each lacking slice, and the number of a second pin, which
+            keeps the memory. The caller fetches the slices into the memory and then
+            ends this pin.
 
         Raises:
             RuntimeError: a chunk has no free buffer.
@@ -346,18 +374,18 @@ class ReplicaStore:
     def holdings(
         self, read: bool = True
     ) -> tuple[dict[int, dict[str, bytes]], list[str]]:
-        """Lists every good and every corrupt copy of a slice.
+        """Lists the good and the corrupt slices of all steps on this host.
 
-        Corrupt hosted copies are dropped, so that peers can send them again.
+        Peers' copies that are corrupt are dropped, so that peers can send them again.
 
         Args:
-            read: read and check every chunk now, without blocking other threads.
-                Otherwise the last verification of a copy counts, and the reader of the
-                copy verifies it.
+            read: whether every chunk is read and checked now, without blocking other
+                threads. Otherwise the last verification counts, and a later reader must
+                verify the bytes.
 
         Returns:
-            step -> slice key -> digests of each good copy, and a description of each
-            corrupt copy ("step 12: params/w[0:4]:float32").
+            step -> slice key -> digests of each good slice, and a description of each
+            corrupt slice ("step 12: params/w[0:4]:float32").
         """
         for number in range(self.verifier.num_chunks if read else 0):
             self.verifier.read(number)
@@ -371,21 +399,27 @@ class ReplicaStore:
             return self._held.steps()
 
     def copies(self, step: int) -> list[tuple[str, Parts, bytes]]:
-        """Lists key, bytes and recorded digests of every copy of `step`, unread."""
+        """Lists key, memory and recorded digests of every slice of `step` on this host.
+
+        The memory is not read. Slices with a chunk known to be corrupt are left out.
+        """
         with self._lock:
             return self._held.listed(step)
 
     def find(self, step: int, keys: Sequence[str]) -> list[Parts]:
-        """The bytes of the named slices of `step`, from own, hosted or pinned copies.
+        """The memory of the slices with these keys, from any copy of `step`; unread.
 
         Raises:
-            KeyError: this host has no copy of a slice for `step`.
+            KeyError: this host has no copy of one of the slices for `step`.
         """
         here = self.here(step)
         return [here[key] for key in keys]
 
     def here(self, step: int) -> dict[str, Parts]:
-        """Maps slice key to bytes for all slices of `step` that can be sent; unread."""
+        """Maps slice key to memory, for all slices of `step` that can be sent to peers.
+
+        The memory is not read. Pinned copies are included.
+        """
         with self._lock:
             return self._held.sendable(step)
 
@@ -394,27 +428,32 @@ class ReplicaStore:
     def begin_restore(
         self, step: int, digests: Mapping[str, bytes], items: dict, read: bool = True
     ) -> list[Slice]:
-        """Makes `step` the only version, and keeps its own slices that match.
+        """Drops all other steps, and makes a copy of the own slices of `step`.
+
+        The copy has the slices in this host's memory that match the digests.
 
         Args:
             step: the step to restore.
             digests: slice key to digests. An own slice without digests is not in the
                 commit and will be assembled from slices of the commit.
             items: the items of the commit.
-            read: read and check the copies recorded on this host now; a new host has
-                none. Otherwise only the recorded digests are compared, and the loader
-                of a slice verifies it.
+            read: whether matching own slices are also read and checked. Otherwise only
+                their recorded digests are compared, and the loader of a slice must
+                verify it.
 
         Returns:
-            The own slices that must be fetched: missing, or not matching. Each of them
-            has new buffers, and counts as held after `restored`.
+            The own slices that are missing or do not match, and so must be fetched.
+            Each has new buffers. `restored` records the slice once it is fetched.
         """
         with self._lock:
             self.keep_only({step})
             return self._held.begin_restore(step, digests, items, read)
 
     def restored(self, step: int, digests: Mapping[str, bytes]) -> None:
-        """Records fetched and verified slices as held; `digests` is by slice key."""
+        """Records the digests of own slices that were fetched and verified.
+
+        `digests` maps slice key to digests.
+        """
         with self._lock:
             self._own.restored(step, digests)
 

@@ -34,7 +34,7 @@ from dtft.checkpoint.state import (
 )
 
 THREADS = 4
-"""Most threads that copy slices out of an arena; limited to the cores, too."""
+"""Largest number of threads that copy slices out of an arena; at most one per core."""
 NICENESS = 5
 """Niceness of the copying threads."""
 RANGE_BYTES = 16 << 20
@@ -94,7 +94,7 @@ def copied_out(
 
 
 def _give_way() -> None:
-    """Lowers the priority of the thread below this host's agent.
+    """Lowers the priority of the calling thread below that of this host's agent.
 
     The agent may be sending slices to a host that still fetches.
     """
@@ -104,7 +104,11 @@ def _give_way() -> None:
 def _is_loaded(
     part: Part, source: Parts, target: np.ndarray, digests: bytes, chunk_bytes: int
 ) -> bool:
-    """Copies whole chunks of a slice; returns whether the copy matches its digests."""
+    """Copies the bytes `part` of a slice, which are whole chunks, to `target`.
+
+    Returns:
+        Whether the copied chunks match their digests.
+    """
     found, begun = [], part.start
     for view in source.cut(part.start, part.stop):
         copy = target[begun : begun + view.nbytes].data
@@ -195,14 +199,17 @@ class SnapshotPlan:
         known: bytes,
         calm: Sequence[bool],
     ) -> list[bytes]:
-        """Writes the chunks of a slice that may have changed.
+        """Copies the chunks of a slice to the arena, except calm unchanged chunks.
+
+        A calm chunk is digested first, and copied only if its digest changed. The other
+        chunks are always copied.
 
         Args:
             raw: the slice's bytes.
             memory: the arena.
-            where: of each chunk, the offset in `memory` to write the chunk to.
-            known: the slice's digests in the last snapshot; empty without them.
-            calm: of each chunk, whether it did not change at the last snapshot.
+            where: the offset in `memory` of the buffer of each chunk.
+            known: digests of the slice's chunks in the last snapshot; b"" if unknown.
+            calm: whether each chunk was unchanged in the last snapshot.
 
         Returns:
             The digest of each chunk.
@@ -220,7 +227,10 @@ class SnapshotPlan:
         return found
 
     def _equal(self, digests: Sequence[bytes], before: Sequence[bytes]) -> np.ndarray:
-        """[chunks] bool: whether both snapshots have the same digest of a chunk."""
+        """[chunks] bool: whether a chunk has the same digest in `digests` and `before`.
+
+        False for chunks of slices that were not copied, and if `before` is empty.
+        """
         if not before:
             return np.zeros(self.chunks.num_chunks, bool)
         here = self.chunks.mask([i for i, one in enumerate(digests) if one])

@@ -18,7 +18,8 @@ from dtft.checkpoint.memory.own_copies import Owning
 from dtft.checkpoint.state import ABSENT, DIGEST_BYTES, chunk_digests
 
 Kept = dict[tuple[int, bytes], list[int]]
-"""(buffer, right digest) of one chunk to the steps whose copies have this buffer."""
+"""For one chunk: (buffer number, right digest) to the steps whose copies have the chunk
+in this buffer with this digest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,7 @@ class CopyVerifier:
         return total
 
     def known(self) -> list[str]:
-        """The corrupt copies that are still held, as "step 12: KEY"."""
+        """The slices known to be corrupt and not dropped yet, as "step 12: KEY"."""
         return _told(self._known())
 
     def _known(self) -> set[tuple[int, str]]:
@@ -140,7 +141,9 @@ class CopyVerifier:
         )
 
     def read(self, number: int) -> ChunkRead:
-        """Reads a chunk in every buffer that a copy refers to.
+        """Reads one chunk in every buffer that a copy uses, and checks the digests.
+
+        Buffers in which the chunk is known to be corrupt are not read.
 
         Raises:
             IndexError: `number` is not below `num_chunks`.
@@ -167,10 +170,15 @@ class CopyVerifier:
     ) -> list[tuple[int, str]]:
         """Reads a chunk again with the lock held, and marks it if it is corrupt.
 
-        A buffer that no copy uses for this digest any more is not marked.
+        Args:
+            source: the slot that sent the copies; None for own copies.
+            pool: the pool of these copies.
+            number: number of the chunk in the pool.
+            at: the buffer and its right digest. The chunk is not marked if no copy has
+                this buffer with this digest any more.
 
         Returns:
-            (step, slice key) of each corrupt copy.
+            (step, slice key) of each copy that uses the corrupt chunk.
         """
         with self._lock:
             steps = self._kept(source, pool, number).get(at)
@@ -194,7 +202,10 @@ class CopyVerifier:
         return kept
 
     def _by_step(self) -> dict[int, list[tuple[ChunkPool, Copy]]]:
-        """Maps each step to its copies; copies that are only pinned are left out."""
+        """Maps each step to its copies and their pools.
+
+        Pins, and steps of which no copy has a slice, are left out.
+        """
         found: dict[int, list[tuple[ChunkPool, Copy]]] = {}
         for step, copy in self._own.copies.items():
             found.setdefault(step, []).append((self._own.pool, copy))

@@ -18,24 +18,25 @@ Claims = Mapping[str, Mapping[bytes, Sequence[str]]]
 """Slice key -> digest -> the hosts that report this digest."""
 
 MAX_SUSPECTS = 16
-"""Most hosts that are excluded in turn to resolve contradictory digests."""
+"""Largest number of hosts that `adding_up` tries to exclude, one after the other."""
 
 
 def adding_up(root: str, claims: Claims) -> dict[str, bytes] | None:
-    """Finds the digest of each slice that matches the commit's root digest.
+    """Chooses one reported digest per slice, so that together they match `root`.
 
-    Tries the majority of the hosts first. With two copies of a slice there is no
-    majority, so then each host with a disputed slice is excluded in turn; this finds
-    one wrong host, in any number of slices. Hosts verify their bytes against their own
-    digests, so bit flips cause no contradiction. A host that keeps bytes of another
-    step under the commit's step causes a contradiction.
+    First tries the digests that most hosts report. If their root digest differs, the
+    choice is repeated without the reports of one host, in turn for each host with a
+    disputed slice (at most `MAX_SUSPECTS`). So one wrong host is found even with two
+    copies per slice, which have no majority. Hosts verify their bytes against their own
+    digests, so a flipped bit causes no dispute; a host that keeps the bytes of another
+    step under the commit's step does.
 
     Args:
-        root: digest over the digests of all slices, from the commit.
+        root: the commit's digest over the digests of all slices.
         claims: reported digests of every slice.
 
     Returns:
-        Slice key to digest; None if no tried combination matches the root.
+        Slice key to digest; None if no tried choice matches the root.
 
     >>> right, wrong = {"u": b"1", "v": b"2"}, {"u": b"1", "v": b"3"}
     >>> told = {"u": {b"1": ["a", "b"]}, "v": {b"3": ["a"], b"2": ["b"]}}
@@ -57,7 +58,10 @@ def adding_up(root: str, claims: Claims) -> dict[str, bytes] | None:
 
 
 def _most(claims: Claims, without: str) -> dict[str, bytes]:
-    """The digest of each slice that most hosts report, excluding the host `without`."""
+    """The digest of each slice that most hosts report, not counting the host `without`.
+
+    If all hosts report the same digest of a slice, `without` has no effect on it.
+    """
     return {
         key: max(told, key=lambda value: sum(host != without for host in told[value]))
         if len(told) > 1
@@ -67,7 +71,7 @@ def _most(claims: Claims, without: str) -> dict[str, bytes]:
 
 
 def dissenters(claims: Claims, chosen: Mapping[str, bytes]) -> tuple[str, ...]:
-    """The hosts that report another digest than the chosen one for any slice.
+    """The hosts whose reported digest of at least one slice is not the chosen digest.
 
     >>> dissenters({"v": {b"3": ["a"], b"2": ["b"]}}, {"v": b"2"})
     ('a',)
@@ -88,7 +92,7 @@ Share = Literal["full", "divided"]
 
 @dataclass(frozen=True, kw_only=True)
 class Commit:
-    """The record that makes a step restorable; a few hundred bytes as JSON."""
+    """Records that all copies of a step exist, so that the step can be restored."""
 
     step: int
     generation: int
@@ -96,15 +100,16 @@ class Commit:
     root: str
     """Root digest over the digests of all slices."""
     layout: str
-    """Digest of the layout, which has mesh, leaves and config."""
+    """`Layout.digest` of the layout (mesh, leaves and config)."""
     holders: tuple[str, ...]
     """The host of each slot when the step was committed."""
     copies: int
-    """Least number of copies of every slice."""
+    """Number of failure domains in which every slice has at least one copy."""
     share: Share = "full"
-    """Whether every slot copied all its slices ("full") or its share ("divided")."""
+    """Which owners of a slice copied it to host memory: all ("full"), or some of them
+    in rotation ("divided", see `Shares`)."""
     interval: int = 1
-    """Steps from this commit to the next."""
+    """Planned number of steps from this commit to the next."""
 
     def to_json(self) -> str:
         """Encodes the commit as JSON; inverse of `from_json`."""
@@ -119,7 +124,7 @@ class Commit:
 
 @dataclass
 class MemoryCommitLog:
-    """The commits that a process knows, kept in its memory."""
+    """A list of commits in the memory of this process; it is not stored."""
 
     _commits: list[Commit] = field(default_factory=list)
 
@@ -128,11 +133,11 @@ class MemoryCommitLog:
         self._commits.insert(0, commit)
 
     def forget(self, step: int) -> None:
-        """Removes the commits of a step whose bytes are no longer kept."""
+        """Removes all commits of `step`; called when the step's bytes are dropped."""
         self._commits = [known for known in self._commits if known.step != step]
 
     def commits(self) -> tuple[Commit, ...]:
-        """The recorded commits, newest first."""
+        """The recorded commits, the last recorded first."""
         return tuple(self._commits)
 
 
@@ -141,7 +146,7 @@ class Divergence(Exception):
 
 
 class Mislabelled(Exception):
-    """A copy's bytes are not those of the step under which it is reported."""
+    """A peer's copy differs from the sender's slices, but both report the same step."""
 
 
 def push_root(push: Push, digests: Mapping[str, bytes]) -> str:
@@ -154,14 +159,14 @@ def push_root(push: Push, digests: Mapping[str, bytes]) -> str:
 
 
 def check_copy(push: Push, step: int, digests: Mapping[str, bytes], told: str) -> None:
-    """Compares a target's reported copy of a push with the staged slices.
+    """Compares a peer's copy with the slices from which it was pushed, by digest.
 
     Args:
-        push: the push that made the copy.
+        push: the slices, their sender and the peer.
         step: the step of the copy, for messages.
         digests: slice key to the digest of the staged slice. A push with a slice that
             is not in `digests` is not compared.
-        told: the `push_root` that the target's host reported.
+        told: the `push_root` that the peer reported.
 
     Raises:
         Mislabelled: the digests differ.
@@ -176,7 +181,7 @@ def check_copy(push: Push, step: int, digests: Mapping[str, bytes], told: str) -
 
 @dataclass
 class StepTracker:
-    """Collects the reports of one step until it can be committed."""
+    """Collects the hosts' reports about one step until the step can be committed."""
 
     layout: Layout
     placement: CopyPlacement
@@ -191,7 +196,9 @@ class StepTracker:
     """Source and target of each push whose copy matches the staged slices."""
 
     def staged(self, slot: int, digests: Sequence[bytes]) -> None:
-        """Records that a slot's slices, or its share, are in its host's memory.
+        """Records that a slot has copied its slices to the memory of its host.
+
+        A slot may skip slices that other owners copy (`Commit.share` "divided").
 
         Args:
             slot: the slot.
@@ -200,7 +207,8 @@ class StepTracker:
 
         Raises:
             Divergence: another slot has different bytes for one of these slices.
-            Mislabelled: a peer holds different bytes under this step's number.
+            Mislabelled: a peer has reported a copy of these slices for this step, and
+                the copy has other digests.
         """
         pieces = self.layout.slices(slot)
         for piece, value in zip(pieces, digests, strict=True):
@@ -219,12 +227,12 @@ class StepTracker:
         self._compare(slot)
 
     def held(self, source: int, target: int, root: str) -> None:
-        """Records that the host of slot `target` holds a verified copy of a push.
+        """Records that slot `target` has verified its copy of the slices of `source`.
 
         Args:
             source: slot that owns the slices.
             target: slot that keeps the copy.
-            root: the copy's `push_root`.
+            root: the `push_root` of the copy.
 
         Raises:
             Mislabelled: the copy differs from the slices that slot `source` has staged.
@@ -233,7 +241,10 @@ class StepTracker:
         self._compare(source)
 
     def _compare(self, source: int) -> None:
-        """Compares the peers' copies of a slot with its staged slices, once staged."""
+        """Compares the copies that peers have reported with the slices of a slot.
+
+        Does nothing until slot `source` has staged its slices.
+        """
         for push in self.placement.pushes_of(source) if source in self._staged else ():
             pair = push.source, push.target
             if pair in self._held and pair not in self._right:
@@ -242,14 +253,22 @@ class StepTracker:
 
     @property
     def complete(self) -> bool:
-        """Whether every slot has staged and every slice has its verified copies."""
+        """Whether the step can be committed.
+
+        That is: every slot has staged, every push has a verified copy equal to the
+        staged slices, and enough owners have copied every slice.
+        """
         everyone = len(self._staged) == self.layout.mesh.num_slots
         # Evaluated at every report: the check whose cost grows with hosts is last.
         all_right = len(self._right) == len(self.placement.pushes)
         return everyone and all_right and not self._short()
 
     def _short(self) -> list[str]:
-        """Keys of the slices that too few of their owners have copied."""
+        """Keys of the slices that too few of their owners have copied to host memory.
+
+        The needed number is `effective_copies` minus the number of slots to which the
+        slice is pushed, or all owners if the slice has fewer.
+        """
         owners, wanted = self.layout.owners, self.placement.effective_copies
         return [
             piece.key
@@ -260,7 +279,10 @@ class StepTracker:
 
     @property
     def missing(self) -> str:
-        """The snapshots and copies that are still missing, as text for messages."""
+        """The missing snapshots and pushed copies, as text for messages.
+
+        If none is missing, names up to 8 slices that more owners must copy.
+        """
         slots = sorted(set(range(self.layout.mesh.num_slots)) - self._staged)
         pushes = {(push.source, push.target) for push in self.placement.pushes}
         copies = sorted(pushes - self._right)
@@ -271,13 +293,13 @@ class StepTracker:
         return ", ".join(parts)
 
     def root(self) -> str:
-        """The root digest over all slices."""
+        """The root digest over the slices reported so far; over all when `complete`."""
         return digest_root(self.digests.items())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Located:
-    """A commit of which live hosts hold a verified copy of every slice."""
+    """A commit that can be restored: each slice has a verified copy on a live host."""
 
     commit: Commit
     digests: Mapping[str, bytes]
@@ -285,7 +307,8 @@ class Located:
     holders: Mapping[str, tuple[str, ...]]
     """Slice key to the hosts that hold a verified copy with this digest."""
     odd: tuple[str, ...] = ()
-    """Hosts that hold different bytes under the commit's step for some slice."""
+    """Hosts whose copy of at least one slice of this step has another digest than the
+    digest in `digests`."""
 
 
 Holdings = Mapping[str, Mapping[int, Mapping[str, bytes]]]
@@ -298,17 +321,18 @@ def locate(
     holdings: Holdings,
     placed: Sequence[str] = (),
 ) -> tuple[Located | None, list[str]]:
-    """Finds the newest commit that can be restored completely from live memory.
+    """Finds the newest commit that can be restored from the memory of live hosts.
 
     Args:
         commits: recorded commits, newest first.
         layout: the layout of the running job; None if no live host knows it.
         holdings: verified copies of the live hosts.
-        placed: the failure domain of each slot by which copies were placed, for
-            messages; empty if every slot was a domain of its own.
+        placed: the failure domain of each slot that `place_copies` was given; empty if
+            it was given none. Used only to name the former holders in a reason.
 
     Returns:
-        The located commit or None, and a reason for each newer commit that was skipped.
+        The located commit, or None if no commit can be restored; and for each newer
+        commit the reason why it cannot be restored.
     """
     reasons = []
     for commit in commits:
@@ -360,21 +384,21 @@ class SliceCopies:
 
 @dataclass(frozen=True, kw_only=True)
 class CommitHealth:
-    """Health of one commit in live memory, for display."""
+    """The copies of one commit in the memory of live hosts, for display."""
 
     step: int
     generation: int
     wanted: int
-    """Least copies of every slice when the step was committed."""
+    """Number of failure domains in which every slice had a copy at the commit."""
     interval: int = 1
     """Steps from this commit to the next, as planned at the commit."""
     slices: tuple[SliceCopies, ...] = ()
     problem: str = ""
-    """The reason why live memory cannot restore the commit; empty if it can."""
+    """Why the memory of live hosts cannot restore the commit; empty if it can."""
 
     @property
     def copies(self) -> tuple[int, int]:
-        """The least and the greatest number of copies of any slice.
+        """The least and the greatest number of copies of any slice; (0, 0) if lost.
 
         Copies in the same failure domain count once.
         """
@@ -383,22 +407,22 @@ class CommitHealth:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the state, each slice counted once."""
+        """Bytes of the state, each slice counted once; 0 if the commit is lost."""
         return sum(piece.num_bytes for piece in self.slices)
 
     @property
     def state(self) -> Literal["healthy", "degraded", "lost"]:
-        """State of the commit.
+        """State of the commit in the memory of live hosts.
 
-        "lost" cannot be restored from live memory. "degraded" can be restored, but some
-        slices have fewer copies than wanted.
+        A lost commit cannot be restored. A degraded commit can be restored, but some
+        slices have fewer copies than `wanted`.
         """
         if self.problem:
             return "lost"
         return "healthy" if self.copies[0] >= self.wanted else "degraded"
 
     def slices_on(self, host: str) -> int:
-        """The number of slices of which a host has a copy."""
+        """The number of slices of which `host` has a copy; 0 if the commit is lost."""
         return sum(host in piece.hosts for piece in self.slices)
 
 
@@ -410,14 +434,13 @@ def commit_health(
     placed: Sequence[str] = (),
     domains: Mapping[str, str] | None = None,
 ) -> CommitHealth:
-    """Computes the health of one commit.
+    """Counts the copies of each slice of a commit in the memory of live hosts.
 
     Args:
         commit: the commit.
         layout: the layout of the running job; None if no live host knows it.
         holdings: verified copies of the live hosts.
-        placed: the failure domain of each slot by which copies were placed, for
-            messages.
+        placed: as for `locate`.
         domains: host to the failure domain in which its copy counts; a host without an
             entry is a domain of its own.
     """
@@ -447,10 +470,11 @@ def commit_health(
 
 
 def worth_showing(found: Iterable[CommitHealth]) -> Sequence[CommitHealth]:
-    """Selects the commits to display, newest first: only those in the best state.
+    """Selects the commits to display, newest first.
 
-    Hosts drop older commits for newer ones. So a degraded or lost commit matters only
-    if no commit is in a better state. If all are lost, only the newest is selected.
+    Selects all healthy commits; without any, all degraded commits; without any, only
+    the newest commit. Hosts drop the copies of older commits when newer commits exist,
+    so a degraded commit is no problem while there is a healthy one.
     """
     ordered = sorted(found, key=lambda health: health.step, reverse=True)
     for state in ("healthy", "degraded"):

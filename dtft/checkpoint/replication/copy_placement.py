@@ -47,22 +47,22 @@ class PlacedLeaves:
     spec: Spec
     """Mesh axes that divide each dimension of the leaves."""
     sources: tuple[int, ...]
-    """For each part, the owner that sends the part; -1 if the part's owners are in
-    enough domains."""
+    """For each part of the partition (one slice per leaf), the owning slot that sends
+    the part; -1 if the owners are already in enough failure domains."""
     targets: tuple[tuple[int, ...], ...]
-    """The slots to which each part is sent."""
+    """For each part, the slots to which the part is sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CopyPlacement:
-    """The slots of all copies of a state.
+    """Which slots keep the copies of each slice of a state.
 
-    Stored per partition (`state.partition`), in `tables`; slices are computed on
-    demand.
+    `tables` has the slots per partition spec (`state.partition`), not per slice. Slices
+    and pushes are computed from the tables on demand.
     """
 
     effective_copies: int
-    """Least number of failure domains that have a copy of a slice."""
+    """Number of failure domains in which every slice has at least one copy."""
     layout: Layout = field(repr=False)
     """The layout whose slices were placed."""
     tables: tuple[PlacedLeaves, ...] = field(repr=False)
@@ -70,7 +70,8 @@ class CopyPlacement:
 
     @functools.cached_property
     def _routes(self) -> dict[tuple[int, int], list[tuple[int, int]]]:
-        """(source, target) -> (table, part), sorted by source, then target."""
+        """(source slot, target slot) -> the (position in `tables`, part) pairs that are
+        sent; sorted by source, then target."""
         routes: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for at, table in enumerate(self.tables):
             for part, targets in enumerate(table.targets):
@@ -95,7 +96,7 @@ class CopyPlacement:
 
     @functools.cached_property
     def pushes(self) -> tuple[Push, ...]:
-        """All pushes by source, then target; at most one for each pair."""
+        """All pushes, sorted by source, then target; at most one for each pair."""
         return tuple(self._push(*route) for route in self._routes)
 
     def pushes_of(self, source: int) -> tuple[Push, ...]:
@@ -130,9 +131,10 @@ def place_copies(
 ) -> CopyPlacement:
     """Chooses the slots that keep copies of each slice.
 
-    Data-parallel owners count as copies. Additional copies go to the other slots of the
-    sender's group. If the slots do not divide into groups evenly, the last slots form a
-    ring, and copies go to the next slots of the ring.
+    The owners of a replicated slice count as copies. Slots are divided into groups of
+    as many slots as copies are wanted, and an owner sends its additional copies to the
+    other slots of its group. If the number of slots is no multiple of the group size,
+    the last slots form a ring, in which an owner sends to the next slots.
 
     Args:
         layout: mesh and leaves.
@@ -140,7 +142,7 @@ def place_copies(
             included.
         domains: the failure domain (host, rack) of each slot; by default every slot is
             a domain of its own. Names may be nested, "power/rack": the whole name is
-            the domain, and neighbours differ in power first.
+            the domain, and slots in different power domains are preferred.
 
     Raises:
         ValueError: `copies` is below 1, or `domains` does not fit the layout.
@@ -187,7 +189,17 @@ def _place_alike(
     turn: int,
     chooser: "_Chooser",
 ) -> PlacedLeaves:
-    """Places leaves of one partition; `turn` selects the owner that sends."""
+    """Chooses senders and targets for leaves with the same partition.
+
+    Args:
+        leaves: positions in `layout.leaves`.
+        spec: partition spec of the leaves.
+        partition: partition of the leaves.
+        short: for each part, whether its owners are in too few failure domains.
+        turn: offset, modulo the number of owners and increased by one per part, of the
+            owner that sends the part.
+        chooser: chooses the targets.
+    """
     sources, targets = [], []
     for part, (owners, few) in enumerate(zip(partition.owners, short, strict=True)):
         source = owners[(turn + part) % len(owners)] if few else -1
@@ -199,7 +211,11 @@ def _place_alike(
 
 
 def _take_turns(sizes: Sequence[int], loads: list[int]) -> list[int]:
-    """Assigns each size to the turn with the least load; adds the sizes to `loads`."""
+    """Assigns each size in bytes to the turn with the fewest bytes so far.
+
+    Adds the sizes to `loads`, the bytes of each turn. A turn is the offset that selects
+    the sending owner in `_place_alike`.
+    """
     heap = [(load, turn) for turn, load in enumerate(loads)]
     heapq.heapify(heap)
     taken = []
@@ -220,11 +236,14 @@ class _Chooser:
         self._known: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
 
     def short(self, owners: tuple[int, ...]) -> bool:
-        """Whether the owners are in too few domains."""
+        """Whether the owners are in fewer than `wanted` failure domains."""
         return len({self._domains[slot] for slot in owners}) < self._wanted
 
     def targets(self, source: int, owners: tuple[int, ...]) -> tuple[int, ...]:
-        """The slots that need a copy from `source`, for copies in enough domains."""
+        """The slots to which `source` sends copies of slices that `owners` own.
+
+        Owners and these slots together are in `wanted` failure domains.
+        """
         if (source, owners) not in self._known:
             self._known[source, owners] = _choose(
                 self._neighbours.of(source), owners, self._domains, self._wanted
@@ -238,7 +257,10 @@ def _choose(
     domains: Sequence[str],
     wanted: int,
 ) -> tuple[int, ...]:
-    """The first candidates in new domains, until copies are in `wanted` domains."""
+    """Takes candidates in failure domains without a copy, in order.
+
+    Stops when the owners and the taken slots are in `wanted` domains.
+    """
     used = {domains[slot] for slot in owners}
     chosen: list[int] = []
     while len(used) < wanted:
@@ -250,7 +272,9 @@ def _choose(
 
 
 class _Neighbours:
-    """Orders the other slots for each slot: its group or ring first, then all slots.
+    """For each slot, the order in which other slots are tried as targets of its copies.
+
+    The slots of the same group or ring are tried first, then all slots.
 
     With groups, the loss of several hosts is less likely to take all copies of a slice
     than with one ring. The ring is formed by the slots that do not fill a group and the
@@ -305,7 +329,8 @@ def _woven(slots: list[int], names: list[list[str]], level: int) -> list[int]:
 
 
 Groups = tuple[tuple[int, ...], ...]
-"""Sets of slots that keep copies of the same slices, without repetition."""
+"""Distinct sets of slots, each ascending; the slots of a set keep copies of the same
+slices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,7 +356,7 @@ class Spread:
 
 @functools.lru_cache(maxsize=4)
 def _placed(layout: Layout, copies: int, domains: tuple[str, ...]) -> CopyPlacement:
-    """As `place_copies`, cached: a leader calls it several times per formation."""
+    """As `place_copies`; keeps the last 4 results, because callers repeat arguments."""
     return place_copies(layout, copies, domains or None)
 
 
@@ -347,10 +372,12 @@ def copy_groups(placement: CopyPlacement) -> Groups:
 
 
 def domains_reached(groups: Groups, domains: Sequence[str]) -> int:
-    """The least number of failure domains that have a copy of a slice.
+    """The smallest number of failure domains in which a slice has copies.
+
+    Returns 0 without groups.
 
     Args:
-        groups: the groups of a placement.
+        groups: the groups of a placement (see `copy_groups`).
         domains: the failure domain of each slot's host.
 
     >>> domains_reached(((0, 1), (2, 3)), ["a", "b", "c", "c"])
@@ -412,13 +439,13 @@ def _domains(group: tuple[int, ...], filled: Sequence[str | None]) -> set[str]:
 
 
 class Shares:
-    """Divides the copying of replicated slices among their owners, in rotation.
+    """Chooses which owners of a replicated slice copy it to host memory at a snapshot.
 
-    A slice with d owners is copied by only `copies` of the owners at each commit, or
-    more if needed for enough domains. The copying owners rotate from commit to commit.
-    So each owner does about copies/d of the copying, and the bytes of all owners are
-    compared within ceil(d / copies) commits. A slice with too few owners is copied by
-    all owners and pushed.
+    A slice with d owners is copied by only `copies` of the owners at each snapshot, or
+    by more if needed for enough failure domains. The copying owners rotate from
+    snapshot to snapshot. So each owner does about copies/d of the copying, and the
+    bytes of all owners are compared within ceil(d / copies) snapshots. If all owners
+    are still too few, all copy the slice and it is also pushed to other slots.
 
     >>> from dtft.checkpoint.state.slices import Leaf, MeshLayout
     >>> mesh = MeshLayout(axis_names=("replica",), axis_sizes=(3,), slots=(0, 1, 2))
@@ -435,7 +462,8 @@ class Shares:
 
         Args:
             layout: mesh and leaves.
-            copies: number of domains in which every slice should have a copy.
+            copies: number of owners that copy each slice at a snapshot, and number of
+                failure domains in which these owners should be.
             domains: the failure domain of each slot, as in `place_copies`.
 
         Raises:
@@ -456,9 +484,9 @@ class Shares:
         self._begins = _begins(layout)
 
     def of(self, slot: int, turn: int) -> np.ndarray:
-        """Whether the slot copies each of its slices at this turn: [slices] bool.
+        """Whether the slot copies each of its slices at a snapshot: [slices] bool.
 
-        A slice without bytes is copied by all owners, as this costs nothing.
+        `turn` counts the snapshots. All owners copy a slice without bytes.
         """
         slices, turns = self.layout.slices(slot), self._turns(slot)
         return np.array(
@@ -473,9 +501,10 @@ class Shares:
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 (lives as long as the host's layout)
     def _turns(self, slot: int) -> tuple[tuple[tuple[int, ...], int], ...]:
-        """For each slice of a slot, its owners in order, and an offset into the owners.
+        """For each slice of a slot, its owners in order of copying, and an offset.
 
-        The offset, modulo the number of owners, is the first owner to copy at turn 0.
+        The offset, modulo the number of owners, is the first owner that copies at turn
+        (snapshot) 0.
         """
         found = {}
         for spec, leaves in leaves_by_spec(self.layout).items():
@@ -492,9 +521,10 @@ class Shares:
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019
     def _copiers(self, owners: tuple[int, ...], begin: int) -> frozenset[int]:
-        """The owners that copy: from `begin` on, cyclically, until enough.
+        """The owners that copy a slice: consecutive owners, cyclically from `begin`.
 
-        Enough are `copies` owners (or all) in as many domains as wanted.
+        Takes owners until there are `copies` of them in as many failure domains as
+        wanted, or all are taken.
         """
         chosen: list[int] = []
         domains: set[str] = set()
@@ -507,9 +537,9 @@ class Shares:
 
 
 def _begins(layout: Layout) -> list[int]:
-    """Chooses for each leaf the owner that copies first, as an offset.
+    """For each leaf, the offset of the owner that copies its first slice at snapshot 0.
 
-    The offsets balance the bytes over the owners.
+    The offsets are chosen so that all owners copy about equally many bytes.
     """
     begins = [0] * len(layout.leaves)
     loads: dict[int, list[int]] = {}

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 LEVELS = ("power", "rack")
-"""Levels that a label can name, widest first. The host is a level below these."""
+"""Levels that a label can name, widest first. The level "host" is below both."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class FailureDomains:
 
 @dataclass(frozen=True, kw_only=True)
 class Separation:
-    """The level at which copies are separated, and the domain of each slot there."""
+    """The level at which copies are separated, and each slot's domain at this level."""
 
     level: str
     """The level: one of `LEVELS`, or "host"."""
@@ -53,14 +53,16 @@ class Separation:
 
 
 def parse_domain_label(text: str) -> dict[str, str]:
-    """Parses the label of one host: level to name.
+    """Parses the label of one host, "power=NAME,rack=NAME", into level to name.
+
+    Commas or spaces separate the levels. Levels may be absent.
 
     >>> parse_domain_label("rack=r7,power=p1")
     {'power': 'p1', 'rack': 'r7'}
 
     Raises:
-        ValueError: the label is not of the form "power=NAME,rack=NAME", in which either
-            part may be absent.
+        ValueError: a word is not LEVEL=NAME with a level of `LEVELS`, a level occurs
+            twice, or a name contains "/".
     """
     found: dict[str, str] = {}
     for word in text.replace(",", " ").split():
@@ -160,6 +162,8 @@ def domains_at(
     domains: FailureDomains, hosts: Sequence[str], level: str
 ) -> tuple[str, ...]:
     """The domain of each host at one level, with its wider domains as a prefix.
+
+    If the labels do not name `level`, e.g. "host", each host is its own domain.
 
     >>> racks = domains_from_labels({"a": "power=p rack=1", "b": "power=p rack=2"})
     >>> domains_at(racks, ["b"], "rack"), domains_at(racks, ["b"], "host")

@@ -154,7 +154,10 @@ def _check(num_hosts: int, copies: int, losses: int) -> None:
 
 
 def _shape(num_hosts: int, copies: int) -> tuple[int, int, int]:
-    """The (groups, hosts on the ring, hosts per group) of `place_copies`."""
+    """The numbers of groups, of hosts on the ring, and of hosts per group.
+
+    `place_copies` forms the same groups and ring if each host is its own domain.
+    """
     size = min(copies, num_hosts)
     groups, rest = divmod(num_hosts, size)
     return (groups - 1, size + rest, size) if rest else (groups, 0, size)
@@ -191,7 +194,10 @@ def _ring_sets(ring: int, size: int, lost: int) -> int:
 
 
 def _holders(num_hosts: int, copies: int, domains: Sequence[str] | None) -> np.ndarray:
-    """The holders of each host's slice: [hosts, copies] int, on a mesh of all hosts."""
+    """[hosts, copies] int: the hosts with a copy of each host's slice.
+
+    The placement is that of `place_copies` for a state divided over all hosts.
+    """
     mesh = MeshLayout(
         axis_names=("fsdp",), axis_sizes=(num_hosts,), slots=tuple(range(num_hosts))
     )

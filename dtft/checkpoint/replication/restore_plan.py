@@ -29,12 +29,13 @@ from dtft.checkpoint.state import (
 )
 
 Holders = tuple[tuple[int, ...], ...]
-"""The hosts that hold each part: positions in `Inventory.hosts`, ascending."""
+"""For each part of a partition (one slice per leaf), the hosts that hold it: positions
+in `Inventory.hosts`, ascending."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldLeaves:
-    """Leaves with the same partition and the same holders of each part."""
+    """Leaves with the same partition and, part by part, the same holders."""
 
     leaves: tuple[int, ...]
     """Positions in `layout.leaves`."""
@@ -45,10 +46,9 @@ class HeldLeaves:
 
 @dataclass(frozen=True, kw_only=True)
 class Inventory:
-    """Verified holders of every slice of a commit.
+    """The hosts with a verified copy of each slice of a commit.
 
-    A compact form of the reports per slice: leaves with the same partition and holders
-    share a table.
+    Compact: leaves with the same partition and holders share a table.
     """
 
     layout: Layout = field(repr=False)
@@ -115,19 +115,22 @@ def _keys(layout: Layout, leaf: int, partition: Partition) -> list[str]:
 
 
 MAX_NAMED = 8
-"""Most lost slices that are named in a message."""
+"""Largest number of lost slices that `Lost` names."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class WantedCells:
-    """Cells (overlaps of an old and a new slice) that targets need, a row for each."""
+    """Cells (overlaps of an old and a new slice) that restoring hosts need.
+
+    There is one row for each target (host) and cell.
+    """
 
     target: np.ndarray
-    """[rows] int64: position in the plan's hosts."""
+    """[rows] int64: the host that needs the cell, a position in `RestorePlan.hosts`."""
     bundle: np.ndarray
-    """[rows] int64: position in the plan's bundles."""
+    """[rows] int64: position in `RestorePlan.bundles`."""
     cell: np.ndarray
-    """[rows] int64: position in the bundle's cells."""
+    """[rows] int64: position in the bundle's `LeafBundle.cells`."""
     nbytes: np.ndarray
     """[rows] int64: bytes of the cell in all leaves of the bundle."""
 
@@ -154,12 +157,12 @@ class Lost:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FoundCells:
-    """The cells that the targets need, divided by whether the target holds the cell.
+    """The cells that restoring hosts (targets) need, split into present and absent.
 
     Attributes:
         bundles: the bundles to which the cells belong.
-        own: cells that their targets hold in their own memory.
-        absent: cells that their targets lack.
+        own: cells whose target has the bytes in its own memory.
+        absent: cells whose target must fetch the bytes.
     """
 
     bundles: tuple[LeafBundle, ...]
@@ -176,7 +179,7 @@ def find_needs(
     slots: Sequence[str | None],
     alive: Collection[str],
 ) -> FoundCells | Lost:
-    """Computes the cells that each target needs and the hosts that can send each cell.
+    """Computes which cells each restoring host needs, and which hosts can send a cell.
 
     Args:
         holdings: verified holders, in the layout of the commit.
@@ -190,7 +193,7 @@ def find_needs(
         The cells, or the needed slices that no live host holds.
 
     Raises:
-        ValueError: a leaf of the new layout is not a leaf of the commit.
+        ValueError: as `new_specs`.
     """
     at = {host: index for index, host in enumerate(hosts)}
     number = np.array([at[host] for host in holdings.hosts], np.int64)
@@ -223,7 +226,7 @@ def find_needs(
 
 
 class _Senders:
-    """Numbers distinct sets of hosts."""
+    """Collects sets of hosts; `add` returns the set's number, equal for equal sets."""
 
     def __init__(self) -> None:
         self.sets: list[np.ndarray] = []
@@ -288,9 +291,10 @@ def _lost(found: Sequence[tuple[LeafBundle, np.ndarray]]) -> Lost:
 def _bundles(
     holdings: Inventory, new_layout: Layout
 ) -> tuple[tuple[LeafBundle, ...], list[tuple[tuple[int, ...], ...]]]:
-    """Bundles leaves with the same old partition, new partition and holders.
+    """Groups leaves of the new layout by old partition, new partition and holders.
 
-    Returns the bundles and the holders of each bundle's old parts.
+    Leaves without elements are left out. Returns a `LeafBundle` per group, and for each
+    bundle the holders of every part of the old partition.
     """
     old_leaves = holdings.layout.leaves
     specs = new_specs(holdings.layout, new_layout)
@@ -325,7 +329,8 @@ def new_specs(old_layout: Layout, new_layout: Layout) -> dict[int, Spec]:
     """Maps each needed leaf, by position in the old layout, to its spec in the new one.
 
     Raises:
-        ValueError: a leaf was not committed, or its shape or dtype differs.
+        ValueError: a leaf was not committed, its shape or dtype differs, or its new
+            spec has an unknown axis or does not divide its shape.
     """
     known: Mapping[str, int] = {
         leaf.path: index for index, leaf in enumerate(old_layout.leaves)
@@ -349,14 +354,26 @@ def new_specs(old_layout: Layout, new_layout: Layout) -> dict[int, Spec]:
 
 
 def _flat(held: tuple[tuple[int, ...], ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Flattens holders to ([pairs] part, [pairs] holder), by part, then holder."""
+    """Flattens the holders of each part to pairs, sorted by part, then holder.
+
+    Returns two arrays: [pairs] part, [pairs] holder.
+    """
     lengths = [len(found) for found in held]
     holder = np.fromiter((h for found in held for h in found), np.int64, sum(lengths))
     return np.repeat(np.arange(len(held)), lengths), holder
 
 
 def _cells_of(bundle: LeafBundle, seat: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Lists the cells of slots with a host, as ([rows] target, [rows] cell)."""
+    """Lists the cells that each host needs of a bundle.
+
+    Args:
+        bundle: the leaves.
+        seat: [slots] position of each slot's host; -1 for a slot without a host.
+
+    Returns:
+        Two arrays with a row for each host and cell: [rows] position of the host,
+        [rows] position in `bundle.cells`.
+    """
     part, slot = bundle.new.owned
     part, slot = part[seat[slot] >= 0], slot[seat[slot] >= 0]
     by_part = np.argsort(bundle.cells.new, kind="stable")
@@ -369,11 +386,12 @@ def _cells_of(bundle: LeafBundle, seat: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 WHOLE_BYTES = 64 << 20
-"""Largest piece of a slice, in bytes, that is never cut between senders. A sender of a
-part of a piece sends whole chunks, which are 4 MiB by default."""
+"""Size in bytes up to which a piece of a slice is restored from one sender. If a piece
+is cut between senders, each sends whole chunks, 4 MiB by default, so cuts of small
+pieces would cost many extra bytes."""
 GRAINS = 64
-"""Divisor of a sender's even load in bytes. Only pieces larger than the quotient, and
-than `WHOLE_BYTES`, may be cut to even the loads."""
+"""Pieces of at most 1 / `GRAINS` of the mean bytes per sender are restored from one
+sender, too, because loads are nearly even without such cuts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -387,13 +405,13 @@ class SliceTransfer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are transferred."""
+        """Bytes of all regions; a transfer of whole chunks can have more bytes."""
         return sum(region.moved.nbytes for region in self.regions)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RestorePlan:
-    """A plan that has every needed byte once: in own memory or in one transfer.
+    """For every byte that a host needs, its source: own memory or one other host.
 
     The plan is stored as arrays; the regions of a host are computed on demand. Leaves
     without elements are not part of the plan.
@@ -403,11 +421,12 @@ class RestorePlan:
     """All holders and targets, ascending."""
     bundles: tuple[LeafBundle, ...]
     own_cells: WantedCells
-    """Cells that their targets hold in their own memory."""
+    """Cells (overlaps of an old and a new slice) that a target has in own memory."""
     absent_cells: WantedCells
-    """Cells that their targets lack."""
+    """Cells that a target must fetch from other hosts."""
     routes: Routes
-    """Senders of the absent cells; sorted by target, then source."""
+    """Byte ranges of the absent cells and their senders; sorted by target, then source.
+    """
 
     def own(self, host: str) -> tuple[Region, ...]:
         """The regions that a host takes from its own memory."""
@@ -507,9 +526,10 @@ def plan_restore(
 ) -> RestorePlan | Lost:
     """Plans all transfers of a restore onto any layout.
 
-    A host uses its own memory first. Absent cells are divided evenly over the hosts
-    that hold them, and one cell may have several senders. Near senders are preferred as
-    long as the greatest load is at most `MAX_UNEVEN` times that of even shares.
+    A host uses its own memory first. The bytes that hosts lack are divided evenly over
+    the hosts that hold them; a large piece may have several senders. Senders in the
+    target's failure domain are preferred as long as no host sends more than
+    `MAX_UNEVEN` times the largest load of even shares.
 
     Args:
         holdings: verified holders of the commit's slices, in the layout of the commit.
@@ -526,8 +546,8 @@ def plan_restore(
         The plan, or the needed slices that no live host holds.
 
     Raises:
-        ValueError: `slots` does not fit the new layout, or a leaf was not committed
-            with the same shape and dtype.
+        ValueError: `slots` does not have one distinct host or None per slot, or as
+            `new_specs`.
     """
     check_slots(new_layout, slots)
     targets = {host for host in slots if host is not None}
@@ -555,13 +575,13 @@ def plan_restore(
 def _settled(
     routes: Routes, absent: WantedCells, bundles: Sequence[LeafBundle], grain: int
 ) -> Routes:
-    """Moves the ends of routes to places where cells can be cut; sorts the routes.
+    """Moves the ends of routes (byte ranges with a sender) to where cells can be cut.
 
     A piece that several senders share, but that cannot be cut, is sent by one of these
     senders. The pieces are assigned one by one, the largest first. Each sender has a
-    balance in bytes: its shares of the pieces so far, minus the pieces assigned to it.
-    The sender with the largest balance gets the piece. The result is sorted by target,
-    then source.
+    balance in bytes: its shares of the pieces so far, minus the bytes of the pieces
+    that were assigned to the sender. The sender with the largest balance gets the
+    piece. The result is sorted by target, then source.
     """
     need, names = routes.need, routes.source.tolist()
     right = np.flatnonzero(routes.start)  # rows that continue the need of the row above
@@ -602,7 +622,18 @@ def _cuts(
     bundles: Sequence[LeafBundle],
     grain: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """As `LeafBundle.cuts`, for the starts of the given rows of the routes."""
+    """Finds the nearest offsets at which cells can be cut around the starts of routes.
+
+    Args:
+        rows: [n] rows of `routes`.
+        routes: the routes.
+        absent: the cells of the routes.
+        bundles: the bundles of the cells.
+        grain: as in `LeafBundle.cuts`.
+
+    Returns:
+        As `LeafBundle.cuts`: [n] offsets before and [n] after, in bytes.
+    """
     need, offset = routes.need[rows], routes.start[rows]
     low, high = offset.copy(), offset.copy()
     for index in np.unique(absent.bundle[need]):

@@ -11,10 +11,11 @@ import numpy as np
 
 MAX_SWEEPS = 12
 SETTLED = 1e-3
-"""Largest change of any load in a sweep, relative to the greatest load, at which
-`share_out` stops."""
+"""Largest change of any load (bytes that a sender sends) in a sweep, relative to the
+greatest load, at which `share_out` stops."""
 SMALL = 16
-"""Up to this number of candidates plain Python is faster than numpy."""
+"""Most candidates for which `_fill` uses plain Python, which is then faster than numpy.
+"""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -32,7 +33,7 @@ class Demand:
 def share_out(
     demands: Sequence[Demand], num_senders: int, slack: float
 ) -> list[np.ndarray]:
-    """Divides every demand over its candidates with even loads.
+    """Divides every demand over its candidates, with even loads (bytes per sender).
 
     Minimizes the sum of squared loads, a convex problem whose optimum also has the
     least maximum load. The solver water-fills one demand after the other to a common
@@ -40,7 +41,7 @@ def share_out(
 
     Args:
         demands: the demands.
-        num_senders: number of senders; candidates are below this number.
+        num_senders: number of senders; senders are numbered from 0.
         slack: extra load of a sender at distance 0 before a sender at distance 1 is
             used, as a fraction of the even load.
 
@@ -86,7 +87,10 @@ def share_out(
 
 
 def _fill(base: np.ndarray, amount: int) -> np.ndarray:
-    """Water-fills columns of heights `base` with `amount`; returns the parts, [n]."""
+    """Fills columns of heights `base`, the lowest first, to a common level.
+
+    Returns [n] float64: how much of `amount` each column gets.
+    """
     if len(base) == 1:
         return np.array([float(amount)])
     if len(base) <= SMALL:
@@ -121,18 +125,23 @@ def _whole_bytes(share: np.ndarray, nbytes: int) -> np.ndarray:
 
 
 SLACKS = (0.15, 0.05)
-"""Values of `slack` that are tried in order, until the greatest load is allowed."""
+"""Values of `share_out`'s `slack` that `_shares` tries in order, until the greatest
+load is within the limit that `MAX_UNEVEN` sets."""
 MAX_UNEVEN = 1.2
-"""Greatest load allowed for near senders, as a multiple of the greatest even load."""
+"""Greatest load (bytes of one sender) allowed if near senders are preferred, as a
+multiple of the greatest load without preference."""
 MAX_SOURCES = 16
-"""Approximate limit of the hosts from which one target fetches, if more can send. More
-streams are no faster, and small shares of all hosts would need thousands of
+"""Approximate limit of the number of hosts from which one host fetches in a restore.
+More senders are no faster, and small shares from all hosts would need thousands of
 connections."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Needs:
-    """Cells that hosts lack, one row for each target and cell."""
+    """Cells that hosts lack, one row (need) for each host and cell.
+
+    A cell is an overlap of an old and a new slice. Hosts are numbered from 0.
+    """
 
     target: np.ndarray
     """[needs] int64: the host that lacks the cell."""
@@ -146,10 +155,13 @@ class Needs:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Routes:
-    """Spans of needs with their senders; each byte of every need is in one span."""
+    """Byte ranges of needs (rows of `Needs`) and the host that sends each range.
+
+    Each byte of every need is in exactly one range.
+    """
 
     need: np.ndarray
-    """[routes] int64: row of the need."""
+    """[routes] int64: row in `Needs`."""
     source: np.ndarray
     """[routes] int64: the host that sends."""
     start: np.ndarray
@@ -232,7 +244,10 @@ def _groups(needs: Needs, domains: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _streams(needs: Needs) -> np.ndarray:
-    """Divides `MAX_SOURCES` of each target over its needs by their bytes: [needs]."""
+    """[needs] float64: each need's share of its target's `MAX_SOURCES` senders.
+
+    The shares of a target are proportional to the bytes of its needs.
+    """
     of_target = np.bincount(needs.target, weights=needs.nbytes)[needs.target]
     return MAX_SOURCES * needs.nbytes / of_target
 
@@ -256,9 +271,10 @@ def _demand(
 
 
 def _shares(demands: Sequence[Demand], num_hosts: int) -> list[np.ndarray]:
-    """Computes shares that prefer near senders while the greatest load is allowed.
+    """Divides the demands over senders, with preference for near senders.
 
-    Tries `SLACKS` in order and falls back to even shares.
+    Tries `SLACKS` in order. Returns even shares if no distances matter, or if with each
+    slack a load exceeds `MAX_UNEVEN` times the greatest load of even shares.
     """
     even = share_out(demands, num_hosts, slack=0.0)
     if all(demand.distance is None for demand in demands):

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 KEPT_CHANGES = 3
-"""Number of changes that a schedule keeps. The last change may not be in force yet, and
-earlier steps are still looked up in the change before."""
+"""Number of entries that `SnapshotSchedule.changes` keeps. The last change may not yet
+be in force, and earlier steps are still looked up in the entry before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +29,10 @@ class Cadence:
     """
 
     interval: int = 1
-    """Steps from one snapshot to the next."""
+    """Steps from one snapshot to the next; fewer before a multiple of `period`."""
     period: int = 1
-    """Steps after which the counting restarts. A period equal to the interval has no
-    effect."""
+    """Steps after which counting starts again. With a period equal to the interval, all
+    intervals are equal."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.interval <= self.period:
@@ -51,7 +51,7 @@ class Cadence:
         return step % self.period % self.interval == 0
 
     def following(self, step: int) -> int:
-        """The first boundary after `step`."""
+        """The first step after `step` that is followed by a snapshot."""
         begin = step - step % self.period
         within = (step - begin) // self.interval * self.interval + self.interval
         return begin + min(within, self.period)
@@ -63,7 +63,9 @@ class Cadence:
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotSchedule:
-    """A cadence whose interval changes at boundaries; changes are known in advance.
+    """A cadence whose interval changes after given steps, which are known in advance.
+
+    A boundary is a step after which a snapshot is taken.
 
     >>> schedule = SnapshotSchedule.of(Cadence(interval=1, period=8))
     >>> schedule = schedule.changed(4, after=2)
@@ -98,7 +100,7 @@ class SnapshotSchedule:
         return self._in_force(step - 1).is_boundary(step)
 
     def following(self, step: int) -> int:
-        """The first boundary after `step`; `step` itself must be a boundary.
+        """The first boundary after `step`; `step` must be a boundary or 0.
 
         >>> schedule = SnapshotSchedule.of(Cadence(interval=2, period=8))
         >>> schedule = schedule.changed(4, after=2)
@@ -117,21 +119,26 @@ class SnapshotSchedule:
 
 
 KEPT_WINDOWS = 32
-"""Newest windows, and newest quiet spans, that the cost estimate uses."""
+"""Number of newest windows (`Window`), and of newest values of `quiet_step_s`, that the
+cost estimate of `Experience` uses."""
 WARM_WINDOWS = 8
-"""Windows before the first decision, because the first steps are slow."""
+"""Number of windows (`Window`) before `next_interval` first changes the interval; the
+first steps are slow."""
 PROBE_STEPS = 16
-"""Interval that is long enough to have quiet steps (without replication)."""
+"""Interval, in steps, to which `next_interval` raises a shorter one in order to measure
+quiet steps (steps that run without replication in the background)."""
 LEAST_MAXIMUM = 8
-"""Least allowed maximum interval; shorter intervals may have no quiet step."""
+"""Least allowed `Automatic.maximum`, in steps. A shorter interval may have no quiet
+step (without replication), and the cost of a snapshot could not be measured."""
 PROBE_EVERY = 1000
-"""Steps without a quiet step after which the interval is raised to `PROBE_STEPS`."""
+"""Steps without a quiet step (without replication) after which `next_interval` raises
+the interval to `PROBE_STEPS`."""
 AIM = 0.8
-"""Fraction of the budget that a new interval may cost; the interval is kept while its
-cost is within the whole budget."""
+"""Fraction of the budget that a new interval may cost. The interval is raised only when
+its cost exceeds the whole budget."""
 WORTHWHILE = 0.8
-"""Greatest ratio of a shorter interval to the current interval at which the shorter one
-is adopted."""
+"""Greatest ratio of a shorter interval to the current interval at which `next_interval`
+adopts the shorter one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +166,7 @@ class Automatic:
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """Measurements from one boundary to the next.
+    """Measured times of the steps between two snapshots.
 
     The first steps are affected by the snapshot and its replication in the background.
     The last steps, if any, are quiet: no replication runs.
@@ -193,18 +200,18 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True)
 class Experience:
-    """The newest measurements, as an immutable value."""
+    """The newest measured windows and quiet step times; immutable."""
 
     windows: tuple[Window, ...] = ()
     quiet_step_s: tuple[float, ...] = ()
-    """Seconds per step of each quiet span."""
+    """Mean seconds per quiet step, for each window with quiet steps."""
     unseen_steps: int = 0
     """Steps since the last quiet step."""
 
     def and_window(self, window: Window) -> "Experience":
         """Returns the measurements with one more window.
 
-        The oldest windows and quiet spans above `KEPT_WINDOWS` are dropped.
+        Keeps the newest `KEPT_WINDOWS` windows and values of `quiet_step_s`.
         """
         windows = (*self.windows, window)[-KEPT_WINDOWS:]
         if not window.quiet_steps:
@@ -244,9 +251,10 @@ def _at_most(values: Sequence[float]) -> float:
 
 
 def inflation(interval: int, costs: Costs, maximum: int) -> float:
-    """Computes the fraction of wall time that snapshots add at an interval.
+    """Computes the wall time that snapshots add, as a fraction of that of the steps.
 
-    The fraction is relative to the wall time of the steps without snapshots.
+    Counts the snapshots of a cadence with period `maximum`; the wall time of the steps
+    is without snapshots.
 
     >>> costs = Costs(step_s=0.5, snapshot_s=0.25)
     >>> inflation(1, costs, maximum=64), inflation(16, costs, maximum=64)
@@ -257,7 +265,9 @@ def inflation(interval: int, costs: Costs, maximum: int) -> float:
 
 
 def affordable(costs: Costs, budget: float, maximum: int) -> int:
-    """Computes the smallest interval with inflation within the budget, else `maximum`.
+    """Computes the smallest interval whose `inflation` is within the budget.
+
+    Returns `maximum` if each interval costs more.
 
     >>> affordable(Costs(step_s=0.1, snapshot_s=0.01), budget=0.01, maximum=64)
     11

@@ -49,7 +49,11 @@ def _devices(array: jax.Array | np.ndarray) -> frozenset[Any]:
 
 
 def _host_words(array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
-    """Views a numpy array as unsigned words, because jax would narrow 64-bit values."""
+    """Views a numpy array as unsigned words of at most 32 bits; a jax array unchanged.
+
+    Without the view, jax would narrow 64-bit values. Complex arrays become a stack of
+    real and imaginary parts, and dtypes smaller than a byte are widened.
+    """
     if isinstance(array, jax.Array):
         return array
     if array.dtype.kind == "c":
@@ -85,7 +89,10 @@ def is_packed(dtype: np.dtype) -> bool:
 
 
 def _whole_bytes(dtype: np.dtype) -> np.dtype:
-    """A dtype that holds the same values in whole bytes."""
+    """The dtype, or for a dtype smaller than a byte int8, uint8 or float32.
+
+    The returned dtype holds the same values.
+    """
     if not is_packed(dtype):
         return dtype
     if jnp.issubdtype(dtype, jnp.floating):
@@ -120,7 +127,8 @@ def host_bytes(array: jax.Array) -> memoryview:
 
     The view is valid until the array is deleted or donated. The buffer of a CPU array
     is read directly: `np.asarray` would keep a view of the array, and a view silently
-    cancels donation. A buffer that is not in row-major order is copied.
+    cancels donation. Arrays on other devices, buffers that are not in row-major order
+    and dtypes smaller than a byte are copied.
 
     >>> import jax.numpy as jnp
     >>> array = jax.block_until_ready(jnp.array([1, 258], jnp.int16))

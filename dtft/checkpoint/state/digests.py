@@ -42,7 +42,10 @@ class Parts:
         return b"".join(self.views)
 
     def cut(self, start: int, stop: int) -> list[memoryview]:
-        """The pieces of bytes `start` to `stop`; one empty piece for an empty range."""
+        """Views of the bytes from `start` to before `stop`, one for each piece.
+
+        An empty range has one empty view.
+        """
         if start >= stop:
             return [_EMPTY]
         found = []
@@ -66,32 +69,33 @@ class Parts:
             begun += view.nbytes
 
     def whole(self) -> memoryview:
-        """All bytes in one piece: a single piece itself, a copy of several pieces."""
+        """All bytes in one view: of the memory if it is one piece, else of a copy."""
         return self.views[0] if len(self.views) == 1 else memoryview(bytes(self))
 
 
 ABSENT = 255
-"""The buffer number of a chunk that a version does not have."""
+"""Value in place of a buffer number (see `Chunks`) if a chunk is not in memory."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Chunks:
-    """The chunks of some slices, numbered slice by slice.
+    """The chunks of some slices, numbered slice by slice, and their places in memory.
 
-    A chunk never crosses slices, and a slice smaller than a chunk is one chunk. Every
-    chunk has the same number of buffers in memory. Buffer p of a chunk lies in the p-th
-    of several versions laid out one after the other. So adjacent changed chunks are
-    contiguous, and unchanged chunks keep their buffers.
+    A chunk never crosses slices, and a slice smaller than a chunk is one chunk. The
+    memory has several areas, one after the other, each with room for all slices (a
+    version). Buffer p of a chunk is its place in area p. The bytes of one step may be
+    in different areas, chunk by chunk: unchanged chunks keep their buffers, and
+    adjacent changed chunks are contiguous.
     """
 
     slices: tuple[Slice, ...]
     chunk_bytes: int
     nbytes: int
-    """Bytes of a version, with the slices at the offsets of `offsets_of`."""
+    """Bytes of one area, with the slices at the offsets of `offsets_of`."""
     first: np.ndarray
-    """[slices + 1] int64: number of each slice's first chunk, then of all chunks."""
+    """[slices + 1] int64: number of each slice's first chunk, then the total number."""
     starts: np.ndarray
-    """[chunks] int64: offset of each chunk in a version, in bytes."""
+    """[chunks] int64: offset of each chunk in an area, in bytes."""
     sizes: np.ndarray
     """[chunks] int64: bytes of each chunk."""
 
@@ -134,7 +138,7 @@ class Chunks:
         return len(self.sizes)
 
     def numbers(self, index: int) -> slice:
-        """The numbers of the chunks of one slice."""
+        """The chunk numbers of the slice at `index`, as a Python slice."""
         return slice(int(self.first[index]), int(self.first[index + 1]))
 
     def numbers_of(self, indices: Sequence[int]) -> np.ndarray:
@@ -153,16 +157,16 @@ class Chunks:
         return set((np.searchsorted(self.first, numbers, side="right") - 1).tolist())
 
     def chunk(self, memory: memoryview, buffer: int, number: int) -> memoryview:
-        """The memory of one chunk in one of its buffers."""
+        """The bytes of chunk `number` in one of its buffers, as a view of `memory`."""
         start = buffer * self.nbytes + int(self.starts[number])
         return memory[start : start + int(self.sizes[number])]
 
     def parts(self, memory: memoryview, buffers: np.ndarray, index: int) -> Parts:
-        """The memory of one slice of a version, in as few pieces as possible.
+        """The memory of one slice at one step, in as few pieces as possible.
 
         Args:
-            memory: all buffers, version after version.
-            buffers: [chunks] uint8, the buffer of each chunk in this version.
+            memory: all areas.
+            buffers: [chunks] uint8, the number of each chunk's buffer at this step.
             index: index of the slice; none of its chunks may be `ABSENT`.
         """
         numbers = self.numbers(index)
@@ -188,10 +192,10 @@ def pack_flags(flags: np.ndarray) -> bytes:
 
 
 def unpack_flags(packed: bytes, count: int) -> np.ndarray:
-    """[count] bool: unpacks the bits of `pack_flags`; all False without bytes.
+    """[count] bool: unpacks the bits of `pack_flags`; all False if `packed` is empty.
 
     Raises:
-        ValueError: the number of bytes does not fit `count`.
+        ValueError: `packed` is not empty and has not the bytes for `count` flags.
     """
     if not packed:
         return np.zeros(count, bool)
@@ -208,8 +212,8 @@ Buffer = bytes | bytearray | memoryview
 DIGEST_BYTES = 16
 """Size of the digest of one chunk."""
 _BLOCK_BYTES = 1 << 20
-"""Bytes copied and then digested while they are in cache. A chunk may exceed the cache,
-and smaller copies are slower."""
+"""Bytes that `copy_chunk` copies at a time and then digests while they are in cache. A
+whole chunk may exceed the cache, and smaller copies are slower."""
 
 
 def chunk_digests(buffer: Buffer, chunk_bytes: int) -> bytes:
@@ -230,7 +234,7 @@ def chunk_digests(buffer: Buffer, chunk_bytes: int) -> bytes:
 
 
 def is_same(buffer: Buffer, digests: bytes, chunk_bytes: int) -> bool:
-    """Whether a buffer has these digests; stops at the first differing chunk.
+    """Whether a buffer has these chunk digests; stops at the first differing chunk.
 
     >>> digests = chunk_digests(b"abcdef", chunk_bytes=4)
     >>> is_same(b"abcdef", digests, 4), is_same(b"Abcdef", digests, 4)
@@ -292,8 +296,7 @@ def copy_chunk(source: np.ndarray, target: memoryview) -> bytes:
 def verify_digests(buffer: Buffer, digests: bytes, chunk_bytes: int) -> tuple[int, ...]:
     """The numbers of the chunks that do not match their digests.
 
-    With a wrong number of digests no chunk matches, so a buffer of another number of
-    chunks never passes.
+    If `digests` has not one digest per chunk, all chunk numbers are returned.
 
     >>> good = chunk_digests(b"abcdef", chunk_bytes=2)
     >>> [verify_digests(it, good, chunk_bytes=2) for it in (b"abcdef", b"abXdef")]
@@ -320,7 +323,9 @@ def differing(actual: bytes, digests: bytes) -> tuple[int, ...]:
 
 
 def is_digest_right(parts: Parts, digests: bytes, chunk_bytes: int) -> bool:
-    """Whether memory in pieces of whole chunks matches its digests.
+    """Whether the bytes of `parts` match the digests; pieces are whole chunks.
+
+    Only the last piece may end with a part of a chunk.
 
     >>> good = chunk_digests(b"abcdef", chunk_bytes=2)
     >>> parts = Parts([memoryview(b"abcd"), memoryview(b"ef")])
@@ -331,7 +336,10 @@ def is_digest_right(parts: Parts, digests: bytes, chunk_bytes: int) -> bool:
 
 
 def digests_of_parts(views: Iterable[memoryview], chunk_bytes: int) -> bytes:
-    """Chunk digests of memory in pieces; all pieces but the last are whole chunks."""
+    """The digests of all chunks of memory in pieces, concatenated.
+
+    All pieces but the last must consist of whole chunks.
+    """
     return b"".join(chunk_digests(view, chunk_bytes) for view in views)
 
 

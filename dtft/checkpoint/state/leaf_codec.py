@@ -34,7 +34,9 @@ _PYTHON = {"bool": bool, "int": int, "float": float}
 
 
 def copy_leaf(value: Any, record: LeafRecord, target: memoryview, chunk: int) -> bytes:
-    """Copies a leaf into `target` and returns its digests, 16 bytes per chunk.
+    """Copies the bytes of a leaf into `target`; returns the digests of its chunks.
+
+    The digests are concatenated, 16 bytes for each `chunk` bytes.
 
     No reference to the leaf and no view of it is kept. np.asarray of a CPU array would
     keep a view, and a view silently cancels donation.
@@ -58,7 +60,8 @@ def is_leaf_unchanged(
         record: the record of the leaf.
         saved: the saved bytes.
         digests: the digests of `saved`. A leaf in one piece is compared by digest:
-            equal digests (xxh3-128) stand for equal bytes.
+            equal digests (xxh3-128) stand for equal bytes. A leaf in several shards is
+            compared with `saved`.
         chunk: bytes under one digest.
     """
     parts = _parts(value, record)
@@ -69,7 +72,10 @@ def is_leaf_unchanged(
 
 
 def _words(array: np.ndarray) -> np.ndarray:
-    """[..., words] unsigned: views an array as words, which compare by their bytes."""
+    """[..., words] unsigned: views each element as integers of at most 8 bytes.
+
+    Compared as integers, equal bits are equal, also of a NaN.
+    """
     size = array.dtype.itemsize
     return array[..., None].view(f"u{min(size, 8)}")
 
@@ -87,7 +93,10 @@ def _same(one: np.ndarray, other: np.ndarray) -> bool:
 def _parts(
     value: Any, record: LeafRecord
 ) -> memoryview | list[tuple[tuple[slice, ...], np.ndarray]]:
-    """The bytes of a leaf, or the index and array of each shard of a divided leaf."""
+    """The bytes of a leaf, or for a jax array in several shards their contents.
+
+    These are the index and the array of each distinct shard, without replicas.
+    """
     if record.kind == "key":
         value = jax.random.key_data(value)
     if not isinstance(value, jax.Array):
@@ -132,13 +141,15 @@ def as_wanted(
     """Converts a leaf to the value that a restore returns.
 
     Args:
-        value: the bytes as an array; may be a view of memory that changes later.
+        value: the saved leaf as an array; may be a view of memory that changes later.
         record: the record of the saved leaf.
-        target: the user's leaf (array, struct, number); None for the saved kind.
-        sharding: the sharding of an array whose target has no sharding.
+        target: the user's leaf (array, struct, number); None restores the kind that was
+            saved.
+        sharding: the sharding of a restored jax array if `target` has no sharding.
 
     Raises:
-        ValueError: the target has another shape or dtype.
+        ValueError: the target has another shape, dtype or type than the saved leaf, or
+            jax would narrow a 64-bit dtype.
     """
     kind = kind_wanted(target, record)
     if kind in ("array", "key"):
@@ -180,7 +191,7 @@ def is_free_target(target: Any) -> bool:
 
 
 def stated_sharding(target: Any) -> Any:
-    """The sharding of a target; None without a sharding or for an uncommitted array."""
+    """The sharding of a target; None if the target has none or is uncommitted."""
     return None if is_free_target(target) else getattr(target, "sharding", None)
 
 
@@ -213,9 +224,11 @@ def kind_wanted(target: Any, record: LeafRecord) -> str:
 def refuse_unfit(record: LeafRecord, target: Any, fallback: Any) -> None:
     """Checks the shape and the sharding of a target before bytes are read.
 
+    Checks nothing if the leaf is restored as a numpy array or a number.
+
     Args:
         record: the record of the saved leaf.
-        target: the user's leaf; None for the saved kind.
+        target: the user's leaf; None restores the kind that was saved.
         fallback: the sharding of a target without a sharding, or None.
 
     Raises:
@@ -240,9 +253,12 @@ def refuse_unfit(record: LeafRecord, target: Any, fallback: Any) -> None:
 
 
 def _fitting(value: Any, record: LeafRecord, target: Any) -> Any:
-    """Checks that a value has the target's shape and dtype.
+    """Returns the value after a check that the leaf has the target's shape and dtype.
 
-    A saved Python number is cast to the target's dtype if the cast loses nothing.
+    A saved Python number is cast to the dtype of a scalar target if the cast is exact.
+
+    Raises:
+        ValueError: the shape or the dtype differs.
     """
     if record.kind in _PYTHON and tuple(target.shape) == ():
         host = np.asarray(value)
@@ -289,7 +305,13 @@ def _on_devices(value: Any, sharding: Any, record: LeafRecord) -> jax.Array:
 
 
 def refuse_narrowed(found: Any, record: LeafRecord, expected: Any = None) -> None:
-    """Raises ValueError if jax has narrowed a 64-bit leaf."""
+    """Raises ValueError if jax has narrowed a 64-bit leaf.
+
+    Args:
+        found: dtype of the jax array.
+        record: the record of the leaf.
+        expected: dtype that the jax array should have; by default the saved dtype.
+    """
     expected = np.dtype(record.dtype) if expected is None else expected
     if found != expected:
         raise ValueError(
@@ -299,7 +321,10 @@ def refuse_narrowed(found: Any, record: LeafRecord, expected: Any = None) -> Non
 
 
 def struct_of(record: LeafRecord, sharding: Any) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and sharding of a leaf; a PRNG key has its typed key dtype."""
+    """The shape and dtype of a saved leaf, with a sharding, as a struct.
+
+    For a PRNG key these are of the typed key array, not of its uint32 data.
+    """
     struct = jax.ShapeDtypeStruct(record.shape, np.dtype(record.dtype))
     if record.kind == "key":
         wrap = functools.partial(jax.random.wrap_key_data, impl=record.impl)
@@ -314,23 +339,24 @@ def default_sharding() -> jax.sharding.Sharding:
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreTarget:
-    """The request of a restore for one item."""
+    """How one saved item is to be restored: into a user's tree, or as it was saved."""
 
     targets: Mapping[int, Any] = field(default_factory=dict)
-    """Leaf number of the record to the leaf of the user's tree."""
+    """Position in `Record.leaves` to the leaf of the user's tree; empty without a tree.
+    """
     order: tuple[int, ...] = ()
-    """Leaf numbers in the order of the user's tree."""
+    """Positions in `Record.leaves`, in the order of the user's tree."""
     treedef: Any = None
-    """The user's tree; None for the tree that stock Orbax returns."""
+    """Structure of the user's tree; None restores the tree that stock Orbax returns."""
     fallback: Any = None
-    """Sharding of targets without a sharding."""
+    """Sharding of leaves whose target has no sharding; None leaves it to the caller."""
 
 
 def restore_targets(record: Record, args: Any) -> dict[str, RestoreTarget | None]:
     """Makes a `RestoreTarget` for each item that Orbax's arguments request.
 
     Returns:
-        Item name to target; None in place of the target of a JSON item.
+        Item name to target; None for a JSON item, which has no target.
 
     Raises:
         ValueError: the arguments or the user's tree do not fit the save.
@@ -412,7 +438,16 @@ def restore_result(
     wanted: Mapping[str, RestoreTarget | None],
     shardings: Sequence[Any],
 ) -> Any:
-    """Builds the value that a restore returns: one item, or a Composite of items."""
+    """Builds the value that a restore returns: one item, or a Composite of items.
+
+    Args:
+        record: the record of the save.
+        values: the saved leaves as arrays, in the order of `record.leaves`.
+        json_items: item name to JSON value.
+        wanted: the result of `restore_targets`.
+        shardings: for each leaf, the sharding if neither the target nor its fallback
+            gives one.
+    """
     items: dict[str, Any] = {}
     for name, item in wanted.items():
         if item is None:
@@ -436,7 +471,10 @@ def restore_result(
 
 
 def item_metadata(record: Record, shardings: Sequence[Any]) -> Any:
-    """A `jax.ShapeDtypeStruct` for every leaf, in the saved tree or trees."""
+    """A `jax.ShapeDtypeStruct` for every leaf, in the saved tree.
+
+    For a save of named items, returns a Composite of such trees.
+    """
     structs = [
         struct_of(leaf, sharding)
         for leaf, sharding in zip(record.leaves, shardings, strict=True)

@@ -27,10 +27,13 @@ Spec = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Partition:
-    """A division of leaves over a mesh; parts are numbered row-major over the dims."""
+    """How leaves are divided over a mesh.
+
+    Each leaf is cut into equal parts, which are numbered row-major over the dims.
+    """
 
     counts: tuple[int, ...]
-    """Parts per dim; missing trailing dims are undivided."""
+    """Number of parts along each dim; missing trailing dims are undivided."""
     part_of_device: np.ndarray
     """[devices] int64: the part on each device, devices in row-major mesh order."""
     slot_of_device: np.ndarray
@@ -43,7 +46,10 @@ class Partition:
 
     @functools.cached_property
     def owned(self) -> tuple[np.ndarray, np.ndarray]:
-        """([pairs] part, [pairs] slot): each part with each owning slot, sorted."""
+        """Two arrays, [pairs] part and [pairs] slot: each part with each owning slot.
+
+        The pairs are sorted by part, then slot.
+        """
         num_slots = int(self.slot_of_device.max()) + 1
         pairs = np.unique(self.part_of_device * num_slots + self.slot_of_device)
         return pairs // num_slots, pairs % num_slots
@@ -159,7 +165,8 @@ def nbytes_of(leaf: Leaf) -> int:
 
 
 EVEN_ROWS = 64
-"""A dim of at least this many rows can be cut into pieces of about equal size."""
+"""Least extent at which `LeafBundle.rows` accepts a dim for cuts: so many rows can be
+cut into pieces of about equal size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,18 +188,21 @@ class Region:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Cells:
-    """All overlaps of an old and a new partition; together they cover the leaf."""
+    """All overlaps (cells) of an old and a new partition; together they cover the leaf.
+
+    Each dim is measured in units: equal pieces, of which each part has a whole number.
+    """
 
     units: tuple[int, ...]
     """Units per dim: the least common multiple of the parts of both partitions."""
     old: np.ndarray
-    """[cells] int64: the old part."""
+    """[cells] int64: number of the part of the old partition."""
     new: np.ndarray
-    """[cells] int64: the new part."""
+    """[cells] int64: number of the part of the new partition."""
     start: np.ndarray
-    """[cells, dims] int64: first unit of the cell."""
+    """[cells, dims] int64: first unit of the cell along each dim."""
     width: np.ndarray
-    """[cells, dims] int64: number of units of the cell."""
+    """[cells, dims] int64: number of units of the cell along each dim."""
 
     @functools.cached_property
     def volume(self) -> np.ndarray:
@@ -201,7 +211,7 @@ class Cells:
 
 
 def overlap(old: Partition, new: Partition) -> Cells:
-    """The cells of an old and a new partition, in row-major order.
+    """Computes the overlaps of an old and a new partition, in row-major order.
 
     >>> def halves(counts):
     ...     nobody = np.zeros(1, np.int64)
@@ -239,7 +249,8 @@ def overlap(old: Partition, new: Partition) -> Cells:
 class LeafBundle:
     """Non-empty leaves with the same old partition and the same new partition.
 
-    A cell of the bundle is the concatenation of this cell of every leaf.
+    A cell (overlap of an old and a new part) of the bundle is the concatenation of this
+    cell of every leaf.
     """
 
     leaves: tuple[Leaf, ...]
@@ -254,13 +265,13 @@ class LeafBundle:
 
     @functools.cached_property
     def unit_bytes(self) -> np.ndarray:
-        """[leaves] int64: bytes of one unit of volume of each leaf."""
+        """[leaves] int64: bytes of each leaf per unit of `Cells.volume`."""
         volume = math.prod(self.cells.units)
         return np.array([nbytes_of(leaf) // volume for leaf in self.leaves], np.int64)
 
     @functools.cached_property
     def ends(self) -> np.ndarray:
-        """[leaves + 1] int64: cumulative bytes before each leaf, per unit of volume."""
+        """[leaves + 1] int64: cumulative sums of `unit_bytes`, beginning with 0."""
         return np.concatenate([[0], np.cumsum(self.unit_bytes)])
 
     @property
@@ -270,7 +281,10 @@ class LeafBundle:
 
     @functools.cached_property
     def _shapes(self) -> tuple[np.ndarray, np.ndarray]:
-        """([leaves, rank] shapes, [rank] units), padded with dims of size 1."""
+        """Two arrays: [leaves, rank] shape of each leaf, and [rank] units per dim.
+
+        Missing trailing dims have size 1.
+        """
         rank = max(1, *(len(leaf.shape) for leaf in self.leaves))
         shapes = np.ones((len(self.leaves), rank), np.int64)
         for row, leaf in zip(shapes, self.leaves, strict=True):
@@ -280,13 +294,16 @@ class LeafBundle:
         return shapes, units
 
     def rows(self, leaf: np.ndarray, cell: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The dim along which each cell is cut, and the cell's extent in this dim.
+        """For a cell of one leaf, the dim along which it is cut, and its extent there.
 
-        The dim is the first with at least `EVEN_ROWS` rows, else the longest dim.
+        The dim is the first with an extent of at least `EVEN_ROWS`, else the longest.
 
         Args:
             leaf: [n] position in `leaves`.
             cell: [n] position in `cells`.
+
+        Returns:
+            [n] dim, [n] extent in elements.
         """
         shapes, units = self._shapes
         width = np.ones((len(cell), len(units)), np.int64)
@@ -441,7 +458,7 @@ def _within(place: Sequence[int], outer: Slice) -> tuple[int, ...]:
 
 
 def _flat(place: Sequence[int], shape: Sequence[int]) -> int:
-    """The position of an element in row-major order."""
+    """The position of an element with index `place`, in row-major order."""
     at = 0
     for index, extent in zip(place, shape, strict=True):
         at = at * extent + index

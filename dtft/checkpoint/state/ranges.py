@@ -11,31 +11,31 @@ from dtft.checkpoint.state import digests
 from dtft.checkpoint.state.digests import DIGEST_BYTES, Parts
 
 MAX_PARTS = 1024
-"""The most parts of one range."""
+"""Most parts (byte ranges of a slice) that one request of a fetch names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WantedSlice:
-    """One slice to be fetched: its key, its memory and its digests."""
+    """One slice to be fetched: key, memory to write to, and expected digests."""
 
     key: str
     memory: Parts
     """Memory of the slice's size, in pieces of whole chunks; the fetch may write to it
     at any time."""
     digests: bytes
-    """Digests of the slice, 16 bytes per chunk."""
+    """Expected digests of the slice, 16 bytes per chunk."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Whole chunks of one wanted slice."""
+    """A byte range of one wanted slice that consists of whole chunks."""
 
     index: int
-    """Index of the wanted slice."""
+    """Position of the slice in the list of wanted slices."""
     start: int
-    """First byte of the slice."""
+    """Offset of the first byte in the slice."""
     stop: int
-    """One past the last byte."""
+    """One past the offset of the last byte in the slice."""
 
     @property
     def nbytes(self) -> int:
@@ -44,16 +44,21 @@ class Part:
 
 
 Range = tuple[Part, ...]
-"""Parts that are requested and answered as one frame."""
+"""Parts (byte ranges of slices) that one request names and one answer contains."""
 
 
 def split_ranges(
     sizes: Sequence[int], chunk_bytes: int, range_bytes: int
 ) -> list[Range]:
-    """Splits slices of these sizes in bytes into ranges of at most `range_bytes`.
+    """Splits slices of these sizes in bytes into ranges, each for one request.
 
-    Every byte of every slice is in one range. A range has at least one chunk, which may
-    exceed `range_bytes`, and at most `MAX_PARTS` parts.
+    Every byte of every slice is in one range. A range has at most `range_bytes` bytes,
+    unless it is one larger chunk, and at most `MAX_PARTS` parts.
+
+    Args:
+        sizes: size of each slice in bytes.
+        chunk_bytes: bytes of a chunk; a range consists of whole chunks.
+        range_bytes: wanted bytes of a range.
 
     >>> for one in split_ranges([10, 0, 3], chunk_bytes=4, range_bytes=8):
     ...     print([(part.index, part.start, part.stop) for part in one])
@@ -79,7 +84,7 @@ def _pieces(sizes: Sequence[int], step: int) -> Iterator[Part]:
 
 
 def range_memory(range_: Range, wanted: Sequence[WantedSlice]) -> list[memoryview]:
-    """The memory of the wanted slices for the bytes of a range, in order."""
+    """Views of the wanted slices' memory that a range is received into, in order."""
     return [
         piece
         for part in range_
@@ -114,9 +119,10 @@ def not_right(range_: Range, wanted: Sequence[WantedSlice], chunk_bytes: int) ->
 
 
 def cut_lent(pieces: Sequence[tuple[int, int]], part: Part) -> list[tuple[int, int]]:
-    """The lent memory of a part, cut from `pieces`, the lent memory of its slice.
+    """The pieces of a peer's memory that hold the bytes of a part, for an RDMA read.
 
-    Both are lists of (address, size), in bytes.
+    `pieces` is the memory of the whole slice, which the peer lends. `pieces` and the
+    result are lists of (address, size in bytes).
 
     >>> cut_lent([(100, 8), (300, 8)], Part(0, 4, 12))
     [(104, 4), (300, 4)]

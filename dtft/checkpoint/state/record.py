@@ -27,7 +27,11 @@ other empty nodes."""
 
 @functools.lru_cache(maxsize=32)
 def structure_of(treedef: Any) -> tuple[Structure, tuple[str, ...]]:
-    """The structure of a tree in Orbax's form, and each leaf's path in tree order."""
+    """The structure of a tree in Orbax's form, and each leaf's path in tree order.
+
+    Raises:
+        ValueError: Orbax would give two leaves one name.
+    """
     numbers = treedef.unflatten(range(treedef.num_leaves))
     structure = _encoded(ocp.tree.serialize_tree(numbers, keep_empty_nodes=True))
     paths: list[str] = [""] * treedef.num_leaves
@@ -56,7 +60,10 @@ def _encoded(node: Any) -> Structure:
 def leaves_of(
     structure: Structure, keys: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Yields the keys and the number of every leaf."""
+    """Yields the keys from the root and the number of every leaf.
+
+    `keys` are the keys from the root to `structure`.
+    """
     if structure[0] == "x":
         yield keys, structure[1]
     elif structure[0] == "d":
@@ -112,12 +119,12 @@ def unescaped(name: str) -> str:
 
 
 DEFAULT = "default"
-"""Orbax's name for the only item of a checkpoint that has no names."""
+"""Orbax's item name if a checkpoint was saved as one item without a name."""
 RECORD = "dtft"
-"""The item that holds the record itself in storage."""
+"""Name of the item in storage that holds the `Record`."""
 RESERVED = (DEFAULT, RECORD, "metrics")
 STATE, ITEMS = "state", "items"
-"""The items of an experiment's step: its arrays by path, and its JSON values."""
+"""Names of the two items of an experiment's step: the arrays, and the JSON values."""
 
 _STORABLE = """
     bool int2 int4 int8 int16 int32 int64 uint8 uint16 uint32 uint64
@@ -137,7 +144,7 @@ class LeafRecord:
     """The path, kind, shape and dtype of one saved leaf."""
 
     path: str
-    """Item name and keys, joined by "/"."""
+    """Item name and keys, each escaped, joined by "/"."""
     kind: Kind
     """Kind of the value that the user saved."""
     shape: tuple[int, ...]
@@ -150,14 +157,15 @@ class LeafRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One save, without the bytes."""
+    """Describes one save: items, tree structures and leaves, but not the bytes."""
 
     default: bool
     """Whether the save is one item without a name."""
     structures: Mapping[str, Structure]
-    """Item name to its structure; leaf numbers count over all items."""
+    """Name of each item that is a tree to its structure; leaves are numbered through
+    all items, in the order of `leaves`."""
     json_items: Mapping[str, Any]
-    """Item name to JSON value."""
+    """Name of each JSON item to its value."""
     leaves: tuple[LeafRecord, ...]
     metrics: Any = None
     custom_metadata: Any = None
@@ -253,7 +261,7 @@ def experiment_record(
 
 
 def is_experiment(record: Record) -> bool:
-    """Whether a record was made by `experiment_record`."""
+    """Whether a record has just the items of an experiment, `STATE` and `ITEMS`."""
     items = set(record.structures), set(record.json_items)
     return not record.default and items == ({STATE}, {ITEMS})
 
@@ -368,7 +376,11 @@ def _refuse_odd_dtype(path: str, dtype: np.dtype) -> None:
 
 
 def _as_json(what: str, value: Any) -> Any:
-    """Copies a value by a round trip through JSON, as storage would return it."""
+    """Copies a value by a round trip through JSON, as storage would return the value.
+
+    Raises:
+        ValueError: the value cannot be encoded; the message begins with `what`.
+    """
     if value is None:
         return None
     try:
@@ -381,7 +393,11 @@ def _as_json(what: str, value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """Converts a scalar array to a number for JSON; metrics are often such arrays."""
+    """Converts a scalar array to a number for JSON; metrics are often such arrays.
+
+    Raises:
+        TypeError: the value is no scalar array.
+    """
     if getattr(value, "shape", None) == ():
         return value.item()
     raise TypeError(f"{type(value).__name__} is no JSON value")

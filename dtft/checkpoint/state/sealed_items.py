@@ -10,11 +10,11 @@ from typing import Any
 import xxhash
 
 _FORM = frozenset({"json", "digest"})
-"""The keys of sealed items; other keys may be added."""
+"""Keys of the dict that `sealed` returns; callers may add further keys to the dict."""
 
 
 class CorruptItems(RuntimeError):
-    """The items saved beside a step's arrays do not match their digest."""
+    """The JSON values saved beside a step's arrays do not match their digest."""
 
 
 def json_digest(value: Any) -> str:
@@ -39,7 +39,7 @@ def sealed(value: Any) -> dict[str, str]:
 
 
 def unsealed(items: Mapping[str, Any]) -> Any:
-    """Decodes the value of sealed items, after checking their digest.
+    """Decodes the value from the dict of `sealed`, after a check of its digest.
 
     Raises:
         CorruptItems: the text or its digest was changed, or is missing.
@@ -54,7 +54,9 @@ def unsealed(items: Mapping[str, Any]) -> Any:
 
 
 def items_are_right(items: Mapping[str, Any]) -> bool:
-    """Whether items match their digest; True for items that were not sealed.
+    """Whether the text of a dict of `sealed` matches the digest in the dict.
+
+    True if the dict lacks "json" or "digest", so was not made by `sealed`.
 
     >>> items_are_right({"step": 3}), items_are_right(sealed(3) | {"json": "4"})
     (True, False)

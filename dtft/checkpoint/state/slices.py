@@ -1,7 +1,8 @@
 """Leaves and slices of the state, and the slots that own each slice.
 
-A slice is identified by leaf path, global index range and dtype. The slices that each
-slot owns follow from a mesh and partition specs alone. This module has no side effects.
+A slice is identified by leaf path, global index range and dtype. A slot is a numbered
+place in the job for one host; a slot owns the slices on its devices. These slices
+follow from a mesh and partition specs alone. This module has no side effects.
 """
 
 import dataclasses
@@ -16,7 +17,8 @@ import numpy as np
 import xxhash
 
 ALIGNMENT = 64
-"""Every slice starts at a multiple of this many bytes, so JAX can alias the slice."""
+"""Alignment of slices in memory, in bytes, so that JAX can use the memory without a
+copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,14 +73,15 @@ class Leaf:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshLayout:
-    """A mesh by position: axis names, axis sizes and the slot of each device."""
+    """A mesh without devices: axis names, axis sizes, and the slot at each position."""
 
     axis_names: tuple[str, ...]
     """Axis names, slowest-varying first."""
     axis_sizes: tuple[int, ...]
     """Axis sizes, in the order of the names."""
     slots: tuple[int, ...]
-    """The slot of each device, devices in row-major mesh order."""
+    """The slot (place of a host in the job) of each device, devices in row-major mesh
+    order."""
 
     def __post_init__(self) -> None:
         if math.prod(self.axis_sizes) != len(self.slots):
@@ -90,7 +93,7 @@ class MeshLayout:
 
     @functools.cached_property
     def num_slots(self) -> int:
-        """The number of slots, counted from 0 to the largest slot."""
+        """The number of slots: the largest slot number plus 1."""
         return max(self.slots) + 1
 
     @functools.cached_property
@@ -102,7 +105,7 @@ class MeshLayout:
         return {slot: tuple(found) for slot, found in positions.items()}
 
     def positions(self, slot: int) -> tuple[tuple[int, ...], ...]:
-        """The mesh coordinates of a slot's devices, in mesh order."""
+        """The mesh coordinates of the devices of `slot`, in mesh order."""
         return self._positions.get(slot, ())
 
 
@@ -202,9 +205,9 @@ def slice_at(mesh: MeshLayout, leaf: Leaf, position: Sequence[int]) -> Slice:
 
 
 def offsets_of(slices: Sequence[Slice]) -> tuple[tuple[int, ...], int]:
-    """The offset of each slice laid out side by side, and the total size, in bytes.
+    """The offset of each slice in memory that has room for all, and the memory's size.
 
-    Offsets are multiples of `ALIGNMENT`.
+    Slices follow one another. Offsets and size are in bytes, multiples of `ALIGNMENT`.
 
     >>> a = Slice(path="a", start=(0,), stop=(3,), dtype="uint8")
     >>> offsets_of([a, a])

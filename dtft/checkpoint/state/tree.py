@@ -54,7 +54,7 @@ def from_paths(like: Any, mapping: Mapping[str, Any]) -> Any:
     {'a': [1, 2]}
 
     Raises:
-        ValueError: the paths differ; lists the missing and the unexpected paths.
+        ValueError: `mapping` has not the paths of `like`; lists the differing paths.
     """
     expected = to_paths(like)
     if expected.keys() != mapping.keys():
@@ -130,7 +130,9 @@ def _name(key: Any) -> str:
 
 
 def with_plain_keys(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Replaces every typed key array by its uint32 words; waits for the words.
+    """Replaces every typed PRNG key array by its uint32 words.
+
+    Waits until the words are computed. For a struct of keys, gives a struct of words.
 
     Args:
         leaves: path to array or to `jax.ShapeDtypeStruct`.
@@ -146,10 +148,10 @@ def with_plain_keys(leaves: Mapping[str, Any]) -> dict[str, Any]:
 def with_typed_keys(
     leaves: Mapping[str, Any], like: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Turns words into typed keys where `like` has keys; undoes `with_plain_keys`.
+    """Turns words into typed PRNG keys where `like` has keys; undoes `with_plain_keys`.
 
     Args:
-        leaves: path to array.
+        leaves: path to array; uint32 words for a path at which `like` has keys.
         like: path to array or to `jax.ShapeDtypeStruct`, with the same paths.
 
     >>> key = {"key": jax.random.key(7, impl="rbg")}

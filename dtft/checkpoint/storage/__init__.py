@@ -12,9 +12,9 @@
 * `step_directories`: lists the complete steps of a directory.
 * `directory_lock`: a lock for one writer at a time.
 
-The last three modules, `export_plan` and `exporter_client` import neither JAX nor Orbax
-when they are loaded. `dtft.checkpoint.managers` and `dtft.elastic` decide when a step
-is written.
+`export_plan`, `exporter_client`, `inspect`, `step_directories` and `directory_lock`
+import neither JAX nor Orbax when they are loaded. `dtft.checkpoint.managers` and
+`dtft.elastic` decide when a step is written.
 """
 
 from typing import TYPE_CHECKING

@@ -34,7 +34,7 @@ from dtft.checkpoint.storage.stored_steps import CheckpointUnreadable, StoredSte
 
 
 class WrittenByAnother(RuntimeError):
-    """A stored step differs from the step that this process was to save."""
+    """Storage has another step of the same number than the step to be saved."""
 
 
 class StorageTier:
@@ -144,9 +144,10 @@ class StorageTier:
     def restore(
         self, step: int, abstract: Mapping[str, jax.ShapeDtypeStruct]
     ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
-        """Reads the arrays of a step onto the wanted shardings, and its items.
+        """Reads the arrays and the JSON items of an experiment's step.
 
-        The restored arrays are bit-identical to the saved arrays.
+        The restored arrays have the wanted shardings, and are bit-identical to the
+        saved arrays.
 
         Args:
             step: one of `all_steps()`.
@@ -155,7 +156,8 @@ class StorageTier:
         Raises:
             ValueError: the directory has no such step, or the step's leaves differ from
                 `abstract` in path, shape or dtype; the message lists the differences.
-            CheckpointUnreadable: the step exists but cannot be read.
+            CheckpointUnreadable: the step exists but cannot be read, or is not a step
+                of an experiment.
         """
         record, prints = self._experiment(step)
         paths = shown_paths(record)
@@ -172,7 +174,7 @@ class StorageTier:
         return arrays, items[ITEMS]
 
     def load_numpy(self, step: int) -> dict[str, np.ndarray]:
-        """Reads all arrays of a step into host memory, by path; for inspection."""
+        """Reads and verifies all leaves of a step; returns path to numpy array."""
         record, prints = self._record(step)
         # Orbax reads a step of several processes only onto an explicit sharding.
         here = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
@@ -224,7 +226,12 @@ class StorageTier:
 
 
 def load_numpy(directory: Path | str, step: int) -> dict[str, np.ndarray]:
-    """Reads all arrays of a step into host memory, by path."""
+    """Reads and verifies all leaves of a step; returns path to numpy array.
+
+    Raises:
+        ValueError: the directory does not have the step.
+        CheckpointUnreadable: the step cannot be read, or stock Orbax wrote it.
+    """
     return StorageTier(directory, read_only=True).load_numpy(step)
 
 
@@ -243,7 +250,7 @@ def orbax_options(
 
 
 class StepToStore:
-    """Arguments of Orbax for saving a step: the record's items and the record itself.
+    """Orbax's save arguments for a step: for the items of its record, and the record.
 
     Attributes:
         record: structure, leaves and JSON items of the step.
@@ -290,7 +297,10 @@ def _fingerprints(record: Record, values: Iterable[Any]) -> dict[str, str]:
 
 
 def shown_paths(record: Record) -> list[str]:
-    """The path of each leaf for display; for an experiment, its path in the state."""
+    """The path of each leaf for display, in the record's order.
+
+    For an experiment's step, it is the leaf's path in the state.
+    """
     paths = [leaf.path for leaf in record.leaves]
     return list(map(state_path, paths)) if is_experiment(record) else paths
 
@@ -334,7 +344,8 @@ def compare_steps(
     """Compares two stored steps.
 
     Returns:
-        Paths of the leaves that differ in presence, shape, dtype or any bit, sorted.
+        The paths, sorted, of leaves that only one step has, or that differ in shape,
+        dtype or any bit.
 
     Raises:
         ValueError: a directory does not have the step.

@@ -48,11 +48,11 @@ def refuse_corrupt(
     copies: Iterable[tuple[str, Parts, bytes]],
     chunk_bytes: int,
 ) -> None:
-    """Checks the bytes of a step against their digests, after the fingerprints.
+    """Checks the bytes of a step against their digests.
 
     A step has digests from its snapshot on, and fingerprints in storage. A bit that
     flipped in memory before the fingerprints were computed would get a valid
-    fingerprint; this check, which must follow them, detects it. Later errors are
+    fingerprint. So this check must run after they were computed. Later errors are
     detected by the fingerprints.
 
     Args:
@@ -100,9 +100,9 @@ class Saver(Protocol):
 
 
 class SaveServer:
-    """Answers the messages of the process's starter, one at a time.
+    """Answers the messages of the process that started the exporter, one at a time.
 
-    A message that exceeds its time limit ends the process.
+    The exporter process ends if the work of a message exceeds its time limit.
     """
 
     def __init__(self, out: TextIO, opener: Callable[[dict[str, Any]], Saver]) -> None:
@@ -117,7 +117,7 @@ class SaveServer:
         self._failure = "no message {'op': 'open'} came before"
 
     def answer(self, message: dict[str, Any]) -> None:
-        """Executes one message and writes its answer as one line."""
+        """Executes one message and writes its answer, or the error, as one line."""
         op = message.get("op")
         reply: dict[str, Any] = {"op": op}
         if "step" in message:
@@ -212,7 +212,7 @@ class Opening:
     chunk_bytes: int
     """Bytes per digest."""
     slot: int = 0
-    """The slot whose own slices are in memory."""
+    """The slot (position in the job) whose slices this process reads and writes."""
     rank: int = 0
     """Rank of this process in the export world."""
     world: int = 1
@@ -220,9 +220,11 @@ class Opening:
     coordinator: str = ""
     """host:port that rank 0 serves; "" in a world of one process."""
     devices: int = 1
-    """CPU devices of this process, at least the slot's positions in the sub-mesh."""
+    """Number of CPU devices of this process; at least the number of positions that the
+    slot has in the mesh of the export."""
     max_to_keep: int | None = None
-    """Number of steps that storage keeps; None keeps all that no save deletes."""
+    """Number of newest steps that Orbax keeps. None: Orbax deletes none, and only the
+    argument `delete` of `Exporter.save` does."""
     scored: bool = False
     """Whether Orbax also writes the metrics of a step."""
     shared: bool = False
@@ -304,7 +306,11 @@ class Exporter:
         return int(self._chunks.sizes.sum())
 
     def _parts(self, memory: list[str], buffers: bytes) -> list[Parts]:
-        """Maps the memory files; returns the bytes of each of the slot's slices."""
+        """Maps the memory files; returns the bytes of each of the slot's slices.
+
+        Raises:
+            ValueError: `buffers` does not fit the slot's chunks or the files' sizes.
+        """
         # Mapped at each save: an agent may replace a file by a file of another size.
         mapped = {path: _mapped(path) for path in set(memory)}
         at = np.frombuffer(buffers, np.uint8)
@@ -326,7 +332,10 @@ class Exporter:
     def _values(
         self, parts: Sequence[Parts], items: dict[str, Any]
     ) -> tuple[Record, list[Any]]:
-        """Makes the record of the step and its leaves, of the kinds that were saved."""
+        """Makes the record of the step, and its leaves in the record's order.
+
+        Each leaf has the kind that was saved: jax array, PRNG key, numpy array, number.
+        """
         leaves = {leaf.path: leaf for leaf in self._layout.leaves}
         record = record_in(self._layout, items)
         if record is not None:

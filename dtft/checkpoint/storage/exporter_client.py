@@ -18,8 +18,8 @@ from concurrent.futures import Future
 from typing import IO, Any
 
 EXPORTER_START_S = 60.0
-"""Time in seconds beyond the limit of a save until the exporter is killed; covers its
-imports."""
+"""Seconds after the limit of a save at which an exporter that did not answer is killed.
+Gives a new exporter the time for its imports."""
 
 Hear = Callable[["ExporterProcess", dict[str, Any]], None]
 """Callback that receives each answer, on other threads. Every answer has `ok`. A failed
@@ -28,7 +28,7 @@ a step. An answer with `ended` reports the end of the process."""
 
 
 class ExporterProcess:
-    """A subprocess that writes steps to storage; ended processes are not restarted."""
+    """A subprocess that writes steps to storage; it is not restarted after its end."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class ExporterProcess:
         self._closed = False
         self._ended = False
         self._deadline_s: float | None = None
-        """When the process is killed, on the monotonic clock; None without a running
-        save."""
+        """Time at which the process is killed, in seconds on the monotonic clock. None:
+        no save is running."""
         self._condition = threading.Condition()
         self._messages: queue.Queue[Callable[[], tuple[str, float]] | None]
         self._messages = queue.Queue()
@@ -148,7 +148,7 @@ class ExporterProcess:
             self._condition.notify_all()
 
     def _guard(self) -> None:
-        """Kills the process at its deadline; returns when the process has ended."""
+        """Kills the process at `_deadline_s`; returns when the process has ended."""
         with self._condition:
             while not self._ended:
                 if self._deadline_s is None:
@@ -160,7 +160,7 @@ class ExporterProcess:
                     self._process.result().kill()
 
     def _listen(self) -> None:
-        """Passes the answers and the end of the process to the callback."""
+        """Passes each answer, and the end of the process, to the callback `hear`."""
         try:
             process = self._process.result()
         except (OSError, subprocess.SubprocessError) as error:

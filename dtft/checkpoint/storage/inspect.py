@@ -28,9 +28,10 @@ _TREE, _JSON = "StandardCheckpointHandler", "JsonCheckpointHandler"
 
 
 def items_in(step: Path) -> dict[str, Any] | None:
-    """Reads a step's items from Orbax's metadata: name to handler.
+    """Reads a step's item names, with the handler of each item, from Orbax's metadata.
 
-    Returns None if the metadata is unreadable.
+    Returns:
+        None if the metadata is unreadable; {} if it names no items.
     """
     try:
         found = json.loads((step / _METADATA).read_text())
@@ -41,7 +42,7 @@ def items_in(step: Path) -> dict[str, Any] | None:
 
 
 def missing_from(step: Path) -> str:
-    """Describes the missing files of a step; "" if none is missing.
+    """Describes the first missing or unreadable file of a step; "" if there is none.
 
     Checks file names and Orbax's metadata only, so the check is cheap; `verify_step`
     reads values. Orbax names a step's directory when the step is complete. So missing
@@ -63,7 +64,7 @@ def missing_from(step: Path) -> str:
 
 
 def _missing_file(item: Path, handler: str) -> str:
-    """The name of a missing metadata file of an item; "" if none is missing.
+    """The name of a missing or unreadable metadata file of an item; "" if all are good.
 
     The file of a JSON item may have any name, because a user can configure it in Orbax.
     """
@@ -86,7 +87,7 @@ class StoredStep:
 
     step: int
     num_bytes: int
-    """Total size of its files in bytes."""
+    """Total size of the files in the directory, in bytes."""
     written: float
     """Modification time of the directory, in seconds since the epoch."""
     problem: str = ""
@@ -233,7 +234,8 @@ def verify_step(directory: Path, steps: Iterable[int]) -> dict[int, str]:
     """Reads all values of the steps and compares their fingerprints.
 
     Returns:
-        Step to a description of the error; "" if the step is intact.
+        Step to a description of the error; "" if the step is intact. A step of stock
+        Orbax, which has no fingerprints, counts as an error.
     """
     from dtft.checkpoint.storage.stored_steps import CheckpointUnreadable
 
@@ -271,7 +273,7 @@ def copy_step(directory: Path, step: int, target: Path) -> int:
 
     Raises:
         ValueError: the target is the source or has the step already, files of the step
-            are missing, or stock Orbax wrote the step, without fingerprints.
+            are missing, or the step has no fingerprints because stock Orbax wrote it.
         CheckpointUnreadable: the step is corrupt (then nothing was written), or its
             copy is.
     """

@@ -86,9 +86,10 @@ def dynamic_part(record: Record) -> dict[str, Any]:
 
 
 def record_in(layout: Layout, items: Mapping[str, Any]) -> Record | None:
-    """Joins the record of a step from its layout and items.
+    """Makes the record of a step from its layout and its items.
 
-    Returns None if the state is not a user's tree.
+    The inverse of `config_of` and `dynamic_part`. None if the state is an experiment's,
+    not a user's tree.
 
     Raises:
         CorruptItems: `items` do not match the digest that `dynamic_part` added.
@@ -124,7 +125,9 @@ def same_slices(saved: Layout, wanted: Layout) -> bool:
 
 
 def moved_leaf(saved: Layout, wanted: Layout) -> str:
-    """Describes the first leaf of which a process did not save its wanted slice.
+    """Describes the first leaf with a slice that a process wants but did not save.
+
+    If there is no such leaf, the text states it.
 
     >>> one, other = (MeshLayout(axis_names=("x",), axis_sizes=(2,), slots=slots)
     ...     for slots in ((0, 1), (1, 0)))
@@ -217,7 +220,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _is_whole(leaf: LeafRecord, sharding: Sharding) -> bool:
-    """Whether each process has the whole leaf: it is fully replicated or a scalar."""
+    """Whether each process has the whole leaf: replicated everywhere, or a scalar."""
     return sharding.is_fully_replicated or not leaf.shape
 
 

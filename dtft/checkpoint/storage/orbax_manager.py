@@ -20,7 +20,11 @@ from dtft.checkpoint.storage.step_directories import UNFINISHED
 
 
 class StorageMoved(OSError):
-    """The storage directory is not the one in which a step was begun."""
+    """A step must not be completed.
+
+    The storage directory was replaced since the step was begun, or the step's save was
+    given up.
+    """
 
 
 class OpenedDirectory:
@@ -150,7 +154,7 @@ class OpenedDirectory:
             self._try(lambda manager: manager.reload())
 
     def delete(self, step: int) -> None:
-        """Removes a step."""
+        """Removes a step from the directory. After an error, drops the manager."""
         self._try(lambda manager: manager.delete(step))
 
     def _try(self, act: Callable[[ocp.CheckpointManager], None]) -> None:
@@ -161,7 +165,10 @@ class OpenedDirectory:
             raise
 
     def _forget(self) -> None:
-        """Drops the manager after a failure; removes the unfinished step's files."""
+        """Drops the manager after a failure, so that the next use opens a new one.
+
+        Process 0 also removes the files of the unfinished step.
+        """
         self._opened, step, self._saving = None, self._saving, None
         self._generation += 1
         if step is not None and jax.process_index() == 0:

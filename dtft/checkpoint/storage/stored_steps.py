@@ -194,10 +194,10 @@ class StoredSteps:
         }
 
     def _right(self, step: int, record: Record, name: str, value: Any) -> Any:
-        """Compares a JSON item that was read with the record's; returns its value.
+        """Returns a JSON item that was read, after a comparison with the record.
 
         Raises:
-            CheckpointUnreadable: the item differs from the record's.
+            CheckpointUnreadable: the item differs from the item in the record.
         """
         if not (self.directory / str(step) / RECORD).exists():
             value = former_items(value)
@@ -223,7 +223,7 @@ class StoredSteps:
             raise self._unreadable(step, ValueError(f"corrupt leaves: {listed(bad)}"))
 
     def stock(self, step: int, args: Any) -> Any:
-        """Restores a step without a record through a stock Orbax manager."""
+        """Restores a step without a record by a stock Orbax manager, unverified."""
         with self.manager() as manager:
             return manager.restore(step, args=args)
 
@@ -271,9 +271,10 @@ def _json(item: epath.Path) -> Any:
 
 
 def _abstract(leaf: LeafRecord, number: int, wanted: RestoreTarget | None) -> Any:
-    """Makes Orbax's restore argument of a leaf: its saved kind, the wanted sharding.
+    """Makes the target of a leaf that Orbax's restore needs.
 
-    The result is None for an empty leaf.
+    The target is a number or a numpy array if such a value was saved. Otherwise it is a
+    struct with the wanted sharding. None for an empty leaf, which is not stored.
     """
     assert wanted is not None
     dtype = np.dtype(leaf.dtype)
@@ -289,7 +290,11 @@ def _abstract(leaf: LeafRecord, number: int, wanted: RestoreTarget | None) -> An
 
 
 def _plain(leaf: LeafRecord, value: Any) -> Any:
-    """Converts a restored leaf to the array whose fingerprint was saved."""
+    """Converts a restored leaf to the array whose fingerprint was saved.
+
+    Raises:
+        ValueError: jax has narrowed a 64-bit leaf.
+    """
     if leaf.kind == "key":
         return jax.random.key_data(value)
     if not isinstance(value, jax.Array):

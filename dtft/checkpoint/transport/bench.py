@@ -70,7 +70,7 @@ class TransportBench:
 
 
 def bench_transport(config: TransportBench) -> dict[str, Any]:
-    """Runs the benchmark and returns its figures.
+    """Runs the benchmark and returns the figures of `summarize` and of the config.
 
     Prints a line for each round, then the figures as JSON.
     """
@@ -148,9 +148,12 @@ def _fetch(
 
 
 def _raw(config: TransportBench, address: str, wanted: Sequence[WantedSlice]) -> float:
-    """Receives all slices over `streams` raw sockets; returns the seconds.
+    """Receives all slices over `streams` raw sockets; returns the seconds taken.
 
-    Each socket receives an equal share of the slices.
+    The slices are assigned to the sockets in turn.
+
+    Raises:
+        OSError: a socket failed.
     """
     failed: list[OSError] = []
 

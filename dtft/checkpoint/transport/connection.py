@@ -39,10 +39,10 @@ class SocketStream:
     """
 
     binding = b""
-    """Hash of the server's certificate for the handshake's proofs; empty without TLS.
-    """
+    """SHA-256 of the server's certificate, part of the proofs in the handshake; empty
+    without TLS."""
     keeps_unsent = False
-    """Whether a `send` that raises WouldBlock must be repeated with the same bytes."""
+    """Whether a `send` that raised WouldBlock must be repeated with the same bytes."""
 
     def __init__(self, connection: socket.socket, silence_ms: int) -> None:
         """Takes over a connected socket.
@@ -74,9 +74,9 @@ class SocketStream:
             raise WouldBlock(select.POLLOUT) from None
 
     def receive_into(self, buffers: Sequence[memoryview]) -> int:
-        """Receives bytes into the buffers, in order; returns their number.
+        """Receives bytes into the buffers, in order; returns the number of bytes.
 
-        The number is 0 at the stream's end.
+        Returns 0 if the peer has ended the stream.
 
         Raises:
             WouldBlock: no bytes have arrived.
@@ -88,7 +88,7 @@ class SocketStream:
             raise WouldBlock(select.POLLIN) from None
 
     def poll(self, event: int, timeout_s: float) -> bool:
-        """Waits until the socket has `event`; returns False after `timeout_s`."""
+        """Waits for `event` or an error of the socket; False if `timeout_s` passed."""
         poller = select.poll()
         poller.register(self.socket, event)
         return bool(poller.poll(max(timeout_s, 0) * 1000))
@@ -100,7 +100,7 @@ class SocketStream:
             socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Closes the descriptor; no thread may use the stream afterwards."""
+        """Closes the socket's descriptor; no thread may use the stream afterwards."""
         self.socket.close()
 
 
@@ -228,7 +228,7 @@ Header = dict[str, Any]
 Memory = memoryview | Sequence[memoryview]
 Sink = Callable[[Header, int], Memory | None]
 """Function from a frame's header and payload size in bytes to memory for the payload,
-in one or more parts; None discards the payload."""
+in one or more pieces. If it returns None, the payload is discarded."""
 
 SILENCE_MS = 10_000
 """Longest time in milliseconds without an acknowledgement of sent bytes from the peer's
@@ -251,11 +251,11 @@ def no_payload(_: Header, size: int) -> None:
 
 
 class ChannelClosed(ConnectionError):
-    """The connection has ended, closed by this host or the peer."""
+    """The connection has ended: this host or the peer closed it, or it broke."""
 
 
 class Unsent:
-    """A frame without payload that the socket has not taken completely."""
+    """A frame without payload that `Channel.send_some` sends in several calls."""
 
     def __init__(self, header: Header) -> None:
         """Packs the header; the caller may change the header afterwards.
@@ -265,8 +265,8 @@ class Unsent:
         """
         self.plain = protocol.encode_header(header, 0)
         self.rest: memoryview | None = None
-        """Sealed bytes that the socket has not taken; None until the frame is sealed
-        with its number in the connection's order."""
+        """Sealed bytes that the socket has not taken; None before the first call of
+        `send_some` that seals the frame, and after `give_up`."""
 
 
 class Channel:
@@ -279,11 +279,12 @@ class Channel:
         """Takes over a connected stream; `address` is used in messages."""
         self.address = address
         self.peer: Header = {}
-        """The client's hello; at the client, the server's answer to the hello."""
+        """At the server, the client's first message (hello); at the client, the
+        server's answer. Empty before."""
         self.stream = stream
         self.paced: Callable[[int], None] | None = None
-        """Called after each write with the number of bytes sent; pauses to limit the
-        rate."""
+        """Function that `write` calls after each write to the socket with the number of
+        bytes sent; may sleep to limit the rate. None sets no limit."""
         self._sealer: protocol.Sealer | None = None
         self._opener: protocol.Opener | None = None
         self._sending = threading.Lock()
@@ -291,7 +292,10 @@ class Channel:
         self._users, self._closed = 0, False
 
     def protect(self, send_key: bytes, receive_key: bytes) -> None:
-        """Sets the keys of the seals; frames can be sent and received afterwards."""
+        """Sets the keys that seal sent frames and verify received frames.
+
+        Must be called before the first frame.
+        """
         self._sealer, self._opener = (
             protocol.Sealer(send_key),
             protocol.Opener(receive_key),
@@ -306,11 +310,11 @@ class Channel:
     def send(
         self, header: Header, payload: Sequence[Buffer] = (), *, timeout_s: float
     ) -> None:
-        """Sends one frame; its payload is the concatenation of the parts.
+        """Sends one frame; the buffers of `payload` are concatenated.
 
         Raises:
             ChannelClosed: the connection has ended.
-            TimeoutError: the frame was not sent in time. If a part of the frame was
+            TimeoutError: the frame was not sent in time. If some of its bytes were
                 sent, the channel is closed.
             ValueError: header or payload is too large.
         """
@@ -329,7 +333,7 @@ class Channel:
                 self._sending.release()
 
     def send_some(self, unsent: Unsent) -> int | None:
-        """Sends the bytes that the socket takes now, without waiting.
+        """Sends as many bytes of a frame as the socket takes now, without waiting.
 
         The call that seals the frame takes the sending lock and keeps it until the
         frame is sent: no other frame can be sent meanwhile. A caller that abandons the
@@ -361,7 +365,10 @@ class Channel:
             return None
 
     def give_up(self, unsent: Unsent) -> None:
-        """Closes the channel because a frame cannot be sent; frees the sending lock."""
+        """Closes the channel because `unsent` cannot be sent.
+
+        Releases the sending lock if a `send_some` of the frame has kept it.
+        """
         self.close()
         if unsent.rest:
             unsent.rest = None
@@ -398,13 +405,14 @@ class Channel:
 
         Returns:
             The header, and the memory with the payload. The memory is empty if the
-            payload was discarded or the sink gave several parts.
+            payload was discarded or the sink did not return exactly one piece.
 
         Raises:
             ChannelClosed: the connection has ended.
-            TimeoutError: no whole frame arrived in time. If a part of the frame
-                arrived, the channel is closed.
-            WireError: the peer sent an invalid frame; the channel is closed.
+            TimeoutError: no whole frame arrived in time. If some of its bytes arrived,
+                the channel is closed.
+            WireError: the peer sent an invalid frame, or without a sink a payload above
+                `MAX_UNPLACED`; the channel is closed.
         """
         now = time.monotonic()
         wait_s = timeout_s if begin_s is None else min(timeout_s, begin_s)
@@ -468,7 +476,7 @@ class Channel:
 
     @property
     def name(self) -> str:
-        """Name of the peer for messages: its host name, if known, and its address."""
+        """Name of the peer in messages: address, and "host" of `peer` if given."""
         host = self.peer.get("host")
         return f"{host} ({self.address})" if host else self.address
 

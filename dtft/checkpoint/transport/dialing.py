@@ -91,7 +91,7 @@ def dial(address: str, timeout_s: float) -> socket.socket:
         timeout_s: limit for the lookup and all attempts together, in seconds.
 
     Returns:
-        The socket; its timeout is the time limit of the successful attempt.
+        The socket. Its timeout is still set, to the limit of the successful attempt.
 
     Raises:
         ValueError: the address is not "host:port".
@@ -173,7 +173,9 @@ def _ask(host: str, port: int, flags: int) -> Found:
 
 
 def unreachable(host: str) -> str | None:
-    """The reason why peers cannot connect to an address of this host, or None.
+    """The reason why peers cannot connect to `host`, an address of this host.
+
+    Returns None if peers may be able to, also for a name.
 
     >>> unreachable("::")
     'it stands for all addresses'

@@ -34,31 +34,31 @@ from dtft.checkpoint.transport.server import connect
 logger = logging.getLogger(__name__)
 
 STREAMS = 4
-"""Most connections of one fetch."""
+"""Default limit of the connections of one fetch."""
 STREAM_BYTES = 32 << 20
 """Bytes per connection of a fetch: more connections are opened only for more bytes,
 because each costs a handshake."""
 RANGE_BYTES = 8 << 20
-"""Bytes of one request, unless a chunk is larger."""
+"""Most bytes that one request asks for, unless a single chunk is larger."""
 DEPTH = 2
 """Most requests without an answer on one connection: an answer is verified while the
 next one arrives."""
 BEGIN_S = 10.0
-"""Longest wait in seconds for the first byte of an answer; the connection is then
-opened again."""
+"""Longest wait in seconds for a connection to a peer, and for the first byte of an
+answer. After that the connection is opened again."""
 READ_S = 30.0
 """Limit of one read of a peer's lent memory, in seconds."""
 TRIES = 4
-"""Most attempts in a row of one connection without a verified byte, and most attempts
-to fetch one chunk."""
+"""Most attempts in a row to open a connection from which no bytes of slices are then
+received, and most wrong copies of one chunk that are received."""
 _PAUSE_S = 0.05
 
 
 def streams_each(num_peers: int) -> int:
-    """Computes the connections per peer of fetches from `num_peers` peers at once.
+    """Computes the connections to each peer for fetches from `num_peers` peers at once.
 
-    The peers share the connections of one fetch, because one host receives from all of
-    the peers. Each peer has at least one connection.
+    Together they have `STREAMS` connections, as one host receives all their bytes, but
+    each peer has at least one.
 
     >>> [streams_each(num_peers) for num_peers in (1, 2, 3, 9)]
     [4, 2, 1, 1]
@@ -77,14 +77,14 @@ class FetchError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Fetched:
-    """Counts of one fetch: verified bytes, received bytes and broken connections."""
+    """Counts of a successful fetch: verified and received bytes, failed connections."""
 
     nbytes: int
     """Verified bytes in the target memory."""
     received: int
     """Bytes received in whole answers, repeated chunks included."""
     cuts: int
-    """Number of times that a connection broke."""
+    """Number of times that a connection failed or could not be opened."""
 
 
 def fetch_slices(
@@ -105,17 +105,18 @@ def fetch_slices(
         address: "host:port" of the peer's server.
         credentials: the job and its secret.
         hello: selects the peer's handler, which must call `serve_fetches`.
-        request: argument of the peer's `find`; "keys" is added.
+        request: what the peer's handler gives to the `find` of its `serve_fetches`;
+            "keys" with the slices' keys is added.
         wanted: the slices. On failure their memory has unspecified contents.
         chunk_bytes: bytes per digest.
         limit_s: limit of the whole fetch, in seconds.
-        streams: most connections at a time; 1 with NIXL.
+        streams: most connections at a time; with NIXL only one is opened.
         nixl: reads the bytes from the peer's memory if the peer has NIXL too. Otherwise
             the bytes arrive in the peer's answers.
 
     Raises:
-        FetchError: the peer is unreachable, lacks a slice, is too late or sent corrupt
-            bytes.
+        FetchError: the peer is unreachable, lacks a slice or has it in another size,
+            sent corrupt bytes, or the fetch took more than `limit_s`.
     """
     work = _Work(wanted, chunk_bytes, nixl)
     asked = {**request, "keys": [one.key for one in wanted]}
@@ -177,12 +178,13 @@ class _Work:
                     self._corrupt[self.wanted[part.index].key] = None
 
     def cut(self, begun: Range, others: Sequence[Range], error: str) -> int:
-        """Records a broken connection and queues its ranges that are not verified.
+        """Records a failed connection; queues its unverified chunks and ranges again.
 
         Args:
-            begun: the range whose answer may have arrived in part; its chunks with
-                right digests count as verified.
-            others: the other ranges that were requested on the connection.
+            begun: the range whose answer may have arrived in part, or (); its chunks
+                with right digests count as verified.
+            others: the other ranges that were requested on the connection without an
+                answer.
             error: the reason, for messages.
 
         Returns:
@@ -223,10 +225,11 @@ def _stream(
     asked: dict[str, Any],
     deadline: float,
 ) -> None:
-    """Fetches ranges over one connection until none waits; reconnects after a break.
+    """Fetches ranges over one connection until no range of `work` is left to request.
 
-    Ranges that are not verified when the connection breaks return to `work`. The other
-    connections can then fetch these ranges.
+    Connects again if the connection breaks, up to `TRIES` times in a row without
+    progress; not if the peer refuses the connection. Ranges that are not verified when
+    the connection breaks return to `work`, where other connections can take them.
     """
     tries = 0
     while tries < TRIES and work.waiting:
@@ -281,7 +284,10 @@ def _opened(
 
 
 def _ask(work: _Work, flying: deque[Range]) -> Iterator[dict[str, Any]]:
-    """Yields requests until `DEPTH` ranges are in `flying` or no range waits."""
+    """Yields requests until `DEPTH` ranges are in flight or `work` has no more.
+
+    Appends each requested range to `flying`, the ranges without an answer.
+    """
     while len(flying) < DEPTH and (range_ := work.next()) is not None:
         flying.append(range_)
         parts = [(part.index, part.start, part.stop) for part in range_]
@@ -295,9 +301,10 @@ def _pump(
     gained: list[int],
     deadline: float,
 ) -> None:
-    """Requests and receives ranges until none waits; adds verified bytes to `gained`.
+    """Requests and receives ranges until `work` has no more.
 
-    `flying` has the ranges that were requested and not yet received, in order.
+    Adds the bytes of each received range to `gained[0]`, also of wrong chunks. `flying`
+    has the ranges that were requested and not yet received, in order.
     """
     while True:
         for asked in _ask(work, flying):
@@ -325,10 +332,11 @@ def _read(
     gained: list[int],
     deadline: float,
 ) -> None:
-    """Reads ranges from the peer's lent memory with NIXL until none waits.
+    """Reads ranges from a peer's memory with NIXL until `work` has no more.
 
-    After each read the peer answers an empty request, which shows that it still lends
-    the memory.
+    `offer` is the peer's `Nixl.lend` offer. After each read the peer answers an empty
+    request, which shows that the peer still lends the memory. Adds the bytes of each
+    range to `gained[0]`.
     """
     assert work.nixl is not None
     own = [view for one in work.wanted for view in one.memory.views]
@@ -356,7 +364,8 @@ OPEN_S = 10.0
 """Longest wait in seconds for a peer's first request, and to send the answer to the
 request."""
 IDLE_S = 60.0
-"""Longest wait in seconds for a peer's next request; the connection is then ended."""
+"""Longest wait in seconds for a peer's next request, and to send the answer. After that
+the connection is ended."""
 MAX_ANSWER = 256 << 20
 """Largest answer in bytes; a chunk must not be larger."""
 
@@ -366,7 +375,7 @@ def serve_fetches(
     find: Callable[[dict[str, Any]], Sequence[Parts]],
     nixl: Nixl | None = None,
 ) -> None:
-    """Serves one connection of a peer's `fetch_slices` until the peer ends it.
+    """Serves one connection of a peer's `fetch_slices` until the peer closes it.
 
     Answers are sent one at a time, directly from the memory that `find` returns. Parts
     outside of the slices are refused.
@@ -380,6 +389,7 @@ def serve_fetches(
     Raises:
         WireError: the peer requests parts that are malformed, outside of the slices or
             too large.
+        TimeoutError: the peer sends no request, or does not take an answer, in time.
     """
     request, _ = channel.receive(
         OPEN_S, no_payload, max_header=protocol.MAX_DATA_HEADER
@@ -399,7 +409,7 @@ def serve_fetches(
 
 
 def _let_go(channel: Channel) -> None:
-    """Reads and ignores requests until the peer ends the connection, for `OPEN_S`.
+    """Reads and ignores requests until the peer closes, for at most `OPEN_S` seconds.
 
     The peer has already requested parts. Closing a socket with unread bytes resets the
     connection, and the error sent to the peer could be lost.

@@ -21,8 +21,8 @@ from dtft.checkpoint.transport.connection import Channel, ChannelClosed, Header,
 logger = logging.getLogger(__name__)
 
 DEADLINE_S = 10.0
-"""Longest time in seconds from posting a message to its sending; the peer is then given
-up."""
+"""Longest time in seconds that a message waits to be sent. After that the peer is given
+up: its channel is closed."""
 MAX_MESSAGES = 10_000
 """Most messages that may be queued for one peer."""
 MAX_BYTES = 64 << 20
@@ -33,7 +33,7 @@ _BUSY_S = 0.01  # polling interval while another thread sends on the channel
 
 @dataclass(frozen=True, kw_only=True)
 class OutboundLimits:
-    """Limits of a peer's queue; a peer that exceeds one is given up."""
+    """Limits of one peer's queue; a channel that exceeds a limit is closed."""
 
     deadline_s: float = DEADLINE_S
     max_messages: int = MAX_MESSAGES
@@ -41,7 +41,7 @@ class OutboundLimits:
 
 
 class Outbound:
-    """The sending side of one channel. Thread-safe; messages keep their order.
+    """Queue of messages to send over one channel; keeps their order. Thread-safe.
 
     `Channel.send` may still be used on the same channel. Such a call waits for a frame
     that is partly sent, and overtakes the queued messages.
@@ -69,8 +69,9 @@ class Outbound:
         The message is packed at once; the caller may change it afterwards.
 
         Returns:
-            Whether the message was sent or queued; False if the channel has ended. True
-            does not mean that the peer has received the message.
+            Whether the message was sent or queued. False if the channel has ended, or
+            is closed now because a limit is exceeded. True does not mean that the peer
+            has received the message.
 
         Raises:
             ValueError: the message is larger than a header may be.
@@ -93,7 +94,10 @@ class Outbound:
         return alive
 
     def _begin(self) -> None:
-        """Sends the only message of the queue, or hands the queue to the writer."""
+        """Sends the only message of the queue, or hands the queue to the writer thread.
+
+        The writer thread gets the queue if the socket does not take the whole message.
+        """
         try:
             event = self.channel.send_some(self._queue[0][1])
             if event is None:
@@ -157,7 +161,10 @@ class Outbound:
                     return event
 
     def due_in(self) -> float:
-        """Seconds until the deadline of the oldest queued message; 0 without one."""
+        """Seconds until the deadline of the oldest queued message; 0 without messages.
+
+        Negative after the deadline.
+        """
         with self._state:
             if not self._queue:
                 return 0.0
@@ -178,7 +185,10 @@ class Outbound:
         self._end()
 
     def _say(self) -> None:
-        """Logs why the peer was given up; without the lock, as logging may hang."""
+        """Logs once why the peer was given up.
+
+        Called without the lock, because logging may hang.
+        """
         complaint, self._complaint = self._complaint, ""
         if complaint:
             logger.warning("%s", complaint)
@@ -193,7 +203,10 @@ class Outbound:
         self._state.notify_all()
 
     def _drop(self) -> None:
-        """Empties the queue; called only by the thread that may send from the queue."""
+        """Empties the queue and gives up its first message, which may be partly sent.
+
+        Called only by the thread that may send from the queue.
+        """
         if self._queue:
             self.channel.give_up(self._queue[0][1])
         self._queue.clear()
@@ -202,7 +215,7 @@ class Outbound:
 
 @dataclass(frozen=True, eq=False)
 class _Backlog:
-    """An `Outbound` whose queue the writer sends."""
+    """An `Outbound` whose queue the thread of `_Writer` sends."""
 
     outbound: Outbound
     descriptor: int
@@ -260,9 +273,10 @@ class _Writer:
     def _take_new(
         self, backlogs: dict[int, _Backlog], busy: set[int], poller: select.poll
     ) -> bool:
-        """Registers the new backlogs; returns whether there were any.
+        """Registers the backlogs (queues) added since the last call.
 
-        Without any backlog, new or old, closes the eventfd: the thread then ends.
+        Returns whether there were any. Without any backlog, new or old, closes the
+        eventfd; the thread then ends.
         """
         with self._lock:
             new, self._new = self._new, []

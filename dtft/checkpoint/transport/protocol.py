@@ -18,13 +18,14 @@ from typing import Any, Literal, NoReturn
 import msgpack
 
 BYTES_PER_ITEM = 16
-"""Divisor of a header's limit in bytes that gives its limit of values. A packed digest
-has more bytes, so a header of digests reaches the limit in bytes first."""
+"""A header of at most n bytes may have n / `BYTES_PER_ITEM` values (`max_items`). A
+packed digest has more bytes, so a header of digests reaches its limit of bytes first.
+"""
 MAX_DEPTH = 64
-"""Deepest nesting of lists and maps."""
+"""Deepest nesting of lists and maps that `count` accepts."""
 _SMALL = 2048
-"""Largest packed size in bytes that is decoded without counting; msgpack's own limit of
-nesting bounds the memory of such values."""
+"""Largest packed size in bytes that `unpack` decodes without counting the values, and
+least limit of `max_items`. msgpack's own limits bound the memory of so few bytes."""
 
 
 def max_items(max_bytes: int) -> int:
@@ -37,11 +38,11 @@ def max_items(max_bytes: int) -> int:
 
 
 def unpack(data: bytes | bytearray, limit: int) -> Any:
-    """Decodes msgpack that has at most `limit` values.
+    """Decodes msgpack; refuses data with more than `limit` values.
 
     The values are counted before any of them is decoded, which bounds the memory: an
     empty list has one packed byte and takes 80 bytes, and msgpack reserves memory for
-    all announced elements at once.
+    all announced elements at once. Data of at most `_SMALL` bytes is not counted.
 
     >>> unpack(msgpack.packb({"step": 7}), limit=3)
     {'step': 7}
@@ -161,7 +162,10 @@ class WireError(ConnectionError):
 
 
 class AuthenticationError(ConnectionError):
-    """A peer does not have the job's secret; the message names what to check."""
+    """A peer's proof of the secret is wrong, or the peer has refused this host's proof.
+
+    The message names what to check.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +184,7 @@ class Tls:
 
 @dataclass(frozen=True, kw_only=True)
 class Credentials:
-    """The job's name and secret, which its hosts share, and this host's TLS files."""
+    """Name and secret of the job, the same on all hosts, and this host's TLS files."""
 
     job: str
     """Name of the job."""
@@ -199,7 +203,7 @@ class Credentials:
 
 
 class Packed(list[Any]):
-    """A constant list that is packed once and used in many headers."""
+    """A list that is packed once, at creation, and used in many headers."""
 
     def __init__(self, values: Iterable[Any]) -> None:
         """Packs the values."""
@@ -277,7 +281,8 @@ def decode_header(
             the limit of values.
 
     Raises:
-        WireError: the data is not msgpack, not a map, or has too many values.
+        WireError: the data is not msgpack, not a map, has too many values, or is nested
+            too deeply.
     """
     try:
         header = unpack(data, max_items(max_header))
@@ -289,7 +294,7 @@ def decode_header(
 
 
 def greeting() -> tuple[bytes, bytes]:
-    """Makes a first handshake message; returns the message and its new nonce."""
+    """Makes this side's first handshake message, with a new nonce; returns both."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     return _GREETING.pack(MAGIC, VERSION, nonce), nonce
 
@@ -309,7 +314,7 @@ def read_greeting(data: bytes | bytearray) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Handshake:
-    """The values that both sides have after the greetings: nonces and TLS binding."""
+    """The values that both sides know after their first messages of the handshake."""
 
     client_nonce: bytes
     server_nonce: bytes
@@ -321,12 +326,12 @@ class Handshake:
 def proof(
     credentials: Credentials, role: Literal["client", "server"], handshake: Handshake
 ) -> bytes:
-    """Computes the proof that a side knows the secret, in its role in a handshake."""
+    """Computes the proof that the client or the server knows the job's secret."""
     return _derive(credentials, role, handshake)
 
 
 def session_keys(credentials: Credentials, handshake: Handshake) -> tuple[bytes, bytes]:
-    """Derives the keys of frames from client to server and from server to client."""
+    """Derives two keys: for frames to the server, and for frames to the client."""
     return (
         _derive(credentials, "frames to server", handshake),
         _derive(credentials, "frames to client", handshake),
@@ -342,10 +347,11 @@ def _derive(credentials: Credentials, use: str, handshake: Handshake) -> bytes:
 
 
 def check_proof(received: bytes | bytearray, expected: bytes, peer: str) -> None:
-    """Compares proofs in constant time.
+    """Compares a received proof with the expected one, in constant time.
 
     Raises:
-        AuthenticationError: the proofs differ; the message names the peer.
+        AuthenticationError: the proofs differ, or `received` is `REFUSAL`; the message
+            names the peer.
     """
     if hmac.compare_digest(bytes(received), expected):
         return
@@ -405,7 +411,7 @@ class Sealer:
         return self.seal(encode_header(header, payload_bytes))
 
     def seal(self, plain: bytes) -> bytes:
-        """As `frame`, from prefix and header as encoded by `encode_header`."""
+        """As `frame`, but takes prefix and header as `encode_header` returns them."""
         prefix, packed = plain[:PREFIX_BYTES], plain[PREFIX_BYTES:]
         first = _seal(self._key, self._count, b"p", prefix)
         second = _seal(self._key, self._count, b"h", plain)
@@ -417,7 +423,7 @@ class Sealer:
 
 
 class Opener:
-    """Verifies the frames of one direction: `start`, then `header`, for each frame."""
+    """Verifies the frames of a `Sealer`: `start`, then `header`, for each frame."""
 
     def __init__(self, key: bytes) -> None:
         """Takes one of the keys of `session_keys`."""

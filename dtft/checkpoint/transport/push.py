@@ -25,26 +25,28 @@ from dtft.checkpoint.transport.connection import Channel
 logger = logging.getLogger(__name__)
 
 SETTLE = 8
-"""Pushes at the beginning that a trial ignores, because the first steps are slow."""
+"""Number of snapshots at the start whose step times are ignored, because the first
+steps are slow."""
 TRIED = 16
-"""Pushes of each kind (full speed, spread) that a trial compares."""
+"""Snapshots of each kind (pushed at full speed, spread) that a `Trial` compares."""
 AGAIN = 1024
-"""Pushes after which a new trial begins."""
+"""Snapshots after which a new `Trial` begins."""
 GAIN = 0.98
 """Greatest ratio of the step time with spread pushes to that with full-speed pushes at
 which pushes are spread."""
 SPREAD = 0.5
-"""Fraction of the time until the next snapshot over which a push is spread; the rest is
-for verification, the commit, and delays."""
+"""Fraction of the time until the next snapshot over which a push is spread; the other
+half is for verification, the commit, and delays."""
 MOST_STEPS = 2
 """Most steps over whose time a push is spread, even if the next snapshot is later. If a
 host is lost before the push has ended, the steps since the snapshot before are lost."""
 LIMIT_PART = 0.25
 """Largest fraction of a push's deadline over which the push is spread."""
 SMALL_BYTES = 1 << 20
-"""Least bytes of a push whose pace is chosen; smaller pushes go at full speed."""
+"""Least bytes of all pushes of one snapshot for which `PushPace` chooses a pace; fewer
+bytes are always pushed at full speed."""
 LONGEST_S = 0.25
-"""Longest single pause in seconds."""
+"""Longest single pause of `Bucket.sent`, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +54,9 @@ class Trial:
     """Compares step times with pushes at full speed and with spread pushes. Immutable.
 
     A push at full speed ends sooner, but takes processor time and network bandwidth
-    from the steps that run meanwhile. The trial measures `TRIED` pushes of each kind;
-    after `AGAIN` pushes a new trial begins.
+    from the steps that run meanwhile. The trial measures the pushes of `TRIED`
+    snapshots at full speed, then of `TRIED` snapshots spread over time. After `AGAIN`
+    snapshots a new trial begins.
 
     >>> trial = Trial()
     >>> for number in range(SETTLE + 2 * TRIED):
@@ -63,16 +66,16 @@ class Trial:
     """
 
     count: int = -SETTLE
-    """Pushes since the beginning of the trial, negative while `SETTLE` pushes are
-    ignored."""
+    """Snapshots since the beginning of the trial; negative while the first `SETTLE`
+    snapshots are ignored."""
     full_s: tuple[float, ...] = ()
-    """Seconds per step with each push at full speed."""
+    """Seconds per step, one value for each snapshot pushed at full speed."""
     spread_s: tuple[float, ...] = ()
-    """Seconds per step with each spread push."""
+    """Seconds per step, one value for each snapshot with spread pushes."""
 
     @property
     def spread(self) -> bool:
-        """Whether the next push is spread."""
+        """Whether the pushes of the next snapshot are spread over time."""
         if self.count < TRIED:
             return False
         if self.count < 2 * TRIED:
@@ -80,7 +83,10 @@ class Trial:
         return median(self.spread_s) <= GAIN * median(self.full_s)
 
     def text(self, rate: float) -> str:
-        """The trial's result as text for the log; `rate` is in bytes per second."""
+        """The result as text for the log, once both kinds were measured.
+
+        `rate` is the rate of spread pushes, in bytes per second.
+        """
         how = f"spread, {rate / 1e6:.1f} MB/s" if self.spread else "at full speed"
         return (
             f"pushes go on {how}: a step takes {median(self.full_s) * 1e3:.1f} ms at "
@@ -88,7 +94,10 @@ class Trial:
         )
 
     def observed(self, step_s: float) -> "Trial":
-        """Returns the trial with one more push, during which a step took `step_s`."""
+        """Returns the trial with one more snapshot, or a new trial after `AGAIN`.
+
+        `step_s` is the wall time per step during the snapshot's pushes, in seconds.
+        """
         count = self.count + 1
         if count >= AGAIN:
             return Trial(count=0)
@@ -121,7 +130,7 @@ def spread_rate(nbytes: int, step_s: float, interval: int, limit_s: float) -> fl
 
 
 class Bucket:
-    """Limits senders to a shared rate by pauses; thread-safe."""
+    """Limits the common rate of senders by pauses in `sent`; thread-safe."""
 
     def __init__(
         self,
@@ -151,7 +160,7 @@ class Bucket:
 
 
 class PushPace:
-    """The pace of one host's pushes, chosen by a `Trial` of its step times."""
+    """Chooses by a `Trial` whether a host's pushes go at full speed or are spread."""
 
     def __init__(self, nbytes: int, limit_s: float) -> None:
         """Starts the trial.
@@ -164,7 +173,9 @@ class PushPace:
         self.bucket = Bucket()
 
     def staged(self, step_s: float, interval: int) -> None:
-        """Sets the rate of the pushes of a new snapshot.
+        """Records the step time under the last pushes; sets the rate of the next.
+
+        Does nothing if a snapshot's pushes have less than `SMALL_BYTES`.
 
         Args:
             step_s: wall time per step since the last snapshot, in seconds.
@@ -186,9 +197,9 @@ MAX_NUMBERS = 1024
 STREAMS = 4
 """Most connections of one push."""
 STREAM_BYTES = 64 << 20
-"""Bytes to send per connection: more connections are opened only for more bytes."""
+"""Bytes of a push per connection: a connection is added only for so many more bytes."""
 ANSWER_S = 10.0
-"""Limit in seconds for the receiver to send which chunks it lacks."""
+"""Limit in seconds for the receiver to send the message that names lacking chunks."""
 IDLE_S = 60.0
 """Longest wait in seconds for the next frame of a push; the receiver then gives up."""
 
@@ -198,8 +209,7 @@ class Outgoing:
     """One push to one peer."""
 
     header: dict[str, Any]
-    """First message of the push; "digests" has the digests of all chunks, slice by
-    slice."""
+    """First message of the push; "digests" has the chunk digests of each slice."""
     sizes: np.ndarray
     """[chunks] int64: bytes of each chunk."""
     chunks: Callable[[Sequence[int]], list[memoryview]]
@@ -214,7 +224,7 @@ class PushedBytes:
     """Whether no further attempt is needed: the peer has the whole push, or will never
     accept the push."""
     nbytes: int
-    """Bytes of the chunks that the peer lacked."""
+    """Bytes of the chunks that the peer lacked before this attempt."""
 
 
 def send_push(
@@ -234,9 +244,10 @@ def send_push(
         outgoing: the push.
         connect: opens another channel to the same peer, by a deadline on the monotonic
             clock.
-        deadline: of the whole push, on the monotonic clock.
+        deadline: time limit of the whole push, on the monotonic clock.
 
     Raises:
+        WireError: the peer's answer is invalid.
         ChannelClosed: the connection has ended.
         TimeoutError: the deadline has passed.
         KeyError: `outgoing.chunks` does not have the chunks any more.
@@ -302,9 +313,9 @@ def _help(
     frames: deque[list[int]],
     deadline: float,
 ) -> None:
-    """Sends frames over another connection; ignores errors.
+    """Sends frames over another connection; ignores connection errors and KeyError.
 
-    The next attempt sends the chunks of a failed connection.
+    The chunks of a failed connection are sent by the next attempt of the push.
     """
     with contextlib.suppress(OSError, TimeoutError, KeyError):
         with connect(deadline) as channel:
@@ -334,11 +345,11 @@ def frames_of(numbers: np.ndarray, sizes: np.ndarray) -> list[list[int]]:
 
 
 def receive_chunks(channel: Channel, receiving: Receiving) -> None:
-    """Requests the lacking chunks and receives them until the sender ends the push.
+    """Requests the lacking chunks; receives chunks until the sender's end message.
 
     Raises:
         ChannelClosed: the connection has ended.
-        TimeoutError: the sender has stopped.
+        TimeoutError: the sender has sent no frame for `IDLE_S` seconds.
         WireError: a frame has chunks that are not of this push.
     """
     lacks = pack_flags(receiving.lacks())

@@ -75,10 +75,13 @@ class Nixl:
 
     @contextmanager
     def borrow(self, offer: Mapping[str, Any]) -> Iterator[None]:
-        """Connects to a lender while the context lasts.
+        """Adds a peer that lends memory to the agent while the context lasts.
+
+        Args:
+            offer: what the peer's `lend` yielded.
 
         Raises:
-            NixlError: NIXL rejects the offer.
+            NixlError: NIXL rejects the offer, or cannot remove the peer at the end.
         """
         with self._lock, _as_errors("the peer's offer"):
             self._agent.add_remote_agent(offer["metadata"])
@@ -121,7 +124,7 @@ class Nixl:
             lender: name of the peer's agent.
             sources: (address, size in bytes) of each piece of the peer's memory.
             targets: own memory, which may be cut into other pieces than the sources.
-            deadline: on the monotonic clock.
+            deadline: time limit, on the monotonic clock.
 
         Raises:
             NixlError: the peer is unreachable, or does not lend the memory.
@@ -163,7 +166,7 @@ class Nixl:
 
 
 def start_nixl() -> Nixl | None:
-    """Starts this process's NIXL agent; logs a warning and returns None on failure."""
+    """Starts this process's NIXL agent; on failure logs a warning and returns None."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # NIXL prints to stdout otherwise
     try:
         return Nixl()

@@ -121,10 +121,11 @@ def prove_as_server(
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_S = 5.0
-"""Limit in seconds of the handshake and the hello together, at the server."""
+"""Limit in seconds, at the server, for the handshake and the client's first message
+(hello) together."""
 MAX_STRANGERS = 256
-"""Most connections in the handshake; one more closes the oldest, so that clients
-without the secret cannot block the job's hosts."""
+"""Most connections of a server in the handshake. One more closes the oldest of these,
+so that clients without the secret cannot block the job's hosts."""
 
 
 def connect(
@@ -134,7 +135,7 @@ def connect(
     timeout_s: float,
     following: Sequence[Header] = (),
 ) -> Channel:
-    """Opens an authenticated channel to a server and sends the hello.
+    """Opens an authenticated channel to a server and sends the first message (hello).
 
     Args:
         address: "host:port" of a TransportServer.
@@ -146,7 +147,9 @@ def connect(
 
     Raises:
         ConnectionRefusedError: no server listens at the address.
+        OSError: the host's name is not known, or the host cannot be reached.
         AuthenticationError: the secrets or the job names differ.
+        WireError: the peer speaks another protocol or version.
         ChannelClosed: the peer closed the connection, or does not serve the op.
         TimeoutError: the limit was exceeded; the message names the peer.
     """
@@ -185,7 +188,7 @@ def connect(
 
 
 class TransportServer:
-    """Listens, and runs a handler in a thread of its own for each connection.
+    """Listens for connections, and runs a handler for each in a separate thread.
 
     Invalid input of a client closes the client's connection and never ends the server.
     """

@@ -1,7 +1,8 @@
 """Plays faults on a local cluster, from outside, by signals and cuts.
 
-The injector reads the hosts' progress boards to find a fault's moment, freezes the
-victims, checks that the moment has not passed, and kills the victims. The injector
+The injector finds a fault's moment in the hosts' progress boards (shared memory with
+the current steps of each host). It stops the victims' processes, checks that the moment
+has not passed, and kills the victims. The injector
 undoes a stop, cut or pause when its duration is over, also while later faults are
 pending. The injector knows nothing of models and takes no part in the recovery.
 """
@@ -37,7 +38,8 @@ HEALED_S = 5.0
 """Seconds from the end of all stops and cuts to a fault of phase `healed`."""
 SAMPLE_S = 0.05
 WARM_STEPS = 10
-"""Steps left out of measured speeds: compilation, cold caches."""
+"""Number of first steps left out of measured speeds, because of compilation and cold
+caches."""
 _STORE = ("kill-store", "crash-store", "pause-store", "empty-store")
 _PHASE_FIELD: dict[str, ProgressField] = {
     "replicate": "replicating",
@@ -56,7 +58,8 @@ class InjectedFault:
     at: float = 0.0
     """Wall-clock time of the fault."""
     finished: int = 0
-    """Last step that any trainer had finished at the time of the fault."""
+    """Last step that any trainer had finished at the time of the fault. `computing` and
+    `committed`: the last dispatched and the last committed step at that time."""
     computing: int = 0
     committed: int = 0
     steps_seen: tuple[int, int] = (0, 0)
@@ -66,7 +69,8 @@ class InjectedFault:
     gone_s: float | None = None
     """Seconds from the fault until all stopped processes had been killed."""
     steps_per_s: float | None = None
-    """pause-store: steps per second before the pause, over an equally long time."""
+    """pause-store: steps per second before the pause, over an equally long time; None
+    for other faults or if too few steps were seen."""
     steps_per_s_during: float | None = None
     corrupted_bytes: int = 0
     reply: dict[str, Any] = field(default_factory=dict)
@@ -92,12 +96,13 @@ class FaultInjector(threading.Thread):
         Args:
             cluster: the local cluster that the faults hit.
             faults: faults in any order.
-            seed: seed of the random moment within a step.
+            seed: seed of the random delay, up to 50 ms, of faults without a phase.
             rejoin_s: seconds after which a killed host is started again, and after
                 which a new host replaces a host that is stopped or cut for ever; None:
                 hosts are not replaced.
             network: the hosts' namespaces; needed for cuts.
-            fail_marker: file that exists once a trainer has raised for a `fail`.
+            fail_marker: file that exists once a trainer has raised the exception of a
+                `fail`.
             last_step: last step of the run; speeds are measured up to this step.
         """
         super().__init__(daemon=True)
@@ -117,7 +122,8 @@ class FaultInjector(threading.Thread):
         self._read_at = self._log_read_at = self._raised_at = 0.0
 
     def run(self) -> None:
-        """Plays every fault in order; stores an exception in `error`."""
+        """Plays every fault in order. After an exception, stores it in `error` and
+        undoes the faults that last."""
         pending = list(self._faults)
         corrupting: list[Fault] = []
         try:
@@ -142,7 +148,8 @@ class FaultInjector(threading.Thread):
 
     @property
     def done(self) -> bool:
-        """Whether all faults have happened and ended, and all requests have replies."""
+        """Whether all faults have happened, faults with a duration are undone, and all
+        requests to scale have replies."""
         expected = [fault for fault in self._faults if fault.kind != "corrupt"]
         open_ = [
             it for it in self.injected if it.fault.kind == "scale" and not it.reply
@@ -152,7 +159,10 @@ class FaultInjector(threading.Thread):
 
     @property
     def not_over(self) -> list[str]:
-        """Faults that have not happened, and faults that are not undone yet."""
+        """Faults, in their notation, that have not happened or are not undone yet.
+
+        A `corrupt` is left out: it happens with the fault after it.
+        """
         struck = [strike.fault for strike in self.injected]
         found = [str(it) for it in self._faults if it not in struck]
         lasts = [it.fault for it in self.injected if it.until is None]
@@ -238,7 +248,15 @@ class FaultInjector(threading.Thread):
         return tuple(self._slots[slot] for slot in fault.slots)
 
     def _leader(self) -> str:
-        """Returns the host with the leader key; without the store the last leader."""
+        """Returns the host that has the leader key.
+
+        While the store does not answer, this is the host that last logged an assignment
+        or a commit.
+
+        Raises:
+            RuntimeError: no host has the leader key.
+            StoreUnavailable: the store does not answer and no host has logged these.
+        """
         store = EtcdStore(self._cluster.store_address)
         try:
             pair = store.get(job_key(self._cluster.options.job, "m/leader"))
@@ -286,10 +304,13 @@ class FaultInjector(threading.Thread):
             time.sleep(POLL_S)
 
     def _try(self, fault: Fault, corrupting: Sequence[Fault]) -> bool:
-        """Freezes the victims, checks the moment again and carries out the fault.
+        """Carries out a fault whose moment has been reached.
+
+        Before a kill, stops the victims (SIGSTOP) and checks the moment again.
 
         Returns:
-            False if the moment has passed; the victims then continue.
+            False if the moment has passed or a victim's agent is not running; the
+            victims then continue.
         """
         if fault.kind == "scale":
             self._scale(fault)
@@ -323,7 +344,11 @@ class FaultInjector(threading.Thread):
         return True
 
     def _interrupt(self, fault: Fault, victims: tuple[str, ...]) -> bool:
-        """Begins a stop, cut or pause; if too late, undoes the fault, returns False."""
+        """Begins a stop, cut or pause.
+
+        Returns:
+            False if the fault came too late for its phase; it is then undone.
+        """
         if fault.phase is None:
             time.sleep(self._random.uniform(0.0, 0.05))
         if fault.phase == "stored":
@@ -440,7 +465,11 @@ class FaultInjector(threading.Thread):
         timer.start()
 
     def _corrupt(self, host: str) -> int:
-        """Inverts a byte in every 4 KiB of a host's arena; returns the count."""
+        """Inverts one byte in every 4 KiB of a host's arenas and reserved memory.
+
+        Returns:
+            The number of inverted bytes.
+        """
         flipped = 0
         memory_directory = self._cluster.memory_directory(host)
         for path in (*memory_directory.glob("arena*"), memory_directory / "reserve"):
@@ -484,9 +513,10 @@ class FaultInjector(threading.Thread):
             store.close()
 
     def _strike_store(self, fault: Fault) -> None:
-        """Kills the store; restarts the store except after `crash-store`.
+        """Kills the store.
 
-        After `crash-store` the store's supervisor restarts the store.
+        `kill-store`: restarts it after `STORE_AWAY_S` seconds; `empty-store`: at once,
+        without its data. After `crash-store` the store's supervisor restarts it.
         """
         strike = self._noted(fault, ())
         etcd = self._cluster.etcd
@@ -515,7 +545,8 @@ def rate(
 ) -> float | None:
     """Computes the steps per second in an interval; None with fewer than two samples.
 
-    The interval ends early at the run's last step.
+    The interval ends early at the run's last step. Samples of the first `WARM_STEPS`
+    steps are left out.
 
     Args:
         samples: (time in seconds, last finished step), in order of time.

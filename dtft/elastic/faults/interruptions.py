@@ -32,7 +32,8 @@ class Interruption:
 
     @property
     def gone(self) -> bool:
-        """Whether all processes that the fault stopped have been killed."""
+        """Whether none of the processes that the fault stopped is alive any more; False
+        for a cut."""
         return bool(self.pids) and not any(map(process_alive, self.pids))
 
 
@@ -78,7 +79,10 @@ def begin(
 
 
 def session(leader: int) -> list[int]:
-    """Lists the process ids of a session (one host), the session leader first."""
+    """Lists the process ids of a session, its leader first; zombies are left out.
+
+    A host's agent leads a session of all the host's processes.
+    """
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

@@ -40,7 +40,8 @@ Phase = Literal[
     "stored",
     "healed",
 ]
-"""The job's activity at the moment of the fault."""
+"""The job's activity at the moment of the fault. stored: an export has completed.
+healed: all earlier stops, cuts and pauses have been undone for a while."""
 Reach = Literal["all", "store", "out", "in", "pair"]
 """The packets that a cut drops: all of a host, those to and from the store, those that
 a host sends, those that a host receives, or those between two hosts."""
@@ -60,7 +61,7 @@ _SECONDS = re.compile(r"\d+(\.\d+)?")
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """The parts of the notation that a kind of fault allows."""
+    """What WHOM may be and which options are allowed for a kind of fault."""
 
     whom: Literal["none", "slots", "slots or role", "replicas"] = "none"
     phase: bool = False
@@ -95,7 +96,7 @@ RULES: dict[str, Rule] = {
     "empty-store": Rule(phase=True),
     "fail": Rule(whom="slots", always=True),
 }
-"""Kind of fault to its rule."""
+"""Kind of fault to the notation that it allows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +116,7 @@ class Fault:
     seconds: float | None = None
     """Duration of a stop, cut or pause in seconds; None: for ever."""
     reach: Reach = "all"
-    """`cut`: the packets that are dropped."""
+    """`cut`: which packets are dropped (see `Reach`)."""
     always: bool = False
     """`fail`: whether the step fails at every attempt; False: only once."""
     replicas: int = 0

@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
 RANK_S = 0.02
-"""Seconds by which a host campaigns for leadership later than the host before it in
-the order of names."""
+"""Seconds by which a host campaigns for leadership later than the host whose name sorts
+just before. The delay after the first host is at most 1 s."""
 
 
 class Agent:
@@ -53,9 +53,10 @@ class Agent:
                 machine's.
 
         Raises:
-            JobMismatch: a live host has the name.
-            ValueError: the arena directory does not exist, or the port cannot be
-                opened.
+            StoreUnavailable: the store does not answer.
+            JobMismatch: a live host has this host's name.
+            ValueError: the arena directory does not exist, a live agent has the memory
+                directory, or the port cannot be opened.
         """
         if edges is None:
             refuse_taken_name(store, config)
@@ -112,7 +113,8 @@ class Agent:
         )
         self._service = edges.service()
         self._hint: tuple[int, HostRecord] | None = None
-        """Term and record of a leader that a peer has named."""
+        """(term, record) of the newest leader that another host has named while the
+        store did not answer; None before that."""
         self._store_up = True
         self._leaderless_since: float | None = None
         self._isolated_since: float | None = None
@@ -140,7 +142,8 @@ class Agent:
 
         Raises:
             StoreUnavailable: the store cannot be reached at the start.
-            JobMismatch: the secret or the config differs from the job's.
+            JobMismatch: the secret, config or TLS setting differs from the job's, or
+                the failure domain is inconsistent with the domains of other hosts.
         """
         try:
             check_job(self._store, self._config)
@@ -153,6 +156,8 @@ class Agent:
 
     def start(self) -> None:
         """Registers this host in the store and starts the periodic tick.
+
+        Also starts a standby trainer, unless the user starts the trainers.
 
         Raises:
             StoreUnavailable: the store cannot be reached.
@@ -203,7 +208,11 @@ class Agent:
     # ---------------------------------------------------------------- the store
 
     def _see(self, view: View) -> None:
-        """Handles a new view of the store: result, leader, hosts and assignment."""
+        """Handles a new view (the job's records in the store).
+
+        Ends this agent if the job has a result. Otherwise begins, continues or ends
+        this host's leadership, connects to the leader, and gives up an outdated slot.
+        """
         if view.result is not None:
             self._finish(view.result)
             return
@@ -214,7 +223,7 @@ class Agent:
         self._retire_if_replaced(view)
 
     def _retire_if_replaced(self, view: View) -> None:
-        """Gives up the slot when a newer generation does not contain this host.
+        """Gives up the slot if a newer assignment does not contain this agent process.
 
         So a host that was stopped or cut off comes back as a spare.
         """
@@ -257,10 +266,11 @@ class Agent:
     # ------------------------------------------------------------ who leads
 
     def _campaign_if_free(self) -> None:
-        """Campaigns for leadership while there is no leader; hosts take turns by name.
+        """Campaigns for leadership once the store has had no leader for a delay.
 
-        A leader whose lease ran out campaigns first; a host that still hears this
-        leader waits half a lease longer.
+        The delay is `RANK_S` for each host whose name sorts before this host's, at most
+        1 s. It is half a lease longer while this host still hears the last leader. It
+        is 0 for a host that still runs a `Leader`, because its leader key has expired.
         """
         view, now, me = self._membership.view, self._loop.now(), self._config.host
         if view.leader is not None or not view.hosts:
@@ -303,7 +313,11 @@ class Agent:
             leader.connected(record)
 
     def _newest_leader(self) -> tuple[int, HostRecord] | None:
-        """Term and record of the newest leader that this host knows."""
+        """(term, record) of the newest leader known here; None if there is none.
+
+        A leader that another host has named counts only while the store does not
+        answer, and only with a later term than the leader in the store.
+        """
         view = self._membership.view
         if self._hint is not None and self._hint[0] > view.term and not self._store_up:
             return self._hint
@@ -311,21 +325,28 @@ class Agent:
         return (view.term, leader) if leader is not None else None
 
     def _moved_message(self) -> Message | None:
-        """Message that names the leader; None if unknown, or if this host leads."""
+        """Message that names the newest leader if another host leads, else None."""
         newest = self._newest_leader()
         if newest is None or newest[1].host == self._config.host:
             return None
         return moved(*newest)
 
     def _let_followers_go(self) -> None:
-        """Closes the followers' links after this host's term; names the new leader."""
+        """Closes the links of the other hosts when this host stops leading.
+
+        First sends the new leader to these hosts, if another host is known to lead.
+        """
         self._links.close(self._moved_message())
 
     def _accept(
         self, hello: Message, channel: ControlChannel
     ) -> tuple[Heard, Closed] | None:
-        """Accepts a host's control connection; names the leader if this host does not
-        lead.
+        """Accepts a host's control connection; tells the host the leader if this host
+        does not lead.
+
+        Returns:
+            The callbacks for messages and for the end of the connection; None to refuse
+            the connection, see `FollowerLinks.accept`.
         """
         found = self._links.accept(hello, channel)
         last = self._moved_message() if self._leadership.leader is None else None
@@ -336,7 +357,8 @@ class Agent:
     def _step_down_if_isolated(self, leader: Leader) -> None:
         """Lets go of leadership after two leases with too few connected hosts.
 
-        Too few: fewer than the job's slots and fewer than the hosts in the store.
+        Too few: with this host, fewer than the job's slots and fewer than the hosts in
+        the store.
         """
         needed = min(leader.num_slots, len(leader.view.hosts))
         if self._links.count + 1 >= needed:
@@ -350,7 +372,12 @@ class Agent:
             self._leadership.let_go(leader.view, why)
 
     def _leader_moved(self, term: int, record: HostRecord) -> None:
-        """Follows the leader that a host names, while the store does not answer."""
+        """Follows a leader that another host names, while the store does not answer.
+
+        Also ends this host's own leadership. A leader is ignored if its term is not
+        later than the leader's in the store, or is before that of a leader named
+        earlier.
+        """
         if self._store_up or term <= self._membership.view.term:
             return  # the store's view is as new or newer
         if self._hint is not None and term < self._hint[0]:
@@ -360,7 +387,7 @@ class Agent:
         self._follow()
 
     def _follow(self) -> None:
-        """Links this host to the newest known leader."""
+        """Connects this host to the newest known leader, unless this host leads."""
         newest = self._newest_leader()
         if self._leadership.leader is not None or newest is None:
             return
@@ -368,7 +395,10 @@ class Agent:
             self._leader_link.follow(*newest)
 
     def _leader_dead(self, leader: HostRecord) -> None:
-        """Removes a leader from the store, because its port refuses connections."""
+        """Revokes the store lease of a leader whose port refuses connections.
+
+        Does nothing if the store no longer names this leader.
+        """
         view = self._membership.view
         if view.leader == leader.host:
             self._membership.expel(view.leader_lease)
@@ -435,8 +465,10 @@ class Agent:
         self._with_leader(lambda leader: leader.disconnected(record, why))
 
     def _host_dead(self, record: HostRecord) -> None:
-        """Removes a host from the store, because its port refuses connections, and
-        reports the loss to this host's leader."""
+        """Revokes the store lease of a host whose port refuses connections.
+
+        A lease of another address is kept. If this host leads, its `Leader` is told.
+        """
         view = self._membership.view
         known = view.hosts.get(record.host)
         if known is not None and known.address == record.address:

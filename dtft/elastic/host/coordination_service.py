@@ -21,7 +21,8 @@ KILL_S = 10.0
 
 
 class CoordinationService:
-    """One serving coordination service, and a standby process with imports done."""
+    """At most one process that serves the coordination service, and a standby process
+    that has done its imports."""
 
     def __init__(self, config: AgentConfig, loop: Loop) -> None:
         """Starts the standby process."""
@@ -47,12 +48,14 @@ class CoordinationService:
         ready: Callable[[str], None],
         failed: Callable[[str], None],
     ) -> None:
-        """Starts serving a world of `num_processes` with the standby process.
+        """Makes the standby process serve one formation's trainers; ends the former
+        service.
 
         Args:
-            num_processes: trainers of the world.
+            num_processes: number of trainers, each a JAX process.
             ready: called with the service's address once it serves.
-            failed: called with the reason if the service cannot serve or has ended.
+            failed: called with the reason if no process or port is available, or if the
+                process ends before it serves.
         """
         self.end()
         try:
@@ -92,7 +95,7 @@ class CoordinationService:
         return format_address(host, free_port(host))
 
     def end(self) -> None:
-        """Ends the service at once; the trainers of its world abort."""
+        """Kills the serving process, if any; JAX then aborts the connected trainers."""
         process, self._serving = self._serving, None
         if process is not None:
             self._kill(process)

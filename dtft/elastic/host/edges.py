@@ -48,7 +48,7 @@ class HostServer(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends every connection."""
+        """Stops listening and ends every connection."""
         ...
 
 
@@ -77,7 +77,8 @@ class Service(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """Handlers of users' requests to a host's port."""
+    """Handlers of users' requests at a host's port: to export a step to storage, and to
+    change the number of replicas."""
 
     export: Callable[[Answer], None]
     scale: Callable[[int, Answer], None]
@@ -85,21 +86,26 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Edges:
-    """An agent's access to the outside; see the module's docstring."""
+    """An agent's access to time, network, store, files and processes.
+
+    `local_edges` makes the real ones; a simulation passes other objects.
+    """
 
     loop: Loop
     mirrors: MirrorSource
     network: Network
     follower: Callable[[Callable[..., None], Callable[..., None]], Follower]
-    """Makes this host's follower from its `emit` and `report` functions."""
+    """Makes the `Follower` from two functions: `emit` posts an event of this host to
+    the loop, and `report` sends a report to the leader."""
     listen: Callable[[Inbox, Accept, Asked], HostServer]
-    """Opens this host's port."""
+    """Opens this host's port; raises ValueError if it cannot be opened."""
     journal: Callable[[], Journal]
     service: Callable[[], Service]
     list_steps: Callable[[Path], Iterable[int]]
     """Lists the steps in a storage directory."""
     close: Callable[[], None]
-    """Frees the board and the memory directory after the agent's end."""
+    """Frees the progress board and removes the memory directory (this host's copies) at
+    the agent's end."""
 
 
 class NoService:
@@ -133,7 +139,8 @@ def local_edges(
             default the directory is made here and the follower makes its trainers.
 
     Raises:
-        ValueError: the arena directory does not exist.
+        ValueError: the arena directory does not exist, or a live agent has the memory
+            directory.
     """
     if trainers is None:
         make_memory_directory(config.memory_directory)
@@ -172,7 +179,10 @@ def local_edges(
 
 
 def _write_record(config: AgentConfig, loop: EventLoop) -> None:
-    """Writes the event loop's longest calls to the run directory, for drills."""
+    """Writes the event loop's longest calls to `loop-HOST.json` in the run directory.
+
+    Drills read this file. An OSError is ignored.
+    """
     record: dict[str, Any] = {"host": config.host, **loop.record()}
     path = config.run_directory / f"loop-{config.host}.json"
     with contextlib.suppress(OSError):

@@ -23,9 +23,10 @@ from dtft.elastic.transfer import FetchFailed, borrow
 def start_exporter(
     opening: dict[str, Any], log_path: Path, hear: Hear
 ) -> ExporterProcess:
-    """Starts, without waiting, an exporter that is killed when this process ends.
+    """Starts a process that writes steps to storage, without waiting for the process.
 
-    See `ExporterProcess`.
+    The kernel kills the process when this process ends. `opening` and `hear`: see
+    `ExporterProcess`. The process's stderr is appended to `log_path`.
     """
     return ExporterProcess(
         opening,
@@ -47,8 +48,9 @@ def save_fields(
     Args:
         step: the step.
         memory: path of the arena.
-        buffers: number of the arena buffer of each chunk of the slot's own slices.
-        digests: the digest of each slice.
+        buffers: number of the arena buffer of each chunk of the slot's own slices, one
+            byte per chunk.
+        digests: the digests of each own slice, 16 bytes per chunk.
         items: the checkpoint's values that are not arrays.
     """
     return {
@@ -74,7 +76,9 @@ class HostExports:
     ) -> None:
         """Starts no exporter yet.
 
-        `exported(step, ok, error)` is called once for each export that has begun.
+        `exported(step, ok, error)` is called when an export has ended or could not
+        begin. It is not called for an export that `close`, `stand_down` or the next
+        `begin` gives up.
         """
         self._config, self._credentials, self._board = config, credentials, board
         self._emit, self._exported = emit, exported
@@ -84,10 +88,11 @@ class HostExports:
         self._lent: tuple[ReplicaStore, int] | None = None
 
     def begin(self, holder: ReplicaStore | None, order: dict[str, Any]) -> None:
-        """Starts the export of one committed step, which `holder` should have.
+        """Pins a committed step of `holder` and starts the export that is ordered.
 
-        An export that still runs is given up: the leader orders one export at a time,
-        so the export has failed on another host for which this host waits.
+        If `holder` is None or has dropped the step, `exported` is called with the
+        error. An export that still runs is given up: the leader orders one export at a
+        time, so that export has failed on another host, for which this host waits.
         """
         step = order["step"]
         if holder is None:
@@ -126,11 +131,12 @@ class HostExports:
         exporter.save(fields, limit_s)
 
     def _open(self, holder: ReplicaStore, order: dict[str, Any]) -> ExporterProcess:
-        """Returns the last exporter if its settings are unchanged; otherwise starts an
-        exporter.
+        """Returns the running exporter if its settings and the order's `failures` are
+        unchanged; otherwise ends it and starts another.
 
-        After a failure no host keeps its exporter: the old exporters would wait for the
-        exporter that has ended.
+        `failures` counts the failed exports of the formation. After a failure no host
+        keeps its exporter: the old exporters would wait for the exporter that has
+        ended.
         """
         opening = {
             "directory": str(self._config.storage_directory),
@@ -156,7 +162,12 @@ class HostExports:
         return self._exporter
 
     def answer(self, exporter: ExporterProcess, message: dict[str, Any]) -> None:
-        """Handles the exporter's answer: step written, failure, or exit."""
+        """Handles an exporter's answer: step written, failure, or end of the process.
+
+        Unpins the answer's step, or all steps if the answer names none, and calls
+        `exported`. Ends the exporter after a failure. Ignores answers of a former
+        exporter and answers to the `open` message.
+        """
         if exporter is not self._exporter or message.get("op") == "open":
             return
         ok, error = bool(message.get("ok")), message.get("error", "")
@@ -170,7 +181,8 @@ class HostExports:
     def lend(self, holder: ReplicaStore | None, step: int) -> None:
         """Pins a committed step until the next call, for peers to fetch; -1 pins none.
 
-        A dropped step is not pinned; peers that fetch the step get an error.
+        A dropped step is not pinned; peers that fetch the step get an error. Without a
+        `holder` nothing changes.
         """
         if holder is None:
             return
@@ -188,7 +200,7 @@ class HostExports:
         self._board.set("exporting", 0)
 
     def close(self) -> None:
-        """Ends the exporter; a step being written is given up."""
+        """Kills the exporter and unpins its steps; a step being written is given up."""
         exporter, self._exporter = self._exporter, None
         if exporter is not None:
             exporter.close()

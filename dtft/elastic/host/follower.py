@@ -45,7 +45,9 @@ logger = logging.getLogger(__name__)
 REPORTED = ("step", "digests", "interval", "window")
 """Fields of the report to the leader about a staged step."""
 WANTED, FLUSHED, LEFT = ("step", "layout"), ("token", "step", "store"), ("step",)
-"""Fields of the reports about requests and the departure of a user's process."""
+"""Fields that are passed on to the leader from the messages of a user's process: `want`
+(a step for another layout), `flush` (tell when a step is replicated or stored), and
+`left` (the process leaves)."""
 
 Message = Mapping[str, Any]
 Handler = Callable[[SlotTask, Message], None]
@@ -61,7 +63,7 @@ KEPT_COMMITS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class HostParts:
-    """The host's parts that a follower works with."""
+    """The objects and functions through which a `Follower` acts on its host."""
 
     board: ProgressBoard
     trainers: Trainers
@@ -70,14 +72,17 @@ class HostParts:
     resharding: Resharding | None
     """Reshards steps for the user's process; None if the agent starts the trainer."""
     restore: Callable[[dict[str, Any]], dict[str, Any]]
-    """Restores the step of a leader's order; see `restore_copies`. Blocks for long."""
+    """Restores the step of a leader's order and returns the outcome; blocks until then.
+    See `restore_copies`."""
     probe: Callable[[str, Callable[[PortState], None]], None]
     """Tries to connect to another host's port; see `Network.probe`."""
     free_port: Callable[[], int]
     observe: Callable[[int], Observation | None]
-    """State of the trainer with a process id, from the board and the kernel."""
+    """State of the trainer with a process id, from the progress board and the kernel;
+    None if the process has ended."""
     dump_stack: Callable[[int, Path], str]
-    """Makes a process write its stacks to its log; takes about a second."""
+    """Makes a process write its stacks to a log file, and returns a message about it;
+    takes about a second."""
     nixl: Any = None
 
 
@@ -93,15 +98,16 @@ class Follower:
         emit: Callable[..., None],
         report: Callable[..., None],
     ) -> None:
-        """Keeps the parts; no slot is taken yet.
+        """Stores the arguments; this host has no slot yet.
 
         Args:
             config: settings of this host's agent.
             credentials: the job's credentials.
-            parts: this host's parts.
+            parts: the objects and functions through which the follower acts.
             loop: the agent's event loop.
-            emit: `emit(kind, ...)` sends to `happened`, from any thread.
-            report: `report(op, **fields)` sends to the leader.
+            emit: `emit(kind, *values)` makes the event loop call `happened(kind,
+                *values)`; may be called from any thread.
+            report: `report(op, **fields)` sends a report to the leader.
         """
         self._config, self._credentials = config, credentials
         self._parts, self._loop = parts, loop
@@ -113,9 +119,11 @@ class Follower:
         self._task: SlotTask | None = None
         self._ballot: tuple[int, int] = (0, 0)
         self._holding = loop.lane("copies")
-        """Lane in which changes and reports of all copies run one after the other."""
+        """Lane (thread with a queue) on which changes and reports of this host's copies
+        run one after the other."""
         self._export_attempt = 0
-        """Attempt number of the export that was ordered last."""
+        """Field `failures` of the last export order: number of exports that failed
+        before in this formation."""
         self._obeyed: Mapping[str, Any] | None = None
         """The last `prepare` order that this host carried out."""
         self._commits: list[Commit] = []
@@ -132,7 +140,8 @@ class Follower:
         return self._task.epoch if self._task else (0, 0)
 
     def inbox(self) -> Inbox:
-        """The view of this host's state for the transport's serving threads."""
+        """Functions with which the transport's threads read this host's state and
+        report received slices."""
         return Inbox(
             epoch=lambda: self.epoch,
             holder=lambda: self._copies.holder,
@@ -158,11 +167,18 @@ class Follower:
 
     @property
     def attachment(self) -> tuple[int, int]:
-        """Index and ident of the attached user's process; (-1, 0) without a process."""
+        """(index in its job, ident) of the attached user's process; (-1, 0) for none.
+
+        The ident is the wall-clock time of attachment in ns.
+        """
         return self._trainers.attachment
 
     def see(self, hosts: Collection[HostRecord]) -> None:
-        """Tells a waiting user's process which hosts of the job are still missing."""
+        """Tells a waiting user's process which processes have not attached yet.
+
+        Does nothing if all have attached or if agents start the trainers. `hosts` are
+        the registered hosts with their attached processes.
+        """
         absent = missing(hosts, self._config.num_slots) if self._seats.attached else ""
         if absent:
             self._trainers.note(absent)
@@ -170,7 +186,10 @@ class Follower:
     # ------------------------------------------------------- orders of the leader
 
     def obey(self, message: dict[str, Any]) -> None:
-        """Carries out an order of the leader whose fields were checked before."""
+        """Calls the method for a leader's order, whose fields were checked before.
+
+        An order with another `op` is passed to the trainer.
+        """
         fields = {key: value for key, value in message.items() if key != "op"}
         if "ballot" in fields:
             fields["ballot"] = tuple(fields["ballot"])
@@ -211,8 +230,8 @@ class Follower:
                 raise ValueError(f"kind={kind!r}: nothing of that kind happens here")
 
     def committing(self, step: int) -> None:
-        """Shows on the board the step that this leading host commits now; 0 for
-        none.
+        """Writes to the progress board the step that the leader, on this host, is
+        committing; 0 for none.
         """
         self._board.set("committing", step)
 
@@ -222,6 +241,9 @@ class Follower:
         Reports `fit` to the leader. A host without enough memory reports `unfit` and is
         no spare.
 
+        Args:
+            layout: the job's layout as JSON.
+            domains: failure domain of each slot; empty if every slot is its own domain.
         """
         expected = Layout.from_json(layout)
         self._holding.submit(
@@ -248,7 +270,8 @@ class Follower:
         """Stops training here; reports held copies and unreachable hosts.
 
         Args:
-            ballot: number of the round.
+            ballot: (term, number) of the round in which a new formation is agreed on.
+                An order of an earlier round is ignored.
             reason: why training stops, for the user's process.
             fatal: whether the same processes would fail again; a waiting trainer is
                 then let go too.
@@ -297,8 +320,8 @@ class Follower:
         try_all(self._parts.probe, reach, lambda missed: told(missed=missed))
 
     def _report_of(self, outcome: "Future[dict[str, Any]]") -> dict[str, Any]:
-        """The report of held copies. After an error the report lists no copy, and all
-        copies count as corrupt.
+        """The result of `Copies.report`. If it raised an exception, a report that lists
+        no copy and names all copies of this host as corrupt.
         """
         error = outcome.exception()
         if error is None:
@@ -317,7 +340,16 @@ class Follower:
             self._tell("holdings", **self._report_of(outcome), **told)
 
     def _stand_down(self, reason: str = "", fatal: bool = False) -> int | None:
-        """Ends training here; returns the exit code from `Trainers.let_go`."""
+        """Ends pushers, trainer, resharding and exports here.
+
+        Args:
+            reason: why, for the user's process.
+            fatal: whether a waiting trainer is ended too.
+
+        Returns:
+            The exit code from `Trainers.let_go`. None if there was nothing to let go:
+            this host has no slot and `fatal` is False.
+        """
         code = None
         task, self._task = self._task, None
         if task is not None:
@@ -333,7 +365,8 @@ class Follower:
         return code
 
     def _tell(self, op: str, **fields: Any) -> None:
-        """Reports to the leader with the ballot of the newest round known here."""
+        """Reports to the leader, with the number (ballot) of the newest round known
+        here."""
         self._report(op, ballot=self._ballot, **fields)
 
     def retire(self) -> None:
@@ -343,7 +376,11 @@ class Follower:
         self.warm()
 
     def prepare(self, order: dict[str, Any]) -> None:
-        """Takes a slot: starts the trainer and restores the state at the same time."""
+        """Takes the slot in a `prepare` order: starts the trainer, and restores the
+        slot's slices on a thread if the order restores from memory.
+
+        An order of an earlier round is ignored.
+        """
         if tuple(order["ballot"]) < self._ballot:
             return
         self._ballot = tuple(order["ballot"])
@@ -373,7 +410,11 @@ class Follower:
             self._restored(task, {"own": 0, "peers": 0, "s": 0.0})
 
     def _restored(self, task: SlotTask, outcome: dict[str, Any]) -> None:
-        """Reports the outcome of the restore; after success, hands the state over."""
+        """Reports a restore's outcome: `prepared`, `prepare_failed`, or `unfit` without
+        enough memory. After success, tells the trainer where the state is.
+
+        Ignored if this host's slot was given up or assigned anew since.
+        """
         if task is not self._task:
             return
         if "fatal" in outcome:
@@ -406,7 +447,8 @@ class Follower:
         self._tell("unfit", why=why, **told)
 
     def _hand_over(self, task: SlotTask) -> None:
-        """Sends the state's location once the layout is known and the restore ended."""
+        """Sends the trainer the state's location in the arena, if its layout was
+        accepted and the restore has succeeded."""
         order = task.order
         if task.announced and task.restored is not None:
             where = self._copies.located(order["step"], order["source"] == "memory")
@@ -417,10 +459,11 @@ class Follower:
     def release(
         self, step: int, committed: bool, commit: str = "", **told: Any
     ) -> None:
-        """Drops copies older than a safe step and tells the trainer.
+        """Drops copies older than a safe step, except the last committed step; tells
+        the trainer that the step is safe.
 
         Args:
-            step: the staged step that is safe.
+            step: the safe step: every slice of it has enough copies on hosts.
             committed: whether the store has recorded the step; False while the store
                 does not answer.
             commit: JSON of the commit that the store has or shall record. Its holders
@@ -445,14 +488,18 @@ class Follower:
         self.warm()
 
     def _keep(self, commit: Commit) -> None:
-        """Remembers a commit, in case a later leader or the store lacks it."""
+        """Adds a commit to the remembered commits, with the hosts of this host's last
+        `prepare` order as holders. Ignores a commit of another epoch than that order.
+        """
         obeyed, epoch = self._obeyed, (commit.generation, commit.attempt)
         if obeyed is not None and _epoch_of(obeyed) == epoch:
             whole = replace(commit, holders=tuple(obeyed["hosts"]))
             self._commits = [whole, *self._commits][:KEPT_COMMITS]
 
     def replicate(self, ballot: tuple[int, int], step: int, targets: list[int]) -> None:
-        """Sends the slices of a restored step again to peers without these slices."""
+        """Sends this host's slices of a restored step to the slots `targets`, whose
+        hosts lack the slices. Ignores an order of another round.
+        """
         task = self._task
         if task is None or ballot != self._ballot:
             return
@@ -460,8 +507,10 @@ class Follower:
         task.push(step, targets)
 
     def pass_on(self, op: str, **fields: Any) -> None:
-        """Passes a message of the leader to the trainer; `assemble` starts resharding
-        first.
+        """Passes a message of the leader to the trainer.
+
+        An `assemble` order starts resharding instead. If it has an `error`, the trainer
+        gets the error in an `assembled` message.
         """
         if op != "assemble":
             self._trainers.send(op, **fields)
@@ -471,7 +520,10 @@ class Follower:
             self._resharding.begin(self._task, fields)
 
     def assembled(self, task: SlotTask, answer: dict[str, Any]) -> None:
-        """Tells the process that its resharded step is in memory, or why not."""
+        """Tells the process that its resharded step is in memory, or why not.
+
+        Frees that memory instead if `task` is no longer this host's task.
+        """
         if task is self._task:
             self._trainers.send("assembled", **answer)
         elif self._resharding is not None:
@@ -500,7 +552,10 @@ class Follower:
         return handlers
 
     def trainer_says(self, ident: int, message: dict[str, Any]) -> None:
-        """Handles a message of the active trainer; ignores messages of others."""
+        """Handles a message of the formation's trainer; ignores other trainers.
+
+        A trainer that sends an invalid message is ended.
+        """
         if not self._trainers.is_active(ident):
             return
         op = message.pop("op")
@@ -527,7 +582,8 @@ class Follower:
     def _ask_leader(
         self, op: str, names: Iterable[str], task: SlotTask, message: Message
     ) -> None:
-        """Passes a request of the user's process to the leader."""
+        """Reports a request of the user's process to the leader as `op`, with the
+        fields `names` of the message."""
         told = {name: message[name] for name in names}
         self._tell(op, slot=task.slot, **told)
 
@@ -590,7 +646,10 @@ class Follower:
         self._accept(task, layout)
 
     def _accept(self, task: SlotTask, layout: Layout) -> None:
-        """Accepts the formation's layout and starts the pushers to peers."""
+        """Reports an accepted layout to the leader and starts the pushers to peers.
+
+        Then sends the trainer the state's location, if the restore has succeeded.
+        """
         task.announced = True
         self._start_pushers(task)
         self._tell("layout", layout=layout.to_json())
@@ -622,8 +681,13 @@ class Follower:
         self._tell("staged", slot=task.slot, **told)
 
     def held(self, epoch: tuple[int, int], step: int, source: int, root: str) -> None:
-        """Reports that a peer's slices arrived and were verified; `root`: their
-        digest.
+        """Reports to the leader that a peer's push arrived here and was verified.
+
+        Args:
+            epoch: the push's epoch; ignored if it is not this host's.
+            step: the step.
+            source: slot of the peer.
+            root: one digest over all slices of the push.
         """
         task = self._task
         if task is not None and epoch == task.epoch:
@@ -651,7 +715,8 @@ class Follower:
             self._tell("progress", slot=task.slot, **asdict(progress))
 
     def trainer_exited(self, ident: int, code: int) -> None:
-        """Reports the exit of the formation's trainer to the leader."""
+        """Reports the exit of the formation's trainer to the leader; ignores other
+        trainers."""
         if self._trainers.exited(ident):
             self._tell_exit(code, self._ballot)
 
@@ -674,7 +739,7 @@ class Follower:
         self._exports.lend(self._copies.holding(step), step)
 
     def exporter_says(self, exporter: ExporterProcess, message: dict[str, Any]) -> None:
-        """Passes the exporter's answer on: step written, failure, or exit."""
+        """Passes an exporter's message to `HostExports.answer`."""
         self._exports.answer(exporter, message)
 
     def exported(self, step: int, ok: bool, error: str) -> None:
@@ -708,8 +773,8 @@ def local_follower(
         board: this host's progress board.
         loop: the agent's event loop.
         network: connects to other agents.
-        emit: sends to `Follower.happened`.
-        report: sends to the leader.
+        emit: makes the event loop call `Follower.happened`, see `Follower`.
+        report: sends a report to the leader.
         trainers: trainers whose socket is open already; made here by default.
     """
     copies = Copies(config)
@@ -757,7 +822,8 @@ def _why(error: BaseException) -> str:
 
 
 def _outcome(future: "Future[dict[str, Any]]") -> dict[str, Any]:
-    """The outcome of a restore; an unexpected exception counts as a failure."""
+    """The outcome of a restore that has ended; an unexpected exception becomes an
+    outcome with `error`."""
     error = future.exception()
     if error is None:
         return future.result()
@@ -766,7 +832,8 @@ def _outcome(future: "Future[dict[str, Any]]") -> dict[str, Any]:
 
 
 def observe(board: ProgressBoard, pid: int) -> Observation | None:
-    """The trainer's phase and process state; None if its process has ended."""
+    """The trainer's phase and process state; None if `pid` is 0 or its process has
+    ended."""
     state = process_state(pid) if pid else None
     if state is None:
         return None

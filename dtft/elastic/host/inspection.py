@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 
 ANSWER_S = 10.0
 PROGRESS_S = 1.0
-"""Seconds between two progress messages of a verification, also while it waits."""
+"""Seconds between two progress messages of a verification, also while the verification
+pauses to keep its rate."""
 NICENESS = 10
 """Nice value of a verifying thread: training and recovery have priority."""
 
@@ -33,7 +34,7 @@ def serve_inspection(channel: Channel, config: AgentConfig, inbox: Inbox) -> Non
     sent first and then every `PROGRESS_S`, before the answer.
 
     Raises:
-        WireError: the rate is not a number.
+        WireError: the rate is not an integer of 0 or more.
     """
     request = _asked(channel)
     holder = inbox.holder()
@@ -61,7 +62,10 @@ def _asked(channel: Channel) -> dict[str, Any]:
 
 
 def _recorded(holder: ReplicaStore) -> dict[str, Any]:
-    """The digests that are recorded now, without those of copies known as corrupt."""
+    """The recorded digests by step and slice key, without reading the copies.
+
+    A slice that is known to be corrupt is in `corrupt` instead of `held`.
+    """
     held = {
         step: {key: known for key, _, known in holder.copies(step)}
         for step in holder.steps()
@@ -76,7 +80,11 @@ def _verified(
     former: Sequence[ReplicaStore],
     rate: int,
 ) -> dict[str, Any]:
-    """Reads and verifies all copies; `held` and `unread` are of the newest formation.
+    """Reads and verifies all copies of this host; returns fields of the reply.
+
+    `held` (digests by step) and `unread` (steps dropped meanwhile) are of the newest
+    formation's `holder`. `corrupt` and the totals count the copies of `former` holders
+    too, except holders whose memory was freed meanwhile.
 
     Raises:
         ConnectionAbortedError: the newest formation's memory was freed meanwhile.

@@ -43,7 +43,7 @@ def listen(
         asked: handlers of users' requests; called on the loop.
 
     Raises:
-        ValueError: `config.bind` is not an address of this host.
+        ValueError: `config.bind` is not an address of this host, or its port is taken.
     """
 
     try:
@@ -88,8 +88,10 @@ def handlers(
 def _serve_control(raw: Channel, loop: Loop, accept: "Accept") -> None:
     """Serves one host's control connection until the connection ends.
 
+    Closes the connection if the event loop has not accepted it within `ACCEPT_S`.
+
     Raises:
-        WireError: the peer's hello does not name its host.
+        WireError: `accept` refuses the connection, see `FollowerLinks.accept`.
     """
     channel = TcpChannel(raw)
     taken: Future[tuple[Heard, Closed] | None] = Future()

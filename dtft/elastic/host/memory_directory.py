@@ -33,9 +33,12 @@ _FRESH, _SWEPT = ".dtft-new-", ".dtft-swept-"
 """Name prefixes of directories that are being made, and of directories that are being
 removed."""
 TAKE_S = 2.0
-"""Seconds to wait for a directory that is being swept; a sweep renames it first."""
+"""Seconds for which a starting agent tries to take a directory's name that exists. A
+process that removes a dead agent's directory renames it first, so the name is soon
+free."""
 UNMARKED_S = 60.0
-"""Seconds after its last change in which a directory without a lock file is kept."""
+"""A directory without a lock file, or whose making or removal did not end, may be
+removed this many seconds after its last change."""
 _held: dict[Path, int] = {}
 """Open lock files of this process, by directory: closing a file frees its lock."""
 _holding = threading.Lock()
@@ -83,7 +86,8 @@ def check_arena_directory(directory: Path) -> None:
 def make_memory_directory(directory: Path) -> None:
     """Makes a host's memory directory and locks it until this process ends.
 
-    Sweeps the arena directory first, since dead agents may occupy the needed memory.
+    First removes dead agents' directories, which may occupy the needed memory, and
+    prints their names.
 
     Raises:
         ValueError: the arena directory does not exist, or a live agent has the
@@ -232,7 +236,10 @@ def _remove_dead(path: Path) -> int | None:
 
 
 def _remove_unfinished(path: Path) -> int | None:
-    """Removes a directory whose process died while making or removing it."""
+    """Removes a directory whose process died while making or removing it.
+
+    Returns the bytes that were freed; None if the process may still be running.
+    """
     if not _old(path):
         return None  # perhaps not locked yet, or being removed now
     if path.name.startswith(_FRESH) and (path / OWNER).exists():
@@ -241,7 +248,10 @@ def _remove_unfinished(path: Path) -> int | None:
 
 
 def _remove(path: Path) -> int:
-    """Renames a directory in one atomic step, then removes its files; returns bytes."""
+    """Renames a directory in one atomic step, then removes it.
+
+    Returns the bytes of its files; 0 if the directory does not exist any more.
+    """
     away = path
     if not path.name.startswith(_SWEPT):
         away = path.with_name(f"{_SWEPT}{secrets.token_hex(8)}")
@@ -267,6 +277,8 @@ def _old(path: Path) -> bool:
 
 def _unused_without_lock(path: Path) -> bool:
     """Whether a directory without a lock file belonged to an agent that is dead.
+
+    False for an empty directory, and for `UNMARKED_S` after the last change.
 
     Agents of versions before the lock kept files open or mapped and listened on a
     socket. The kernel grants a write lease only on a file that no process has open, in

@@ -65,7 +65,7 @@ class NotSalvaged(RuntimeError):
 
 
 def write_address(memory_directory: Path, address: str, *, tls: bool) -> None:
-    """Writes a host's address to its memory directory, for salvage."""
+    """Writes a host's address, and whether it uses TLS, to its memory directory."""
     text = json.dumps({"address": address, "tls": tls})
     (memory_directory / ADDRESS).write_text(text)
 
@@ -100,7 +100,7 @@ def serve_salvage(channel: Channel, inbox: Inbox) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Holding:
-    """One host's copies of one layout."""
+    """The digests and items of one host's copies under one layout."""
 
     host: str
     address: str
@@ -133,11 +133,12 @@ def choose(
 
     Args:
         holdings: the copies on all hosts that answered.
-        roots: step to root digest, for each known recorded commit.
+        roots: step to root digest (one digest over all slices), for each known
+            recorded commit.
         above: the newest step in storage; only later steps are considered.
 
     Raises:
-        NotSalvaged: no step is complete and consistent.
+        NotSalvaged: no host answered, or no later step is complete and consistent.
     """
     reasons: list[str] = []
     steps = {step for it in holdings for step in it.held if step > above}
@@ -226,13 +227,16 @@ class Salvage:
     log_path: Path
 
     def run(self, roots: Mapping[int, str], limit_s: float) -> int:
-        """Writes the newest step to storage; returns it.
+        """Writes the newest complete step in the hosts' memory to storage.
 
-        Must run on a thread that lives until the method returns.
+        If a slice cannot be fetched, asks the hosts and chooses again, up to the limit.
 
         Args:
             roots: see `choose`.
             limit_s: seconds for the whole salvage.
+
+        Returns:
+            The number of the step.
 
         Raises:
             NotSalvaged: no step was written; the message has the reason.
@@ -314,7 +318,14 @@ class Salvage:
     def _bring(
         self, choice: SalvagedStep, chunks: Chunks, arena: Arena, end: float
     ) -> list[bytes]:
-        """Fills the arena with whole leaves; returns their digests."""
+        """Fetches the slices of a step and assembles whole leaves in the arena.
+
+        Returns:
+            The chunk digests of each leaf, in the order of `chunks.slices`.
+
+        Raises:
+            FetchFailed: a host has gone, lacks a slice, or sent corrupt bytes.
+        """
         memory, leaves = arena.view(0, arena.size), {}
         starts = chunks.starts[chunks.first[:-1]].tolist()
         for piece, start in zip(chunks.slices, starts, strict=True):

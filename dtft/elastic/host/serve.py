@@ -1,8 +1,8 @@
 """`dtft agent --serve-only`: keeps copies in a host's memory for the user's processes.
 
-Listens for the user's process, and learns the job's terms from the first process that
-attaches to any host of the job. From then on the host runs an `Agent`. This module
-only defines the order of these steps.
+Listens for the user's process. The first process that attaches to any host of the job
+decides the job's terms (the settings that all its processes share). From then on the
+host runs an `Agent`. This module only defines the order of these steps.
 """
 
 import contextlib
@@ -30,12 +30,14 @@ from dtft.elastic.seat_policy import Admission, Terms
 from dtft.elastic.store import Store, StoreUnavailable, claim, job_key
 
 LOOK_S = 0.5
-"""Seconds between two reads of the store while the job has no terms."""
+"""Seconds between two reads of the store, while it has no terms (settings that the
+job's first process decides)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """Settings that must be equal on all agents of a job; every field is a flag."""
+    """Settings of `dtft agent --serve-only` that must be equal on all agents of a job;
+    every field is a flag."""
 
     copies: int = 2
     """Number of copies of every slice, each on another host."""
@@ -55,7 +57,8 @@ class ServeConfig:
 def base_config(
     serve: ServeConfig, *, job: str, host: str, store: str, secret: bytes
 ) -> AgentConfig:
-    """An agent's settings that are known before the job has terms."""
+    """An agent's settings that are known before a process has attached; `with_terms`
+    adds the others."""
     return AgentConfig(
         job=job,
         host=host,
@@ -73,7 +76,8 @@ def base_config(
 
 
 def with_terms(config: AgentConfig, terms: Terms) -> AgentConfig:
-    """An agent's settings, completed with the job's terms."""
+    """An agent's settings, completed with the job's terms: number of processes,
+    storage, and bytes per chunk."""
     timeouts = dataclasses.replace(config.timeouts, export=terms.storage_timeout_s)
     return dataclasses.replace(
         config,
@@ -88,7 +92,8 @@ def with_terms(config: AgentConfig, terms: Terms) -> AgentConfig:
 
 
 class ServingHost:
-    """One host that serves the user's processes, from the start of its agent."""
+    """One host that serves the user's processes: waits for the job's first process,
+    then runs an `Agent`."""
 
     def __init__(
         self, config: AgentConfig, store: Store, processes: int | None
@@ -102,8 +107,10 @@ class ServingHost:
 
         Raises:
             StoreUnavailable: the store does not answer.
-            JobMismatch: name, secret or kind of job differ from the job's.
-            ValueError: the arena directory does not exist.
+            JobMismatch: another agent has the host name; or secret, TLS setting,
+                --copies or kind of job differ from the job's.
+            ValueError: the arena directory does not exist, or a live agent has the
+                memory directory.
         """
         self._config, self._store = config, store
         self._left = False  # set in a signal handler, which must take no lock
@@ -146,6 +153,11 @@ class ServingHost:
 
         Returns:
             The job's result as JSON; "" if the host left before the end.
+
+        Raises:
+            StoreUnavailable: the store does not answer at the agent's start.
+            JobMismatch: see `Agent.run`.
+            ValueError: the host's port cannot be opened.
         """
         config = self._config
         print(

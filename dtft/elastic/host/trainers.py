@@ -38,7 +38,8 @@ from dtft.elastic.processes import die_with_parent, ended_with, open_log, state_
 logger = logging.getLogger(__name__)
 
 SEND_S = 5
-"""Seconds without reading after which a trainer is let go or killed."""
+"""Seconds for which a send to a trainer that does not read may block. Then the link is
+closed, and a process that the agent started is killed."""
 KILL_S = 10.0
 """Seconds after SIGKILL until a process that still runs is given up."""
 ABSENT = -1
@@ -106,13 +107,19 @@ class AttachedTrainer:
     start: Mapping[str, Any] | None = None
     """The slot's `start` message that is not sent yet; None otherwise."""
     given: bool = False
-    """Whether the trainer was given its task, so that no other formation can use it."""
+    """Whether a formation uses the trainer: an agent's process was assigned its slot,
+    or a user's process was told the restorable step. The next formation cannot use this
+    trainer."""
     left: bool = False
     """Whether the trainer has sent `left`."""
     ended: threading.Event = field(default_factory=threading.Event)
 
     def send(self, op: str, fields: Mapping[str, Any]) -> None:
-        """Queues a message if the trainer has attached; does not report its exit."""
+        """Queues a message to the trainer.
+
+        Drops the message if the trainer has not attached; does not raise if the trainer
+        has exited.
+        """
         if self.outbox is not None:
             self.outbox.send(op, **fields)
 
@@ -121,9 +128,9 @@ class Trainers:
     """The trainer of the current formation and a waiting trainer, at most one of each.
 
     Emits events once `bind` was called: ("trainer", ident, message);
-    ("trainer_exit", ident, code) at a trainer's exit, where a user's process has the
-    code 1 if it had sent `left`, else 0; ("attachment",) when a user's process
-    has attached or gone.
+    ("trainer_exit", ident, code) at a trainer's exit, where `code` is the return code
+    of an agent's process, and for a user's process 1 if it had sent `left`, else 0;
+    ("attachment",) when a user's process has attached or gone.
     """
 
     def __init__(
@@ -144,7 +151,9 @@ class Trainers:
             host: name of this host.
             deadline_s: seconds that a trainer may wait for the other trainers.
             command: starts trainers; None if the user starts the trainers.
-            objection: reason to refuse a process that was not started here.
+            objection: returns the reason to refuse a process that was not started
+                here, None to accept it. By default the link of such a process is
+                closed without a reason.
         """
         self.path, self._job, self._host = socket_path, job, host
         self._deadline_s, self._command = deadline_s, command
@@ -160,8 +169,8 @@ class Trainers:
         """Exit code of the formation's trainer; None while it runs."""
         self._waiting: AttachedTrainer | None = None
         self._dying: set[int] = set()
-        """Killed trainers that still run; until they end, no trainer is told its
-        slot."""
+        """Idents of killed trainers that still run. Until they end, no trainer is told
+        its slot."""
         self._events: list[tuple[Any, ...]] = []
         self._emit: Emit | None = None
         self._listener = listen_for_links(socket_path)
@@ -175,7 +184,7 @@ class Trainers:
             self._emit = emit
 
     def _tell(self, *event: Any) -> None:
-        """Emits an event; the caller holds the lock."""
+        """Emits an event, or stores it until `bind`; the caller holds the lock."""
         (self._emit or (lambda *told: self._events.append(told)))(*event)
 
     @property
@@ -186,7 +195,7 @@ class Trainers:
 
     @property
     def attachment(self) -> tuple[int, int]:
-        """Index and ident of the user's process, (-1, 0) for none."""
+        """(index, ident) of the attached user's process; (-1, 0) for none."""
         with self._lock:
             found = self._attached
             return (found.index, found.ident) if found else (ABSENT, 0)
@@ -244,7 +253,8 @@ class Trainers:
     def _welcome(
         self, message: dict[str, Any], link: AgentLink
     ) -> AttachedTrainer | None:
-        """Accepts an attaching process, or sends the reason of refusal."""
+        """Accepts an attaching process and returns its trainer, or sends the process
+        the reason of refusal and returns None."""
         started = self._started(message["pid"])
         error = None if started else self._objection(message)
         with self._lock:
@@ -312,7 +322,11 @@ class Trainers:
     # ---------------------------------------------------------------- beginning
 
     def ensure_standby(self) -> None:
-        """Starts a standby trainer, unless one waits or the user starts trainers."""
+        """Starts a standby trainer, unless one waits or the user starts trainers.
+
+        Raises:
+            OSError: the process cannot be started.
+        """
         with self._lock:  # the trainer may end at once
             if self._command is not None and self._waiting is None:
                 self._waiting = self._spawn(self._command)
@@ -334,8 +348,11 @@ class Trainers:
         If the user starts trainers and none waits, a "trainer_exit" event is emitted.
 
         Args:
-            message: the slot's `start` message for a trainer of this agent; a user's
-                process has its world already.
+            message: the slot's `start` message for a process that this agent started;
+                not sent to a user's process.
+
+        Raises:
+            OSError: a new trainer cannot be started.
         """
         with self._lock:
             trainer = self._next
@@ -369,7 +386,8 @@ class Trainers:
                 self._trainer.send("formed", fields)
 
     def is_active(self, ident: int) -> bool:
-        """Whether `ident` is the trainer of the current formation."""
+        """Whether `ident` is that of the formation's trainer, whose exit `exited` has
+        not reported yet."""
         return ident == self._active != 0
 
     def send(self, op: str, **fields: Any) -> None:
@@ -392,7 +410,8 @@ class Trainers:
         self._ended(trainer, code)
 
     def _ended(self, trainer: AttachedTrainer, code: int) -> None:
-        """Forgets an ended trainer at once, so that the next process can attach."""
+        """Forgets an ended trainer, so that the next process can attach, and emits its
+        exit. Does nothing for a trainer that was given up before."""
         with self._lock:
             if self._known.pop(trainer.ident, None) is None:
                 return  # the trainer was given up before
@@ -408,15 +427,18 @@ class Trainers:
             self._tell("trainer_exit", trainer.ident, code)
 
     def exited(self, ident: int) -> bool:
-        """Whether an ended trainer was the formation's; ends that role of the
-        trainer."""
+        """Whether an ended trainer was the formation's trainer; True only once, since
+        the formation then has no trainer."""
         with self._lock:
             was_active = self.is_active(ident)
             self._active = 0 if was_active else self._active
             return was_active
 
     def let_go(self, reason: str = "", *, waiting: bool = False) -> int | None:
-        """Ends the formation's trainer; a trainer without a task yet waits again.
+        """Ends the formation's trainer: kills an agent's process, detaches a user's.
+
+        A user's process that was not yet told a restorable step (`formed`) waits for
+        the next formation instead.
 
         Args:
             reason: the reason, for the user.

@@ -1,7 +1,8 @@
 """The leading agent: turns hosts' reports into commits, recoveries and orders.
 
-* `leadership`: a `leader` per term; `records`: the leader's reads and fenced writes of
-  the store; `events`: messages for people.
+* `leadership` makes a `leader` when this host gets the leader key, and ends it when the
+  host loses the key. `records`: the leader's reads of the store, and its writes, which
+  fail once another host leads. `events`: the printed messages and the event log.
 * Connected hosts and the formation of a generation: `host_registry`, `rendezvous` with
   `rendezvous_plan`, `recovery`, `reshard`, `failure_account` with `failure_budget`,
   `re_replication`, `scaling` with `sizes`, `shutdown`.

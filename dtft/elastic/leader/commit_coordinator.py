@@ -2,8 +2,8 @@
 
 `CommitCoordinator` turns reports into commits, releases and export orders. `Intervals`
 collects the trainers' measurements, has `dtft.checkpoint` choose the snapshot interval,
-and names the boundary after which a change takes effect. `records` writes commits to
-the store.
+and chooses the step after which a changed interval takes effect. `records` writes
+commits to the store.
 """
 
 import time
@@ -28,11 +28,12 @@ from dtft.elastic.leader.storage import StorageHealth
 
 
 class Intervals:
-    """The snapshot interval of one generation.
+    """The snapshot interval of one formation, in steps.
 
-    A change of the interval takes effect after the next boundary at which trainers
-    stage. Trainers get the change with the release of the boundary before, so no
-    trainer passes that boundary without the change.
+    With `config.automatic` the interval is chosen from the trainers' measurements. A
+    change takes effect after the next boundary (a step after which every trainer takes
+    a snapshot). Trainers get the change in the `release` message of the boundary
+    before, so no trainer passes the next boundary without the change.
     """
 
     def __init__(self, config: AgentConfig) -> None:
@@ -44,12 +45,18 @@ class Intervals:
         self._decided: int | None = None
         self._news: str | None = None
         self.reach = self._cadence.period
-        """The number of steps that may pass until the next snapshot."""
+        """Largest number of steps until the next snapshot. The leader's deadline for
+        the snapshot is proportional to it."""
         self.changes: Sequence[tuple[int, int]] = ()
-        """The last change to send: (boundary after which it takes effect, interval)."""
+        """The last change of the interval, as (the step after which it takes effect,
+        the new interval); empty before a change."""
 
     def resumed(self, assignment: SlotAssignment, commits: Sequence[Commit]) -> None:
-        """Sets `reach` until the first report, from the restored commit's interval."""
+        """Sets `reach` for the time until the first snapshot is reported.
+
+        From the initial state: the config's interval. From memory: the interval in the
+        restored commit. Otherwise `reach` stays the longest, `cadence.period`.
+        """
         known = {commit.step: commit.interval for commit in commits}
         if assignment.source == "init":
             self.reach = self._cadence.interval
@@ -59,19 +66,26 @@ class Intervals:
     def heard(
         self, step: int, interval: int | None, window: Mapping[str, float] | None
     ) -> None:
-        """Records that a trainer staged a step and stages again `interval` steps later.
+        """Records a trainer's report of a snapshot.
 
-        `window` has the fields of `Window`, or is None without measurements.
+        Args:
+            step: the step of the snapshot.
+            interval: steps until the trainer's next snapshot; None: the config's.
+            window: the trainer's measurements, as the fields of `Window`; None if it
+                has none.
         """
         self._reported[step] = interval or self._cadence.interval
         if window is not None:
             self._windows.setdefault(step, []).append(Window(**window))  # type: ignore[arg-type]
 
     def concluded(self, step: int) -> tuple[int, int]:
-        """Decides the interval once every trainer has staged a step.
+        """Chooses the next interval, once a step's snapshots and copies are complete.
+
+        Without `config.automatic`, or without measurements, the interval stays.
 
         Returns:
-            The interval in force after the step, and the next boundary.
+            The interval in force after `step`, and the step of the next snapshot. A
+            newly chosen interval takes effect only after that snapshot (`changes`).
         """
         interval = self._reported.get(step, self._cadence.interval)
         following = self._cadence.at(interval).following(step)
@@ -111,23 +125,28 @@ class Intervals:
         return text
 
     def news(self) -> str | None:
-        """The message about the last change; returned once per change, otherwise
-        None."""
+        """The message about a newly chosen interval; returned once for each change,
+        otherwise None."""
         news, self._news = self._news, None
         return news
 
 
 def _slowest(windows: Sequence[Window]) -> Window:
-    """The window of the slowest host, which delays all hosts in a step."""
+    """The measurements of the slowest host, for which all other hosts wait.
+
+    This is the host with the fewest steps without replication; of equal hosts, the host
+    whose snapshot blocked training longest.
+    """
     return min(windows, key=lambda it: (it.quiet_steps, -it.stall_s, -it.affected_s))
 
 
 GRACE_S = 30.0
-"""Seconds after the export timeout at which a silent exporter counts as hung."""
+"""Seconds beyond `timeouts.export` for which the leader waits for the hosts that
+export; then the export counts as failed."""
 
 KEPT_TRACKERS = 4
-"""Number of newest complete steps whose trackers are kept for export; a tracker has the
-slices that each host copied."""
+"""Number of newest complete steps whose `StepTracker` is kept, if `share` is "divided":
+an export then needs to know which slices each host copied."""
 
 
 class CommitCoordinator:
@@ -155,10 +174,11 @@ class CommitCoordinator:
             layout: the layout that the trainers announced.
             assignment: the assignment of the formation.
             stored: the newest step in storage, -1 for none.
-            export_addresses: host to the host:port at which it would lead an export.
+            export_addresses: host to the host:port of an export's coordination service,
+                for an export in which the host has rank 0.
             addresses: host to the host:port at which it serves its peers.
             record: queues the write of a commit.
-            send: send(host, op, **fields).
+            send: `send(host, op, **fields)` sends an order to a host.
             health: the health of storage, which decides when an export may be retried.
             clock: returns the time in seconds.
         """
@@ -171,8 +191,8 @@ class CommitCoordinator:
         self._complete: dict[int, StepTracker] = {}
         """Step to its complete tracker, for steps that may still be exported."""
         self.pending: Commit | None = None
-        """The complete commit that the store has not confirmed yet; None if there is
-        none."""
+        """The commit of a complete step that the store has not recorded yet; None if
+        there is no such commit."""
         self.committed = -1 if assignment.source == "init" else assignment.step
         self.intervals = Intervals(config)
         self.stop_at: int | None = None
@@ -184,9 +204,11 @@ class CommitCoordinator:
         self._failures = 0
         self._failed: dict[int, int] = {}
         self.overdue: int | None = None
-        """The newest step that was due during another step's export."""
+        """The newest step whose export was due during another step's export; None if
+        none was."""
         self._passed = 0
-        """The newest step that was released before its commit was recorded."""
+        """The newest step after which trainers went on before the store had recorded
+        its commit; 0 if there is none."""
 
     def staged(
         self,
@@ -196,14 +218,21 @@ class CommitCoordinator:
         interval: int | None = None,
         window: Mapping[str, float] | None = None,
     ) -> None:
-        """Handles a slot's staged step; raises Divergence, Mislabelled.
+        """Handles a slot's report that its snapshot of a step is in host memory.
+
+        Ignores steps that are committed already.
 
         Args:
             slot: the trainer's slot.
-            step: the staged step.
-            digests: the digests of the slot's slices.
-            interval: steps until the slot stages again; by default the config's.
-            window: the measurements since the step before; the fields of `Window`.
+            step: the step of the snapshot.
+            digests: the digests of the slot's slices; empty for a slice that the slot
+                did not copy.
+            interval: steps until the slot's next snapshot; None: the config's.
+            window: the measurements since the last snapshot, as the fields of `Window`.
+
+        Raises:
+            Divergence: another slot has different bytes for the same slice.
+            Mislabelled: a peer's copy of the slices has different bytes.
         """
         if step <= self.committed:
             return
@@ -212,7 +241,13 @@ class CommitCoordinator:
         self._conclude(step)
 
     def held(self, step: int, source: int, target: int, root: str) -> None:
-        """Handles a push that its target has verified; ignores committed steps."""
+        """Handles the report that slot `target` holds a copy of slot `source`'s slices.
+
+        Ignores steps that are committed already.
+
+        Raises:
+            Mislabelled: `root`, a digest over the copy, does not match these slices.
+        """
         if step <= self.committed:
             return
         self._tracker(step).held(source, target, root)
@@ -249,28 +284,31 @@ class CommitCoordinator:
         self._record(self.pending)
 
     def waiting_for(self) -> str:
-        """The copies or slots for which the oldest incomplete step waits, as text."""
+        """Text for people: the snapshots and copies that the oldest incomplete step
+        lacks; "the next step" if no step is incomplete."""
         if not self._trackers:
             return "the next step"
         step = min(self._trackers)
         return f"step {step}: {self._trackers[step].missing}"
 
     def delayed(self, commit: Commit) -> None:
-        """Releases the trainers from a complete step before the store has its commit.
+        """Lets the trainers go on although the store has not recorded a commit yet.
 
-        The hosts get the commit with the release, so a later leader can learn it.
+        The `release` messages contain the commit, so a later leader can learn it from
+        the hosts.
         """
         self._passed = max(self._passed, commit.step)
         self._release(commit, is_recorded=False)
 
     def recorded(self, commit: Commit) -> None:
-        """Records the commit without releasing the trainers."""
+        """Notes that the store has a commit, without letting the trainers go on."""
         if self.pending is not None and self.pending.step <= commit.step:
             self.pending = None
         self.committed = max(self.committed, commit.step)
 
     def written(self, commit: Commit) -> None:
-        """Records the commit, releases the trainers and exports the step if due."""
+        """Handles a commit that the store has recorded: lets the trainers go on, and
+        orders an export of the step if one is due."""
         self.recorded(commit)
         self._release(commit, is_recorded=True)
         self._export_if_due(commit.step)
@@ -304,12 +342,13 @@ class CommitCoordinator:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether some step is staged by a slot but not complete."""
+        """Whether some step has a snapshot or a copy, but not yet all of them."""
         return bool(self._trackers)
 
     @property
     def exported(self) -> int:
-        """The newest step in storage, -1 for none."""
+        """The step exported last; before an export, the newest step in storage, or -1
+        if storage holds none."""
         return self._exported
 
     @property
@@ -318,10 +357,11 @@ class CommitCoordinator:
         return self._export[0] if self._export else None
 
     def export(self, step: int) -> None:
-        """Orders the fewest hosts that hold every slice to export a step.
+        """Orders the fewest hosts that hold every slice to write a step to storage.
 
-        Orders nothing while another step is written, or if a later step was released
-        before this step was recorded: the step's copies are then gone.
+        Orders nothing while another step is written. Orders nothing either if trainers
+        went on after a later step whose commit was delayed: hosts have then dropped the
+        copies of `step`.
         """
         if self._export is None and step >= self._passed:
             self._order_export(step, set(self._assignment.slots), self._held(step))
@@ -416,7 +456,8 @@ class CommitCoordinator:
             host: the answering host.
             step: the exported step.
             ok: whether the host has written its part.
-            attempt: the attempt that the host answers; by default the newest.
+            attempt: number of failed exports when the export was ordered, as in its
+                order; None counts as the newest export.
         """
         if self._export is None or self._export[0] != step:
             return None
@@ -437,16 +478,18 @@ class CommitCoordinator:
         return True
 
     def silent_export(self) -> tuple[int, str] | None:
-        """The step of an export past its deadline, and the silent hosts, as text."""
+        """The step of an export that is past its deadline, and the names of the hosts
+        that have not answered; None if no export is late."""
         if self._export is None or self._clock() < self._export_until:
             return None
         return self._export[0], ", ".join(sorted(self._export[1]))
 
     @property
     def may_export(self) -> bool:
-        """Whether storage may be written now; not soon after a failed export."""
+        """Whether an export may be ordered now: the pause after a failed export is
+        over."""
         return self._health.may_try(self._clock())
 
     def export_failures(self, step: int) -> int:
-        """The number of failed exports of a step."""
+        """The number of failed exports of a step since the last successful export."""
         return self._failed.get(step, 0)

@@ -22,14 +22,20 @@ IDLE_S = 5.0
 
 
 class Journal:
-    """The run's event log; the leading host appends to it.
+    """The leading host's messages on stdout, and its events in the run's event log.
 
-    Callers do not wait: threads write, and lines and events wait in memory while stdout
-    or the disk is full, read-only or hanging.
+    Callers do not wait, because threads print and write. While the log cannot be
+    written, the last `KEPT_EVENTS` events wait in memory. A line that cannot be printed
+    is dropped.
     """
 
     def __init__(self, run_directory: Path, host: str) -> None:
-        """Appends events to `events.jsonl` in the run directory; opens no file yet."""
+        """Opens no file yet; the log is `events.jsonl` in the run directory.
+
+        Args:
+            run_directory: the run directory.
+            host: the leading host's name, written into each event.
+        """
         self._path, self._host = run_directory / "events.jsonl", host
         self._waiting: deque[str] = deque(maxlen=KEPT_EVENTS)
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -66,13 +72,13 @@ class Journal:
                 print(f"dtft: {text}", flush=True)
 
     def say_once(self, topic: str, text: str) -> None:
-        """Prints a topic's text when it changes; an empty text prints nothing."""
+        """Prints and logs `text` unless it is the topic's last text or empty."""
         if text and self._said.get(topic) != text:
             self.say(text)
         self._said[topic] = text
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Appends one event with the wall-clock time; does not wait."""
+        """Queues an event for the log, with the wall-clock time and the host's name."""
         record = {"time": time.time(), "event": kind, "by": self._host, **fields}
         with self._changed:
             self._waiting.append(json.dumps(record) + "\n")
@@ -86,14 +92,16 @@ class Journal:
                 self._tell(f"{self._path} hangs; training goes on, events wait")
 
     def close(self, limit_s: float = HANGS_S) -> None:
-        """Waits until all events are written and printed, at most `limit_s` seconds."""
+        """Waits until each event was written or its write failed, and all lines are
+        printed; at most `limit_s` seconds."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._done >= self._asked and not self._speaking, limit_s
             )
 
     def _run(self) -> None:
-        """Writes the waiting events; ends after `IDLE_S` seconds without one."""
+        """Thread that writes the waiting events; it ends after `IDLE_S` seconds without
+        an event. After an error, events are written with the next event."""
         while True:
             with self._changed:
                 more = self._changed.wait_for(lambda: self._asked > self._done, IDLE_S)
@@ -137,7 +145,13 @@ class Journal:
         self.event("commit", step=step, root=root)
 
     def recovery(self, report: RecoveryReport, detected: float, ended: float) -> None:
-        """Prints a recovery's message and records all figures of its report."""
+        """Prints the line of a recovery's report, and logs the report's fields.
+
+        Args:
+            report: the cost of the recovery.
+            detected: wall-clock time in seconds at which the failure was noticed.
+            ended: wall-clock time in seconds at which every slot trained again.
+        """
         fields = dataclasses.asdict(report)
         fields["steps_lost"] = report.steps_lost
         self.event("recovery", detected=detected, ended=ended, **fields)
@@ -145,7 +159,8 @@ class Journal:
 
 
 def read_events(run_directory: Path) -> list[dict[str, Any]]:
-    """Reads all events of a run so far, leaving out a torn last line."""
+    """Reads the events of a run so far; skips lines that are not JSON, such as a line
+    torn by a full disk. Returns [] if there is no event log."""
     path = run_directory / "events.jsonl"
     events = []
     for line in path.read_text().splitlines() if path.exists() else []:

@@ -33,8 +33,8 @@ class IdleExport:
     commit: Commit
     layout: Layout
     hosts: tuple[str, ...]
-    """The host of each slot. A slot that no host holds and that the export does not
-    need has the host of another slot."""
+    """The host that stands for each slot. For a slot that no host holds and that the
+    export does not need, this is the host of the first needed slot."""
 
 
 def plan_idle_export(
@@ -45,10 +45,11 @@ def plan_idle_export(
     Args:
         commits: the recorded commits, newest first.
         layouts: digest to layout, as far as live hosts know the layouts.
-        complete: the complete slots that live hosts hold, by step.
+        complete: live host to step to the slots of which the host holds all slices.
 
     Raises:
-        NotExportable: no commit exists, or no live host holds the slices of some slot.
+        NotExportable: no commit exists, no live host knows the commit's layout, or no
+            live host is left for a slot that the export needs.
     """
     if not commits:
         raise NotExportable("nothing is committed yet, so there is nothing to write")
@@ -73,10 +74,17 @@ def plan_idle_export(
 def match_slots(
     slots: Sequence[int], able: Mapping[str, Collection[int]]
 ) -> dict[int, str]:
-    """Matches as many slots as possible with distinct hosts.
+    """Assigns a host to as many slots as possible, each host to one slot.
 
     After an abandoned formation a host may hold the slices of two slots: its former
     slot and the slot it was about to take.
+
+    Args:
+        slots: the slots; earlier slots take precedence.
+        able: host to the slots whose slices it holds.
+
+    Returns:
+        Slot to host, in the order of the slots.
 
     >>> match_slots((0, 1), {"a": {0, 1}, "b": {0}})
     {0: 'b', 1: 'a'}
@@ -129,7 +137,8 @@ def borrowed(
         alive: the hosts that can lend slices.
 
     Returns:
-        None if no host has a slice that a writer lacks.
+        The transfers; () if `held` is None. None if a writer lacks a slice that no host
+        in `alive` holds.
     """
     if held is None:
         return ()
@@ -153,7 +162,7 @@ def borrowed(
 def digests_for(
     loans: Sequence[SliceTransfer], held: Held | None, host: str
 ) -> dict[str, bytes]:
-    """Slice key to digest, for the slices that one writer borrows."""
+    """Slice key to digest, of the slices that `host` fetches in `loans`."""
     return {
         region.old.key: (held or {})[loan.source][region.old.key]
         for loan in loans

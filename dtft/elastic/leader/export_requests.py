@@ -1,8 +1,9 @@
 """Requests for exports, and the outcomes of exports at the leader.
 
 `ExportRequests` keeps the requesters of an export and how to answer each of them.
-`StorageExports` passes each outcome to `StorageWatch` and `StorageHealth`, to people,
-to the store and to the requesters.
+`StorageExports` handles the outcome of each export: it updates `StorageWatch` and
+`StorageHealth`, prints failures, writes the stored step to the store, and answers the
+requesters.
 """
 
 import queue
@@ -34,11 +35,12 @@ class ExportRequests:
         return bool(self._waiting)
 
     def add(self, committed: int, answer: Answer) -> None:
-        """Adds a requester of step `committed` or a later one."""
+        """Adds a requester, whom an export of step `committed` or later answers."""
         self._waiting.append((committed, answer))
 
     def outcome(self, step: int, ok: bool, error: str) -> None:
-        """Answers the requesters of this step or an earlier one with the outcome."""
+        """Answers the requests that an export of `step` answers: with `step`, or with
+        `error` if it failed."""
         reply = {"step": step} if ok else {"error": error}
         for committed, answer in self._waiting:
             if step >= committed:
@@ -64,7 +66,15 @@ class ExportRequests:
 def serve_export(
     channel: Channel, config: AgentConfig, ask: Callable[[Answer], None]
 ) -> None:
-    """Passes an export request to the leader, and answers when the export is over."""
+    """Serves one export request: replies on `channel` when the export is over.
+
+    The reply is an error after `timeouts.export` plus `timeouts.stage` seconds.
+
+    Args:
+        channel: the connection of the requester.
+        config: settings of this host's agent.
+        ask: passes the request to the leader, with the function for the answer.
+    """
     _asked(channel)
     answers: queue.Queue[dict[str, Any]] = queue.Queue()
     ask(answers.put)
@@ -105,8 +115,8 @@ class StorageExports:
         self._requests = ExportRequests()
 
     def asked(self, rendezvous: Rendezvous, answer: Answer) -> None:
-        """Handles a request for an export of the next commit; refused unless the job
-        trains."""
+        """Handles a request: the next commit is exported. Refuses the request unless
+        the job trains."""
         coordinator = rendezvous.coordinator
         if coordinator is None or rendezvous.phase != "running" or rendezvous.frozen:
             text = f"the job does not train now ({rendezvous.phase}); ask again later"
@@ -115,7 +125,10 @@ class StorageExports:
             self._requests.add(coordinator.committed, answer)
 
     def committed(self, coordinator: CommitCoordinator, step: int) -> None:
-        """Handles a commit: exports it at once if a requester waits."""
+        """Handles a commit: orders its export if a requester waits.
+
+        Also prints a message if another export is slow.
+        """
         if self._requests:
             coordinator.export(step)
         if (due := coordinator.overdue) is not None:
@@ -125,7 +138,8 @@ class StorageExports:
         """Handles the end of an export, written or failed.
 
         Args:
-            host: the host that answered last, or the first that failed.
+            host: the host that answered last, or failed first; for an export past its
+                deadline, the names of the hosts that have not answered.
             step: the exported step.
             ok: whether the whole step was written.
             error: the error; "" without one.
@@ -144,11 +158,12 @@ class StorageExports:
             self._journal.say(line)
 
     def wanted(self, committed: int, answer: Answer) -> None:
-        """Adds a requester of step `committed` or a later one; orders no export."""
+        """Adds a requester, whom an export of step `committed` or later answers; orders
+        no export."""
         self._requests.add(committed, answer)
 
     def has(self, step: int) -> None:
-        """Answers the requesters of a step that storage already holds."""
+        """Answers the requests that `step` answers, which storage already holds."""
         self._requests.outcome(step, True, "")
 
     def refuse(self, reason: str) -> None:

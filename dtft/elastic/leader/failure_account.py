@@ -1,8 +1,8 @@
 """The leader's count of trainer failures, over all rounds and earlier leaders.
 
 Gathers the failures of one attempt until its hosts have answered, because the cause may
-be reported after its consequences. Then `failure_budget` judges the failures. The store
-keeps the budget.
+be reported after its consequences. Then `failure_budget` decides whether to retry. The
+counts (the failure budget) are kept in the store, so the next leader continues them.
 """
 
 from collections.abc import Collection
@@ -34,7 +34,7 @@ class FailureAccount:
         loop: Loop,
         journal: Journal,
     ) -> None:
-        """Loads the budget from the store."""
+        """Reads the failure counts that earlier leaders left in the store."""
         self._config, self._records, self._sizes = config, records, sizes
         self._loop, self._journal = loop, journal
         stored = FailureBudget.from_json(records.view.budget)
@@ -44,11 +44,12 @@ class FailureAccount:
 
     @property
     def quarantined(self) -> Collection[int]:
-        """The steps whose commits are no longer restored from memory."""
+        """The steps whose commits are no longer restored from memory, because their
+        restore failed too often."""
         return self._budget.quarantined
 
     def begin(self, assignment: SlotAssignment) -> None:
-        """Starts a new attempt: trainers are about to start."""
+        """Starts an attempt to train by `assignment`; drops the failures so far."""
         self._failures = []
         commits = {commit.step for commit in self._records.commits}
         self._attempt = Attempt(
@@ -59,7 +60,8 @@ class FailureAccount:
 
     @property
     def may_be_a_cut(self) -> bool:
-        """Whether a network cut between hosts would explain the failures."""
+        """Whether a network cut between hosts would explain the root cause of the
+        failures; False without failures."""
         found = cause(self._failures)
         return found is not None and found.may_be_a_cut
 
@@ -68,7 +70,7 @@ class FailureAccount:
         self._failures.append(failure)
 
     def trained(self) -> None:
-        """Records that every slot trains."""
+        """Records that every slot trains, and clears the counts of failed restores."""
         if self._attempt is not None:
             old = self._attempt
             self._attempt = Attempt(
@@ -80,14 +82,18 @@ class FailureAccount:
         self._budget = self._budget.trained()
 
     def committed(self, step: int) -> None:
-        """Records in the budget that a step is committed."""
+        """Records that a step is committed; a new highest step clears the counts of
+        failures before it."""
         self._budget = self._budget.committed(step)
 
     def judge(self, assignment: SlotAssignment | None) -> RetryDecision:
         """Decides from the failures of the ended attempt whether and when to retry.
 
+        Stores the changed counts. If the attempt had a new number of slots, counts the
+        failure of that number too.
+
         Args:
-            assignment: the assignment of the attempt.
+            assignment: the assignment of the attempt; None if unknown.
         """
         now = self._loop.now()
         if not self._failures:

@@ -16,23 +16,27 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 ALLOWED = 2
-"""Occurrences of one exception at the same step that end the job."""
+"""Default number of occurrences of the same exception or exit code, without a commit
+beyond its step in between, that ends the job."""
 FRUITLESS = 10
-"""Attempts in a row without a new highest commit that end the job."""
+"""Number of failed attempts to train in a row, without a new highest committed step,
+that ends the job."""
 RESTORE_FAILURES = 2
-"""Failed restores of one commit that quarantine it."""
+"""Number of failed restores of one commit after which it is quarantined: no longer
+restored from memory."""
 PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
 KEPT = 16
-"""Number of distinct exceptions remembered; the oldest is dropped first."""
+"""Largest number of distinct exceptions and exit codes that a `FailureBudget` counts;
+the oldest is dropped first."""
 _MESSAGE_BYTES = 600
 _TRACEBACK_BYTES = 8 << 10
 
 Kind = Literal["exception", "exit", "lost", "late", "stuck", "restore", "copy"]
 """exception: a trainer reported an exception. exit: a trainer ended without a report.
-lost: a host was lost. late: a start took too long. stuck: a step did not complete.
-restore: a copy could not be restored. copy: a copy is of another step than its
-label."""
+lost: a host was lost. late: trainers or JAX's coordination service did not start in
+time. stuck: a step did not complete. restore: a host could not restore the state. copy:
+a copy has the bytes of another step than its label."""
 
 KILLS = (-9, -15)
 """Return codes of processes that were killed by SIGKILL or SIGTERM."""
@@ -58,7 +62,8 @@ process has "Failed to send RPC to coordination service"."""
 _JAX_ERRORS = ("JaxRuntimeError", "XlaRuntimeError", "AgentGone")
 _BROKEN = re.compile("|".join(BROKEN_COLLECTIVE), re.IGNORECASE)
 RESTORE_ERRORS = ("CorruptCopy",)
-"""Trainer exceptions after which another copy has to be restored."""
+"""Names of trainer exceptions caused by a corrupt copy. They are not counted as
+recurring, because another copy is restored next."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +77,8 @@ class Failure:
     step: int = 0
     """The step in progress, or the restored step before any step began."""
     phase: str = ""
-    """The trainer's phase: a phase of the board, or restore; "" if unknown."""
+    """The trainer's phase (`dtft.checkpoint.managers.Phase`), or "restore"; "" if
+    unknown."""
     error: str = ""
     """For `exception`: "TypeName: message"; otherwise a description for people."""
     traceback: str = ""
@@ -83,7 +89,8 @@ class Failure:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether the end of another host's trainer explains this failure."""
+        """Whether the end of another host's trainer explains this failure: a broken
+        collective, or an abort by JAX."""
         if self.kind == "exit":
             return self.code == ABORT
         return self.kind == "exception" and is_broken_collective(self.error)
@@ -102,14 +109,15 @@ class Failure:
 
     @property
     def type_name(self) -> str:
-        """The identity of a recurring failure: exception type, exit code or signal."""
+        """The exception's type name, "exit code N" or "signal N"."""
         if self.kind == "exception":
             return self.error.partition(":")[0].strip()
         return f"exit code {self.code}" if self.code >= 0 else f"signal {-self.code}"
 
     @property
     def digest(self) -> str:
-        """A digest of type and message, without addresses and numbers."""
+        """Hexadecimal digest of type and message. Numbers and memory addresses in the
+        message do not count."""
         text = re.sub(r"0x[0-9a-f]+|\d+", "#", f"{self.type_name} {self.error}")
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -168,7 +176,7 @@ def _rank(failure: Failure) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Recurring:
-    """A recurring failure: an exception or an exit, with its count."""
+    """An exception or an exit of a trainer, and how often it has come."""
 
     step: int
     type_name: str
@@ -184,15 +192,17 @@ class FailureBudget:
     """The highest step ever committed. Steps repeated after a restore from storage are
     at most this step and do not count as progress."""
     fruitless: int = 0
-    """The number of attempts in a row without a new highest commit."""
+    """The number of failed attempts to train since the last new highest commit."""
     recurring: tuple[Recurring, ...] = ()
     restores: Mapping[int, int] = field(default_factory=dict)
-    """Committed step to its failed restores since every slot last trained."""
+    """Committed step to the number of its failed restores since every slot last
+    trained."""
     quarantined: frozenset[int] = frozenset()
     """Steps whose commits are no longer restored from memory."""
 
     def committed(self, step: int) -> "FailureBudget":
-        """The budget after a commit; only a new highest step changes the budget.
+        """The budget after a commit. A new highest step clears `fruitless`, and
+        `recurring` failures of earlier steps.
 
         >>> FailureBudget(highest=7, fruitless=3).committed(7).fruitless
         3
@@ -205,7 +215,7 @@ class FailureBudget:
         return dataclasses.replace(self, highest=step, fruitless=0, recurring=kept)
 
     def trained(self) -> "FailureBudget":
-        """The budget once every slot trains: without the failed restores."""
+        """The budget once every slot trains: `restores` is cleared."""
         return dataclasses.replace(self, restores={}) if self.restores else self
 
     def to_json(self) -> str:
@@ -244,7 +254,7 @@ class FailureBudget:
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """The state from which the failed attempt was started."""
+    """How the failed attempt was started, and whether it trained."""
 
     step: int
     """The restored step."""
@@ -254,8 +264,9 @@ class Attempt:
     has_trained: bool = False
     """Whether every slot finished a step after the restore."""
     is_new_size: bool = False
-    """Whether no step was committed yet with this number of slots. Then the size is to
-    blame for failures, not the commit or the trainer's program."""
+    """Whether the newest commit has another number of slots. Then the new number is to
+    blame for failures, not the commit or the trainer's program. False without a
+    commit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,7 +274,8 @@ class RetryDecision:
     """The leader's decision after the failures of one attempt."""
 
     action: Literal["retry", "quarantine", "end"]
-    """quarantine: retry without the restored commit."""
+    """retry: train again. quarantine: train again, but from another state than the
+    restored commit. end: end the job with an error."""
     not_before: float = 0.0
     """For `retry` and `quarantine`: the earliest start of the next attempt, on the
     caller's clock in seconds."""
@@ -284,6 +296,8 @@ def judge(
     allowed: int = ALLOWED,
 ) -> tuple[FailureBudget, RetryDecision]:
     """Counts one failed attempt and decides how to go on.
+
+    Only the root cause of the failures (`cause`) is counted.
 
     * An exception, or an exit not caused by SIGKILL or SIGTERM, ends the job when it
       has come `allowed` times with no commit beyond its step in between. Two failures
@@ -332,7 +346,7 @@ def judge(
 
 
 def pause_after(fruitless: int) -> float:
-    """The seconds to wait before the next attempt.
+    """The seconds to wait after `fruitless` failed attempts in a row.
 
     >>> [pause_after(n) for n in (1, 2, 3, 4, 7, 1000)]
     [0.0, 1.0, 2.0, 4.0, 30.0, 30.0]
@@ -344,7 +358,11 @@ def pause_after(fruitless: int) -> float:
 def _restore_counted(
     budget: FailureBudget, found: Failure, attempt: Attempt
 ) -> tuple[FailureBudget, bool]:
-    """Counts a failed restore; returns whether its commit is now quarantined."""
+    """Counts a failed restore of a commit; other failures are not counted.
+
+    Returns:
+        The new budget, and whether this failure quarantines the commit.
+    """
     if attempt.has_trained or not attempt.is_commit or not _blames_commit(found):
         return budget, False
     step = attempt.step
@@ -358,7 +376,8 @@ def _restore_counted(
 
 
 def _blames_commit(found: Failure) -> bool:
-    """Whether the restored copy, not the trainer's program, may be the cause."""
+    """Whether the restored copy, not the trainer's program, may have caused a failure:
+    it came during the restore or in an unknown phase."""
     if found.is_killed or found.is_consequence:
         return False
     if found.kind in ("exception", "exit"):
@@ -369,7 +388,12 @@ def _blames_commit(found: Failure) -> bool:
 def _recurring_counted(
     budget: FailureBudget, found: Failure
 ) -> tuple[FailureBudget, int]:
-    """Counts a recurring failure; returns its count, 0 if it is exempt."""
+    """Counts an exception or an exit that may recur.
+
+    Returns:
+        The new budget, and the count. The count is 0 for a failure that is not counted:
+        a kill, a consequence of another failure, a corrupt copy, or another kind.
+    """
     counts = found.kind == "exception" or found.kind == "exit"
     if not counts or found.is_killed or found.is_consequence:
         return budget, 0

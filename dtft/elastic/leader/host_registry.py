@@ -34,7 +34,10 @@ assignment but are not registered: they may be cut off from the store alone."""
 
 
 class HostRegistry:
-    """The connected hosts and their usability; times are on one clock."""
+    """The hosts connected to the leader, and which of them may be given a slot.
+
+    All times are in seconds, on one clock.
+    """
 
     def __init__(
         self, now: float, grace_s: float, former: Mapping[str, str] | None = None
@@ -50,14 +53,14 @@ class HostRegistry:
         self._away: dict[str, float] = {}
         self._silent: set[str] = set()
         self.unfit: dict[str, str] = {}
-        """Host to the reason why it can have no slot, until it reports that it is
-        fit."""
+        """Host to the reason why it can have no slot (too little memory, for example),
+        until it reports that it can have one."""
         self._asked_at: dict[str, float] = {}
         self._pause_s: dict[str, float] = {}
         """Host to the pause in seconds until an unusable host is asked again;
         `_asked_at` has the time at which it was last asked."""
         self._gone: dict[str, str] = {}
-        """Host to the process identity under which it was lost."""
+        """Lost host to the identity of its agent process (`process_of`)."""
         self._grace_until, self._stray_until = now + grace_s, now + STRAY_S
         self._former = dict(former or {})
 
@@ -77,7 +80,12 @@ class HostRegistry:
         return dict(self._records)
 
     def connect(self, record: HostRecord) -> bool:
-        """Registers a host's record; False if the same process is connected already."""
+        """Registers a host's record.
+
+        Returns:
+            False if the same agent process was connected before, so only its record is
+            newer.
+        """
         old = self._records.get(record.host)
         self._records[record.host] = record
         self._gone.pop(record.host, None)
@@ -145,7 +153,11 @@ class HostRegistry:
     def is_expected(
         self, host: str, registered: Mapping[str, HostRecord], now: float
     ) -> bool:
-        """Whether one host must answer before a formation is decided."""
+        """Whether one host must answer before a formation is decided.
+
+        True for hosts that are connected or may still be connecting, unless they were
+        left out. `registered` are the hosts in the store.
+        """
         if host in self._silent:
             return False
         if host in self._records:
@@ -208,7 +220,8 @@ class HostMonitor:
         self._registry, self._loop, self._journal = registry, loop, journal
 
     def take_over(self) -> None:
-        """Re-forms a job that another host led before."""
+        """Begins a round if the store has the assignment of an earlier leader, or if
+        the store has lost its data; a new job is not formed here."""
         view = self._records.view
         if view.assignment is not None:
             gone = [host for host in view.assignment.slots if host not in view.hosts]
@@ -219,7 +232,10 @@ class HostMonitor:
             self._rendezvous.form("the store has lost its data")
 
     def see(self, view: View) -> None:
-        """Handles a new view of the store; connected hosts stay registered."""
+        """Handles a new view of the store, which may allow the formation to be decided.
+
+        A host that the store no longer lists stays registered while it is connected.
+        """
         self._records.see(view)
         self._rendezvous.gathered()
 
@@ -258,7 +274,11 @@ class HostMonitor:
             self._journal.say(f"{count} of {need} hosts are here")
 
     def disconnected(self, record: HostRecord, why: str) -> None:
-        """Handles the end of a host's link; the host may reconnect."""
+        """Handles the end of a host's link.
+
+        A host whose link was silent is lost at once; another host may reconnect within
+        one lease.
+        """
         if not self._registry.same_process(record):
             return
         if why.startswith("silent"):
@@ -269,7 +289,8 @@ class HostMonitor:
     def tick(self) -> None:
         """Drops hosts that were away for too long and asks unusable hosts again.
 
-        Also starts a served job once all processes have attached.
+        Also forms a served job, whose processes the user starts, once all processes
+        have attached.
         """
         lease_s = self._config.timeouts.lease
         for host in self._registry.overdue(self._loop.now(), lease_s):
@@ -284,7 +305,7 @@ class HostMonitor:
                 self._rendezvous.form("every process has attached")
 
     def lost(self, host: str, how: str) -> None:
-        """Handles the loss of a host: its port is dead, or its link was silent."""
+        """Handles the loss of a host; `how` it was noticed is for messages."""
         if not self._registry.lose(host):
             return
         self._journal.event("host_lost", host=host, how=how)
@@ -326,7 +347,8 @@ class HostMonitor:
             self._rendezvous.refused(known_layout(layout), others)
 
     def fit(self, host: str) -> None:
-        """Handles the report that an unfit host can have a slot again."""
+        """Handles the report that an unfit host can have a slot again; a job that waits
+        for hosts is then formed anew."""
         if self._registry.unfit.pop(host, None) is None:
             return
         self._journal.say(f"{host} can be used again")

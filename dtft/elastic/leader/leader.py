@@ -46,9 +46,11 @@ logger = logging.getLogger(__name__)
 LOOK_S = 1.0
 """Seconds between two checks for stuck trainers."""
 FATAL_INPUT = 2
-"""Exit code of errors in a trainer's input rather than in training."""
+"""Exit code of a job that ends because of its input, such as its config, rather than
+because of a failure in training."""
 UNHURRIED = ("evaluate", "compile")
-"""Phases between two steps whose own limits may be above `Timeouts.stage`."""
+"""Trainer phases whose own limits may be above `Timeouts.stage`. A report of such a
+phase restarts the deadline for the next snapshot."""
 
 
 class Leader:
@@ -120,7 +122,8 @@ class Leader:
         self._newest_failure = RoundReason("")
         self._looked_at = 0.0
         self._nobody_since: float | None = None
-        """Time since which no registered host can have a slot; None if one can."""
+        """Time since which no registered host can have a slot; None if some host can
+        have a slot."""
         self._error_code = 1
         """Exit code of the job if it ends because a failure would repeat."""
         self._progress: dict[str, tuple[float, JobProgress]] = {}
@@ -151,7 +154,8 @@ class Leader:
         self._monitor.connected(record)
 
     def disconnected(self, record: HostRecord, why: str) -> None:
-        """Handles the end of a host's link; the host may reconnect."""
+        """Handles the end of a host's link: a host that was silent is lost at once,
+        another host may reconnect within one lease."""
         self._monitor.disconnected(record, why)
 
     def lost(self, host: str, how: str) -> None:
@@ -184,7 +188,11 @@ class Leader:
         return handlers
 
     def handle_report(self, host: str, message: dict[str, Any]) -> None:
-        """Handles a host's report; drops malformed and outdated reports."""
+        """Handles a host's report; drops malformed and outdated reports.
+
+        While a round gathers, an outdated report of a trainer's failure still counts as
+        a cause of the round.
+        """
         if self._refused(host, fault_of_report(message, self._seats.reports)):
             return
         op = message["op"]
@@ -275,8 +283,8 @@ class Leader:
         rendezvous.form(RoundReason(found.text, hosts=found.hosts))
 
     def _refuse_copy(self, why: str) -> None:
-        """Re-forms the job after a report that a copy has another step than its
-        label."""
+        """Re-forms the job after a report that a copy has the bytes of another step
+        than its label."""
         self._journal.say(why)
         self._rendezvous.failures.add(Failure(kind="copy", error=why))
         self._rendezvous.form(why)
@@ -338,7 +346,8 @@ class Leader:
         self._report_start(round_, round_.assignment)
 
     def _report_start(self, round_: Round, assignment: SlotAssignment) -> None:
-        """Reports that every slot trains, with the cost of the recovery."""
+        """Logs that every slot trains. After a recovery, also prints its cost and
+        answers the requests to scale."""
         if assignment.rung == 0:
             self._journal.event("started", step=assignment.step)
             if self._rendezvous.coordinator is not None:
@@ -391,7 +400,14 @@ class Leader:
         return str(self._config.run_directory / "logs" / f"{host}.trainer.log")
 
     def _fails(self, kind: Kind, host: str, **told: Any) -> None:
-        """Adds a failure to the account."""
+        """Adds a host's failure to the failure account, and keeps it as the reason for
+        the next round.
+
+        Args:
+            kind: the kind of failure.
+            host: the host.
+            told: further fields of `Failure`.
+        """
         rendezvous = self._rendezvous
         assignment = rendezvous.assignment or rendezvous.previous
         slot = _slots_of(assignment).get(host, -1)
@@ -429,14 +445,16 @@ class Leader:
             self._requests.exported(host, step, outcome, error)
 
     def export_wanted(self, answer: Answer) -> None:
-        """Handles a request for an export of the newest commit."""
+        """Handles a request for an export: of the newest commit in a served job (whose
+        processes the user starts), otherwise of the next commit."""
         if self._requests is not None:
             self._requests.export_wanted(answer)
         else:
             self._storage.asked(self._rendezvous, answer)
 
     def scaling_wanted(self, replicas: int, answer: Answer) -> None:
-        """Handles a request for another number of replicas."""
+        """Handles a request for another number of replicas; a job whose processes the
+        user starts refuses it."""
         if (refusal := self._seats.scale_refusal) is not None:
             answer({"error": refusal(self._config.job), "code": 2})
         else:
@@ -454,7 +472,8 @@ class Leader:
                 self._requests.committed(value)
 
     def _recorded(self, commit: Commit, coordinator: CommitCoordinator) -> None:
-        """Handles a recorded commit: releases the step, or re-forms the job."""
+        """Handles a commit that the store has recorded: lets the trainers go on, or
+        re-forms the job if its size is to change."""
         self._rendezvous.committed(commit.step)
         self._committing(0)
         self._journal.committed(commit.step, commit.root)
@@ -471,7 +490,10 @@ class Leader:
         self._shutdown.conclude()
 
     def _delayed(self, label: str, value: Any) -> None:
-        """Handles a delayed write: training does not wait for a delayed commit."""
+        """Handles a write that the store has not recorded in time.
+
+        After a delayed commit the trainers go on; a delayed assignment is reported.
+        """
         if label == "commit" and self._rendezvous.coordinator is not None:
             self._rendezvous.coordinator.delayed(value)
             self._shutdown.conclude()
@@ -479,7 +501,8 @@ class Leader:
             self._rendezvous.delayed(value)
 
     def tick(self) -> None:
-        """Enforces the deadlines; each message names the late hosts."""
+        """Does the periodic work: reacts to passed deadlines of hosts, exports and
+        phases, and ends the job if it is stopped or done."""
         rendezvous = self._rendezvous
         self._monitor.tick()
         if self._requests is not None:
@@ -548,7 +571,8 @@ class Leader:
             self._fail(f"no host can have a slot: {why}", FATAL_INPUT)
 
     def _end_without_store(self) -> None:
-        """Sends the job's result to the hosts if the store does not take it."""
+        """Sends the job's result to the hosts if the store has not recorded it in
+        time."""
         result = self._shutdown.result_without_store()
         if result:
             for host in self._registry.connected - {self._config.host}:
@@ -556,8 +580,8 @@ class Leader:
             self._ended(result)
 
     def _await_save(self) -> None:
-        """Extends the step deadline until the user's processes save for the first
-        time."""
+        """Restarts the deadline of the running job while no save is in progress,
+        because the user's processes decide when to save."""
         coordinator = self._rendezvous.coordinator
         if self._rendezvous.phase == "running" and not (
             coordinator and coordinator.is_waiting
@@ -565,7 +589,8 @@ class Leader:
             self._rendezvous.enter("running", self._stage_limit())
 
     def close(self, flush_s: float = 0.0) -> None:
-        """Ends this term; waits `flush_s` seconds at most for the journal's file."""
+        """Ends this host's time as leader; waits at most `flush_s` seconds until the
+        event log is written."""
         self._storage.close()
         self._scaling.close()
         self._records.close()

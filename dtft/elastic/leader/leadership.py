@@ -1,7 +1,8 @@
 """Runs a `Leader` on this host while the host holds the job's leader key.
 
-A term begins with a read of the store's records on a thread. A host that holds the
-leader key but cannot read the store retries, and lets go of the key after one lease; no
+A term (the time for which one host leads) begins with a read of the store's records on
+a thread. A host that holds the leader key but cannot read the store retries, and
+releases the key after one lease; no
 host leads meanwhile. A leader whose key expired while no other host led takes the key
 again and continues without forming a new generation.
 """
@@ -58,20 +59,23 @@ class Leadership:
         self._on_begun, self._on_ended = on_begun, on_ended
         self._lane = loop.lane("leadership")
         self._taking = 0
-        """The term whose key this host holds without leading yet; 0 for none."""
+        """Number of the term for which this host has the leader key but does not lead
+        yet; 0 if there is no such term."""
         self._let_go_at = 0.0
         self._given_up = 0
-        """The last term whose key this host let go."""
+        """Number of the last term whose leader key this host released by `let_go`."""
         self._not_before = 0.0
         self.leader: Leader | None = None
 
     @property
     def may_campaign(self) -> bool:
-        """Whether this host may campaign; it may not soon after `let_go`."""
+        """Whether this host may try to get the leader key; False for three leases after
+        `let_go`."""
         return self._loop.now() >= self._not_before
 
     def see(self, view: View) -> None:
-        """Handles a new view of the store: begins, continues or ends a term."""
+        """Handles a new view of the store: begins, continues or ends this host's time
+        as leader."""
         leads = view.leader == self._host and view.term != self._given_up
         if self.leader is not None:
             same_era = view.era == self.leader.view.era
@@ -105,7 +109,7 @@ class Leadership:
         self._on_begun()
 
     def _wait(self, view: View, error: StoreUnavailable) -> None:
-        """Retries the read of the store; after one lease lets go of the key."""
+        """Retries the read of the store; after one lease releases the leader key."""
         if self._loop.now() >= self._let_go_at:
             self.let_go(view, str(error))
             return
@@ -113,7 +117,15 @@ class Leadership:
         self._loop.call_later(RETRY_S, self._read, view.term)
 
     def let_go(self, view: View, why: str) -> None:
-        """Lets go of the leader key, and does not campaign for three leases."""
+        """Ends this host's term and releases the leader key.
+
+        Another host can then lead: this host does not try to get the key for three
+        leases.
+
+        Args:
+            view: the view of the store in which this host holds the key.
+            why: the reason, for the log.
+        """
         logger.warning("letting go of the leader key: %s", why)
         self._taking, self._given_up = 0, view.term
         self._not_before = self._loop.now() + 3 * self._lease_s
@@ -121,7 +133,7 @@ class Leadership:
         self.give_up()
 
     def give_up(self) -> None:
-        """Ends this host's term, because the host has lost or let go of the key."""
+        """Ends this host's term, if it leads: the host has lost or released the key."""
         self._taking = 0
         if self.leader is not None:
             logger.warning("no longer leading")

@@ -30,7 +30,7 @@ class ReReplication:
 
     step: int
     pushes: tuple[Push, ...]
-    """The pushes to send again."""
+    """The pushes (a slot's slices that it sends to another slot) to send again."""
     copies: int
     """The smallest number of failure domains that hold any one slice before the
     pushes."""
@@ -56,10 +56,13 @@ class ReReplication:
         return self._by_pair.keys() <= self._held
 
     def held(self, step: int, source: int, target: int, root: str) -> None:
-        """Records that a host has received and verified a push.
+        """Records that slot `target` holds a verified copy of slot `source`'s slices.
+
+        Ignores other steps than the restored step.
 
         Raises:
-            Mislabelled: the received copy is not the restored state; see `push_root`.
+            Mislabelled: `root`, the copy's `push_root`, does not match the restored
+                slices.
         """
         if step != self.step:
             return
@@ -160,7 +163,10 @@ class ReReplicator:
         self._view = View()
 
     def begin(self, round_: Round, view: View) -> None:
-        """Orders the pushes of missing copies, once every slot has its own slices."""
+        """Orders hosts to push missing copies, once every slot has its own slices.
+
+        Does nothing for a first formation or if the state was not restored from memory.
+        """
         self._round, self._repair, self._view = round_, None, view
         assignment, decision = round_.assignment, round_.decision
         assert assignment is not None and decision is not None
@@ -190,13 +196,20 @@ class ReReplicator:
     def held(
         self, round_: Round | None, step: int, source: int, target: int, root: str
     ) -> None:
-        """Records that a push was received and verified; raises Mislabelled."""
+        """Records that slot `target` holds a verified copy of slot `source`'s slices.
+
+        Ignored if `round_` is not the round of `begin`.
+
+        Raises:
+            Mislabelled: see `ReReplication.held`.
+        """
         if self._repair is not None and round_ is self._round:
             self._repair.held(step, source, target, root)
             self._conclude(0)
 
     def committed(self, round_: Round | None, step: int) -> None:
-        """Ends the re-replication: a newer committed step has all its copies."""
+        """Ends the re-replication after a commit of step `step`, which has all its
+        copies. Ignored if `round_` is not the round of `begin`."""
         if self._repair is not None and round_ is self._round:
             self._conclude(step)
 

@@ -19,8 +19,8 @@ from dtft.elastic.store import Membership, Put, StoreFull, StoreUnavailable, Vie
 
 RETRY_S = 0.1
 PATIENCE_S = 0.5
-"""Seconds after which an unrecorded commit counts as delayed: its step is released
-without waiting longer."""
+"""Seconds after which an unrecorded commit counts as delayed: trainers go on without
+waiting longer for the store."""
 ASSIGNMENT_PATIENCE_S = 2.0
 """Seconds after which an unrecorded assignment is reported to people."""
 KEPT_COMMITS = 2
@@ -42,7 +42,7 @@ class _Write:
     number: int
     """Sequence number; later writes have higher numbers."""
     change: Callable[[], Put]
-    """Makes the value to write; called for each attempt."""
+    """Makes the key and value to write; called for each attempt."""
 
 
 class Records:
@@ -122,11 +122,14 @@ class Records:
 
     @property
     def away(self) -> bool:
-        """Whether the store does not answer."""
+        """Whether the store has not answered a write in time, and no write since."""
         return self._away
 
     def put(self, label: str, value: Any, name: str, text: str) -> None:
-        """Queues the write of one key; the callbacks get `label` and `value`."""
+        """Queues the write of `text` to the job's key `name`.
+
+        The callbacks get `label`, the kind of the write, and `value`.
+        """
         change = Put(key=self._membership.key(f"m/{name}"), value=text.encode())
         write = self._new(label, value, lambda: change)
         self._write(write)
@@ -134,7 +137,8 @@ class Records:
             self._loop.call_later(ASSIGNMENT_PATIENCE_S, self._still_waits, write)
 
     def commit(self, commit: Commit) -> None:
-        """Queues the write of a commit."""
+        """Queues the write of a commit. If the store did not answer last, the commit is
+        reported as delayed at once, otherwise after `PATIENCE_S`."""
         self.commits = [commit, *self._recorded][:KEPT_COMMITS]
         self._on_committing(commit.step)
 
@@ -155,7 +159,7 @@ class Records:
         return _Write(label=label, value=value, number=number, change=change)
 
     def _late(self, write: _Write) -> None:
-        """Reports a write as delayed if it is still queued after its patience time."""
+        """Reports a commit as delayed if it is still queued; once for each commit."""
         if write not in self._waiting or write.number <= self._told or self._closed:
             return
         self._told = write.number
@@ -185,7 +189,11 @@ class Records:
         self._lane.submit(work, lambda outcome: self._done(write, view, outcome))
 
     def _perform(self, view: View, change: Put) -> bool:
-        """Performs one write on the lane's thread, with any compaction that is due."""
+        """Performs one write on the lane's thread, and compacts the store if due.
+
+        Returns:
+            False if the store refused the write because the leader key has changed.
+        """
         compaction = self._membership.compaction
         try:
             allowed = self._membership.fenced(view, [change])
@@ -234,7 +242,8 @@ class Records:
         )
 
     def see(self, view: View) -> None:
-        """Takes a newer view; a new term retries writes that the old fence refused."""
+        """Takes a newer view. If this host has got the leader key anew, retries writes
+        that the store has refused."""
         renewed, self.view = view.term != self.view.term, view
         if renewed:
             self._fenced_off = False

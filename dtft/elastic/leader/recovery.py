@@ -28,12 +28,13 @@ class RecoveryDecision:
     """The step to restore, its source, and why newer commits are passed over."""
 
     rung: int
-    """The source's rung: 1 for own memory, 2 for peers' memory, 3 for storage or the
-    initial state."""
+    """Where the state was found: 1 in each host's own memory, 2 also in peers' memory,
+    3 in storage or the initial state."""
     source: Source
     step: int
     located: Located | None = None
-    """Set when the source is memory."""
+    """The commit to restore, with the holders and digests of its slices; set when the
+    source is memory."""
     layout: Layout | None = None
     """The new formation's layout; set when the source is memory."""
     plan: RestorePlan | None = None
@@ -178,7 +179,8 @@ class RecoveryReport:
 
     @property
     def steps_lost(self) -> int:
-        """The last step that any trainer finished, minus the restored step."""
+        """The last step that any trainer finished, minus the restored step; at least
+        0."""
         return max(0, self.last_finished_step - self.restored_step)
 
     def line(self) -> str:
@@ -215,7 +217,7 @@ def _from_storage(num_bytes: int) -> str:
 def fetches_for(
     plan: RestorePlan, addresses: Mapping[str, str], host: str
 ) -> dict[str, list[dict]]:
-    """The fields `transfers` and `regions` of one host's order.
+    """The fields `transfers` and `regions` of one host's `prepare` order.
 
     Whole slices are named by their keys. If a slice of the host is assembled from
     pieces, all pieces are given as regions, including the host's own.

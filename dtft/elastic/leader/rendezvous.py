@@ -53,17 +53,18 @@ Phase = Literal[
     "running",
 ]
 STORAGE_PAUSE_S = 5.0
-"""Seconds between two listings of storage that is needed and does not answer."""
+"""Seconds between two listings of storage while the job waits for it: storage does not
+answer, or has lost its steps."""
 
 
 class Rendezvous:
     """The state machine that forms generations.
 
     Attributes:
-        phase: the event that is awaited.
+        phase: the current state, named after the awaited event or the work in progress.
         deadline: end of the phase in seconds, on the monotonic clock.
         current: the newest round; None before the first.
-        previous: the assignment before the current round's assignment.
+        previous: the assignment before the current round's; None before the first.
         assignment: the current round's assignment, once recorded.
         failures: the account of failures.
         coordinator: commits the steps of this assignment, once a trainer has announced
@@ -95,7 +96,8 @@ class Rendezvous:
         self.failures = FailureAccount(config, records, sizes, loop, journal)
         self._reach = Reachability()
         self._judged: Ballot | None = None
-        """The ballot of the round in which failures were judged last."""
+        """The ballot (number) of the round in which failures were judged last; None
+        before."""
         self.give_up: Callable[[RetryDecision], None] = lambda decision: None
         """Called with the decision to end the job, because the failures would
         repeat."""
@@ -109,22 +111,29 @@ class Rendezvous:
         self.coordinator: CommitCoordinator | None = None
         self.frozen = False
         self._refused: Layout | None = None
-        """The newest layout for which a host had not enough memory; None for none."""
+        """The newest layout for which a host had not enough memory; None if no host
+        has reported this."""
         self._awaited = ""
-        """A host that the round waits for; checked first, before all hosts are
-        checked."""
+        """The host whose answer was missing at the last check, or ""; the next check
+        begins with this host, because checking all hosts takes longer."""
         self._storage_missed = self._fatal = False
         self._end: RetryDecision | None = None
         """The decision with which the job ends once the hosts have reported
         holdings."""
 
     def end(self, decision: RetryDecision) -> None:
-        """Gathers holdings, so the last step can be exported; then ends the job."""
+        """Begins a round that ends the job with `decision`.
+
+        First the hosts report the copies that they hold, so the last step can be
+        exported. A decision to end that was made before is kept.
+        """
         self._end = self._end or decision
         self.form(decision.message)
 
     def form(self, *reasons: RoundReason | str, fatal: bool = False) -> None:
         """Begins a new formation, or another attempt at the current one.
+
+        Does nothing while the job ends.
 
         Args:
             *reasons: the causes; a plain text names no host.
@@ -151,7 +160,7 @@ class Rendezvous:
             self.ask(host)
 
     def ask(self, host: str) -> None:
-        """Orders a host to stand down and report its holdings."""
+        """Orders a host to stop training and report the copies in its memory."""
         assert self.current is not None
         reason = main_reason(self.current.reasons)
         commits, old = self._records.commits, self.previous
@@ -188,7 +197,8 @@ class Rendezvous:
 
     @property
     def is_deciding(self) -> bool:
-        """Whether the round is still to decide, so joining hosts report holdings."""
+        """Whether the round gathers, pauses or waits for storage. A host that joins is
+        then asked for the copies that it holds."""
         return self.phase in ("gathering", "pausing", "storage")
 
     def enter(self, phase: Phase, limit_s: float) -> None:
@@ -196,13 +206,19 @@ class Rendezvous:
         self.phase, self.deadline = phase, self._loop.now() + limit_s
 
     def answered(self) -> None:
-        """Handles a holdings report; decides again if the job waits for hosts."""
+        """Handles a host's answer in a round: decides the formation if possible.
+
+        If the job waits for hosts, the round gathers again first.
+        """
         if self.phase == "waiting":
             self.enter("gathering", self._config.timeouts.restore)
         self.gathered()
 
     def gathered(self) -> None:
-        """Decides the formation once every live host has answered."""
+        """Decides the formation if every expected host has answered.
+
+        Does nothing while storage is being listed or a complete step is being recorded.
+        """
         round_, registered = self.current, self._records.view.hosts
         if self.phase != "gathering" or round_ is None or not self._storage.settled:
             return
@@ -226,7 +242,7 @@ class Rendezvous:
             self._assign(round_, present, aside)
 
     def _set_aside(self, hosts: list[str]) -> list[str]:
-        """The hosts that get no slot, because hosts with slots cannot reach them."""
+        """Those of `hosts` that get no slot, so that all others reach each other."""
         slots = self.previous.slots if self.previous is not None else ()
         return set_aside(hosts, slots, self._reach.apart, self._config.host)
 
@@ -244,7 +260,11 @@ class Rendezvous:
         return bool(late)
 
     def _may_go_on(self, round_: Round) -> bool:
-        """Judges the failures, once per round; False if the job ends or pauses."""
+        """Judges the failures of the last attempt, once per round.
+
+        Returns:
+            Whether the round may go on now; False if the job ends or a pause begins.
+        """
         if self._end is None and (
             self._judged == round_.ballot or not self._seats.ends_by_itself
         ):
@@ -272,7 +292,8 @@ class Rendezvous:
         self.gathered()
 
     def _learn(self, round_: Round) -> None:
-        """Takes from the hosts' replies the records that the store has lost."""
+        """Takes from the hosts' replies an assignment and commits that are newer than
+        those known here: the store may have lost them."""
         told = round_.assignment_told
         if told is not None and (
             self.previous is None or told.epoch > self.previous.epoch
@@ -324,7 +345,8 @@ class Rendezvous:
         self.enter("waiting", float("inf"))
 
     def _explain_aside(self, chosen: SlotAssignment, aside: list[str]) -> None:
-        """Prints which host gets the slot of a host that peers cannot reach."""
+        """Prints which host gets the slot of each host in `aside`, which other hosts
+        cannot reach."""
         former = self.previous.slots if self.previous is not None else ()
         for host in aside:
             why = self._reach.text(host)
@@ -338,7 +360,7 @@ class Rendezvous:
 
     @property
     def available(self) -> int:
-        """The number of hosts that could have slots together."""
+        """The number of usable hosts, without hosts that others cannot reach."""
         if not self._reach.apart:
             return self._registry.num_usable
         usable = [record.host for record in self._registry.usable()]
@@ -356,8 +378,10 @@ class Rendezvous:
             self._send(host, "reach", ballot=ballot, reach=reach)
 
     def reached(self, host: str, missed: list[str]) -> None:
-        """Handles a reach report: two hosts that reach each other may both have
-        slots."""
+        """Handles a host's report of the peers that it did not reach (`missed`).
+
+        If two hosts reach each other again, a waiting job is formed anew.
+        """
         for one, other in self._reach.answered(host, missed):
             self._journal.say(f"{one} and {other} reach each other again")
             if self.phase == "waiting":
@@ -451,7 +475,8 @@ class Rendezvous:
             )
 
     def assigned(self, ballot: tuple[int, int]) -> None:
-        """Handles the recording of a round's assignment; an older round is ignored."""
+        """Starts JAX's coordination service, once the store has recorded a round's
+        assignment; ignores the assignment of an older round."""
         round_ = self.current
         if round_ is None or round_.ballot != ballot:
             return

@@ -80,18 +80,18 @@ def causes(reasons: Sequence[RoundReason]) -> list[RoundReason]:
 
 @dataclass(kw_only=True)
 class Round:
-    """One attempt to form: the replies and decisions since it began."""
+    """One attempt to form a generation: hosts' replies and the leader's decisions."""
 
     ballot: Ballot
     reasons: list[RoundReason]
     detected: float
     """Wall-clock time in seconds at which the first failure was noticed."""
     tried: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Host to the peers to which it was to connect."""
+    """Host to the peers to which it was ordered to connect, to find network cuts."""
     ring: dict[str, HostRecord] = field(default_factory=dict)
-    """The hosts, by name, from which the peers in `tried` were chosen."""
+    """Name to record of the hosts from which the peers in `tried` were chosen."""
     replies: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Host to its report of holdings."""
+    """Host to its report of the copies that it holds (`holdings`)."""
     decision: RecoveryDecision | None = None
     assignment: SlotAssignment | None = None
     prepared: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -113,13 +113,14 @@ class Round:
 
     @property
     def answers(self) -> tuple[dict[str, tuple[str, ...]], dict[str, list[str]]]:
-        """Two maps over the hosts that answered: peers to try, peers not reached."""
+        """Two maps from each host that has reported: to the peers to which it was to
+        connect, and to the peers that it did not reach."""
         tried = {host: self.tried.get(host, ()) for host in self.replies}
         missed = {host: it.get("missed", []) for host, it in self.replies.items()}
         return tried, missed
 
     def reply(self, host: str, reply: dict[str, Any]) -> None:
-        """Records the holdings report of a host that has stood down."""
+        """Records a host's report of the copies in its memory; it trains no more."""
         self.replies[host] = reply
         self.corrupt.extend(reply["corrupt"])
         self.last_finished = max(self.last_finished, reply["finished"])
@@ -165,8 +166,8 @@ def next_round(
 ) -> Round:
     """Makes a new round.
 
-    After a failed round, the new round keeps the failed round's reasons, time of
-    detection and corrupt copies.
+    If the previous round never reached training, the new round keeps its reasons, time
+    of detection and corrupt copies. A job's first formation starts afresh.
 
     Args:
         old: the previous round, if there is one.
@@ -205,8 +206,8 @@ def assign(
 ) -> tuple[SlotAssignment, RecoveryDecision]:
     """Decides which step is restored from where, and makes the assignment.
 
-    The holdings of the hosts `aside` are used only if the step cannot be restored
-    otherwise, because some other hosts do not reach the hosts `aside`.
+    The hosts in `aside` get no slot, because some other hosts do not reach them. So
+    their copies are used only if the step cannot be restored otherwise.
     """
     hosts = tuple(record.host for record in filled)
 
@@ -297,7 +298,10 @@ def orders(
 def export_addresses(
     round_: Round, assignment: SlotAssignment, hosts: Mapping[str, HostRecord]
 ) -> dict[str, str]:
-    """Host to the host:port at which it would lead an export; registered hosts only."""
+    """Host to the host:port of an export's coordination service, if it had rank 0.
+
+    Contains the registered hosts of the assignment.
+    """
     told = {**round_.replies, **round_.prepared}  # between formations the former only
     ports = {host: known.get("export_port", 0) for host, known in told.items()}
     return {

@@ -41,13 +41,14 @@ class ReshardPlans:
         self._planned: tuple[tuple[str, ...], RestorePlan] | None = None
 
     def staged(self, slot: int, step: int, digests: Sequence[bytes]) -> None:
-        """Records the digests of the slices that a slot has staged."""
+        """Records the digests of a slot's slices in its snapshot of a step."""
         self._staged.setdefault(step, {})[slot] = digests
 
     def committed(self, commit: Commit, placement: CopyPlacement) -> None:
-        """Makes a commit the source of resharding.
+        """Makes a commit the one to reshard from.
 
-        The commit is located only when a process requests the step.
+        Ignores a commit unless every slot has reported its digests in this formation.
+        Holders and digests are computed only when a process requests the step.
         """
         staged = self._staged.get(commit.step, {})
         if len(staged) < len(commit.holders):
@@ -58,7 +59,11 @@ class ReshardPlans:
         }
 
     def _settle(self) -> None:
-        """Computes the holders and digests of the newest commit, if not done yet."""
+        """Computes the holders and digests of the newest commit, if not done yet.
+
+        Raises:
+            NotPlanned: the reported digests do not match the commit.
+        """
         if self._newest is None:
             return
         (commit, placement, staged), self._newest = self._newest, None

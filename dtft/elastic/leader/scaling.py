@@ -93,8 +93,8 @@ class _Request:
 
 
 class Scaling:
-    """Requests for sizes; each waits until the job trains in its size. Used by the
-    event loop."""
+    """Requests for a number of replicas; each waits until the job trains with it. Used
+    by the event loop."""
 
     def __init__(
         self,
@@ -112,7 +112,11 @@ class Scaling:
         self._waiting: list[_Request] = []
 
     def asked(self, replicas: int, answer: Answer) -> None:
-        """Handles a request for `replicas` replicas; answered when they train."""
+        """Handles a request for `replicas` replicas.
+
+        Answers at once if the request is refused or the job has this size; otherwise
+        when the job trains in this size, or fails to.
+        """
         rendezvous, coordinator = self._rendezvous, self._rendezvous.coordinator
         if rendezvous.frozen or coordinator is None or rendezvous.phase != "running":
             text = f"the job does not train now ({rendezvous.phase}); ask again later"
@@ -150,7 +154,8 @@ class Scaling:
         return self._rendezvous.available
 
     def due(self) -> str:
-        """Why the job is to be re-formed at this commit; "" if it is not."""
+        """Why the job is to be re-formed for another size at this commit; "" if it need
+        not be."""
         rendezvous, coordinator = self._rendezvous, self._rendezvous.coordinator
         round_ = rendezvous.current
         if coordinator is None or round_ is None or round_.assignment is None:
@@ -176,7 +181,8 @@ class Scaling:
         A state that differs is never trained on.
 
         Returns:
-            False if the states differ; the job is then re-formed.
+            False if the states differ; the job is then re-formed. True also if there is
+            nothing to compare: no host reported digests of restored slices.
         """
         decision, assignment = round_.decision, round_.assignment
         assert decision is not None and assignment is not None
@@ -216,7 +222,8 @@ class Scaling:
         self._rendezvous.form(why)
 
     def trained(self, report: RecoveryReport) -> None:
-        """Answers the requests for the size that trains, and for impossible sizes."""
+        """Answers the requests for the size that trains. Requests for a size that will
+        not be formed get an error."""
         assert (
             self._rendezvous.assignment is not None
             and self._rendezvous.coordinator is not None
@@ -255,7 +262,14 @@ class Scaling:
 
 
 def serve_scaling(channel: Channel, ask: Callable[[int, Answer], None]) -> None:
-    """Passes a request for a size to the leader; answers when that size trains."""
+    """Serves one request for a number of replicas: replies when the job trains with it.
+
+    The reply is an error if the request is refused, or after the requester's limit.
+
+    Args:
+        channel: the connection of the requester.
+        ask: passes the number and the function for the answer to the leader.
+    """
     request = _asked(channel)
     replicas, limit_s = request.get("replicas"), request.get("limit_s")
     if type(replicas) is not int or not isinstance(limit_s, int | float):

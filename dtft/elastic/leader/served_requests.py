@@ -60,7 +60,8 @@ class BetweenRuns:
         self._registry, self._storage = registry, storage
         self._asked = False
         self._ordered: Ballot | None = None
-        """The ballot of the round with an ordered export that has not ended."""
+        """The ballot (number) of the round in which the export in progress was ordered;
+        None without such an export."""
 
     def asked(self, answer: Answer) -> None:
         """Handles an export request while no process runs."""
@@ -73,7 +74,8 @@ class BetweenRuns:
             self._rendezvous.form(*causes(round_.reasons))
 
     def tick(self) -> None:
-        """Orders the requested export once the hosts have answered."""
+        """Orders the requested export once the hosts have answered; refuses it if the
+        processes have attached again."""
         round_, phase = self._rendezvous.current, self._rendezvous.phase
         if round_ is None or phase == "gathering":
             return
@@ -137,10 +139,10 @@ class Requests:
         self._export_asked = False
         """Whether an export of the newest commit was requested."""
         self._remapping: tuple[Ballot, ReshardPlans] | None = None
-        """The reshard plans of a formation, with its ballot."""
+        """The ballot (number) of a round, and the reshard plans of its formation."""
 
     def tick(self) -> None:
-        """Orders the exports that wait for hosts to answer."""
+        """Does the periodic work of `BetweenRuns`."""
         self._between_runs.tick()
 
     # --------------------------------------------------------- other shardings
@@ -156,7 +158,8 @@ class Requests:
         return self._remapping[1]
 
     def staged(self, slot: int, step: int, digests: Sequence[bytes]) -> None:
-        """Handles a staged step: records its digests for resharding."""
+        """Records the digests of a slot's snapshot, in case a process requests the step
+        on other shardings."""
         if self._rendezvous.coordinator is not None:
             self._newest().staged(slot, step, digests)
 
@@ -183,7 +186,8 @@ class Requests:
     # --------------------------------------------------- steps safe, or stored
 
     def flush(self, host: str, slot: int, token: int, step: int, store: bool) -> None:
-        """Adds a process's wait until a step is committed or stored."""
+        """Adds a process's wait until `step` is committed, or with `store` until it is
+        in storage. The answer contains `token`."""
         round_ = self._rendezvous.current
         assert round_ is not None
         flush = Flush(
@@ -210,14 +214,18 @@ class Requests:
             self._settle()
 
     def committed(self, commit: Commit) -> None:
-        """Handles a recorded commit: answers the waits that it ends."""
+        """Handles a commit that the store has recorded: answers the waits for it."""
         coordinator = self._rendezvous.coordinator
         if coordinator is not None and self._rendezvous.assignment is not None:
             self._newest().committed(commit, coordinator.placement)
         self._settle()
 
     def exported(self, host: str, step: int, ok: bool, error: str) -> None:
-        """Handles the end of an export: answers the waits that it ends."""
+        """Handles the end of an export: answers the waits that it ends.
+
+        After a failure, every wait for storage gets the error, and so does every slot's
+        process.
+        """
         self._between_runs.over()
         if not ok:
             why = error.partition("\n")[0][:300]
@@ -236,7 +244,8 @@ class Requests:
         self._settle()
 
     def _settle(self) -> None:
-        """Answers every satisfied flush, and orders the exports that others need."""
+        """Ends every wait whose step is committed or stored, and orders an export if a
+        wait or a request needs it. Drops the waits of earlier rounds."""
         round_, coordinator = self._rendezvous.current, self._rendezvous.coordinator
         ballot = round_.ballot if round_ else None
         self._flushes = tuple(f for f in self._flushes if f.ballot == ballot)

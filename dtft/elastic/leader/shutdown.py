@@ -21,7 +21,7 @@ from dtft.elastic.leader.rendezvous import Rendezvous
 from dtft.elastic.leader.storage import StorageWatch
 
 EXPORT_FAILURES = 3
-"""Failed exports of the last step after which the job ends with an error."""
+"""Number of failed exports of the last step after which the job ends with an error."""
 
 
 class Shutdown:
@@ -47,9 +47,11 @@ class Shutdown:
         self._result = ""
 
     def stop(self) -> None:
-        """Stops the job at a step boundary common to all trainers.
+        """Stops the job; trainers that run stop after the same step.
 
-        If no trainer runs and storage has the newest commit, the job ends at once.
+        If hosts are missing, the job ends once the remaining hosts have exported the
+        newest commit, if they can. If no trainer runs and storage has the newest
+        commit, the job ends at once.
         """
         if self._rendezvous.phase in ("idle", "waiting", "storage"):
             self._stop_with_hosts_missing()
@@ -62,7 +64,8 @@ class Shutdown:
             self._rendezvous.coordinator.stopping = True
 
     def fail(self, message: str, code: int = 1) -> None:
-        """Ends the job with an error, once the last good step is in storage."""
+        """Ends the job with an error; first the hosts export the newest commit, if they
+        hold all of it and storage lacks it."""
         self._error = message, code
         self._stop_with_hosts_missing()
 
@@ -112,13 +115,17 @@ class Shutdown:
             self.end("error", message, step=stored, code=code)
 
     def exported(self) -> None:
-        """Handles the end of an export."""
+        """Handles the end of an export: ends the job if this was its last export."""
         if self._rescuing:
             self._end_with_what_is_stored()
         self.conclude()
 
     def conclude(self) -> None:
-        """Ends the job once the last step is finished, committed and in storage."""
+        """Ends the job once every slot has finished and storage has the last step.
+
+        Orders the export of that step. After `EXPORT_FAILURES` failed exports, the job
+        ends with an error.
+        """
         round_, coordinator = self._rendezvous.current, self._rendezvous.coordinator
         if round_ is None or round_.assignment is None or self._rendezvous.frozen:
             return
@@ -141,8 +148,8 @@ class Shutdown:
             self.end("error", f"step {last} could not be written to storage", last)
 
     def _stands_uncommitted(self, coordinator: CommitCoordinator, last: int) -> bool:
-        """Whether the last step is complete in memory and the store has been away for
-        long."""
+        """Whether the last step is complete in memory, but the store has not answered
+        for two leases since the trainers finished."""
         patience_s = 2 * self._config.timeouts.lease
         return (
             coordinator.pending is not None
@@ -162,7 +169,10 @@ class Shutdown:
             self.end("done", step=last)
 
     def result_without_store(self) -> str:
-        """The result of an ended job, if the store did not take it in time; else ""."""
+        """The result of an ended job as JSON, if the store did not record it in time.
+
+        "" otherwise, and while a host that would miss the result is not connected.
+        """
         late = self._loop.now() > self._ended_at + 2 * self._config.timeouts.lease
         if not late or not self._records.away:
             return ""
@@ -174,7 +184,10 @@ class Shutdown:
         return "" if missing else self._result
 
     def end(self, status: str, message: str = "", step: int = 0, code: int = 0) -> None:
-        """Has the job's result recorded, once; every agent then ends with `code`."""
+        """Has the job's result recorded, once; every agent then ends with exit `code`.
+
+        A `code` of 0 becomes 1 if `status` is "error".
+        """
         if self._rendezvous.frozen:
             return
         self._rendezvous.frozen = True

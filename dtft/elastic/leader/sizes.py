@@ -17,11 +17,12 @@ from dtft.elastic.leader.events import Journal
 from dtft.elastic.leader.records import Records
 
 FAILURES = 2
-"""Failed formations of a new size after which that size is given up."""
+"""Number of failed formations with a new number of slots, after which the job no longer
+tries that number."""
 
 
 class JobSizes:
-    """The sizes that the job may have now. Used by the leader's event loop."""
+    """The numbers of slots that the job may have. Used by the leader's event loop."""
 
     def __init__(self, config: AgentConfig, records: Records, journal: Journal) -> None:
         """Starts with no failed size."""
@@ -31,7 +32,8 @@ class JobSizes:
         self._asked_before = 0
 
     def formed(self, assignment: SlotAssignment) -> None:
-        """Takes the requested size from the newest assignment."""
+        """Takes the requested number of slots from the newest assignment, in case the
+        store has lost the request."""
         self._asked_before = assignment.asked_slots
 
     @property
@@ -52,7 +54,7 @@ class JobSizes:
         return len(commits[0].holders) if commits else 0
 
     def choose(self, available: int, layout: Layout | None) -> int:
-        """The slots of the next formation; more than `available` means to wait.
+        """The number of slots of the next formation; above `available`: the job waits.
 
         Args:
             available: the number of hosts that can be given a slot.
@@ -78,7 +80,8 @@ class JobSizes:
                 self.give_up(chosen, str(error))
 
     def forewarn(self, layout: Layout) -> None:
-        """Reports at once if `min_replicas` cannot be kept."""
+        """Prints a warning if the job cannot have `min_replicas` replicas, so that it
+        will wait when a host is lost."""
         limits = self._config.sizes
         if limits.min_replicas:
             try:
@@ -90,32 +93,36 @@ class JobSizes:
                 )
 
     def _known(self, groups: ReplicaGroups) -> set[int]:
-        """Sizes that need no check: running, committed or already given up."""
+        """Numbers of slots that need no check: of the running job, of the newest commit
+        or excluded already."""
         return {groups.slots, self.committed, *self._unfit}
 
     def is_new(self, assignment: SlotAssignment | None) -> bool:
-        """Whether no step was committed yet in the size of an assignment."""
+        """Whether the newest commit has another number of slots than `assignment`.
+
+        False without a commit or an assignment.
+        """
         size = len(assignment.slots) if assignment else 0
         return bool(size and self.committed) and size != self.committed
 
     def failed(self, assignment: SlotAssignment, why: str) -> None:
-        """Counts a failed formation; after `FAILURES` gives up its size."""
+        """Counts a failed formation; after `FAILURES` gives up its number of slots."""
         size = len(assignment.slots)
         self._failures[size] = self._failures.get(size, 0) + 1
         if self._failures[size] >= FAILURES:
             self.give_up(size, why)
 
     def give_up(self, slots: int, why: str) -> None:
-        """Gives up a size until a user requests it again."""
+        """Excludes a number of slots until a user requests it again; prints `why`."""
         if slots not in self._unfit:
             self._unfit[slots] = why
             self._journal.say(f"the job cannot train on {slots} hosts: {why}")
 
     def why_not(self, slots: int) -> str:
-        """Why a size was given up; "" if it was not."""
+        """Why a number of slots was excluded by `give_up`; "" if it was not."""
         return self._unfit.get(slots, "")
 
     def asked_for(self, size: WantedSize) -> None:
-        """Makes a requested size eligible again, despite earlier failures."""
+        """Allows a number of slots again, because a user has requested it."""
         self._unfit.pop(size.slots, None)
         self._failures.pop(size.slots, None)

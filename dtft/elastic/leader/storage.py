@@ -75,7 +75,12 @@ class StorageHealth:
         self._begun = step, now
 
     def failed(self, step: int, host: str, error: str, now: float) -> str | None:
-        """Records a failed export; returns the message to print, None for none."""
+        """Records a failed export.
+
+        Returns:
+            A message at the first, second, fourth, eighth ... failure in a row, else
+            None.
+        """
         self._begun = None
         self._failures += 1
         pause = min(FIRST_PAUSE_S * 2 ** min(self._failures - 1, 16), LONGEST_PAUSE_S)
@@ -102,7 +107,10 @@ class StorageHealth:
         )
 
     def overdue(self, due: int, now: float) -> str | None:
-        """The message when a step is due during a slow export; None for no message."""
+        """The message when step `due` is due during an export of `SLOW_S` or longer.
+
+        Returned once for each slow export, otherwise None.
+        """
         if self._begun is None:
             return None
         step, since = self._begun
@@ -155,7 +163,8 @@ class StorageWatch:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The steps of the last listing and the steps written since."""
+        """The steps of the last listing (none if it failed), and the steps written
+        since that listing began."""
         return tuple(sorted(self._known | self._written))
 
     @property
@@ -208,9 +217,9 @@ class StorageWatch:
 
 
 def newest_stored(directory: Path, limit_s: float = PATIENCE_S) -> int:
-    """The newest step that storage shows within `limit_s` seconds, 0 for none.
+    """The newest step in storage; 0 if storage holds none or does not answer in time.
 
-    For commands, which have no event loop.
+    For commands, which have no event loop. `limit_s` is the deadline in seconds.
     """
     found: queue.SimpleQueue[int] = queue.SimpleQueue()
 

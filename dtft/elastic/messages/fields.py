@@ -170,7 +170,10 @@ _known_commit = functools.lru_cache(maxsize=4)(Commit.from_json)
 
 @functools.lru_cache(maxsize=4)
 def _readable(value: str) -> bool:
-    """Whether a text is a layout that can be parsed and divided into slices."""
+    """Whether a text is a layout that can be parsed and divided into slices.
+
+    Its slots must be numbered from 0 without gaps.
+    """
     try:
         read = known_layout(value)
         sizes = [piece.nbytes for piece in read.slices(0)]

@@ -231,7 +231,10 @@ def misfit(
     slots: Mapping[str, int],
     layout: Layout | None,
 ) -> str | None:
-    """Checks a valid report against the current formation; returns an error or None.
+    """Checks a report, whose fields are valid, against the current formation.
+
+    Returns the first error in words, or None: slot, layout and number of digests must
+    be those of the reporting host.
 
     Args:
         host: the reporting host.

@@ -449,7 +449,9 @@ class EtcdStore:
 
         Raises:
             OSError: the login had no reply by `end`; the request was not sent.
-            StoreRefused: the member refuses user and password.
+            StoreRefused: the member refuses user and password, or the password cannot
+                be read from its file.
+            _Elsewhere: the member gave no token.
         """
         if not self._address.user:
             return _HEADERS
@@ -478,7 +480,14 @@ class EtcdStore:
         return str(reply["token"])
 
     def _connection(self, endpoint: tuple[str, int], operation: str) -> Connection:
-        """Returns this thread's connection to a member, which may not be open yet."""
+        """Returns this thread's connection to a member, which may not be open yet.
+
+        Closes the thread's connection to another member, and connections of ended
+        threads.
+
+        Raises:
+            StoreUnavailable: this client is closed.
+        """
         with self._lock:
             if self._closed:
                 raise StoreUnavailable(
@@ -535,7 +544,11 @@ class EtcdStore:
     ) -> Generator[tuple[Events, int], None, None]:
         """Yields a watch's batches from one member, each with the next start revision.
 
-        Ends without an error if calls now use another member first.
+        Ends without an error when the watch is stopped, after a `Resync`, after
+        `_QUIET_S` seconds without bytes, and if calls now use another member first.
+
+        Raises:
+            StoreUnavailable, OSError, ValueError: the connection or the watch failed.
         """
         create = prefix_range(self._below + prefix) | {"progress_notify": True}
         body = {"create_request": create | {"start_revision": str(position)}}
@@ -600,7 +613,13 @@ class EtcdStore:
     def _lost_history(
         self, prefix: str, position: int, result: dict[str, Any]
     ) -> Resync | None:
-        """Returns a full listing if the store lacks events from `position` on."""
+        """Returns a full listing if the store lacks events from revision `position` on,
+        else None.
+
+        Raises:
+            StoreUnavailable: the store canceled the watch for another reason, or the
+                keys cannot be listed.
+        """
         revision = int(result["header"].get("revision", 0))
         if result.get("canceled"):
             if "compact_revision" not in result:

@@ -154,6 +154,9 @@ def may_answer_elsewhere(reply: Mapping[str, Any]) -> bool:
 def refusal(said: str, reply: Mapping[str, Any]) -> Exception:
     """Makes the exception for an error reply.
 
+    StoreRefused, LeaseGone or StoreFull for these causes, ValueError for another
+    invalid request, otherwise StoreUnavailable.
+
     Args:
         said: beginning of the error's text: store and operation.
         reply: error reply to a call, or error message of a watch.

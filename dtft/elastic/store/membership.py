@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 PERIOD_BYTES = 512 << 10
 PERIOD_WRITES = 500
-"""Writes of one compaction period, which also ends after `PERIOD_BYTES` bytes."""
+"""Number of writes between two compactions of a private store. A compaction is also
+due after `PERIOD_BYTES` written bytes."""
 RECLAIM_PAUSE_S = 5.0
 FULL_PAUSE_S = 60.0
 """Seconds between two messages that a shared store is full."""
@@ -125,7 +126,7 @@ class Membership:
 
     Attributes:
         record: this host's record in the store.
-        view: the newest view.
+        view: the newest view (the job's records in the store at one moment).
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class Membership:
             record: this host's record; its incarnation names the agent process.
             lease_s: seconds without a renewal after which the lease expires.
             loop: the agent's event loop.
-            on_view: called with every newer view.
+            on_view: called with each view that is not older than the last.
             on_lapse: called when the lease has expired, so other hosts may treat this
                 host as dead. The host registers again without further calls.
             on_store: called with False when the store stops answering, with True when
@@ -206,6 +207,8 @@ class Membership:
 
     def _register(self, record: HostRecord) -> int:
         """Grants a lease and writes the record with that lease; blocks.
+
+        First writes the era and the keys of `claims`, each if it is absent.
 
         Returns:
             The id of the lease.
@@ -303,7 +306,11 @@ class Membership:
     # ---------------------------------------------------------------- the view
 
     def _changed(self, pairs: Pairs, revision: int) -> None:
-        """Parses the job's keys; calls `on_view` unless the view is older."""
+        """Parses the job's keys into a view and calls `on_view`.
+
+        A view that is older than the last means that the store has lost data; then a
+        new era is written instead.
+        """
         if self._stopped:
             return
         view = self._reader.view(pairs.values(), revision)
@@ -381,10 +388,11 @@ class Membership:
             _only_logged(outcome)
 
     def let_go(self, term: View) -> None:
-        """Gives up the leader key of a term, but not the registration, without waiting.
+        """Gives up the leader key, but not the registration, without waiting.
 
-        Deletes the key and registers this host under a new lease. If the store does not
-        answer the delete, the key disappears when its old lease expires.
+        `term` is a view in which this host holds the key. Deletes the key and registers
+        this host under a new lease. If the store does not answer the delete, the key
+        disappears when its old lease expires.
         """
         self._lease, self._due = 0, 0.0
         mine = self._fence(term)
@@ -410,7 +418,7 @@ class Membership:
         """Applies changes if the leader key and the era are those of `view`; blocks.
 
         Returns:
-            Whether the changes were applied.
+            Whether the changes were applied; False also if `view` has no leader.
         """
         if not view.leader_revision:
             return False  # an absent key has revision 0 and would match

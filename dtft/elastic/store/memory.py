@@ -230,7 +230,11 @@ class MemoryStore:
         return [self._pairs[key][0] for key in keys]
 
     def _since(self, prefix: str, position: int) -> tuple[Events, int]:
-        """Returns the events from revision `position` on, and the next position."""
+        """Returns the events from revision `position` on, and the next position.
+
+        A `Resync` replaces the events if some were dropped. There are none while the
+        store is unavailable.
+        """
         if self._down:
             return [], position
         self._expire()

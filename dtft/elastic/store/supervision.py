@@ -247,7 +247,8 @@ class Supervisor:
 
     @property
     def serving(self) -> bool:
-        """Whether etcd runs and has answered a recent health check."""
+        """Whether etcd runs, and its health checks have been unanswered for less than
+        2 s. So an etcd that has just started counts as serving."""
         seen = self._prober.seen(time.monotonic())
         return seen.running and seen.silent_s < 2 * Prober.ASK_S
 

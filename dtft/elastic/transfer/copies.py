@@ -22,20 +22,22 @@ logger = logging.getLogger(__name__)
 
 
 class Copies:
-    """This host's holders of copies; `holder` is None until a layout is known."""
+    """This host's holders of copies over all formations. A holder (`ReplicaStore`) has
+    the copies for one layout and slot."""
 
     def __init__(self, config: AgentConfig) -> None:
         """Reserves no memory yet."""
         self._config = config
         self.holder: ReplicaStore | None = None
-        """Holder of the newest formation."""
+        """Holder of the newest formation; None until the layout is known."""
         self._shares: dict[ReplicaStore, Shares] = {}
         self.former: tuple[ReplicaStore, ...] = ()
         """Holders of former formations that the last commit may need."""
         self._reserve: Arena | None = None
         self._placed: dict[ReplicaStore, tuple[str, ...]] = {}
         self.epoch: tuple[int, int] = (0, 0)
-        """Epoch of the newest order; a restore for an older order may still run."""
+        """(generation, attempt) of the newest order. A restore for an older order may
+        still run; its `hold` then raises OSError."""
         self._lock = threading.Lock()  # an abandoned restore may still call `hold`
 
     def hold(
@@ -46,15 +48,16 @@ class Copies:
         keep: int | None = None,
         epoch: tuple[int, int] | None = None,
     ) -> ReplicaStore:
-        """Makes the holder for a layout and slot; keeps the arena if both are the same.
+        """Returns the holder for a layout, slot and domains; makes one if none exists.
 
         Args:
             layout: the layout of the formation.
             slot: this host's slot.
             domains: per slot the failure domain by which copies are placed; empty if
                 every slot is its own domain.
-            keep: the step to restore: other holders with parts of this step stay
-                until `committed`. None: other holders are closed.
+            keep: the step to restore: other holders with copies of this step stay
+                until `committed`, without later steps. The rest are closed, or all
+                others if this is None.
             epoch: the epoch of the order that needs the holder; by default the newest.
 
         Raises:
@@ -109,7 +112,11 @@ class Copies:
         )
 
     def share(self, turn: int) -> bytes:
-        """Packed flags of the own slices copied at a turn; empty if all are copied."""
+        """Which own slices this host copies at a turn (number of the staged step).
+
+        Returns:
+            A flag per own slice, from `pack_flags`; b"" if all are copied.
+        """
         holder = self.holder
         assert holder is not None
         if self._config.share == "full":
@@ -132,16 +139,20 @@ class Copies:
         return [it for it in (self.holder, *self.former) if it is not None]
 
     def holding(self, step: int, slot: int | None = None) -> ReplicaStore | None:
-        """The holder with a step, preferably of `slot`; otherwise the newest holder."""
+        """A holder with copies of `step`, preferably of `slot`.
+
+        If there is none, the newest holder, which is None before the first layout.
+        """
         having = [it for it in self.holders() if step in it.steps()]
         fit = [it for it in having if it.slot == slot]
         return next(iter([*fit, *having]), self.holder)
 
     def expect(self, layout: Layout, domains: Sequence[str] = ()) -> None:
-        """Reserves memory for a slot of this layout; blocks for long.
+        """Reserves memory for a slot of this layout; blocks until it is allocated.
 
         A spare host then takes a slot without this delay. Slots need about equal
-        memory; a slot that needs more than the reserve allocates new memory.
+        memory; a slot that needs more than the reserve allocates new memory. Does
+        nothing if there is a holder or a reserve already.
 
         Raises:
             OSError: not enough memory; names bytes needed and available.

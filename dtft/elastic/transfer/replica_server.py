@@ -28,7 +28,7 @@ def cut_out(slices: Sequence[Parts], spans: object) -> list[Parts]:
     """Cuts the requested byte span out of each slice.
 
     Raises:
-        WireError: the spans are not inside the slices.
+        WireError: `spans` is not one (start, stop) per slice, inside the slice.
     """
     found = list(spans) if isinstance(spans, list | tuple) else []
     if len(found) != len(slices):
@@ -69,7 +69,7 @@ class Inbox:
     epoch: Callable[[], Epoch]
     holder: Callable[[], ReplicaStore | None]
     held: Callable[[int, int, str], None]
-    """Called with (step, source slot, root digest) when a push was verified, once."""
+    """Called once for each verified push, with (step, source slot, root digest)."""
     nixl: Nixl | None = None
     """Lends memory to peers that fetch with NIXL."""
     former: Callable[[], Sequence[ReplicaStore]] = tuple
@@ -135,7 +135,12 @@ def _epoch(value: object) -> Epoch:
 
 
 def _receive_push(channel: Channel, inbox: Inbox) -> bool:
-    """Receives one push; returns whether the peer must not repeat the push."""
+    """Receives one push.
+
+    Returns:
+        True if the peer need not repeat the push: its copy is held here, or its epoch
+        is older than this host's.
+    """
     header, _ = channel.receive(86400, no_payload, max_header=MAX_DATA_HEADER)
     push = _Announced.read(header)
     holder = inbox.holder()

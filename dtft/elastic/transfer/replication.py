@@ -41,7 +41,10 @@ class Pusher:
         epoch: Epoch,
         deadline_s: float,
     ) -> None:
-        """Starts the thread; the connection is made with the first step."""
+        """Starts the thread; the connection is made with the first step.
+
+        A step that has not arrived after `deadline_s` seconds is given up.
+        """
         self._holder, self._push, self._address = holder, push, address
         self.target = push.target
         self._credentials, self._epoch = credentials, epoch
@@ -82,7 +85,8 @@ class Pusher:
             self._channel.close()
 
     def _try(self, step: int, deadline: float) -> bool:
-        """Sends one step; False if the send must be tried again."""
+        """Sends one step. Returns False if the send failed and may be tried again, True
+        if it succeeded or the step was dropped here."""
         try:
             return self._send(step, deadline)
         except KeyError:
@@ -125,9 +129,10 @@ class Pusher:
 
 
 def share_pace(pushers: Sequence[Pusher], limit_s: float) -> PushPace:
-    """Limits the common rate of pushers that have not sent yet; returns the pace.
+    """Makes pushers share one limit of their rate, before their first step.
 
-    A snapshot's pushes arrive within `limit_s` seconds at that rate.
+    Returns the pace, which sets the limit at each snapshot; at first there is none.
+    `limit_s` is the deadline of a push in seconds.
     """
     pace = PushPace(sum(pusher.nbytes for pusher in pushers), limit_s)
     for pusher in pushers:

@@ -69,7 +69,11 @@ class FetchOrder:
     """Digests by key of committed slices."""
 
     def regions(self, memory: Mapping[str, Parts]) -> dict[Slice, list[Region]]:
-        """Committed slice to its regions, for the regions of new slices in `memory`."""
+        """Maps each committed slice to the regions that are copied from it.
+
+        A region is a piece of a committed slice that becomes a piece of a new slice.
+        Regions of new slices whose key is not in `memory` are left out.
+        """
         found: dict[Slice, list[Region]] = {}
         for entry in self.transfer.get("regions", ()):
             region = Region(**{name: _slice(entry[name]) for name in entry})
@@ -100,8 +104,8 @@ def restore_copies(
     """Allocates memory for the slot of a leader's order and restores the slot.
 
     Returns:
-        The result of `restore_into`; or `fatal`, the reason why memory could not be
-        allocated.
+        The result of `restore_into`; or `fatal`, the reason: memory could not be
+        allocated, or a newer order has arrived.
     """
     layout, step = Layout.from_json(order["layout"]), order["step"]
     try:
@@ -172,7 +176,12 @@ def _restore(
     nixl: Nixl | None,
     former: Sequence[ReplicaStore],
 ) -> int:
-    """Makes the step of `order` the only step in `holder`; returns bytes fetched."""
+    """Makes the step of `order` the only step in `holder`; returns bytes fetched.
+
+    Raises:
+        FetchFailed: a fetch failed, an own copy is corrupt, or a slice was assembled
+            with other digests than the commit's.
+    """
     step, digests = order["step"], order["digests"]
     missing = holder.begin_restore(step, digests, order["items"], order["read"])
     missing = _adopt(holder, order, missing, former)
@@ -355,7 +364,8 @@ def bring(
 
 
 def _whole(order: FetchOrder, memory: Mapping[str, Parts]) -> list[str]:
-    """Keys of the whole slices that an order names for `memory`."""
+    """Keys in `memory` of the slices that an order fetches whole: those in `keys`, and
+    those whose only region is a whole committed slice."""
     keys = [key for key in order.transfer.get("keys", ()) if key in memory]
     return keys + [old.key for old, them in order.regions(memory).items() if _one(them)]
 
@@ -372,7 +382,8 @@ def _asks(order: FetchOrder, memory: Mapping[str, Parts]) -> bool:
 def _flat(
     orders: Sequence[FetchOrder], memory: Mapping[str, Parts]
 ) -> dict[str, Parts]:
-    """The memory of the slices; contiguous for each slice assembled from regions."""
+    """`memory`, with a contiguous buffer for each slice that is assembled from regions
+    and has several buffers."""
     flat = dict(memory)
     for order in orders:
         for regions in order.regions(memory).values():
@@ -388,7 +399,11 @@ def _take_own(
     holders: Sequence[ReplicaStore],
     chunk: int,
 ) -> None:
-    """Copies regions from this host's own copies, after verifying their chunks."""
+    """Copies regions from this host's own copies, after verifying their chunks.
+
+    Raises:
+        FetchFailed: a copy is missing or corrupt.
+    """
     step, host = order.step, order.transfer["host"]
     for old, regions in order.regions(memory).items():
         try:

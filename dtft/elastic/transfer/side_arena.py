@@ -23,7 +23,8 @@ Bring = Callable[[Mapping[Slice, Parts]], int]
 
 
 class SideArena:
-    """Holds at most one arena, in addition to the arenas of a host's copies."""
+    """Holds at most one arena, with the slices of a step under other shardings, in
+    addition to the arenas of a host's copies."""
 
     def __init__(self, directory: Path) -> None:
         """Reserves no memory yet; arenas will lie in `directory`."""
@@ -33,7 +34,7 @@ class SideArena:
     def fill(
         self, layout: Layout, slot: int, chunk_bytes: int, bring: Bring
     ) -> dict[str, Any]:
-        """Allocates an arena and fills it with the slices of a slot.
+        """Frees the former arena; allocates another and fills it with a slot's slices.
 
         Args:
             layout: the wanted layout of the step.
@@ -47,6 +48,7 @@ class SideArena:
 
         Raises:
             OSError: not enough memory; names bytes needed and available.
+            FetchFailed: `bring` could not fetch or verify a slice.
         """
         self.free()
         chunks = Chunks.of(layout.slices(slot), chunk_bytes)

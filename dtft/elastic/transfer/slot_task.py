@@ -20,11 +20,13 @@ class SlotTask:
 
     order: dict[str, Any]
     restored: dict[str, Any] | None = None
-    """Outcome of the restore from memory; None while the restore runs."""
+    """Outcome of the restore (see `restore_into`) once it has succeeded; None before.
+    All zeros if nothing is restored from memory."""
     announced: bool = False
     """Whether the trainer's layout was accepted."""
     turn: int = 0
-    """Number of staged steps; equal on all hosts, which take turns in copying."""
+    """Number of steps staged under this order. Equal on all hosts, which take turns in
+    copying slices."""
     _pushers: list[Pusher] = field(default_factory=list)
     _pace: PushPace | None = None
 

@@ -30,7 +30,7 @@ from dtft.parallel.row_assignment import Sharing
 # for shares begins again.
 
 ITEM = "balance"
-"""Key of the balance among the items of a checkpoint that are not arrays."""
+"""Key of shares and measured times among the checkpoint items that are not arrays."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,10 @@ def node_names(hosts_of: Sequence[Sequence[str]]) -> tuple[str, ...]:
 
 
 def to_items(balance: Balance[Counts], names: Sequence[str]) -> dict[str, Any]:
-    """Converts a balance to checkpoint items, as JSON that `begin_balance` reads."""
+    """Converts shares and measured times to a checkpoint item for `begin_balance`.
+
+    `names` has the name of each node. The item contains only values that JSON can hold.
+    """
     recorded = {
         "policy": balance.rules.policy,
         "nodes": list(names),
@@ -87,9 +90,11 @@ def begin_balance(
 ) -> Begin:
     """Makes the shares with which a run begins, from the items of a checkpoint.
 
-    Recorded shares are used again if the number of nodes is the same and no share is
-    above its cap. Otherwise the policy `exact` takes the best shares for the measured
-    times, if the times of any node are known. In all other cases shares are equal.
+    Shares are equal and all nodes unknown if the checkpoint has no record, or a record
+    of another number of microbatches. Otherwise the recorded shares are used again if
+    the number of nodes is the same and no share is above its cap. If they do not fit,
+    the policy `exact` takes the best shares for the measured times, provided that the
+    times of any node are known. In all other cases shares are equal.
 
     Args:
         rules: the rules of this run.
@@ -158,12 +163,13 @@ def _fit(shares: Counts, work: Microbatches) -> bool:
 
 BALANCE_FILE = "balance.jsonl"
 SHOWN = 8
-"""Largest number of nodes for which a line lists the value of each node."""
+"""Largest number of nodes for which a log line lists the value of each node; for more
+nodes it has the least, median and largest value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Seconds of timed and of other steps in a round, measured in one process."""
+    """Seconds of timed and untimed steps in a round, measured in one process."""
 
     step_s: float | None
     """Mean seconds of a step that was not timed; None if all steps were timed."""
@@ -183,7 +189,10 @@ class Cost:
 
 
 class BalanceLog:
-    """Prints lines and appends records to `balance.jsonl`, in the leading process."""
+    """Prints a line and appends a record to `balance.jsonl` for each event.
+
+    Only the leading process does so. A failed write prints a warning.
+    """
 
     def __init__(
         self,
@@ -239,7 +248,7 @@ class BalanceLog:
             before: the balance during the round.
             after: the balance for the next round.
             busy_s: seconds of local work in the timed steps, `[steps, nodes]`.
-            cost: the cost of timing.
+            cost: seconds of timed and untimed steps.
         """
         judged = after.judgement
         assert judged is not None
@@ -276,7 +285,7 @@ class BalanceLog:
 
 
 def begin_line(step: int, begin: Begin, sharing: Sharing) -> str:
-    """A line with the first shares of a run and their origin."""
+    """A line with the first shares of a run and whether a checkpoint recorded them."""
     why = f"recorded at step {step}" if begin.is_recorded else "to begin with"
     new = ""
     if step and begin.unknown:
@@ -297,7 +306,8 @@ def round_line(
     cost: Cost,
     names: Sequence[str],
 ) -> str:
-    """A line with the shares and waits of a round, and the next shares."""
+    """A line with the shares of a round, each node's mean milliseconds of waiting for
+    the slowest node, and the shares of the next round or the reason to keep them."""
     judged = after.judgement
     assert judged is not None
     longest = float(busy_s.max(1).mean())

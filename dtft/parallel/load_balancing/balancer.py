@@ -46,7 +46,10 @@ class Timing(Protocol):
 
 
 class Balancer:
-    """Runs the steps of `load_balanced_step`, and changes the shares after rounds."""
+    """Runs the steps of `load_balanced_step`, and changes the shares after rounds.
+
+    A round is `BalanceConfig.every` steps, the last of which are timed.
+    """
 
     def __init__(
         self,
@@ -71,7 +74,8 @@ class Balancer:
         self.feed = SharedFeed(source, train_step, begin.balance.division.tolist())
         """Feed that makes the batches with the current shares."""
         self.items: dict[str, Any] = balance_log.to_items(begin.balance, names)
-        """Checkpoint items that record the balance after the newest step."""
+        """Checkpoint items with the current shares and measured times, as of the end of
+        the last round."""
         self._timed: list[TimedStep] = []
         self._free: tuple[int, float] | None = None
         self._untimed_s: float | None = None
@@ -79,7 +83,8 @@ class Balancer:
 
     @property
     def balance(self) -> Balance[Counts]:
-        """The current shares and the speed estimates of the replicas."""
+        """The current shares, and the times from which the speeds of replicas are
+        estimated."""
         return self._balance
 
     def step(self, state: State, batch: Arrays) -> tuple[State, Metrics]:
@@ -93,9 +98,10 @@ class Balancer:
         return self._next(state, batch)
 
     def _first(self, state: State, batch: Arrays) -> tuple[State, Metrics]:
-        """Runs this process's first step, after it compiles timed steps and gathers.
+        """Compiles the programs of timed steps, then runs this process's first step.
 
-        So the times of timed steps do not include compilation.
+        The gathers of times are also run once before. So the times of timed steps do
+        not include compilation.
         """
         self._timing.prepare(batch)
         for columns in (self._config.probes, len(self._names)):
@@ -132,7 +138,7 @@ class Balancer:
         self._timed = []
 
     def _gathered(self) -> np.ndarray:
-        """Gathers the seconds of local work, `[timed steps, replicas]`.
+        """Gathers the seconds of each replica's local work, `[timed steps, replicas]`.
 
         The result is the same in all processes. The first round after a restart may
         have fewer timed steps.

@@ -48,7 +48,8 @@ class SharedGradients:
     model: FunctionalModel
     mesh: Mesh
     sharing: Sharing
-    """The division of a batch into microbatches, and the limit of a share."""
+    """The division of a batch into microbatches, and the most that a replica can
+    take."""
 
     def __call__(self, state: State, batch: dict[str, jax.Array]) -> Means:
         """Returns the means over all microbatches of the step."""
@@ -279,7 +280,10 @@ class TimedStep:
 
 
 class Probe:
-    """Runs timed steps, and keeps their compiled programs."""
+    """Runs timed steps, each as three programs: local sums, reduction and update.
+
+    The compiled programs are kept.
+    """
 
     def __init__(self, train_step: TrainStep) -> None:
         """Jits the three programs of a timed step; compiles nothing yet.
@@ -317,7 +321,10 @@ class Probe:
 
     @property
     def programs(self) -> tuple[Any, Any, Any]:
-        """The compiled programs of sums, reduction and update; needs `prepare`."""
+        """The compiled programs of local sums, reduction and update.
+
+        `prepare` must be called before; else AssertionError.
+        """
         assert self._compiled is not None
         return self._compiled
 
@@ -347,7 +354,7 @@ class Probe:
         return state, metrics, TimedStep(began=began, ended=ended, busy_s=busy)
 
     def _until_ready(self, made: Any, began: float) -> tuple[float, ...]:
-        """Waits for each of this process's replicas at the same time, in threads.
+        """Waits for the results of each of this process's replicas, at the same time.
 
         Args:
             made: results of a program.
@@ -376,7 +383,7 @@ class Probe:
 
 
 def own_replicas(mesh: Mesh) -> tuple[int, ...]:
-    """The numbers of the replicas that have devices of this process."""
+    """The numbers of the replicas with at least one device of this process."""
     here = jax.process_index()
     return tuple(
         replica

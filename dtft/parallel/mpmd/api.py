@@ -140,20 +140,22 @@ class PlacedStep:
     microbatches: int
     """Number of microbatches in a batch."""
     order: CallOrder = field(repr=False)
-    """The tasks of each node in order, with their expected start times."""
+    """The tasks of each node (calls of programs, each for one microbatch) in order,
+    with their expected start times."""
     deadline_s: float
     """Longest duration of a step in seconds, including compilation."""
     _feed: PlacedFeed = field(repr=False)
     _optimizer: optax.GradientTransformation = field(repr=False)
     _layout: PlacedLayout = field(repr=False)
     _batch: Any = field(repr=False)
-    """The planned batch, as a tree of ShapeDtypeStructs."""
+    """Tree of ShapeDtypeStructs that every batch must match."""
     _aux: Any = field(repr=False)
     _nodes: Mapping[int, Node] = field(repr=False)
 
     @property
     def transfers(self) -> tuple[NodeTransfer, ...]:
-        """Counts and bytes of arrays that a step sends, by link and kind of array."""
+        """Counts and bytes of arrays that a step sends, by pair of nodes and kind of
+        array."""
         calls = self._feed.gradients.calls.then(self._feed.updating.calls)
         return calls.transfers(self.microbatches)
 
@@ -163,8 +165,8 @@ class PlacedStep:
         return self._layout.homes
 
     def predicted(self, placement: Placement) -> dict[Task, float]:
-        """Start times that a placement predicts for the first microbatch's tasks, in
-        seconds."""
+        """Map from each forward and backward task of the first microbatch to the start
+        time that a placement predicts, in seconds."""
         active = self._feed.gradients.active
         return predicted_starts(placement, self.cut, self.order, active)
 
@@ -182,7 +184,7 @@ class PlacedStep:
         return self._layout.copied({"params": params, "opt_state": opt_state})
 
     def moved(self, state: State) -> State:
-        """Copies a state from another placement of the loss to the devices of this one.
+        """Copies a state of another placed step of the loss to this step's devices.
 
         This allows a change of the placement during a run. Both placed steps must have
         the same optimizer.
@@ -204,7 +206,8 @@ class PlacedStep:
             ValueError: state or batch has another tree, shape (rows too) or dtype than
                 planned, the state was donated before, or the state is on the devices of
                 another placement. The message names the path.
-            TimeoutError: a node waited until the deadline; the message names the array.
+            TimeoutError: a node waited for an array until the deadline, and the message
+                names the array; or a node still computed 5 s after the deadline.
         """
         after, value, _ = self._step(state, batch, measure=False)
         return after, value
@@ -212,8 +215,8 @@ class PlacedStep:
     def measured(self, state: State, batch: Any) -> tuple[State, Any, StepTimeline]:
         """Runs a step as `step` does, and times its tasks.
 
-        On each node a task ends before the next one begins, which makes the step
-        slower. Returns also the timeline.
+        On each node a task ends before the next task begins, which makes the step
+        slower. Returns the new state, the results of the loss, and the timeline.
         """
         return self._step(state, batch, measure=True)
 
@@ -236,7 +239,8 @@ class PlacedStep:
     def run_node(
         self, node: int, state: State, batch: Any, exchange: Exchange
     ) -> tuple[State, list[Span]]:
-        """Runs and times one node's part of a step, in a process of that node.
+        """Runs and times one node's tasks of a step, in a process that has only this
+        node.
 
         Args:
             node: number of the node.

@@ -34,7 +34,8 @@ def device_table(devices: Any) -> dict[Any, Any]:
     The keys are the positions in a sequence, or the keys of a mapping.
 
     Raises:
-        ValueError: the argument is neither, or has a value that is no JAX device.
+        ValueError: the argument is neither a sequence nor a mapping, or has a value
+            that is no JAX device.
     """
     is_row = isinstance(devices, Sequence | np.ndarray) and not isinstance(devices, str)
     if not is_row and not isinstance(devices, Mapping):
@@ -94,8 +95,8 @@ def operator_seconds(seconds: Any, num_operators: int) -> tuple[float, ...]:
     """Converts the seconds of operators to a tuple of floats.
 
     Raises:
-        ValueError: the number of seconds is not `num_operators`, or a value is not
-            allowed.
+        ValueError: the number of seconds is not `num_operators`, or a value is not a
+            finite number of 0 or more.
     """
     found = numbers("seconds", seconds, "each operator; or leave seconds out")
     if len(found) != num_operators:

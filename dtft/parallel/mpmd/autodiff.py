@@ -239,7 +239,7 @@ def _transposable(
 
 
 def struct(atom: Any) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and weak type of a variable or literal of a program."""
+    """ShapeDtypeStruct, with weak type, of a variable or literal of a program."""
     aval = atom.aval
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
@@ -255,10 +255,14 @@ _SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ends:
-    """Makes the calls that are made once in a step."""
+    """Makes the calls that are made once in a step, before or after the microbatches.
+
+    Calls before: send parameters, set sums of gradients to zero. Calls after: add the
+    sums of all nodes, and compute the means of gradients and results.
+    """
 
     like: Mapping[int, jax.ShapeDtypeStruct]
-    """Map from the number of a parameter or result to its shape."""
+    """Map from the number of a parameter or result to its shape and dtype."""
     homes: Mapping[int, int]
     """Map from the number of a parameter to its home node."""
     summing: Mapping[int, Sequence[int]]
@@ -316,7 +320,8 @@ class Ends:
         return calls
 
     def _finish(self) -> list[NodeCall]:
-        """Calls that compute gradients: the sums of all nodes over the total weight."""
+        """Calls that compute gradients: add the nodes' sums, divide by the total
+        weight."""
         calls: list[NodeCall] = []
         for node in self._nodes:
             mine = [n for n in self.homes if self.homes[n] == node]
@@ -393,7 +398,7 @@ class Gradients:
 
     calls: Calls
     active: frozenset[int]
-    """Numbers of the values on a path from a parameter to the loss."""
+    """Numbers of the floating-point values on a path from a parameter to the loss."""
     homes: tuple[int, ...]
     """Home node of each parameter."""
     inputs: tuple[tuple[Key, int], ...]
@@ -423,7 +428,7 @@ def differentiated(cut: Cut, num_params: int, num_microbatches: int) -> Gradient
 
 @dataclass(kw_only=True)
 class _Users:
-    """The segments and nodes that read each value."""
+    """The nodes that read each value, and the segments that make its cotangents."""
 
     by_node: dict[int, dict[int, list[int]]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(list))
@@ -604,8 +609,9 @@ class _Differentiation:
     def _earlier(self, index: int, number: int, node: int) -> Key | None:
         """Key of the sum to which a backward call adds its cotangent of a value.
 
-        None if the call is the node's first backward call with a cotangent of the
-        value. For a parameter the sum is over microbatches, and never None.
+        Returns None if the call is the node's first backward call with a cotangent of
+        the value. For a parameter the key is never None: its sum is over microbatches
+        and begins at zero.
         """
         if number in self._params:
             return Key("sum", number, node)

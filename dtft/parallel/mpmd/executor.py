@@ -33,7 +33,7 @@ class Exchange(Protocol):
         ...
 
     def receive(self, key: Key, deadline: float) -> Any:
-        """Waits for an array that was sent to this node; returns it on its device.
+        """Waits for an array that was sent to this node; the array is on its device.
 
         Raises:
             TimeoutError: the array has not come at the deadline (`time.monotonic()`).
@@ -49,7 +49,7 @@ class Span:
     name: str
     microbatch: int | None
     ready_s: float
-    """Time when the node's previous task ended, so that waiting began."""
+    """Time when the node began to wait for the inputs, after its previous task."""
     start_s: float
     """Time when all inputs were on the device."""
     end_s: float
@@ -159,7 +159,8 @@ def _let_go(task: Task, store: dict[Key, Any], left: Counter[Key]) -> None:
 
 
 class _Clock:
-    """Records the times of tasks; does nothing if `began` is None."""
+    """Waits for arrays and records the times of tasks; does neither if `began` is
+    None."""
 
     def __init__(self, began: float | None) -> None:
         self._began = began
@@ -193,8 +194,8 @@ class _Clock:
 
 
 _GRACE_S = 5.0
-"""Seconds after the deadline in which a node can raise an error with the array that it
-waited for."""
+"""Seconds after the deadline that `Hub.all` waits for the threads of nodes. A node that
+waited for an array then raises an error that names the array."""
 
 
 class Hub:
@@ -222,7 +223,7 @@ class Hub:
 
         Raises:
             TimeoutError: the array was not sent before the deadline.
-            InterruptedError: another node failed.
+            InterruptedError: the work of any node raised an error (see `all`).
         """
         with self._changed:
             self._changed.wait_for(
@@ -301,12 +302,12 @@ class StepTimeline:
 
     @property
     def step_s(self) -> float:
-        """Seconds until the last task ended."""
+        """Seconds from the start of the step to the end of the last task."""
         return max((span.end_s for span in self.spans), default=0.0)
 
     @property
     def busy_s(self) -> dict[int, float]:
-        """Seconds in which each node ran tasks."""
+        """Seconds in which each node ran tasks, by node."""
         return {
             node: sum(s.end_s - s.start_s for s in self.spans if s.node == node)
             for node in self.nodes
@@ -314,7 +315,8 @@ class StepTimeline:
 
     @property
     def wait_s(self) -> dict[int, float]:
-        """Seconds in which each node ran no task, until the end of the step."""
+        """Seconds of the step in which each node ran no task, by node: `step_s` -
+        `busy_s`."""
         return {node: self.step_s - busy for node, busy in self.busy_s.items()}
 
     @property

@@ -25,15 +25,15 @@ def lacking(
     Args:
         fn: any function that JAX can trace.
         *args: trees of arrays or of `jax.ShapeDtypeStruct`.
-        platforms: JAX's names of platforms, or a cluster, whose device types have
-            platforms.
+        platforms: JAX's names of platforms, or a cluster, whose device types name their
+            platforms. The platform `other` of a cluster is skipped.
 
     Returns:
         Map from a platform to the numbers of the operators (as in
         `dtft.planner.trace`). Platforms that can lower all operators are left out.
 
     Raises:
-        ValueError: JAX does not lower for a platform.
+        ValueError: a name is not a platform that JAX lowers for.
 
     >>> import jax.numpy as jnp
     >>> def triangle(x):

@@ -24,7 +24,7 @@ custom_vjp), loops and branches are not divided and stay on one node."""
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Unit:
-    """An equation that is not divided any further."""
+    """An equation that one node computes as a whole, such as an operator or a loop."""
 
     eqn: JaxprEqn
     node: int
@@ -34,12 +34,13 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Segment:
-    """Units that one node computes without waiting for other nodes in between."""
+    """Units (equations) that one node computes without waiting for other nodes in
+    between."""
 
     node: int
     units: tuple[Unit, ...]
     reads: tuple[int, ...]
-    """Numbers of the values from outside that the units read, ascending."""
+    """Numbers of the values that the units read and do not make, ascending."""
     writes: tuple[int, ...]
     """Numbers of the values that other segments or the caller read, ascending."""
 
@@ -59,9 +60,9 @@ class Cut:
     arguments: tuple[int, ...]
     """Numbers of the program's arguments."""
     results: tuple[int | Literal, ...]
-    """Numbers of the program's results; the literal for a constant result."""
+    """For each result of the program the number of its value, or a literal."""
     constants: Mapping[int, Any]
-    """Map from a value's number to the array, for constants of the program."""
+    """Map from the number of each constant of the program to its array."""
     variables: tuple[Var, ...]
     """The variable of each value, by number."""
     whole: Jaxpr
@@ -125,7 +126,10 @@ class _Flat:
         self._made: dict[Var, int] = {}
 
     def known(self, atom: Any) -> Any:
-        """The variable or literal of the flat program for a variable of a body."""
+        """Returns what replaces a variable of an inlined body in the flat program.
+
+        This is a variable or a literal. Other atoms are returned unchanged.
+        """
         return self._known.get(atom, atom) if is_var(atom) else atom
 
     def body(self, jaxpr: Jaxpr, constants: Sequence[Any]) -> None:
@@ -197,7 +201,7 @@ def _count(eqn: JaxprEqn) -> int:
 
 
 def _needed(units: Sequence[Unit], results: Sequence[Any]) -> list[Unit]:
-    """Selects the units that the results depend on, in order."""
+    """Selects the units (equations) that the results depend on, in the order given."""
     wanted = {atom for atom in results if is_var(atom)}
     kept: list[Unit] = []
     for unit in reversed(units):
@@ -208,7 +212,7 @@ def _needed(units: Sequence[Unit], results: Sequence[Any]) -> list[Unit]:
 
 
 class _Cutting:
-    """Groups units into segments."""
+    """Groups units (equations, each with a node) into segments."""
 
     def __init__(self, units: list[Unit], flat: _Flat) -> None:
         self._units, self._flat = units, flat
@@ -267,10 +271,11 @@ class _Cutting:
     def _groups(self) -> list[list[int]]:
         """Groups units into segments, in an order in which segments can run.
 
-        The next segment starts with the ready unit that has the most changes of node
-        after it. The segment takes all units that the unit's node can compute without
-        waiting for other nodes. So a unit that is needed late, such as one that reads
-        labels, joins the segment that needs the unit.
+        The next segment starts with the ready unit (its inputs are made) that has the
+        most changes of node after it (`_changes`). The segment takes all units that the
+        unit's node can compute without waiting for other nodes. So a unit that is
+        needed late, such as one that reads labels, joins the segment that needs the
+        unit.
         """
         waiting = [len(before) for before in self._before]
         ready: dict[int, set[int]] = defaultdict(set)
@@ -300,7 +305,8 @@ class _Cutting:
         return sorted(group)
 
     def _changes(self) -> list[int]:
-        """For each unit the largest number of changes of node on a path to the end."""
+        """For each unit the largest number of changes of node on a path of readers
+        after it."""
         found = [0] * len(self._units)
         for index in range(len(self._units) - 1, -1, -1):
             node = self._units[index].node
@@ -352,7 +358,7 @@ def where(
 
 
 def seconds_of(placement: Placement) -> tuple[float, ...]:
-    """Seconds of each operator's forward pass, by a placement.
+    """Seconds of each operator's forward pass, from the schedule of a placement.
 
     The seconds of a task are divided equally between its operators.
     """
@@ -367,9 +373,9 @@ def seconds_of(placement: Placement) -> tuple[float, ...]:
 def nodes_of_scopes(graph: Graph, table: Mapping[str, int]) -> tuple[int, ...]:
     """Assigns operators to nodes by the `jax.named_scope` that they are in.
 
-    This can divide layers into stages. An operator outside of all scopes gets the node
-    of the operator before it. Operators before the first scope get the node of the
-    first scope.
+    This can divide layers into stages. In nested scopes the innermost scope counts. An
+    operator outside of all scopes gets the node of the operator before it. Operators
+    before the first scope get the node of the first scope.
 
     Args:
         graph: the traced loss (`dtft.planner.trace`).
@@ -416,8 +422,8 @@ def devices_of(placement: Placement, table: Mapping[Any, Any]) -> dict[int, Any]
             type.
 
     Raises:
-        ValueError: a node with operators is not in the table, or no node has a word of
-            the table.
+        ValueError: the table has no device for a node with operators, or has a key
+            that is no number and fits no node.
     """
     found: dict[int, Any] = {}
     words = [_words(placement, node) for node in range(len(placement.nodes))]
@@ -458,7 +464,8 @@ def check_microbatches(placement: Placement, microbatches: int) -> None:
 
 
 def _words(placement: Placement, node: int) -> tuple[str, ...]:
-    """Words for a node: its name, type, first part of the type, and platforms."""
+    """Names of a node in a device table: its name, type, first part of the type,
+    platforms."""
     kind = placement.types[node]
     platforms = _platforms(placement, node)
     return (placement.nodes[node], kind, kind.split("-")[0], *platforms)

@@ -1,4 +1,4 @@
-"""The calls of nodes in a placed step, the arrays that nodes send, and the order.
+"""The calls of nodes in a placed step, their order, and the arrays that nodes send.
 
 Calls are plain values. The order is computed before the step runs.
 """
@@ -66,7 +66,9 @@ class NodeCall:
     node: int
     phase: Phase
     segment: int = 0
-    """Number of the segment, of the loss or of the optimizer's program."""
+    """Number of the segment of the loss (phases `forward`, `backward`) or of the
+    optimizer's program (`update`). In other phases it distinguishes calls of the same
+    phase."""
     reads: tuple[Key, ...] = field(default=(), repr=False)
     writes: tuple[Key, ...] = field(default=(), repr=False)
     sends: tuple[tuple[Key, int], ...] = field(default=(), repr=False)
@@ -131,14 +133,15 @@ class Calls:
     begin: tuple[NodeCall, ...] = ()
     """Calls made once, before the first microbatch."""
     each: tuple[NodeCall, ...] = ()
-    """Calls made for each microbatch: forward and backward calls of every segment."""
+    """Calls made for each microbatch: the forward call of every segment, and the
+    backward call of every segment that makes values with a gradient."""
     end: tuple[NodeCall, ...] = ()
     """Calls made once, after the last microbatch, in an order that can run."""
     num_bytes: Mapping[Key, int] = field(default_factory=dict)
     """Map from the key of each array that is sent to its bytes."""
 
     def then(self, more: "Calls") -> "Calls":
-        """Appends the `end` calls of `more`."""
+        """Appends the `end` calls of `more`, and adds their `num_bytes`."""
         return replace(
             self,
             end=(*self.end, *more.end),
@@ -146,7 +149,8 @@ class Calls:
         )
 
     def transfers(self, num_microbatches: int) -> tuple[NodeTransfer, ...]:
-        """Counts the arrays and bytes that a step sends, by link and kind of array."""
+        """Counts the arrays and bytes that a step sends, by pair of nodes and kind of
+        array."""
         found: dict[tuple[int, int, Kind], list[int]] = {}
         for call in (*self.begin, *self.each, *self.end):
             times = num_microbatches if call in self.each else 1
@@ -214,12 +218,14 @@ def usable(program: ClosedJaxpr, candidates: Iterable[int]) -> tuple[int, ...]:
 
 
 BACKWARD = 2.0
-"""Expected time of a backward call, as a multiple of its forward call."""
+"""Expected seconds of a segment's backward call, as a multiple of the seconds of its
+forward call. `order` uses this factor."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CallOrder:
-    """The tasks of a step in the order of execution, with expected times."""
+    """The tasks (calls, each for one microbatch) of a step in order, with expected
+    times."""
 
     by_node: Mapping[int, tuple[Task, ...]]
     """Map from a node to its tasks, in order."""
@@ -243,8 +249,8 @@ class CallOrder:
 def order(calls: Calls, num_microbatches: int, seconds: Sequence[float]) -> CallOrder:
     """Computes the order of all tasks of a step.
 
-    The order has no deadlock: the oldest unfinished microbatch can always go on,
-    because no newer microbatch occupies its place in a segment.
+    The order has no deadlock: a microbatch never waits for a newer microbatch. Only
+    older microbatches count against the limit of microbatches in flight (`_let_in`).
 
     Args:
         calls: the calls of a step.
@@ -322,9 +328,9 @@ class _Simulation:
         return starts, max(free.values(), default=0.0)
 
     def _followers(self) -> list[set[int]]:
-        """For each call the set of calls that may start after it.
+        """For each call the set of calls whose earliest start may depend on its end.
 
-        A call is in its own set, for the next microbatch.
+        A call is in its own set, because its next microbatch follows.
         """
         found = [{index} for index in range(len(self._calls))]
         for index, before in enumerate(self._before):
@@ -336,7 +342,7 @@ class _Simulation:
         return found
 
     def _look(self, some: Iterable[int]) -> None:
-        """Updates the earliest start times of some calls."""
+        """Updates the earliest start of some calls, each for its next microbatch."""
         for index in some:
             ready = self._ready(index)
             if ready is None:
@@ -362,7 +368,8 @@ class _Simulation:
     def _ready(self, index: int) -> float | None:
         """The time when a call can start for its next microbatch, in seconds.
 
-        None if the call has no next microbatch or an input is not yet scheduled.
+        None if the call has no next microbatch, or if an input, or the older microbatch
+        that `_let_in` waits for, is not yet scheduled.
         """
         part = self._next[index]
         if part == self._parts:
@@ -373,11 +380,12 @@ class _Simulation:
         return None if None in ends else max((e for e in ends if e), default=0.0)
 
     def _let_in(self, index: int, part: int) -> float | None:
-        """The time when a segment may begin a microbatch by its limit, in seconds.
+        """The time from which a segment may begin microbatch `part`, in seconds.
 
-        At the limit an older microbatch must first end its backward call, or all its
-        calls if the segment has no backward call. Returns 0.0 below the limit, and None
-        if the older microbatch's end is not yet scheduled.
+        A segment has a limit of microbatches in flight (between its forward and its
+        backward call). At the limit an older microbatch must first end its backward
+        call, or all its calls if the segment has no backward call. Returns 0.0 below
+        the limit, and None if the older microbatch's end is not yet scheduled.
         """
         gone = part - self._most[self._calls[index].segment]
         if gone < 0:
@@ -392,7 +400,8 @@ class _Simulation:
 def _most_in_flight(calls: Sequence[NodeCall]) -> dict[int, int]:
     """Map from a segment to its largest number of microbatches in flight.
 
-    This number is the number of different nodes of the segment and all later segments.
+    A microbatch is in flight between the segment's forward and backward call. The limit
+    is the number of different nodes of the segment and all later segments.
     """
     nodes: set[int] = set()
     found: dict[int, int] = {}

@@ -45,7 +45,8 @@ class PlacedLayout:
         opt_homes: Sequence[int],
         devices: Mapping[int, Any],
     ) -> "PlacedLayout":
-        """Makes a layout from two trees of shapes and the nodes of their leaves."""
+        """Makes a layout from two trees of ShapeDtypeStructs and the nodes of their
+        leaves."""
         return cls(
             shapes={"params": params, "opt_state": opt_state},
             homes={
@@ -223,7 +224,8 @@ class PlacedFeed:
     def state(self, before: Any, stores: Mapping[int, Mapping[Key, Any]]) -> Any:
         """Reads the state after a step from the stores of nodes.
 
-        A leaf keeps its old array if its node has no store in `stores`.
+        A leaf keeps its old array if its node has no store in `stores`. A leaf that the
+        optimizer sets to a constant gets a new array of the constant.
         """
         old = [
             *jax.tree.leaves(before["params"]),
@@ -254,7 +256,10 @@ class _Parts:
         self._place = {number: place for place, number in enumerate(numbers)}
 
     def of(self, key: Key) -> Iterator[tuple[Key, Any]]:
-        """Yields keys and arrays of an input; a key with `EACH` has one per part."""
+        """Yields keys and arrays of an input of a step.
+
+        A key with `EACH` gives one pair per microbatch; other keys give one pair.
+        """
         every = key.microbatch == EACH
         for at in range(len(self._parts)) if every else [key.microbatch]:
             yield key._replace(microbatch=at), self._value(key, at)

@@ -29,7 +29,8 @@ class Updating:
     """Key and node of each leaf of the optimizer state before the update."""
     after: tuple[tuple[Key | None, Any], ...]
     """Key and node of each parameter, then of each leaf of the optimizer state, after
-    the update. A result that is a constant has None and the constant."""
+    the update. A leaf that the program sets to a constant has None in place of the key,
+    and the constant in place of the node."""
     constants: tuple[tuple[Key, int, Any], ...]
     """Key, node and array for each constant of the program and each node that reads
     it."""
@@ -74,7 +75,8 @@ class _Colocated:
         return self if self._same is None else self._same.root()
 
     def join(self, other: "_Colocated") -> None:
-        """Puts these values on the node of `other`, which may not be known yet."""
+        """Joins this set with `other`, which keeps its node; that node may still be
+        unknown."""
         mine, its = self.root(), other.root()
         if mine is not its:
             mine._same = its
@@ -83,8 +85,9 @@ class _Colocated:
 class _Where:
     """Assigns the operators of an optimizer's program to nodes.
 
-    A leaf of the state gets the node of the gradient or parameter with which an
-    operator first combines it.
+    An operator runs on the node of its largest operand. A leaf of the optimizer state
+    gets the node of the gradient or parameter with which an operator first combines the
+    leaf.
     """
 
     def __init__(self) -> None:
@@ -97,7 +100,10 @@ class _Where:
         return [self._node(place) for place in self._operators]
 
     def run(self, jaxpr: Jaxpr, homes: Sequence[int]) -> list[int]:
-        """Walks the program; returns the nodes of the leaves of the state."""
+        """Walks the program; returns the node of each leaf of the optimizer state.
+
+        `homes` has the node of each parameter, which is also the node of its gradient.
+        """
         self._default = homes[0]
         state = [_Colocated() for _ in jaxpr.invars[2 * len(homes) :]]
         self._body(jaxpr, [*map(_Colocated, homes), *map(_Colocated, homes), *state])
@@ -198,11 +204,13 @@ class _Making:
         return aval.size * aval.dtype.itemsize
 
     def _end(self, number: Any, node: int) -> Any:
-        """The node of a result, or the value of a constant result."""
+        """Returns `node` for a result with a number, or the value of a literal
+        result."""
         return node if isinstance(number, int) else number.val
 
     def _arguments(self, wanted: dict[Key, list[int]]) -> list[NodeCall]:
-        """Calls that send gradients, parameters and state to nodes that read them."""
+        """Calls that send gradients, parameters and optimizer state to other nodes that
+        read them."""
         away: dict[int, list[tuple[Key, int]]] = {}
         for number in self._cut.arguments:
             key, node = self._keys[number], self._at[number]

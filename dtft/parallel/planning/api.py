@@ -76,12 +76,13 @@ class RunnablePlan(Plan):
         return cls.of(Plan.from_json(text))
 
     def to_json(self) -> str:
-        """Writes the plan as versioned JSON; equal plans give equal text."""
+        """Writes the plan, without `decision`, as versioned JSON; equal plans give
+        equal text."""
         return Plan(**_values(self)).to_json()
 
     def explain(self) -> str:
-        """Explains the plan as text: seconds and bytes by term, collectives, and
-        alternatives.
+        """Explains the plan as text: seconds and bytes by term (such as compute or
+        parameters), collectives, and alternatives.
 
         Also gives the cost of the pins and the findings of `lints()`, unless the plan
         was read from a file.
@@ -107,8 +108,8 @@ class RunnablePlan(Plan):
         return diff(self, other)
 
     def why_not(self, **pins: Any) -> str:
-        """Explains what other knobs, such as `tensor=8`, would cost, or why no plan can
-        have these knobs.
+        """Explains what a step with other knobs, such as `tensor=8`, would cost, or why
+        no plan can have these knobs.
 
         Raises:
             ValueError: no knob is given, or the plan was read from a file.
@@ -116,8 +117,8 @@ class RunnablePlan(Plan):
         return why_not(self._decision("why_not"), **pins)
 
     def sensitivity(self) -> str:
-        """Plans again with faster links, more memory or more hosts; returns the changes
-        as text.
+        """Plans again for faster links, more memory or more hosts; returns a table of
+        the step times and best plans as text.
 
         Raises:
             ValueError: the plan was read from a file.
@@ -154,7 +155,7 @@ class RunnablePlan(Plan):
                 process the first ones if the plan uses fewer.
 
         Raises:
-            ValueError: the plan needs another number of devices.
+            ValueError: the number of devices is not the product of the mesh's sizes.
         """
         return mesh_of(self.mesh, devices)
 
@@ -329,14 +330,17 @@ def _cluster(cluster: Any) -> Cluster:
 
 
 def _of_this_job(cluster: Cluster) -> bool:
-    """Whether the cluster has as many devices as this job of several processes."""
+    """Whether this job has several processes and as many devices as the cluster."""
     if not jax.distributed.is_initialized() or jax.process_count() == 1:
         return False
     return cluster.num_devices == jax.device_count()
 
 
 def _workload(given: dict[str, Any]) -> Workload:
-    """Traces the workload of a step from the arguments that are not None."""
+    """Traces the workload of a step from the arguments that are not None.
+
+    An error raised while tracing gets a note that names the traced call (`_TRACED`).
+    """
     entry = entry_of(given)
     try:
         if entry == "step":
@@ -354,4 +358,5 @@ _TRACED = {
     "and optimizer.update(gradients, optimizer_state, params). A loss must not change "
     "what it closes over: with NNX, nnx.merge(graphdef, params, rest, copy=True).",
 }
-"""Map from an entry point to the note added to errors from tracing the user's code."""
+"""Map from an entry point (`step`, `loss`) to a note that `_workload` adds to errors
+raised while the user's function is traced."""

@@ -24,7 +24,8 @@ from dtft.planner.workload import Workload, of_loss
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerInputs:
-    """The arguments of a config for the planner's entry point `loss`."""
+    """The training step of a config, as arguments of the planner's entry point
+    `loss`."""
 
     loss: Callable[[Any, Any], tuple[jax.Array, Any]]
     """`(params, batch) -> (mean loss, (metrics, statistics))`. The operator numbers of
@@ -92,7 +93,11 @@ def automatic(experiment: Experiment, devices: Sequence[Any]) -> Plan:
 
 
 def is_of(plan: Plan, experiment: Experiment) -> bool:
-    """Whether a plan was made for the model, optimizer and batch of a config."""
+    """Whether a plan was made for the model, optimizer and batch of a config.
+
+    False also for a config for which no plan can be made: tracing its model or
+    optimizer raises ValueError.
+    """
     try:
         return plan.model_hash == _workload(experiment).fingerprint
     except ValueError:  # no plan was made for a config that cannot be planned

@@ -20,7 +20,10 @@ PLAN_TIMES_FILE = "plan_times.jsonl"
 
 
 def past_run(plan: Plan, mesh: Mesh, step_s: Sequence[float]) -> PastRun | None:
-    """Makes one entry of the log; None if the planner does not know the devices.
+    """Makes one entry of the log from the measured times of a run.
+
+    Returns None if the planner does not know the devices, or if they are of several
+    types.
 
     Args:
         plan: the plan that was run.

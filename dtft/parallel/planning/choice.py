@@ -21,7 +21,7 @@ from dtft.planner.cluster import Cluster
 from dtft.planner.plan import Plan
 
 AUTO = "auto"
-"""Value of the config's `plan` with which the planner decides."""
+"""Value of the config's `plan` for which the planner selects the plan."""
 ITEM = "plan"
 """Key of the plan among the items of a checkpoint that are not arrays."""
 
@@ -45,7 +45,7 @@ class PlanChoice:
     number that the plan uses."""
     here: str = ""
     """Devices of the run in words (`Pool.fabric_words`); empty if the planner does not
-    know the devices."""
+    know the devices, or if they are of several types."""
 
     @property
     def is_predicted(self) -> bool:
@@ -126,6 +126,8 @@ def choose(
     Raises:
         ConfigError: the plan file cannot be read or holds no plan, or the plan does not
             fit the number of devices or the batch.
+        ValueError: `decide` raised it in this process, for example because no plan
+            fits.
     """
     asked = experiment.plan
     if not asked:
@@ -191,11 +193,11 @@ def _check_idle(plan: Plan, devices: Sequence[Any]) -> None:
 
 
 def _check_batch(plan: Plan, batch: int) -> None:
-    """Checks that the plan divides the rows of a batch into equal parts.
+    """Checks that all devices get equally many rows of a batch in each microbatch.
 
     Raises:
-        ConfigError: the parts would be unequal; the message names the next larger batch
-            with equal parts.
+        ConfigError: the number of rows is no multiple of the devices along the batch's
+            axes times the microbatches; the message names the next larger multiple.
     """
     specs = [spec[0] for spec in plan.batch.values() if spec]
     axes = max(specs, key=len, default=())
@@ -215,7 +217,7 @@ def _check_batch(plan: Plan, batch: int) -> None:
 
 def _words(devices: Sequence[Any]) -> str:
     """Describes devices by `Pool.fabric_words`; empty if the planner does not know the
-    devices."""
+    devices, or if they are of several types."""
     try:
         return Cluster.from_devices(devices).uniform.fabric_words
     except ValueError:
@@ -223,10 +225,14 @@ def _words(devices: Sequence[Any]) -> str:
 
 
 def with_replicas(plan: Plan, num_devices: int) -> Plan:
-    """Changes the number of replicas, so that the plan uses all devices.
+    """Returns the plan with the number of replicas that uses `num_devices` devices.
+
+    A changed plan has neither `axes` nor `predicted_for`, because both are for the old
+    number of devices.
 
     Raises:
-        ConfigError: no number of replicas fits the number of devices.
+        ConfigError: no number of replicas fits the number of devices, or the plan's
+            mesh has no axis `replica`.
     """
     others = math.prod(size for axis, size in plan.mesh.items() if axis != "replica")
     if num_devices == used(plan):

@@ -37,9 +37,10 @@ def entry_of(given: Mapping[str, Any]) -> str:
         given: the arguments that are not None, by name.
 
     Raises:
-        ValueError: the names are not the arguments of one entry point, a tree has a
-            leaf that is no array, a parameter has no gradient, or an array of the batch
-            has no rows.
+        ValueError: the names are not the arguments of one entry point, a step or loss
+            cannot be called, the optimizer is no optax transformation, a tree has no
+            leaves or a leaf that is no array, a parameter has no gradient, or an array
+            of the batch has no rows.
     """
     for entry, names in ENTRIES.items():
         if given.keys() == set(names):
@@ -52,7 +53,8 @@ def entry_of(given: Mapping[str, Any]) -> str:
 
 
 def _lacks(given: Mapping[str, Any]) -> str:
-    """Lists missing and unexpected arguments; empty if the entry point is unclear."""
+    """Text on missing and unexpected arguments; "" unless one of step and loss is
+    given."""
     meant = [names for entry, names in ENTRIES.items() if entry in given]
     if len(meant) != 1:
         return ""
@@ -139,7 +141,7 @@ def check_arrays(name: str, value: Any) -> None:
 
 
 def check_like(name: str, value: Any, planned: Any) -> None:
-    """Checks that arrays have the tree, shapes and dtypes that were planned.
+    """Checks that arrays have the tree, shapes, dtypes and order that were planned.
 
     Args:
         name: name of the argument, for errors.
@@ -147,8 +149,9 @@ def check_like(name: str, value: Any, planned: Any) -> None:
         planned: the planned tree, of arrays or ShapeDtypeStructs.
 
     Raises:
-        ValueError: the tree, a shape or a dtype differs; the message names the path and
-            both values.
+        ValueError: a leaf is missing, unexpected, or of another shape or dtype; the
+            message names its path and both values. Or only the order of leaves differs;
+            the message has both orders.
     """
     wanted, given = to_paths(planned), to_paths(value)
     if found := _difference(wanted, given):
@@ -184,7 +187,8 @@ def _difference(
 def _form(leaf: Any) -> str:
     """Dtype and shape of a leaf as text, such as `float32[2, 3]`.
 
-    The dtype is JAX's canonical one: by default 32 bits in place of 64.
+    The dtype is JAX's canonical one: by default 32 bits in place of 64. For a leaf that
+    is no array the text is its type, such as `a str`.
     """
     if not _is_array(leaf):
         return f"a {type(leaf).__name__}"
@@ -344,7 +348,8 @@ def logical_names(params: Any, planned: Iterable[str]) -> dict[str, Names]:
 
 
 def _in_place(box: Any) -> Any:
-    """Replaces the array in a box by its `_Named`; None for an array without names."""
+    """Replaces the array in a box by the array's `_Named`; None for a leaf without
+    names."""
     if not _has_names(box):
         return None
     named = _Named(names=tuple(_names(box)))

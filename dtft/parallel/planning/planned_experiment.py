@@ -80,7 +80,11 @@ def planned_train_step(experiment: Experiment, mesh: Mesh, plan: Plan) -> TrainS
 
 
 def _gradients_of(model: FunctionalModel, update: Update) -> Gradients:
-    """Makes the function that computes the means of a batch with a plan's gradients."""
+    """Makes a function that computes the means over a batch by a plan.
+
+    The means are of gradients, running statistics and metrics. The plan's shardings and
+    knobs (remat, microbatches, ZeRO) apply.
+    """
 
     def loss(
         params: Any, batch: Any, statistics: Any
@@ -101,7 +105,8 @@ def rows_of(plan: Plan) -> tuple[str, ...]:
     """The mesh axes that divide the rows of the batch.
 
     Raises:
-        ValueError: the axes are not the same for every array of the batch.
+        ValueError: the axes are not the same for every array of the batch, or no array
+            has dims.
     """
     found: set[Spec] = {spec[:1] for spec in plan.batch.values() if spec}
     if len(found) != 1:

@@ -49,14 +49,15 @@ class Update:
     plan: Plan
     mesh: Mesh
     of_params: Any
-    """A NamedSharding per parameter."""
+    """Tree with the NamedSharding of each parameter between steps."""
     divisions: Any
-    """A NamedSharding per parameter, for the computation of the parameter's update."""
+    """Tree with the NamedSharding of each parameter while its update is computed."""
     sums: Any
-    """A NamedSharding per parameter, for the accumulation of its gradient."""
+    """Tree with the NamedSharding of each parameter's gradient while it is
+    accumulated."""
     of_optimizer: Callable[[Any], Any]
-    """Function from an optimizer state to a NamedSharding per leaf, with the leaf's
-    memory kind between steps (device or host)."""
+    """Function from an optimizer state to a tree with the NamedSharding of each leaf
+    between steps, which includes the leaf's memory kind (device or host)."""
 
     @classmethod
     def of(cls, plan: Plan, mesh: Mesh, params: Any, opt_state: Any) -> "Update":
@@ -95,7 +96,10 @@ class Update:
     def gradients(
         self, loss: Callable[..., Any], weight: Weight | None = None, *fixed: Any
     ) -> Callable[[Any, Any], tuple[tuple[jax.Array, Any], Any]]:
-        """Makes a function like `jax.value_and_grad(loss, has_aux=True)`, by the plan.
+        """Makes a function like `jax.value_and_grad(loss, has_aux=True)`.
+
+        The function applies the plan's constraints, remat policy, microbatches and
+        shardings of gradients.
 
         Args:
             loss: `(params, batch, *fixed) -> (scalar, aux)`.
@@ -124,10 +128,11 @@ class Update:
     ) -> tuple[Any, Any]:
         """Returns the parameters and the optimizer state after an update.
 
-        Each device updates the part of a parameter for which it holds optimizer state;
-        the parameter is gathered afterwards. Optimizer state in host memory is copied
-        to the device. The new state returns to host memory through the output sharding
-        of the jitted step.
+        With ZeRO level 1 or 2 each device updates the slice of a parameter for which it
+        holds optimizer state; the parameter is gathered afterwards. With other levels
+        it updates the slice that it holds. Optimizer state in host memory is copied to
+        the device. The new state returns to host memory through the output sharding of
+        the jitted step.
         """
         opt_state = self._on_device(opt_state)
         with jax.numpy_dtype_promotion("standard"):  # stock optax needs it
@@ -151,7 +156,8 @@ class Update:
         return from_paths(opt_state, {**leaves, **moved})
 
     def gathered(self, params: Any) -> Any:
-        """Gathers parameters over `fsdp`, for programs that are not differentiated."""
+        """Gathers parameters over `fsdp`, for programs that are not differentiated
+        (evaluation)."""
         specs = {path: gathered(spec) for path, spec in self.plan.state.items()}
         whole = sharding_tree("params", params, specs, self.mesh)
         return self._constrain(params, whole)
@@ -172,7 +178,8 @@ class Update:
         return prepared
 
     def _changed(self, program: ClosedJaxpr, paths: list[str]) -> ClosedJaxpr:
-        """Adds sharding constraints, gathers and remat blocks to the loss's program."""
+        """Adds sharding constraints, ZeRO level 3 gathers and remat blocks to a loss's
+        program."""
         plan = self.plan
         program = insert(program, plan.constraints, self.mesh)
         policy, last, joined = POLICIES.get(plan.knobs.remat), False, None
@@ -290,10 +297,10 @@ class PlannedStep:
     _begin: Callable[[Any], State] | None
     """Function from `start` to the state at step 0; None if `start` is the state."""
     _shardings: Callable[[State], Any]
-    """Function from a state to a NamedSharding per leaf."""
+    """Function from a state to a tree with a NamedSharding for each leaf."""
     _function: Callable[[State, Any], Step]
-    """Function from an abstract state and an abstract batch to the step to be jitted.
-    """
+    """Makes the step to be jitted, for the structure, shapes and dtypes of a state and
+    a batch. Both may be arrays or ShapeDtypeStructs."""
     _of_result: NamedSharding | None
     """Sharding of the step's second result; None leaves the choice to XLA."""
     _compiled: dict[Any, Any] = field(default_factory=dict)
@@ -306,7 +313,8 @@ class PlannedStep:
             second result is what the loss returned, as a mean over the whole batch.
 
         Raises:
-            ValueError: state or batch does not fit the plan; the message names the
+            ValueError: state or batch does not fit the plan, or the user's step would
+                return a state of another tree, shape or dtype; the message names the
                 path.
         """
         known = len(self._compiled)
@@ -332,7 +340,10 @@ class PlannedStep:
         return jax.jit(self._begin, out_shardings=self.state_shardings(start))(start)
 
     def place(self, state: State) -> State:
-        """Puts a state, such as a restored checkpoint, on the devices by the plan.
+        """Puts a state, such as a restored checkpoint, on the devices with the plan's
+        shardings.
+
+        Leaves that already have the plan's sharding are shared with the result.
 
         Raises:
             ValueError: a leaf does not fit the plan; the message names its path.
@@ -423,7 +434,7 @@ def make_step(
             process the first ones if the plan uses fewer.
 
     Returns:
-        The step, compiled on first use, and its shardings.
+        The step, which is compiled at the first call for each input shape.
 
     Raises:
         ValueError: the loss cannot be called, the optimizer is no optax transformation,
@@ -444,7 +455,7 @@ def jit_plan(
     """Jits a user's step with the shardings of a plan of `dtft.plan(step=...)`.
 
     State and batch get the plan's shardings. Values inside the step get the plan's
-    sharding constraints. What the step computes does not change.
+    sharding constraints. The results change only by rounding.
 
     Args:
         plan: a plan for this step and these shapes.
@@ -453,8 +464,9 @@ def jit_plan(
             process the first ones if the plan uses fewer.
 
     Raises:
-        ValueError: the plan is of another entry point, has a knob that cannot be run
-            here, or needs another number of devices.
+        ValueError: the plan is no Plan, the step cannot be called, or the plan is of
+            another entry point, has a knob that cannot be run here, or needs another
+            number of devices.
     """
     check_plan(plan)
     check_function("step", step)

@@ -28,9 +28,11 @@ from dtft.planner.search import PLATFORMS, Decision, next_best
 from dtft.planner.wording import Section
 
 ROUNDS = 5
-"""Number of turns of each plan; the plan's time is the median of its turns."""
+"""Default number of rounds, in each of which each plan has one turn. A plan's time is
+the median of its turns."""
 TURN_S = 0.3
-"""Shortest duration of a turn, in seconds; a turn consists of whole steps."""
+"""Default of the seconds that a turn takes at least. One timed step determines how many
+steps a turn has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +56,7 @@ class Runner:
     """
 
     def __init__(self, plan: Plan, given: Mapping[str, Any]) -> None:
-        """Puts the batch on the devices; compiles nothing yet.
+        """Puts the batch on the devices; does not compile the step yet.
 
         Args:
             plan: a plan for the arguments in `given`.
@@ -79,7 +81,8 @@ class Runner:
         self._state = None
 
     def step_s(self, num: int) -> float:
-        """Runs `num` steps and waits for each; returns the mean seconds of a step.
+        """Runs `num` steps, waits for the results of each, returns the mean seconds of
+        a step.
 
         Every process returns the seconds that process 0 measured.
         """
@@ -109,7 +112,7 @@ def in_turns(
         runners: runners, which this function starts and stops; their states must fit on
             the devices at the same time.
         rounds: number of rounds.
-        turn_s: shortest duration of a turn, in seconds.
+        turn_s: seconds that a turn takes at least, as estimated from one timed step.
 
     Returns:
         For each runner a list with the mean seconds of a step in each round.
@@ -135,7 +138,8 @@ def try_plans(
     Args:
         decision: the decision with all candidates.
         given: the arguments of `dtft.plan`, as for `Runner`.
-        num: the number of plans to run; the plans predicted fastest are run.
+        num: the number of plans to run: those with the shortest predicted step times
+            among the plans that fit.
 
     Raises:
         ValueError: `num` is below 1, or the decision's cluster has devices of another
@@ -196,6 +200,6 @@ def _filled(tree: Any) -> Any:
 
 
 def _placed(array: Any, sharding: Any) -> jax.Array:
-    """Shards an array that every process has whole."""
+    """Makes a sharded global array from an array that every process has whole."""
     whole = np.asarray(array)
     return jax.make_array_from_callback(whole.shape, sharding, lambda at: whole[at])

@@ -36,9 +36,10 @@ from dtft.planner.search import Decision, decide, next_best
 from dtft.planner.wording import Section, percent, size
 
 NUM = 4
-"""Default number of plans that are compiled."""
+"""Default number of best plans that `verified` compiles."""
 SECONDS_EACH = 30.0
-"""Seconds allowed for the compilation of a plan, on average."""
+"""Seconds of compilation per plan from which the default deadline is computed: `num`
+plans have `num` times these seconds together."""
 RESERVE = 0.05
 """Share of a device's memory that is left to the allocator and libraries."""
 
@@ -52,12 +53,13 @@ class Verified:
     compiled: Compiled | CompileFailure
     verdict: Verdict
     held_back: float = 0.0
-    """Memory that the plan was selected to keep free, as a share of its prediction: the
-    largest excess of the plans compiled before. 0 for the first plans."""
+    """Memory that had to stay free when the plan was selected, as a share of its
+    predicted bytes. It is the largest relative excess of compiled over predicted bytes
+    among the plans compiled before. 0 for the plans that are compiled first."""
 
     @property
     def needed_bytes(self) -> int | None:
-        """Bytes of a device as compiled; None if compilation failed.
+        """Bytes on each device as counted by the compiler; None if compilation failed.
 
         For a CPU target only arguments and outputs count, because the temporaries of
         the CPU backend are not those of another backend.
@@ -69,7 +71,8 @@ class Verified:
 
     @property
     def predicted_bytes(self) -> int:
-        """Predicted bytes of a device, without the reserve."""
+        """Predicted bytes on each device, without the reserve for allocator and
+        libraries."""
         plan = self.decision.plan
         return plan.memory_bytes - plan.memory.get("reserve", 0)
 
@@ -91,7 +94,8 @@ def verified(
         decision: the decision whose best plans are verified.
         asked: the arguments of `dtft.plan`: `step`, `state` and `batch`, or `loss`,
             `optimizer`, `params` and `batch`.
-        num: the number of plans that are compiled at a time, at least 1.
+        num: the largest number of plans that are compiled at a time, at least 1. Plans
+            that cannot be run (`Plan.runnable`) are not compiled.
         deadline_s: seconds for all compilations; by default `num` times `SECONDS_EACH`.
 
     Returns:
@@ -190,7 +194,8 @@ def leaner(
 
     Returns:
         Decisions for plans that were not compiled yet, fastest first. Empty if no
-        compiled program exceeded its prediction, or if no plan fits the reduced memory.
+        compiled program exceeded its prediction, if no plan fits the reduced memory, or
+        if all plans found were compiled already.
     """
     pool, excess = decision.cluster.uniform, _excess(found)
     if excess <= 1:  # the plans do not fit for another reason
@@ -248,7 +253,8 @@ def first_fitting(found: Sequence[Verified]) -> Verified:
 
     Raises:
         ValueError: no plan fits; the message gives the missing bytes and the changes
-            that would make a plan fit.
+            that would make a plan fit. If no plan could be compiled, the message gives
+            the reasons.
     """
     for one in found:
         if one.verdict.fits:
@@ -300,8 +306,12 @@ def verify_sections(found: Sequence[Verified]) -> tuple[Section, ...]:
 
 
 def _notes(found: Sequence[Verified], chosen: Verified | None) -> Iterator[str]:
-    """Notes below the table: a CPU target, and why the plan predicted fastest was not
-    selected."""
+    """Yields notes for the table of memory.
+
+    One note tells that all plans were compiled for CPU, so that temporaries are not
+    counted. If a faster plan did not fit, the notes give the selected plan, its further
+    seconds, and the share of memory that it was selected to keep free.
+    """
     compiled = [one for one in found if one.needed_bytes is not None]
     if compiled and not any(
         isinstance(one.compiled, Compiled) and one.compiled.exact_memory

@@ -32,7 +32,8 @@ class Memory:
 
     @property
     def floor(self) -> int:
-        """Bytes of arguments and outputs, a lower bound on every backend."""
+        """Bytes of arguments and outputs without aliased outputs; a step needs at least
+        these bytes on every backend."""
         return self.arguments + self.outputs - self.aliased
 
 
@@ -73,14 +74,16 @@ class Verdict:
 
     fits: bool
     needed_bytes: int
-    """The larger of the plan's and the compiler's estimate of bytes."""
+    """The larger of the plan's and the compiler's estimate of bytes; the plan's if the
+    plan was not compiled."""
     capacity_bytes: int
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """Bytes of one kind of communication along the same axes, in one step."""
+    """Bytes of one kind of collective along the same axes in a step: predicted by the
+    plan, and found in the compiled program."""
 
     kind: str
     axes: tuple[str, ...]
@@ -160,7 +163,8 @@ def gate(
 
 
 def compare(plan: Plan, compiled: Compiled) -> tuple[Agreement, ...]:
-    """Bytes predicted and found per kind and axes, largest first.
+    """Bytes that the plan predicts and that the compiled program sends, for each kind
+    of collective and mesh axes, largest first.
 
     Bytes count all executions in a step, in the program's dtypes before widening. If
     the compiler replaced an all-reduce by a reduce-scatter of the same operand, or the
@@ -172,7 +176,7 @@ def compare(plan: Plan, compiled: Compiled) -> tuple[Agreement, ...]:
 def agreements(
     predicted: Iterable[Collective], compiled: Compiled
 ) -> tuple[Agreement, ...]:
-    """`compare` for collectives that are not in a plan yet."""
+    """Does what `compare` does, for collectives that are not in a plan yet."""
     wanted: Counter[_Key] = Counter()
     found: Counter[_Key] = Counter()
     notes: dict[_Key, set[str]] = defaultdict(set)

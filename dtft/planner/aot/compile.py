@@ -25,7 +25,8 @@ from dtft.planner.aot.check import Compiled, CompileFailure, Memory
 from dtft.planner.aot.worker import TAIL, Answer, Child, wait_for_any
 
 _MAX_CHILDREN = 4
-"""Largest number of children; each takes about 1 GB of memory."""
+"""Largest number of child processes that compile at a time; each takes about 1 GB of
+memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +118,8 @@ def candidate(
 
 
 def place(tree: Any, specs: Any, mesh: Any) -> Any:
-    """Shapes of `tree` with shardings on `mesh`; `specs` is a prefix of `tree`."""
+    """ShapeDtypeStructs of the arrays of `tree`, with the shardings of `specs` on
+    `mesh`; `specs` is a prefix of `tree`."""
     shardings = _shardings(specs, mesh)
     return jax.tree.map(
         lambda sharding, part: jax.tree.map(
@@ -168,7 +170,11 @@ def compile_all(
 
 
 class _CompileQueue:
-    """Gives candidates to children, all with the same target and number of devices."""
+    """Gives candidates to child processes that compile.
+
+    All children have the same target and number of devices. For a candidate with
+    another target or number, they finish and are replaced.
+    """
 
     def __init__(self, deadline_s: float) -> None:
         self.results: dict[int, Compiled | CompileFailure] = {}
@@ -183,13 +189,15 @@ class _CompileQueue:
         return time.monotonic() >= self._end
 
     def start(self, coming: Sequence[tuple[str, int]]) -> None:
-        """Starts children for the first candidates with equal target and devices."""
+        """Starts a child for each of the first candidates that has the target and the
+        number of devices of the first candidate, up to `_num_children()`."""
         for devices in coming[: _num_children()]:
             if devices == coming[0]:
                 self._lanes.append(_Lane(devices, self._end, self._deadline_s))
 
     def add(self, candidate: LoweredStep) -> None:
-        """Gives a candidate to the child with the fewest, or holds it if all have two.
+        """Gives a candidate to the child with the fewest candidates; keeps the
+        candidate if every child has two.
 
         A candidate never moves to another child, so each child gets only as many as
         keep it busy until the next candidate is made.
@@ -209,7 +217,7 @@ class _CompileQueue:
         self._give(most=2)
 
     def _give(self, most: int) -> None:
-        """Gives held candidates to children with fewer than `most` candidates."""
+        """Gives kept candidates to children with fewer than `most` candidates."""
         while self._held:
             lane = min(self._lanes, key=lambda lane: lane.num_waiting)
             if lane.num_waiting >= most:
@@ -232,7 +240,10 @@ class _CompileQueue:
 
 
 class _Lane:
-    """Candidates of one child, first in first out; replaces a child that crashed."""
+    """One child process, and the candidates sent to it that have no result yet.
+
+    A child that crashed is replaced, and gets the candidates after the first again.
+    """
 
     def __init__(self, devices: tuple[str, int], end: float, deadline_s: float) -> None:
         self.devices = devices

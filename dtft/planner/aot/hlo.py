@@ -288,7 +288,11 @@ def _along_axes(axes: str, devices: str | None, chosen: str) -> Groups:
 
 
 def _part(text: str) -> tuple[str, int, int]:
-    """Reads `'x':(2)4`: the axis, the product of earlier parts' sizes, the size."""
+    """Reads a part of an axis, such as `'x':(2)4`.
+
+    Returns the axis, the product of the sizes of the axis's earlier parts, and the size
+    of the part; 1 and 0 if the text names a whole axis.
+    """
     found = re.fullmatch(r"\s*'?([^':]+)'?(?::\((\d+)\)(\d+))?\s*", text)
     if not found:
         raise ValueError(f"{text!r} is no axis of a group: 'name' or 'name':(2)4.")
@@ -296,7 +300,8 @@ def _part(text: str) -> tuple[str, int, int]:
 
 
 def _devices(text: str | None, shape: Sequence[int]) -> np.ndarray:
-    """The device numbers of an XLA mesh, ascending if the text gives no order."""
+    """The device numbers of an XLA mesh, in its shape; ascending if the text gives no
+    order."""
     found = _PERMUTED.match(text) if text else None
     if text and not found:
         return np.asarray(_numbers(text)).reshape(shape)

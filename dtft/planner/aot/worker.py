@@ -52,6 +52,10 @@ def until_assigned(compiled: Callable[[Mapping[str, Any]], Any]) -> Any:
     Args:
         compiled: function that compiles with further XLA options, and returns a dict
             with `text`, `memory` and `seconds`, or the text of an error.
+
+    Returns:
+        Such a dict, or the text of an error; a text with the exit code if the fork
+        crashed.
     """
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="dtft-xla-") as name:
@@ -186,7 +190,7 @@ def _listen(
 
 
 def _devices(target: str, num_devices: int) -> tuple[_Devices, str]:
-    """A function that returns the devices; or the text of an error.
+    """A function that returns the devices, and '' or the text of an error.
 
     GPU descriptions are made once. CPU devices have threads, so each fork makes new
     CPU devices.
@@ -207,9 +211,9 @@ def _devices(target: str, num_devices: int) -> tuple[_Devices, str]:
 
 @gc_paused()
 def _read(compiled: dict[str, Any] | str, mesh: Mapping[str, int]) -> Answer:
-    """Reads the collectives of a compiled text in the child.
+    """Reads the collectives from the text of a compiled program; passes on an error.
 
-    The text has megabytes, too much to send over the pipe.
+    The child reads the text, because its megabytes are too much to send over the pipe.
     """
     if isinstance(compiled, str):
         return compiled
@@ -258,13 +262,13 @@ _HUGE_PAGES = "glibc.malloc.hugetlb"
 """Tunable of glibc for huge pages, which other C libraries ignore. Huge pages save XLA
 processor time: 6 % in `benchmarks/planning.py --cases gpt2-small --verify 16`."""
 TAIL = 2000
-"""Number of characters of an error that are kept."""
+"""Largest number of characters of a compiler's error or log in a result."""
 
 
 class Child:
-    """Handle of a child process that compiles modules; killed at `end`.
+    """Handle of a child process that compiles modules.
 
-    `end` is in seconds of `time.monotonic`.
+    The process is killed at the time `end`, in seconds of `time.monotonic`.
     """
 
     def __init__(self, target: str, num_devices: int, end: float) -> None:
@@ -301,14 +305,15 @@ class Child:
             return True
 
     def receive(self) -> Answer | None:
-        """Waits for the next answer; None if the process has ended."""
+        """Waits for the next answer; returns None if the process has ended."""
         try:
             return self._link.recv()
         except (EOFError, OSError):
             return None
 
     def stop(self) -> str:
-        """Kills the process; returns the end of its log, or its exit code."""
+        """Kills the process; returns the last `TAIL` characters of its log, or its exit
+        code if the log is empty."""
         self._timer.cancel()
         self._kill()
         self._link.close()
@@ -323,7 +328,8 @@ class Child:
 
 
 def wait_for_any(children: Sequence[Child]) -> None:
-    """Waits until one child has an answer or has ended, at most to the deadline."""
+    """Waits until one child has an answer or has ended; every child is killed at its
+    deadline."""
     connection.wait([child._link for child in children])
 
 

@@ -92,14 +92,15 @@ class Efficiency:
     memory: float = 0.85
     """Share of the memory bandwidth that a stream reaches."""
     cache_bytes: float = 0.0
-    """Bytes of an operator that a cache holds if the bytes were used recently."""
+    """Largest number of bytes of an operator that come from a cache if they were used
+    recently."""
     cache_gain: float = 1.0
     """Ratio of the cache's bandwidth to the memory's bandwidth."""
     simple_s: float = 0.0
     """Seconds of one addition or product of an element-wise operator; with 0 only the
     bytes cost time."""
     special_s: float = 0.0
-    """Seconds of one exponential or similar function, beyond `simple_s`."""
+    """Seconds of one exponential or similar function, in addition to `simple_s`."""
     strided_s: float = 0.0
     """Extra seconds to read one element out of memory order, such as an element of a
     transposed gradient."""
@@ -335,7 +336,8 @@ class Link:
         return _known(num_devices, self.meeting)
 
     def hidden(self, num_devices: float) -> float:
-        """Hidden share for a number of devices, interpolated from `ahead`."""
+        """Share of a gather that computation hides, for a number of devices,
+        interpolated from `ahead`; 0 if `ahead` is empty."""
         return _known(num_devices, self.ahead)
 
 

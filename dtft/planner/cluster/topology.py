@@ -105,8 +105,8 @@ class Pool:
     def fabric_words(self) -> str:
         """The pool's shorthand and kinds of links: `2x8xh100 by NVLink and InfiniBand`.
 
-        A shorthand and the devices that it describes have the same text. Equally many
-        devices on other links have another text.
+        A pool parsed from a shorthand and the pool of such devices have the same text.
+        A pool of equally many devices on other links has another text.
         """
         kinds = dict.fromkeys(
             level.link.kind for level in self.levels if level.size > 1
@@ -120,7 +120,7 @@ class Cluster:
 
     pools: tuple[Pool, ...]
     between: Link | None = None
-    """Port of one device to other pools."""
+    """Link from a device to devices of other pools; None is allowed for one pool."""
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -479,7 +479,11 @@ class _Loader(yaml.SafeLoader):
 def _checked(
     items: Any, of: Any, where: str, more: frozenset[str] = frozenset()
 ) -> dict[str, Any]:
-    """Checks that a mapping has only keys that are fields of a dataclass, or `more`."""
+    """Copies a mapping whose keys are all fields of the dataclass `of`, or in `more`.
+
+    Raises:
+        ValueError: `items` is no mapping, or has another key.
+    """
     if not isinstance(items, Mapping):
         raise ValueError(f"{where}={items!r}. Allowed: a mapping of its fields.")
     known: dict[str, Field[Any]] = {field.name: field for field in fields(of)}
@@ -678,7 +682,12 @@ def _found_pool(devices: Sequence[Any], num_hosts: int, memory: int) -> Pool:
 
 
 def _type(device: Any, memory: int) -> DeviceType:
-    """The catalog's device type, with the memory that the JAX device reports."""
+    """The catalog's device type of a JAX device, with the memory that the device
+    reports (`bytes_limit`) if any; on CPU with `memory` bytes.
+
+    Raises:
+        ValueError: the catalog lacks the device type.
+    """
     found = catalog.device_type_of_kind(device.device_kind)
     if found is None:
         catalog.unknown(

@@ -76,7 +76,8 @@ class Calibration:
     def term_errors(self) -> Mapping[str, float]:
         """Relative error of each term of a prediction; see `Accuracy.interval_s`.
 
-        With past runs, every term has the residual of the whole step.
+        With past runs, every term has the residual of the whole step. Without past
+        runs, only `compute` and `collectives` have an error, from the fits.
         """
         if self.num_runs:
             return dict.fromkeys(UNCALIBRATED, self.residuals["runs"])
@@ -209,12 +210,12 @@ def _level(level: Level, calibration: Calibration) -> Level:
 
 
 SPREAD = 0.3
-"""Prior standard deviation of the logarithm of a term's factor."""
+"""Prior standard deviation of the logarithm of a term's factor, in `fit_terms`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PastRun:
-    """One run: the plan's prediction without level 2, and the median step time."""
+    """One training run: the predicted seconds of a step, and the measured seconds."""
 
     device: str
     fabric: tuple[str, ...]
@@ -224,7 +225,7 @@ class PastRun:
     terms: Mapping[str, float]
     """Predicted seconds by term, without `Calibration.scales`."""
     step_s: float
-    """Measured seconds of a step."""
+    """Measured seconds of a step, the median of the run."""
 
     def to_json(self) -> str:
         """Writes the run as one line of the log."""
@@ -260,7 +261,8 @@ def of_cluster(runs: Iterable[PastRun], calibration: Calibration) -> list[PastRu
 def fit_terms(runs: Sequence[PastRun]) -> CalibrationFit:
     """Fits one factor per term so that predictions match the measured step times.
 
-    A term that no run has keeps the factor 1.
+    A term that is 0 s in all runs keeps the factor 1. A term that no run has gets no
+    factor.
 
     Raises:
         ValueError: `runs` is empty.

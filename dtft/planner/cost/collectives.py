@@ -113,12 +113,16 @@ def collectives_s(
 
 @dataclass(frozen=True, kw_only=True)
 class _Hop:
-    """One level of a group, or the same level of groups of many sizes."""
+    """One level of the fabric inside a device group.
+
+    The numbers are arrays if groups of several sizes are computed together.
+    """
 
     size: Any
-    """The number of members, or of parts of the level below that have members."""
+    """The number of devices of the group that the level joins; above the innermost
+    level, the number of parts (each part is the devices joined by the level below)."""
     inner: Any
-    """The number of members in each part."""
+    """The number of devices of the group in each part; 1 on the innermost level."""
     link: Link
     curve: Curve
 
@@ -127,9 +131,9 @@ class _Hop:
 
         Args:
             num_bytes: bytes that all senders send together.
-            senders: the number of sending devices.
-            alone: whether the other members of the part leave a shared port to the
-                sender.
+            senders: the number of sending devices of each part.
+            alone: whether the other devices of the part do not use a port that they
+                share with the sender.
         """
         sharing = self.link.shared_by
         if alone:
@@ -166,7 +170,10 @@ def _most(times: list[Any]) -> Any:
 
 
 def _slowest(num_bytes: Any, hops: _Hops) -> Any:
-    """Seconds of bytes through all levels at once, over all ports of each part."""
+    """Seconds to send bytes through all levels at once; the slowest level counts.
+
+    In each part (group of the level below), all devices send.
+    """
     return _most([hop.seconds(num_bytes, hop.inner) for hop in hops])
 
 
@@ -192,8 +199,9 @@ def _gather(kind: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
 
 
 def _hierarchical(kind: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
-    """Communicates level by level: inside groups, then the rest between groups.
+    """Seconds if devices communicate level by level, the innermost level first.
 
+    On each further level, a device sends only its share of the bytes.
     On a torus each dimension is a level. The array is then split into as many parts as
     dimensions; all parts are sent at once, each starting with another dimension.
     """
@@ -215,8 +223,9 @@ def _passed(hop: _Hop) -> Any:
 
 
 def _direct(_: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
-    """All-to-all in one stage: all levels send at once the bytes that leave their
-    parts.
+    """Seconds of an all-to-all in one stage: each device sends to all other devices.
+
+    All levels send at once; the slowest level counts.
     """
     n = _members(hops)
     sent = [(n - h.inner) / n * _passed(h) * h.seconds(num_bytes) for h in hops]
@@ -224,7 +233,7 @@ def _direct(_: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
 
 
 def _staged(_: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
-    """All-to-all inside groups, then between groups: fewer messages, more bytes."""
+    """Seconds of an all-to-all level by level: fewer messages but more bytes."""
     seconds: Any = 0.0
     for hop in hops:
         sent = (hop.size - 1) / hop.size * _passed(hop) * hop.seconds(num_bytes)
@@ -233,7 +242,7 @@ def _staged(_: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
 
 
 def _shift(_: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
-    """Every device sends to its neighbor; one device of each part crosses the level."""
+    """Seconds if each device sends to the next; one device of a part sends outside."""
     return _most(
         [hop.curve.latency_s + hop.seconds(num_bytes, alone=True) for hop in hops]
     )
@@ -263,7 +272,9 @@ _WAYS: Mapping[CollectiveKind, Mapping[str, _Way]] = {
 
 
 def sync_skew_s(group: DeviceGroup) -> float:
-    """Sync skew of a collective in one group, in seconds: the largest of its levels.
+    """Sync skew in seconds: the wait until all devices of a group enter a collective.
+
+    The largest sync skew of the group's levels.
 
     Args:
         group: a result of `group_of`.
@@ -288,7 +299,7 @@ def sync_skews_s(groups: DeviceGroups) -> np.ndarray:
 
 
 def hidden(group: DeviceGroup) -> float:
-    """Share of a gather that computation hides, if the gather waits for no computation.
+    """Share (0 to 1) that computation hides of a gather that waits for no computation.
 
     Args:
         group: a result of `group_of`; the level with the smallest share counts.

@@ -97,7 +97,12 @@ def fit(
 
 
 def _errors(jacobian: np.ndarray, off: np.ndarray) -> list[float]:
-    """Standard errors from the inverse Hessian, scaled by the spread of residuals."""
+    """Standard errors of the scalars' logarithms, from the inverse of J^T J.
+
+    Args:
+        jacobian: J, the derivatives of all residuals.
+        off: residuals of the measurements; their spread scales the errors.
+    """
     spread = max(1.4826 * float(np.median(np.abs(off))), 1e-3)
     covariance = np.linalg.pinv(jacobian.T @ jacobian) * spread**2
     return np.sqrt(np.diag(covariance)).tolist()
@@ -107,9 +112,10 @@ def _errors(jacobian: np.ndarray, off: np.ndarray) -> list[float]:
 
 
 _BEYOND = 2
-"""The number of largest measured stream sizes that lie beyond any fitted cache."""
+"""The number of largest measured sizes that `fit_memory` never takes as cache size."""
 _PLAIN = 0.2
-"""Largest relative error at which the fit without a cache is kept."""
+"""`fit_memory` fits no cache if bandwidth alone predicts all memory times within this
+relative error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,8 +191,9 @@ def fit_memory(
     arrays that are used repeatedly stay in a cache; other bytes go through the memory.
     The cache size is the measured size with the best fit. If bandwidth alone explains
     the times, there is no cache. At least two measured sizes are larger than the cache:
-    without measurements beyond it, a cache could not be told from noise. Devices of one
-    machine share its cache.
+    without measurements beyond it, a cache could not be told from noise. All devices
+    run in the measurement, so the figures are of one device's share of a cache and
+    memory that devices share.
     """
     cache_bytes, found = _fit_memory(device, times, 0.0)
     sizes = sorted({float(time.num_bytes) for time in times})[:-_BEYOND]
@@ -235,7 +242,7 @@ def fit_elements(
 ) -> tuple[DeviceType, CalibrationFit]:
     """Fits the seconds of a simple and of a special element-wise operation.
 
-    The bytes that the operations move are not part of these seconds.
+    The fit has no term for the bytes that the operations move.
     """
     simple, special = np.array([(t.simple, t.special) for t in times], float).T
     found = fit(
@@ -249,7 +256,7 @@ def fit_elements(
 def fit_matmuls(
     device: DeviceType, dtype: str, times: Sequence[MatmulTime]
 ) -> tuple[DeviceType, CalibrationFit]:
-    """Fits e0, x0 and the launch time of an operator to times of matmuls.
+    """Fits `e0`, `x0` (see `Efficiency`) and an operator's launch time to matmul times.
 
     On a CPU, or if a matmul was faster than the peak, the best measured speed becomes
     the peak. The peaks of other dtypes grow by the same factor.
@@ -371,7 +378,7 @@ def _fit_curve(
 def fit_overlap(
     given: Efficiency, times: Sequence[OverlapTime]
 ) -> tuple[Efficiency, float]:
-    """Fits the overlapped share of collectives, and the slowdown by this overlap.
+    """Fits the share of computation that collectives overlap, and the slowdown by it.
 
     The fit takes the best point of a grid; of equally good points it takes the point
     with the smallest overlap.
@@ -446,14 +453,15 @@ def fit_sync_skew(link: Link, times: Sequence[SyncSkewTime]) -> Link:
 
 
 def fit_prefetch_overlap(link: Link, times: Sequence[PrefetchTime]) -> Link:
-    """Fits a link's share of gathers hidden by computation, by number of devices.
-
-    The share lies between 0 and 1.
+    """Computes the share of a gather that computation hides, by number of devices.
 
     Args:
-        link: the link of the level.
-        times: one time for each number of devices, of groups that lie on this level
-            alone; without times, `ahead` is empty.
+        link: the link that the measured groups communicate over.
+        times: one measurement for each number of devices, of groups that use no other
+            link.
+
+    Returns:
+        The link with these shares, 0 to 1, as `Link.ahead`; empty without `times`.
 
     >>> from dtft.planner.cluster.hardware import Curve
     >>> port = Curve(latency_s=1e-6, bandwidth=1e9)

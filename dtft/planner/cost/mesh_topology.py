@@ -15,12 +15,13 @@ from dtft.planner.cluster import CollectiveKind, Link, Pool
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceGroup:
-    """Placement of the devices that communicate on the levels of a pool."""
+    """The devices of one collective: how many of them each level of a pool joins."""
 
     sizes: tuple[float, ...]
-    """Members per group of each used level, innermost first; all above 1. The number
-    is a fraction if members do not fill the groups evenly (3 devices on hosts of
-    2)."""
+    """For each used level, innermost first, the number of these devices that a group of
+    the level joins (above the innermost, the number of groups of the level below); all
+    above 1. The number is a fraction if the devices do not fill the groups evenly (3
+    devices on hosts of 2)."""
     links: tuple[Link, ...]
 
     @property
@@ -30,7 +31,10 @@ class DeviceGroup:
 
     @property
     def inner(self) -> tuple[float, ...]:
-        """For each level, the number of members within one part of its groups."""
+        """For each used level, the communicating devices in a group of the level below.
+
+        The number is 1 for the innermost level.
+        """
         return tuple(math.prod(self.sizes[:level]) for level in range(len(self.sizes)))
 
 
@@ -163,7 +167,10 @@ def _sizes(
 
 
 def _aligned(bounds: Sequence[int], start: int, end: int) -> bool:
-    """Whether an axis from stride `start` to `end` fills its groups evenly."""
+    """Whether an axis from stride `start` to `end` fills groups of the fabric evenly.
+
+    `bounds` has the number of devices in a group of each level.
+    """
     return all(
         start % bound == 0
         if bound <= start
@@ -349,8 +356,10 @@ def _first_of_equals(features: np.ndarray) -> np.ndarray:
 
 
 def _maximal(features: np.ndarray) -> np.ndarray:
-    """Whether each of several distinct rows is dominated by no other row; bool
-    [rows].
+    """Whether no other row is at least as large in every column; bool [rows].
+
+    Args:
+        features: distinct rows; [rows, features].
     """
     as_large = (features[:, None] >= features[None]).all(axis=2)  # [a, b]: a as b
     return as_large.sum(axis=0) == 1

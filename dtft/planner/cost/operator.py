@@ -49,7 +49,7 @@ class MeshSpeeds:
     def sending_s(
         self, sent: CollectiveOp, sizes: Sizes, *, ahead: bool = False
     ) -> Any:
-        """Seconds of one collective.
+        """Seconds of one collective, without sync skew; 0 among one device.
 
         Args:
             sent: the collective.
@@ -70,7 +70,7 @@ class MeshSpeeds:
         return sync_skew_s(group_of(self.pool, self.mesh, axes)) if axes else 0.0
 
     def together_s(self, bundle: Bundle, num_bytes: float, sizes: Sizes) -> float:
-        """Seconds per step of a bundle of collectives that is not priced one by one.
+        """Seconds per step of a bundle, beyond its collectives that are sent alone.
 
         The result is the sync skew of the bundle. If the backend combines the bundle
         into one message (`is_one`), the result also has the seconds of sending.
@@ -170,15 +170,18 @@ LEAST_OFFLOADED_BYTES = 2**16
 """Least bytes per device of an offloaded array. Smaller arrays stay on the device: each
 copy costs a latency."""
 NUM_UNDER_WAY = 16
-"""The number of offloaded arrays, counted as the largest, on the device at once (XLA's
-compiled programs have 6 to 14)."""
+"""Largest number of offloaded arrays on the device at once, each counted with the bytes
+of the largest array. XLA's compiled programs have 6 to 14."""
 MOST_UNDER_WAY = 1.25
 """Largest ratio of offloaded bytes on the device at once to all offloaded bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Away:
-    """Host memory of one device's offloaded state; arrays [candidates], or numbers."""
+    """Bytes and seconds of the optimizer state that one device keeps in host memory.
+
+    The fields are numbers, or arrays with one entry per candidate.
+    """
 
     host_bytes: Any
     """Bytes in host memory."""

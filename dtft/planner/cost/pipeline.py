@@ -69,5 +69,6 @@ def in_flight(schedule: Schedule, stages: int, microbatches: int, chunks: int) -
 
 
 def transfers(chunks: Any) -> Any:
-    """The number of sends of a stage per microbatch: activations and gradients."""
+    """The number of sends of a stage per microbatch: activations and gradients of each
+    chunk (part of the stage's layers)."""
     return 2 * chunks

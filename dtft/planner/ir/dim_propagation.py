@@ -107,9 +107,10 @@ class Case:
 
 
 def contracted(eqn: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Positions of the contracted dims in each operand of a product; else empty.
+    """Positions of the contracted dims in both operands of a matmul or convolution.
 
-    For a convolution, positions of the input channels; its window dims do not count.
+    For a convolution, these are the input channels, not the window dims. Both tuples
+    are empty for any other primitive.
     """
     if eqn.primitive.name == "conv_general_dilated":
         numbers = eqn.params["dimension_numbers"]
@@ -121,7 +122,8 @@ def contracted(eqn: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def dot(case: Case) -> Linked:
-    """Rule of a matmul: batch dims, then free dims of the left and right operand."""
+    """Rule of a matmul: the result has the batch dims, then the free dims of the left
+    operand, then those of the right operand."""
     (left_sum, right_sum), (left_batch, right_batch) = case.params["dimension_numbers"]
     left, right = case.operands[:2]
     for i, j in zip((*left_sum, *left_batch), (*right_sum, *right_batch), strict=True):
@@ -135,7 +137,8 @@ def dot(case: Case) -> Linked:
 def ragged_dot(case: Case) -> Linked:
     """Rule of a ragged matmul, whose groups of rows have a matrix each.
 
-    Handles the common layout; for other layouts all operands are needed whole.
+    Handles the layout [rows, depth], [groups, depth, columns]; for other layouts all
+    operands are needed undivided.
     """
     left, right, groups = case.operands[:3]
     if len(left) != 2 or len(right) != 3 or len(case.results[0]) != 2:
@@ -151,7 +154,8 @@ def ragged_dot(case: Case) -> Linked:
 def convolution(case: Case) -> Linked:
     """Rule of a convolution: examples and channels keep their dims.
 
-    Window dims are needed whole, because a window reads its neighbours (halo).
+    Window dims are needed undivided, because a window reads elements of the next device
+    (halo).
     """
     numbers = case.params["dimension_numbers"]
     lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
@@ -211,7 +215,8 @@ def gather(case: Case) -> Linked:
 def scatter(case: Case, adds: bool) -> Linked:
     """Rule of a scatter: each device updates its part of the operand.
 
-    Updates that are combined with the operand (`adds`) may be divided too.
+    The dims that number the updates may be divided too if updates are combined with the
+    operand (`adds`), such as added; else they are needed undivided.
     """
     numbers = case.params["dimension_numbers"]
     operand, indices, updates = case.operands[:3]
@@ -262,7 +267,7 @@ def link(dims: Dims, eqn: Any, operand_dims: Sequence[Numbers]) -> Linked:
 def _alike(case: Case) -> Linked:
     """Default rule: elementwise, with broadcast of dims of size 1.
 
-    Operands whose shape fits no result are needed whole.
+    Operands whose shape fits no result are needed undivided.
     """
     outputs: list[Numbers] = []
     fitting: set[int] = set()
@@ -347,9 +352,10 @@ def factor_groups(
 
 
 def _reshape(case: Case) -> Linked:
-    """Rule of a reshape: a merged dim is divided like its first part (of size > 1).
+    """Rule of a reshape: a merged dim is divided like the first dim (of size > 1) that
+    it consists of.
 
-    Its other parts must be whole.
+    The other dims that it consists of are needed undivided.
     """
     before, after = case.shapes[0], case.results[0]
     if math.prod(before) == 0 or case.params.get("dimensions") is not None:
@@ -382,7 +388,8 @@ def _reduce(case: Case) -> Linked:
 
 
 def _along(case: Case, place: int) -> Linked:
-    """Rule of operators along one dim, which must be whole; others are independent."""
+    """Rule of operators along the dim at `place`, which is needed undivided. Other dims
+    keep their numbers."""
     full = [i for i, shape in enumerate(case.shapes) if shape == case.results[0]]
     case.join_all(list(zip(*(case.operands[i] for i in full), strict=True)))
     operand = case.operands[full[0]]
@@ -398,7 +405,8 @@ def _sort(case: Case) -> Linked:
 
 
 def _resized(case: Case) -> Linked:
-    """Rule of slices and pads: dims of equal size are kept, others must be whole."""
+    """Rule of slices and pads: dims of unchanged size are kept, others are needed
+    undivided."""
     operand = case.operands[0]
     outputs: list[Numbers] = []
     whole: set[int] = set()
@@ -413,7 +421,8 @@ def _resized(case: Case) -> Linked:
 
 
 def _windowed(case: Case) -> Linked:
-    """Rule of windows: dims with a window of one element are kept; others are whole."""
+    """Rule of windows: dims with a window of one element are kept, others are needed
+    undivided."""
     sizes = case.params["window_dimensions"]
     outputs: list[Numbers] = []
     whole: set[int] = set()
@@ -464,7 +473,8 @@ def _reverse(case: Case) -> Linked:
 
 
 def _last(count: int) -> Callable[[Case], Linked]:
-    """The rule of operators on the last `count` dims; other dims are independent."""
+    """Makes the rule of operators on the last `count` dims, which are needed undivided.
+    Other dims of unchanged size are kept."""
 
     def rule(case: Case) -> Linked:
         operand = case.operands[0]

@@ -152,7 +152,7 @@ def _elementwise(name: str, each: float) -> Count:
 
 
 def _integer_pow(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
-    """Products of repeated squaring, and a division for a negative power."""
+    """Counts the products of repeated squaring, and a division for a negative power."""
     power = abs(params["y"])
     steps = power.bit_length() + power.bit_count() - 2 if power else 0
     if not is_float(results[0]):
@@ -161,7 +161,8 @@ def _integer_pow(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -
 
 
 def _polynomial(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
-    """Horner's rule; operands are the argument and the coefficients (jax 0.12)."""
+    """Counts Horner's rule. The operands, as of jax 0.12, are the argument and the
+    coefficients."""
     del params
     if not is_float(results[0]):
         return 0

@@ -102,9 +102,10 @@ class Operator:
     """Further elements (of transposed products) that are read with a stride if a mesh
     axis divides a dim in `turned_over`."""
     turned_over: tuple[int, ...] = ()
-    """The contracted dims of these products."""
+    """The contracted dims of the products whose elements `turned` counts."""
     trips: int
-    """Executions in a step: the product of the lengths of the loops around it."""
+    """Executions in a step: the product of the lengths of the loops around it; 0 in
+    every branch of a `cond` but the branch with the most flops."""
     summed: tuple[int, ...] = ()
     """Dims that are summed over; dividing them among devices leaves partial results."""
     contracted: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
@@ -133,7 +134,8 @@ class CountedLoop:
     stacked: tuple[tuple[int, int], ...] = ()
     """Pairs of a value of the body, and its stack with a leading dim outside."""
     carried: tuple[tuple[int, int, int, int], ...] = ()
-    """Carried values: before the loop, into the body, out of it, after the loop."""
+    """For each carried value its indices: before the loop, into the body, out of the
+    body, after the loop."""
     again: bool = False
 
 
@@ -165,7 +167,8 @@ class Graph:
     outputs: Mapping[str, int]
     """Path of each result's leaf to its value."""
     unknown: Mapping[str, int] = field(default_factory=dict)
-    """Bytes per step of primitives without a rule and of loops with unknown trips."""
+    """Map from a primitive without a rule, or `while`, to bytes per step: of the
+    primitive, or of one iteration of the loops with an unknown trip count."""
 
     @property
     def flops(self) -> float:

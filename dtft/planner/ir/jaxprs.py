@@ -38,7 +38,8 @@ REMAT = frozenset({"remat2", "checkpoint"})
 
 
 def bodies(eqn: JaxprEqn) -> Iterator[Jaxpr]:
-    """Yields the programs that a call runs, in numbering order."""
+    """Yields the programs that a call runs, in the order of `CALLS`; none for other
+    equations."""
     for name in CALLS.get(eqn.primitive.name, ()):
         value = eqn.params[name]
         for body in value if isinstance(value, (tuple, list)) else (value,):
@@ -46,7 +47,7 @@ def bodies(eqn: JaxprEqn) -> Iterator[Jaxpr]:
 
 
 def with_bodies(eqn: JaxprEqn, change: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
-    """Applies `change` to each program of a call, in numbering order.
+    """Applies `change` to each program of a call, in the order of `bodies`.
 
     Args:
         eqn: an equation; an equation that is not a call is returned unchanged.
@@ -110,9 +111,9 @@ def uncut(jaxpr: Jaxpr, start: int = 0) -> Iterator[tuple[int, int]]:
 def traced(fn: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:
     """Traces a function; returns its program and the shapes of its result.
 
-    JAX records the mesh of an array, and inserts operators where meshes meet. This
-    function drops the meshes of arguments, so that operators have the same numbers as
-    in the planner, which knows shapes only.
+    JAX records the mesh of an array, and inserts operators between different meshes.
+    This function drops the meshes of arguments, so that operators have the same numbers
+    as in the planner, which knows shapes only.
 
     Args:
         fn: any function that JAX can trace.

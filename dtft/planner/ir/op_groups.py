@@ -1,4 +1,4 @@
-"""Groups operators of equal cost, so that the search prices groups, not operators.
+"""Groups operators of equal cost, so that costs are computed once for each group.
 
 Includes memory traffic that no equation shows: copies of loops into and out of stacked
 arrays, and elements that are read with a stride because of a transpose.
@@ -13,11 +13,11 @@ from dtft.planner.ir.graph import Graph, Operator, item_bits
 
 
 def awaited(graph: Graph, waits: Mapping[int, bool]) -> frozenset[int]:
-    """Values that a waiting operator needs, directly or through non-waiting operators.
+    """Values that a marked operator reads, directly or through unmarked operators.
 
     Args:
         graph: the program.
-        waits: number of each operator to whether the operator counts as waiting.
+        waits: map from the number of each operator to whether the operator is marked.
     """
     sources = _sources(graph, waits)
     open_ = [i for n, op in enumerate(graph.operators) if waits[n] for i in op.inputs]
@@ -31,7 +31,10 @@ def awaited(graph: Graph, waits: Mapping[int, bool]) -> frozenset[int]:
 
 
 def _sources(graph: Graph, waits: Mapping[int, bool]) -> dict[int, list[int]]:
-    """Maps a value to the inputs of its operator or loop; skips waiting operators."""
+    """Maps each value to the values that its operator or loop computes it from.
+
+    Results of operators that `waits` marks are left out.
+    """
     sources: dict[int, list[int]] = {}
 
     def comes(value: int, *values: int) -> None:
@@ -53,11 +56,11 @@ def _sources(graph: Graph, waits: Mapping[int, bool]) -> dict[int, list[int]]:
 
 
 def nobody_waits(operator: Operator, known: frozenset[int]) -> bool:
-    """Whether an operator sums over dims and none of its results is in `awaited`.
+    """Whether an operator sums over dims and none of its results is in `known`.
 
     Args:
         operator: the operator.
-        known: the awaited values.
+        known: values that `awaited` returns.
     """
     return bool(operator.summed) and not known.intersection(operator.outputs)
 
@@ -70,7 +73,7 @@ def nobody_waits(operator: Operator, known: frozenset[int]) -> bool:
 
 
 def loop_copies(graph: Graph, fused: Container[str]) -> Iterator[tuple[Operator, int]]:
-    """Yields operators that represent the copies of loops.
+    """Yields operators that stand for copies of slices of a loop's stacked arrays.
 
     Args:
         graph: the program.
@@ -131,7 +134,8 @@ _KEPT = SPECIAL | {"div", "rem", "sqrt", "rsqrt"}
 
 
 _NATIVE_BITS = 32
-"""Bits below which XLA converts a product's result before the transpose."""
+"""Bits of an element. XLA converts a product's result of fewer bits before a transpose,
+and so does not merge the product with the transpose."""
 
 
 def transposed_reads(graph: Graph) -> Mapping[int, Operator]:
@@ -276,7 +280,9 @@ def _turns(graph: Graph, operator: Operator) -> bool:
 def _readers(
     graph: Graph, index: int, readers: Mapping[int, list[int]]
 ) -> list[int] | None:
-    """Elementwise readers of a value, also through `_SAME`; None without any reader."""
+    """Numbers of the elementwise operators that read a value, also through operators in
+    `_SAME`. An operator in `_SAME` without readers counts as a reader. None if no
+    operator reads the value."""
     if not readers.get(index):
         return None
     found = []
@@ -306,7 +312,8 @@ class OpGroup:
     operator: Operator
     """A representative of the group."""
     times: float
-    """Executions of all operators of the group in a step."""
+    """Executions of all operators of the group in a step. In a group of operators of
+    unequal size: their total bytes divided by the bytes of `operator`."""
     region: str
     """The part of the step: forward, backward or update."""
     last: bool = False
@@ -316,7 +323,8 @@ class OpGroup:
 
     @property
     def uncached(self) -> bool:
-        """Whether its bytes are not in cache: it reads state, or stacks of loops."""
+        """Whether the group reads bytes that are not in cache: the state (in the
+        update), or stacked arrays of loops."""
         return self.copies or self.region == "update"
 
 
@@ -341,7 +349,7 @@ def group_operators(graph: Graph, alias: Mapping[int, int]) -> tuple[OpGroup, ..
 
     Args:
         graph: the program.
-        alias: dim to the dim that represents it in equal layers.
+        alias: map from a dim to the dim that represents it in equal layers.
     """
     across = transposed_reads(graph)
     times: Counter[object] = Counter()

@@ -19,7 +19,7 @@ from dtft.planner.ir.jaxprs import CALLS, REMAT, bodies, is_var, operators, with
 from dtft.planner.types import Remat
 
 _FINER = 2**0.25
-"""Ratio of successive limits that are tried for the size of the largest block."""
+"""Ratio of successive limits that `best_cuts` tries for the bytes of a block."""
 
 
 def best_cuts(inside: Sequence[float], crossing: Sequence[float]) -> tuple[int, ...]:
@@ -130,8 +130,8 @@ def rematerialized(
 ) -> ClosedJaxpr:
     """Wraps the blocks of a program in `jax.checkpoint`, before differentiation.
 
-    Results and gradients are equal within rounding. Parts that the user's program wraps
-    itself, and operators with effects, are not changed.
+    Results and gradients are equal within rounding. Parts that the user's program
+    already wraps in `jax.checkpoint`, and operators with effects, are not changed.
 
     Args:
         program: a traced loss.
@@ -146,14 +146,15 @@ def rematerialized(
 
 @dataclass(frozen=True, kw_only=True)
 class _Blocks:
-    """Options that all blocks share."""
+    """Options of `rematerialized` that all blocks share."""
 
     policy: Policy
     joined: Callable[[JaxprEqn], bool]
 
 
 def _container(jaxpr: Jaxpr, asked: _Blocks, *, wrap_last: bool) -> Jaxpr:
-    """Wraps blocks in a program whose equations form blocks or contain blocks."""
+    """Cuts the equations of a program into blocks and wraps the blocks, also in the
+    bodies of scans and of large calls."""
     last_use = _last_uses(jaxpr)
     own = _num_operators(jaxpr)
     runs = itertools.groupby(enumerate(jaxpr.eqns), lambda item: _role(item[1], own))
@@ -216,7 +217,8 @@ def _stretch(
     *,
     wrap_last: bool,
 ) -> Iterator[JaxprEqn]:
-    """Cuts a run of equations into blocks and wraps the blocks."""
+    """Cuts a run of equations into blocks and wraps the blocks, the last block only if
+    `wrap_last`."""
     first = numbered[0][0]
     eqns = [eqn for _, eqn in numbered]
     crossing = [

@@ -1,7 +1,7 @@
 """Finds repetition in a program: equal layers, and equal dims of a loss and its step.
 
-* `find_repeats`: finds runs of operators that repeat with the same shapes. Repeats
-  share decisions and are priced once.
+* `find_repeats`: finds runs of operators that repeat with the same shapes. The planner
+  divides repeats in the same way, and computes their cost once.
 * `find_layers`: finds the layers that a pipeline divides, the parts before and after
   the layers, and the values that cross a cut.
 * `same_dims`: maps dims of a loss to dims of the step that differentiates the loss.
@@ -83,7 +83,8 @@ def _join(
 
 _HEAVY = ("matmul", "convolution")
 _NEXT = 16
-"""The most occurrences of the same heavy operator in one layer."""
+"""Largest number of equal matmuls or convolutions in one layer, for the layer to be
+found."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,17 +103,18 @@ class RepeatClasses:
     """Classes of equal dims and operators, and the repeated blocks."""
 
     dims: tuple[int, ...]
-    """For each dim of the graph its class: the lowest dim with the same role. No array
-    has two different dims of one class."""
+    """For each dim of the graph its class: the lowest dim at the same position in an
+    equal layer. No array has two different dims of one class."""
     operators: tuple[int, ...]
-    """For each operator its class: the lowest operator of equal cost, under every
-    division that divides all dims of a class in the same way."""
+    """For each operator its class: the lowest operator of equal cost, if mesh axes
+    divide all dims of a class in the same way."""
     repeats: tuple[Repeat, ...]
     """The layers, in the order of the program."""
 
 
 def find_repeats(graph: Graph) -> RepeatClasses:
-    """Finds the repeated blocks of a program."""
+    """Finds the repeated blocks of a program, and the dims and operators that are equal
+    in the copies of a block."""
     signatures = _Signatures(graph)
     kinds = np.array([signatures.of(op) for op in graph.operators], np.int64)
     classes = _Classes(graph)
@@ -222,7 +224,8 @@ class _Classes:
         return _root(self._parent, dim)
 
     def add(self, pairs: Iterable[tuple[int, int]]) -> bool:
-        """Merges all pairs, or no pair if two dims of an array would become one.
+        """Merges the classes of all pairs of dims of equal sizes, or of no pair if two
+        dims of an array would get one class.
 
         Returns whether the pairs were merged.
         """
@@ -365,7 +368,8 @@ def _region(graph: Graph, run: _LayerRun) -> str:
 def _parts(
     graph: Graph, forward: _LayerRun, backward: _LayerRun
 ) -> Iterator[tuple[int, Part]]:
-    """Yields the number and the part of each operator of forward and backward pass."""
+    """Yields the number of each operator of the forward and backward pass, and its
+    part: before (`first`), in or after (`last`) the layers."""
     for number, operator in enumerate(graph.operators):
         if region(operator) == "update":
             continue

@@ -62,7 +62,7 @@ class Step:
 
 
 class Drafts:
-    """The parts of the graph that were collected so far."""
+    """Collects the values, operators, loops and dims of a graph during the walk."""
 
     def __init__(self) -> None:
         self.dims = Dims()
@@ -103,7 +103,12 @@ class Drafts:
         return len(self.values) - 1
 
     def carried(self, before: list[int], out: list[int]) -> list[int]:
-        """Adds the results of carried values; dims before and after are joined."""
+        """Adds a result of the loop for each carried value; returns their indices.
+
+        Args:
+            before: the carried values before the loop.
+            out: the body's results, whose dims are joined with the dims of `before`.
+        """
         for one, two in zip(before, out, strict=True):
             self.join(one, two)
         return [self.copy(index) for index in before]
@@ -219,7 +224,10 @@ class _Carry:
 
 
 def _comparison(condition: Jaxpr, consts: Sequence[Any]) -> Any:
-    """Name and both sides of a condition that is a single comparison; else None."""
+    """Name and both sides of a condition that is a single comparison; else None.
+
+    A side is a number, a `_CarryPosition`, or None if unknown.
+    """
     if len(condition.eqns) != 1 or condition.eqns[0].outvars != condition.outvars:
         return None
     eqn = condition.eqns[0]
@@ -244,7 +252,8 @@ def _comparison(condition: Jaxpr, consts: Sequence[Any]) -> Any:
 def _count(compare: str, start: Any, limit: Any, step: Any) -> int | None:
     """Trip count of a counter that runs while `compare` holds with `limit`.
 
-    None if the count is not finite.
+    None if the counter never stops the loop, such as a counter that misses the limit of
+    `ne`.
     """
     distance, step = float(limit) - float(start), float(step)
     if compare in ("gt", "ge"):
@@ -287,10 +296,16 @@ class Walk:
 
     def __init__(self) -> None:
         self.found = Drafts()
-        """The parts of the graph that were collected so far."""
+        """The values, operators, loops and dims that were collected so far."""
 
     def run(self, jaxpr: Jaxpr, operands: Sequence[Known], frame: Frame) -> list[Known]:
-        """Walks a body with given operands; returns its results."""
+        """Adds the operators of a body to the graph; returns the body's results.
+
+        Args:
+            jaxpr: the body.
+            operands: the arguments of the body.
+            frame: the loops and calls around the body.
+        """
         known: dict[Any, Known] = {v: self.found.value(v.aval) for v in jaxpr.constvars}
         known.update(zip(jaxpr.invars, operands, strict=True))
         for eqn in jaxpr.eqns:
@@ -412,7 +427,8 @@ class Walk:
         return list(after)
 
     def _cond(self, eqn: JaxprEqn, operands: list[Known], frame: Frame) -> list[Known]:
-        """Walks every branch; only operators of the costliest branch have trips."""
+        """Walks every branch; sets `trips` to 0 for the operators of all branches but
+        the branch with the most flops."""
         found, best = self.found, -1.0
         results: list[list[int]] = []
         chosen: list[int] = []
@@ -451,7 +467,13 @@ class Walk:
     def _through(
         self, outside: Sequence[Known], atoms: Sequence[Any], specs: Sequence[Any]
     ) -> list[Known]:
-        """Converts arrays between the inside and the outside of a shard_map."""
+        """Adds a value for each array that enters or leaves a shard_map.
+
+        Args:
+            outside: the arrays on one side (on entry outside, on exit inside).
+            atoms: the variables of the same arrays on the other side.
+            specs: the shard_map's spec of each array.
+        """
         return [
             self.found.value(
                 atom.aval,
@@ -521,7 +543,11 @@ def trace(fn: Callable[..., Any], /, *args: Any, **keywords: Any) -> Graph:
 
 
 def _paths(tree: Any) -> list[str]:
-    """The path of each leaf in tree order: its keys, joined with "/"."""
+    """The path of each leaf in tree order: its keys, joined with "/".
+
+    Raises:
+        ValueError: two leaves have the same path.
+    """
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     paths = [
         jax.tree_util.keystr(keys, simple=True, separator="/") for keys, _ in leaves

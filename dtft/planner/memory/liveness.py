@@ -29,7 +29,11 @@ _READS_FUSED = (*CHEAP, "reduction")
 
 
 class InMemory:
-    """The values of a program with buffers, and the buffers that readers read."""
+    """Finds the values of a program that have a buffer in memory.
+
+    Operators that read a value without a buffer (fused or aliased) read buffers of
+    other values instead: the value's roots.
+    """
 
     def __init__(self, graph: Graph, *, keeps_all: bool) -> None:
         """Finds the values with buffers.
@@ -60,7 +64,10 @@ class InMemory:
         return frozenset(r for index in operator.inputs for r in self.root(index))
 
     def operands_like(self, index: int) -> list[int]:
-        """Operands of the same size from which a value is computed elementwise."""
+        """Operands of a value's operator with as many elements as the value.
+
+        Leaves out bool arrays (masks) and broadcasts.
+        """
         maker, values = self.makers.get(index), self.graph.values
         return [
             operand
@@ -88,7 +95,7 @@ class InMemory:
         return kept
 
     def _read_by_matmul(self, index: int) -> int:
-        """The value that has a buffer when a matmul reads a value.
+        """The value that needs a buffer because a matmul reads the value `index`.
 
         A rectifier or a cast of one array is fused into the matmul. A cast of a value
         that is computed from several arrays is fused too, but its operand has a buffer.
@@ -124,7 +131,10 @@ class InMemory:
         return found
 
     def _saved(self) -> set[int]:
-        """Values of the forward pass outside of loops that the backward pass reads."""
+        """Values of the forward pass outside of loops that the backward pass reads.
+
+        Results of operators in `_NEVER_SAVED` are replaced by the operand.
+        """
         found: set[int] = set()
         for operator in self.graph.operators:
             if region(operator) != "backward":
@@ -198,7 +208,7 @@ def laid_anew(graph: Graph, memory: InMemory, loop: CountedLoop) -> Iterator[int
     XLA transposes such an array once for all iterations. Two cases occur: a product
     reads an operand whose batch dims are not its first dims (queries, keys and values
     of [B, T, N, H]); or the previous loop keeps the array as a product computes it, and
-    this loop reads it transposed. Each array is briefly alive twice, one after another.
+    this loop reads it transposed. One array after another is briefly alive twice.
     """
     read = {
         index
@@ -328,9 +338,11 @@ class _Walk:
         yield from self._scope((), 0, len(self.graph.operators))
 
     def _find_last(self) -> dict[int, int]:
-        """The number of the last operator that reads each value.
+        """The number of the last operator that needs each value in memory.
 
         A value from outside of a loop that the loop reads lives until the loop ends.
+        Operands of a backward matmul live until the next one (`_next_products`).
+        Results of the program live to its end.
         """
         last: dict[int, int] = defaultdict(int)
         made: dict[int, tuple[int, ...]] = {}
@@ -364,7 +376,7 @@ class _Walk:
         return maker is not None and maker.again
 
     def _next_products(self) -> dict[int, int]:
-        """Maps each product of the backward pass to the next product.
+        """Maps operators that are backward matmuls to the next matmul of the same body.
 
         Two products of one cotangent can run in either order, because XLA may swap
         them. So the operands of the first product stay alive until the second.
@@ -386,7 +398,16 @@ class _Walk:
         return within[: within.index(number) + 1]
 
     def _scope(self, within: tuple[int, ...], start: int, stop: int) -> Iterable[Event]:
-        """Yields the events of one body; an inner loop first allocates its results."""
+        """Yields the memory events of operators [start, stop): a loop's body, or all.
+
+        A loop's body first allocates its slices of the arrays that the loop scans.
+
+        Args:
+            within: numbers of the enclosing loops, outermost first; () for the whole
+                program.
+            start: number of the first operator.
+            stop: number after the last operator.
+        """
         going: dict[int, list[int]] = defaultdict(list)
         number = start
         if within:
@@ -448,9 +469,10 @@ class _Walk:
             yield Event(value=value, kind="complete")
 
     def _takes_place(self, before: int, first: int) -> bool:
-        """Whether a loop reuses the buffer of an initial value without a later reader.
+        """Whether a value carried by a loop takes the buffer of its initial value.
 
-        The last reader may be the first operator of the loop, with number `first`.
+        It does so if the initial value has its own buffer, which is no argument's
+        buffer, and is not read after the loop's first operator (`first`).
         """
         alone = self.memory.root(before) == frozenset((before,))
         return alone and before not in self._outer and self._last[before] <= first
@@ -501,7 +523,7 @@ class _Walk:
 
 
 def _forget(going: _Going, value: int) -> bool:
-    """Removes a value from the pending frees; returns whether it was among them."""
+    """Removes a value from the pending frees `going`; returns whether it was found."""
     for values in going.values():
         if value in values:
             values.remove(value)

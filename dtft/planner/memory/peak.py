@@ -61,7 +61,11 @@ class Timeline:
 
     @cached_property
     def at_level_3(self) -> "Timeline":
-        """The timeline of the same program at ZeRO level 3."""
+        """The timeline of the same program at ZeRO level 3.
+
+        The same object if level 3 does not change which values are kept: without
+        `gathers`, and if parts of the program are rematerialized.
+        """
         again = any(operator.again for operator in self.graph.operators)
         if not self.gathers or again or self.below is not None:
             return self
@@ -112,7 +116,7 @@ class Timeline:
 
     @cached_property
     def of_gradients(self) -> frozenset[int]:
-        """Gradients, and the gradients of one iteration of a loop."""
+        """Gradients; if a loop stacks a gradient, also the part of one iteration."""
         turns = {
             inner
             for loop in self.graph.loops
@@ -140,7 +144,8 @@ class Timeline:
 
 
 SOON = 5
-"""Number of products for which a gathered operand is kept for another reader.
+"""Number of following matmuls for which a gathered operand stays in memory, because
+one of them may read it too.
 
 Fitted to compiled steps.
 """
@@ -148,8 +153,10 @@ What = Literal["plain", "gradient", "kept", "waiting", "sums", "part"]
 """The category of bytes.
 
 * `plain`: an array.
-* `gradient`: a gradient while it is computed; `kept`: the same in a loop.
-* `waiting`: a gradient from its completion until its use.
+* `gradient`: a gradient while it is computed; `kept`: a gradient that a loop computes
+  part by part, while it is computed.
+* `waiting`: a gradient from its completion until its use, in a step without
+  microbatches.
 * `sums`: the sum of a gradient over microbatches.
 * `part`: the part of an argument for one microbatch.
 """
@@ -157,13 +164,13 @@ What = Literal["plain", "gradient", "kept", "waiting", "sums", "part"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """A kind of arrays that every division divides in the same way."""
+    """Arrays of one category that the same mesh axes divide, whatever the sharding."""
 
     what: What
     value: int
     """The index of one of the arrays."""
     divides: bool
-    """Whether the arrays are divided further if gradients are."""
+    """Whether the arrays are divided further at ZeRO levels that divide gradients."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,7 +226,7 @@ class LivenessTrace:
         self._changes: list[tuple[int, float]] = []
         self._at: list[int] = []
         self.full: list[int] = []
-        """Moments after an allocation."""
+        """Moments (rows of `alive`) after an allocation."""
         self.instances: list[Instance] = []
         """Operators whose operands may have to be gathered, each with its own dims."""
         self.runs: list[OperatorRun] = []
@@ -239,7 +246,7 @@ class LivenessTrace:
 
     @cached_property
     def gradients(self) -> tuple[tuple[int, int], ...]:
-        """Gradients that differ in division or bytes, and the number of each."""
+        """One gradient of each kind of equal division and bytes, and their number."""
         first: dict[object, int] = {}
         counts: Counter[int] = Counter()
         for index in self.timeline.gradients:
@@ -291,8 +298,9 @@ class LivenessTrace:
     def _follow_gradient(self, event: Event) -> None:
         """Follows an event of a gradient.
 
-        A gradient is whole until it is complete, and then divided as at rest (ZeRO 2
-        and 3). The gradient of a microbatch is added to the sum when it is complete.
+        At ZeRO 2 and 3, a complete gradient is divided like its parameter at rest.
+        Before that it is whole, unless a loop computes it part by part. The gradient of
+        a microbatch is added to the sum when it is complete.
         """
         index = event.value
         part_by_part = index in self.timeline.from_loops
@@ -393,27 +401,29 @@ class LivenessTrace:
 
 
 _Beside = tuple[int, Sequence[tuple[int, float]]]
-"""A moment, and the additional bytes of totals at this moment."""
+"""A moment, and pairs of a total (column of `PeakModel.matrix`) and the bytes that are
+added to it at this moment."""
 _Total = tuple[What, Axes, int]
-"""A total: the category of its bytes, the axes that divide them, and a value.
+"""A sum of bytes: their category, the axes that divide them, and a value's index.
 
-The value represents all equal gradients that are divided further; -1 for other arrays.
+The value represents equal gradients that ZeRO divides further; -1 for other arrays.
 """
 _MOST_ALONE = 2**17
-"""Multiplications that OpenBLAS does on one thread; from 2**18 it may use more."""
+"""Limit of the multiplications of one matrix product in `_product`. OpenBLAS uses one
+thread for so few; from 2**18 it may use more."""
 _OF_GRADIENTS = ("gradient", "kept", "waiting", "sums")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Peak:
-    """Peak memory by term; bytes, one entry per mesh."""
+    """Bytes of activations and of gradients at peak memory; one entry per mesh."""
 
     activations: np.ndarray
     gradients: np.ndarray
 
 
 class PeakModel:
-    """Bytes at each moment that may be the peak, under one division."""
+    """Bytes at each moment that may be the peak, under one division of dims by axes."""
 
     def __init__(self, trace: LivenessTrace, division: ShardingAssignment) -> None:
         """Sums the trace's bytes by the axes that divide them.
@@ -425,7 +435,7 @@ class PeakModel:
         self.trace, self.division = trace, division
         self._graph = trace.timeline.scheduled
         self.totals: dict[_Total, int] = {}
-        """The number (column of `matrix`) of each total."""
+        """Each total (bytes that the same axes divide) to its column of `matrix`."""
         self._gathers = [list(self._gathered(one)) for one in trace.instances]
         self.matrix = self._moments(self._columns(), list(self._beside()))
         """Bytes before division; float [moments, totals]."""
@@ -448,7 +458,10 @@ class PeakModel:
         return PeakEval(self, sizes)
 
     def _columns(self) -> list[int]:
-        """The number of the total of each kind of array; -1 for absent kinds."""
+        """For each kind of array, the column of `matrix` that counts its bytes.
+
+        -1 for parts of arguments that microbatches do not divide.
+        """
         found: list[int] = []
         alike: dict[object, int] = {}
         loops = self.trace.timeline.loop_dims
@@ -481,7 +494,7 @@ class PeakModel:
                 yield self._total(("plain", sent.amount.axes, -1)), sent.amount.total
 
     def _moments(self, columns: Sequence[int], beside: Sequence[_Beside]) -> np.ndarray:
-        """Bytes before division; float [moments, totals]."""
+        """Bytes of each total before division; float [moments, totals]."""
         into = np.zeros((len(columns), len(self.totals)))
         for kind, total in enumerate(columns):
             if total >= 0:
@@ -502,7 +515,10 @@ class PeakModel:
         return moments
 
     def _shared(self) -> Iterator[tuple[range, int, float]]:
-        """Yields moments at which an operand stays gathered, its total and bytes."""
+        """Yields ranges of moments in which an operand stays gathered for a matmul.
+
+        Each range has the column of `matrix` that counts the operand, and the bytes.
+        """
         for reread in self.trace.rereads if any(self._gathers) else ():
             one, other = (self._gathers[instance] for instance in reread.instances)
             for total, num_bytes in one:
@@ -529,7 +545,9 @@ class PeakEval:
         self._places: dict[int, tuple[Spec, np.ndarray]] = {}
 
     def peak(self, zero: int) -> Peak:
-        """Peak memory between the first operator and the last.
+        """Bytes of activations and gradients at the moment when their sum is largest.
+
+        The program's arguments are not counted, except a microbatch's parts of them.
 
         Args:
             zero: ZeRO level.
@@ -580,7 +598,11 @@ class PeakEval:
 
     @cached_property
     def _shares(self) -> np.ndarray:
-        """The share of each total on one device; float [totals, meshes]."""
+        """The share of each total on one device; float [totals, meshes].
+
+        0 for categories (`What`) that do not occur on a mesh with, or without,
+        microbatches.
+        """
         sizes, totals = self._sizes, self._moments.totals
         number = np.asarray(sizes[MICRO])
         left = {
@@ -629,7 +651,10 @@ class PeakEval:
         return total
 
     def _place(self, index: int) -> tuple[Spec, np.ndarray]:
-        """The spec of a gradient in use, and the dim that `fsdp` divides at rest."""
+        """The spec of a gradient in use, and the dim that `fsdp` divides at rest.
+
+        The dim is a position, one entry per mesh; -1 if `fsdp` divides no dim.
+        """
         if index not in self._places:
             value, loops = self._values[index], self._trace.timeline.loop_dims
             spec = self._division.spec(value)

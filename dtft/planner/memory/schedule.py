@@ -68,7 +68,10 @@ def _backward(operator: Operator) -> bool:
 def _ordered(
     graph: Graph, within: tuple[int, ...], start: int, stop: int, ends: set[int]
 ) -> Iterator[int]:
-    """Yields the operators of one body in XLA's order, each inner loop as one unit."""
+    """Yields the numbers of a body's operators in XLA's order.
+
+    An inner loop is ordered in the same way, and stays in one piece.
+    """
     units = list(_units(graph, within, start, stop))
     backward = [u for u in units if region(graph.operators[u[0]]) == "backward"]
     last = backward[-1][0] if backward else stop
@@ -95,7 +98,7 @@ def _ordered(
 def _units(
     graph: Graph, within: tuple[int, ...], start: int, stop: int
 ) -> Iterator[tuple[int, int]]:
-    """Yields units of a body, operators and inner loops, as [start, stop) ranges."""
+    """Yields each operator and inner loop of a body as a range [start, stop)."""
     number = start
     while number < stop:
         inside = graph.operators[number].within[len(within) :]

@@ -40,7 +40,7 @@ def sections(plan: Plan, other: Plan) -> tuple[Section, ...]:
 
 
 def decisions(plan: Plan, other: Plan) -> Section:
-    """Differences of mesh, knobs, entry point, cluster and model."""
+    """Table of the mesh, knobs, entry point, cluster and model that differ."""
     ours, theirs = _decided(plan), _decided(other)
     rows = tuple(
         (name, ours[name], theirs[name]) for name in ours if ours[name] != theirs[name]
@@ -63,7 +63,7 @@ def _decided(plan: Plan) -> dict[str, str]:
 
 
 def shardings(plan: Plan, other: Plan) -> Section:
-    """Arrays with different shardings; equal arrays of several layers share a row."""
+    """Table of arrays with different shardings; equal arrays of layers share a row."""
     found: Counter[tuple[str, str, str]] = Counter()
     for tree in _ARRAYS:
         ours, theirs = getattr(plan, tree), getattr(other, tree)
@@ -105,7 +105,7 @@ def _spec(specs: Mapping[str, Spec], path: str) -> str:
 
 
 def terms(plan: Plan, other: Plan) -> Section:
-    """Seconds of a step by term, in both plans."""
+    """Table of both plans' seconds of a step: each term, the step, the difference."""
     ours, theirs = (
         {**one.prediction.terms, "step": one.prediction.step_s} for one in (plan, other)
     )
@@ -121,7 +121,8 @@ def terms(plan: Plan, other: Plan) -> Section:
 
 
 def memory(plan: Plan, other: Plan) -> Section:
-    """Bytes of a device by term, in both plans."""
+    """Table of both plans' bytes on their fullest device: each term, the total, the
+    capacity, and the difference."""
     ours, theirs = (
         {**one.memory, "needed": one.memory_bytes, "capacity": one.capacity_bytes}
         for one in (plan, other)
@@ -135,7 +136,8 @@ def memory(plan: Plan, other: Plan) -> Section:
 
 
 def collectives(plan: Plan, other: Plan, *, only_changed: bool = False) -> Section:
-    """Bytes and seconds of the collectives of a step in both plans, by kind and axes.
+    """Table of the bytes and seconds of a step's collectives in both plans, by kind of
+    collective and mesh axes.
 
     Seconds include the parts that overlap with computing.
 
@@ -176,7 +178,7 @@ def largest_collective(plan: Plan, key: Key) -> Collective | None:
 
 
 def sent(plan: Plan) -> dict[Key, tuple[int, float]]:
-    """Bytes and seconds of a step's collectives, by kind and axes."""
+    """Bytes and seconds of a step's collectives, by kind of collective and axes."""
     num_bytes: Counter[Key] = Counter()
     took: dict[Key, float] = defaultdict(float)
     for one in plan.collectives:
@@ -190,18 +192,17 @@ def sent(plan: Plan) -> dict[Key, tuple[int, float]]:
 
 
 _MOST = 0.8
-"""Share of the added (or saved) seconds that the named terms make up."""
+"""Share of the added (or saved) seconds that the terms named by `slower` make up."""
 _WHOLE = 0.995
 """Least share of the work that an axis divides to count as dividing all work."""
 _AGAINST = 0.1
-"""Least share of the difference at which a term in the other direction is named."""
+"""`slower` also names a term that changes in the other direction if its change exceeds
+this share of the difference."""
 
 
 def slower(plan: Plan, other: Plan) -> str:
-    """Text on the terms that make the other plan's step longer or shorter.
-
-    Returns '' if both steps take the same time.
-    """
+    """Text on the terms that make the other plan's step longer or shorter than the
+    plan's; '' if both steps take the same time."""
     total = other.prediction.step_s - plan.prediction.step_s
     if not total:
         return ""
@@ -242,7 +243,8 @@ def _term(name: str, more_s: float, plan: Plan, other: Plan) -> str:
 
 
 def _collectives(plan: Plan, other: Plan) -> str:
-    """Text on the kind and axes whose seconds differ most in the term's direction."""
+    """Text on the kind of collective and axes whose seconds grow most, or shrink most
+    if the seconds of all collectives shrink."""
     name = "collectives"
     grows = other.prediction.terms[name] > plan.prediction.terms[name]
     ours, theirs = sent(plan), sent(other)

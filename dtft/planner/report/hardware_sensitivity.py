@@ -37,12 +37,12 @@ def effects(decision: Decision) -> tuple[Effect, ...]:
 
 
 def sensitivity(decision: Decision) -> str:
-    """The table of effects, as text."""
+    """The table of the step time and best plan for each changed cluster, as text."""
     return wording.text([sensitivity_section(decision.plan, effects(decision))])
 
 
 def sensitivity_section(plan: Plan, found: tuple[Effect, ...]) -> Section:
-    """The table of effects, compared with the current plan."""
+    """The table of the best plan for each changed cluster, compared with this plan."""
     columns = ("change", "step", "difference", "", "best plan then")
     rows = [("none", seconds(plan.prediction.step_s), "", "", _shown(plan))]
     for effect in found:
@@ -81,7 +81,8 @@ def _planned(decision: Decision, cluster: Cluster, pins: Mapping[str, Any]) -> P
 
 
 def _unless_slower(plan: Plan, decision: Decision, cluster: Cluster) -> Plan:
-    """Returns the current mesh on the changed cluster if it is faster than the plan.
+    """Returns `plan`, or the plan with the decision's mesh on the changed cluster if
+    that plan fits and is faster.
 
     The ranking prefers a mesh without redundant work to a faster mesh with redundant
     work (`search.ranking.IDLE`). Without this rule, a faster cluster could be reported
@@ -135,7 +136,8 @@ def _double(curve: Curve) -> Curve:
 
 
 def _sizes(pool: Pool) -> Iterator[tuple[str, Pool]]:
-    """Yields pools with twice and half the hosts, or devices of a single host."""
+    """Yields pools with twice and half as many groups on the outermost level: hosts, or
+    devices of a single host. Yields nothing for a single device."""
     if not pool.levels:
         return
     *inner, outer = pool.levels

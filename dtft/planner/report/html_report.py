@@ -261,7 +261,8 @@ def _label(one: Alternative) -> str:
 
 
 def _memory_of(one: Alternative, decision: Decision | None) -> Mapping[str, float]:
-    """Bytes of an alternative by term; only the sum without a decision."""
+    """Bytes of an alternative by term; only their sum if there is no decision or its
+    search lacks the alternative."""
     if decision is not None and (known := decision.found.get(one.knobs.remat)):
         space = known.priced.space
         for at in known.priced.ranking.tolist():
@@ -273,7 +274,7 @@ def _memory_of(one: Alternative, decision: Decision | None) -> Mapping[str, floa
 
 
 def _baselines(plan: Plan, decision: Decision | None) -> str:
-    """Table of the extra seconds of each baseline; '' if there is none."""
+    """Table of the extra seconds of each baseline; '' without baselines."""
     rows = []
     for _, one in text.shown(plan):
         if not one.name:

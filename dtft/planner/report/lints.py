@@ -31,7 +31,8 @@ from dtft.planner.workload import Role, Workload
 
 
 _SMALL = 0.5
-"""Share of launches and collectives in a step, from which one device is tried."""
+"""Least share of launches and collectives in a step's seconds at which a plan for one
+device is compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +83,10 @@ def _at(decision: Decision, asked: int, batch: int) -> Nearby | None:
 def batch_text(decision: Decision) -> tuple[str, float]:
     """Text on the cost of nearby batches, and the step seconds that the best saves.
 
-    The text is empty if the devices divide the batch and are all used. It is also empty
-    if no device is unused or repeats work, and no nearby batch is faster per example.
+    If a pin leaves no mesh that divides the batch, the seconds are those that padding
+    rows cost. The text is empty if the devices divide the batch and are all used. It is
+    also empty if no device is unused or repeats work, and no nearby batch is faster per
+    example.
     """
     asked, there = max(1, decision.question.batch_size), decision.cluster.num_devices
     plan, rows = decision.plan, decision.candidate.batch
@@ -118,7 +121,8 @@ def batch_text(decision: Decision) -> tuple[str, float]:
 
 
 def _fewer_text(decision: Decision) -> str:
-    """Text on idle devices, if the devices divide the batch or the reverse."""
+    """Text on unused devices, for a batch that is a multiple or a divisor of the device
+    count."""
     plan, there = decision.plan, decision.cluster.num_devices
     used = math.prod(plan.mesh.values())
     return (
@@ -154,7 +158,11 @@ def _listed(known: tuple[Nearby, ...]) -> str:
 
 
 def alone_text(decision: Decision) -> tuple[str, float]:
-    """Text on one device alone, and the seconds that it saves; "" and 0.0 if none."""
+    """Text on a plan for one device, and the step seconds that it saves.
+
+    Returns "" and 0.0 if the plan saves nothing or does not fit. Also returns these,
+    without planning, if launches and collectives take less than `_SMALL` of the step.
+    """
     terms, step_s = decision.plan.prediction.terms, decision.plan.prediction.step_s
     used = math.prod(decision.plan.mesh.values())
     waited = terms["launch"] + terms["collectives"]
@@ -173,7 +181,7 @@ def alone_text(decision: Decision) -> tuple[str, float]:
 
 
 LEAST = 0.005
-"""Least share of a step that a loss must have to be reported."""
+"""Least share of a step's seconds that a matmul's size must waste to be reported."""
 _LEAST_BYTES = 2**20
 _SHARE = 0.01
 """Least share of a tree's bytes, or of a step's flops, to be reported."""
@@ -213,7 +221,8 @@ def find_lints(decision: Decision) -> tuple[Lint, ...]:
 
 
 def products(decision: Decision) -> tuple[Lint, ...]:
-    """Matmuls whose sizes are not multiples of the device's alignment or tile."""
+    """Findings on matmuls whose sizes are not multiples of the device's alignment or
+    tile, costliest first."""
     lost: dict[tuple[str, str], float] = defaultdict(float)
     where: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for group, done, sizes in _works(decision):
@@ -236,7 +245,8 @@ def products(decision: Decision) -> tuple[Lint, ...]:
 def _works(
     decision: Decision,
 ) -> Iterable[tuple[OpGroup, OperatorWork, dict[str, Any]]]:
-    """Yields each matmul of the plan with its work, and the sizes of the mesh axes."""
+    """Yields each group of equal matmuls of the plan, its work on one device, and the
+    sizes of the mesh axes."""
     chosen, candidate = decision.found[decision.plan.knobs.remat], decision.candidate
     sizes = {**candidate.mesh, MICRO: candidate.knobs.microbatches}
     division = chosen.priced.division_of(decision.at)
@@ -248,7 +258,8 @@ def _works(
 def _product(
     decision: Decision, group: OpGroup, done: OperatorWork, sizes: dict[str, Any]
 ) -> Iterable[tuple[str, str, float]]:
-    """Yields each loss of one matmul: kind, text, and seconds of a step."""
+    """Yields what the sizes of one matmul waste: kind of lint, text, and seconds of a
+    step."""
     question, device = decision.question, decision.cluster.uniform.device
     dtype = question.graph.values[group.operator.inputs[0]].dtype
     *shape, number = (float(amount.at(sizes)) for amount in done.sizes)
@@ -292,7 +303,7 @@ def _times(shape: Iterable[int]) -> str:
 
 
 def indivisible(decision: Decision) -> tuple[Lint, ...]:
-    """Dims of large matmuls that the axis `tensor` cannot divide.
+    """Findings on dims of large matmuls that the axis `tensor` cannot divide.
 
     A plan without `tensor` is checked with the least factor of the device count.
     """
@@ -354,7 +365,9 @@ def _smallest_factor(number: int) -> int:
 
 
 def replicated(decision: Decision) -> tuple[Lint, ...]:
-    """Large arrays of the state that no axis divides although the mesh has axes."""
+    """Findings on parameters and optimizer state that no axis divides although the mesh
+    has axes that could (`_dividing`). Arrays below `_LEAST_BYTES`, or below `_SHARE` of
+    the bytes of all parameters (or optimizer state), are left out."""
     question, plan = decision.question, decision.plan
     found: dict[str, list[int]] = defaultdict(list)
     levels: dict[Role, int] = {"parameter": 3, "optimizer": 1}
@@ -374,7 +387,8 @@ def replicated(decision: Decision) -> tuple[Lint, ...]:
 
 
 def _dividing(plan: Plan, level: int) -> tuple[str, ...]:
-    """Axes of the mesh that could divide an array; fsdp from a ZeRO level on."""
+    """Axes of the mesh, of size above 1, that could divide an array: tensor, and fsdp
+    if the plan's ZeRO level is at least `level`."""
     names = ("fsdp", "tensor") if plan.knobs.zero >= level else ("tensor",)
     return tuple(axis for axis in names if plan.mesh.get(axis, 1) > 1)
 
@@ -407,7 +421,8 @@ def _spec(plan: Plan, path: str) -> Spec:
 
 
 def batch(decision: Decision) -> tuple[Lint, ...]:
-    """Findings on batches that devices do not divide, and on too small steps."""
+    """Findings on batches that the devices do not divide, and on steps that one device
+    alone would run faster."""
     known = (batch_text(decision), alone_text(decision))
     return tuple(
         Lint(kind="batch", text=text, cost_s=cost_s) for text, cost_s in known if text
@@ -415,7 +430,8 @@ def batch(decision: Decision) -> tuple[Lint, ...]:
 
 
 def repeated(plan: Plan) -> tuple[Lint, ...]:
-    """Axes that divide no array or little work: their devices repeat the same work."""
+    """Findings on axes that divide no array or little work: the devices of such an axis
+    repeat the same work."""
     specs = (plan.state, plan.optimizer, plan.batch, plan.constraints)
     used = {
         axis

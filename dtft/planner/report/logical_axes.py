@@ -17,7 +17,8 @@ Axes = str | tuple[str, ...] | None
 
 @dataclass(frozen=True, kw_only=True)
 class AxisRules:
-    """Rules for `flax.core.spmd.logical_axis_rules`, and arrays against these rules."""
+    """Rules for `flax.core.spmd.logical_axis_rules`, and the arrays that the plan
+    divides in another way."""
 
     rules: tuple[tuple[str, Axes], ...]
     """Pairs of a logical name and its mesh axes, sorted by name; each name once."""
@@ -30,7 +31,8 @@ def axis_rules(
     names: Mapping[str, Sequence[str | None]],
     shapes: Mapping[str, Sequence[int]],
 ) -> AxisRules:
-    """The rules that agree with the plan for most elements.
+    """Chooses for each logical name the mesh axes that the plan gives it in most
+    elements.
 
     Args:
         specs: the plan's spec of each array, by path.

@@ -1,4 +1,5 @@
-"""Plans a workload again with other pins, for `why_not` and the cost of each pin."""
+"""Plans a workload again with other pins (knobs that the user fixed), for `why_not` and
+for the cost of each pin."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -16,7 +17,8 @@ from dtft.planner.wording import Section, seconds, size
 
 @dataclass(frozen=True, kw_only=True)
 class PinPrice:
-    """The best plan without some pins, and the seconds that the pins cost."""
+    """The best plan without some pins (knobs that the user fixed), and the seconds of a
+    step that the pins cost."""
 
     pins: Mapping[str, Any]
     """Pins that `without` leaves out."""
@@ -27,14 +29,15 @@ class PinPrice:
 
 
 def pin_prices(decision: Decision) -> tuple[PinPrice, ...]:
-    """Prices each pin with the other pins kept; then all pins, if there are several."""
+    """Computes the seconds that each pin (a knob that the user fixed) costs if the
+    other pins are kept; then the seconds that all pins cost, if there are several."""
     pins = dict(decision.pins)
     ways = [{name: value} for name, value in pins.items()]
     return tuple(_price(decision, out) for out in (*ways, *([pins] * (len(pins) > 1))))
 
 
 def pin_section(decision: Decision) -> tuple[Section, ...]:
-    """The table of prices of the pins, as the only section; empty without pins."""
+    """The table of what each pin costs, as the only section; empty without pins."""
     prices = pin_prices(decision)
     if not prices:
         return ()
@@ -76,7 +79,8 @@ def _row(plan: Plan, price: PinPrice) -> tuple[str, ...]:
 
 
 def why_not(decision: Decision, **pins: Any) -> str:
-    """Text on the cost of other knobs by term, or on why no plan can have the knobs.
+    """Text on the seconds of each term that other knobs would cost, or on why no plan
+    can have the knobs.
 
     Args:
         decision: the decision to compare with.
@@ -115,7 +119,12 @@ def sections(decision: Decision, pins: Mapping[str, Any]) -> tuple[Section, ...]
 
 
 def _found(decision: Decision, pins: Mapping[str, Any]) -> Decision:
-    """The best plan with the pins; on fewer devices if no mesh of all has the pins."""
+    """The best plan with the pins; on fewer devices if no mesh of all has the pins.
+
+    Raises:
+        ValueError: no mesh has the pins, or only on fewer devices that repeat the work
+            of others.
+    """
 
     def best(fewer: Fewer) -> Decision:
         return best_of(

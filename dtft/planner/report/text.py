@@ -56,7 +56,7 @@ REMAT: Mapping[str, str] = {
 
 
 def knobs_in_words(knobs: Knobs) -> tuple[str, ...]:
-    """Texts on ZeRO, and on remat and microbatches unless these have their default.
+    """Texts on the ZeRO level, and on remat and microbatches unless at their default.
 
     >>> knobs_in_words(Knobs(zero=1))
     ('zero=1: optimizer state is divided along fsdp',)
@@ -144,7 +144,8 @@ def _arrays_divided(plan: Plan, axis: str) -> str:
 
 
 def little(plan: Plan) -> tuple[tuple[str, str], ...]:
-    """Pairs of an axis that divides little of the work, and a text on it."""
+    """Pairs of an axis that divides less than `_LITTLE` of the work, and a text on the
+    axis."""
     return tuple(
         (
             axis,
@@ -159,11 +160,12 @@ def little(plan: Plan) -> tuple[tuple[str, str], ...]:
 
 
 NUM_COLLECTIVES = 12
-"""Number of collectives that have a row each."""
+"""Number of collectives, those with the most bytes, that have a row each in a table."""
 NUM_ALTERNATIVES = 10
-"""Number of alternatives that have a row each, beside the baselines."""
+"""Number of alternatives, the fastest, that have a row each in a table; the best form
+of each baseline has a row too."""
 _WIDTH = 24
-"""Length of the bar of a whole step, in characters."""
+"""Length of all bars of the table of step seconds together, in characters."""
 
 
 def explain(plan: Plan) -> str:
@@ -228,7 +230,8 @@ def summary(plan: Plan) -> Section:
 
 
 def waterfall(plan: Plan) -> Section:
-    """Seconds of a step by term, with bars; each bar begins where the last bar ends."""
+    """Table of a step's seconds by term, with bars that begin where the last bar
+    ends."""
     total, rows, start = plan.prediction.step_s, [], 0.0
     for name, value in plan.prediction.terms.items():
         rows.append(
@@ -257,7 +260,8 @@ def _bar(start: float, value: float, total: float) -> str:
 
 
 def memory(plan: Plan) -> Section:
-    """Bytes of the fullest device by term, and the share of its capacity."""
+    """Table of the bytes of the fullest device: each term, the total and the capacity,
+    with their shares of the capacity."""
     has = plan.capacity_bytes
     terms = {**plan.memory, "needed": plan.memory_bytes, "capacity": has}
     rows = [
@@ -274,7 +278,7 @@ def memory(plan: Plan) -> Section:
 def collectives(
     found: Iterable[Collective], num_listed: int = NUM_COLLECTIVES
 ) -> Section:
-    """The collectives of a step, most bytes first."""
+    """Table of the collectives of a step, most bytes first, with their total."""
     ranked = sorted(found, key=lambda one: -one.num_bytes * one.trips)
     rows = [_collective(one) for one in ranked[:num_listed]]
     rest = ranked[num_listed:]
@@ -330,7 +334,8 @@ def bound(plan: Plan) -> Section:
 
 
 def alternatives(plan: Plan) -> Section:
-    """The fastest alternatives, and the best form of each baseline, fastest first."""
+    """Table of the fastest alternatives and the best form of each baseline, in the
+    order of the plan's ranking."""
     rows = [_alternative(plan, place, one) for place, one in shown(plan)]
     columns = ("", "mesh", "knobs", "baseline", "step", "against plan", "memory", "")
     return Section(
@@ -342,7 +347,8 @@ def alternatives(plan: Plan) -> Section:
 
 
 def shown(plan: Plan) -> list[tuple[int, Alternative]]:
-    """The first alternatives and the best form of each baseline, with ranks from 1."""
+    """The first `NUM_ALTERNATIVES` alternatives and the best form of each baseline,
+    with their ranks from 1."""
     named = {""}
     found = []
     for place, one in enumerate(plan.alternatives, start=1):
@@ -367,7 +373,8 @@ def _alternative(plan: Plan, place: int, one: Alternative) -> tuple[str, ...]:
 
 
 def tied(plan: Plan) -> tuple[Alternative, ...]:
-    """Alternatives that fit and are not above the interval of the prediction."""
+    """Alternatives that fit and whose step takes no longer than the upper end of the
+    plan's prediction interval; without the plan itself."""
     return tuple(
         one
         for one in plan.alternatives
@@ -378,7 +385,7 @@ def tied(plan: Plan) -> tuple[Alternative, ...]:
 
 
 def tied_text(plan: Plan) -> str:
-    """Note on the number of alternatives that are tied with the plan."""
+    """Note on the number of alternatives that `tied` returns."""
     return (
         f"{len(tied(plan))} of {len(plan.alternatives)} alternatives (the best, and "
         f"the baselines) are tied with the plan, "

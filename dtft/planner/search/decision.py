@@ -44,9 +44,9 @@ from dtft.planner.workload import Workload
 
 
 MOST = 64
-"""Limit of the factor by which the number of devices is raised to find a fit."""
+"""Largest factor on the number of devices that `remedies` tries to make a plan fit."""
 Best = Callable[[Cluster, Mapping[str, Any], bool], Plan]
-"""A function that returns the best plan, or the leanest plan if no plan fits.
+"""A function that returns the best plan or, if no plan fits, the plan of least memory.
 
 Its arguments are the cluster, the pins, and whether to search knobs that cannot be run.
 """
@@ -76,7 +76,7 @@ def unfit_text(
         leanest: the plan that comes closest to fitting.
         cluster: the cluster that was searched.
         pins: knobs that are pinned.
-        best: plans again with changed cluster, pins or knobs, to find the remedies.
+        best: function that plans again with another cluster, other pins or more knobs.
     """
     over = leanest.memory_bytes - leanest.capacity_bytes
     shown = ", ".join(f"{n} {size(each)}" for n, each in leanest.memory.items() if each)
@@ -99,7 +99,12 @@ def unfit_text(
 
 
 def remedies(cluster: Cluster, pins: Mapping[str, Any], best: Best) -> Iterator[Remedy]:
-    """Finds changes that make the model fit, each with its best plan."""
+    """Yields changes after which a plan fits, each with the best such plan.
+
+    The changes are: leaving out one pin; knobs that cannot be run here; more devices,
+    without the pins that are numbers or flags. Of the larger numbers of devices, only
+    the smallest that fits is yielded.
+    """
     for name in pins:
         rest = {other: value for other, value in pins.items() if other != name}
         plan = _tried(best, cluster, rest, False)
@@ -124,7 +129,7 @@ def remedies(cluster: Cluster, pins: Mapping[str, Any], best: Best) -> Iterator[
 def _tried(
     best: Best, cluster: Cluster, pins: Mapping[str, Any], what_if: bool
 ) -> Plan | None:
-    """The best plan; None if there is no plan or the plan does not fit."""
+    """The plan of `best`; None if `best` raises ValueError or its plan does not fit."""
     try:
         plan = best(cluster, pins, what_if)
     except ValueError:
@@ -133,10 +138,11 @@ def _tried(
 
 
 def _larger(pool: Pool) -> Iterator[Pool]:
-    """Pools with 2, 4, ... `MOST` times as many of the outermost groups.
+    """Yields pools with 2, 4, ... `MOST` times as many devices.
 
-    A single device is replaced by a machine of such devices from the catalog. A device
-    that is not in the catalog gives no pools.
+    The outermost level of the fabric then joins more groups. A pool of one device has
+    no level: it gets the levels of the catalog's machines with this device. Yields
+    nothing for one device without a machine in the catalog.
     """
     factor = 1
     while (factor := 2 * factor) <= MOST:
@@ -150,7 +156,7 @@ def _larger(pool: Pool) -> Iterator[Pool]:
 
 
 def _tried_devices(pool: Pool) -> str:
-    """The range of larger device counts that were tried, in words."""
+    """Words for an error: the larger device counts tried, or why none were tried."""
     if any(_larger(pool)):
         return f"up to {MOST} times as many devices"
     return "more devices not among it, as no link joins them in the cluster's file"
@@ -160,15 +166,22 @@ Fewer = Literal["never", "if faster", "always"]
 """When meshes of fewer devices than all are searched.
 
 * `never`: no smaller mesh is searched, because each device belongs to another process.
-* `if faster`: smaller meshes are searched only if some devices of the best mesh of all
-  devices repeat the work of others. The smaller mesh is selected if it is faster.
+* `if faster`: smaller meshes are searched only if the best plan fits, but some of its
+  devices repeat the work of others. The best plan of this second search is selected if
+  it is faster and no device repeats work.
 * `always`: smaller meshes are searched, for pins that no mesh of all devices meets.
+
+Unless `never`, meshes of fewer devices are also searched if no mesh of all devices
+divides the batch.
 """
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RematVariant:
-    """The program of one remat policy, with its priced candidates."""
+    """One remat policy: its search, and its candidates with predicted time and memory.
+
+    The search is over the workload rematerialized by the policy.
+    """
 
     search: PlanSearch
     priced: Priced
@@ -219,8 +232,9 @@ def decide(
         whole: uses all devices, for example because each belongs to another process.
 
     Raises:
-        ValueError: the pins cannot be met, or no plan fits. In the second case the
-            error gives the missing bytes and the changes that make a plan fit.
+        ValueError: the devices are not equal, JAX does not run on them, the pins cannot
+            be met, or no plan fits. In the last case the error gives the missing bytes
+            and the changes that make a plan fit.
     """
     fewer: Fewer = "never" if whole else "if faster"
     decision = best_of(question, cluster, pins, what_if=what_if, fewer=fewer)
@@ -244,7 +258,10 @@ def best_of(
     batch: int | None = None,
     fewer: Fewer = "if faster",
 ) -> Decision:
-    """Selects the best plan as `decide` does, or the leanest plan if no plan fits.
+    """Selects the best plan as `decide` does; if no plan fits, the leanest plan.
+
+    The leanest plan is the plan that needs the fewest bytes on a device, preferably
+    without devices that repeat the work of others.
 
     Args:
         question: the workload of a step.
@@ -256,7 +273,8 @@ def best_of(
         fewer: when meshes of fewer devices than all are searched.
 
     Raises:
-        ValueError: the pins cannot be met.
+        ValueError: the devices are not equal, JAX does not run on them, or the pins
+            cannot be met.
     """
     pins, pool = dict(pins or {}), cluster.uniform
     rows = batch or max(1, question.batch_size)
@@ -284,7 +302,10 @@ def _best_of(
     batch: int,
     fewer: tuple[int, ...] | None,
 ) -> Decision:
-    """The decision for one value of `Choices.fewer`."""
+    """Selects the best plan; `fewer` has smaller numbers of devices to search too.
+
+    If `fewer` is None, only meshes of all devices are candidates.
+    """
     pool = cluster.uniform
     runs_on = backend(pool)
     can = (
@@ -322,7 +343,7 @@ def _with_offload(found: Mapping[Remat, RematVariant]) -> dict[Remat, RematVaria
 
 
 def next_best(decision: Decision, num: int) -> tuple[Decision, ...]:
-    """The decisions for the `num` best plans that fit, fastest first."""
+    """The decisions for the `num` best plans that fit, by `Priced.worth_s`."""
     ranked = sorted(
         (*_order_of(one, at), place, number)
         for number, one in enumerate(decision.found.values())
@@ -347,7 +368,10 @@ def _written(one: RematVariant, at: int, cluster: Cluster) -> Plan:
 
 
 def _worth(found: Any) -> bool:
-    """Whether a faster candidate does not fit, so remat or offload may help."""
+    """Whether remat or offload may help, because a faster candidate does not fit.
+
+    Also true if no candidate fits.
+    """
     best = min(found, key=_first)
     priced = best.priced
     return _first(best) > (False, False, float(priced.worth_s.min()))
@@ -359,7 +383,11 @@ def _first(one: RematVariant) -> tuple[bool, bool, float]:
 
 
 def _order_of(one: RematVariant, at: int) -> tuple[bool, bool, float]:
-    """Sort key of a candidate: does not fit, is idle (if unfit), seconds or bytes."""
+    """Sort key of a candidate; the best candidate has the smallest key.
+
+    Candidates that fit in memory come first, by `Priced.worth_s`. The others follow by
+    whether devices are idle (repeat the work of others), then by bytes on a device.
+    """
     priced = one.priced
     if priced.fits[at]:
         return False, False, float(priced.worth_s[at])
@@ -367,7 +395,10 @@ def _order_of(one: RematVariant, at: int) -> tuple[bool, bool, float]:
 
 
 def _enumerated(choices: Choices, pins: Mapping[str, Any]) -> Space:
-    """Enumerates candidates; pipelines get every number of virtual stages."""
+    """Enumerates candidates; leaves out smaller meshes if `choices.fewer` is None.
+
+    If the axis `stage` is searched, adds every possible number of virtual stages.
+    """
     space = enumerate_space(choices, pins)
     if choices.fewer is None:
         space = space.where(space.columns["devices_used"] == choices.num_devices)
@@ -391,7 +422,11 @@ def _found(
     pins: Mapping[str, Any],
     order: tuple[Remat, ...],
 ) -> dict[Remat, RematVariant]:
-    """Prices candidates with room for their state, or all candidates if none fits."""
+    """Prices the candidates whose state has room in memory (`memory_floor`).
+
+    If none of them fits with its activations, prices all candidates. Raises ValueError
+    if there is no candidate at all.
+    """
     floor = memory_floor(question, pool)
     if pins.get("offload"):
         floor = replace(floor, optimizer=0)
@@ -406,7 +441,10 @@ def _found(
 def _priced(
     question: Workload, pool: Pool, space: Space, order: tuple[Remat, ...]
 ) -> dict[Remat, RematVariant]:
-    """Prices candidates for each remat policy in `order`, while the next may help."""
+    """Prices candidates for the remat policies in `order`, until no further may help.
+
+    Candidates are left out if another candidate has a smaller batch (less padding).
+    """
     if not len(space):
         return {}
     # Keep the requested batch if any candidate divides it.

@@ -24,8 +24,10 @@ Table = tuple[tuple[int, ...], np.ndarray]
 _Price = tuple[float, int, int, int]
 """Priority of a variable in the elimination order, smallest first.
 
-Edges that eliminating the variable adds; entries of the table it creates, or 0 without
-such edges; the negated variable; entries of the table.
+In this order: edges that eliminating the variable adds between its neighbors (inf if
+the table is too large); entries of the table, or 0 if no edges are added; the negated
+number of the variable; entries of the table. The table is the sum over the variable and
+its neighbors.
 """
 
 
@@ -39,10 +41,10 @@ def elimination_order(
     """Orders the variables for elimination so that no table exceeds its limit.
 
     The order is greedy: the next variable adds the fewest edges when eliminated (fill).
-    Equal fill above 0 goes to the smallest table. Remaining ties go to the highest
-    number. On a chain, and on a tree whose parents come before their children, the
-    order is the reverse of the numbers. Returns None if the greedy order exceeds a
-    limit.
+    Edges join variables that share a table. Equal fill above 0 goes to the smallest
+    table. Remaining ties go to the highest number. On a chain, and on a tree whose
+    parents come before their children, the order is the reverse of the numbers. Returns
+    None if the greedy order exceeds a limit.
 
     Args:
         sizes: the number of values of each variable; variables with one value are
@@ -108,7 +110,7 @@ def _price(
 
 
 def _remove(variable: int, neighbors: list[set[int]], *, filled: bool) -> set[int]:
-    """Joins all neighbors of a variable and removes it.
+    """Removes a variable; if `filled`, also adds the missing edges of its neighbors.
 
     Returns:
         The variables whose price may have changed.
@@ -271,8 +273,9 @@ def _substituted(
 ) -> list[int]:
     """The assignment of least cost, by back-substitution.
 
-    Goes from the last eliminated variable to the first, so that all other variables of
-    a bucket already have values.
+    A bucket has the tables that were added up to eliminate its variable. Goes from the
+    last eliminated variable to the first, so that all other variables of a bucket
+    already have values.
     """
     index: list[Any] = [0] * len(sizes)
     for bucket, variable in zip(reversed(buckets), reversed(order), strict=True):
@@ -306,7 +309,8 @@ class CostProblem:
     """A problem: select a value for each variable so that the factors' sum is smallest.
 
     Raises:
-        ValueError: a factor does not fit its variables, or a cost is NaN or -inf.
+        ValueError: `names` and `sizes` differ in length, a size is below 1, a factor
+            does not fit its variables, or a cost is NaN or -inf.
     """
 
     sizes: tuple[int, ...]

@@ -59,7 +59,7 @@ def backend(pool: Pool) -> Backend:
 def choices_of(
     question: Workload, pool: Pool, can: Capabilities, batch: int
 ) -> Choices:
-    """The choices for a workload on a pool, except the remat policy.
+    """The values that each knob may take for a workload, except the remat policy.
 
     Args:
         question: the workload of a step.
@@ -94,7 +94,8 @@ def check_offload(pins: Mapping[str, Any], can: Capabilities, pool: Pool) -> Non
     """Checks that a pinned offload can be done.
 
     Raises:
-        ValueError: the entry point cannot offload, or the pool has no link to the host.
+        ValueError: offload is pinned, and the entry point cannot offload or the pool
+            has no link to the host.
     """
     if pins.get("offload") and (not can.offload or pool.host_link is None):
         lacks = "this entry point cannot" if not can.offload else "no link to the host"
@@ -105,7 +106,10 @@ def check_offload(pins: Mapping[str, Any], can: Capabilities, pool: Pool) -> Non
 
 
 def remats(can: Capabilities, pins: Mapping[str, Any]) -> tuple[Remat, ...]:
-    """Remat policies to price, by increasing memory savings and time."""
+    """Remat policies to price, by increasing memory savings and time.
+
+    If `can` has the pinned policy, only that policy.
+    """
     if pins.get("remat") in can.remat:
         return (pins["remat"],)
     return tuple(remat for remat in REMATS if remat in can.remat)
@@ -123,11 +127,12 @@ def enumerate_space(choices: Choices, pins: Mapping[str, Any] | None = None) -> 
     """Enumerates all candidates that may be the best, including the baselines.
 
     Leaves out candidates whose axes do not divide the sizes in `Choices.divides`, and
-    candidates without room for parameters, gradients and optimizer state. Also leaves
-    out orders on the fabric that cannot be better than another (`undominated_orders`).
+    candidates without room for their state (`Choices.memory`). Also leaves out orders
+    on the fabric that cannot be better than another (`undominated_orders`).
 
-    Baselines stay, in the usual order, unless a pin rules them out; their meshes are
-    combined with every knob. If no mesh of all devices divides the batch, candidates
+    Baselines (meshes of common rules of thumb) stay, with their axes in the order of
+    `AXES`, unless a pin rules them out. Their meshes are combined with all values of
+    the other knobs. If no mesh of all devices divides the batch, candidates
     with a rounded-up batch (`batch`) and with fewer devices (`devices_used`) are added.
     Meshes with the numbers of devices in `choices.fewer` are added too.
 
@@ -138,8 +143,9 @@ def enumerate_space(choices: Choices, pins: Mapping[str, Any] | None = None) -> 
             first.
 
     Returns:
-        The candidates. Empty if the choices allow no candidate, or if no pinned
-        candidate has room; `reasons` gives the counts.
+        The candidates. Empty if no candidate has room, or if nothing is pinned and the
+        choices allow no candidate. `Space.reasons` has the number of candidates that
+        each rule left.
 
     Raises:
         ValueError: the pins cannot be met even with unlimited memory; the error names
@@ -229,7 +235,10 @@ def _meshes(rules: MeshRules, pins: Mapping[str, Any]) -> tuple[Meshes, list[Rea
 def _with_fewer(
     meshes: Meshes, rules: MeshRules, fewer: tuple[int, ...], reasons: list[Reason]
 ) -> Meshes:
-    """Adds meshes of given numbers of devices that divide the batch, with reasons."""
+    """Adds meshes with device counts in `fewer` that divide the batch.
+
+    Appends to `reasons` how many meshes of each count are added.
+    """
     for number in fewer:
         some = rules.exact(number)
         rule = f"meshes of {number} of {rules.num_devices} devices, asked for besides"
@@ -258,7 +267,10 @@ def _with_zero(
 def _with_knobs(
     meshes: Meshes, zero: np.ndarray, choices: Choices, pins: Mapping[str, Any]
 ) -> _Columns:
-    """Combines meshes and their ZeRO levels with the values of all other knobs."""
+    """Combines meshes and ZeRO levels with numbers of microbatches and remat policies.
+
+    Offload, virtual stages and schedule have one value: the pin, or the default.
+    """
     samples = meshes.batch // _rules(choices, pins).slots(meshes.sizes)
     parts = {part for each in np.unique(samples) for part in divisors(int(each))}
     counts = sorted(part for part in parts if part <= choices.max_microbatches)
@@ -299,7 +311,7 @@ def _sizes(columns: _Columns) -> np.ndarray:
 
 
 def _numbers(columns: _Columns, known: list[Baseline]) -> np.ndarray:
-    """The number of the baseline that each candidate is an instance of, or 0."""
+    """The baseline of each candidate: a position in `BASELINES`, 0 for no baseline."""
     sizes = _sizes(columns)
     numbers = np.zeros(len(sizes), np.int64)
     for baseline in reversed(known):  # the first match wins
@@ -330,7 +342,17 @@ def _selected(columns: _Columns, rows: np.ndarray) -> _Columns:
 def _with_orders(
     columns: _Columns, choices: Choices, before: tuple[str, ...], reasons: list[Reason]
 ) -> Space:
-    """Combines candidates with the orders on the fabric that may be their best."""
+    """Combines candidates with the orders of their axes that may be best on the fabric.
+
+    Only the first order of a mesh counts as a baseline. A candidate without room for
+    its state is a baseline, and keeps only the first order.
+
+    Args:
+        columns: the candidates, with the column `room`.
+        choices: the choices, with the levels of the fabric.
+        before: axes that are pinned to this order, outermost first.
+        reasons: what earlier rules left.
+    """
     sizes = _sizes(columns)
     meshes, mesh = np.unique(sizes, axis=0, return_inverse=True)
     levels = choices.levels or (choices.num_devices,)
@@ -381,7 +403,11 @@ def _impossible(choices: Choices, pins: Mapping[str, Any]) -> ValueError:
 
 
 def _values_near(space: Space, name: str, value: Any) -> str:
-    """The values of a knob in a space, in words; of numbers the three nearest."""
+    """Values of a knob in a space, in words; of numbers the three nearest to `value`.
+
+    Only candidates with the most devices count. Returns '' for the knob `order`, and
+    for an empty space.
+    """
     if not len(space) or name == "order":
         return ""
     used = space.columns["devices_used"]
@@ -397,13 +423,17 @@ def _values_near(space: Space, name: str, value: Any) -> str:
 
 
 _MOST = 3
-"""Limit of the device counts to search, because each adds its meshes to the search."""
+"""Largest number of device counts that `worthwhile` returns. The meshes of each count
+are added to the search."""
 
 
 def worthwhile(
     question: Workload, pins: Mapping[str, Any], num_devices: int, batch: int
 ) -> tuple[int, ...]:
-    """The largest device counts below `num_devices` at which no device is idle.
+    """The largest device counts below `num_devices` that can divide the work evenly.
+
+    These counts divide the product of the batch and the size of a dim of a weight.
+    Returns at most `_MOST` counts.
 
     Args:
         question: the workload, whose weights have dims that `tensor` may divide.

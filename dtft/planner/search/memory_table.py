@@ -54,22 +54,23 @@ class Alike:
 
     value: Value
     passes: int
-    """The number of passes of the model that read each array."""
+    """The number of passes (forward, backward) that read each array."""
     changes: bool
     """Whether a step changes the arrays."""
 
 
 class Resting:
-    """Bytes of the state at rest, and the collectives that gather it, for many points.
+    """Bytes of arrays at rest, and the collectives that gather them, for many points.
 
-    At rest means between uses: ZeRO may divide an array further than computing does.
+    A point is a mesh and a number of microbatches. At rest means between uses: ZeRO may
+    divide an array further than computing does.
     """
 
     def __init__(self, prices: Prices) -> None:
         """Keeps the prices; every quantity is evaluated when it is first needed.
 
         Args:
-            prices: prices of the workload, on the points of the columns.
+            prices: prices of the workload's operators; its columns have the points.
         """
         self.prices = prices
         self._question: Workload = prices.question
@@ -99,10 +100,11 @@ class Resting:
     def num_bytes(
         self, role: Role, division: ShardingAssignment, divided: bool
     ) -> Total:
-        """Bytes of a role's arrays on each device, by point.
+        """Bytes on each device of all arrays of a role, for each point.
 
-        All microbatches of the batch count, because they are present from the start of
-        a step.
+        A point is a mesh and a number of microbatches. For role `batch` this is the
+        whole batch, because all its microbatches are in memory from the start of a
+        step.
 
         Args:
             role: the role of the arrays.
@@ -117,8 +119,11 @@ class Resting:
     def each(
         self, role: Role, division: ShardingAssignment, divided: bool
     ) -> Iterator[tuple[Cases, int, np.ndarray]]:
-        """Yields the terms of `num_bytes`: for each group of equal arrays its cases,
-        the number of arrays, and the bytes of one array by case."""
+        """Yields what `num_bytes` adds up, one entry for each group of equal arrays.
+
+        An entry has the cases (points at which the arrays are divided equally), the
+        number of arrays, and for each case the bytes of one array on a device.
+        """
         for alike, count in self.arrays[role].items():
             cases, used, place = self._placed(alike.value, division)
             axes = tuple(axis for axis in used if axis != MICRO)
@@ -137,8 +142,9 @@ class Resting:
             zero: ZeRO level.
 
         Returns:
-            Seconds of the all-gathers that are sent one by one, and the bytes of each
-            bundle of combined all-gathers.
+            For each point, the seconds per step of the all-gathers that are sent one by
+            one; and for each bundle (all-gathers that the compiler may combine) its
+            bytes in one sending.
         """
         alone, together = Total(), dict[Bundle, Total]()
         platform = self._columns.pool.device.platform
@@ -161,7 +167,7 @@ class Resting:
     def copying_s(
         self, division: ShardingAssignment, points: np.ndarray, zero: np.ndarray
     ) -> np.ndarray:
-        """Seconds of a step in which gathered parameters are transposed by a copy.
+        """Seconds per step of copies that transpose gathered parameters, by point.
 
         A compiler that keeps every array in the order of its dims copies an array that
         was gathered along its last dim (`turned_place`).
@@ -180,7 +186,10 @@ class Resting:
         return found
 
     def _turned(self, division: ShardingAssignment, zero: int) -> Total:
-        """Elements that `copying_s` counts per step; at level 3 per microbatch."""
+        """For each point, the elements of gathered parameters that are transposed.
+
+        They are counted per step; at level 3, per microbatch.
+        """
         total = Total()
         for alike, count in self.arrays["parameter"].items():
             value = alike.value
@@ -202,7 +211,7 @@ class Resting:
         count: int,
         how: Gathered,
     ) -> tuple[Cases, np.ndarray]:
-        """Seconds of a step in which equal arrays are gathered one by one.
+        """Seconds per step, by case, of gathering `count` equal arrays one by one.
 
         Args:
             alike: the arrays.
@@ -229,7 +238,7 @@ class Resting:
     def sums(
         self, division: ShardingAssignment
     ) -> tuple[list[ShardingAssignment], np.ndarray]:
-        """Divisions in which gradients are divided like their parameters (ZeRO 2, 3).
+        """Finds divisions that divide gradients like parameters at rest (ZeRO 2, 3).
 
         Args:
             division: which axes divide which dims while computing.
@@ -260,7 +269,8 @@ class Resting:
         """Axes that divide an array in use, and the dim that `fsdp` divides at rest.
 
         Returns:
-            The cases, the axes, and by case the position of the dim (-1 for none).
+            The cases (points with equal sizes of the dividing axes), the axes, and for
+            each case the position of the dim; -1 if `fsdp` divides no dim.
         """
         spec = division.spec(value)
         key = value, spec
@@ -285,7 +295,7 @@ def offloaded(
 
     Args:
         priced: candidates that keep their optimizer state on the device.
-        resting: arrays of the workload, on the points of these candidates.
+        resting: bytes of the workload's arrays, for the points of these candidates.
         link: the link from a device to its host's memory.
         staged: prices of stages, if any candidate has pipeline stages.
     """
@@ -322,7 +332,7 @@ def _away(
 
     Args:
         space: the candidates.
-        resting: arrays of the workload, on the points of the candidates.
+        resting: bytes of the workload's arrays, for the points of the candidates.
         link: the link from a device to its host's memory.
         division: which axes divide which dims while computing.
         rows: indices of the candidates.
@@ -346,7 +356,7 @@ def _away(
 
 
 class Peaks:
-    """Peak memory of one program, under any division."""
+    """Peak memory of one program, under any division of its dims by mesh axes."""
 
     def __init__(self, timeline: Timeline) -> None:
         """Keeps the timeline; liveness is traced when it is first needed.
@@ -363,7 +373,7 @@ class Peaks:
         points: np.ndarray,
         zero: np.ndarray,
     ) -> dict[str, np.ndarray]:
-        """Bytes on a device at the moment of peak memory.
+        """Bytes of activations and gradients on a device at the moment of peak memory.
 
         Args:
             division: the division that all of these candidates share.
@@ -399,7 +409,7 @@ class Peaks:
 def _peaks(
     moments: PeakModel, columns: Columns, points: np.ndarray, zero: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of activations and of gradients at the moment of peak memory, by point."""
+    """Bytes of activations and of gradients at peak memory, for each of `points`."""
     alike = columns.divided(moments.divisors()).of[points]
     first, of = distinct([alike])
     sizes = {axis: column[points[first]] for axis, column in columns.sizes.items()}

@@ -139,7 +139,7 @@ class MeshRules:
         return self.rounded_up(factorisations(num_devices, self.allowed(num_devices)))
 
     def rounded_up(self, sizes: np.ndarray) -> Meshes:
-        """Meshes, each with the smallest multiple of its slots that holds the batch."""
+        """Makes meshes of given sizes; rounds the batch up to a multiple of `slots`."""
         slots = self.slots(sizes)
         return Meshes(sizes=sizes, batch=-(-self.batch // slots) * slots)
 
@@ -149,11 +149,11 @@ class MeshRules:
         return meshes.where(meshes.batch == self.batch)
 
     def workable(self) -> Meshes:
-        """Meshes of all devices; the batch is rounded up if no mesh divides it.
+        """Meshes of all devices that divide the batch, or whose batch is rounded up.
 
-        If no mesh divides the batch (five devices, a prime batch), each mesh gets the
-        next larger batch that it divides. Meshes with more slots than samples are left
-        out.
+        If no mesh divides the batch into two or more parts (five devices, a prime
+        batch), meshes whose batch is rounded up are returned too. Meshes with more
+        parts than samples are left out.
         """
         exact = self.exact(self.num_devices)
         if self._enough(exact):
@@ -165,9 +165,10 @@ class MeshRules:
     def fewer(self) -> Meshes:
         """Meshes of as many devices as possible, but not all, that divide the batch.
 
-        Empty if a mesh of all devices divides the batch. If no number of devices
-        divides the batch (a prime batch), meshes of the largest power of two are
-        returned too: a power of two divides dims of most models, unlike, say, five.
+        Meshes must divide the batch into two or more parts, unless the rules allow one
+        part only (`_enough`). Empty if a mesh of all devices does so. If no number of
+        devices does so (a prime batch), meshes of the largest power of two are returned
+        instead: a power of two divides dims of most models, unlike, say, five.
         """
         exact = self.exact(self.num_devices)
         if self._enough(exact):
@@ -222,7 +223,7 @@ def baselines(rules: MeshRules, host_size: int) -> list[Baseline]:
 
     The Megatron rule takes the largest allowed size of `tensor` within a host, and data
     parallelism over the other devices. If these devices cannot divide the batch, the
-    batch is rounded up. With more slots than samples, fewer devices are used.
+    batch is rounded up. If they are more than the samples, fewer devices are used.
 
     Args:
         rules: the allowed sizes; baselines that contradict its pins are left out.

@@ -16,7 +16,8 @@ import numpy as np
 from dtft.planner.search.elimination import CostProblem, Factor
 
 _SCALE = 1e4
-"""The largest cost after scaling; HiGHS stops at an absolute gap of 1e-6."""
+"""Largest coefficient of the objective that HiGHS gets; all costs are scaled to it,
+because HiGHS stops at an absolute gap of 1e-6."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +27,11 @@ class Outcome:
     values: tuple[int, ...] | None
     """The best assignment that was found; None if no assignment was found."""
     bound: float
-    """A lower bound of the cost; +inf if every assignment is forbidden."""
+    """A lower bound of the cost; -inf if HiGHS gave no bound, +inf if every assignment
+    is forbidden."""
     optimal: bool
-    """Whether `values` is proven to be optimal, to HiGHS's tolerance."""
+    """Whether `values` is proven to be optimal, to HiGHS's tolerance. Also true if
+    every assignment is proven to be forbidden."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,10 +137,14 @@ def _program(problem: CostProblem) -> _Program:
 def _marginals(
     factor: Factor, starts: np.ndarray, first_row: int, first_column: int
 ) -> tuple[np.ndarray, int]:
-    """Rows that make the weights of each value of a variable add up to its binary.
+    """Makes the equations of a factor: one row for each value of each of its variables.
+
+    A row requires that the weights of all combinations with the value add up to the
+    value's binary.
 
     Returns:
-        Rows, columns and values of the entries, [3, N]; and the number of rows.
+        Rows, columns and values of entries of `_Program.equal`, [3, N]; and the number
+        of rows.
     """
     allowed = np.nonzero(np.isfinite(factor.costs))
     weights = first_column + np.arange(len(allowed[0]))

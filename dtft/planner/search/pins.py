@@ -88,7 +88,7 @@ def _allowed(name: str, value: Any) -> str:
 
 
 def why_not(choices: Choices, name: str, value: Any) -> str:
-    """The reason why a pin alone cannot be met, with numbers; '' if it can be."""
+    """The reason why a pin alone cannot be met, with numbers; '' if none is found."""
     if name in AXES:
         return _why_not_axis(choices, name, value)
     if name == "microbatches" and value > choices.max_microbatches:

@@ -20,7 +20,7 @@ from dtft.planner.workload import Workload
 
 Terms = dict[str, np.ndarray]
 _SHARED = ("compute", "collectives", "launch")
-"""Terms of the time of operators, which is divided among the stages."""
+"""Terms of a step's time (`ranking.TERMS`) that are divided among the stages."""
 
 
 def layers_of(question: Workload, device: DeviceType) -> LayerStack | None:
@@ -81,7 +81,9 @@ class Staged:
     def terms(
         self, division: ShardingAssignment, space: Space, rows: np.ndarray, whole: Terms
     ) -> Terms:
-        """Seconds of a step of candidates that share one division, by term.
+        """Seconds of a step by term, for candidates that share one division.
+
+        Candidates with one stage keep the seconds of `whole`.
 
         Args:
             division: which axes divide which dims on the devices of a stage.
@@ -108,7 +110,15 @@ class Staged:
         }
 
     def memory(self, space: Space, rows: np.ndarray, whole: Terms) -> Terms:
-        """Bytes on each device of the stage that needs the most memory, by term."""
+        """Bytes on each device of the stage that needs the most memory, by term.
+
+        Candidates with one stage keep the bytes of `whole`.
+
+        Args:
+            space: the candidates.
+            rows: indices of the candidates to price.
+            whole: bytes by term as if each stage had all layers.
+        """
         names = ("stage", "microbatches", "virtual_stages", "schedule")
         columns = [space.columns[name][rows] for name in names]
         under_way = np.array(
@@ -133,7 +143,11 @@ class Staged:
         }
 
     def _sent_s(self, division: ShardingAssignment) -> np.ndarray:
-        """Seconds of a step in which a stage sends, for one chunk; float [points]."""
+        """Seconds per step of a stage's sends to other stages; float [points].
+
+        A point is a mesh and a number of microbatches. The seconds are for one chunk
+        (group of layers) per stage.
+        """
         messages = [
             Message(sent=one, repeats=((MICRO,),))
             for one in handed_on(self._question, self._layers, division)
@@ -144,7 +158,7 @@ class Staged:
         return total
 
     def _held(self, num: np.ndarray) -> np.ndarray:
-        """Largest share of the parameters, and of their state, that one stage holds."""
+        """Largest share of the parameter bytes on one stage, by number of stages."""
         graph, found = self._question.graph, dict.fromkeys(self._layers.shares, 0)
         for path in self._question.paths("parameter"):
             index = graph.inputs[path]

@@ -1,7 +1,7 @@
 """Prices operators for many candidates at once; equal cases are priced once.
 
-Candidates are entries of columns. A quantity that depends on few of their sizes is
-evaluated once per distinct case and looked up for every candidate.
+A quantity that depends on the sizes of few mesh axes is evaluated once for all
+candidates with equal sizes of these axes (a case), and looked up for each candidate.
 """
 
 import itertools
@@ -48,12 +48,16 @@ from dtft.planner.workload import Workload
 
 Axes = tuple[str, ...]
 _FRACTION = 2**20
-"""Scale by which numbers of members per level are rounded to integers to compare."""
+"""Factor on the numbers of members per level of the fabric, which may be fractions,
+before they are rounded to integers to find equal groups."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cases:
-    """A partition of points into cases: points of a case agree in some properties."""
+    """A partition of points into cases: points of a case agree in some properties.
+
+    A point is a mesh (with the order of its axes) and a number of microbatches.
+    """
 
     first: np.ndarray
     """The first point of each case; int [cases]."""
@@ -67,9 +71,9 @@ class Cases:
 class Columns:
     """The points of a space: its distinct pairs of mesh (with order) and microbatches.
 
-    The work of a device in forward, backward and update depends on the point alone. A
-    new knob that changes the work of operators is added here. The effects of all other
-    knobs are added by `search`.
+    For a given division of dims by axes, the work of a device in forward, backward and
+    update depends on the point alone. A new knob that changes the work of operators is
+    added here. The effects of all other knobs are added by `search`.
     """
 
     def __init__(self, pool: Pool, space: Space) -> None:
@@ -107,7 +111,10 @@ class Columns:
         return self._parts[axes]
 
     def lies(self, axes: Axes) -> tuple[np.ndarray, DeviceGroups]:
-        """The device groups along some axes, and the index of each point's group.
+        """The distinct device groups along some axes, and the group of each point.
+
+        A device group tells how many of the devices that communicate along these axes
+        each level of the fabric joins.
 
         Returns:
             Indices of groups, int [points]; and the distinct groups.
@@ -118,7 +125,11 @@ class Columns:
         return self._lies[axes]
 
     def all_lie(self, several: Iterable[Axes]) -> tuple[list[np.ndarray], DeviceGroups]:
-        """Applies `lies` to several sets of axes; one numbering covers all groups."""
+        """Applies `lies` to several sets of axes, and joins the groups of all sets.
+
+        Returns:
+            For each set, the index of each point's group, int [points]; and the groups.
+        """
         key = tuple(several)
         if key not in self._all_lie:
             number = {axes: at for at, axes in enumerate(dict.fromkeys(key))}
@@ -149,19 +160,19 @@ class Columns:
         return of, DeviceGroups(sizes=sizes[first], links=links)
 
     def divided(self, divisors: Iterable[Axes]) -> Cases:
-        """The cases of points with equal numbers of parts for each set of axes."""
+        """Partitions the points by the number of devices along each set of axes."""
         key = frozenset(divisors)
         return self._known(key, lambda: [self.parts(axes) for axes in sorted(key)])
 
     def sending(self, axes: Axes, divisors: Iterable[Axes]) -> Cases:
-        """The cases of `divided`, split so that points of a case also have equal groups
-        along `axes`."""
+        """Partitions the points as `divided` does, and by their device group along
+        `axes`."""
         key = frozenset(divisors)
         columns = [self.parts(each) for each in sorted(key)]
         return self._known((axes, key), lambda: [self.lies(axes)[0], *columns])
 
     def together(self, cases: Iterable[Cases]) -> Cases:
-        """The cases of points that agree in each of several partitions."""
+        """Partitions the points by their cases in several partitions together."""
         return self._made(*distinct([one.of for one in cases] or [self.of[:0]]))
 
     def _known(self, key: object, columns: Callable[[], list[np.ndarray]]) -> Cases:
@@ -176,7 +187,9 @@ class Columns:
 
 
 class Total:
-    """A number for each point, kept as a sum of tables over different cases.
+    """A number for each point (mesh and number of microbatches), as a sum of tables.
+
+    A table has one number for each case of its own partition of the points.
 
     >>> even, third = (Cases(first=np.arange(n), of=np.arange(6) % n, sizes={})
     ...                for n in (2, 3))
@@ -192,7 +205,7 @@ class Total:
         self.tables: dict[Cases, np.ndarray] = {}
 
     def add(self, cases: Cases, values: np.ndarray) -> None:
-        """Adds a number for each case."""
+        """Adds to each point the number of its case."""
         known = self.tables.get(cases)
         self.tables[cases] = values if known is None else known + values
 
@@ -208,7 +221,7 @@ def distinct(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Numbers the distinct rows of columns.
 
     Returns:
-        The first row of each number, and the number of each row.
+        The index of the first row with each number, and the number of each row.
 
     >>> distinct([np.array([1, 1, 2, 1]), np.array([5, 6, 5, 5])])
     (array([0, 1, 2]), array([0, 1, 2, 0]))
@@ -223,7 +236,7 @@ def distinct(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _numbered(column: np.ndarray) -> tuple[np.ndarray, int]:
-    """Numbers the values in ascending order; also returns the count of numbers."""
+    """Numbers the distinct values in ascending order; also returns their count."""
     top = int(column.max(initial=0)) if column.dtype.kind == "i" else 0
     small = 0 < top < _SPARSE * len(column) and column.min() >= 0
     if not small:
@@ -248,7 +261,7 @@ Columns with a larger range are sorted.
 
 _BITS = (*AXES, MICRO)
 Table = tuple[Cases, np.ndarray]
-"""A number for each case."""
+"""A partition of the points into cases, and a number for each case."""
 Repeats = tuple[Axes, ...]
 """Axes over which work is repeated: `((MICRO,),)` for each microbatch, () for once."""
 
@@ -268,8 +281,9 @@ class Message:
 
 
 class Rates:
-    """Prices operators and collectives on the points of columns, and caches the prices.
+    """Computes and caches seconds of operators and collectives, for each point.
 
+    A point is a mesh and a number of microbatches, an entry of `columns`.
     Programs with different remat policies can share one object.
     """
 
@@ -281,7 +295,7 @@ class Rates:
         self._axes_used: dict[Axes, np.ndarray] = {}
 
     def repeats(self, repeats: Repeats) -> Table:
-        """The number of repeats in a step, by case."""
+        """How often work with these repeats is done per step, by case of the points."""
         cases = self.columns.divided(repeats)
         times = np.ones(len(cases.first))
         for axes in repeats:
@@ -291,7 +305,10 @@ class Rates:
     def computing(
         self, graph: Graph, key: Hashable, done: OperatorWork, *, cold: bool
     ) -> Table:
-        """Seconds of a step in which each device computes an operator, by case.
+        """Seconds that each device computes an operator, by case of the points.
+
+        The seconds are of one execution; if microbatches divide the operator's work, of
+        one execution for each microbatch.
 
         Args:
             graph: the program with the operator.
@@ -318,7 +335,7 @@ class Rates:
         return self._computing[key]
 
     def sending(self, asked: Sequence[Message]) -> list[Table]:
-        """Seconds of a step in each of several collectives, by case."""
+        """Seconds of each collective, with its repeats, by case of the points."""
         alike: dict[object, list[Message]] = defaultdict(list)
         for one in dict.fromkeys(asked):
             if one not in self._sending:
@@ -329,7 +346,7 @@ class Rates:
         return [self._sending[one] for one in asked]
 
     def _priced(self, alike: Sequence[Message]) -> Iterable[Table]:
-        """Prices collectives of the same kind, axes, repeats and division."""
+        """Prices collectives with equal kind, axes, repeats and axes of `amount`."""
         sent, repeats = alike[0].sent, alike[0].repeats
         cases = self.columns.sending(sent.axes, {*repeats, sent.amount.axes})
         of, groups = self.columns.lies(sent.axes)
@@ -349,10 +366,14 @@ class Rates:
     def together_s(
         self, asked: Sequence[tuple[Mapping[Bundle, Total], np.ndarray]]
     ) -> list[np.ndarray]:
-        """Seconds of a step in bundles, in addition to collectives sent one by one.
+        """Seconds per step of bundles, beyond the seconds that `sending` has.
+
+        A bundle is a set of collectives that the compiler may combine. A bundle sent as
+        one message has its transfer and its sync skew here. A bundle whose arrays are
+        sent one by one has only its sync skew here.
 
         Args:
-            asked: bundles with their bytes, and the points of the columns to price.
+            asked: bundles with their bytes in one sending, and the points to price.
                 Pricing many entries at once takes little longer than pricing one.
 
         Returns:
@@ -370,7 +391,7 @@ class Rates:
         return found
 
     def _each_s(self, joined: Sequence["_Joined"]) -> list[np.ndarray]:
-        """Seconds of a step in each bundle; all of one kind are priced together."""
+        """Seconds per step of each bundle; prices all bundles of one kind together."""
         columns, platform = self.columns, self.columns.pool.device.platform
         found = [np.zeros(0)] * len(joined)
         kinds: set[CollectiveKind] = {one.bundle.kind for one in joined}
@@ -397,10 +418,10 @@ class Rates:
     def _joined(
         self, together: Mapping[Bundle, Total], points: np.ndarray
     ) -> list["_Joined"]:
-        """The bytes of bundles on points.
+        """The bytes of each bundle at the given points.
 
-        Bundles of one place whose collectives run among the same devices on a point are
-        merged there.
+        If two bundles join (`Bundle.joins`) and use the same axes at a point, the first
+        bundle gets the bytes of both at this point, and the second bundle gets 0.
         """
         found: list[tuple[_Joined, np.ndarray]] = []
         for one, total in together.items():
@@ -429,7 +450,7 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Joined:
-    """The bytes of a bundle at given points."""
+    """The bytes of a bundle in one sending, at given points."""
 
     bundle: Bundle
     points: np.ndarray
@@ -446,7 +467,7 @@ def repeats_of(done: OperatorWork) -> Repeats:
 
 
 GroupKey = tuple[int, PatternKey]
-"""Number of a group, and the part of a division that its work depends on."""
+"""Number of a group of operators, and what its work depends on in a division."""
 
 _KNOWN: WeakKeyDictionary[Workload, "Works"] = WeakKeyDictionary()
 
@@ -459,7 +480,10 @@ def works_of(question: Workload) -> "Works":
 
 
 class Works:
-    """The work of each group of operators of a workload, cached by division."""
+    """The work of a device in each group of operators of a workload.
+
+    Caches the work by division: which mesh axes divide which dims.
+    """
 
     def __init__(self, question: Workload) -> None:
         """Starts with an empty cache."""
@@ -469,7 +493,7 @@ class Works:
         self._known: dict[GroupKey, OperatorWork] = {}
 
     def dims(self, number: int) -> tuple[int, ...]:
-        """The dims of a group; dims of equal layers count as one."""
+        """Dims of the operator of a group; equal layers share their dims."""
         return self._instances[number].dims
 
     def key(self, number: int, division: ShardingAssignment) -> GroupKey:
@@ -477,7 +501,10 @@ class Works:
         return number, self._instances[number].key(division)
 
     def pattern(self, key: GroupKey) -> tuple[Pattern, PatternKey]:
-        """The key shared by all groups that differ only in operations and dims."""
+        """A key that is equal for groups with the same pattern and the same divisions.
+
+        Such groups may differ in their dims and in their numbers of operations.
+        """
         return self._instances[key[0]].pattern, key[1]
 
     def at(self, key: GroupKey) -> OperatorWork:
@@ -500,27 +527,32 @@ class Works:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PricedOp:
-    """The prices of a group of operators under one division."""
+    """The prices of a group of operators under one division of their dims by axes."""
 
     group: OpGroup
     work: OperatorWork
     computing: Table
-    """Seconds of a step in which each device computes the operators."""
+    """Seconds per step that each device computes the operators."""
     sending: tuple[Table, ...]
-    """Seconds of a step in each collective of the operators."""
+    """Seconds per step of each collective, as if sent alone; without sync skew if it
+    has a bundle."""
     starts: Table
-    """The number of operators started in a step."""
+    """The number of operators launched in a step; 0 if they are fused into others."""
     bundles: tuple[tuple[Bundle, Table] | None, ...]
-    """For each collective its bundle and its bytes; None if it is sent alone."""
+    """For each collective its bundle, and its bytes in one sending of the bundle; None
+    if it is sent alone."""
 
     @property
     def seconds(self) -> tuple[Table, ...]:
-        """The tables of computing and of each collective, which add up."""
+        """Tables of seconds per step, of computing and of each collective."""
         return (self.computing, *self.sending)
 
 
 class Prices:
-    """Prices of a workload's groups of operators, on the points of columns."""
+    """Prices of a workload's groups of operators, at each point.
+
+    A point is a mesh and a number of microbatches.
+    """
 
     def __init__(self, question: Workload, rates: Rates) -> None:
         """Starts with an empty cache of priced operators.
@@ -534,11 +566,11 @@ class Prices:
         self._ways: dict[Hashable, PricedOp] = {}
 
     def priced_ops(self, division: ShardingAssignment) -> list[PricedOp]:
-        """The prices of each group of operators under a division."""
+        """The prices of each group of operators under a division of dims by axes."""
         return self.all([(n, division) for n in range(len(self.question.groups))])
 
     def all(self, asked: Sequence[tuple[int, ShardingAssignment]]) -> list[PricedOp]:
-        """The prices of pairs of a group, by its number, and a division."""
+        """The prices of groups of operators, each given by number and division."""
         keys = [self.works.key(number, division) for number, division in asked]
         new = [key for key in dict.fromkeys(keys) if key not in self._ways]
         self._ways |= zip(new, self._priced(new), strict=True)
@@ -592,7 +624,10 @@ class Prices:
     def _bundled(
         self, group: OpGroup, done: OperatorWork, sent: CollectiveOp, cases: Cases
     ) -> tuple[Bundle, Table] | None:
-        """The bundle of a collective and its bytes; None if it is sent alone."""
+        """The bundle of a collective, and the collective's bytes in one sending of it.
+
+        Returns None if the collective is sent alone.
+        """
         found = bundle_of(self.columns.pool.device.platform, group, done, sent)
         if found is None:
             return None
@@ -619,15 +654,18 @@ def _times(number: float, table: Table) -> Table:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sums:
-    """Totals over the operators of a program, by point."""
+    """Totals over the operators of a program, for each point (mesh, microbatches).
+
+    `compute` and `optimizer` are seconds per step; `starts` counts launched operators.
+    """
 
     compute: Total
     optimizer: Total
     sending: Total
-    """Seconds in collectives that are sent one by one."""
+    """Seconds per step of collectives that are sent one by one."""
     starts: Total
     together: dict[Bundle, Total]
-    """Bundles of combined collectives, with their bytes."""
+    """Bundles of collectives, with the bytes of one sending."""
 
 
 def sum_prices(ways: Iterable[PricedOp]) -> Sums:

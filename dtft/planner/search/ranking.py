@@ -16,7 +16,7 @@ from dtft.planner.spmd import ShardingAssignment
 TERMS = ("compute", "collectives", "bubble", "optimizer", "offload", "launch")
 MEMORY = ("parameters", "gradients", "optimizer", "activations", "batch", "reserve")
 IDLE = 4.0
-"""Times by which a mesh with redundant work must be faster to be ranked first.
+"""Factor on the step time of a mesh with redundant work, when meshes are ranked.
 
 Devices of such a mesh repeat the work of other devices, as if fewer devices were used.
 The mesh is worth selecting where communication takes far longer than computing
@@ -31,16 +31,17 @@ class Priced:
 
     space: Space
     terms: Mapping[str, np.ndarray]
-    """Seconds of a step by term; float [candidates] each."""
+    """Predicted seconds of a step for each of `TERMS`; float [candidates] each."""
     memory: Mapping[str, np.ndarray]
-    """Bytes on a device by term; float [candidates] each."""
+    """Predicted bytes on a device for each of `MEMORY`; float [candidates] each."""
     divisions: Sequence[ShardingAssignment]
     """The distinct divisions of all candidates: which axes divide which dims."""
     division: np.ndarray
     """Position in `divisions` of each candidate's division; int [candidates]."""
     idle: np.ndarray
-    """Whether a candidate has an axis that divides no product, so that some devices
-    repeat the work of others; bool [candidates]."""
+    """Whether a candidate has an axis that divides almost no matmul or convolution
+    (`search.NEARLY_NONE`), so that some devices repeat the work of others; bool
+    [candidates]."""
     host: np.ndarray
     """Bytes of host memory that each device needs; [candidates]."""
     host_capacity: int

@@ -55,13 +55,16 @@ from dtft.planner.workload import Role, Workload
 
 
 Part = tuple[ShardingAssignment, np.ndarray]
-"""A division, and the indices of the candidates with this division."""
+"""A division (which mesh axes divide which dims), and the indices of its candidates."""
 
 
 def sending_s(
     resting: Resting, parts: Sequence[Part], sums: Sequence[Sums], zero: np.ndarray
 ) -> list[np.ndarray]:
-    """Seconds of a step in all collectives, if no computation hides them.
+    """Seconds per step of all collectives, before overlap with computation (`added_s`).
+
+    For gathers sent one by one ahead of computation, the share that computation hides
+    (`Link.ahead`) is already left out.
 
     Args:
         resting: prices the gathers of arrays that are divided at rest.
@@ -93,11 +96,15 @@ def sending_s(
 
 _HEAVY = ("matmul", "convolution")
 NEARLY_NONE = 0.01
-"""Share of the operations; an axis that divides less than this share counts as idle."""
+"""Least share of the operations of matmuls and convolutions that an axis must divide;
+candidates with an axis below this share count as idle."""
 
 
 def memory_floor(question: Workload, pool: Pool) -> MemoryFloor:
-    """A lower bound of the state's memory on a device, for any division."""
+    """Bytes for a lower bound of the state's memory on a device, for any division.
+
+    Gradients count as 0 bytes.
+    """
     graph = question.graph
 
     def total(role: Role) -> int:
@@ -256,7 +263,7 @@ class PlanSearch:
         return zero_leaves(values, division, mesh, divides, loops)
 
     def _base(self, space: Space) -> ShardingAssignment:
-        """The division by all axes except `tensor`."""
+        """Which axes divide which dims, for all axes except `tensor` and `stage`."""
         question = self.question
         first = question.weights
         by_expert = bool((space.columns["expert"] > 1).any())
@@ -275,9 +282,10 @@ class PlanSearch:
     def _layouts(
         self, prices: Prices, space: Space
     ) -> list[tuple[ShardingAssignment, np.ndarray]]:
-        """The divisions in which `tensor` divides the dims at least cost.
+        """Selects for each candidate the dims that `tensor` divides at least cost.
 
-        Returns each distinct division with the indices of its candidates.
+        Returns each distinct division (which axes divide which dims) with the indices
+        of its candidates.
         """
         chooser = Chooser(prices, self._base(space), "tensor")
         found, which = chooser.choose(candidates(self.question))
@@ -287,7 +295,10 @@ class PlanSearch:
     def _terms(
         self, resting: Resting, parts: Sequence[Part], space: Space
     ) -> Iterator[dict[str, np.ndarray]]:
-        """Seconds of a step by term; yields one mapping per part."""
+        """Yields, for each part (a division and its candidates), seconds per step.
+
+        The candidates' seconds are of compute, collectives, optimizer and launch.
+        """
         ways = resting.prices.priced_ops
         sums = [price_table.sum_prices(ways(division)) for division, _ in parts]
         sent = sending_s(resting, parts, sums, space.columns["zero"])
@@ -311,7 +322,10 @@ class PlanSearch:
         space: Space,
         rows: np.ndarray,
     ) -> dict[str, np.ndarray]:
-        """Bytes on a device by term, for candidates that share one layout."""
+        """Bytes on a device by term, for candidates that share one division.
+
+        The terms are parameters, optimizer, batch, activations and gradients.
+        """
         columns = resting.prices.columns
         points, zero = columns.of[rows], space.columns["zero"][rows]
         found: dict[str, np.ndarray] = {}
@@ -328,9 +342,9 @@ class PlanSearch:
 
 
 def _busy(ways: Sequence[PricedOp]) -> set[str]:
-    """Axes that divide products, or any operators if the program has no products.
+    """Axes that divide at least `NEARLY_NONE` of the operations of products.
 
-    Leaves out axes that divide less than `NEARLY_NONE` of these operations.
+    Products are matmuls and convolutions. If the program has none, all operators count.
     """
     heavy = [way for way in ways if way.group.operator.kind in _HEAVY] or ways
     shares: dict[str, float] = {}
@@ -345,7 +359,7 @@ def _busy(ways: Sequence[PricedOp]) -> set[str]:
 def _with_sums(
     resting: Resting, layout: ShardingAssignment, space: Space, rows: np.ndarray
 ) -> list[tuple[ShardingAssignment, np.ndarray]]:
-    """Splits the candidates of a layout by the division of their gradients.
+    """Splits candidates of one layout (division of dims) by how gradients are divided.
 
     From ZeRO level 2, gradients are divided like their parameters at rest. Returns each
     distinct division with the indices of its candidates.

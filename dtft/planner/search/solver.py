@@ -84,7 +84,12 @@ def _by_value(costs: np.ndarray, place: int) -> np.ndarray:
 
 
 def _undominated(tables: Sequence[np.ndarray], num_values: int) -> np.ndarray:
-    """The values that no other value removes, ascending."""
+    """The values of a variable that `prune` keeps, ascending.
+
+    Args:
+        tables: costs by factor, with one row for each value.
+        num_values: the number of values.
+    """
     # [a, b]: a is never worse than b.
     never_worse = np.ones((num_values, num_values), bool)
     for table in tables:
@@ -148,6 +153,7 @@ def solve(
             of factors that forbid every assignment together.
         TimeoutError: no allowed assignment was found in the time. Cannot happen if no
             combination is forbidden.
+        RuntimeError: HiGHS failed.
 
     >>> pair = Factor(variables=(0, 1), costs=np.array([[3.0, 5.0], [2.0, 9.0]]))
     >>> solve(CostProblem(sizes=(2, 2), factors=(pair,)))
@@ -195,6 +201,7 @@ def solve_each(
     Raises:
         ValueError: every assignment with some value of `given` is forbidden.
         TimeoutError: no allowed assignment was found in the time.
+        RuntimeError: HiGHS failed.
 
     >>> pair = Factor(variables=(0, 1), costs=np.array([[3.0, 5.0], [2.0, 1.0]]))
     >>> solve_each(CostProblem(sizes=(2, 2), factors=(pair,))).tolist()
@@ -219,7 +226,11 @@ def solve_each(
 def _each(
     problem: CostProblem, given: int, values: range, order: Sequence[int]
 ) -> np.ndarray:
-    """Solves for a range of values of the given variable, by elimination."""
+    """Finds an assignment of least cost for each value of `given` in a range.
+
+    Runs one elimination for all these values. Raises ValueError if every assignment
+    with one of the values is forbidden.
+    """
     part = _at(problem, given, values)
     tables = [(factor.variables, factor.costs) for factor in part.factors]
     found, costs = eliminate_each(part.sizes, tables, order, given)
@@ -271,7 +282,10 @@ def _programmed(problem: CostProblem, deadline_s: float) -> Assignment:
 def _cut_short(
     problem: CostProblem, found: tuple[int, ...] | None, bound: float, deadline_s: float
 ) -> Assignment:
-    """The better of a local optimum and the assignment that HiGHS found in its time."""
+    """The better of a local optimum and the assignment that HiGHS found in its time.
+
+    Raises TimeoutError if both are forbidden.
+    """
     values, method = _descended(problem), "descent"
     if found is not None and problem.cost(found) <= problem.cost(values):
         values, method = found, "mixed-integer"
@@ -354,6 +368,6 @@ def _conflict(problem: CostProblem) -> list[Factor]:
 def _allow(
     factors: Sequence[Factor], sizes: Sequence[int], order: Sequence[int]
 ) -> bool:
-    """Whether some assignment is allowed by all of the factors."""
+    """Whether some assignment has a finite cost in all of the factors."""
     tables = [(factor.variables, factor.costs) for factor in factors]
     return not math.isinf(eliminate(sizes, tables, order)[1])

@@ -75,7 +75,7 @@ PLATFORMS: Mapping[str, Backend] = {
 
 
 def everything(rematerializes: bool) -> Capabilities:
-    """All knobs that can be priced, including knobs that nothing runs.
+    """All knobs that can be priced, including knobs that no entry point runs.
 
     Args:
         rematerializes: whether rematerialized programs can be traced.
@@ -212,7 +212,8 @@ class Choices:
     memory: MemoryFloor | None = None
     fewer: tuple[int, ...] | None = ()
     """Smaller numbers of devices to search too, besides all devices and the number
-    that the batch may require. None searches meshes of all devices only."""
+    that the batch may require. With None, `decision` keeps only meshes of all
+    devices; `enumerate_space` treats None as ()."""
 
     def __post_init__(self) -> None:
         for name in ("num_devices", "batch", "max_microbatches"):
@@ -244,7 +245,7 @@ class Reason:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchCandidate:
-    """One point of the space."""
+    """One candidate of the space: a mesh and the values of the knobs."""
 
     mesh: Mapping[str, int]
     """Sizes of the axes, slowest-varying (outermost on the fabric) first."""
@@ -264,8 +265,8 @@ class Space:
     """int64, one entry per candidate: each of `AXES`, `microbatches`, `zero`, `remat`
     (position in `REMATS`), `offload`, `virtual_stages`, `schedule` (position in
     `SCHEDULES`), `order` (position in `orders`), `batch`, `devices_used`,
-    `baseline` (position in `BASELINES`) and `mesh`. The latter numbers the pairs of
-    sizes and order from 0: candidates with equal numbers differ in knobs only."""
+    `baseline` (position in `BASELINES`) and `mesh`. The column `mesh` numbers the pairs
+    of sizes and order from 0: candidates with equal numbers differ in knobs only."""
     orders: tuple[tuple[str, ...], ...]
     """Orders of the axes on the fabric, slowest-varying first."""
     reasons: tuple[Reason, ...] = field(default=())
@@ -309,7 +310,11 @@ class Space:
         return replace(self, columns=columns)
 
     def with_chunks(self, num_layers: int, pinned: int | None) -> "Space":
-        """Expands candidates by every number of virtual stages that the layers allow.
+        """Combines candidates with the numbers of virtual stages that they allow.
+
+        The stages times the virtual stages must divide the layers. Above one virtual
+        stage, the stages must also divide the microbatches. Candidates that allow no
+        number are dropped.
 
         Args:
             num_layers: the number of layers of the model; chunks are whole layers.

@@ -1,9 +1,9 @@
 """Selects the dims that the axis `tensor` divides, exactly for every mesh.
 
-Writes a program as a cost problem: one variable per dim that can be divided, and one
-table per group of operators, for all points at once. `solver` minimises the seconds of
-a step in which no collective is hidden behind computation. Equal layers share their
-variables.
+Writes a program as a cost problem, for all points (meshes with a number of
+microbatches) at once. The problem has one variable per dim that can be divided, and one
+table per set of dims of an operator. `solver` minimises the seconds of a step in which
+no collective is hidden behind computation. Equal layers share their variables.
 """
 
 import itertools
@@ -54,7 +54,10 @@ def candidates(question: Workload) -> tuple[int, ...]:
 
 
 class Chooser:
-    """Selects the dims of a program that one axis divides, for all points at once."""
+    """Selects the dims of a program that one axis divides, for all points at once.
+
+    A point is a mesh and a number of microbatches.
+    """
 
     def __init__(self, prices: Prices, base: ShardingAssignment, axis: str) -> None:
         """Keeps its arguments; `choose` selects the dims.
@@ -69,7 +72,7 @@ class Chooser:
     def choose(
         self, dims: Sequence[int]
     ) -> tuple[list[ShardingAssignment], np.ndarray]:
-        """Finds the divisions of least cost in which the axis may divide any of `dims`.
+        """Finds for each point the division of least cost; the axis may divide `dims`.
 
         Args:
             dims: dims that the axis may divide (`candidates`) if their sizes allow it.
@@ -156,7 +159,10 @@ class Chooser:
 def _costs(
     choices: Mapping[tuple[int, ...], list[PricedOp]], alike: Cases
 ) -> np.ndarray:
-    """Seconds of some operators, float; one dim of size 2 per choice, then points."""
+    """Seconds of operators on the same dims; float [2, ..., 2, cases].
+
+    There is one dim of size 2 (undivided, divided) for each dim of the operators.
+    """
     shape = (2,) * len(next(iter(choices)))
     costs = np.zeros((*shape, len(alike.first)))
     for choice, ways in choices.items():

@@ -42,7 +42,7 @@ from dtft.planner.types import Spec
 def axes_used(
     search: PlanSearch, candidate: SearchCandidate, division: ShardingAssignment
 ) -> dict[str, AxisUse]:
-    """The use of each axis of a candidate's mesh that is larger than one.
+    """The fabric levels and the share of work of each mesh axis larger than one.
 
     Args:
         search: the search, with the program and the devices.
@@ -64,9 +64,9 @@ def axes_used(
 
 
 def work_divided(search: PlanSearch, division: ShardingAssignment) -> dict[str, float]:
-    """For each axis the share of product operations that the axis divides.
+    """The share of the flops of matmuls and convolutions that each axis divides.
 
-    If the program has no products, the share of all operations.
+    In a program without matmuls and convolutions, the share of all flops.
     """
     works = search.works(division)
     heavy = [pair for pair in works if pair[0].operator.kind in PRODUCTS] or works
@@ -93,13 +93,16 @@ class _Listed:
     where: str
     bundle: Bundle | None = None
     share: float = 1.0
-    """The share of `times` in which one device takes part: 1 / number of stages."""
+    """The share of `times` that counts for one device: 1 / number of stages for
+    collectives within a stage, 1 for sends between stages."""
 
 
 def collectives(
     search: PlanSearch, candidate: SearchCandidate, division: ShardingAssignment
 ) -> tuple[Collective, ...]:
-    """All collectives of a step, largest first; equal collectives of one place merge.
+    """The collectives of a step, by descending bytes of all sendings together.
+
+    Equal collectives of one place in the program are merged.
 
     For a pipeline, lists the collectives of an average stage and its sends to other
     stages.
@@ -139,7 +142,7 @@ def _of_operators(
 def _of_arrays(
     search: PlanSearch, candidate: SearchCandidate, division: ShardingAssignment
 ) -> Iterator[_Listed]:
-    """Yields the collectives that gather arrays divided at rest."""
+    """Yields the collectives that gather the parameters that ZeRO divides."""
     for one in search.moved(division, candidate.mesh, candidate.knobs.zero):
         repeats = candidate.knobs.microbatches if one.how.per_microbatch else 1
         yield _Listed(
@@ -168,7 +171,10 @@ def _between_stages(
 def _counted(
     found: Iterable[_Listed], speeds: MeshSpeeds, sizes: Sizes
 ) -> Iterator[Collective]:
-    """Merges equal collectives of one place, and adds up their times and seconds."""
+    """Merges equal collectives of one place in the program (`where`).
+
+    Adds up their times and seconds. Leaves out collectives without an axis above 1.
+    """
     listed = [one for one in found if speeds.axes(one.sent)]
     sums: Counter[Bundle] = Counter()
     for one in listed:
@@ -269,7 +275,7 @@ def _on_host(
 
 
 def real(spec: Spec, mesh: Container[str]) -> Spec:
-    """A spec restricted to the axes of a mesh: drops axes that divide in time only."""
+    """A spec without the axes that are not in a mesh: axes of size one, and `MICRO`."""
     return tuple(tuple(axis for axis in axes if axis in mesh) for axes in spec)
 
 
@@ -297,7 +303,10 @@ def constraints(
 def _divided_further(
     value: Value, spec: Spec, division: ShardingAssignment, mesh: Mapping[str, int]
 ) -> Spec:
-    """The spec of a gradient, divided further like its array at rest."""
+    """The spec of a gradient, divided further like its parameter at rest.
+
+    Leaves out axes that do not divide the size of their dim.
+    """
     extra = dict(division.rest.get(frozenset(map(division.root, value.dims)), {}))
     found = []
     for dim, size, axes in zip(value.dims, value.shape, spec, strict=True):

@@ -24,9 +24,10 @@ from dtft.planner.spmd.partitioner import MICRO, CollectiveOp, Sizes
 LIMITS: Mapping[str, Mapping[CollectiveKind, float]] = {
     "cpu": {},
 }
-"""Platform to kind to the most bytes of a combined collective.
+"""Largest bytes of a combined collective, by platform and kind of collective.
 
-Platforms that are not listed have the limits of a GPU.
+A platform that is not listed has the limits of a GPU. A kind that is not listed for its
+platform is not sent as one message.
 """
 _TOGETHER: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
 _ACCELERATOR: Mapping[CollectiveKind, float] = dict.fromkeys(_TOGETHER, 30 * 2.0**20)
@@ -34,16 +35,18 @@ _ACCELERATOR: Mapping[CollectiveKind, float] = dict.fromkeys(_TOGETHER, 30 * 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """A set of collectives that are combined."""
+    """Collectives that are sent as one message, or at least synchronize only once."""
 
     kind: CollectiveKind
     axes: tuple[str, ...]
     times: float
-    """How often the bundle is sent, in a step or for each microbatch."""
+    """How often the bundle is sent: for each microbatch if `repeated`, else in a
+    step."""
     repeated: bool
     """Whether `times` counts per microbatch."""
     place: Hashable
-    """The place in the program: collectives of different loops are never combined."""
+    """The place in the program, such as the loops around the collectives; only
+    collectives with equal places are combined."""
     is_one: bool = True
     """Whether the bundle is sent as one message; otherwise its arrays are sent one
     after another."""
@@ -61,8 +64,10 @@ class Bundle:
         return replace(self, axes=axes, repeated=repeated)
 
     def joins(self, other: "Bundle") -> bool:
-        """Whether two bundles are combined on meshes on which both have the same
-        devices."""
+        """Whether two bundles have equal kind, place and times.
+
+        They are combined on meshes on which both communicate among the same devices.
+        """
         alike = self.kind, self.place, self.times
         return alike == (other.kind, other.place, other.times)
 

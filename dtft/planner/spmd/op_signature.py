@@ -23,10 +23,10 @@ from dtft.planner.spmd.partitioner import (
 PatternKey = tuple[
     tuple[Axes, ...], bool, tuple[int | None, ...], tuple[Axes, ...], Axes
 ]
-"""The part of a division that an operator's work depends on.
+"""The part of a division (`ShardingAssignment`) that an operator's work depends on.
 
-Axes of each of its dims; `scatters`; the dim of each array that takes its axes first;
-axes that divide each result further; `spare`.
+In this order: axes of each dim of the operator; `scatters`; the dim of each array that
+takes its axes first; axes that divide each result further (`rest`); `spare`.
 """
 
 _KNOWN: WeakValueDictionary[Hashable, "Pattern"] = WeakValueDictionary()

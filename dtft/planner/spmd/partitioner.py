@@ -44,7 +44,7 @@ class ShardedSize:
 
 
 def parts(axes: tuple[str, ...], sizes: Sizes) -> Any:
-    """The number of devices along several axes together; missing axes have size one.
+    """The product of the sizes of several axes; axes that are missing have size one.
 
     >>> parts(("replica", "tensor"), {"replica": np.array([2, 4]), "tensor": 2})
     array([4, 8])
@@ -57,7 +57,8 @@ def parts(axes: tuple[str, ...], sizes: Sizes) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveOp:
-    """One collective; `amount` is the bytes of the larger of operand and result."""
+    """One collective; `amount` is the bytes of the larger of operand and result on one
+    device."""
 
     kind: CollectiveKind
     axes: tuple[str, ...]
@@ -180,7 +181,10 @@ def convolution_sides(
 
 
 class WorkDims:
-    """One operator under a division: the dim along which each axis divides its work."""
+    """The dim along which each mesh axis divides the work of one operator.
+
+    The division gives the axes that divide each dim of the operands and results.
+    """
 
     def __init__(
         self, graph: Graph, operator: Operator, division: "ShardingAssignment"
@@ -201,8 +205,9 @@ class WorkDims:
         return list(dict.fromkeys(a for spec in specs for axes in spec for a in axes))
 
     def _keep(self, axis: str) -> int | None:
-        """The dim along which an axis divides the work; None if all devices repeat it.
+        """The dim along which an axis divides the work; None if it divides no work.
 
+        Without such a dim, all devices along the axis repeat the work.
         For a product, XLA's partitioner first takes a dim that needs no comparison of
         costs: a dim along which the axis divides both operands, or one operand and the
         result (`PartitionBaseCase` in its `dot_handler.cc`).
@@ -220,7 +225,7 @@ class WorkDims:
         return min(dims, key=lambda dim: self._price(axis, dim), default=None)
 
     def _places(self, axis: str) -> list[int]:
-        """The dims that an axis divides in operands and results, one per array."""
+        """The dims that an axis divides, one for each operand or result it divides."""
         values = (*self.inputs, *self.outputs)
         specs = (*self.in_specs, *self.out_specs)
         found = [
@@ -230,7 +235,11 @@ class WorkDims:
         return [self.division.root(v.dims[at]) for v, at in found if at is not None]
 
     def _price(self, axis: str, dim: int) -> tuple[float, int]:
-        """Sort key of a dim for an axis: bytes sent, before division, then the dim."""
+        """Sort key of a dim along which an axis may divide the work, cheapest first.
+
+        The key is the bytes (of whole arrays) to gather, reshard or reduce if the axis
+        divides the work along this dim; then the dim.
+        """
         price = 0.0
         for value, spec in zip(self.inputs, self.in_specs, strict=True):
             at = position(spec, axis)
@@ -254,7 +263,7 @@ class WorkDims:
         return self.op.kind == "matmul" and not self._free(0, dim) | self._free(1, dim)
 
     def _free(self, index: int, dim: int) -> bool:
-        """Whether an operand of a matmul is divided along `dim` and keeps `dim`."""
+        """Whether a matmul's operand has `dim` uncontracted, and divided by an axis."""
         if self.op.kind != "matmul" or index > 1:
             return False
         spec, value = self.in_specs[index], self.inputs[index]
@@ -282,7 +291,7 @@ class WorkDims:
         return not (index == 1 and self._free(0, dim) and self.twice(dim))
 
     def twice(self, dim: int) -> bool:
-        """Whether a dim is both rows and columns of a product."""
+        """Whether a dim occurs twice in the result, as its rows and as its columns."""
         return [self.division.root(d) for d in self.outputs[0].dims].count(dim) > 1
 
 
@@ -322,7 +331,8 @@ class ShardingAssignment:
     backends reduce once, and gathers the operand of `top_k`.
     """
     spare: Axes = ()
-    """Axes of the mesh that may divide dims of weights, also if they divide no dim."""
+    """Mesh axes (`tensor`) along which devices would repeat an operator that these axes
+    do not divide. XLA spreads the sums of such a scatter over these devices."""
 
     def of(self, dim: int) -> Axes:
         """The axes that divide a dim."""
@@ -375,7 +385,7 @@ def work_of(
 
 
 class _Placed(WorkDims):
-    """One operator under a division, with the collectives that it needs."""
+    """The work of each device in one operator, and the collectives that it needs."""
 
     def __init__(
         self, graph: Graph, operator: Operator, division: ShardingAssignment
@@ -442,7 +452,7 @@ class _Placed(WorkDims):
             self._add("all_to_all", exchanged, amount)
 
     def _further(self, value: Value) -> Axes:
-        """Additional axes that divide a sum of partial results."""
+        """Axes that divide a summed value further (`ShardingAssignment.rest`)."""
         dims = frozenset(map(self.division.root, value.dims))
         return tuple(
             a for axes in self.division.rest.get(dims, {}).values() for a in axes
@@ -478,6 +488,7 @@ class _Placed(WorkDims):
     ) -> None:
         """Adds the collectives of a scatter whose rows are spread over spare axes.
 
+        Spare axes (`ShardingAssignment.spare`) divide no dim of the scatter.
         Devices along spare axes would compute equal sums. So each device reduces some
         of the rows, and then sends these rows to the devices that keep the rows.
         """
@@ -487,7 +498,16 @@ class _Placed(WorkDims):
         self._add("permute", (*partial, *self.spare), moved)
 
     def _add_up(self, value: Value, wanted: Axes, partial: Axes) -> None:
-        """Adds the collectives that reduce partial sums, divided further if wanted."""
+        """Adds the collectives that add up partial sums.
+
+        Args:
+            value: the result.
+            wanted: axes that divide the sum afterwards.
+            partial: axes along which each device has a partial sum. For those that are
+                also in `wanted`, the sum is reduced and divided at once where XLA does
+                so (`ShardingAssignment.scatters`, products). The others are
+                all-reduced.
+        """
         rest = tuple(axis for axis in wanted if axis not in partial)
         scattered = tuple(axis for axis in partial if axis in wanted)
         one_by_one = self.op.kind in PRODUCTS and not self.spare
@@ -503,14 +523,17 @@ class _Placed(WorkDims):
             self._add("all_reduce", axes, part)
 
     def _together(self, axes: Axes) -> list[Axes]:
-        """Groups axes into collectives: the axes of a group are reduced at once."""
+        """Groups axes into all-reduces: one for all axes; on CPU, one for each dim."""
         if self.division.scatters:
             return [axes] if axes else []
         dims = dict.fromkeys(self.kept[axis] for axis in axes)
         return [tuple(a for a in axes if self.kept[a] == dim) for dim in dims]
 
     def _divides(self) -> dict[str, Axes]:
-        """Axes along the rows, columns, depth and batch of a matmul."""
+        """Axes along rows (m), columns (n), depth (k) and batch (b) of a matmul.
+
+        Empty for other operators.
+        """
         if self.op.kind != "matmul" or len(self.inputs) < 2:
             return {}
         left, right = (

@@ -23,9 +23,10 @@ from dtft.planner.types import Spec
 
 ZERO_AXIS = "fsdp"
 ZERO_BESIDE = "tensor"
-"""The axis that may divide dims of weights, also if it divides no dim of an array."""
+"""The axis that divides some weights, besides `fsdp`. Devices along it repeat operators
+that it does not divide (`ShardingAssignment.spare`)."""
 _UNDIVIDED = 2**60
-"""Added to the rank of dims that no axis divides, so that these dims come first."""
+"""Added to the size of dims that no axis divides, so that `rest_place` prefers them."""
 
 
 def rest_spec(
@@ -124,7 +125,7 @@ def zero_leaves(
     divides: bool,
     loops: Container[int],
 ) -> tuple[StateArray, ...]:
-    """The arrays of a role, with their divisions in use and at rest.
+    """The given arrays, each with its spec in use and its spec at rest.
 
     Args:
         values: path to value.
@@ -146,7 +147,7 @@ class Gathered:
     """How often, and in how many parts, a divided parameter is gathered."""
 
     times: int
-    """The number of gathers in a step, or for each microbatch."""
+    """The number of gathers: per microbatch if `per_microbatch`, else per step."""
     slices: int
     """The number of parts gathered one after another, if a loop slices the parameter;
     else one."""
@@ -166,7 +167,7 @@ class Moved:
     """A collective that gathers an array, and so belongs to no operator."""
 
     sent: CollectiveOp
-    """The collective of one part."""
+    """The gather of the whole array, or of one of `how.slices` parts."""
     how: Gathered
     where: str
 
@@ -235,7 +236,7 @@ def further_division(
     division: ShardingAssignment,
     loops: Container[int],
 ) -> dict[frozenset[int], dict[int, tuple[str, ...]]]:
-    """The `ShardingAssignment.rest` that divides gradients like their parameters.
+    """The `ShardingAssignment.rest` that divides gradients like parameters at rest.
 
     Inside a loop over layers, a gradient lacks the dim that the loop slices.
     """

@@ -165,8 +165,8 @@ def judge(
 
 
 HEADROOM = 0.1
-"""Share of a device's memory that stays free: 9 of 10 published BigScience rows needed
-less than a tenth more memory than `memory` predicts."""
+"""Share of a device's memory that `search` keeps free: 9 of 10 published BigScience
+rows needed less than a tenth more memory than `memory` predicts."""
 LARGEST_MICRO_BATCH = 32
 LARGEST_TENSOR = 16
 """Largest `tp`: two hosts of 8 devices. With larger `tp` every matmul waits for the
@@ -187,7 +187,8 @@ class PredictedLayout:
 
 
 def layouts(shape: Shape, like: ParallelLayout) -> Iterator[ParallelLayout]:
-    """All layouts on as many devices as `like`, with its batch and other knobs."""
+    """All layouts on as many devices as `like`, with the batch and other knobs of
+    `like`; `tp` is at most `LARGEST_TENSOR`."""
     for tp in divisors(shape.heads):
         if tp > LARGEST_TENSOR or like.gpus % tp or shape.hidden % tp:
             continue

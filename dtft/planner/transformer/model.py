@@ -22,8 +22,8 @@ ITEM_BYTES = 2
 
 
 FORWARD_KERNELS, BACKWARD_KERNELS = 16, 30
-"""Kernels of one layer, with the fused kernels of 2021: masked softmax, bias with GELU,
-bias with dropout and residual sum."""
+"""Number of kernels of one layer's forward and backward pass, with the fused kernels of
+2021: masked softmax, bias with GELU, bias with dropout and residual sum."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +61,9 @@ class Shape:
         """Flops of a step, with recomputation (`experiments/data/README.md`).
 
         96 B s L h^2 (1 + s/6h + V/16Lh) with full recomputation; without recomputation
-        72 replaces 96 and V/12Lh replaces V/16Lh. The recomputation inside flash
-        attention is not counted.
+        72 replaces 96 and V/12Lh replaces V/16Lh. Selective recomputation adds
+        4 B s^2 L h to the latter. The recomputation inside flash attention is not
+        counted.
         """
         tokens = sequences * self.seq_len
         attention = 4 * self.seq_len * self.hidden
@@ -283,7 +284,8 @@ def _attention(shape: Shape, layout: ParallelLayout) -> tuple[Matmul, ...]:
 def _between(
     shape: Shape, layout: ParallelLayout, *, forward: int, backward: int
 ) -> tuple[TensorCollective, ...]:
-    """Collectives over `tp`: all-reduces, or with sequence parallelism their parts."""
+    """Collectives over `tp`: all-reduces, or with sequence parallelism all-gathers and
+    reduce-scatters; empty with `tp` 1."""
     if layout.tp == 1:
         return ()
     size = _tokens(layout, shape) * shape.hidden * ITEM_BYTES
@@ -311,14 +313,14 @@ BUCKET_ITEMS = 500_000_000
 """Largest buffer in which gradients are reduced or parameters gathered under ZeRO
 (DeepSpeed's default `reduce_bucket_size` and `allgather_bucket_size`)."""
 RESERVE_BYTES = 1_000_000_000
-"""Bytes of the CUDA context and workspaces, and again for the communicators of each of
-tp, pp and dp."""
+"""Bytes of the CUDA context and workspaces; as many again for the communicators of each
+of tp, pp and dp that is above 1."""
 FRAGMENTATION = 0.05
 """Share of allocated memory lost to fragmentation (planner.md, section 7: 3-8 %)."""
 
 
 def memory(shape: Shape, layout: ParallelLayout) -> Mapping[str, int]:
-    """Bytes of a device of the fullest stage, by term.
+    """Bytes by term of a device of the pipeline stage that needs the most memory.
 
     >>> shape = Shape(hidden=4096, layers=36, heads=32, seq_len=2048, vocab=51200)
     >>> layout = ParallelLayout(tp=4, pp=1, dp=32, micro_batch=16, global_batch=512)
@@ -365,7 +367,8 @@ def stage_parameters(shape: Shape, layout: ParallelLayout, stage: int) -> float:
 
 
 def kept_layers(shape: Shape, layout: ParallelLayout, stage: int) -> float:
-    """Layers, times microbatches, whose activations a stage keeps at its peak.
+    """Number of layers whose activations a stage keeps at its peak; a layer counts once
+    for each microbatch.
 
     1F1B keeps min(m, pp - stage) microbatches; interleaved the first stage keeps
     1 + (pp - 1)/(pp v) times as many as pp (arXiv 2205.05198, section 4.2.3).

@@ -164,7 +164,8 @@ and last stage), and the optimizer update."""
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """Base seconds of a step; `terms` multiplies the base seconds by scalars.
+    """Base seconds of a step (by the catalog's figures), which `terms` multiplies by
+    scalars.
 
     With several rows (`stack`), all arrays have a leading dim of rows.
     """
@@ -180,9 +181,10 @@ class StepCost:
     step: np.ndarray
     """Base seconds of a step, [STEP_TERMS]."""
     stage_scales: np.ndarray
-    """Indices into `Scales.vector`, [STAGE_TERMS]."""
+    """Index into `Scales.vector` of the scalar of each term, [STAGE_TERMS]."""
     step_scales: np.ndarray
-    """Indices into `Scales.vector`, [STEP_TERMS]; `gathered` uses the first index."""
+    """Index into `Scales.vector` of the scalar of each term, [STEP_TERMS]; `gathered`
+    uses the first index."""
     num_microbatches: np.ndarray
     virtual_stages: np.ndarray
     overlap_slowdown: np.ndarray
@@ -216,7 +218,9 @@ class StepCost:
         return np.add.reduce(list(self.terms(scales).values()))
 
     def _exposed(self, seconds: np.ndarray, scales: np.ndarray) -> np.ndarray:
-        """Seconds per kind of the exposed and slowing part of ZeRO collectives."""
+        """Seconds per microbatch that ZeRO 2 and 3 collectives add to each kind of
+        stage: the part that computation does not hide, and the slowdown of the
+        computation that hides the rest."""
         wanted = self.gathered * scales[self.step_scales][..., :1]
         hidden = np.minimum(wanted, seconds[..., :3].sum(-1))
         return wanted - hidden + (self.overlap_slowdown[..., None] - 1) * hidden
@@ -277,7 +281,7 @@ def step_cost(shape: Shape, layout: ParallelLayout, pool: Pool) -> StepCost:
 
 @dataclass(frozen=True, kw_only=True)
 class _Fabric:
-    """A layout on a pool, with the device group of each axis."""
+    """A layout on a pool of devices, with the device group of each mesh axis."""
 
     pool: Pool
     layout: ParallelLayout
@@ -296,7 +300,8 @@ class _Fabric:
         return collective_s(kind, num_bytes, self.groups[axis])
 
     def ends_s(self, num_bytes: float) -> float:
-        """Seconds of an all-reduce between the first and the last stage."""
+        """Base seconds of an all-reduce between the first and the last pipeline stage;
+        0 with one stage."""
         rest = self.layout.dp * self.layout.tp
         if self.layout.pp == 1:
             return 0.0
@@ -346,7 +351,8 @@ def _pipeline_s(shape: Shape, fabric: _Fabric) -> float:
 
 
 def _gathered_s(shape: Shape, fabric: _Fabric) -> float:
-    """Seconds of ZeRO gathers and reduce-scatters, for a layer and a microbatch.
+    """Seconds of ZeRO gathers and reduce-scatters, for a layer and a microbatch; 0
+    below ZeRO 2.
 
     ZeRO 3 gathers parameters for the forward and for the backward pass. ZeRO 2 gathers
     once and keeps the parameters between both passes.
@@ -361,8 +367,8 @@ def _gathered_s(shape: Shape, fabric: _Fabric) -> float:
 
 
 def _data_s(shape: Shape, fabric: _Fabric) -> float:
-    """Seconds per step to reduce gradients over `dp`, and the embedding's gradients
-    between first and last stage.
+    """Seconds per step to reduce gradients over `dp` (ZeRO 0 and 1; ZeRO 1 also gathers
+    parameters), and the embedding's gradients between first and last stage.
     """
     layout = fabric.layout
     held = max(stage_parameters(shape, layout, s) for s in {0, layout.pp - 1})
@@ -404,7 +410,7 @@ class RowPrediction:
     tflops_per_gpu: float
     """TFLOP/s per device with recomputation, as in the published tables."""
     memory: dict[str, int]
-    """Bytes of the fullest device by term."""
+    """Bytes by term of a device of the fullest pipeline stage."""
     capacity_bytes: int
     """Bytes of memory of a device."""
 
@@ -415,7 +421,7 @@ class RowPrediction:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the fullest device."""
+        """Bytes of a device of the fullest pipeline stage, in all terms."""
         return sum(self.memory.values())
 
     @property
