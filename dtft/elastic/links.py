@@ -287,7 +287,7 @@ class FollowerLinks:
             record = HostRecord.from_json(hello["record"])
             named = hello["host"], hello["incarnation"]
         except (KeyError, TypeError, ValueError):
-            logger.warning("%s sent a hello that is none", channel.address)
+            logger.warning("%s sent an invalid hello", channel.address)
             return None
         if named != (record.host, record.incarnation):
             logger.warning("%s sent a hello of two hosts", channel.address)

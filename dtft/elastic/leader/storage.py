@@ -118,9 +118,9 @@ class StorageHealth:
             return None
         self._told_slow = step
         return (
-            f"storage: {self._directory} is slow: step {step} has been in writing for "
-            f"{now - since:.0f} s and step {due} is due. Training goes on; what is due "
-            "meanwhile is left out"
+            f"storage: {self._directory} is slow: the export of step {step} has taken "
+            f"{now - since:.0f} s so far, and step {due} is due. Training goes on; steps "
+            "that become due before this export ends are not exported"
         )
 
 

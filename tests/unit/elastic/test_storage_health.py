@@ -49,7 +49,7 @@ def test_slow_storage_is_told_once_for_each_step_in_writing():
     health.begun(10, now=0.0)
     assert health.overdue(20, now=SLOW_S - 1) is None
     line = health.overdue(30, now=SLOW_S + 1)
-    assert line and "step 10 has been in writing for 61 s and step 30 is due" in line
+    assert line and "export of step 10 has taken 61 s so far, and step 30 is" in line
     assert health.overdue(40, now=SLOW_S + 9) is None
     health.succeeded(10)
     health.begun(50, now=0.0)
