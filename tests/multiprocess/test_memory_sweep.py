@@ -1,6 +1,7 @@
 """The memory of dead agents is swept; that of live ones and of others never is."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from dtft.checkpoint.managers.progress import ProgressBoard
+from dtft.elastic.host import memory_directory
 from dtft.elastic.host.memory_directory import (
     OWNER,
     UNMARKED_S,
@@ -92,6 +94,27 @@ def test_the_next_start_sweeps_and_takes_the_name(
     make_memory_directory(path)  # by the same process: its own, made anew
     remove_memory_directory(path)
     assert names(tmp_path) == []
+
+
+def test_another_start_may_remove_the_directory_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "dtft-j-a"
+    with owner(path) as process:
+        process.kill()
+    opened, removed = os.open, []
+
+    def removed_before(name: Path, *rest: int, **options: int) -> int:
+        if name == path / OWNER and not removed:
+            removed.append(path)
+            shutil.rmtree(path)
+        return opened(name, *rest, **options)
+
+    monkeypatch.setattr(memory_directory, "sweep_memory", lambda arenas: [])
+    monkeypatch.setattr(os, "open", removed_before)
+    make_memory_directory(path)
+    assert removed and names(path) == [OWNER]
+    remove_memory_directory(path)
 
 
 def test_a_process_of_another_pid_namespace_lives(tmp_path: Path) -> None:

@@ -216,8 +216,11 @@ def _ours(arena_directory: Path) -> Iterator[Path]:
 
 
 def _remove_dead(path: Path) -> int | None:
-    """Removes a dead agent's directory and returns its bytes; None if the agent may
-    live."""
+    """Removes a dead agent's directory; returns the number of bytes freed.
+
+    Returns None if this call removed nothing: the agent may live, or another process
+    removed or replaced the directory.
+    """
     try:
         lock = os.open(path / OWNER, os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -278,16 +281,20 @@ def _old(path: Path) -> bool:
 def _unused_without_lock(path: Path) -> bool:
     """Whether a directory without a lock file belonged to an agent that is dead.
 
-    False for an empty directory, and for `UNMARKED_S` after the last change.
+    False for an empty directory, for `UNMARKED_S` after the last change, and if another
+    process removes the directory meanwhile.
 
     Agents of versions before the lock kept files open or mapped and listened on a
     socket. The kernel grants a write lease only on a file that no process has open, in
     any PID namespace; a socket whose listener is gone refuses connections.
     """
-    entries = list(path.iterdir())
-    if not entries or not _old(path):
+    try:
+        entries = list(path.iterdir())
+        if not entries or not _old(path):
+            return False
+        return all(_file_unused(entry) for entry in entries)
+    except FileNotFoundError:
         return False
-    return all(_file_unused(entry) for entry in entries)
 
 
 def _file_unused(path: Path) -> bool:
