@@ -143,7 +143,7 @@ def _unpack_in_bands(packed: Array, n: int) -> Array:
 
 
 def _lines(packed: Array, n: int) -> Array:
-    """Reshapes packed vectors to the RFP rectangle [..., n + 1 - n % 2, h]."""
+    """Reshapes packed vectors to the RFP rectangle [..., n + 1 - n % 2, n - n // 2]."""
     packed = as_array("packed", packed)
     if not isinstance(n, int) or n < 0:
         raise ValueError(f"n={n!r} is not a number of rows. Allowed: int, 0 or more.")

@@ -22,7 +22,7 @@ Step = Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
 
 
 def lift(state: dict[str, Any], optim: OptimConfig, num_replicas: int) -> Any:
-    """Adds the replica dim to leaves of the state at step 0 that differ by replica.
+    """Adds the replica dim to the leaves of an initial state that replicas will change.
 
     All replicas start with the same values. Parameters get the replica dim if
     `optim.params_drift`; leaves of optimizer state get it if marked as `PerReplica`.

@@ -139,8 +139,9 @@ class Version:
     buffers: np.ndarray
     """[leaves] uint8: the buffer of each leaf in `memory`."""
     kept: np.ndarray
-    """[leaves] bool: whether the leaf did not change since the step before; then both
-    steps have the same buffer."""
+    """[leaves] bool: whether the leaf equals that of the step written before and shares
+    its buffer. All False if that step's buffers cannot be used (first step, other
+    shapes)."""
     digests: tuple[bytes, ...]
     """Digests of each leaf, 16 bytes per chunk."""
     shardings: tuple[Any, ...]

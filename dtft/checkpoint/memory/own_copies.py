@@ -232,9 +232,9 @@ class Owning:
         copy.digests[index] = digests
 
     def restored(self, step: int, digests: Mapping[str, bytes]) -> None:
-        """Records the digests of slices that were fetched and verified.
+        """Records the digests of slices whose bytes are in memory now.
 
-        `digests` maps slice key to digests.
+        `digests` maps slice key to digests; they are not checked here.
         """
         for index, piece in enumerate(self.pool.chunks.slices):
             if piece.key in digests:

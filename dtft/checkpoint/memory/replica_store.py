@@ -450,9 +450,9 @@ class ReplicaStore:
             return self._held.begin_restore(step, digests, items, read)
 
     def restored(self, step: int, digests: Mapping[str, bytes]) -> None:
-        """Records the digests of own slices that were fetched and verified.
+        """Records the digests of own slices whose bytes are in memory now.
 
-        `digests` maps slice key to digests.
+        `digests` maps slice key to digests; they are not checked here.
         """
         with self._lock:
             self._own.restored(step, digests)

@@ -154,9 +154,11 @@ def _check(num_hosts: int, copies: int, losses: int) -> None:
 
 
 def _shape(num_hosts: int, copies: int) -> tuple[int, int, int]:
-    """The numbers of groups, of hosts on the ring, and of hosts per group.
+    """Divides hosts as `place_copies` does if each host is its own domain.
 
-    `place_copies` forms the same groups and ring if each host is its own domain.
+    Returns:
+        The number of groups, the number of hosts on the ring that takes the remainder
+        (0 without a remainder), and the number of hosts per group.
     """
     size = min(copies, num_hosts)
     groups, rest = divmod(num_hosts, size)

@@ -10,7 +10,10 @@ from dtft.checkpoint.state import Layout, MeshLayout
 
 @dataclass(frozen=True, kw_only=True)
 class ExportWorld:
-    """Slots that together own every slice, and their sub-mesh."""
+    """The slots that write a step to storage, and their part of the mesh.
+
+    Together these slots own every slice.
+    """
 
     slots: tuple[int, ...]
     """Slots in rank order: the slot of rank r is `slots[r]`."""

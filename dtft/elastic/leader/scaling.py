@@ -176,9 +176,11 @@ class Scaling:
         )
 
     def restored(self, round_: Round) -> bool:
-        """Checks a state restored on a new mesh against the commit.
+        """Compares the digests of a state restored on a new mesh with the commit's.
 
-        A state that differs is never trained on.
+        The commit has no digest of a slice whose leaf is now divided in another way;
+        such a slice is compared between the hosts that hold it. A state that differs is
+        never trained on.
 
         Returns:
             False if the states differ; the job is then re-formed. True also if there is

@@ -119,8 +119,8 @@ class StorageHealth:
         self._told_slow = step
         return (
             f"storage: {self._directory} is slow: the export of step {step} has taken "
-            f"{now - since:.0f} s so far, and step {due} is due. Training goes on; steps "
-            "that become due before this export ends are not exported"
+            f"{now - since:.0f} s so far, and step {due} is due. Training goes on; "
+            "steps that become due before this export ends are not exported"
         )
 
 

@@ -1,5 +1,8 @@
 """Placed steps: run the operators of one program on devices of different types (MPMD).
 
+A node is a device, run by a thread or a process. A call is a program that one node
+runs; a task is a call for one microbatch.
+
 * `api`: `make_placed_step`. `arguments`: checks its arguments. `lowering`: finds the
   operators that a platform has no kernels for.
 * `partition`: cuts a program into segments. `autodiff` and `update`: the calls of a

@@ -279,7 +279,11 @@ def sum_specs(updates: Mapping[str, Spec]) -> dict[str, Spec]:
 
 
 State = Any
-"""Entry step: the user's state. Entry loss: `{"params": ..., "opt_state": ...}`."""
+"""The state that a planned step takes and returns.
+
+For a plan of a user's step (`plan.entry == "step"`) this is the user's own state, for a
+plan of a loss (`"loss"`) it is `{"params": ..., "opt_state": ...}`.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

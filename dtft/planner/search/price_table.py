@@ -249,10 +249,8 @@ def _numbered(column: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 _SPARSE = 16
-"""Largest ratio of value range to rows for which values are numbered by a lookup table.
-
-Columns with a larger range are sorted.
-"""
+"""A column of non-negative ints is numbered by a lookup table if its largest value is
+below this many times the number of rows; other columns are sorted."""
 
 
 # Rates. Programs with different remat policies share most operators, and many operators

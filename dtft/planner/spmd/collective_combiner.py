@@ -75,8 +75,10 @@ class Bundle:
 def bundle(
     platform: str, sent: CollectiveOp, times: float, repeated: bool, place: Hashable
 ) -> Bundle | None:
-    """The bundle of a collective; None for a kind of collective that XLA never
-    combines."""
+    """The `Bundle` of a collective; None for a kind that XLA never combines.
+
+    XLA combines the collectives whose bundles are equal on a mesh (`Bundle.on`).
+    """
     if sent.kind not in _TOGETHER:
         return None
     return Bundle(

@@ -91,7 +91,8 @@ class Instance:
     operator: Operator
     pattern: Pattern
     dims: tuple[int, ...]
-    """Dims of the operator (roots of their classes), ascending."""
+    """Dims of the operator's arrays, and dims that it sums, needs whole or turns over;
+    ascending. Each stands for all dims that are divided alike (its class)."""
     arrays: tuple[frozenset[int], ...]
     """Dims of each operand and result."""
 
