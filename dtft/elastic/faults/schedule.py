@@ -96,7 +96,11 @@ RULES: dict[str, Rule] = {
     "empty-store": Rule(phase=True),
     "fail": Rule(whom="slots", always=True),
 }
-"""Kind of fault to the notation that it allows."""
+"""Kind of fault to the notation that it allows.
+
+A new kind also needs its effect (`injector`; `interruptions` if the effect is undone
+later) and a line in the help of `dtft drill --fault` (`dtft.cli.commands`).
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -330,10 +330,15 @@ class HostMonitor:
             layout: JSON of the layout that did not fit into the host's memory, if that
                 is the reason.
         """
-        is_known = host in self._registry.unfit
+        is_new = host not in self._registry.unfit
         self._registry.unfit[host] = why
-        if is_known:  # asked again; only the free bytes of the reason are new
-            return
+        if is_new:  # else it was asked again: only the free bytes in the reason changed
+            self._became_unfit(host, why)
+        if layout:
+            others = self._registry.connected - self._registry.unfit.keys()
+            self._rendezvous.refused(known_layout(layout), others)
+
+    def _became_unfit(self, host: str, why: str) -> None:
         self._journal.event("host_unfit", host=host, why=why)
         self._journal.say(f"{host} cannot be used: {why}")
         slot = self._rendezvous.slot_of.get(host)
@@ -342,9 +347,6 @@ class HostMonitor:
             self._rendezvous.form(RoundReason(text, hosts=(host,)))
         else:
             self._rendezvous.answered()
-        if layout:
-            others = self._registry.connected - self._registry.unfit.keys()
-            self._rendezvous.refused(known_layout(layout), others)
 
     def fit(self, host: str) -> None:
         """Handles the report that an unfit host can have a slot again; a job that waits

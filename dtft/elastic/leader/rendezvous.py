@@ -543,11 +543,11 @@ class Rendezvous:
         self.expect(self._registry.connected)
 
     def refused(self, layout: Layout, others: Collection[str]) -> None:
-        """Handles the report of a host that has not enough memory for a layout.
+        """Handles the report that a host has not enough memory for a layout.
 
-        If no formation has had a layout yet, the hosts in `others` are ordered to
-        allocate memory for the layout, because the new round stops their trainers
-        before a trainer can announce it.
+        If the current formation has no layout yet, the hosts in `others` are ordered to
+        allocate memory for this one: a new round stops their trainers before these can
+        announce it, so the hosts would not learn how much memory a slot needs.
         """
         self._refused = layout
         if self.coordinator is None:

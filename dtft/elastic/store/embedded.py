@@ -137,7 +137,7 @@ class EmbeddedEtcd:
                 )
             self._log.parent.mkdir(parents=True, exist_ok=True)
             if not self.num_starts:
-                for old in (self._data, self.aside):
+                for old in (self._data, self._aside):
                     shutil.rmtree(old, ignore_errors=True)
             with self._log.open("ab") as log:
                 self._logged = log.tell()
@@ -152,29 +152,26 @@ class EmbeddedEtcd:
                 )
             self.num_starts += 1
 
-    def restart(self, *, empty: bool = False) -> bool:
+    def restart(self) -> bool:
         """Starts an etcd that has ended; for supervisors.
 
         Does nothing and returns False if `kill` or `stop` was called since the
         supervisor found that etcd has ended, or if etcd was started meanwhile.
-
-        Args:
-            empty: whether the data is moved to `aside` first, so etcd starts without
-                data. Replaces data that was moved there before.
         """
         with self._changing:
-            if not self.supervised or self.running:
+            if not self._ended:
                 return False
-            if empty:
-                shutil.rmtree(self.aside, ignore_errors=True)
-                if self._data.exists():
-                    self._data.rename(self.aside)
             self.start()
             return True
 
     @property
-    def aside(self) -> Path:
-        """The directory to which `restart` moves unusable data."""
+    def _ended(self) -> bool:
+        """Whether etcd has ended and a supervisor may restart it."""
+        return self.supervised and not self.running
+
+    @property
+    def _aside(self) -> Path:
+        """The directory to which `move_data_aside` moves unusable data."""
         return self._data.with_name("etcd-aside")
 
     @property
@@ -284,6 +281,23 @@ class EmbeddedEtcd:
         with self._changing:
             self.kill()
             shutil.rmtree(self._data, ignore_errors=True)
+
+    def move_data_aside(self) -> Path | None:
+        """Moves the data of an etcd that has ended to `etcd-aside`; for supervisors.
+
+        Replaces data that was moved there before.
+
+        Returns:
+            The path of the moved data. None if nothing was moved, for the same reasons
+            as `restart` returns False.
+        """
+        with self._changing:
+            if not self._ended:
+                return None
+            shutil.rmtree(self._aside, ignore_errors=True)
+            if self._data.exists():
+                self._data.rename(self._aside)
+            return self._aside
 
     def obstacle(self) -> str:
         """Returns what prevents a start, such as a taken port; "" if nothing does."""

@@ -289,18 +289,19 @@ class Supervisor:
             if empty:
                 self._outage = replace(self._outage, emptied=False)
             return
-        words = self._etcd.last_words() or "it did not say why"
         try:
-            if not self._etcd.restart(empty=empty):
-                return
-            self._outage = started(self._outage, seen.now, self._limits)
             if empty:
+                words = self._etcd.last_words() or "it did not say why"
+                aside = self._etcd.move_data_aside()
+                if aside is None:
+                    return
                 self._prober.emptied()
                 self._tell(
-                    f"the store (etcd) does not come up on its data ({words}): "
-                    f"{self._etcd.aside} has them now, and it starts empty. The agents "
-                    "record the job anew"
+                    f"the store (etcd) does not come up on its data ({words}): {aside} "
+                    "has them now, and it starts empty. The agents record the job anew"
                 )
+            if self._etcd.restart():
+                self._outage = started(self._outage, seen.now, self._limits)
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
             self._tell(
