@@ -68,6 +68,7 @@ class AgentTask:
             num_slots=1,
             trainer_command=(),
             run_directory=Path(self.directory),
+            storage_directory=Path(self.directory) / "checkpoints",
             config_digest="",
             arena_directory=Path(self.directory),
             copies=self.copies,

@@ -318,7 +318,7 @@ def _answer(
             record, lines, code = on_job(observer)
     else:
         try:
-            found = on_directory(checkpoints_in(source.directory))
+            found = on_directory(_storage_of(Path(source.directory)))
         except RuntimeError as error:  # the step is damaged; the text names the step
             raise ValueError(str(error)) from error
         record, lines, code = found
@@ -327,6 +327,20 @@ def _answer(
 
 
 # ------------------------------------------------------------- a storage directory
+
+
+def _storage_of(directory: Path) -> Path:
+    """Storage directory of a run, also if its config names another; or `directory`.
+
+    Raises:
+        FileNotFoundError: the directory does not exist.
+        ValueError: the directory is that of one step, or an item in one.
+    """
+    named = ""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        saved = json.loads((directory / "config.json").read_text())
+        named = saved["checkpoint"]["storage_directory"]
+    return checkpoints_in(named or directory)
 
 
 def _ls_directory(directory: Path) -> Printed:

@@ -192,6 +192,7 @@ def _agent_config(options: "AgentCommand", words: list[str]) -> AgentConfig:
             CACHE: os.environ.get(CACHE, str(directory / "xla-cache"))
         },
         run_directory=directory,
+        storage_directory=experiment.checkpoint.storage_path(directory),
         config_digest=_digest(experiment),
         bind=options.place.bind,
         timeouts=experiment.timeouts,

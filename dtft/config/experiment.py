@@ -5,6 +5,7 @@ Checks which values are allowed and whether they fit together. Does not import J
 
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Literal
 
 from tyro.conf import arg
@@ -331,6 +332,9 @@ class CheckpointConfig:
     """Steps from one checkpoint in storage to the next; 0: only the last step."""
     storage_keep: int = 3
     """Number of checkpoints that storage keeps."""
+    storage_directory: str = ""
+    """Absolute path of the checkpoints in storage, on a file system that every host has
+    mounted there; empty for `checkpoints` in the run directory."""
     arena_directory: str = "/dev/shm"
     """Directory of the copies in memory; must be on a memory file system."""
     chunk_bytes: int = 4 * 2**20
@@ -350,6 +354,13 @@ class CheckpointConfig:
                 f"multiple of checkpoint.interval={self.interval}: storage gets "
                 "snapshots. Set --checkpoint.storage_interval to a multiple, or 0."
             )
+        if self.storage_directory and not Path(self.storage_directory).is_absolute():
+            raise ValueError(
+                f"checkpoint.storage_directory={self.storage_directory!r} is not an "
+                "absolute path, and hosts may start in other directories. Allowed: an "
+                "absolute path in a file system, or empty for `checkpoints` in the run "
+                "directory. Set --checkpoint.storage_directory."
+            )
         self._check_automatic()
 
     def _check_automatic(self) -> None:
@@ -366,6 +377,15 @@ class CheckpointConfig:
                 "stall_budget and checkpoint.max_interval have no effect. Set "
                 "--checkpoint.interval auto, or leave them out."
             )
+
+    def storage_path(self, run_directory: Path) -> Path:
+        """Returns the absolute directory of the storage tier.
+
+        It is `storage_directory`, or `checkpoints` in `run_directory` if that is empty.
+        """
+        if self.storage_directory:
+            return Path(self.storage_directory)
+        return run_directory.resolve() / "checkpoints"
 
     @property
     def automatic(self) -> Automatic | None:

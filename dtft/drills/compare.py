@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dtft.checkpoint.storage import storage_steps
-from dtft.config import Experiment
+from dtft.config import CheckpointConfig, Experiment
 from dtft.elastic.faults import (
     INTERRUPTIONS,
     STORE_AWAY_S,
@@ -328,7 +328,7 @@ def judge(
     """
     events = read_events(faulted)
     ended = [event for event in events if event["event"] == "end"]
-    step = max(storage_steps(faulted / "checkpoints"), default=0)
+    step = max(storage_steps(_stored(faulted)), default=0)
     differing = _differing(control, faulted, step)
     recoveries = _recoveries(events, injector.injected)
     record: dict[str, Any] = {
@@ -386,15 +386,20 @@ def expected_status(injected: Sequence[InjectedFault]) -> str:
     return "error" if any(strike.fault.always for strike in injected) else "done"
 
 
+def _stored(run: Path) -> Path:
+    """Storage directory of a drill's run, for which the config names no other."""
+    return CheckpointConfig().storage_path(run)
+
+
 def _differing(control: Path, faulted: Path, step: int) -> list[str]:
 
     from dtft.checkpoint.storage import compare_steps
 
-    if step and step not in storage_steps(control / "checkpoints"):
+    if step and step not in storage_steps(_stored(control)):
         return _differing_roots(control, faulted, step)
     if not step:
         return [f"no final step in common (faulted run ended at {step})"]
-    return compare_steps(control / "checkpoints", step, faulted / "checkpoints", step)
+    return compare_steps(_stored(control), step, _stored(faulted), step)
 
 
 def _differing_roots(control: Path, faulted: Path, step: int) -> list[str]:

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtft.checkpoint.replication import parse_domain_file, parse_domain_label
-from dtft.checkpoint.storage import storage_steps
 from dtft.checkpoint.transport import Tls, check_tls
-from dtft.config import Experiment, load_experiment, refuse_other, to_json
+from dtft.config import Experiment, load_experiment
 from dtft.elastic.host import check_arena_directory, check_name
 from dtft.elastic.stop_signals import heard_signals
 from dtft.elastic.store import StoreAddress
 from dtft.parallel import check_experiment
-from dtft.train import make_run_directory, with_run_dir
+from dtft.train import config_to_continue, make_run_directory, with_run_dir
 
 if TYPE_CHECKING:
     from dtft.cli import BenchCommand, DrillCommand, HostFlags, JobFlags, PlaceFlags
@@ -171,6 +170,12 @@ def for_clusters(
     overrides = [*words, *command.run_flags.keys()]
     experiment = load_experiment(command.config, overrides, prog)
     check_experiment(experiment)
+    if shared := experiment.checkpoint.storage_directory:
+        raise ValueError(
+            f"checkpoint.storage_directory={shared}: the runs that {prog} compares "
+            "would share it. Leave --checkpoint.storage_directory out; each run then "
+            "stores in its own run directory."
+        )
     for number in heard_signals():
         if number != signal.SIGINT:
             signal.signal(number, lambda number, _: sys.exit(128 + number))
@@ -188,10 +193,7 @@ def prepare_run(experiment: Experiment) -> tuple[Path, list[str]]:
             unchanged, or it cannot be written to.
     """
     directory = Path(with_run_dir(experiment).log.run_dir).resolve()
-    saved = directory / "config.json"
-    if saved.exists() and storage_steps(directory / "checkpoints"):
-        resolved = saved.read_text()
-        refuse_other(resolved, to_json(experiment), directory)
+    config_to_continue(experiment, directory)
     make_run_directory(directory)
     return directory, ["--log.run_dir", str(directory)]
 
@@ -275,6 +277,7 @@ def cluster_options(
         hosts=experiment.cluster.hosts,
         spares=spares,
         run_directory=directory,
+        storage_directory=experiment.checkpoint.storage_path(directory),
         arena_directory=arena_directory,
         storage_keep=experiment.checkpoint.storage_keep,
     )

@@ -31,7 +31,9 @@ class AgentConfig:
     trainer_environment: dict[str, str] = field(default_factory=dict)
     """Variables added to the trainer's environment."""
     run_directory: Path
-    """Directory of logs, events and, in `checkpoints`, the storage tier."""
+    """Directory of logs and events."""
+    storage_directory: Path
+    """Directory of the storage tier."""
     config_digest: str
     """Digest of the resolved config, which must be equal on all hosts of a job."""
     arena_directory: Path = Path("/dev/shm")
@@ -72,18 +74,11 @@ class AgentConfig:
     """Whether the trainers are processes that the user starts and that attach."""
     terms: str = ""
     """JSON of the `Terms` of the user's processes; "" if agents start the trainers."""
-    storage: Path | None = None
-    """Directory of the storage tier; None: `checkpoints` in the run directory."""
 
     @property
     def seats(self) -> SeatPolicy:
         """The policy for filling slots and reacting to trainers, chosen by `served`."""
         return SERVED if self.served else LAUNCHED
-
-    @property
-    def storage_directory(self) -> Path:
-        """Directory of the storage tier."""
-        return self.storage or self.run_directory / "checkpoints"
 
     @property
     def trainer_log(self) -> Path:

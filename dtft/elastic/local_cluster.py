@@ -84,7 +84,9 @@ class ClusterOptions:
     spares: int
     """Number of spare hosts."""
     run_directory: Path
-    """Directory of logs, events and checkpoints."""
+    """Directory of logs and events."""
+    storage_directory: Path
+    """Directory of the storage tier."""
     arena_directory: Path = Path("/dev/shm")
     """Directory of the arenas."""
     environment: dict[str, str] = field(default_factory=dict)
@@ -187,11 +189,6 @@ class LocalCluster:
         """The job's secret from the secret file."""
         return self._secret_file.read_bytes().strip()
 
-    @property
-    def storage_directory(self) -> Path:
-        """Directory of the job's checkpoints."""
-        return self.options.run_directory / "checkpoints"
-
     def memory_directory(self, name: str) -> Path:
         """Returns the directory of a host's arena and progress board."""
         return self.options.arena_directory / f"dtft-{self.options.job}-{name}"
@@ -284,7 +281,7 @@ class LocalCluster:
             computing=self._most("computing"),
             committed=self._most("committed"),
             recorded=max(commits, default=0),
-            stored=newest_stored(self.storage_directory),
+            stored=newest_stored(self.options.storage_directory),
             exporting=self._most("exporting"),
             reforming=not formed or any(self._cell(it, "recovering") for it in live),
             reason=str(forming.get("reason", "")),
@@ -347,7 +344,7 @@ class LocalCluster:
             secret=self.secret,
             memory_directories={it: self.memory_directory(it) for it in hosts},
             scratch=self.memory_directory("salvage"),
-            storage_directory=self.storage_directory,
+            storage_directory=options.storage_directory,
             storage_keep=options.storage_keep,
             log_path=options.run_directory / "logs" / "salvage.log",
         )
@@ -535,7 +532,7 @@ def _outcome(cluster: LocalCluster) -> int:
     """Prints how the job ended and what storage has; returns the exit code."""
     result, progress = cluster.result(), cluster.progress()
     newest = max(progress.committed, progress.recorded)
-    where = cluster.storage_directory
+    where = cluster.options.storage_directory
     if result is not None and result["status"] != "error":
         status, step = result["status"], result["step"]
         if progress.stored >= step and (lost := lost_steps(newest, step)):

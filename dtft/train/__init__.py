@@ -26,12 +26,18 @@ if TYPE_CHECKING:
         make_cpu_devices,
     )
     from dtft.train.loop import run
-    from dtft.train.run_directory import make_run_directory, only_run_in, with_run_dir
+    from dtft.train.run_directory import (
+        config_to_continue,
+        make_run_directory,
+        only_run_in,
+        with_run_dir,
+    )
     from dtft.train.single_process import LocalRuntime, train
     from dtft.train.state_layout import layout_of
 
 _PUBLIC = {
     "LocalRuntime": "single_process",
+    "config_to_continue": "run_directory",
     "devices_of": "devices",
     "jit_plan": "dtft.parallel.planning",
     "keep_cpu_memory": "devices",
@@ -50,6 +56,7 @@ _PUBLIC = {
 
 __all__ = [
     "LocalRuntime",
+    "config_to_continue",
     "devices_of",
     "jit_plan",
     "keep_cpu_memory",

@@ -1,5 +1,9 @@
-"""The directory of a run: its path, its creation, and a lock against other runs."""
+"""The directory of a run: its path, its creation, and a lock against other runs.
 
+Also checks that a run can continue from the checkpoints of its directory.
+"""
+
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -7,8 +11,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from dtft.checkpoint.storage import StorageBusy, alone_in
-from dtft.config import ConfigError, Experiment
+from dtft.checkpoint.storage import StorageBusy, alone_in, storage_steps
+from dtft.config import ConfigError, Experiment, refuse_other, to_json
 
 
 def with_run_dir(experiment: Experiment) -> Experiment:
@@ -20,8 +24,40 @@ def with_run_dir(experiment: Experiment) -> Experiment:
     return replace(experiment, log=replace(experiment.log, run_dir=folder))
 
 
-def make_run_directory(directory: Path) -> None:
-    """Makes a run directory, if none exists.
+def config_to_continue(experiment: Experiment, directory: Path) -> str:
+    """Returns the config.json of a run directory whose checkpoints a run continues.
+
+    "" if there are none.
+
+    Raises:
+        ConfigError: the checkpoints were made by a config that differs in a key that
+            must be equal; or they are in another directory than this run's storage,
+            which has none. Nothing was changed.
+    """
+    try:
+        saved = (directory / "config.json").read_text()
+    except FileNotFoundError:
+        return ""
+    now = experiment.checkpoint.storage_path(directory)
+    if storage_steps(now):
+        refuse_other(saved, to_json(experiment), directory)
+        return saved
+    named = json.loads(saved)["checkpoint"].get("storage_directory", "")
+    before = replace(experiment.checkpoint, storage_directory=named)
+    path = before.storage_path(directory)
+    if storage_steps(path):
+        raise ConfigError(
+            f"checkpoint.storage_directory={experiment.checkpoint.storage_directory!r}:"
+            f" {now} has no checkpoint, and those of log.run_dir={directory} are in "
+            f"{path}. Nothing was changed. Move them there, or set --checkpoint."
+            f"storage_directory {named!r} to continue, or --log.run_dir to a new "
+            "directory."
+        )
+    return ""
+
+
+def make_run_directory(directory: Path, flag: str = "log.run_dir") -> None:
+    """Makes the directory that a flag of the config names, if none exists.
 
     Raises:
         ConfigError: the directory cannot be made or written to.
@@ -33,8 +69,8 @@ def make_run_directory(directory: Path) -> None:
         why = str(error.strerror)
     if why:
         raise ConfigError(
-            f"log.run_dir={directory} cannot be written to ({why}). Allowed: a "
-            "directory, or a path where one can be made. Set --log.run_dir."
+            f"{flag}={directory} cannot be written to ({why}). Allowed: a directory, "
+            f"or a path where one can be made. Set --{flag}."
         )
 
 

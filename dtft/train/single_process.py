@@ -14,7 +14,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from dtft.checkpoint.managers import Phase
-from dtft.checkpoint.storage import storage_steps
 from dtft.config import (
     ConfigError,
     Experiment,
@@ -27,7 +26,12 @@ from dtft.config import (
 from dtft.elastic.stop_signals import heard_signals
 from dtft.parallel import check_input
 from dtft.train.devices import devices_of
-from dtft.train.run_directory import make_run_directory, only_run_in, with_run_dir
+from dtft.train.run_directory import (
+    config_to_continue,
+    make_run_directory,
+    only_run_in,
+    with_run_dir,
+)
 
 if TYPE_CHECKING:
     from dtft.parallel.planning import PlanChoice
@@ -113,6 +117,7 @@ class LocalRuntime:
         check_input(experiment, hosts=1, devices_per_host=count, memory_tier=False)
         self._experiment = experiment
         self.run_directory = Path(experiment.log.run_dir)
+        self._checkpoints = experiment.checkpoint.storage_path(self.run_directory)
         self.resume_command = resume_command
         self.choice: PlanChoice | None = None
         self._stopping = False
@@ -120,14 +125,13 @@ class LocalRuntime:
         self._resolved = to_json(experiment)
         self._refuse_other_config()
         make_run_directory(self.run_directory)
+        make_run_directory(self._checkpoints, "checkpoint.storage_directory")
         from dtft.train.run_log import write_config
 
         write_config(self.run_directory, self._resolved, sys.argv)
         self._at: tuple[Phase, int] = "start", 0
-        self._checkpoints = self.run_directory.resolve() / "checkpoints"
         self._storage = StorageTier(
-            self._checkpoints,
-            max_to_keep=experiment.checkpoint.storage_keep,
+            self._checkpoints, max_to_keep=experiment.checkpoint.storage_keep
         )
 
     def mesh(self, experiment: Experiment) -> Any:
@@ -280,11 +284,7 @@ class LocalRuntime:
         self._saved = step
 
     def _refuse_other_config(self) -> None:
-        path = self.run_directory / "config.json"
-        if not path.exists() or not storage_steps(self.run_directory / "checkpoints"):
-            return
-        saved = path.read_text()
-        refuse_other(saved, self._resolved, self.run_directory)
-        for line in diff_configs(saved, self._resolved):
+        saved = config_to_continue(self._experiment, self.run_directory)
+        for line in diff_configs(saved, self._resolved) if saved else ():
             if not line.startswith("log."):
                 print(f"config changed since the last start: {line}")

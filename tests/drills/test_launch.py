@@ -63,9 +63,10 @@ def stopped(process: subprocess.Popen[str], number: int, run: Path) -> str:
     assert process.returncode == 0, output
     *_, end = [event for event in read_events(run) if event["event"] == "end"]
     assert end["status"] == "stopped"
-    assert max(storage_steps(run / "checkpoints")) == end["step"] == commits(run)[-1]
+    storage = run.parent / "storage"
+    assert max(storage_steps(storage)) == end["step"] == commits(run)[-1]
     assert f"--run-dir {run}" in output
-    assert f"stopped at step {end['step']}, which is in {run}/checkpoints" in output
+    assert f"stopped at step {end['step']}, which is in {storage}" in output
     assert not left_behind(str(run))
     assert not list(Path(os.environ["DTFT_TEST_MEMORY"]).iterdir())
     return output
@@ -74,7 +75,7 @@ def stopped(process: subprocess.Popen[str], number: int, run: Path) -> str:
 def test_stop_exports_and_the_resume_command_continues(tmp_path):
     run = tmp_path / "run"
     arguments = ("launch", *SMALL, "--hosts", "2", "--run-dir", str(run), *memory())
-    arguments += PATIENT
+    arguments += (*PATIENT, "--checkpoint.storage_directory", str(tmp_path / "storage"))
     process = start(*arguments, "--stop.steps", "100000")
     until(lambda: len(commits(run)) > 20)
     stopped(process, signal.SIGINT, run)
@@ -89,7 +90,7 @@ def test_stop_exports_and_the_resume_command_continues(tmp_path):
 def test_a_stopped_job_is_resumed_to_its_end(tmp_path):
     run = tmp_path / "run"
     arguments = ("launch", *SMALL, "--hosts", "2", "--run-dir", str(run), *memory())
-    arguments += PATIENT
+    arguments += (*PATIENT, "--checkpoint.storage_directory", str(tmp_path / "storage"))
     process = start(*arguments, "--stop.steps", "100000")
     until(lambda: len(commits(run)) > 20)
     stopped(process, signal.SIGTERM, run)
@@ -154,6 +155,7 @@ def agent_arguments(tmp_path: Path, store: str, secret: str) -> list[str]:
     return [
         *("agent", *SMALL, "--hosts", "3", "--stop.steps", "30"),
         *("--store", store, "--job", "by-hand", "--run-dir", str(tmp_path / "run")),
+        *("--checkpoint.storage_directory", str(tmp_path / "storage")),
         *("--secret-file", str(tmp_path / "secret"), *memory()),
     ]
 
@@ -165,7 +167,8 @@ def test_agents_started_by_hand_do_the_same_as_launch(tmp_path, etcd):
     outputs = [agent.communicate(timeout=120)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0] * 4, outputs
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["step"] == 30
-    assert max(storage_steps(tmp_path / "run" / "checkpoints")) == 30
+    assert max(storage_steps(tmp_path / "storage")) == 30
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_the_name_of_a_live_host_and_another_secret_are_refused(tmp_path, etcd):

@@ -34,6 +34,7 @@ def config(tmp_path: Path) -> AgentConfig:
         num_slots=1,
         trainer_command=(),
         run_directory=tmp_path / "run",  # without its folder for logs
+        storage_directory=tmp_path / "run" / "checkpoints",
         config_digest="",
     )
 

@@ -339,6 +339,7 @@ class World:
                 num_slots=self.settings.slots,
                 trainer_command=(),
                 run_directory=Path("/sim/run"),
+                storage_directory=Path("/sim/run/checkpoints"),
                 config_digest="",
                 arena_directory=Path("/sim"),
                 last_step=self.settings.last_step,

@@ -25,6 +25,7 @@ def config(folder: Path, host: str, **changes: Any) -> AgentConfig:
         num_slots=3,
         trainer_command=(sys.executable, "-c", "import time; time.sleep(60)"),
         run_directory=folder / "run",
+        storage_directory=folder / "run" / "checkpoints",
         config_digest="",
         arena_directory=folder,
         **changes,

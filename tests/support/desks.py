@@ -47,6 +47,7 @@ def agent_config(directory: Path, host: str, **changes: Any) -> AgentConfig:
         "num_slots": 2,
         "trainer_command": (),
         "run_directory": directory,
+        "storage_directory": directory / "checkpoints",
         "config_digest": "",
     }
     return AgentConfig(**settings | changes)

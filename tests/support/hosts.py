@@ -100,6 +100,7 @@ class Host:
             num_slots=layout.mesh.num_slots,
             trainer_command=(),
             run_directory=folder,
+            storage_directory=folder / "checkpoints",
             config_digest="",
         )
         self.events: collections.deque[tuple[Any, ...]] = collections.deque(maxlen=9)

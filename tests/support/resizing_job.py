@@ -46,6 +46,7 @@ class Host:
             num_slots=1,
             trainer_command=(),
             run_directory=directory,
+            storage_directory=directory / "checkpoints",
             config_digest="",
             arena_directory=directory,
             chunk_bytes=CHUNK,

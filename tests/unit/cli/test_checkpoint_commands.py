@@ -53,6 +53,19 @@ def damage(directory: Path) -> None:
     largest.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
 
 
+def test_a_run_directory_leads_to_its_storage_directory(
+    run: Run, storage: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    config = {"checkpoint": {"storage_directory": str(storage)}}
+    (other / "config.json").write_text(json.dumps(config))
+    code, text, _ = run("ls", other)
+    assert code == 0 and "2 checkpoints" in text and str(storage) in text
+    (other / "config.json").write_text('{"checkpoint": {}}')  # of before the key
+    assert ": 0 checkpoints" in run("ls", other)[1]
+
+
 def test_ls_and_show(run: Run, storage: Path) -> None:
     code, text, _ = run("ls", storage.parent)
     assert code == 0 and "2 checkpoints" in text

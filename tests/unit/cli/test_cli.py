@@ -372,3 +372,13 @@ def test_a_reader_that_has_seen_enough_ends_a_command_quietly(words: list[str]) 
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize("command", ["drill", "bench"])
+def test_runs_that_are_compared_share_no_storage_directory(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flag = ["--checkpoint.storage_directory", str(tmp_path / "storage")]
+    assert main([command, "digits_cnn", *flag, "--run-dir", str(tmp_path / "run")]) == 2
+    assert "Leave --checkpoint.storage_directory out" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -27,6 +27,7 @@ def copies(tmp_path: Path) -> Iterator[Copies]:
         num_slots=2,
         trainer_command=(),
         run_directory=tmp_path,
+        storage_directory=tmp_path / "checkpoints",
         config_digest="",
         arena_directory=tmp_path,
     )

@@ -86,6 +86,7 @@ class Job:
             num_slots=2,
             trainer_command=(),
             run_directory=directory,
+            storage_directory=directory / "checkpoints",
             config_digest="",
         )
         holder = self._holder(slot, f"arena-{slot}")

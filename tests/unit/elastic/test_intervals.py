@@ -61,6 +61,7 @@ class Agents:
             num_slots=2,
             trainer_command=(),
             run_directory=Path("/nowhere"),
+            storage_directory=Path("/nowhere/checkpoints"),
             config_digest="",
             storage_interval=0,
             cadence=Cadence(interval=1, period=MAXIMUM),

@@ -39,6 +39,43 @@ def test_resume_from_storage_is_bit_identical(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in lines] == [2, 3, 4, 6]
 
 
+def _stored_in(experiment: Experiment, storage: str) -> Experiment:
+    checkpoint = replace(experiment.checkpoint, storage_directory=storage)
+    return replace(experiment, checkpoint=checkpoint)
+
+
+def test_a_run_resumes_from_a_storage_directory_of_its_own(tmp_path: Path) -> None:
+    whole = _train(tiny(tmp_path / "whole"))
+    parts = _stored_in(tiny(tmp_path / "run"), str(tmp_path / "storage"))
+    _train(_steps(parts, 3))
+    assert (tmp_path / "storage" / "3").is_dir()
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert as_bytes(_train(parts).state) == as_bytes(whole.state)
+
+
+def test_a_run_whose_checkpoints_are_elsewhere_does_not_begin_again(
+    tmp_path: Path,
+) -> None:
+    run, new = tmp_path / "run", str(tmp_path / "new")
+    _train(tiny(run, steps=2))
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    with pytest.raises(ConfigError, match="has no checkpoint, and those of"):
+        LocalRuntime(_stored_in(tiny(run), new))
+    assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    assert not Path(new).exists()
+    (run / "checkpoints").rename(new)
+    assert _train(_stored_in(tiny(run), new)).summary["step"] == 6
+
+
+def test_a_storage_directory_must_be_writable_and_absolute(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    path = str(tmp_path / "file" / "storage")
+    with pytest.raises(ConfigError, match=r"checkpoint\.storage_directory=.*written"):
+        LocalRuntime(_stored_in(tiny(tmp_path / "run"), path))
+    with pytest.raises(ValueError, match="storage_directory='x' is not an absolute"):
+        _stored_in(tiny(tmp_path), "x")
+
+
 def test_another_config_is_refused_and_touches_nothing(tmp_path: Path) -> None:
     experiment = tiny(tmp_path, steps=2)
     _train(experiment)
