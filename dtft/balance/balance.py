@@ -1,8 +1,8 @@
 """Decides when load is divided anew between nodes, from measured rounds of steps.
 
-The value `Balance` goes through rounds: divide, train, measure, judge. `Balance.after`
-is a pure function: it takes measured seconds and returns the next `Balance`. The load
-is a `Work`: `Microbatches`, `Operators` or `Layers`.
+A round has four parts: divide, train, measure, judge. `Balance.after` is a pure
+function: it takes the measured seconds of a round and returns the next `Balance`. What
+is divided is a `Work`: `Microbatches`, `Operators` or `Layers`.
 
 There are two policies. `proportional` raises the weight of a node that waits. `exact`
 takes the division that is best for the seconds of `SpeedEstimator`, if the gain is
@@ -18,11 +18,12 @@ If c was tried before, it was refused by the measured seconds of both divisions:
 T(a) (1 - d) <= T(c) with an error e of each, and T(c) <= T(a*) (1 + e) / (1 - e), so
 (1 + e) / (1 - e) counts twice. Each accepted division multiplies the true T by at most
 r = (1 - d) (1 + e) / (1 - e). With d > 2 e / (1 + e), r is below 1. So at most
-ln(T0 / T*) / ln(1 / r) divisions are accepted, each followed by at most K rounds.
+ln(T(a0) / T(a*)) / ln(1 / r) divisions are accepted, with a0 the first division, each
+followed by at most K rounds.
 
 The bound does not hold if a step also waits for other things, as a pipeline does, or if
 a node's seconds do not follow from its load. Still, between two drifts of a node a
-remembered division comes back only if it was measured to be faster by d than the
+remembered division is accepted again only if it was measured to be faster by d than the
 division in force. `speed_estimator.MOST` divisions are remembered, or all divisions if
 `after` gets the seconds of whole steps.
 """
@@ -45,8 +46,11 @@ from dtft.planner.arguments import check_choice, check_number, check_whole
 
 @dataclass(frozen=True, kw_only=True)
 class Took:
-    """Measured steps of one division (the load of each node): the mean of each round's
-    median step seconds, weighted by the round's steps, and the number of steps."""
+    """Measured steps of one division (the load of each node).
+
+    `step_s` is the mean over rounds of a round's median step seconds, weighted by the
+    steps of each round. `num_steps` is the number of steps of all these rounds.
+    """
 
     division: Any
     step_s: float
@@ -96,7 +100,7 @@ class StepTimes:
 
     def gain(self, here: Load, there: Load) -> float | None:
         """Share of a step under load `here` that load `there` saves, by measured steps;
-        below 0 if it is slower. None if either load has no measured steps."""
+        below 0 if `there` is slower. None if either load has no measured steps."""
         if here not in self.took or there not in self.took:
             return None
         return 1 - self.took[there].step_s / self.took[here].step_s
@@ -134,8 +138,8 @@ class Work(Protocol[Division]):
 
     def best(self, unit_s: Floats, fixed_s: Floats | None = None) -> Division:
         """The division (load of each node) with the shortest step if each node takes
-        `unit_s` seconds per unit of load, and `fixed_s` more seconds for any load;
-        `[n]` each."""
+        `unit_s` seconds per unit of load, and `fixed_s` more seconds per step; `[n]`
+        each."""
         ...
 
     def load(self, division: Division) -> Floats:
@@ -217,7 +221,7 @@ class Balance(Generic[Division]):
         """Starts with equal weights and without measurements.
 
         Raises:
-            ValueError: `work` lacks the methods of `Work`, or `rules` is no `Rules`.
+            ValueError: `work` lacks the method `by_weight`, or `rules` is no `Rules`.
         """
         if not hasattr(work, "by_weight"):
             raise ValueError(
@@ -255,8 +259,11 @@ class Balance(Generic[Division]):
         remaining_steps: float = np.inf,
         cost_s: float = 0.0,
     ) -> "Balance[Division]":
-        """Adds a round of steps; changes the division to the policy's candidate if its
-        gain exceeds the threshold, and the seconds that it saves exceed `cost_s`.
+        """Adds a round of steps, and changes the division if this saves enough seconds.
+
+        The policy proposes a candidate. The division changes to the candidate if the
+        gain (`Judgement.gain`) exceeds the threshold, and if the seconds that the
+        candidate saves in `remaining_steps` exceed `cost_s`.
 
         Args:
             busy_s: Seconds of local work, `[steps, n]`.
@@ -321,11 +328,11 @@ def _exact(now: Balance[Division], _: Floats) -> tuple[Division, Floats, float, 
 def _gain(
     now: Balance[Division], candidate: Division, speeds: Speeds
 ) -> tuple[float, float]:
-    """Share of a step that a candidate saves by the nodes' seconds, and the larger
-    relative standard error of these seconds in both divisions.
+    """Share of a step that a candidate saves by the seconds of nodes, and its error.
 
-    Measured seconds are used if `SpeedEstimator.measured` has both divisions, else
-    estimates.
+    The error is the larger of the relative standard errors of the seconds in the two
+    divisions. Measured seconds are used if `SpeedEstimator.measured` has both
+    divisions, else estimates.
     """
     loads = [now.work.load(it) for it in (now.division, candidate)]
     here, there = (now.tried.measured(load) for load in loads)

@@ -27,7 +27,7 @@ def allocate(
     """Finds the integer shares that minimise `max(fixed_s + shares * unit_s)`.
 
     The result is exact: giving each microbatch in turn to the node that would end first
-    with it is optimal for this objective. A bisection gives out all but the last few at
+    with it is optimal for this objective. A bisection assigns all but the last few at
     once. At equal finishing times the node with the lower index gets the microbatch, so
     equal input gives equal shares on every host.
 
@@ -43,8 +43,8 @@ def allocate(
         `[n]` integers with sum `total`.
 
     Raises:
-        ValueError: `unit_s` or `fixed_s` has a value that is not allowed, or no shares
-            keep to `low` and `cap`.
+        ValueError: an argument has a value that is not allowed, or no shares with sum
+            `total` are within `low` and `cap`.
 
     >>> allocate([1.0, 2.0, 4.0], 7)
     array([4, 2, 1])
@@ -81,7 +81,7 @@ class Microbatches:
         _check_bounds(self.total, np.array(most), self.low, self.num_nodes)
 
     def by_weight(self, weights: Floats) -> Counts:
-        """Shares in proportion to weights; other nodes take what exceeds a cap."""
+        """Shares in proportion to weights, within `low` and `cap`."""
         if self.cap is None:
             return by_weight(weights, self.total, low=self.low)
         return allocate(1 / np.asarray(weights), self.total, cap=self.cap, low=self.low)
@@ -176,8 +176,10 @@ def by_weight(weights: ArrayLike, total: int, *, low: int = 1) -> Counts:
 def _before_makespan(
     seconds: Floats, fixed: Floats, total: int, most: Counts, low: int
 ) -> Counts:
-    """Largest share of each node that ends just before the least makespan, at least
-    `low`; the sum is at most `total`."""
+    """The largest shares with which all nodes end just before the least makespan.
+
+    No share is below `low`. The sum of the shares is at most `total`.
+    """
     early, late = 0.0, float(fixed.max() + seconds.max() * total)
     for _ in range(60):
         middle = (early + late) / 2
@@ -344,16 +346,16 @@ class Layers:
             return self.best(1 / given)
 
     def best(self, unit_s: Floats, fixed_s: Floats | None = None) -> Counts:
-        """The split with the shortest step if nodes differ from the cost model.
+        """The split with the shortest step for given real seconds of the stages.
 
         Args:
             unit_s: Real seconds for each second of the cost model, `[stages]`; infinite
                 for a stage that can have no layer.
-            fixed_s: Extra seconds of each stage with layers in a step, `[stages]`.
+            fixed_s: Extra seconds in a step of each stage that has layers, `[stages]`.
 
         Raises:
             ValueError: `unit_s` is not a number above 0 for each stage, or no split
-                keeps to memory and kernels.
+                fits into memory and has all kernels.
         """
         unit = np.asarray(unit_s, float)
         if unit.shape != (self.num_nodes,) or not (unit > 0).all():
@@ -398,7 +400,8 @@ class Layers:
     def _sums(self, unit_s: Floats) -> Floats:
         """Seconds of layers `[start, stop)` on each stage, `[stages, start, stop]`.
 
-        Seconds are infinite where a stage cannot run one of the layers.
+        Seconds are of one microbatch, and infinite where a stage cannot run one of the
+        layers.
         """
         can = np.isfinite(self.layer_s) & np.isfinite(unit_s)
         upto = _upto(np.where(can, self.layer_s, 0.0) * np.where(can, unit_s, 1.0))

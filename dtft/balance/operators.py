@@ -79,8 +79,8 @@ class Operators:
         """The best placement found if a node takes `unit_s` times the modelled seconds.
 
         With `fixed_s`, each node takes these seconds more per step. The tasks are then
-        placed several times, each time with weights from the loads of the last
-        placement, and the placement with the shortest step is returned.
+        placed several times, each time with weights from the loads of the placement
+        before, and the placement with the shortest step is returned.
         """
         unit = np.asarray(unit_s, float)
         found = self.by_weight(1 / unit)
@@ -118,8 +118,8 @@ class Operators:
     def _with_load(
         self, division: Placement, unit_s: Floats, fixed_s: Floats | None
     ) -> Floats:
-        """Seconds of each node, with `fixed_s` more per step, per second of the cost
-        model, `[n]`; `unit_s` of a node without load."""
+        """Seconds of each node per second of the cost model, `fixed_s` included, `[n]`;
+        `unit_s` for a node without load."""
         if fixed_s is None:
             return unit_s
         load = self.load(division)

@@ -20,8 +20,8 @@ from numpy.typing import ArrayLike, NDArray
 Floats = NDArray[np.float64]
 
 TRIM = 0.1
-"""Share of a round's steps left out of a node's mean, of the fastest and again of the
-slowest steps, to exclude pauses of the machine."""
+"""Share of a round's steps that a node's mean leaves out as the slowest, to exclude
+pauses of the machine. The mean leaves out as many of the fastest steps."""
 
 SHARED_STEPS = 20
 """Weight, in steps, of all nodes' mean noise in the estimate of a node's noise. A few
@@ -183,7 +183,11 @@ def drifted(before: UnitTimes, after: UnitTimes, load: ArrayLike) -> tuple[int, 
 
 
 def _trimmed(unit_s: Floats) -> tuple[Floats, Floats]:
-    """Trimmed mean over the steps, and the matching variance of one step."""
+    """Trimmed mean over the steps, and a variance of one step (winsorized).
+
+    The variance divided by the number of steps is the variance of the mean. It is 0 if
+    there is one step.
+    """
     steps = unit_s.shape[0]
     cut = int(TRIM * steps)
     ordered = np.sort(unit_s, axis=0)
@@ -236,9 +240,9 @@ MOST = 6
 last. Each checkpoint stores all of them."""
 
 OTHERWISE = 0.01
-"""Relative standard error added to a node's measured seconds, except under the load
-with which the node was measured last: they may have changed for reasons other than
-load."""
+"""Relative standard error added to a node's measured seconds under other loads than
+the one with which the node was measured last: these seconds may have changed for
+reasons other than load."""
 
 LIKELY_FIXED = 0.15
 """Likely size of a node's fixed seconds (the seconds of a step that do not depend on
@@ -288,7 +292,8 @@ class SpeedEstimator:
     def measured(self, load: Floats) -> Speeds | None:
         """Measured seconds of nodes under a load; estimates for nodes without load.
 
-        None if `times` lacks the load, or if a node with load drifted since.
+        None if `times` lacks the load, or if a node with load has drifted since the
+        measurement.
         """
         found = self.times.get(key_of(load))
         if found is None or (found.num_steps[load > 0] == 0).any():
@@ -302,10 +307,10 @@ class SpeedEstimator:
     def after(
         self, busy_s: ArrayLike, load: Floats
     ) -> tuple["SpeedEstimator", tuple[int, ...]]:
-        """Adds a round; drops the measurements of nodes that drifted under other loads.
+        """Adds a round. Nodes that drifted keep only the measurements of this round.
 
-        Drift is tested against earlier rounds with the same load. Of more than `MOST`
-        loads, the load is dropped that was measured longest ago.
+        Drift is tested against earlier rounds with the same load. If there are more
+        than `MOST` loads, the load that was measured longest ago is dropped.
 
         Args:
             busy_s: Seconds of local work, `[steps, n]`.

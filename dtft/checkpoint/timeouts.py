@@ -14,7 +14,8 @@ once a second."""
 class Timeouts:
     """All timeouts of a job, in seconds.
 
-    Raises ValueError for a timeout that is not positive, or contradicts another one.
+    Raises ValueError for a timeout that is not positive, for a `lease` or `step` that
+    is too short, and for two timeouts that contradict each other.
     """
 
     lease: float = 5.0

@@ -6,7 +6,7 @@
 * `all_reduce_symmetric`: all-reduce of symmetric matrices at half the bytes.
 * `pack_lower`, `unpack_lower`, `unpack_triangle`: the packing of
   `all_reduce_symmetric`.
-* `measure_wires`: times the wires of `all_reduce_symmetric`, for `wire="auto"`.
+* `measure_wires`: times the wire formats of `all_reduce_symmetric`, for `wire="auto"`.
 * `cholesky_encode`, `cholesky_decode`, `broadcast_factor`, `qr_combine`,
   `reduce_factors`: positive definite matrices as Cholesky factors.
 * `reduced_gradients`, `reduce_in_backward`, `HostCommanded`: gradients averaged on the

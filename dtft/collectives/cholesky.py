@@ -187,7 +187,7 @@ def gather_codes(
         wire_dtype: dtype of the factors that are sent; see `cholesky_encode`.
 
     Returns:
-        [p, ..., n(n+1)/2]; NaN for a matrix that cannot be factored.
+        [p, ..., n(n+1)/2]; NaN for a matrix that cannot be encoded.
     """
     axis_size(axis_name)  # refuses an axis that is not bound
     own = _poisoned(cholesky_encode(matrix, wire_dtype=wire_dtype))

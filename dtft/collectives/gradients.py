@@ -1,16 +1,16 @@
 """Averages gradients over a mesh axis, with a choice of what triggers the reduction.
 
 * `host`: the reduction starts after the host has seen that every device is done. If a
-  device is late, the hosts wait outside of any reduction.
+  device is late, no device has started the reduction of gradients.
 * `device`: the reduction starts on each device after its gradients are computed. The
   other devices wait for a late device inside the reduction.
 * `layer`: the reduction of each leaf starts on each device after the leaf's gradient is
-  computed. The other devices wait at the leaf that the late device has not reached; the
-  leaves before are already reduced.
+  computed. The other devices wait at the first leaf that the late device has not
+  reached; the leaves before are already reduced.
 
 XLA compiles the data flow: if a model's layers are unrolled, `device` and `layer` are
-the same program to XLA. Its all-reduce combiner then decides whether reductions lie
-between backward operations (on CPU only with
+the same program to XLA. XLA's all-reduce combiner then decides whether reductions are
+between backward operations (on CPU they are only with
 `XLA_FLAGS=--xla_disable_hlo_passes=cpu-all-reduce-combiner`). If layers are stacked in
 a `lax.scan`, the two programs differ under any flag: see `reduce_in_backward`.
 """
@@ -75,8 +75,10 @@ def reduced_gradients(
         in dim 0.
 
     Raises:
-        ValueError: unknown trigger, algorithm or axis; names in `reduced_by_loss` that
-            have no effect; on call: rows that cannot be divided evenly over the axis.
+        ValueError: trigger, algorithm or axis is unknown, or `reduced_by_loss` is a
+            string or is given for another trigger than "layer". On call: a name in
+            `reduced_by_loss` is not in `params`, the rows cannot be divided evenly over
+            the axis, or the trigger is "host" and the call is inside `jax.jit`.
 
     >>> import jax.numpy as jnp
     >>> from jax.sharding import AxisType

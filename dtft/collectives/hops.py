@@ -88,12 +88,12 @@ def varying_axes_are_tracked(axis_name: AxisName) -> bool:
 
 
 def replicated(x: Array, axis_name: AxisName) -> Array:
-    """Returns x, equal on all devices, with the type of a replicated value.
+    """Returns x with the type of a replicated value; x must be equal on all devices.
 
     Under `check_vma=True` the result of `ppermute` is typed as varying, so `out_specs`
-    of `P()` would be refused. Then every device contributes its own 1/p of x to an
-    all-gather, whose result is typed as replicated, at (p-1)/p of x's bytes per device.
-    Without `check_vma=True` nothing is sent.
+    of `P()` would be refused. To prevent this, every device contributes its own 1/p of
+    x to an all-gather, whose result is typed as replicated, at (p-1)/p of x's bytes per
+    device. Without `check_vma=True` nothing is sent.
     """
     if not varying_axes_are_tracked(axis_name):
         return x

@@ -16,7 +16,9 @@ from dtft.collectives.shares import Loss, ValueAndGradients, over_shares
 
 
 class HostCommanded:
-    """Value and gradients of a loss, reduced in a second program on the host's command.
+    """Computes value and gradients of a loss; a second program then averages them.
+
+    The host commands the second program after all devices have finished the first.
 
     A call has three steps, which are public so that a caller can time each step or act
     between two steps. `local_gradients` starts the first program. `await_command`
@@ -75,9 +77,9 @@ class HostCommanded:
         """Starts the program that computes each position's local value and gradients.
 
         Returns:
-            As `__call__`, each leaf with a leading replica dim: row i belongs to
-            position i of the axis and lies on the devices of this position. The arrays
-            may not be ready.
+            The results of `__call__`, each leaf with a leading replica dim: row i
+            belongs to position i of the axis and is on the devices of this position.
+            The arrays may not be ready.
 
         Raises:
             ValueError: the call is inside `jax.jit`, or the rows of `batch` cannot be

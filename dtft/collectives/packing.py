@@ -82,7 +82,7 @@ def unpack_lower(packed: Array, n: int) -> Array:
     """Unpacks vectors to exactly symmetric matrices: [..., n(n+1)/2] -> [..., n, n].
 
     Raises:
-        ValueError: the last dim is not n(n+1)/2.
+        ValueError: the last dim is not n(n+1)/2, or n is not an int of 0 or more.
     """
     at_once = functools.partial(_unpack_at_once, n=n)
     if n < LARGE:
@@ -95,7 +95,7 @@ def unpack_triangle(packed: Array, n: int) -> Array:
     """Unpacks vectors to lower triangular matrices: [..., n(n+1)/2] -> [..., n, n].
 
     Raises:
-        ValueError: the last dim is not n(n+1)/2.
+        ValueError: the last dim is not n(n+1)/2, or n is not an int of 0 or more.
     """
     first, square, second = _triangles(packed, n)
     corner = jnp.zeros_like(jnp.swapaxes(square, -1, -2))

@@ -71,8 +71,8 @@ def all_reduce_symmetric(
         costs: the result of `measure_wires`, with ``auto`` only.
 
     Returns:
-        [..., n, n] of matrix's dtype. With ``cholesky`` a singular matrix counts with
-        the jitter of `cholesky_encode`, and a matrix that cannot be encoded makes the
+        [..., n, n] of matrix's dtype. With ``cholesky`` the jitter of `cholesky_encode`
+        is added to a singular matrix, and a matrix that cannot be encoded makes the
         whole result NaN.
 
     Raises:

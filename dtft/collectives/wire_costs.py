@@ -28,8 +28,9 @@ class WireCosts:
     """Measured seconds of one all-reduce, by matrix size and wire format.
 
     Attributes:
-        seconds: number of rows n of a matrix to wire to seconds. Must be equal on all
-            processes, because every process chooses its wire by these numbers.
+        seconds: maps the number of rows n of a matrix to the seconds of each wire
+            format. Must be equal on all processes, because every process chooses its
+            wire format by these numbers.
     """
 
     seconds: Mapping[int, Mapping[Wire, float]]
@@ -93,8 +94,8 @@ def measure_wires(
         rounds: Timed runs of each wire after one untimed run, 1 or more.
 
     Raises:
-        ValueError: `sizes` is empty, a size or `rounds` is below 1, or the axis or a
-            wire is unknown.
+        ValueError: `sizes` or `wires` is empty, a size or `rounds` is below 1, or the
+            axis or a wire is unknown.
 
     >>> mesh = jax.make_mesh((2,), ("replica",), (jax.sharding.AxisType.Auto,))
     >>> costs = measure_wires(mesh, "replica", [8], rounds=1)

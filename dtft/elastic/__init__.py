@@ -12,6 +12,6 @@ One agent per host runs an event loop. The agent carries out the leader's orders
 * Access from outside the job: `local_cluster`, `inspect_job`, `scale_job`; `faults` for
   drills.
 
-`dtft.checkpoint` has bytes, digests and storage; `dtft.train` has training. Agents
-never import JAX.
+`dtft.checkpoint` keeps, moves, digests and stores the bytes of the state; `dtft.train`
+trains. Agents never import JAX.
 """

@@ -1,6 +1,6 @@
-"""Checks whether a host may join a job: its name is free, secret and config match.
+"""Checks whether a host may join a job: name, secret, config, TLS and failure domain.
 
-The checks run once, before the host registers.
+A host registers in the store only after these checks.
 """
 
 import hashlib
@@ -21,7 +21,10 @@ starts."""
 
 
 class JobMismatch(ValueError):
-    """A host may not join: its secret or config differs, or its name is taken."""
+    """A host may not join a job: its name is taken, or a setting does not fit the job.
+
+    Also raised for an `Observer` whose secret is not that of the job.
+    """
 
 
 def proof_of(secret: bytes, job: str) -> str:

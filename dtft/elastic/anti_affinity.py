@@ -1,9 +1,9 @@
 """Pure decisions that spread a formation's copies over failure domains.
 
-Copies are placed by slot, once for the lifetime of the arenas, so a replaced host does
-not move the copies of other hosts. A spare is chosen for a slot such that the copies of
-each slice stay in separate failure domains. If no spare allows this, `shortfall`
-returns a warning.
+Copies are placed by slot, once for the lifetime of the arenas (the shared memory with
+the copies), so a replaced host does not move the copies of other hosts. A spare is
+chosen for a slot such that the copies of each slice stay in separate failure domains.
+If no spare allows this, `shortfall` returns a warning.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -60,7 +60,10 @@ class Surroundings:
 
     @property
     def placed(self) -> tuple[str, ...]:
-        """The domain of each slot when copies were placed; () without an assignment."""
+        """The domain of each slot when copies were placed.
+
+        () if each slot is its own domain, or without an assignment.
+        """
         return self.assignment.spread.domains if self.assignment else ()
 
     def placed_on(self, layout: Layout | None) -> tuple[str, ...]:
@@ -77,7 +80,8 @@ class Surroundings:
         Returns:
             The requested copies, the effective copies (in separate domains), and why
             the numbers differ ("" if not). (0, 0, "") if there is no assignment, the
-            layout is unknown or of another size, or a host of the formation is unknown.
+            layout is unknown or has another number of slots, or the host of a slot is
+            not registered.
         """
         now = self.assignment
         if now is None or layout is None or layout.mesh.num_slots != len(now.slots):
@@ -90,8 +94,11 @@ class Surroundings:
 
 
 def spread_over(slots: Sequence[str], domains: FailureDomains, copies: int) -> Spread:
-    """Chooses the failure domains over which a formation spreads its copies, if it has
-    no copies in memory yet."""
+    """Chooses the failure domains over which a new formation spreads its copies.
+
+    The formation has no copies in memory yet. If no host has a domain label, each slot
+    is its own domain.
+    """
     if not domains.levels:
         return Spread(copies=copies)
     found = separate_copies(domains, slots, copies)
@@ -125,9 +132,12 @@ def preferred(
 ) -> tuple[HostRecord | None, ...]:
     """Fills empty slots with spares, so that copies stay in separate domains.
 
+    The spares are taken in order if the previous assignment or the layout is unknown,
+    or has another number of slots than `seats`.
+
     Args:
-        previous: the previous assignment; None for none.
-        layout: layout of the state; None: spares are taken in order.
+        previous: the previous assignment; None if there is none.
+        layout: layout of the state; None if unknown.
         seats: the host of each slot; None for an empty slot.
         spares: spare hosts in order of preference.
         domains: failure domains of all hosts.

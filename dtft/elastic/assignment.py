@@ -1,11 +1,12 @@
 """Pure functions that assign hosts to slots and choose the number of slots.
 
+A formation is one assignment of hosts to the job's slots, with one trainer per slot.
 `fill_slots` assigns hosts to slots; `seat` does so when the number of slots may change.
-`next_epoch` decides whether a formation has a new generation. A replica group is the
-smallest set of hosts that together hold whole copies of the model: one copy, or as many
-copies as one host holds. `choose_slots` chooses the number of slots of a formation,
-`size_for` computes the number of slots for a requested number of replicas, and
-`resized` computes the state's layout for another number of replicas.
+`next_epoch` numbers the formations. A replica group is the smallest set of hosts that
+together hold whole copies of the model: one copy, or as many copies as one host holds.
+`choose_slots` chooses the number of slots of a formation, `size_for` computes the
+number of slots for a requested number of replicas, and `resized` computes the state's
+layout for another number of replicas.
 """
 
 import dataclasses
@@ -34,7 +35,8 @@ class HostRecord:
     """PROCESS.NUMBER. PROCESS differs for every start of the agent, NUMBER for every
     registration of one agent process."""
     joined_ns: int
-    """Wall-clock time of joining in nanoseconds; spares are taken in this order."""
+    """Wall-clock time of joining in nanoseconds. Of equally suitable spares, the first
+    to join is taken."""
     pid: int
     """Process id of the agent, for messages."""
     domain: str = ""
@@ -46,9 +48,9 @@ class HostRecord:
     process."""
 
     def replaces(self, other: "HostRecord") -> bool:
-        """Whether this record is of a later agent process than `other`'s.
+        """Whether this record is of another agent process, which joined after `other`.
 
-        Both records have the same host name.
+        Both records must have the same host name.
         """
         another = process_of(self.incarnation) != process_of(other.incarnation)
         return another and self.joined_ns > other.joined_ns
@@ -77,7 +79,8 @@ class SlotAssignment:
     """The host of each slot, and the source of the restored state."""
 
     generation: int
-    """Number that increases exactly when the map from slot to host changes."""
+    """Number that increases when the host of a slot changes, or the agent process of
+    such a host."""
     attempt: int
     """Number of the formation within its generation."""
     slots: tuple[str, ...]
@@ -90,7 +93,8 @@ class SlotAssignment:
     """The restored step; 0 for the initial state."""
     rung: int
     """Where the recovery found the state: 1 in each host's own memory, 2 also in peers'
-    memory, 3 in storage or the initial state; 0 for the first formation of a job."""
+    memory, 3 in storage or the initial state; 0 for the first formation of a job. With
+    divided copying (`AgentConfig.share`) it is 1 if every slot's host has copies."""
     reason: str
     """The reason for the formation, for messages."""
     spread: Spread = field(default_factory=Spread)
@@ -106,7 +110,7 @@ class SlotAssignment:
 
     @property
     def epoch(self) -> tuple[int, int]:
-        """(generation, attempt), which increases; hosts obey only the latest epoch."""
+        """(generation, attempt), which is larger for every later formation."""
         return self.generation, self.attempt
 
     def to_json(self) -> str:
@@ -159,11 +163,11 @@ def fill_slots(
         previous: previous (host, incarnation) of each slot; empty for a new job.
         hosts: the live hosts.
         num_slots: number of slots of a new job; otherwise `previous` has the number.
-        choose: gives spares to empty slots; None: in order.
+        choose: gives spares to empty slots; None: the spares are taken in order.
 
     Returns:
-        The host of each slot; None where no host is left. The spares are in the order
-        in which the hosts joined; for a new job, by length of name, then by name.
+        The host of each slot; None where no host is left. The order of spares is that
+        in which they joined; in a new job, by length of the name, then by name.
     """
     live = {(record.host, process_of(record.incarnation)): record for record in hosts}
     entries = [(host, process_of(incarnation)) for host, incarnation in previous]
@@ -212,8 +216,8 @@ class SizeLimits:
     """Limits of a job's size."""
 
     min_replicas: int = 0
-    """Fewest replicas with which the job continues after it has lost hosts without a
-    spare; 0: the job waits for a host."""
+    """Fewest replicas with which the job continues when it has lost hosts and has no
+    spare for them. 0: the job waits for a host instead."""
     global_batch: int = 0
     """Number of rows of the batch of one step. It must be divisible by the number of
     replicas times `ReplicaGroups.parts`. 0 allows any number of replicas."""
@@ -303,7 +307,8 @@ def size_for(replicas: int, layout: Layout, limits: SizeLimits) -> WantedSize:
         limits: the job's size limits.
 
     Raises:
-        ValueError: the job may not have this number of replicas; the message has the
+        ValueError: the job may not have this number of replicas, or its state cannot be
+            resized. If the number is too low or does not fit, the message has the
             nearest allowed numbers.
     """
     groups = ReplicaGroups.of(layout, limits)
@@ -340,7 +345,8 @@ def resized(layout: Layout, replicas: int) -> Layout:
     """Computes the layout of the same state on a mesh with `replicas` replicas.
 
     Raises:
-        ValueError: the replicas are not groups of neighbouring slots in this mesh.
+        ValueError: the mesh has no replica axis, an axis before it has a size above 1,
+            or the devices are not in the order of the slots.
 
     >>> mesh = MeshLayout(
     ...     axis_names=("replica", "fsdp"), axis_sizes=(1, 2), slots=(0, 1))
@@ -411,10 +417,13 @@ def choose_slots(
 ) -> int:
     """Chooses the number of slots of the next formation.
 
-    With enough hosts this is `wanted`. With fewer hosts it is the largest smaller size
-    of whole groups that `limits.min_replicas` allows, or else the size of the newest
-    commit; so a failed growth never ends the job. If the result is above `available`,
-    the job waits for hosts.
+    The candidates are, in this order: `wanted`; the smaller sizes of whole groups that
+    `limits.min_replicas` allows, largest first; the size of the newest commit, so that
+    a failed growth does not end the job. Sizes in `unfit` are left out. If none is
+    left, the result is the size of the newest commit, or `wanted` without a commit.
+    Otherwise it is the first candidate of at most `available` slots, or the smallest
+    candidate if all need more. If the result is above `available`, the job waits for
+    hosts.
 
     Args:
         wanted: the requested number of slots, or the number at the job's start.
@@ -422,7 +431,7 @@ def choose_slots(
         available: number of hosts that can be given a slot.
         groups: groups of the running job; None if no live host knows its layout.
         limits: the job's size limits.
-        unfit: numbers of slots on which a restore or a formation has failed.
+        unfit: numbers of slots that are excluded after failures.
 
     >>> choose_slots(wanted=3, committed=2, available=2, groups=None,
     ...     limits=SizeLimits())
@@ -453,9 +462,9 @@ def seat(
 ) -> tuple[HostRecord | None, ...]:
     """Assigns hosts to slots when the number of slots may have changed.
 
-    A live host keeps its slot if the slot still exists. An empty slot goes first to a
-    host whose slot no longer exists and had the same position in its group: that host
-    has the same slices. The remaining slots are filled by `fill_slots`.
+    A live host keeps its slot if the slot still exists. An empty slot is first given to
+    a live host whose own slot no longer exists but had the same position in its replica
+    group, because that host has the same slices. `fill_slots` fills the other slots.
 
     Args:
         previous: previous (host, incarnation) of each slot; empty for a new job.
@@ -463,6 +472,9 @@ def seat(
         num_slots: new number of slots.
         group_slots: number of slots of a replica group.
         choose: see `fill_slots`.
+
+    Returns:
+        The host of each slot; None where no host is left.
     """
     if not previous or len(previous) == num_slots:
         return fill_slots(previous, hosts, num_slots, choose)

@@ -1,8 +1,8 @@
 """An agent's event loop: callables run one after the other, on one thread.
 
 Long work runs on other threads, and its outcome is passed back as a `Future`: `aside`
-for one piece of work, a `Lane` for pieces in order. The loop records its longest calls,
-because a blocked loop can neither renew its lease nor answer its leader.
+for one piece of work, a `Lane` for pieces in order. `EventLoop` records its longest
+calls: an agent whose loop is blocked neither renews its lease nor answers the leader.
 """
 
 import heapq
@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 KEPT_CALLS = 10
-"""Number of the loop's longest calls that it remembers, for the record of a drill."""
+"""Number of longest calls that the loop remembers, for the record of a drill."""
 IDLE_S = 5.0
 """Seconds without work after which a lane's thread ends."""
 

@@ -2,10 +2,9 @@
 
 A trainer writes its phase and the phase's start time to shared memory (its host's
 progress board). The agent reads the board about every second (`ProgressWatch`) and
-reports long phases to
-the leader. One hung trainer blocks all others in the next collective, so the phases of
-all trainers exceed a limit. The leader then finds the hosts that are behind
-(`verdict`). Clock, board and process state are arguments.
+reports long phases to the leader. One hung trainer blocks all others in the next
+collective, so the phases of all trainers exceed a limit. The leader then finds the
+hosts that are behind (`verdict`). Clock, board and process state are arguments.
 """
 
 from collections import deque
@@ -23,14 +22,14 @@ PERIOD_S = 1.0
 MOVING_S = 10.0
 """Seconds between two reports of a trainer without a long phase."""
 FRESH_S = 3.0
-"""Seconds after its last report from which a host counts as silent."""
+"""Seconds without a report after which a host counts as silent."""
 BLIND_S = 2.0
 """Largest number of seconds that one interval between two reads of the progress board
 adds to a phase's duration. In a longer interval the agent itself was stopped, and
 perhaps its trainer too."""
 DUMP_AT = 0.8
-"""Fraction of a phase's limit after which the agent dumps the trainer's stack. At the
-limit the leader restarts the trainer."""
+"""Fraction of a phase's limit after which the agent dumps the trainer's stack. Beyond
+the limit the leader may restart all trainers (`verdict`)."""
 KNOWN_STEPS = 3
 """Least number of measured step times from which the default limit of a step is
 computed. With fewer, the limit is `Timeouts.start`."""
@@ -91,7 +90,7 @@ def limit_of(
 
     Args:
         phase: the trainer's phase; "" has no limit.
-        step_s: seconds of the newest finished steps.
+        step_s: measured seconds of the newest steps.
         timeouts: timeouts of the job.
         state: state letter of the process. A stopped process makes no progress in any
             phase, so its limit is at most that of a step.
@@ -221,8 +220,8 @@ class ProgressWatch:
     def _count(self, now: float, seen: Observation) -> None:
         """Records the mean time of the steps dispatched since the last record.
 
-        Records nothing while the trainer starts or compiles, or after the agent was
-        stopped.
+        Records nothing while the trainer has no phase, starts or compiles, or after the
+        agent was stopped.
         """
         begun, before = self._counted_from, self._last
         blind = before is not None and now - before[0] > BLIND_S
@@ -353,7 +352,7 @@ def _those(
 
 @dataclass(frozen=True, kw_only=True)
 class HangVerdict:
-    """Hosts whose trainers are stuck; the leader restarts these trainers."""
+    """Hosts whose trainers are stuck; the leader then restarts all trainers."""
 
     hosts: tuple[str, ...]
     text: str
@@ -365,11 +364,13 @@ def verdict(
 ) -> HangVerdict | None:
     """Returns the hosts whose trainers are stuck; None if none is, or not yet known.
 
-    If no trainer exceeds its limit, the result is None. If a trainer does, and a host
-    has not reported for `FRESH_S`, the silent hosts are the result, because their
-    agents cannot read the board. Otherwise the result is the hosts that are behind
-    (`culprit`), if their trainers exceed their own limits. Other trainers may exceed a
-    limit first while they wait for a host that compiles or reads data.
+    * If no trainer exceeds its limit, the result is None.
+    * If one does and some hosts are silent (no report for `FRESH_S`), the result is the
+      silent hosts. It is None until the limit is exceeded by more than `FRESH_S`,
+      because the report of a silent host may only be late.
+    * Otherwise the result is the hosts that are behind (`culprit`) and whose trainers
+      exceed their own limits; None without such hosts. Other trainers may exceed a
+      limit first while they wait for a host that compiles or reads data.
 
     Args:
         heard: host to the arrival time and the content of its newest report.
@@ -412,9 +413,9 @@ def verdict(
 
 
 def _is_silent(heard: tuple[float, JobProgress] | None, now: float) -> bool:
-    """Whether a host has not reported for `FRESH_S`, or never.
+    """Whether a host has never reported, or not for `FRESH_S`.
 
-    A host whose trainer has ended well need not report.
+    A host whose trainer has ended well need not report, and so is not silent.
     """
     return heard is None or (bool(heard[1].phase) and now - heard[0] > FRESH_S)
 

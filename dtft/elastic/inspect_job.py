@@ -1,8 +1,8 @@
 """Inspects a live job from outside: the store's records and every host's copies.
 
 An observer does not join the job and writes nothing to the store, but must know the
-job's secret. For a verification every host reads its copies; the host then no longer
-sends a corrupt copy to other hosts.
+job's secret. In a verification every host reads its copies; a copy found corrupt is no
+longer sent to other hosts.
 """
 
 import hmac
@@ -72,7 +72,7 @@ class Verification:
 
 @dataclass(frozen=True, kw_only=True)
 class HostState:
-    """The answer of one host."""
+    """One host's answer to an `Observer`."""
 
     record: HostRecord
     slot: int = -1
@@ -115,9 +115,10 @@ class JobState:
     def telling(self) -> bool:
         """Whether this state is conclusive, so that the observer need not look again.
 
-        A state is inconclusive if hosts dropped steps meanwhile, so that no healthy
-        commit was read on all hosts. A state with a corrupt copy or a silent host is
-        conclusive, because a silent host takes long to ask again.
+        A state without commits, with a corrupt copy, or with a host that did not answer
+        is conclusive. Any other state is conclusive if a commit is healthy and no host
+        has dropped its step before reading it. Hosts drop steps while they are queried,
+        so another query may give a conclusive state.
         """
         if not self.commits or any(host.corrupt or host.error for host in self.hosts):
             return True
@@ -169,9 +170,12 @@ class Observer:
         self._credentials = Credentials(job=job, secret=secret, tls=tls)
 
     def look(self, verify: Verification | None = None) -> JobState:
-        """Asks every host for its copies; with `verify` the hosts read their copies.
+        """Queries all hosts' copies; with `verify`, the hosts first read their copies.
 
-        Repeats this a limited number of times while the state is inconclusive.
+        Repeats the queries a limited number of times while the state is inconclusive.
+
+        Raises:
+            StoreUnavailable: the store does not answer.
         """
         begun = time.monotonic()
         state = self._look_once(verify)
@@ -288,14 +292,16 @@ class Observer:
         return reply
 
     def export(self) -> int:
-        """Makes the leader write a commit to storage; returns the step.
+        """Makes the leader export a commit to storage; returns the step.
 
-        In a job whose processes the user starts, this is the newest commit; in other
-        jobs the next commit. If the leader changes before the answer, the new leader
-        gets the request.
+        In a job whose processes the user starts, the newest commit is exported; in
+        other jobs the next commit. If the leader changes before the answer, the request
+        is sent to the new leader.
 
         Raises:
-            RuntimeError: the export failed; the message has the reason.
+            RuntimeError: the export failed, or the job has had no leader for
+                `LEADER_S`; the message has the reason.
+            StoreUnavailable: the store does not answer.
         """
         end = time.monotonic() + LEADER_S
         while True:
@@ -319,11 +325,12 @@ class Observer:
 
         Args:
             op: kind of the request.
-            request: the request.
+            request: fields of the request.
             limit_s: deadline of the reply in seconds.
 
         Raises:
             NotThere: the job has no leader, or the leader does not answer.
+            StoreUnavailable: the store does not answer.
         """
         view, _ = read_view(self._store, self.job)
         leader = view.hosts.get(view.leader or "")

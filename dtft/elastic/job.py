@@ -35,7 +35,8 @@ class AgentConfig:
     storage_directory: Path
     """Directory of the storage tier."""
     config_digest: str
-    """Digest of the resolved config, which must be equal on all hosts of a job."""
+    """Digest of the resolved config; if `served`, the flags that all agents must share.
+    Equal on all hosts of a job."""
     arena_directory: Path = Path("/dev/shm")
     """Directory of the arenas, on a memory file system."""
     bind: str = "127.0.0.1:0"
@@ -58,10 +59,10 @@ class AgentConfig:
     automatic: Automatic | None = None
     """Limits of an automatic snapshot interval; None for a fixed interval."""
     failure_budget: int = 2
-    """Number of occurrences of the same exception or exit code, without a commit beyond
-    its step in between, that ends the job."""
+    """Number of occurrences of the same exception or exit code that ends the job. A
+    commit beyond the step of the last occurrence starts the count again."""
     last_step: int = 0
-    """The last step of the job; 0 if only its trainers know."""
+    """The last step of the job; 0 if only the trainers know it."""
     storage_interval: int = 50
     """Number of steps between two exports to storage."""
     storage_keep: int = 3

@@ -290,11 +290,11 @@ class FollowerLinks:
             logger.warning("%s sent an invalid hello", channel.address)
             return None
         if named != (record.host, record.incarnation):
-            logger.warning("%s sent a hello of two hosts", channel.address)
+            logger.warning("%s sent a hello that names two hosts", channel.address)
             return None
         known = self._links.get(record.host)
         if known is not None and known.record.replaces(record):
-            logger.warning("a former agent of %s calls and is refused", record.host)
+            logger.warning("refused the link of an earlier agent of %s", record.host)
             return None
         self._connect(record, channel)
         return self._heard, self._closed
@@ -398,7 +398,7 @@ class FollowerLinks:
             self._end(link)
 
     def close(self, last: Message | None = None) -> None:
-        """Ends every link, because this host no longer leads or ends.
+        """Ends every link; called when this host stops leading and when its agent ends.
 
         Args:
             last: message to send to every host first; None for none.

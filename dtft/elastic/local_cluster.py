@@ -3,8 +3,8 @@
 Agents run the same code here as on many machines. Processes die with the thread that
 started them; this thread calls `LocalCluster.wait`, which also supervises the store.
 `kill_host` simulates the loss of a host: it kills all processes of the host's group and
-deletes the host's memory. `supervise` runs a cluster until its job ends. On
-signals it stops the job, prints what the job waits for, or ends the job by force.
+deletes the host's memory. `supervise` runs a cluster until its job ends. On signals,
+`supervise` stops the job, prints what the job waits for, or ends the job by force.
 """
 
 import contextlib
@@ -49,8 +49,8 @@ LAUNCHED = "DTFT_LAUNCHED"
 """Environment variable of the agents of a local cluster. Such agents do not print the
 job's end, because the cluster does."""
 HEAD_START_S = 0.5
-"""Seconds by which spares start later, so that host-0, host-1, ... usually take slot 0,
-1, ..."""
+"""Seconds by which spares start later than the other hosts, so that host-0, host-1, ...
+usually take slot 0, 1, ..."""
 LAST_EXPORT_S = 10.0
 """Limit in seconds of the export of the newest step, before a job is ended by force."""
 ASK_AGAIN_S = 1.0
@@ -66,7 +66,8 @@ class HostPlace:
     """How the processes of one host are started on this machine."""
 
     prefix: tuple[str, ...] = ()
-    """Words before the agent's command; this program must `exec` the command."""
+    """Words before the agent's command. The program that they name must `exec` the
+    command."""
     arguments: tuple[str, ...] = ()
     """Further arguments of the agent."""
 
@@ -102,7 +103,7 @@ class ClusterOptions:
 
 
 class LocalCluster:
-    """The processes of one job on this machine."""
+    """One job on this machine: a private etcd and the agents."""
 
     def __init__(self, options: ClusterOptions) -> None:
         """Makes the run directory and the secret file; starts no process."""
@@ -125,7 +126,7 @@ class LocalCluster:
         self._stop_recorded = False
 
     def start(self) -> None:
-        """Frees the memory of dead jobs, starts etcd, then every agent.
+        """Frees the memory of dead agents, starts etcd, then every agent.
 
         Raises:
             ValueError: etcd does not start; the message has the reason.
@@ -246,7 +247,7 @@ class LocalCluster:
     def wait(self, deadline_s: float) -> bool:
         """Waits until every agent has ended; returns False after `deadline_s` seconds.
 
-        Meanwhile it supervises the store and runs the actions of `call_soon`.
+        Meanwhile supervises the store and runs the actions of `call_soon`.
         """
         end = time.monotonic() + deadline_s
         while time.monotonic() < end:
@@ -323,8 +324,8 @@ class LocalCluster:
     def salvage(self, limit_s: float) -> int:
         """Writes the newest step in the hosts' memory to storage; returns the step.
 
-        Pauses the trainers, so they do not drop the step. Needs neither leader nor
-        store.
+        First stops the trainers (SIGSTOP), so that no later step replaces this one;
+        they are not continued. Needs neither leader nor store.
 
         Args:
             limit_s: deadline in seconds.
@@ -353,8 +354,8 @@ class LocalCluster:
     def close(self) -> None:
         """Ends all agents and etcd, and frees every host's memory.
 
-        After an error with one agent or with etcd, the others are still ended. Stop
-        signals are ignored meanwhile.
+        After an error with one agent or with etcd, the others are still ended. On the
+        main thread, stop signals are ignored meanwhile.
         """
         self._closed.set()
         if self._supervisor is not None:
@@ -434,7 +435,9 @@ def supervise(cluster: LocalCluster, stop_s: float) -> int:
             `LAST_EXPORT_S` seconds more.
 
     Returns:
-        The exit code: that of the job's end, or 1 if finished steps are lost.
+        The exit code. 0: the job ended without an error, and storage has its last step.
+        After an error, the code in the record of the job's end; without such a record,
+        2 if all agents ended with code 2. In every other case 1.
     """
     asked = StopAsked()
     with asked.heard():
@@ -493,10 +496,10 @@ def _end_by_force(cluster: LocalCluster, asked: StopAsked, why: str) -> int:
 def _exported(
     cluster: LocalCluster, asked: StopAsked, newest: int, limit_s: float
 ) -> str:
-    """Stores the step `newest`; returns "", or the reason of a failure.
+    """Stores the step `newest`; returns "", or the reason why it was not stored.
 
-    Waits for an export that the job has begun. If that export ends and storage lacks
-    the step, the step is exported from the hosts' memory (`LocalCluster.salvage`).
+    First waits for an export that the job has begun, if there is one. If storage then
+    lacks the step, exports the step from the hosts' memory (`LocalCluster.salvage`).
     """
     end, presses_before = time.monotonic() + limit_s, asked.times
     outcome: list[str] = []

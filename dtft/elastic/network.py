@@ -46,7 +46,7 @@ class ControlChannel(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends the connection after all posted messages, or when sending fails."""
+        """Ends the connection; messages that still wait to be sent are lost."""
         ...
 
 
@@ -71,9 +71,9 @@ class Network(Protocol):
         Args:
             address: "host:port" of the agent's transport.
             hello: first message, which identifies this agent.
-            opened: called with a future of the channel; its exception is a
-                ConnectionRefusedError (no process listens), another OSError or a
-                TimeoutError.
+            opened: called with a finished future of the channel. If there is no
+                connection, the future has an exception, such as ConnectionRefusedError
+                (no process listens), AuthenticationError or TimeoutError.
             heard: called with the channel and each message.
             closed: called with channel and reason when an opened channel has ended.
         """

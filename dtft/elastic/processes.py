@@ -95,7 +95,7 @@ def _can_bind(host: str, port: int) -> bool:
 
 
 def port_taken(port: int, host: str = "127.0.0.1") -> bool:
-    """Whether a TCP port of an address is in use, so a server cannot listen there."""
+    """Whether no server can listen at a TCP port, as when the port is in use."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
         try:
@@ -131,7 +131,7 @@ def room_problem(directory: Path, num_bytes: int) -> str:
 
 
 def state_letter(pid: int) -> str:
-    """Returns the kernel's state letter of a process, such as "R"; "" if there is none.
+    """Returns the kernel's state letter of a process, or "" if the process is gone.
 
     >>> state_letter(os.getpid())
     'R'

@@ -65,7 +65,7 @@ def believed(
     more than half of the hosts that tried it.
 
     Args:
-        tried: host that has answered to the peers that it had to try.
+        tried: for each host that has answered, the peers that it had to try.
         missed: host to the peers that it did not reach.
     """
     callers: dict[str, set[str]] = {host: set() for host in tried}
@@ -130,7 +130,7 @@ def set_aside(
 
 
 class Reachability:
-    """The pairs of hosts that do not reach each other, as one leader knows."""
+    """The pairs of hosts that do not reach each other, as far as the leader knows."""
 
     def __init__(self) -> None:
         """Starts with no pair."""
@@ -161,7 +161,7 @@ class Reachability:
         one of its hosts has not answered.
 
         Args:
-            tried: host that has answered to the peers that it had to try.
+            tried: for each host that has answered, the peers that it had to try.
             missed: host to the peers that it did not reach.
             now: current time in seconds.
         """

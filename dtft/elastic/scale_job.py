@@ -15,7 +15,7 @@ PAUSE_S = 0.5
 
 
 class ScaleRefused(ValueError):
-    """The job can never have this size; the message has the allowed sizes."""
+    """The job cannot have this number of replicas; the message has the reason."""
 
 
 def scale(observer: Observer, replicas: int, limit_s: float) -> dict[str, Any]:
@@ -29,11 +29,12 @@ def scale(observer: Observer, replicas: int, limit_s: float) -> dict[str, Any]:
     Returns:
         `replicas`, `before` (replicas before) and `hosts`; if the size changed also
         `step`, `bytes_from_peers`, `bytes_from_storage` and `seconds`. `asked_again`:
-        whether an earlier attempt had failed.
+        whether an earlier attempt of this call had failed.
 
     Raises:
-        ScaleRefused: the job may not have this number of replicas.
-        RuntimeError: the change failed or was late; the message has the reason.
+        ScaleRefused: the job cannot have this number of replicas.
+        RuntimeError: the job has ended, or the change failed or was late; the message
+            has the reason.
     """
     if observer.is_served:  # without its processes this job may have no leader
         raise ScaleRefused(scale_refusal(observer.job))

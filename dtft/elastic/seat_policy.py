@@ -1,8 +1,8 @@
 """The differences between launched jobs and jobs whose processes the user starts.
 
 Both kinds of jobs use the same leader, rendezvous and host code. A `SeatPolicy` decides
-which host fills which slot, and how the job reacts when hosts or processes come, go or
-fail. The slot of a user's process is its index in the user's own job
+which host fills which slot, and how the job reacts when hosts or processes join, leave
+or fail. The slot of a user's process is its index in the user's own job
 (`fill_by_process`). `Admission` decides which process may attach; `missing` lists the
 processes that are not attached.
 """
@@ -50,6 +50,7 @@ class Terms:
 
         Raises:
             TypeError: a field is missing or unknown.
+            ValueError: the text is not JSON.
         """
         return cls(**json.loads(text))
 
@@ -239,7 +240,7 @@ def _gone_without_goodbye(code: int) -> ExitReport:
 
 @dataclass(frozen=True, kw_only=True)
 class SeatPolicy:
-    """How a job fills its slots and reacts when hosts and trainers come and go."""
+    """How a job fills its slots, and reacts when hosts and trainers join or end."""
 
     attached: bool
     """Whether trainers are processes that the user starts. Such processes decide when
@@ -264,7 +265,8 @@ class SeatPolicy:
     reports: Mapping[str, Mapping[str, Check]]
     """Fields and checks of the reports that a host may send."""
     exit_report: Callable[[int], ExitReport]
-    """Makes the report of a trainer's end from the trainer's return code."""
+    """Makes the report of a trainer's end from the code of the "trainer_exit" event
+    (see `Trainers`)."""
     scale_refusal: Callable[[str], str] | None
     """Explains why a job of this name cannot be scaled; None if a job can be scaled."""
 

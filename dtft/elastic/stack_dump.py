@@ -1,4 +1,4 @@
-"""Writes the stacks of a hanging process to its log, or why it has no stacks.
+"""Writes the stacks of a hanging process to its log, or why there are no stacks.
 
 A trainer that has called `accept_requests` writes the Python stacks of all its threads
 on SIGUSR1, even if its interpreter hangs. A process that cannot run (stopped, or in
@@ -70,7 +70,7 @@ def dump_stack(pid: int, log_path: Path, deadline_s: float = DEADLINE_S) -> str:
         deadline_s: deadline in seconds.
 
     Returns:
-        One line that describes the result and names the log.
+        One line that describes the result.
     """
     found: list[str] = []
     end = time.monotonic() + deadline_s
@@ -99,7 +99,10 @@ def _dump(pid: int, log_path: Path, end: float) -> str:
 
 
 def _grown(log_path: Path, before: int, end: float) -> bool:
-    """Waits until the log grows and stops growing; returns False without growth."""
+    """Waits, at most until `end`, until the log has grown and stops growing.
+
+    Returns whether the log has grown.
+    """
     size, still_since = before, time.monotonic()
     while (now := time.monotonic()) < end:
         if (newer := _size(log_path)) != size:

@@ -2,8 +2,8 @@
 
 The first signal asks the job to stop at a step boundary, the second prints the reason
 for the wait, the third ends the job after an attempt to export its newest step, and the
-fourth ends it without that export. SIGHUP counts like SIGTERM, but only once: a closing
-terminal sends it several times.
+fourth ends it without that export. SIGHUP counts only as the first signal, because a
+closing terminal sends SIGHUP several times.
 """
 
 import signal
@@ -132,7 +132,7 @@ def end_line(status: str, step: int, stored: int, where: str) -> str:
 
 
 def left_line(host: str, job: str, committed: int, stored: int) -> str:
-    """Makes the line of a host that leaves a job before the job's end.
+    """Makes the line for a host that leaves a job before the job's end.
 
     >>> left_line("a", "j", committed=9, stored=9)
     'a left job j before its end; storage has step 9'

@@ -2,7 +2,8 @@
 
 Importing this package loads jax and optax, but not `dtft.collectives`. The transforms
 that communicate between replicas need `dtft.collectives`; their names load on first
-use. Shampoo loads `dtft.collectives` when it computes the first inverse root.
+use. Shampoo, and `skip_outlier_gradients` with an `axis_name`, load `dtft.collectives`
+in their first update.
 """
 
 import importlib

@@ -165,10 +165,10 @@ def check_flags(**values: Any) -> None:
 
 
 def whole(name: str, value: Any) -> int | None:
-    """Returns a whole number as an int; None if its value is not known (traced).
+    """Returns `value` as an int; None if the number is not known (see `numbers`).
 
     Raises:
-        ValueError: `value` is not a whole number.
+        ValueError: `value` is not an integer; a float such as 3.0 is refused too.
     """
     if _is_unknown(value):
         return None

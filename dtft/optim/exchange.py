@@ -69,8 +69,8 @@ def where_due(
 ) -> Any:
     """Reduces `tree` over the axis if `now` is true; else returns `tree` unchanged.
 
-    `now` is a scalar bool array that must be equal on all replicas, because only if it
-    is true a replica enters the collective.
+    `now` is a scalar bool array. It must be equal on all replicas, because a replica
+    enters the collective only if `now` is true.
     """
 
     def exchange(own: Any) -> Any:

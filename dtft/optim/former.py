@@ -27,7 +27,7 @@ NOW = {
     "unguarded": "skip_outlier_gradients with max_norm_ratio=None",
     "with_local_gradients": "average_gradients",
 }
-"""Each former name to the text that the warning recommends instead."""
+"""Maps each former name to the replacement that the warning recommends."""
 
 
 def unguarded(
@@ -38,9 +38,9 @@ def unguarded(
 
 
 def as_transform(phases: Phases) -> optax.GradientTransformation:
-    """Returns an optax transform of both phases: moments first, then the update.
+    """Makes an optax transform that runs both phases: moments first, then the update.
 
-    The update has no learning rate.
+    The update is not multiplied by a learning rate.
     """
 
     def update(

@@ -53,10 +53,11 @@ def skip_outlier_gradients(
     and leaves the state of `inner` unchanged bit for bit, step counts included.
 
     *Change of scale.* After `max_consecutive` outliers in a row the next finite
-    gradient is accepted whatever its norm. The history is then filled with this norm,
-    so later gradients are compared with the new scale. A gradient that is not finite
-    is never accepted and does not count as an outlier. A norm whose square overflows
-    float32 counts as not finite, because the second moment would be infinite.
+    gradient is accepted whatever its norm. If this gradient is an outlier too, the
+    history is filled with its norm, so later gradients are compared with the new scale.
+    A gradient that is not finite is never accepted and does not count as an outlier. A
+    norm whose square overflows float32 counts as not finite, because the second moment
+    would be infinite.
 
     *Limits.* The first `warmup` finite gradients are accepted, because too few norms
     are known. A corrupt value is accepted if the norm of the whole gradient stays
@@ -64,7 +65,7 @@ def skip_outlier_gradients(
 
     *Several devices* must all decide alike. Under `jit` all devices see the norm of the
     global gradient. Under `shard_map` apply the transform to gradients that are already
-    reduced, or name the axes over which gradients differ in `axis_name`: then the
+    reduced, or let `axis_name` name the axes over which gradients differ: then the
     largest norm of all devices decides. `inner` is computed in any case and its result
     is discarded on a rejection, so every device enters the collectives inside `inner`.
 

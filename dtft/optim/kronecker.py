@@ -2,8 +2,8 @@
 
 An array is reshaped to a matrix and cut into blocks. All functions are pure.
 
-Legend: B blocks, M rows and N columns of a block, K one of the two; X, Y dims of the
-whole matrix.
+Suffixes of array names are dims: B blocks, M rows and N columns of a block, K either of
+M and N; X, Y rows and columns of the whole matrix.
 """
 
 import math
@@ -64,9 +64,9 @@ class Blocks(NamedTuple):
 def blocks_of(shape: tuple[int, ...], block_size: int) -> Blocks | None:
     """Plans how an array is cut into blocks; None if the array is not a matrix.
 
-    All dims but the last are merged: a convolution kernel HWIO becomes (H W I, O), the
-    inputs of one output times the outputs. Vectors, scalars and arrays whose merged
-    matrix has a dim of 0 or 1 do not count as matrices.
+    All dims but the last are merged: a convolution kernel HWIO becomes (H W I, O).
+    Vectors, scalars and arrays whose merged matrix has a dim of 0 or 1 do not count as
+    matrices.
 
     Args:
         shape: The array's shape.

@@ -1,4 +1,4 @@
-r"""Max-AdaBelief: AdaBelief whose second moment never shrinks, as an optax transform.
+r"""Max-AdaBelief: AdaBelief with a running maximum of the second moment, for optax.
 
 The docstring of `max_adabelief` has the equations.
 """
@@ -53,7 +53,7 @@ def scale_by_max_belief(
 
     See `max_adabelief` for the equations. Every leaf of the state keeps its dtype from
     `init`, whatever the dtype of the gradients. The update has the dtype of the
-    gradient; if the parameter is complex, the update is complex too. A gradient of
+    gradient; if the first moment is complex, the update is complex too. A gradient of
     None gives an update of None and leaves the moments of its parameter unchanged.
 
     Args:
@@ -81,10 +81,10 @@ def scale_by_max_belief(
         The corresponding `optax.GradientTransformation`.
 
     Raises:
-        ValueError: A hyperparameter that is not traced is out of range, or is an array
-            of fewer than 32 bits. In `init`: a parameter is an integer, or is complex
-            with a real `mu_dtype`. In `update`: a gradient is an integer, or is complex
-            for a real first moment.
+        ValueError: A hyperparameter is out of range (a traced number is not checked),
+            or is a floating array of fewer than 32 bits. In `init`: a parameter is an
+            integer, or is complex with a real `mu_dtype`. In `update`: a gradient is an
+            integer, or is complex for a real first moment.
 
     >>> transform = scale_by_max_belief()
     >>> state = transform.init(jnp.zeros(2))
@@ -176,8 +176,8 @@ def max_adabelief(
             traced learning rate are not checked; weights grow if one is negative.
         weight_decay_mask: Which parameters decay, as in `optax.add_decayed_weights`: a
             tree of booleans, or a function from parameters to such a tree; None for
-            all. Under `optax.inject_hyperparams` a function must be named in
-            `static_args`.
+            all. Under `optax.inject_hyperparams` name `weight_decay_mask` in its
+            `static_args` if the mask is a function.
         nesterov: Whether to use Nesterov momentum.
         bias_correct_max: Whether the maximum is divided by 1 - b2^t. False gives the
             form of Reddi et al., whose first step is 35 times the learning rate.
@@ -186,9 +186,10 @@ def max_adabelief(
         The corresponding `optax.GradientTransformationExtraArgs`.
 
     Raises:
-        ValueError: A hyperparameter that is not traced is out of range, or is an array
-            of fewer than 32 bits; or a mask is given without a decay. See
-            `scale_by_max_belief` for the errors of `init` and `update`.
+        ValueError: A hyperparameter is out of range (a traced number is not checked),
+            or is a floating array of fewer than 32 bits; or the mask is not of
+            booleans, or is given without a decay. See `scale_by_max_belief` for the
+            errors of `init` and `update`.
 
     Examples:
         >>> solver = max_adabelief(learning_rate=0.3)
@@ -287,7 +288,8 @@ def decoupled_decay(
     """Returns [the transform that adds the weight decay]; [] for a decay of None.
 
     Raises:
-        ValueError: the decay is out of range, or a mask is given without a decay.
+        ValueError: the decay is out of range, or the mask is not of booleans or is
+            given without a decay.
     """
     if weight_decay is None and mask is not None:
         raise ValueError(
@@ -303,8 +305,8 @@ def decoupled_decay(
 def _checked_mask(mask: Any) -> Any:
     """Returns the mask after a check that its leaves are booleans.
 
-    A function that makes a mask is wrapped, so that its result is checked when it is
-    called.
+    If `mask` is a function, returns a function that calls `mask` and checks the tree
+    that it returns.
 
     Raises:
         ValueError: `mask` is a number, string or array, or a leaf of the mask is not a

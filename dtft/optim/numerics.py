@@ -22,7 +22,7 @@ def dtype_of(leaf: Any) -> Any:
 
 
 def at_least_float32(dtype: Any) -> Any:
-    """Returns a floating or complex dtype; float32 for dtypes of fewer than 32 bits.
+    """Returns `dtype` (floating or complex), or float32 if it has fewer than 32 bits.
 
     >>> [str(at_least_float32(d)) for d in ("bfloat16", "float8_e5m2", "complex64")]
     ['float32', 'float32', 'complex64']

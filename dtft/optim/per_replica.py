@@ -51,12 +51,12 @@ def lift(tree: Any, num_replicas: int) -> Any:
 
 
 def squeeze(tree: Any) -> Any:
-    """Drops the replica dim of marked leaves: [1, ...] -> [...]; inside shard_map."""
+    """Drops the replica dim of marked leaves inside shard_map: [1, ...] -> [...]."""
     return map_rows(lambda leaf: jnp.squeeze(leaf, 0), tree)
 
 
 def expand(tree: Any) -> Any:
-    """Adds the replica dim to marked leaves: [...] -> [1, ...]; inside shard_map."""
+    """Adds the replica dim to marked leaves inside shard_map: [...] -> [1, ...]."""
     return map_rows(lambda leaf: jnp.expand_dims(leaf, 0), tree)
 
 

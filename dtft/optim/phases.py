@@ -52,7 +52,8 @@ def max_belief_phases(
     """Makes the two phases of `scale_by_max_belief` from the same arguments.
 
     Raises:
-        ValueError: a hyperparameter that is not traced is out of range.
+        ValueError: a hyperparameter is out of range (a traced number is not checked),
+            or is a floating array of fewer than 32 bits.
     """
     _check_hyperparameters(b1, b2, eps, eps_root, mu_dtype, nesterov, bias_correct_max)
 

@@ -7,10 +7,11 @@ statistics of several replicas.
     L_t = b L_{t-1} + (1 - b) G_t G_t^T          R_t = b R_{t-1} + (1 - b) G_t^T G_t
     P_t = L_t^(-1/4) m_t R_t^(-1/4)              u_t = P_t |a_t| / |P_t|
 
-with m_t and a_t the first moment and the direction of Max-AdaBelief. Gupta, Koren and
-Singer, "Shampoo: Preconditioned Stochastic Tensor Optimization" (2018), Algorithm 1;
-grafting from Agarwal et al., "Disentangling Adaptive Gradient Methods from Learning
-Rates" (2020).
+with G_t the gradient as a matrix, b the decay rate, m_t the first moment of
+Max-AdaBelief, a_t its direction (the update before the learning rate) and |.| the
+Frobenius norm. Gupta, Koren and Singer, "Shampoo: Preconditioned Stochastic Tensor
+Optimization" (2018), Algorithm 1; grafting from Agarwal et al., "Disentangling Adaptive
+Gradient Methods from Learning Rates" (2020).
 """
 
 import math
@@ -43,12 +44,13 @@ def scale_by_shampoo(
     statistics_every: jax.typing.ArrayLike = 1,
     exchange: Exchange | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Preconditions gradients by Shampoo and scales them to the norm of Max-AdaBelief.
+    """Preconditions gradients by Shampoo, with norms of updates from Max-AdaBelief.
 
     Leaves: Shampoo applies to real leaves that are matrices after all dims but the last
     are merged (a convolution kernel HWIO is (H W I, O)). Vectors, scalars, matrices
-    with a dim of 1 and complex leaves get the Max-AdaBelief direction. All leaves get
-    this direction before step `precondition_frequency`, which computes the first roots.
+    with a dim of 1 and complex leaves get the Max-AdaBelief direction, that is, its
+    update before the learning rate. All leaves get this direction before step
+    `precondition_frequency`, which computes the first roots.
 
     Norm: each leaf's update has the Frobenius norm of the leaf's Max-AdaBelief
     direction. So the learning rates of Max-AdaBelief apply, and the scale of the
@@ -64,8 +66,8 @@ def scale_by_shampoo(
     `updates`, the mean gradient. Without `local_gradients` the statistics are computed
     from `updates`. The two differ: the mean of G_i G_i^T over the replicas is the outer
     product of the mean gradient plus the covariance of G_i between replicas. The
-    covariance damps noisy directions more, and raises the rank that one step adds up to
-    p times for p replicas. If the batch per replica is so small that the covariance
+    covariance damps noisy directions more. With p replicas, the rank that one step adds
+    is up to p times as high. If the batch per replica is so small that the covariance
     dominates, the preconditioner follows the noise instead of the curvature.
 
     Args:
@@ -76,16 +78,16 @@ def scale_by_shampoo(
         mu_dtype: See `scale_by_max_belief`.
         beta_preconditioner: Decay rate b of the statistics, above 0; 1 sums the
             statistics without decay, as in Algorithm 1 of the paper.
-        exponent: Power e of the inverse roots L^-e and R^-e: 1/4 in the paper, which
-            is the inverse square root of the Kronecker product of L^(1/2) and R^(1/2);
-            1/2 gives its inverse. Above 1 the roots for small gradients overflow
-            float32.
+        exponent: Power e of the inverse roots L^-e and R^-e. 1/4, as in the paper,
+            applies the inverse square root of the Kronecker product of L^(1/2) and
+            R^(1/2); 1/2 applies the inverse of this product. Above 1 the roots for
+            small gradients overflow float32.
         root_eps: Added to the eigenvalues before the root, as a fraction of the largest
             eigenvalue of the block; above 0. The root of a singular block contains
             root_eps^-exponent, which must be finite in float32.
         block_size: Largest number of rows and columns of a block. Matrices are cut into
-            blocks, each with separate statistics. Time is cubic in the block size, the
-            size of the state linear.
+            blocks, each with separate statistics. The time for the roots of one block
+            is cubic in its size, the memory for its statistics quadratic.
         precondition_frequency: Steps from one computation of the roots to the next; a
             multiple of `statistics_every`.
         statistics_every: Steps from one measurement of the statistics to the next. With

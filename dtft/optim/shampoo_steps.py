@@ -1,7 +1,8 @@
-"""The state of Shampoo and the steps of one update, all pure.
+"""The state of Shampoo and the steps of one update, as pure functions.
 
-Decides when statistics and roots are renewed, and scales the direction to the norm of
-Max-AdaBelief. `dtft.optim.shampoo` has the equations and the public transforms.
+Decides when statistics and inverse roots are computed, and scales each update to the
+norm of the Max-AdaBelief update. `dtft.optim.shampoo` has the equations and the public
+transforms.
 """
 
 from collections.abc import Callable
@@ -47,7 +48,7 @@ class ScaleByShampooState(NamedTuple):
     """State of Max-AdaBelief; Shampoo preconditions the first moment `mu`."""
     statistics: Any
     """A tree like the parameters: `Factors` L and R; None for leaves that are complex
-    or no matrices."""
+    or not matrices (`blocks_of`)."""
     roots: Any
     """Inverse roots of `statistics`, as last computed, in a tree of the same structure;
     identities before the first computation."""
@@ -182,9 +183,9 @@ class ShampooSteps(NamedTuple):
 
 
 def _as_factors(tree: Any, updates: optax.Updates) -> Any:
-    """Returns `tree` with `Factors` nodes, which `nnx.Optimizer` replaces by others.
+    """Restores the `Factors` nodes of `tree`, because `nnx.Optimizer` replaces them.
 
-    `updates` gives the tree structure above the nodes.
+    `updates` has the tree structure above these nodes.
     """
     gradients, treedef = jax.tree.flatten(updates, is_leaf=lambda x: x is None)
 

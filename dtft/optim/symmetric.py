@@ -1,6 +1,6 @@
-"""Averages the statistics of `scale_by_shampoo` over replicas.
+"""Averages the statistics and the gradients of `scale_by_shampoo` over replicas.
 
-Depends on trees of symmetric matrices and an axis name; must not depend on meshes.
+Depends on trees of arrays and an axis name; must not depend on meshes.
 `dtft.optim` loads this module on first use, because it needs `dtft.collectives`.
 """
 

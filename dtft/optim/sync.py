@@ -1,19 +1,20 @@
 """Optax transforms that exchange gradients or moments between replicas.
 
 The transforms take an explicit axis name and run inside `jax.shard_map` (or `jax.vmap`)
-over the replica axis. They decide which array is reduced at which step. They depend on
-the two phases of any optimizer, and must not depend on meshes or the training loop.
+over the replica axis. They decide which array is reduced at which step. `sync_moments`
+depends on an optimizer in two phases (`Phases`). No transform may depend on meshes or
+the training loop.
 
 `reduce_updates` is the default: the mean gradient goes into any optimizer. With
 `sync_moments` every replica adds its **local** gradient to its moments, and replicas
 exchange moments. The first moment is linear in the gradients, so the mean of the
 replicas' first moments is the first moment of the mean gradient. The second moment is
-not linear. With g_i and m_i of replica i:
+not linear. With g_i the gradient and m_i the first moment of replica i:
 
     mean_i (g_i - m_i)^2 = (mean_i g_i - mean_i m_i)^2 + Var_i(g_i - m_i)
 
-If noise dominates, the left side is N times the square on the right: **steps shrink by
-sqrt(N)** compared with gradient averaging over N replicas. A change from
+If noise dominates, the left side is N times the square on the right for N replicas:
+**steps are sqrt(N) times smaller** than with averaged gradients. A change from
 `reduce_updates` to `sync_moments` needs up to sqrt(N) times the learning rate.
 
 | form | bytes per step, in units of the parameters |
@@ -23,9 +24,12 @@ sqrt(N)** compared with gradient averaging over N replicas. A change from
 | the same, `every={"mu": 1, "nu_max": k}` | 1 + 1/k |
 | `sync_moments(mode="state")` and `average_params` | the sum of 1/period |
 
-Replicas stay bit-identical as long as every operand of the update is reduced or
-replicated. Every replica must enter every collective, or the collective never ends. So
-step counts must be equal on all replicas, and an exchange must be commanded on all.
+The sum in the last row is over the moments and the parameters.
+
+Parameters stay bit-identical on all replicas as long as every operand of the update (a
+moment that the update is computed from) is reduced or replicated. A collective ends
+only if every replica enters it. So the number of updates must be equal on all replicas,
+and an exchange must be commanded on all replicas or on none.
 """
 
 from collections.abc import Mapping
@@ -44,12 +48,13 @@ MOMENTS = ("mu", "nu", "nu_max")
 """Fields of the optimizer state that `sync_moments(mode="state")` reduces by default:
 the moments of Max-AdaBelief."""
 REFRESH_ABOVE = 16.0
-"""Default of `sync_moments(refresh_above=...)`: largest element of an update before
-its multiplication by the learning rate.
+"""Default of `sync_moments(refresh_above=...)`, a limit for the elements of an update
+before its multiplication by the learning rate.
 
-A little above 15.5, the largest update of Max-AdaBelief for a constant gradient. For a
-gradient that grows over many steps, updates from newly reduced moments exceed 16 too.
-Moments are then reduced at every update, at the cost of a period of 1.
+16 is a little above 15.5, the largest update of Max-AdaBelief for a constant gradient
+at the default betas. For a gradient that grows over many steps, updates from newly
+reduced moments exceed 16 too. Moments are then reduced at every update, as with a
+period of 1.
 """
 
 
@@ -107,24 +112,23 @@ def sync_moments(
         phases: the optimizer; its state is a NamedTuple with a field `count`.
         axis_name: the replica axis; None for a single replica.
         mode: see above.
-        every: field of the state to its period in updates; 0 for only on command. In
-            mode "operands" `every` must name every operand of the update. Default: a
-            period of 1 for all operands, or in mode "state" for the moments of
-            Max-AdaBelief.
-        op: field to "mean" (default) or "max". The maximum reduced by "max" never
-            decreases and is the same if a contribution arrives late or twice; its
-            denominators are never smaller than with "mean".
+        every: field of the state to its period in updates; 0 for only on command (in
+            mode "operands" also at update 1 and by `refresh_above`). In mode "operands"
+            `every` must name every operand of the update. Default: a period of 1 for
+            all operands, or in mode "state" for the moments of Max-AdaBelief.
+        op: field to "mean" (default) or "max". With "max" the maximum decreases on no
+            replica, and is never smaller than with "mean".
         algorithm: how arrays are reduced, see `dtft.collectives`.
         commanded: whether `update` takes the argument `sync`, an int32 scalar that is
             **equal on all replicas**. A value other than 0 exchanges all fields of
             `every`, in addition to the periods. If the values differ, some replicas
             enter a collective that the others never enter: a deadlock.
         refresh_above: mode "operands" only. If an element of the update, before its
-            multiplication by the learning rate, is larger than this, the operands from
-            earlier reductions are reduced at once and the update is computed again.
-            Otherwise a coordinate without a gradient at the last reduction (a rare
-            token, say) is divided by a maximum near 0, and its first gradient makes a
-            step of a million times the learning rate. None never reduces early.
+            multiplication by the learning rate, exceeds this in magnitude, the operands
+            from earlier reductions are reduced at once and the update is computed
+            again. With None a coordinate without a gradient at the last reduction (a
+            rare token, say) is divided by a maximum near 0, and its first gradient
+            makes a step of a million times the learning rate.
 
     Returns:
         A transform with extra arguments. Its state has `PerReplica` marks;

@@ -1,10 +1,10 @@
 """Runs training steps on a mesh: data, model and pipeline parallelism.
 
-* `functional_model`: a model as pure functions. `step`: `TrainStep`, the step on a
-  config's mesh. `feed`: makes sharded arrays from rows. `validation`: checks that an
+* `functional_model`: a model as pure functions. `step`: `TrainStep`, the compiled step
+  of an experiment. `feed`: makes sharded arrays from rows. `validation`: checks that an
   experiment fits a cluster.
-* `state_sharding`: how parameters and moments are divided on a config's mesh;
-  `plan_shardings`: on a plan's mesh.
+* `state_sharding`: how parameters and moments are divided on a config's mesh without
+  stages; `plan_shardings`: applies a plan's shardings.
 * `fsdp`: ZeRO level 3. `grad_accumulation`: gradients over microbatches.
   `local_updates`: steps of optimizers that communicate between replicas. `pipeline`:
   an SPMD pipeline over stages.

@@ -195,9 +195,9 @@ def evaluate(
     """Returns the means of the loss and of each metric over all samples of `source`.
 
     All processes must call this function together. The last batch is padded with rows
-    of weight 0. For each batch `entered` is called with `evaluate`, with the phase of
-    the computation (`compile` for the first batch, then `evaluate`), and with
-    `evaluate` after the computation was started.
+    of weight 0. For each batch `entered` is called three times: with `evaluate` before
+    the rows are read; before the computation is started, with its phase (`compile` for
+    the first batch, then `evaluate`); and with `evaluate` after it was started.
     """
     starts, _ = local_parts(train_step.batch_sharding, global_batch)
     width = train_step.batch_sharding.shard_shape((global_batch,))[0]

@@ -4,8 +4,8 @@ The loss's program is rebuilt, so that every parameter stays divided until an op
 computes with it. The gather is placed inside the scan over layers, inside jitted and
 rematerialized parts, and after casts and slices. The gradient of a parameter is divided
 again at once. Without explicit gathers XLA's partitioner gathers activations, or the
-parameters of all layers together. With jax 0.10.2 on CPU it also computed wrong
-gradients, see `dtft.parallel.step`. The specs of parameters come from the plan.
+parameters of all layers together. With jax 0.10.2 on CPU the partitioner also computed
+wrong gradients, see `dtft.parallel.step`. The specs of parameters come from the plan.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,14 +34,14 @@ gathered parameter that was cast or reshaped, which should not stay in memory.""
 
 @dataclass(kw_only=True, eq=False)
 class Gathering:
-    """Inserts gathers into one program, and defines the program's remat policy."""
+    """Inserts gathers into one program; `policy` recomputes gathered parameters."""
 
     mesh: Mesh
     _seen: set[tuple[Any, ...]] = field(default_factory=set)
     _results: set[Var] = field(default_factory=set)
 
     def apply(self, program: ClosedJaxpr, specs: Mapping[int, Spec]) -> ClosedJaxpr:
-        """Returns the program with a gather before each use of a divided argument.
+        """Returns the program with gathers of its divided arguments (see `_Level.add`).
 
         Args:
             program: a traced loss.
@@ -73,7 +73,7 @@ class Gathering:
         return any(var in self._results for var in eqn.outvars)
 
     def body(self, jaxpr: Jaxpr, divided: Mapping[Var, Spec]) -> Jaxpr:
-        """Returns a jaxpr with a gather before each use of a divided variable.
+        """Returns a jaxpr with gathers of its divided variables (see `_Level.add`).
 
         Args:
             jaxpr: the program itself, or the body of a call in the program.
@@ -87,9 +87,9 @@ class Gathering:
     def gather(self, var: Var, spec: Spec) -> tuple[Var, JaxprEqn]:
         """Makes an equation that gathers `var` over `fsdp`.
 
-        Returns the variable that the equation writes, and the equation. Its backward
-        pass shards the cotangent as `spec` says; a cotangent of at most one dim is
-        first constrained to be whole.
+        Returns the variable that the equation writes, and the equation. The equation's
+        backward pass constrains the cotangent to `spec`. A cotangent of at most one dim
+        is first constrained to `spec` without `fsdp`.
         """
         divided = NamedSharding(self.mesh, partition_spec(spec))
         whole = NamedSharding(self.mesh, partition_spec(gathered(spec)))
@@ -131,9 +131,10 @@ class _Level:
     def add(self, eqn: JaxprEqn) -> None:
         """Appends an equation, after gathers of the divided variables that it reads.
 
-        In calls, and in scans over the first dim of a divided variable, the gathers are
-        inserted into the body instead. A cast, slice or squeeze that works on shards is
-        appended without a gather, and its result counts as divided.
+        In calls (`_ENTERED`) the gathers are inserted into the body instead. So are
+        those in a scan over the first dim of a variable that is divided in other dims.
+        A cast, slice or squeeze that works on shards is appended without a gather, and
+        its result counts as divided.
         """
         specs = [self.divided.get(a) if is_var(a) else None for a in eqn.invars]
         if not any(specs):

@@ -3,7 +3,7 @@
 A Flax module is split once into arrays and its graph. Training, evaluation and planning
 call the functions.
 
-Legend: B rows.
+Legend: B rows, T tokens of a row.
 """
 
 from collections.abc import Callable

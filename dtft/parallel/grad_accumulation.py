@@ -28,11 +28,11 @@ def accumulated(
     pin: Callable[[Any], Any],
     divide: Callable[[Any], Any],
 ) -> Callable[[Any, Any], tuple[tuple[jax.Array, Any], Any]]:
-    """Makes a function like `jax.value_and_grad(loss, has_aux=True)`, run in parts.
+    """Makes a `jax.value_and_grad(loss, has_aux=True)` that runs part by part.
 
-    It differentiates the loss on one part of the batch after another. Loss, aux and
-    gradients are weighted means over the parts. With several parts it raises ValueError
-    if aux has an array that is not floating-point.
+    The function differentiates the loss on one part of the batch after another. Loss,
+    aux and gradients are weighted means over the parts. If there are several parts, and
+    aux has an array that is not floating-point, the function raises ValueError.
 
     Args:
         loss: the function to differentiate, with respect to its first argument.
@@ -90,7 +90,8 @@ def parts_of(batch: Any, num_parts: int, specs: Mapping[str, Spec], mesh: Mesh) 
         mesh: the mesh of the specs.
 
     Raises:
-        ValueError: rows cannot be divided; the message names the array.
+        ValueError: the rows of an array cannot be divided, or two arrays have different
+            numbers of rows; the message names the arrays.
     """
     check_rows(batch, num_parts)
 

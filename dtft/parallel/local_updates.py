@@ -22,7 +22,7 @@ Step = Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
 
 
 def lift(state: dict[str, Any], optim: OptimConfig, num_replicas: int) -> Any:
-    """Adds the replica dim to the leaves of an initial state that replicas will change.
+    """Adds the replica dim to leaves of the state that may differ between replicas.
 
     All replicas start with the same values. Parameters get the replica dim if
     `optim.params_drift`; leaves of optimizer state get it if marked as `PerReplica`.
@@ -59,8 +59,8 @@ def over(step: Step, optim: OptimConfig, mesh: Mesh, abstract: Any) -> Step:
 
     The loss and the model's metrics are means over the replicas, which is the mean over
     the batch. `grad_norm` is the root mean square of the norms of the replicas'
-    gradients, because no device has the mean gradient. `optim.clip` also acts on the
-    gradient of each replica. Normalization layers normalize over a replica's own rows;
+    gradients, because no device has the mean gradient. `optim.clip` clips the gradient
+    of each replica by itself. Normalization layers normalize over a replica's own rows;
     their new running statistics are means over the replicas.
 
     Args:
@@ -109,10 +109,10 @@ def evaluated(params: Any) -> Any:
 
 
 def here(sharding: Any) -> Any:
-    """Converts a tree of NamedShardings for constraints where it is called.
+    """Converts NamedShardings to what `with_sharding_constraint` accepts in the caller.
 
-    While a `shard_map` is traced JAX accepts only PartitionSpecs, which are returned.
-    Elsewhere the tree is returned unchanged.
+    While a `shard_map` is traced JAX accepts only PartitionSpecs, so this function
+    returns a tree of them. Elsewhere it returns the tree of NamedShardings unchanged.
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return sharding

@@ -1,15 +1,16 @@
 """Pipeline parallelism: the assignment of layers to stages, the schedule, and the step.
 
-All stages run one program (SPMD) in a `jax.shard_map` over the axis `stage`. At every
-tick each stage applies one chunk of its layers to one microbatch and sends the result
-to the next stage (`ppermute`). JAX transposes this loop to get the backward pass, which
-runs the same ticks in reverse.
+All stages run one program (SPMD) in a `jax.shard_map`. The layers run in a loop, whose
+iterations are called ticks. At every tick each stage applies one chunk of its layers to
+one microbatch and sends the result to the next stage (`ppermute`). JAX transposes this
+loop to get the backward pass, which runs the same ticks in reverse.
 
 Metrics and update are the same as in every `TrainStep`. The parameters of layers are
-stacked [stages, chunks, layers of a chunk, ...] and divided over `stage`, together with
-their optimizer state. Parameters before and after the layers are divided over `stage`
-too, and gathered for use. The rows that leave the last stage are scattered over the
-stages, so that each stage computes the loss of its part of the rows.
+stacked [stages, chunks, layers of a chunk, ...] and divided over `stage` and `fsdp`.
+Parameters before and after the layers are divided over both axes, too. Optimizer state
+is divided like its parameters. For use, the parameters of layers are gathered over
+`fsdp`, the other parameters over both axes. The rows that leave the last stage are
+scattered over the stages, so that each stage computes the loss of its part of the rows.
 
 Legend: S stages, C chunks of a stage, L layers of a chunk, M microbatches, B rows.
 """
@@ -124,8 +125,7 @@ class Pipeline:
 
     @property
     def left_at_M(self) -> np.ndarray:
-        """For each microbatch the tick in which the last stage applies its last chunk
-        to it."""
+        """The tick in which each microbatch passes the last chunk on the last stage."""
         ticks = np.arange(self.num_ticks)
         works, chunk, microbatch = self.at_work(ticks, self.stages - 1)
         at_end = works & (chunk == self.chunks - 1)
@@ -156,8 +156,8 @@ def through_layers(
 ) -> jax.Array:
     """Applies all layers to rows; call it in a `shard_map` over the axis `stage`.
 
-    Padding layers are skipped, and so are ticks in which a stage has no microbatch.
-    Their gradients are exactly zero.
+    Padding layers are skipped, so their gradients are exactly zero. A stage skips all
+    its layers in a tick in which it has no microbatch.
 
     Args:
         pipeline: the schedule.
@@ -288,7 +288,8 @@ def in_stages(
 
     Raises:
         ValueError: the model's layers are not equal, their number is not what the
-            config gives, or the model keeps running statistics.
+            config gives, or the model keeps arrays besides its parameters, such as
+            running statistics.
     """
     layers = config.layers
     assert layers is not None
@@ -382,8 +383,9 @@ def _graphs(config: ModelConfig, seed: int, layers: EqualLayers) -> tuple[Any, A
 def _state_sharding(abstract: State, mesh: Mesh, layers: str) -> State:
     """Returns a NamedSharding per leaf of the state.
 
-    Stacked layers are divided over `stage` in dim 0, and other dims over `fsdp`. Other
-    arrays are divided over `stage` and `fsdp` together, in one dim.
+    Stacked layers are divided over `stage` in dim 0, and over `fsdp` in one of the dims
+    from dim 3 on. Other arrays are divided over `stage` and `fsdp` together, in one
+    dim. `spec_of` selects the dim, or no dim if no size is divisible.
     """
     fsdp, stages = mesh.shape["fsdp"], mesh.shape[STAGE_AXIS]
 

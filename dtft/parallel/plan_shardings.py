@@ -92,9 +92,8 @@ def sharding_tree(
 def signature(tree: Any) -> Any:
     """A hashable key of a tree: its structure, and the shape and dtype of each leaf.
 
-    For a Python number its type stands for the dtype.
-
-    Trees with equal keys can be arguments of the same compiled program.
+    The key has the type of a Python number in place of a dtype. Trees with equal keys
+    can be arguments of the same compiled program.
     """
     leaves, structure = jax.tree.flatten(tree)
     return structure, tuple((np.shape(leaf), _dtype(leaf)) for leaf in leaves)
@@ -172,7 +171,8 @@ def constrained(
         mesh: a mesh with the axes of the specs.
 
     Raises:
-        ValueError: when called: a number or a spec does not fit the program.
+        ValueError: raised by the wrapped function if a number or a spec does not fit
+            the program.
     """
     if not constraints:
         return fn

@@ -15,8 +15,8 @@ COUNTS = "microbatch_counts"
 """Name of the batch array that has the number of microbatches of each replica."""
 DEFAULT_MICROBATCHES = 64
 DEFAULT_ROOM = 4
-"""Default of the most microbatches that a replica can take, as a multiple of an equal
-share. Each replica has input buffers of this size."""
+"""Default for the largest number of microbatches of a replica, as a multiple of an
+equal share. Each replica has input buffers of this size."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,9 @@
-"""How parameters and optimizer moments are divided on a config's mesh.
+"""How parameters and optimizer moments are divided on a config's mesh without stages.
 
-A plan's specs come from `dtft.planner.spmd.zero` and are used by `plan_shardings`.
+State marked `PerReplica` (`dtft.optim.per_replica`) has a leading replica dim, which
+`local_updates.shardings` divides over `replica`. For `mesh.stage` above 1
+`_state_sharding` in `pipeline` makes the shardings. A plan's specs come from
+`dtft.planner.spmd.zero`, and `plan_shardings` applies them.
 """
 
 from collections.abc import Sequence
@@ -18,7 +21,9 @@ BATCH_AXES = ("replica", "fsdp")
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any]) -> Mesh:
-    """Makes a mesh with the axes of `AXES` over devices in slot order.
+    """Makes a mesh with the axes of `AXES` over devices in their given order.
+
+    The last axis varies fastest.
 
     Raises:
         ValueError: the sizes do not fit the number of devices.
@@ -32,9 +37,10 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any]) -> Mesh:
 def spec_of(shape: tuple[int, ...], fsdp: int, tensor: int) -> PartitionSpec:
     """The PartitionSpec of an array of the state, by the sizes of two mesh axes.
 
-    The last dim of an array with two or more dims is divided over `tensor`, and the
-    largest other dim over `fsdp`. A dim that an axis does not divide evenly is not
-    divided over this axis.
+    An array with two or more dims is divided over `tensor` in its last dim, if the size
+    of this dim is a multiple of `tensor`. `fsdp` divides the largest remaining dim
+    whose size is a multiple of `fsdp`; of equal dims, the first. An axis of size 1
+    divides nothing.
 
     >>> tuple(spec_of((6, 8), fsdp=2, tensor=4))
     ('fsdp', 'tensor')

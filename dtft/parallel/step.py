@@ -3,7 +3,7 @@
 A `Parallelism` describes a way to run a step: the sharding of each part of the state,
 the function that computes gradients, and the function that applies gradients. This
 module has the `Parallelism` of a config's mesh without stages. Others are in `pipeline`
-(stages), `load_balancing` and `planning` (a plan).
+(stages), `load_balancing` (uneven shares of the batch) and `planning` (a plan).
 
 The state is a pytree `{"params", "statistics", "opt_state", "step"}`. `statistics` has
 the running statistics of normalization layers; it has no leaves for models without such
@@ -35,7 +35,8 @@ from dtft.parallel.state_sharding import BATCH_AXES, state_sharding
 Arrays = Mapping[str, jax.Array | np.ndarray]
 """Map from a name to a global array; the jitted call shards numpy arrays."""
 Means = dict[str, Any]
-"""Means over a step's batch: `gradients`, `statistics` and `metrics`."""
+"""Dict of `gradients` and `metrics` (means over a step's batch), and `statistics` (the
+new running statistics)."""
 Gradients = Callable[[State, dict[str, jax.Array]], Means]
 """Function from a state and a batch to the means over the batch."""
 Apply = Callable[[optax.GradientTransformation, Any, Any, Any], tuple[Any, Any]]
@@ -53,9 +54,10 @@ def apply_gradients(
 
 
 def gradients_of(model: FunctionalModel) -> Gradients:
-    """Makes a function that computes the gradients of a whole batch.
+    """Makes a function that computes the `Means` of a batch in one call of the model.
 
-    XLA's partitioner inserts the reductions over the batch.
+    XLA's partitioner inserts the reductions over the batch that the model itself does
+    not have.
     """
     gradient = jax.grad(model.mean_loss, has_aux=True)
 
@@ -99,13 +101,14 @@ class TrainStep:
 
         Args:
             optim: config of the optimizer and its learning rate.
-            model: the model; its `init` makes the parameters of the state.
-            mesh: a mesh with the axes of `AXES`, and other axes that `parallelize`
-                uses.
+            model: the model; its `init` makes the state's parameters and statistics.
+            mesh: a mesh with the axes of `state_sharding.AXES`, and other axes that
+                `parallelize` uses.
             parallelize: function from the abstract state to the `Parallelism`.
 
         Raises:
-            ValueError: the optimizer cannot run on this mesh.
+            ValueError: the optimizer cannot run on this mesh, or `parallelize` raised
+                the error.
         """
         self.mesh = mesh
         self._optim, self._model = optim, model
@@ -151,7 +154,7 @@ class TrainStep:
 
     @property
     def state_bytes_per_device(self) -> int:
-        """Bytes of the state's shards on a device."""
+        """Bytes of the state's shards of one device, also of shards in host memory."""
         leaves = jax.tree.leaves(self.abstract_state)
         shapes = [leaf.sharding.shard_shape(leaf.shape) for leaf in leaves]
         return sum(
@@ -160,7 +163,7 @@ class TrainStep:
         )
 
     def init(self) -> State:
-        """Makes the state at step 0; each device makes its own shards."""
+        """Makes the state at step 0, sharded over the devices."""
         return self._init()
 
     def step(self, state: State, batch: Arrays) -> tuple[State, Metrics]:

@@ -93,8 +93,9 @@ def check_experiment(
         experiment: the experiment to run.
         hosts: number of hosts; by default `cluster.hosts` of the config.
         devices_per_host: number of devices of each host; by default
-            `cluster.devices_per_host` of the config. With -1, or with a plan, nothing
-            that depends on the mesh is checked.
+            `cluster.devices_per_host` of the config. With -1, or if the config has a
+            plan, only the copies, the model and (with stages) the optimizer are
+            checked.
         memory_tier: whether copies of checkpoints are kept in the hosts' memory.
 
     Raises:

@@ -7,7 +7,7 @@
 * `problem`: tasks on nodes as plain numbers, and a lower bound.
 * `tasks`: operators, loops or layers as tasks.
 * `list_scheduler`: simulates the times of tasks on nodes.
-* `heuristics`: candidates (HEFT, stretches, baselines) and moves of single tasks.
+* `heuristics`: candidates (HEFT and baselines), then moves of tasks to other nodes.
 """
 
 from typing import TYPE_CHECKING

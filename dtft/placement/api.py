@@ -1,8 +1,8 @@
 """Places the operators of a program on nodes of different types.
 
-`place` makes tasks of a traced program, prices each task on every node of a cluster,
-and takes the best candidate of the heuristics: earliest finish with transfers of inputs
-over the links, baselines, and moves of single tasks.
+`place` makes tasks of a traced program, computes the seconds of each task on every node
+of a cluster, and takes the best candidate of the heuristics: earliest finish with
+transfers of inputs over the links, baselines, and moves of tasks.
 """
 
 import operator
@@ -49,7 +49,7 @@ def check_together(together: Any) -> Sequence[tuple[int, int]]:
     """Converts the argument `together` to pairs of operator numbers.
 
     Raises:
-        ValueError: the argument has another form; the message shows the form.
+        ValueError: the argument has another form; the message shows the allowed form.
 
     >>> check_together([[2, 5]])
     [(2, 5)]
@@ -97,28 +97,30 @@ def place(
             fast, and a node of weight 0 gets no task. Default: all 1.
         kernels: kernels of devices for operators, in addition to those that
             `DeviceType.kernels` lists.
-        affinity: map from an operator (a primitive, a kind, or `dense`, `conv`,
-            `activation`) to the wanted node, device type or platform. A primitive's pin
-            takes precedence over its kind's pin. A pin of an operator that the program
-            lacks is only noted.
-        order: order in which tasks are placed: `rank` is by upward rank, `traversal` is
-            the order of the program.
-        grain: `operator`, or `block`, in which each of equal layers is one task. Each
-            loop is always one task.
+        affinity: pins: map from an operator (a primitive, a kind, or `dense`, `conv`,
+            `activation`) to the node, device type or platform that must run it. A
+            primitive's pin takes precedence over its kind's pin. A pin of an operator
+            that the program lacks only adds a note.
+        order: order in which tasks are placed: `rank` is by upward rank (the longest
+            path in seconds from a task to the end of the program), `traversal` is the
+            order of the program.
+        grain: `operator`: each operator is a task; or `block`: each of a row of equal
+            layers is a task. A loop is always one task.
         together: operators that stay on one node, as pairs of the first operator and
             the operator after the last.
         backward: whether the step also has the backward pass of this program. Each task
-            then runs again on its node, and each node that reads a value between
-            `params` and the first result sends a gradient of the value.
+            then has a backward task on the same node. For a value on a path from
+            `params` to the first result, each node that reads the value sends a part of
+            the value's gradient to the node that made the value.
         params: path of the argument that is differentiated; default: the first one, as
             in `loss(params, batch)`.
         microbatches: the number of microbatches of a step, which follow each other
             through the nodes.
-        moves: the number of tries to move a task to another node; by default as many as
-            take less than half a second.
+        moves: the number of tries to move tasks to other nodes; by default 20,000
+            divided by the number of tasks, or 0 if this is below 20.
 
     Returns:
-        The best placement found, never worse than one of its baselines.
+        The best placement found, at least as fast as each of its baselines.
 
     Raises:
         ValueError: an argument is not allowed, an operator has no kernel, a pin cannot

@@ -1,9 +1,9 @@
 """Heuristics of placement: greedy rules, baselines, then moves of single tasks.
 
-The greedy rule is earliest finish in the order of upward ranks (HEFT), with all nodes
-and without the slower nodes. The baselines are all tasks on one node, contiguous
-stretches of the program, and random nodes. The baselines are candidates too, so the
-result is never worse than a baseline. The search is deterministic.
+The greedy rule is earliest finish in the order of upward ranks (HEFT), on all nodes and
+on only the faster nodes. The baselines are all tasks on one node, contiguous stretches
+of the program, and random nodes. The baselines are candidates too, so the result is
+never slower than a baseline. The search is deterministic.
 """
 
 import itertools
@@ -55,12 +55,14 @@ def split(
     num_bytes: Floats | None = None,
     capacity: Floats | None = None,
 ) -> tuple[Stretch, ...] | None:
-    """Splits a row of items over nodes so that the slowest node is as fast as possible.
+    """Splits a row of items over nodes with the fewest seconds of the slowest stretch.
+
+    The split is the best one if there are few kinds of nodes (see `_MOST_STATES`).
 
     Args:
         seconds: `[items, nodes]`, infinite where a node cannot run an item.
-        num_bytes: bytes of each item, `[items]`.
-        capacity: bytes of memory of each node, `[nodes]`.
+        num_bytes: bytes of each item, `[items]`; default: 0.
+        capacity: bytes of memory of each node, `[nodes]`; default: unlimited.
 
     Returns:
         Stretches in the order of items, none for a node without items; None if no
@@ -116,7 +118,9 @@ class _Row:
     def reach(self, node: int, start: int, limit: float) -> int:
         """First item after the longest stretch from `start` that a node can run.
 
-        The stretch keeps to `limit` seconds, to the node's memory and its kernels.
+        The stretch takes at most `limit` seconds, fits into the node's memory, and ends
+        before an item that the node cannot run. Returns `start` if not even one item is
+        possible.
         """
         upto = self.upto[:, node]
         by_time = int(np.searchsorted(upto, upto[start] + limit, "right")) - 1
@@ -187,7 +191,7 @@ class _Row:
 
 
 def _next_infinite(seconds: Floats) -> NDArray[np.int64]:
-    """For each item and node the first item from there on that the node cannot run.
+    """For each item and node the first item at or after it that the node cannot run.
 
     The shape is `[items + 1, nodes]`. The entry is the number of items if the node can
     run all further items.
@@ -253,10 +257,10 @@ class Climb:
         self.problem = problem
 
     def best_from(self, starts: Sequence[Sequence[int]]) -> list[int]:
-        """The best placement that moves from several starts reach.
+        """Finds the best placement that moves of tasks reach from the given starts.
 
-        Each start has the node of each task; the nodes must have the tasks' kernels.
-        Memory need not suffice.
+        A start is the node of each task; the nodes must have the tasks' kernels. The
+        memory of nodes need not suffice.
         """
         best, best_s = list(starts[0]), np.inf
         for start in starts:
@@ -274,7 +278,7 @@ class Climb:
         return best
 
     def _singly(self, node_of: list[int], seconds: float) -> tuple[list[int], float]:
-        """Moves single groups of tasks until no move improves, or no tries are left.
+        """Moves single groups of tasks until no move lowers `step` or no try is left.
 
         Returns the placement and its `step` value.
         """
@@ -301,7 +305,7 @@ class Climb:
         """Tries moves, and makes the first move that lowers `step`.
 
         Returns the placement and its `step` value; both are unchanged if no move lowers
-        it, or if no tries are left.
+        the value, or if no tries are left.
         """
         for move in moves:
             if self.left <= 0:
@@ -323,7 +327,7 @@ def _neighbours(
 ) -> list[tuple[int, int]]:
     """Pairs of groups that share a value, as producer and reader or as readers.
 
-    Values with more than `_MOST_ENDS` tasks, producer and readers, are skipped.
+    Values whose producer and readers are more than `_MOST_ENDS` tasks are skipped.
     """
     of = {task: number for number, group in enumerate(groups) for task in group}
     found: dict[tuple[int, int], None] = {}
@@ -363,12 +367,12 @@ def speed_table(problem: Problem) -> Speeds:
 
 
 def faster(problem: Problem) -> Iterator[list[int]]:
-    """Yields lists of the faster nodes, which have a kernel for every task.
+    """Yields lists of the faster nodes, which together have a kernel for every task.
 
     A list leaves out the nodes whose relative time (`_pace`) is at or above a limit.
     With up to four distinct times, each time but the least is such a limit. With more
-    times, the only list has about the faster half of the times. A list that lacks a
-    kernel for a task is skipped.
+    times, the only list has about the faster half of the times. A list whose nodes lack
+    a kernel for a task is skipped.
     """
     num, pace = len(problem.capacity), _pace(problem)
     distinct = sorted(set(pace), reverse=True)
@@ -382,8 +386,8 @@ def faster(problem: Problem) -> Iterator[list[int]]:
 def _pace(problem: Problem) -> list[float]:
     """Time of each node relative to the fastest node, over the tasks it can run.
 
-    The fastest node is that of each task, so 1 is the least time. Infinite for a node
-    that can run no task.
+    The fastest node is chosen for each task, so 1 is the least possible value. The time
+    is infinite for a node that can run no task.
     """
     best = problem.array.min(axis=1, keepdims=True).clip(1e-300)
     ratio = np.where(np.isfinite(problem.array), problem.array / best, np.nan)
@@ -396,14 +400,15 @@ def _pace(problem: Problem) -> list[float]:
 Order = Literal["rank", "traversal"]
 BASELINES = ("one node", "contiguous", "random")
 _TASKS_LOOKED_AT = 20_000
-"""Number of tasks that may be scheduled again while moves are tried, about 0.5 s. A try
-schedules all tasks: the number of tries is this number over the number of tasks."""
+"""The default number of tries of moves, multiplied by the number of tasks. Scheduling
+so many tasks takes about 0.5 s. With up to `_SMALL` tasks a try schedules each task
+several times."""
 _SMALL = 30
 """Largest number of tasks for which `improve` simulates each move with all orders of
 `Search.orders`, and not only with one order."""
 _FEW = 20
-"""Least number of tries of moves. If fewer are allowed by `_TASKS_LOOKED_AT`, `improve`
-is skipped; `squeeze` then has this number of tries."""
+"""Least number of tries of moves. If `_TASKS_LOOKED_AT` allows fewer, `improve` is
+skipped unless a number of moves is given, and `squeeze` has this number of tries."""
 _DRAWS = 10
 _TRAVERSAL = "earliest finish in the order of the program"
 _STARTS = 6
@@ -420,8 +425,8 @@ class Found:
     baselines: dict[str, float]
     """Step seconds of each baseline that can run."""
     dropped: dict[str, float]
-    """Step seconds of greedy placements without the slower nodes, by the names of the
-    nodes left out."""
+    """Step seconds of greedy placements that leave out the slower nodes, by the names
+    of the nodes left out."""
     speeds: Speeds
 
 
@@ -450,7 +455,7 @@ class Search:
         return found.makespan_s + (self.microbatches - 1) * fullest
 
     def see(self, found: Schedule | None, how: str) -> float | None:
-        """Records a schedule, keeps the best in `best`, and returns the step seconds.
+        """Records a schedule and returns its step seconds; keeps the best in `best`.
 
         Returns None if `found` is None, which means that memory did not suffice.
         """
@@ -476,8 +481,8 @@ class Search:
     def greedy(self) -> None:
         """Places each task where it ends first, in several orders of tasks.
 
-        The orders are by upward rank and of the program, or only of the program if
-        `order` is `traversal`.
+        Tasks are ordered by upward rank in several ways, and as in the program; if
+        `order` is `traversal`, only as in the program.
         """
         for name, order in self._orders():
             self.see(schedule(self.problem, order), name)
@@ -485,10 +490,11 @@ class Search:
             self.see(schedule(self.problem, as_they_come(self.problem)), _TRAVERSAL)
 
     def without_slow(self) -> dict[str, float]:
-        """Places each task where it ends first, without the slower nodes.
+        """Places each task where it ends first, once for each list of `faster` nodes.
 
         Returns:
-            Step seconds by the names of the nodes left out.
+            Step seconds by the names of the nodes left out, for each list whose memory
+            suffices.
         """
         problem, found = self.problem, {}
         name, order = next(iter(self._orders()))
@@ -568,7 +574,7 @@ class Search:
     def _bytes_of(self, group: Sequence[int]) -> float:
         """Bytes that a group of tasks adds to its node if nothing is freed.
 
-        These are the arguments that it reads and the values that it makes.
+        These are the arguments that the group reads and the values that it makes.
         """
         problem, inside = self.problem, set(group)
         values = {v for task in group for v in problem.made[task] + problem.read[task]}
@@ -598,7 +604,7 @@ class Search:
         return None
 
     def squeeze(self) -> list[tuple[int, ...]]:
-        """Places tasks without memory limits, then moves tasks until memory suffices.
+        """Places tasks without memory limits, then moves tasks to use less memory.
 
         Returns:
             The placements found without limits, then the placement with the fewest
@@ -668,8 +674,8 @@ def find_placement(
         order: order in which tasks are placed: `rank` (HEFT), or `traversal`, the
             order of the program.
         microbatches: the number of microbatches of a step.
-        moves: the number of tries to move a task to another node; None: as many as
-            take less than half a second.
+        moves: the number of tries to move tasks to other nodes; None: 20,000 divided
+            by the number of tasks, or 0 if this is below 20.
     """
     search, speeds = Search(problem, order, microbatches), speed_table(problem)
     search.greedy()

@@ -1,7 +1,10 @@
 """Kernels of devices for operators, pins of operators to nodes, and checks of names.
 
-For JAX's platforms, lowering tells whether a kernel exists (`dtft.parallel.mpmd` lowers
-the operators). For other platforms the registry is the only source.
+Registries (`DeviceType.kernels`, `Kernels.registered`) list the operators for which
+devices have kernels. For JAX's platforms, lowering shows too whether a kernel exists
+(`dtft.parallel.mpmd` lowers the operators). For other platforms the registries are the
+only source. Pins are the entries of `affinity` of `place`: an operator, and the nodes
+that may run it.
 """
 
 import difflib
@@ -19,18 +22,18 @@ from dtft.planner.ir import COUNTED, Operator, OperatorKind
 CLASSES: Mapping[str, str] = {
     "dense": "matmul", "conv": "convolution", "activation": "elementwise",
 }  # fmt: skip
-"""Map from a word, in registries and pins, to the kind of operators (`OperatorKind`)
-that it stands for."""
+"""Map from a word that registries and pins may use to the kind of operators
+(`OperatorKind`) that the word means."""
 CUSTOM = frozenset({"pallas_call", "ffi_call", "custom_call"})
 """Primitives that lower on every platform and run only with a registered kernel."""
 PLATFORMS: Mapping[str, tuple[str, ...]] = {"gpu": ("cuda", "rocm")}
-"""Map from a word, in registries and pins, to the JAX platforms that it stands for."""
+"""Map from a word that registries and pins may use to the JAX platforms it means."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """Kernels of devices beside those that `DeviceType.kernels` lists, and operators
-    that do not lower."""
+    """Kernels of devices in addition to those that `DeviceType.kernels` lists, and the
+    operators that do not lower."""
 
     registered: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Map from a device type or platform to the operators with kernels: primitives,
@@ -41,9 +44,10 @@ class Kernels:
     def has(self, device: DeviceType, operator: Operator, number: int) -> bool:
         """Whether a device has a kernel for operator number `number` of the program.
 
-        A registered kernel suffices. Otherwise the device type must list the operator.
-        A type without a list has no kernels on the platform `other`. On JAX's platforms
-        it has all, and listed or not, an operator must lower and not be in `CUSTOM`.
+        A kernel in `registered` suffices. Otherwise `DeviceType.kernels` must have the
+        operator; None there means all operators on JAX's platforms, and none on the
+        platform `other`. On JAX's platforms the operator must also lower, and not be in
+        `CUSTOM`.
 
         >>> from dtft.planner.cluster.catalog import device_type
         >>> tanh = Operator(primitive="tanh", kind="elementwise", inputs=(),
@@ -140,7 +144,7 @@ def check_kernels(
         operators: the operators of the program.
 
     Raises:
-        ValueError: the argument is no Kernels or has fields of other types, or a name
+        ValueError: `kernels` is not a `Kernels` or has fields of other types, or a name
             or operator number is unknown; the message has the allowed values.
     """
     if not isinstance(kernels, Kernels):
@@ -206,8 +210,8 @@ def check_pins(
         Notes on pins of operators that this program lacks.
 
     Raises:
-        ValueError: the argument is no mapping, a pin names an unknown operator, or the
-            cluster has no node for it; the message has the allowed names.
+        ValueError: `affinity` is not a mapping, or a pin names an unknown operator or a
+            node that the cluster does not have; the message has the allowed names.
     """
     if not isinstance(affinity, Mapping):
         raise ValueError(

@@ -1,4 +1,8 @@
-"""List scheduling of tasks on nodes, with simulated ports, transfers and memory."""
+"""List scheduling of tasks on nodes, with simulated ports, transfers and memory.
+
+The upward rank of a task (HEFT) is the longest path in seconds from the start of the
+task to the end of the program.
+"""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -135,7 +139,10 @@ def schedule(
     *,
     among: Sequence[int] | None = None,
 ) -> Schedule | None:
-    """Simulates tasks on nodes; None if a node's memory does not suffice.
+    """Simulates tasks on nodes.
+
+    Returns None if a node's memory does not suffice, or if `node_of` is None and a task
+    has no kernel on the nodes in `among`.
 
     Args:
         problem: tasks and nodes.
@@ -164,8 +171,8 @@ class _State:
         self.of = problem
         num = len(problem.capacity)
         self.open = np.zeros(num)
-        """Seconds from which tasks may take each node: 0, or infinite if `among` lacks
-        the node."""
+        """Time in seconds from which each node may run tasks: 0, or infinite if `among`
+        lacks the node."""
         if among is not None:
             self.open[[node for node in range(num) if node not in among]] = np.inf
         self.nodes = [Line() for _ in range(num)]
@@ -237,8 +244,8 @@ class _State:
         return ways
 
     def has_room(self, task: int, node: int) -> bool:
-        """Whether a task's outputs, and the inputs that a node lacks, fit into its free
-        memory."""
+        """Whether a task's outputs, and the inputs that a node lacks, fit into the free
+        memory of the node."""
         of = self.of
         more = of.made_bytes[task]
         for value in of.read[task]:
@@ -276,8 +283,8 @@ class _State:
         self._keep(task, node, end)
 
     def _keep(self, task: int, node: int, end: float) -> None:
-        """Adds a task's outputs to its node's memory; frees values without readers
-        left."""
+        """Adds a task's outputs to its node's memory; frees values that no other task
+        will read."""
         of = self.of
         for value in of.made[task]:
             self.home[value] = node

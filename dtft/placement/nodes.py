@@ -1,8 +1,8 @@
 """The devices of a cluster as nodes, with the links between each pair.
 
 Each pair has seconds of an empty message, seconds per byte, and the ports of a
-transfer. Two devices communicate through the outermost level (`Level`) on which both
-differ, or through the link between pools.
+transfer. Two devices communicate through the outermost level (`Level`) of the fabric on
+which their positions differ, or through the link between pools.
 """
 
 from collections import Counter
@@ -73,7 +73,7 @@ class Nodes:
         latency_s: float = 0.0,
         bandwidth: float = np.inf,
     ) -> "Nodes":
-        """Makes nodes with equal links, each with one sending and one receiving port.
+        """Makes nodes with equal links; each node has a sending and a receiving port.
 
         `latency_s` is in seconds, `bandwidth` in bytes a second.
 
@@ -124,8 +124,7 @@ class _Routes:
             below *= level.size
 
     def through(self, link: Link, devices: Numbers, apart: NDArray[np.bool_]) -> None:
-        """Fills speeds and ports of a link in for the pairs of devices marked in
-        `apart`."""
+        """Sets the speeds and ports of a link for the pairs marked in `apart`."""
         curve, place = link.curve, np.ix_(devices, devices)
         each = 1 / curve.bandwidth
         empty_s = curve.latency_s + curve.half_bytes * each

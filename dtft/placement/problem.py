@@ -24,8 +24,8 @@ class Problem:
         Args:
             tasks: the tasks to run.
             nodes: the nodes that run the tasks.
-            frees: whether the memory of a value that a task makes is freed after its
-                last reader. Arguments and results of the program always stay.
+            frees: whether the memory of a value that a task makes is freed after the
+                value's last reader. Arguments and results of the program always stay.
             copies: the number of microbatches in flight: memory holds this many copies
                 of each value that a task makes.
         """
@@ -71,8 +71,8 @@ class Problem:
         self.capacity: list[float] = nodes.memory_bytes.tolist()
 
     def send_s(self, value: int, source: int, target: int) -> float:
-        """Seconds of sending a value between two nodes while no port is busy; 0 to
-        itself."""
+        """Seconds of sending a value between two nodes while no port is busy; 0 from a
+        node to itself."""
         if source == target:
             return 0.0
         each = self.byte_s[source][target]

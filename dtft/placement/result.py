@@ -90,8 +90,8 @@ class Placement:
     """Step seconds of each baseline: `one node` (the fastest node that can run all
     tasks), `contiguous`, `random`. Baselines that cannot run are left out."""
     dropped: Mapping[str, float] = field(default_factory=dict)
-    """Step seconds of greedy placements without the slower nodes, by the names of the
-    nodes left out."""
+    """Step seconds of greedy placements that leave out the slower nodes, by the names
+    of the nodes left out."""
     speeds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Map from a kind of tasks to a map from a node type to the seconds of all these
     tasks on the fastest node of the type. A type that lacks one of their kernels is
@@ -146,7 +146,7 @@ class Placement:
         return html(self)
 
     def save_picture(self, path: str | Path, title: str = "") -> None:
-        """Draws the schedule: a lane per node, with received values at its lower edge.
+        """Draws the schedule: a lane per node, with received values at the lower edge.
 
         Args:
             path: file to write, with the ending `.png`, `.svg` or `.pdf`.
@@ -193,7 +193,7 @@ def _check_picture(path: Path) -> None:
 
 
 def _check(placement: Placement) -> None:
-    """Checks lengths of fields, and that numbers name existing nodes and tasks."""
+    """Checks lengths of fields, numbers of nodes and tasks, and `operators`."""
     num_nodes, num_tasks = len(placement.nodes), len(placement.tasks)
     by_node = ("types", "weights", "memory_bytes", "capacity_bytes")
     by_node += ("platforms",) if placement.platforms else ()
@@ -244,7 +244,8 @@ Bar = tuple[int, str, float, float, str]
 def bars(placement: Placement, least_s: float = 0.0) -> list[Bar]:
     """Makes a bar for each task and each received value of the schedule.
 
-    A bar shorter than `least_s` seconds is merged with its neighbour of the same color.
+    A bar shorter than `least_s` seconds is merged with its neighbour of the same color
+    in the same lane, if the gap between them is shorter than `least_s` too.
     """
     tasks = (
         (run.node, placement.kinds[run.task], run.start_s, run.end_s,
@@ -409,8 +410,8 @@ def nodes(placement: Placement) -> Section:
 
 
 def others(placement: Placement) -> Section:
-    """Table of the step seconds of the baselines, and of placements without slower
-    nodes."""
+    """Table of other placements' step seconds: greedy ones that leave out the slower
+    nodes, and the baselines."""
     rows = [
         (f"without {name}", seconds(step), change(step, placement.step_s))
         for name, step in placement.dropped.items()

@@ -96,9 +96,9 @@ class Tasks:
     def with_backward(self, factors: Sequence[float] | Floats) -> "Tasks":
         """Adds the backward pass: each task again, on the same node, in reverse order.
 
-        For each value that a task reads from another task, its backward task sends a
-        gradient of the same size to the backward task of the producer. Gradients of
-        arguments stay on the node that makes them.
+        For each value that has a gradient and that a task reads from another task, the
+        backward task of the reader sends a gradient of the same size to the backward
+        task of the producer. Gradients of arguments stay on the node that makes them.
 
         Args:
             factors: seconds of each task's backward pass relative to its forward pass,
@@ -156,8 +156,8 @@ def handed(
 ) -> tuple[list[int], list[Passed]]:
     """Finds the values that pass between tasks, including arguments and results.
 
-    Arguments that no task reads, and values that only their own task reads, are left
-    out, unless they are results.
+    Left out are arguments that no task reads, and values that are not results and that
+    no other task reads.
 
     Args:
         graph: the program.
@@ -223,13 +223,13 @@ def with_gradients(
 ) -> list[Passed]:
     """Sets `has_gradient` of each value.
 
-    Only values on a path from the parameters to the loss have a gradient. The loss is
-    the program's first result.
+    A value has a gradient if it is floating or complex (`has_gradient` in `passed`) and
+    on a path from the parameters to the loss. The loss is the program's first result.
 
     Args:
         graph: the program.
         values: numbers of the values in `Graph.values`.
-        passed: producers and readers of the values.
+        passed: the values, as `handed` returns them.
         params: path of the argument that is differentiated; default: the first one.
 
     Raises:
@@ -266,8 +266,8 @@ def with_gradients(
 
 Grain = Literal["operator", "block"]
 _TWICE = ("matmul", "convolution")
-"""Kinds of operators whose backward pass computes two products, their forward pass
-one."""
+"""Kinds of operators whose forward pass computes one product, and whose backward pass
+computes two."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -302,8 +302,9 @@ def tasks_of(
         nodes: the nodes of a cluster, with device types.
         kernels: kernels of devices, in addition to those of the device types.
         affinity: map from an operator (primitive, kind, or word of `kernels.CLASSES`)
-            to the wanted node, device type or platform.
-        grain: `operator`, or `block`, in which each of equal layers is one task.
+            to the node, device type or platform that must run it.
+        grain: `operator`: each operator is a task; or `block`: each of a row of equal
+            layers is a task. A loop is always one task.
         together: operators that stay on one node, as pairs of the first operator and
             the operator after the last: calls that the executor cannot cut
             (`dtft.planner.ir.uncut`).
@@ -369,7 +370,7 @@ def _intervals(
 def _copies(graph: Graph) -> list[tuple[int, int]]:
     """First operator of each of the equal layers, and the operator after its last.
 
-    If runs overlap, only the run with the most operators counts.
+    If rows of equal layers overlap, only the row with the most operators counts.
     """
     rows = find_repeats(graph).repeats
     taken = np.zeros(len(graph.operators), bool)

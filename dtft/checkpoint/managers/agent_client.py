@@ -56,7 +56,7 @@ class RestoreArgs:
 
 
 class AgentCheckpointManager:
-    """Saves steps into the memory of several hosts and restores one of them.
+    """Saves steps into the memory of several hosts, and restores a step.
 
     The agent of this host replicates the step that the trainer has copied into the
     host's arena. A step is safe once every host has copied its slices, and all copies
@@ -123,8 +123,8 @@ class AgentCheckpointManager:
     def announce(self, layout: Layout) -> None:
         """Sends the layout to the agent, and maps the arena that the agent names.
 
-        The agent answers with its restore order: the step to restore, and whether the
-        step is in memory or in storage.
+        The agent answers with its restore order: the step to restore, and its source
+        (memory, storage, or the initial state instead of a step).
 
         Raises:
             TimeoutError: the agent did not answer in time.
@@ -176,7 +176,10 @@ class AgentCheckpointManager:
     # ------------------------------------------------------------- Orbax's shape
 
     def latest_step(self) -> int | None:
-        """The newest committed step, else the restored step; None if neither exists."""
+        """The newest committed step, else the step of the restore order.
+
+        None if the job starts from the initial state and has committed no step yet.
+        """
         return self._committed or None
 
     def all_steps(self) -> tuple[int, ...]:
@@ -201,8 +204,8 @@ class AgentCheckpointManager:
     def save(self, step: int, *, args: SaveArgs) -> bool:
         """Copies a step into this host's arena; agents replicate and commit it.
 
-        Chunks that did not change since the last save are not written. The arrays may
-        be donated when this method has returned.
+        A chunk that changed neither in the last save nor since then is not written. The
+        arrays may be donated when this method has returned.
 
         Returns:
             True.
@@ -259,7 +262,8 @@ class AgentCheckpointManager:
             initial state.
 
         Raises:
-            ValueError: `step` is not the step that the leader chose.
+            ValueError: `step` is not the step that the leader chose, or the leaves in
+                storage differ from `args`.
             CorruptCopy: a copy in this host's memory is corrupt. All hosts must then
                 restore anew, and the corrupt copy is not offered again.
             CheckpointUnreadable: the step in storage cannot be read.
@@ -318,7 +322,7 @@ class AgentCheckpointManager:
     def wait_until_mapped(self) -> None:
         """Waits until a thread has mapped all pages of the arena into this process.
 
-        A save before that is slower, because it maps the pages that it writes.
+        An earlier save is slower, because it maps the pages that it writes.
 
         Raises:
             TimeoutError: the pages were not mapped in time.
@@ -345,7 +349,7 @@ class AgentCheckpointManager:
 
 LEAVE_S = 5.0
 NONE = -1
-"""Number that means no step; 0 cannot, because users count steps from 0."""
+"""Number for no step. It is not 0, because a user's job may save a step 0."""
 
 
 class NotHeld(LookupError):
@@ -353,7 +357,7 @@ class NotHeld(LookupError):
 
 
 class NotBrought(RuntimeError):
-    """The agents could not bring the slices that the wanted shardings need."""
+    """The agents could not bring the slices that the requested shardings need."""
 
 
 class AttachedMemory(AgentCheckpointManager):
@@ -436,7 +440,7 @@ class AttachedMemory(AgentCheckpointManager):
         """Sends the layout to the agent; see `AgentCheckpointManager.announce`.
 
         If the agent orders a start from the initial state, no step counts as saved or
-        committed. That is also its order if the step in memory has another layout.
+        committed. The agent also orders this if the step in memory has another layout.
         """
         super().announce(layout)
         assert self._order is not None
@@ -457,7 +461,10 @@ class AttachedMemory(AgentCheckpointManager):
 
     @property
     def saved(self) -> int | None:
-        """The newest step that this process saved or restored, or None."""
+        """The step saved last, else the step that could be restored at the start.
+
+        None if there is neither.
+        """
         return None if self._saved == NONE else self._saved
 
     @property
@@ -500,14 +507,14 @@ class AttachedMemory(AgentCheckpointManager):
     def read_on(
         self, step: int, layout: Layout, abstract: Mapping[str, jax.ShapeDtypeStruct]
     ) -> dict[str, Any]:
-        """Reads a step on another layout than that of the save.
+        """Reads a step onto another layout than that of the save.
 
         The agents bring the slices of this process into a temporary arena, which is
         freed after the read.
 
         Args:
             step: the step, which must be the newest commit.
-            layout: the wanted layout; the same on every process.
+            layout: the requested layout; the same on every process.
             abstract: leaf path to shape, dtype and sharding.
 
         Raises:
@@ -554,9 +561,11 @@ class AttachedMemory(AgentCheckpointManager):
     # ------------------------------------------------------------------ storage
 
     def flush(self, step: int, *, store: bool, limit_s: float) -> str:
-        """Waits until a step is committed; with `store` until it is in storage.
+        """Waits until a step is committed, and with `store` until it is in storage.
 
-        A later step in storage counts, too. Also waits for the end of a running export.
+        A later step in storage counts, too. With `store`, the leader orders an export
+        of the newest commit if storage has neither. An export that is already running
+        is waited for, also without `store`.
 
         Returns:
             "", or with `store` the reason why an export failed during the wait.

@@ -2,9 +2,9 @@
 
 `attach` finds and attaches to an agent for a user's process; a trainer started by the
 agent calls `hello`. Each side first checks that the other process belongs to the same
-user. A message is one msgpack map after a 4-byte length; the bytes of the state are in
-the arena and are never sent over the link. `Dialogue` is the trainer's side: every wait
-has a limit, and ends at once when the agent has ended.
+user or to root. A message is one msgpack map after a 4-byte length; the bytes of the
+state are in the arena and are never sent over the link. `Dialogue` is the trainer's
+side: every wait has a limit, and ends at once when the agent has ended.
 """
 
 import contextlib
@@ -223,7 +223,7 @@ class AgentLink:
         """Sends one message.
 
         Raises:
-            LinkClosed: the other end is closed.
+            LinkClosed: either end is closed.
             NotReading: the other end does not read within the limit of `serve_links`.
         """
         self.send_packed(packed(op, fields))

@@ -3,7 +3,7 @@
 `JobSteps` implements `ReplicatedCheckpointManager` in a `jax.distributed` job. Every
 process makes the same calls. The module converts trees to slices and back, and decides
 whether a step is read from memory or from storage; all processes decide the same.
-Agents copy, replicate and commit the steps.
+Agents replicate and commit the steps.
 """
 
 import dataclasses
@@ -58,8 +58,8 @@ from dtft.checkpoint.storage import (
 
 
 ELSEWHERE = -1
-"""Number that stands for a leaf without a saved spec. Such a leaf is no jax.Array, or
-its sharding is not a NamedSharding over devices of all processes."""
+"""Number in place of a spec, for a leaf without a saved spec. Such a leaf is no
+jax.Array, or its sharding is not a NamedSharding over devices of all processes."""
 Numbered = tuple[int, int]
 """A device: (process index, id)."""
 
@@ -300,13 +300,13 @@ def terms_of(
 def wanted_structs(
     record: Record, wanted: dict[str, RestoreTarget | None], layout: Layout
 ) -> dict[str, Any]:
-    """Maps leaf path to a `jax.ShapeDtypeStruct`, for every leaf of the wanted items.
+    """Maps leaf path to a `jax.ShapeDtypeStruct`, for each leaf of the restored items.
 
-    The sharding of a struct is None if the whole leaf is read into a numpy array first.
+    The sharding of a struct is None if the leaf is read as one whole numpy array.
 
     Raises:
-        ValueError: the leaf was saved divided over processes, and no target states a
-            sharding.
+        ValueError: a leaf was saved divided over processes, and neither its target nor
+            the fallback of its item has a sharding.
     """
     structs: dict[str, Any] = {}
     for name, item in wanted.items():
@@ -355,7 +355,9 @@ class JobSteps:
 
         Raises:
             ValueError: an option or the directory does not fit a job.
+            OSError: the directory cannot be listed.
             NoAgent: no agent accepts this process.
+            AgentGone: the agent has ended, or has detached this process.
             TimeoutError: some processes did not attach in time.
         """
         refuse_unfit(directory, options)
@@ -399,9 +401,9 @@ class JobSteps:
         return self._listed
 
     def newest(self) -> int | None:
-        """The step saved or restored last, else the newest stored step, or None.
+        """The step saved last, or the newest step that can be restored; else None.
 
-        Used by `should_save`. Does not wait.
+        Used by `should_save`. Does not wait for copies or for other processes.
         """
         if self._memory.saved is not None:
             return self._memory.saved
@@ -482,7 +484,7 @@ class JobSteps:
     def restore(self, step: int | None, args: Any) -> Any:
         """Restores a step: from memory if it is the commit there, else from storage.
 
-        Agents bring slices from peers if the wanted shardings need other slices.
+        Agents bring slices from peers if the requested shardings need other slices.
         """
         chosen = self._chosen(step)
         if chosen != self._memory.in_memory:
@@ -509,12 +511,13 @@ class JobSteps:
     ) -> dict[str, Any]:
         """Reads the leaves in `abstract` from memory.
 
-        A process reads only its own memory if all processes have the slices that their
-        shardings need. Otherwise the agents bring slices from peers.
+        A process reads only the memory of its own agent if all processes have the
+        slices that their shardings need. Otherwise the agents bring slices from peers.
 
         Raises:
             NotBrought: the agents could not bring the slices; the message names the
                 first leaf that needs other slices.
+            CorruptCopy: a slice does not match its digests.
         """
         leaves = [leaf for leaf in record.leaves if leaf.path in abstract]
         shardings = [abstract[leaf.path].sharding for leaf in leaves]
@@ -580,7 +583,8 @@ class JobSteps:
     def wait_until_finished(self) -> None:
         """Waits until the step saved last is committed and no export is running.
 
-        Before the first save there is no wait. Raises the errors of `check_for_errors`.
+        Before the first save there is no wait. Raises the errors of `check_for_errors`,
+        and TimeoutError if the wait takes longer than twice `storage_timeout_s`.
         """
         if self._layout is not None:
             self._flush(store=False)
@@ -629,6 +633,7 @@ class JobSteps:
         Raises:
             StorageFailed: this write failed, or an earlier one that was not raised yet.
             AgentGone: the agent has ended, or has detached this process.
+            TimeoutError: the write took longer than twice `storage_timeout_s`.
         """
         try:
             error = self._flush(store=True) if self._layout is not None else ""

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 class StorageFailed(RuntimeError):
-    """A step did not reach storage; training and memory are not affected."""
+    """A step did not reach storage, or not in time; training and memory continue."""
 
 
 class Storing:
@@ -97,9 +97,9 @@ class Storing:
     def committed(self, version: Version, *, at_once: bool) -> None:
         """Queues a step for storage if the step is due or `at_once`.
 
-        A step that waits for storage is then dropped from the queue. If the step is not
-        due, only starts the first exporter. Called after the step was committed to
-        memory.
+        The step then replaces a step that waits in the queue. If the step is not
+        queued, an exporter is started if there is none. Called after the step was
+        committed to memory.
         """
         if at_once or is_storage_due(self._options, version.step, self._tried):
             self._tried = version.step
@@ -113,10 +113,11 @@ class Storing:
                 self._exporter_for(version)
 
     def write_newest(self) -> None:
-        """Writes the newest step in memory, if storage does not have it.
+        """Queues the newest step in memory for storage.
 
-        The newest step is written before other waiting steps, which follow if retention
-        keeps them.
+        Does nothing if storage has the step, or if it is queued or being written. The
+        newest step is written before an older waiting step. The older step is written
+        after a success, if retention keeps the older step.
         """
         self._closing = True
         newest = max(self._versions.steps, default=None)
@@ -147,7 +148,7 @@ class Storing:
         """
         going = [one for one in self._waiting if below is None or one.step < below]
         for version in going:
-            logger.info("step %d does not go to storage after all", version.step)
+            logger.info("step %d was dropped from the queue for storage", version.step)
             self._waiting.remove(version)
             self._versions.unpin(version)
         return len(going)
@@ -206,10 +207,10 @@ class Storing:
         return self._exporter
 
     def _heard(self, exporter: ExporterProcess, answer: dict[str, Any]) -> None:
-        """Ends the current write by an answer of the exporter.
+        """Ends the current write with the result in an exporter's answer.
 
-        A failed answer ends the exporter, too. Answers of former exporters are ignored.
-        Called on the threads of the exporter's client.
+        A failure also ends the exporter. Answers of former exporters and answers to the
+        "open" message are ignored. Called on the threads of `ExporterProcess`.
         """
         with self._condition:
             if exporter is not self._exporter or answer.get("op") == "open":
@@ -234,7 +235,7 @@ class Storing:
             return superfluous(self._options, stored, self.scores(stored))
         except Exception as error:  # from `best_fn`, or from reading storage
             logger.warning(
-                "step %d goes to storage, but none is removed for it: %s", step, error
+                "step %d is written to storage, no step is deleted: %s", step, error
             )
             return ()
 
@@ -453,7 +454,11 @@ class Reader:
         return restore_result(record, values, items, wanted, [None] * len(values))
 
     def item_metadata(self, step: int) -> Any:
-        """A `jax.ShapeDtypeStruct` for every leaf, in the saved tree or trees."""
+        """A `jax.ShapeDtypeStruct` for every leaf, in the saved tree or trees.
+
+        Only leaves of steps in memory have shardings. For a step that stock Orbax
+        wrote, the result is Orbax's item metadata.
+        """
         step = self.chosen(step)
         if step in self._versions.steps:
             version = self._versions.get(step)
@@ -514,7 +519,10 @@ class LocalSteps:
         return max(self.all_steps(), default=None)
 
     def best_step(self) -> int | None:
-        """The step with the best metrics or None; without `best_fn` the newest step."""
+        """The step with the best metrics, without `best_fn` the newest step.
+
+        None if there is no step, or if with `best_fn` no step has metrics.
+        """
         if self._options.best_fn is None:
             return self.newest()
         with self._condition:
@@ -524,7 +532,12 @@ class LocalSteps:
     def save(
         self, step: int, args: Any, metrics: Any, custom_metadata: Any, at_once: bool
     ) -> None:
-        """Copies a step into memory; the step goes to storage if due or `at_once`."""
+        """Copies a step into memory; queues it for storage if it is due or `at_once`.
+
+        Raises:
+            ValueError: the step exists, or `args` or `metrics` cannot be saved.
+            OSError: too little memory for the step.
+        """
         record, values = record_of(args, metrics, custom_metadata)
         self._storing.score(step, record.metrics)  # refuses metrics without a score
         with self._condition:
@@ -565,7 +578,11 @@ class LocalSteps:
             return self._storing.metrics(self._reader.chosen(step))
 
     def wait_until_finished(self) -> None:
-        """Waits until every step due for storage is stored."""
+        """Waits until no step is being written to storage or waits to be written.
+
+        Raises:
+            StorageFailed: a write failed, or the wait took too long.
+        """
         with self._condition:
             self._storing.wait()
 

@@ -46,14 +46,16 @@ None for all. Set ReplicatedOptions(max_to_keep=...).
     max_interval_steps: int = Automatic.maximum
     """With `auto`: the most steps between saves; its multiples are always saved."""
     storage_interval_steps: int = 100
-    """A saved step is written to storage if a multiple of this number was reached or
-    passed since the last step that was due for storage."""
+    """A saved step is due for storage if a multiple of this number was reached or
+    passed since the last due step. At first, the newest step in storage counts as the
+    last due step; if storage has no step, the first saved step is due."""
     max_to_keep: int | None = 3
     """The number of steps that storage keeps: the newest steps, or with `best_fn` the
     best steps. The newest step is always kept, too. None: storage keeps all steps."""
     memory_to_keep: int = 1
-    """The number of steps that memory keeps: the steps saved last. Memory needs room
-    for two more steps, and for a third while a step waits for storage."""
+    """The number of steps that memory keeps: the steps saved last. The step of the
+    largest number is always kept, too. Memory needs room for two more steps, and for a
+    third while a step waits for storage."""
     best_fn: Callable[[Any], float] | None = None
     """Computes from the metrics given to `save` the number that ranks the step."""
     best_mode: Literal["max", "min"] = "max"
@@ -166,9 +168,9 @@ def _number(name: str, value: Any, below: float) -> float:
 
 
 def is_due(cadence: Cadence, step: int, latest: int | None) -> bool:
-    """Whether `save` saves a step.
+    """Whether a step is due to be saved.
 
-    As in Orbax, saves the first step, and then every step of the cadence that is above
+    As in Orbax, the first step is due, and then every step of the cadence that is above
     the newest step.
 
     Args:

@@ -1,7 +1,7 @@
 """A host's progress board: a few numbers in shared memory, written without a syscall.
 
-The trainer and its agent write their progress. Readers are the agent's hang detection
-and drills that inject a fault in a given phase.
+The trainer and its agent write their progress. The agent reads it to detect hangs and
+for its reports, and drills read it to inject a fault in a given phase.
 """
 
 import mmap
@@ -28,9 +28,9 @@ ProgressField = Literal[
 
 Steps: `computing` is the last dispatched step, `finished` the last one known to have
 finished, and `staged` the last one in this host's memory. `replicating` is a staged
-step without all its copies on other hosts yet. `committing` and `exporting` are steps
-that this host is committing (as the leader) and writing to storage. `committed` is the
-newest committed step.
+step without all its copies on other hosts yet. `committing` is a step that this host is
+committing as the leader, and `exporting` a step that it is writing to storage.
+`committed` is the newest committed step.
 
 Other cells: `generation` and `attempt` number the job's assignments of slots to hosts;
 `recovering` is 1 while this host recovers; `trainer_pid` is the trainer's process id;

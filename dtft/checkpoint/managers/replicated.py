@@ -67,11 +67,12 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
     `save` returns when the bytes are copied to memory: the arrays may then be donated.
     Every `storage_interval_steps` steps, a separate process writes a step to
     `directory`, in the format of `ocp.CheckpointManager`, so stock Orbax can read the
-    step. `close` writes the newest step too. In a job of one process, `close` also runs
-    when the interpreter exits, and of the steps that become due during a write only the
-    newest is kept for the next write. All steps in memory or in storage can be
+    step. `close` writes the newest step too. All steps in memory or in storage can be
     restored. A restore checks every saved byte against a checksum; steps that stock
-    Orbax wrote have none.
+    Orbax wrote have no checksums.
+
+    In a job of one process, `close` also runs when the interpreter exits. Of the steps
+    that become due for storage during a write, only the newest is written afterwards.
 
     >>> import tempfile, jax.numpy as jnp, orbax.checkpoint as ocp
     >>> state = {"w": jnp.arange(3.0), "step": 0}
@@ -103,8 +104,11 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
 
         Raises:
             ValueError: an option or the directory cannot be used.
+            OSError: the directory cannot be listed.
             NoAgent: in a job of several processes, no agent accepts this process; the
                 message gives the remedy.
+            AgentGone: in a job of several processes, the agent has ended or has
+                detached this process.
             TimeoutError: in a job of several processes, some processes did not attach
                 in time; the message names these processes.
         """
@@ -174,11 +178,14 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         self.all_steps(read=True)
 
     def reached_preemption(self, step: int) -> bool:
-        """Whether JAX expects a preemption before which every process saves `step`."""
+        """Whether a machine will be preempted and all processes must save `step`.
+
+        JAX chooses the step, the same on all processes, after a preemption notice.
+        """
         return ocp.utils.reached_preemption(step_number(step))
 
     def should_save(self, step: int) -> bool:
-        """Whether `save` saves a step: it is due, or a machine is being preempted.
+        """Whether `save` saves a step: it is due, or `reached_preemption` is True.
 
         `ReplicatedOptions.save_interval_steps` decides which steps are due. False for
         a step at or below the newest step.
@@ -256,8 +263,8 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
             ValueError: `args` does not fit the saved step; or (`Corrupt`) the only copy
                 of `step` is corrupt.
             RuntimeError: in a job of several processes, this host's copy is corrupt
-                (`CorruptCopy`), or the agents could not bring slices for other
-                shardings (`NotBrought`).
+                (`CorruptCopy`, `CorruptItems`), or the agents could not bring slices
+                for other shardings (`NotBrought`).
             CheckpointUnreadable: the step is in storage, but cannot be read.
         """
         self._refuse_closed()
@@ -269,7 +276,8 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         """A `jax.ShapeDtypeStruct` for every leaf, in the saved tree.
 
         The result can be used as the target of a restore. In a job of one process, only
-        steps in memory have shardings; in a job of several processes, all steps have.
+        leaves of steps in memory have shardings. In a job of several processes, leaves
+        of stored steps have shardings, too, if this run has the devices of their mesh.
         For a step that stock Orbax wrote, the result is Orbax's item metadata.
         """
         return self._work.item_metadata(step_number(step))
@@ -285,21 +293,25 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
     # ---------------------------------------------------------- waiting and ending
 
     def wait_until_finished(self) -> None:
-        """Waits until every step due for storage is stored.
+        """Waits until no step is being written to storage or waits to be written.
 
         In a job of several processes, waits until the step saved last is committed in
         memory and no step is being written to storage.
 
         Raises:
-            StorageFailed: a write to storage failed.
+            StorageFailed: a write to storage failed, or in a job of one process the
+                wait took too long.
+            TimeoutError: in a job of several processes, the wait took too long.
+            AgentGone: in a job of several processes, the agent has ended or has
+                detached this process.
         """
         self._work.wait_until_finished()
 
     def check_for_errors(self) -> None:
         """Raises StorageFailed, once, if a write to storage has failed.
 
-        In a job of several processes, raises AgentGone if the agent has ended or has
-        detached this process.
+        In a job of several processes, raises AgentGone instead if the agent has ended
+        or has detached this process.
         """
         self._work.check_for_errors()
 
@@ -328,11 +340,15 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         """Writes the newest step to storage, then frees all memory.
 
         In a job of several processes, the agents keep the memory and this process
-        detaches. The memory is freed, or the process detached, also after an error.
+        detaches. The memory is freed, or the process detached, also after an error. A
+        second call does nothing.
 
         Raises:
             StorageFailed: this write failed, or an earlier write failed and was not
                 raised yet.
+            TimeoutError: in a job of several processes, the write took too long.
+            AgentGone: in a job of several processes, the agent has ended or has
+                detached this process.
         """
         if self._end():
             self._work.close()

@@ -1,8 +1,8 @@
 """Measures the cost of saves in a loop of one process, for an automatic interval.
 
-Time counts as steps from the end of one save until the next state to save has been
-computed. Then it counts as the save, until the save ends. The interval is chosen by
-`dtft.checkpoint.replication.snapshot_interval`.
+The time from the end of one save until the next state to save is computed counts as
+steps. The time from then until this state is saved counts as a save. The interval is
+chosen by `dtft.checkpoint.replication.snapshot_interval`.
 """
 
 import time
@@ -34,7 +34,7 @@ class SaveClock:
         allowed: Automatic,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Starts with interval 1 if `interval` is None, else keeps `interval`.
+        """Starts an automatic interval at 1.
 
         Args:
             interval: steps between saves; None for an automatic interval.
@@ -59,7 +59,7 @@ class SaveClock:
             if interval is None
             else Cadence.every(interval)
         )
-        """The steps after which a save is due. Its interval changes if automatic."""
+        """The steps after which a save is due; replaced when the interval changes."""
         self._seen = Experience()
         self._last: tuple[int, float] | None = None
 

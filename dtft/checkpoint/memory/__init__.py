@@ -1,7 +1,7 @@
-"""The memory tier of one process: versions of slices and their place in memory.
+"""The memory tier of one process: slices of several steps, and their place in memory.
 
 * `arena`: shared memory that outlives a trainer; `chunk_pool`: several buffers for each
-  chunk, so that a version is staged while the last commit is kept.
+  chunk, so that a new step can be written while the last commit is kept.
 * `replica_store`: a host's copies of its own slices (`own_copies`) and of its peers'
   slices (`incoming`), in one arena; `verification` reads and checks the copies again.
 * `local_store`: the steps of one process without an agent; `snapshot`: copies slices

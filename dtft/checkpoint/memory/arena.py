@@ -20,12 +20,12 @@ from dtft.checkpoint.replication import CopyPlacement, Push
 from dtft.checkpoint.state import Chunks, Layout, offsets_of
 
 DEFAULT_DIRECTORY = Path("/dev/shm")
-"""Default directory of arenas: a file system in memory, limited by the host."""
+"""Default directory of arenas: a file system in memory, whose size the host limits."""
 
 _LOWEST = 19
 """Niceness of the thread that maps pages."""
 _PIECE = 1 << 20
-"""Bytes mapped at a time, so that `close` does not wait for the whole arena."""
+"""Bytes mapped at a time; the mapping thread stops at the next piece after `close`."""
 
 
 class Arena:
@@ -50,7 +50,8 @@ class Arena:
         Raises:
             ValueError: `size` is not positive.
             FileExistsError: a file exists at `path`.
-            OSError: too little memory; names the bytes needed and available.
+            OSError: the file cannot be created, or there is too little memory; the
+                message then has the bytes needed and available.
         """
         path = DEFAULT_DIRECTORY / path
         if size < 1:
@@ -82,6 +83,8 @@ class Arena:
     @classmethod
     def reserve(cls, path: Path, size: int, before: "Arena | None") -> "Arena":
         """Returns `before` if it is large enough, else removes it and creates an arena.
+
+        A new arena is mapped in the background; see `prefault`.
 
         Raises:
             OSError: too little memory; names the bytes needed and available.
@@ -187,8 +190,8 @@ OWN_BUFFERS = 4
 """Buffers of each chunk of an own slice: one each for the last commit, a step that is
 replicated but not yet committed, a step being staged, and a step being exported."""
 HOSTED_BUFFERS = 3
-"""Buffers of each chunk of a peer's slice: as `OWN_BUFFERS`, without the export,
-because every slice is exported by an owner."""
+"""Buffers of each chunk of a peer's slice: as `OWN_BUFFERS`, without a buffer for an
+export, because a host exports only its own slices."""
 
 
 def arena_bytes(layout: Layout, slot: int, placement: CopyPlacement) -> int:
@@ -209,7 +212,7 @@ class ArenaMap:
     own: Chunks
     """Chunks of the host's own slices; their buffers start at offset 0."""
     incoming: Mapping[int, Push]
-    """Sending slot to its push: the slices of which this host keeps a copy for it."""
+    """Sending slot to its push: the slot's slices of which this host keeps a copy."""
     hosted: Mapping[int, Chunks]
     """Sending slot to the chunks of its push, in the push's order."""
     hosted_starts: Mapping[int, int]
@@ -243,10 +246,11 @@ _HUGE_PAGE = 2 << 20
 class AlignedAllocator:
     """Allocates memory for restored arrays, in huge pages where the system has them.
 
-    The first write to new memory maps it page by page while training waits; there are
-    512 times fewer huge pages. Leaves share slabs, so small leaves use huge pages, too.
-    A slab is freed with the last array cut from it. Slabs are small, so that one
-    surviving leaf does not keep the memory of a whole state.
+    The first write to new memory maps it page by page while training waits; with huge
+    pages (2 MiB), far fewer pages are mapped. Arrays are cut from slabs, each allocated
+    at once, so small arrays use huge pages, too. A slab is freed with the last array
+    cut from it. Slabs are small, so that one surviving array does not keep the memory
+    of a whole state.
     """
 
     def __init__(self, total: int) -> None:

@@ -25,10 +25,10 @@ from dtft.checkpoint.state import (
 class BufferRefCounts:
     """Reference counts of chunk buffers. Not thread-safe.
 
-    Every chunk has the same number of buffers. A version refers to one buffer of each
-    of its chunks, and versions that share a chunk refer to the same buffer. A buffer is
-    free when no version refers to it. All operations are vectorised over the chunks,
-    so a version of 10^5 chunks costs little.
+    Every chunk has the same number of buffers. A version (the chunks of one step)
+    refers to one buffer of each of its chunks, and versions that share a chunk refer to
+    the same buffer. A buffer is free when no version refers to it. All operations are
+    vectorised over the chunks, so a version of 10^5 chunks costs little.
 
     >>> ref_counts = BufferRefCounts(num_chunks=2, num_buffers=2)
     >>> first = ref_counts.acquire(np.array([0, 1]))
@@ -41,7 +41,11 @@ class BufferRefCounts:
     """
 
     def __init__(self, num_chunks: int, num_buffers: int) -> None:
-        """Starts with every buffer free."""
+        """Starts with every buffer free.
+
+        Raises:
+            ValueError: `num_chunks` is negative, or `num_buffers` is not in 1 to 254.
+        """
         if num_chunks < 0 or not 1 <= num_buffers < ABSENT:
             raise ValueError(
                 f"num_chunks={num_chunks}, num_buffers={num_buffers}. Allowed: 0 or "
@@ -79,11 +83,21 @@ class BufferRefCounts:
         return np.full(self._counts.shape[1], ABSENT, np.uint8)
 
     def retain(self, buffers: np.ndarray) -> None:
-        """Adds a reference to the buffer of each chunk that is not `ABSENT`."""
+        """Adds a reference to the buffer of each chunk.
+
+        Args:
+            buffers: [chunks] uint8: the buffer of each chunk, `ABSENT` for none.
+
+        Raises:
+            ValueError: one of the buffers is free.
+        """
         self._counts[self._in_use(buffers)] += 1
 
     def release(self, buffers: np.ndarray) -> None:
-        """Removes a reference to each buffer; a buffer without references is free."""
+        """Removes a reference to the buffer of each chunk.
+
+        A buffer without references is free. Arguments and errors: see `retain`.
+        """
         self._counts[self._in_use(buffers)] -= 1
 
     def _in_use(self, buffers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -99,7 +113,7 @@ class BufferRefCounts:
 
 
 Read = dict[tuple[int, int], bytes]
-"""(buffer number, chunk number) to the digest of the bytes there, as just read."""
+"""Maps (buffer number, chunk number) to the digest of the bytes read from there."""
 
 
 @dataclass(kw_only=True)
@@ -165,7 +179,7 @@ class ChunkPool:
         return self.chunks.chunk(self._memory(), buffer, number)
 
     def held(self, copy: Copy) -> Iterator[tuple[Slice, Parts, bytes]]:
-        """Yields every slice of a copy with its memory, which is not read, and digests.
+        """Yields each slice of a copy, with its memory and its digests; reads no bytes.
 
         A slice with a chunk that was found corrupt is left out.
         """
@@ -179,9 +193,9 @@ class ChunkPool:
 
         Args:
             copy: the copy.
-            index: index of the slice; False for a slice that the copy lacks.
-            read: digests of chunks read just now. These chunks are not read again; the
-                digests of further chunks are added.
+            index: index of the slice. If the copy lacks the slice, the result is False.
+            read: digests of chunks that were just read. These chunks are not read
+                again; the digests of the chunks that are read are added.
         """
         if not copy.digests[index]:
             return False

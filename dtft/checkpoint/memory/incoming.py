@@ -1,10 +1,10 @@
 """Receiving pushes from peers: which chunks have arrived, and where chunks are written.
 
-A push announces the digests of all its chunks before it sends a chunk. Chunks that are
-equal in the last version from the same peer are kept and not sent. An interrupted push
-resumes with the chunks that were already verified. Several connections may carry one
-push: each chunk is written by one connection at a time, and only into a buffer that no
-copy refers to.
+A push sends slices of one slot at one step to this host. It announces the digests of
+all its chunks before it sends a chunk. A chunk that equals that of the newest copy from
+the same slot is kept and not sent. After an interruption, chunks that were verified
+before are not sent again. Several connections may carry one push: each chunk is written
+by one connection at a time, and only into a buffer that no copy refers to.
 """
 
 import threading
@@ -41,9 +41,10 @@ class Receiving:
         self._expected = b"".join(digests)
 
     def keep(self, copy: Copy) -> None:
-        """Takes over the equal chunks of an older copy, which need not be sent.
+        """Takes over the chunks of an older copy that have the digests of this push.
 
-        The push shares their buffers, and the chunks count as received.
+        The push shares their buffers. The chunks count as received, so the peer does
+        not send them.
         """
         same = self.pool.unchanged(copy, self.digests)
         self.buffers[same], self.states[same] = copy.buffers[same], _HERE
@@ -150,9 +151,10 @@ class Hosting:
 
         Returns:
             The state of the push, which all its connections share. None if the
-            placement has no such push to this host, if a copy of the same step and slot
-            is complete, if another connection carries other digests for this step and
-            slot, or if no buffer is free. A complete copy is never overwritten.
+            placement has no such push to this host, if the number of digests is wrong,
+            if a copy of the same step and slot is complete, if another connection
+            carries other digests for this step and slot, or if no buffer is free. A
+            complete copy is never overwritten.
         """
         pool = self.pools.get(source)
         if pool is None or not pool.fits(digests):
@@ -212,10 +214,10 @@ class Hosting:
         return True
 
     def end(self, step: int, source: int, found: Receiving) -> None:
-        """Removes one connection from a push; call it once for each `begin`.
+        """Removes one connection from a push; called once for each successful `begin`.
 
         After the last connection of an incomplete push, only the verified chunks stay,
-        for the next connection. A push that was given up keeps none.
+        for the next connection. A push that was given up keeps no chunk.
         """
         found.users -= 1
         if found.users:

@@ -1,8 +1,9 @@
 """The steps that one process keeps in its own memory, with digests and a commit log.
 
-A new step is staged beside the kept steps and then committed; the oldest step is
-dropped. An unchanged leaf shares the buffer of the step before. The memory has no name
-in any directory, so the system frees it however the process ends.
+A new step is written beside the kept steps and then committed; then the oldest steps
+above the limit are dropped. An unchanged leaf shares the buffer of the step written
+before. The memory has no name in any directory, so the system frees it however the
+process ends.
 """
 
 import os
@@ -58,9 +59,9 @@ class Extent:
 class LeafMemory:
     """The buffers of the leaves of one layout. Not thread-safe.
 
-    Buffer p of a leaf lies in the p-th extent; all extents have the same layout, and
-    an extent is reserved when a step first needs it. Steps with the same leaf refer to
-    one buffer, counted by `BufferRefCounts`, so an unchanged leaf takes memory once.
+    Buffer p of a leaf lies in extent p, at the same offset in every extent. An extent
+    is reserved when a step first needs it. Steps with the same leaf refer to one
+    buffer, counted by `BufferRefCounts`, so an unchanged leaf takes memory once.
 
     >>> leaf = Slice(path="w", start=(0,), stop=(4,), dtype="uint8")
     >>> memory = LeafMemory((leaf,))
@@ -141,7 +142,7 @@ class Version:
     kept: np.ndarray
     """[leaves] bool: whether the leaf equals that of the step written before and shares
     its buffer. All False if that step's buffers cannot be used (first step, other
-    shapes)."""
+    shapes, or after `Versions.distrust`)."""
     digests: tuple[bytes, ...]
     """Digests of each leaf, 16 bytes per chunk."""
     shardings: tuple[Any, ...]
@@ -200,10 +201,11 @@ class Versions:
         return self._versions[step]
 
     def write(self, step: int, record: Record, values: Sequence[Any]) -> Version:
-        """Copies a new step into memory and commits it; drops the oldest above `keep`.
+        """Copies a new step into memory and commits it.
 
-        The values may be deleted or donated afterwards. If an error is raised, the
-        steps committed before stay readable.
+        Then drops the steps written first until `keep` steps are left, but never the
+        step of the largest number. The values may be deleted or donated afterwards. If
+        an error is raised, the steps committed before stay readable.
 
         Raises:
             OSError: too little memory; names the bytes needed and available.
@@ -231,11 +233,12 @@ class Versions:
         memory: LeafMemory,
         buffers: np.ndarray,
     ) -> Version:
-        """Writes to `buffers` the leaves that may differ from the step written last.
+        """Writes to `buffers` the leaves that may differ from the step written before.
 
-        A leaf that changed at the last step is copied and digested in one pass. A leaf
-        that did not change at the last step is first compared with its saved digests
-        or bytes, and copied only if it differs.
+        A leaf that had changed in that step is copied and digested. A leaf that had not
+        is first compared with its saved digests or bytes, and copied only if it
+        differs. All leaves are copied if that step is not in `memory`, or after
+        `distrust`.
         """
         base = next(reversed(self._versions.values()), None)
         if base is None or base.memory is not memory or not self._trusted:
@@ -302,7 +305,11 @@ class Versions:
         self._trusted = False
 
     def drop(self, step: int) -> None:
-        """Drops a step. Buffers without a pin and without another step become free."""
+        """Drops a step; its buffers become free unless a pin or another step uses them.
+
+        Raises:
+            KeyError: the step is not in memory.
+        """
         self._log.forget(step)
         self.unpin(self._versions.pop(step))
 

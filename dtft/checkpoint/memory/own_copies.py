@@ -16,11 +16,11 @@ from dtft.checkpoint.state import ABSENT, Parts, Slice, chunk_digests, unpack_fl
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """The buffers to which the trainer may write a step: the agent's answer to it."""
+    """The agent's answer to the trainer: the buffers for a step that is to be saved."""
 
     base: int
-    """The step that the new step may share the buffers of unchanged chunks with; -1 if
-    every chunk must be written."""
+    """The step whose buffers the new step may share for unchanged chunks; -1 if every
+    chunk must be written."""
     buffers: bytes
     """The number of a free buffer for each chunk, one byte per chunk."""
 
@@ -125,6 +125,9 @@ class Owning:
 
         Returns:
             The number of the pin.
+
+        Raises:
+            KeyError: there is no copy of the step.
         """
         copy = self.copies[step]
         self.pool.ref_counts.retain(copy.buffers)
@@ -142,6 +145,7 @@ class Owning:
 
         Raises:
             RuntimeError: a chunk has no free buffer.
+            KeyError: the pin has ended.
         """
         step, copy = self.pins[pin]
         lacking = [index for index, known in enumerate(copy.digests) if not known]
@@ -158,18 +162,25 @@ class Owning:
         return memory, guard
 
     def completed(self, pin: int, digests: Mapping[str, bytes]) -> None:
-        """Records slices that a pinned copy lacked as fetched and verified.
+        """Records that slices which a pinned copy lacked were fetched and verified.
 
         Args:
             pin: the number of the pin.
-            digests: slice key to the digests of a fetched slice.
+            digests: slice key to digests, for each fetched slice.
+
+        Raises:
+            KeyError: the pin has ended.
         """
         copy = self.pins[pin][1]
         for index, piece in enumerate(self.pool.chunks.slices):
             copy.digests[index] = copy.digests[index] or digests.get(piece.key, b"")
 
     def pinned(self, pin: int) -> tuple[bytes, list[bytes]]:
-        """A pinned copy: its buffer numbers, a byte per chunk, and digests by slice."""
+        """The buffer numbers of a pinned copy, one byte per chunk, and its digests.
+
+        Raises:
+            KeyError: the pin has ended.
+        """
         copy = self.pins[pin][1]
         return copy.buffers.tobytes(), list(copy.digests)
 

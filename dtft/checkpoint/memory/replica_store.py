@@ -1,8 +1,8 @@
 """One host's copies of its own slices and of its peers' slices, by step, in one arena.
 
-`ReplicaStore` keeps the last commit until the next commit is complete, and lists the
-verified copies of this host; it is thread-safe. `HeldCopies` searches the own and the
-hosted copies of a step.
+`ReplicaStore` stages, receives, verifies and restores these copies; its caller decides
+when steps are dropped. `HeldCopies` searches the copies of a step, both of own slices
+and of peers' slices.
 """
 
 import threading
@@ -96,7 +96,7 @@ class HeldCopies:
     ) -> list[Slice]:
         """Makes a copy of the own slices of `step` from slices in this host's memory.
 
-        Only slices with the digests of the commit are used, also those kept for peers.
+        Uses own slices and slices kept for peers if their digests are the commit's.
 
         Returns:
             The own slices that must be fetched; see `ReplicaStore.begin_restore`.
@@ -116,9 +116,7 @@ class HeldCopies:
         return missing
 
     def _hosted_right(self, step: int) -> dict[tuple[str, bytes], Parts]:
-        """Reads and verifies the slices kept for peers that are now own slices.
-
-        After a reassignment of slots a host may own a slice that it kept for a peer.
+        """Reads and verifies the slices kept for peers that this host owns, too.
 
         Returns:
             (slice key, digests) to the bytes, for the slices that match their digests.
@@ -138,6 +136,9 @@ class ReplicaStore:
 
     A slot is a position in the job; it owns some slices of the state. A push is the set
     of slices of one slot that are sent to a peer, which keeps a copy.
+
+    `own_parts`, `own_digests`, `own_buffers` and `push_chunks` raise KeyError for a
+    step without a copy of the own slices.
     """
 
     def __init__(
@@ -249,7 +250,11 @@ class ReplicaStore:
             return [self._own.pool.chunk(buffers, int(sent[n])) for n in numbers]
 
     def items(self, step: int) -> dict[str, Any]:
-        """The items (data position and so on) that came with the copies of `step`."""
+        """The items (data position and so on) that came with the copies of `step`.
+
+        Raises:
+            KeyError: this host has no copy of the step.
+        """
         with self._lock:
             return self._held.items(step)
 
@@ -280,9 +285,10 @@ class ReplicaStore:
 
         Returns:
             The state of the push, which all its connections share. None if the
-            placement has no such push to this host, if a copy of the same step and slot
-            is complete, if another connection carries other digests for this step and
-            slot, or if no buffer is free. A complete copy is never overwritten.
+            placement has no such push to this host, if the number of digests is wrong,
+            if a copy of the same step and slot is complete, if another connection
+            carries other digests for this step and slot, or if no buffer is free. A
+            complete copy is never overwritten.
         """
         with self._lock:
             return self._hosting.begin(step, source, digests)
@@ -300,9 +306,10 @@ class ReplicaStore:
             return self._hosting.conclude(step, source, receiving, items)
 
     def end_receive(self, step: int, source: int, receiving: Receiving) -> None:
-        """Removes a connection from a push; verified chunks stay for the next one.
+        """Removes a connection from a push; called once for each that was admitted.
 
-        Chunks of a push that was given up are dropped.
+        After the last connection, verified chunks stay for the next connection. Chunks
+        of a push that was given up are dropped.
         """
         with self._lock:
             self._hosting.end(step, source, receiving)
@@ -341,7 +348,11 @@ class ReplicaStore:
             self._own.unpin(pin)
 
     def pinned(self, pin: int) -> tuple[bytes, list[bytes]]:
-        """A pinned copy: its buffer numbers, a byte per chunk, and digests by slice."""
+        """The buffer numbers of a pinned copy, one byte per chunk, and its digests.
+
+        Raises:
+            KeyError: the pin has ended.
+        """
         with self._lock:
             return self._own.pinned(pin)
 
@@ -407,10 +418,12 @@ class ReplicaStore:
             return self._held.listed(step)
 
     def find(self, step: int, keys: Sequence[str]) -> list[Parts]:
-        """The memory of the slices with these keys, from any copy of `step`; unread.
+        """The memory of the slices with these keys, from any copy of `step`.
+
+        The memory is not read.
 
         Raises:
-            KeyError: this host has no copy of one of the slices for `step`.
+            KeyError: no copy of one of the slices can be sent; see `here`.
         """
         here = self.here(step)
         return [here[key] for key in keys]

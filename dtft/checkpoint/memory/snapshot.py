@@ -1,8 +1,8 @@
 """Copies a step's slices from devices into an arena, and back with verification.
 
 Runs in the trainer, at a step boundary: every array must be ready, and the next step
-(which donates the buffers) must not have been dispatched. Chunks that did not change
-since the last snapshot are not written.
+(which donates the buffers) must not have been dispatched. A chunk that changed neither
+at the last snapshot nor since then is not written.
 """
 
 import os
@@ -157,12 +157,14 @@ class SnapshotPlan:
         base: Snapshot | None = None,
         copied: np.ndarray | None = None,
     ) -> Snapshot:
-        """Copies every slice to the arena, except its unchanged chunks.
+        """Copies every slice to the arena, except chunks that stay unchanged.
 
-        A chunk that changed at the last snapshot is copied and digested in one pass; it
-        counts as unchanged if its digest equals the last one. A chunk that did not
-        change at the last snapshot is first only digested, and copied if its digest
-        differs. Equal digests (xxh3-128) stand for equal bytes: a change is missed by
+        A chunk that did not change at the last snapshot is first only digested, and
+        copied if its digest differs from that of the last snapshot. Every other chunk
+        is copied and digested in one pass. If its digest equals that of the last
+        snapshot, the chunk counts as unchanged and keeps its old buffer.
+
+        Equal digests (xxh3-128) are taken for equal bytes: a change is missed by
         accident with a probability of 2^-128. The buffer of an unchanged chunk is not
         verified here; every reader of the arena verifies the bytes.
 
@@ -172,8 +174,12 @@ class SnapshotPlan:
                 process has whole.
             memory: the arena, from its start.
             buffers: [chunks] uint8, a free buffer for each chunk.
-            base: the last snapshot, if the arena still holds it.
+            base: the last snapshot, if the arena still holds it. Without it, all
+                chunks are copied.
             copied: [slices] bool, which slices to copy; by default all.
+
+        Raises:
+            ValueError: a slice is not on this host's devices.
         """
         # Lists, because a state may have many small leaves.
         where = (buffers * np.int64(self.chunks.nbytes) + self.chunks.starts).tolist()
@@ -199,17 +205,17 @@ class SnapshotPlan:
         known: bytes,
         calm: Sequence[bool],
     ) -> list[bytes]:
-        """Copies the chunks of a slice to the arena, except calm unchanged chunks.
+        """Copies the chunks of a slice to the arena, except those that stay unchanged.
 
-        A calm chunk is digested first, and copied only if its digest changed. The other
-        chunks are always copied.
+        A calm chunk (one that was unchanged in the last snapshot) is digested first,
+        and copied only if its digest changed. The other chunks are always copied.
 
         Args:
             raw: the slice's bytes.
             memory: the arena.
             where: the offset in `memory` of the buffer of each chunk.
             known: digests of the slice's chunks in the last snapshot; b"" if unknown.
-            calm: whether each chunk was unchanged in the last snapshot.
+            calm: whether each chunk is calm.
 
         Returns:
             The digest of each chunk.

@@ -1,9 +1,9 @@
 """Reads one host's copies again, chunk by chunk, and records corrupt chunks.
 
-An unchanged chunk is kept by reference and never written or sent again. Only a load, a
-fetch or a verification therefore finds a flipped bit in it. A corrupt copy is never
-used again: the next step writes an own copy anew, and the peer sends a hosted copy
-again.
+An unchanged chunk is kept by reference and never written or sent again. A flipped bit
+in it is therefore found only by a load, a fetch, an export or a verification. A copy
+that was found corrupt is never used again: the next step writes an own copy anew, and
+the peer sends a hosted copy again.
 """
 
 import threading
@@ -24,7 +24,7 @@ in this buffer with this digest."""
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkRead:
-    """Result of reading one chunk in every buffer in use."""
+    """Result of reading one chunk in every used buffer not known to be corrupt."""
 
     nbytes: int
     """Bytes read."""
@@ -37,7 +37,7 @@ class VerifiedCopies:
     """Result of reading all copies of one replica store."""
 
     copies: int
-    """The number of slices over all steps; a shared slice counts once per step."""
+    """The number of slices in all copies; a slice that steps share counts for each."""
     nbytes: int
     """Bytes read; a buffer that steps share is read once."""
     held: Mapping[int, Mapping[str, bytes]]
@@ -45,7 +45,8 @@ class VerifiedCopies:
     corrupt: tuple[str, ...]
     """Corrupt copies, as "step 12: KEY"."""
     unread: tuple[int, ...]
-    """Steps that were dropped or replaced before all their chunks were read."""
+    """Steps of which a copy was dropped or replaced before the verification ended.
+    Chunks of these copies may not have been read."""
 
 
 class CopyVerifier:
@@ -97,7 +98,10 @@ class CopyVerifier:
             }
 
     def verify(self, after: Callable[[int], None] = lambda _: None) -> VerifiedCopies:
-        """Reads every copy once, while training goes on.
+        """Reads every copy once, while training continues.
+
+        A buffer that several copies share is read once. Buffers in which a chunk is
+        known to be corrupt are not read.
 
         Args:
             after: called after each chunk with the number of bytes read. The function

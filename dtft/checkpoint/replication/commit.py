@@ -27,9 +27,9 @@ def adding_up(root: str, claims: Claims) -> dict[str, bytes] | None:
     First tries the digests that most hosts report. If their root digest differs, the
     choice is repeated without the reports of one host, in turn for each host with a
     disputed slice (at most `MAX_SUSPECTS`). So one wrong host is found even with two
-    copies per slice, which have no majority. Hosts verify their bytes against their own
-    digests, so a flipped bit causes no dispute; a host that keeps the bytes of another
-    step under the commit's step does.
+    copies per slice, which have no majority. A flipped bit causes no dispute, because
+    hosts report the digests that they recorded when the bytes were written. A dispute
+    arises if a host keeps the bytes of another step under the commit's step.
 
     Args:
         root: the commit's digest over the digests of all slices.
@@ -60,7 +60,7 @@ def adding_up(root: str, claims: Claims) -> dict[str, bytes] | None:
 def _most(claims: Claims, without: str) -> dict[str, bytes]:
     """The digest of each slice that most hosts report, not counting the host `without`.
 
-    If all hosts report the same digest of a slice, `without` has no effect on it.
+    `without` is ignored for a slice of which all hosts report the same digest.
     """
     return {
         key: max(told, key=lambda value: sum(host != without for host in told[value]))
@@ -331,8 +331,8 @@ def locate(
             it was given none. Used only to name the former holders in a reason.
 
     Returns:
-        The located commit, or None if no commit can be restored; and for each newer
-        commit the reason why it cannot be restored.
+        The located commit, or None if no commit can be restored; and the reasons, one
+        for each commit that was tried and cannot be restored.
     """
     reasons = []
     for commit in commits:

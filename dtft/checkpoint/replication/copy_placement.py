@@ -3,8 +3,8 @@
 `place_copies` places copies in different failure domains. `Spread` has the number of
 copies and the level of the domains. `choose_spares` assigns spares to lost slots so
 that copies stay in different domains. `Shares` rotates the copying of replicated slices
-among their owners from commit to commit. All decisions are pure and deterministic, so
-every host computes the same result.
+among their owners from snapshot to snapshot. All decisions are pure and deterministic,
+so every host computes the same result.
 """
 
 import functools
@@ -70,8 +70,11 @@ class CopyPlacement:
 
     @functools.cached_property
     def _routes(self) -> dict[tuple[int, int], list[tuple[int, int]]]:
-        """(source slot, target slot) -> the (position in `tables`, part) pairs that are
-        sent; sorted by source, then target."""
+        """Maps (source slot, target slot) to the parts of leaves that are sent.
+
+        Each part is given as a pair: a position in `tables`, and the part's number. The
+        keys are sorted by source, then target.
+        """
         routes: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for at, table in enumerate(self.tables):
             for part, targets in enumerate(table.targets):
@@ -132,14 +135,15 @@ def place_copies(
     """Chooses the slots that keep copies of each slice.
 
     The owners of a replicated slice count as copies. Slots are divided into groups of
-    as many slots as copies are wanted, and an owner sends its additional copies to the
-    other slots of its group. If the number of slots is no multiple of the group size,
-    the last slots form a ring, in which an owner sends to the next slots.
+    `copies` slots. An owner sends additional copies to slots in failure domains without
+    a copy: first to slots of its own group, then to any slots. If the number of slots
+    is no multiple of `copies`, the last whole group and the remaining slots form a
+    ring, in which an owner sends first to the next slots.
 
     Args:
         layout: mesh and leaves.
         copies: number of domains in which every slice should have a copy, its owners
-            included.
+            included; lowered to the number of distinct domains if there are fewer.
         domains: the failure domain (host, rack) of each slot; by default every slot is
             a domain of its own. Names may be nested, "power/rack": the whole name is
             the domain, and slots in different power domains are preferred.
@@ -304,9 +308,10 @@ class _Neighbours:
 
 
 def interleaved(domains: Sequence[str]) -> list[int]:
-    """Orders slots so that neighbours are in different domains as far as possible.
+    """Orders slots by taking a slot of each domain in turn.
 
-    Neighbours with nested names ("power/rack") differ at the widest level first.
+    So most neighbours are in different domains. With nested names ("power/rack"), takes
+    a slot of each power domain in turn, and inside a power domain one of each rack.
 
     >>> interleaved(["a", "a", "b", "b"])
     [0, 2, 1, 3]
@@ -394,8 +399,9 @@ def choose_spares(
 ) -> tuple[int | None, ...]:
     """Assigns spares to empty slots so that copies stay in different domains.
 
-    Fills one slot after the other. A slot gets the spare that adds a new domain to most
-    of the slot's groups with too few domains, and of equal spares the first.
+    Fills one slot after the other. A spare's count is the number of the slot's groups
+    that have too few domains and lack the spare's domain. The slot gets the first spare
+    with the highest count.
 
     Args:
         groups: the groups of the placement; empty if no copies are placed yet.
@@ -443,9 +449,10 @@ class Shares:
 
     A slice with d owners is copied by only `copies` of the owners at each snapshot, or
     by more if needed for enough failure domains. The copying owners rotate from
-    snapshot to snapshot. So each owner does about copies/d of the copying, and the
-    bytes of all owners are compared within ceil(d / copies) snapshots. If all owners
-    are still too few, all copy the slice and it is also pushed to other slots.
+    snapshot to snapshot. So each owner does about copies/d of the copying, and within
+    ceil(d / copies) snapshots the bytes of each owner are compared with those of the
+    owners that copy at the same snapshot. If all owners together are in too few failure
+    domains, all copy the slice, and it is also pushed to other slots.
 
     >>> from dtft.checkpoint.state.slices import Leaf, MeshLayout
     >>> mesh = MeshLayout(axis_names=("replica",), axis_sizes=(3,), slots=(0, 1, 2))

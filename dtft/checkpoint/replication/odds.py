@@ -91,7 +91,7 @@ def simulate(
         Fraction of the trials in which the state survives.
 
     Raises:
-        ValueError: as `survival`.
+        ValueError: as `survival`, or `domains` has not one entry per host.
     """
     _check(num_hosts, copies, losses)
     holders = _holders(num_hosts, copies, domains)
@@ -107,12 +107,12 @@ def simulate(
 def odds_table(
     num_hosts: int, copies: int, *, max_losses: int = 8, trials: int = TRIALS
 ) -> str:
-    """Formats the table of `dtft checkpoint odds`: a line for each k = 1, 2, ...
+    """Formats the table of `dtft checkpoint odds`: a line per number of lost hosts.
 
     Args:
         num_hosts: N, the number of hosts.
         copies: m, the copies of every slice.
-        max_losses: the greatest k shown, at most N.
+        max_losses: the greatest number of lost hosts in the table; N if that is less.
         trials: trials of the simulation; the error shown is two standard errors.
 
     Raises:
@@ -166,7 +166,10 @@ def _shape(num_hosts: int, copies: int) -> tuple[int, int, int]:
 
 
 def _group_sets(groups: int, size: int, lost: int) -> int:
-    """Counts the sets of `lost` hosts in groups that contain no whole group."""
+    """Counts the sets of `lost` hosts that contain no whole group.
+
+    The sets are chosen from the hosts of `groups` groups, each of `size` hosts.
+    """
     return sum(
         (-1) ** whole
         * math.comb(groups, whole)
@@ -178,10 +181,10 @@ def _group_sets(groups: int, size: int, lost: int) -> int:
 def _ring_sets(ring: int, size: int, lost: int) -> int:
     """Counts the sets of `lost` hosts on a ring without `size` neighbours in a row.
 
-    The `left` remaining hosts cut the ring into `left` runs of lost hosts, each shorter
-    than `size`. The count is the number of compositions of `lost` into such runs, times
-    the rotations of the ring, divided by `left`, because each set is counted once per
-    remaining host.
+    The `left` remaining hosts cut the ring into `left` runs of lost hosts; a run may be
+    empty, and is shorter than `size`. The count is the number of ways to divide `lost`
+    hosts into such runs, times the rotations of the ring, divided by `left`, because
+    each set is counted once per remaining host.
     """
     left = ring - lost
     if left <= 0:

@@ -2,9 +2,9 @@
 
 All restores use `plan_restore`: after a loss, onto another mesh, and for exports. A
 slice is identified by leaf path, global index range and dtype. `Inventory` has the
-verified holders of every slice. `find_needs` computes the needs of every host from the
-overlaps of old and new slices. Leaves with the same partition are planned together, so
-a plan takes a second or two at 10,000 hosts.
+verified holders of every slice. `find_needs` computes which overlaps of old and new
+slices each host needs. Leaves with the same partition are planned together, so a plan
+takes a second or two at 10,000 hosts.
 """
 
 import functools
@@ -326,7 +326,9 @@ def _bundles(
 
 
 def new_specs(old_layout: Layout, new_layout: Layout) -> dict[int, Spec]:
-    """Maps each needed leaf, by position in the old layout, to its spec in the new one.
+    """Maps each leaf of `new_layout` to its new `normal_spec`.
+
+    The key of a leaf is its position in `old_layout.leaves`.
 
     Raises:
         ValueError: a leaf was not committed, its shape or dtype differs, or its new
@@ -414,14 +416,15 @@ class RestorePlan:
     """For every byte that a host needs, its source: own memory or one other host.
 
     The plan is stored as arrays; the regions of a host are computed on demand. Leaves
-    without elements are not part of the plan.
+    without elements are not part of the plan. The methods raise ValueError for a host
+    that is not in `hosts`.
     """
 
     hosts: tuple[str, ...]
     """All holders and targets, ascending."""
     bundles: tuple[LeafBundle, ...]
     own_cells: WantedCells
-    """Cells (overlaps of an old and a new slice) that a target has in own memory."""
+    """Cells (overlaps of an old and a new slice) that a target has in its memory."""
     absent_cells: WantedCells
     """Cells that a target must fetch from other hosts."""
     routes: Routes
@@ -526,10 +529,11 @@ def plan_restore(
 ) -> RestorePlan | Lost:
     """Plans all transfers of a restore onto any layout.
 
-    A host uses its own memory first. The bytes that hosts lack are divided evenly over
-    the hosts that hold them; a large piece may have several senders. Senders in the
-    target's failure domain are preferred as long as no host sends more than
-    `MAX_UNEVEN` times the largest load of even shares.
+    A host uses its own memory first. The bytes that hosts lack are divided over the
+    hosts that hold them, as evenly as possible; a large piece may have several senders.
+    Senders in the target's failure domain are preferred as long as no host sends more
+    than `sender_assignment.MAX_UNEVEN` times the most that a host sends without this
+    preference.
 
     Args:
         holdings: verified holders of the commit's slices, in the layout of the commit.
@@ -622,7 +626,7 @@ def _cuts(
     bundles: Sequence[LeafBundle],
     grain: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Finds the nearest offsets at which cells can be cut around the starts of routes.
+    """Finds the nearest offsets, around each route's start, where its cell can be cut.
 
     Args:
         rows: [n] rows of `routes`.

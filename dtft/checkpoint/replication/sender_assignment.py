@@ -37,7 +37,8 @@ def share_out(
 
     Minimizes the sum of squared loads, a convex problem whose optimum also has the
     least maximum load. The solver water-fills one demand after the other to a common
-    level of load, in sweeps, until the loads no longer change.
+    level of load, in at most `MAX_SWEEPS` sweeps over all demands, until the loads
+    hardly change (`SETTLED`).
 
     Args:
         demands: the demands.

@@ -86,8 +86,8 @@ class SnapshotSchedule:
     def changed(self, interval: int, *, after: int) -> "SnapshotSchedule":
         """Returns the schedule with another interval after step `after`, a boundary.
 
-        A change to the current interval has no effect. A change at or before the step
-        of the last change has no effect either.
+        Returns this schedule if `interval` is already its newest interval, or if its
+        last change is at or after step `after`.
         """
         last, cadence = self.changes[-1]
         if after <= last or interval == cadence.interval:
@@ -134,8 +134,9 @@ PROBE_EVERY = 1000
 """Steps without a quiet step (without replication) after which `next_interval` raises
 the interval to `PROBE_STEPS`."""
 AIM = 0.8
-"""Fraction of the budget that a new interval may cost. The interval is raised only when
-its cost exceeds the whole budget."""
+"""Fraction of the budget that a newly chosen interval may cost. A longer interval is
+chosen only when the current one costs more than the whole budget, except to measure
+quiet steps (`PROBE_STEPS`)."""
 WORTHWHILE = 0.8
 """Greatest ratio of a shorter interval to the current interval at which `next_interval`
 adopts the shorter one."""
@@ -146,9 +147,9 @@ class Automatic:
     """Limits that a user sets for automatic snapshot intervals."""
 
     budget: float = 0.01
-    """Fraction of the wall time that snapshots may cost."""
+    """Wall time that snapshots may add, as a fraction of the steps' own wall time."""
     maximum: int = 64
-    """Most steps from one snapshot to the next, for any cost."""
+    """Largest number of steps between two snapshots, whatever a snapshot costs."""
 
     def __post_init__(self) -> None:
         if not 0 < self.budget < 1:
@@ -251,10 +252,10 @@ def _at_most(values: Sequence[float]) -> float:
 
 
 def inflation(interval: int, costs: Costs, maximum: int) -> float:
-    """Computes the wall time that snapshots add, as a fraction of that of the steps.
+    """Computes the wall time that snapshots add, as a fraction of the steps' wall time.
 
-    Counts the snapshots of a cadence with period `maximum`; the wall time of the steps
-    is without snapshots.
+    The steps' wall time is without snapshots. Counts the snapshots of a `Cadence` with
+    period `maximum`.
 
     >>> costs = Costs(step_s=0.5, snapshot_s=0.25)
     >>> inflation(1, costs, maximum=64), inflation(16, costs, maximum=64)
@@ -285,9 +286,9 @@ def next_interval(current: int, seen: Experience, allowed: Automatic) -> int:
 
     During the first `WARM_WINDOWS` windows the interval does not change. Without known
     costs, or after `PROBE_EVERY` steps without a quiet step, the interval is raised to
-    `PROBE_STEPS` to measure quiet steps. Otherwise the costs determine the interval: it
-    grows if its cost exceeds the budget. It shrinks only to at most `WORTHWHILE` times
-    the current interval.
+    `PROBE_STEPS` to measure quiet steps. Otherwise a longer interval is chosen if the
+    current one costs more than the budget. A shorter interval is chosen if it costs at
+    most `AIM` times the budget and is at most `WORTHWHILE` times the current one.
     """
     maximum, costs = allowed.maximum, seen.costs
     if len(seen.windows) < WARM_WINDOWS:

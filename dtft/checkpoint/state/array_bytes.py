@@ -1,7 +1,8 @@
 """Bytes and fingerprints of arrays on devices; keeps no reference to an array.
 
-`host_bytes` returns one device's array in row-major order. `fingerprints` returns a
-checksum per array that does not depend on how the array is sharded.
+`host_bytes` returns the bytes of an array on one device, in row-major order.
+`fingerprints` returns a checksum per array that does not depend on how the array is
+sharded.
 """
 
 from collections.abc import Mapping
@@ -21,10 +22,10 @@ def fingerprints(arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, str]
     """Computes a fingerprint per array that does not depend on the array's sharding.
 
     A fingerprint is a sum modulo 2**32 (in two lanes) over mixed words and positions.
-    A change of any single word always changes the fingerprint. Every stored leaf has a
-    fingerprint, because Orbax does not detect a flipped bit in its files. For arrays
-    that span processes, all these processes must make the same call. Empty arrays have
-    no fingerprint and are not allowed.
+    A change of any single word always changes the fingerprint. Storage keeps a
+    fingerprint of every leaf that is not empty, because Orbax does not detect a flipped
+    bit in its files. For arrays that span processes, all these processes must make the
+    same call.
 
     Returns:
         Sixteen hex digits per array, equal for equal words in equal positions.
@@ -49,10 +50,11 @@ def _devices(array: jax.Array | np.ndarray) -> frozenset[Any]:
 
 
 def _host_words(array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
-    """Views a numpy array as unsigned words of at most 32 bits; a jax array unchanged.
+    """Views a numpy array as unsigned words of at most 32 bits.
 
-    Without the view, jax would narrow 64-bit values. Complex arrays become a stack of
-    real and imaginary parts, and dtypes smaller than a byte are widened.
+    A jax array is returned as it is. Without the view, jax would narrow the 64-bit
+    values of a numpy array. Complex arrays become a stack of real and imaginary parts,
+    and dtypes smaller than a byte are widened.
     """
     if isinstance(array, jax.Array):
         return array
@@ -89,9 +91,9 @@ def is_packed(dtype: np.dtype) -> bool:
 
 
 def _whole_bytes(dtype: np.dtype) -> np.dtype:
-    """The dtype, or for a dtype smaller than a byte int8, uint8 or float32.
+    """Replaces a dtype smaller than a byte by int8, uint8 or float32.
 
-    The returned dtype holds the same values.
+    The new dtype can hold all values of the old. Other dtypes are returned as they are.
     """
     if not is_packed(dtype):
         return dtype

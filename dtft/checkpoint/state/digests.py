@@ -42,9 +42,10 @@ class Parts:
         return b"".join(self.views)
 
     def cut(self, start: int, stop: int) -> list[memoryview]:
-        """Views of the bytes from `start` to before `stop`, one for each piece.
+        """Views of the bytes from `start` to before `stop`.
 
-        An empty range has one empty view.
+        There is one view for each piece in the range, or one empty view for an empty
+        range.
         """
         if start >= stop:
             return [_EMPTY]
@@ -82,10 +83,11 @@ class Chunks:
     """The chunks of some slices, numbered slice by slice, and their places in memory.
 
     A chunk never crosses slices, and a slice smaller than a chunk is one chunk. The
-    memory has several areas, one after the other, each with room for all slices (a
-    version). Buffer p of a chunk is its place in area p. The bytes of one step may be
-    in different areas, chunk by chunk: unchanged chunks keep their buffers, and
-    adjacent changed chunks are contiguous.
+    memory is a row of equal areas, each with a place for every chunk: buffer p of a
+    chunk is its place in area p. A step uses one buffer of each chunk. These buffers
+    may be in different areas, because an unchanged chunk stays in its old buffer and
+    each changed chunk gets a free one. Neighbouring chunks of a slice are contiguous if
+    they are in the same area.
     """
 
     slices: tuple[Slice, ...]
@@ -153,7 +155,7 @@ class Chunks:
         return np.repeat(chosen, np.diff(self.first))
 
     def owners_of(self, numbers: Sequence[int]) -> set[int]:
-        """The indices of the slices that some chunks belong to."""
+        """The indices of the slices that contain the chunks with these numbers."""
         return set((np.searchsorted(self.first, numbers, side="right") - 1).tolist())
 
     def chunk(self, memory: memoryview, buffer: int, number: int) -> memoryview:
@@ -195,7 +197,7 @@ def unpack_flags(packed: bytes, count: int) -> np.ndarray:
     """[count] bool: unpacks the bits of `pack_flags`; all False if `packed` is empty.
 
     Raises:
-        ValueError: `packed` is not empty and has not the bytes for `count` flags.
+        ValueError: `packed` is not empty, and its size is not that of `count` flags.
     """
     if not packed:
         return np.zeros(count, bool)
@@ -213,7 +215,7 @@ DIGEST_BYTES = 16
 """Size of the digest of one chunk."""
 _BLOCK_BYTES = 1 << 20
 """Bytes that `copy_chunk` copies at a time and then digests while they are in cache. A
-whole chunk may exceed the cache, and smaller copies are slower."""
+whole chunk may exceed the cache, and copies in smaller blocks are slower."""
 
 
 def chunk_digests(buffer: Buffer, chunk_bytes: int) -> bytes:
@@ -323,9 +325,9 @@ def differing(actual: bytes, digests: bytes) -> tuple[int, ...]:
 
 
 def is_digest_right(parts: Parts, digests: bytes, chunk_bytes: int) -> bool:
-    """Whether the bytes of `parts` match the digests; pieces are whole chunks.
+    """Whether the bytes of `parts` match the digests of all their chunks.
 
-    Only the last piece may end with a part of a chunk.
+    All pieces but the last must consist of whole chunks.
 
     >>> good = chunk_digests(b"abcdef", chunk_bytes=2)
     >>> parts = Parts([memoryview(b"abcd"), memoryview(b"ef")])
@@ -344,7 +346,7 @@ def digests_of_parts(views: Iterable[memoryview], chunk_bytes: int) -> bytes:
 
 
 def equal_chunks(one: bytes, other: bytes) -> np.ndarray:
-    """[chunks] bool: whether both strings of digests have the same digest of a chunk.
+    """[chunks] bool: whether two strings of chunk digests are equal at each chunk.
 
     Both strings must have the same length.
 

@@ -60,8 +60,8 @@ def is_leaf_unchanged(
         record: the record of the leaf.
         saved: the saved bytes.
         digests: the digests of `saved`. A leaf in one piece is compared by digest:
-            equal digests (xxh3-128) stand for equal bytes. A leaf in several shards is
-            compared with `saved`.
+            equal digests (xxh3-128) are taken for equal bytes. A leaf in several shards
+            is compared with `saved`.
         chunk: bytes under one digest.
     """
     parts = _parts(value, record)
@@ -74,7 +74,7 @@ def is_leaf_unchanged(
 def _words(array: np.ndarray) -> np.ndarray:
     """[..., words] unsigned: views each element as integers of at most 8 bytes.
 
-    Compared as integers, equal bits are equal, also of a NaN.
+    As integers, two NaNs with the same bits are equal.
     """
     size = array.dtype.itemsize
     return array[..., None].view(f"u{min(size, 8)}")
@@ -93,9 +93,9 @@ def _same(one: np.ndarray, other: np.ndarray) -> bool:
 def _parts(
     value: Any, record: LeafRecord
 ) -> memoryview | list[tuple[tuple[slice, ...], np.ndarray]]:
-    """The bytes of a leaf, or for a jax array in several shards their contents.
+    """The bytes of a leaf; for a jax array in several distinct shards, the shards.
 
-    These are the index and the array of each distinct shard, without replicas.
+    Each distinct shard is given once, as index in the global array and contents.
     """
     if record.kind == "key":
         value = jax.random.key_data(value)
@@ -145,7 +145,8 @@ def as_wanted(
         record: the record of the saved leaf.
         target: the user's leaf (array, struct, number); None restores the kind that was
             saved.
-        sharding: the sharding of a restored jax array if `target` has no sharding.
+        sharding: the sharding of a restored jax array if `target` has no sharding. Not
+            used for an uncommitted target (`is_free_target`).
 
     Raises:
         ValueError: the target has another shape, dtype or type than the saved leaf, or
@@ -232,7 +233,8 @@ def refuse_unfit(record: LeafRecord, target: Any, fallback: Any) -> None:
         fallback: the sharding of a target without a sharding, or None.
 
     Raises:
-        ValueError: the shape differs, or the sharding does not divide the shape.
+        ValueError: the shape differs, the sharding does not divide the shape, or a leaf
+            cannot be restored to the type of the target.
     """
     if kind_wanted(target, record) not in ("array", "key"):
         return
@@ -349,7 +351,7 @@ class RestoreTarget:
     treedef: Any = None
     """Structure of the user's tree; None restores the tree that stock Orbax returns."""
     fallback: Any = None
-    """Sharding of leaves whose target has no sharding; None leaves it to the caller."""
+    """Sharding of leaves whose target has no sharding; None lets the caller choose."""
 
 
 def restore_targets(record: Record, args: Any) -> dict[str, RestoreTarget | None]:

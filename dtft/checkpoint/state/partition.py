@@ -1,8 +1,8 @@
-"""Partitions of leaves over a mesh, the overlaps of two partitions, and their cuts.
+"""Partitions of leaves over a mesh, and the overlaps of two partitions.
 
-The functions are vectorised and run once per partition spec, not once per slice.
-`move_regions` copies the bytes of an overlap from an old slice, whose chunks were
-checked against the commit, to a new slice.
+Partitions and overlaps are computed once per partition spec, not once per slice, with
+vectorised operations. `LeafBundle` finds where an overlap can be cut into regions.
+`move_regions` copies the bytes of a region from an old slice to a new slice.
 """
 
 import dataclasses
@@ -88,7 +88,8 @@ def normal_spec(mesh: MeshLayout, leaf: Leaf) -> Spec:
     """The spec of a leaf without the axes that divide nothing.
 
     Axes of size 1, the axes of dims without elements and trailing undivided dims are
-    left out, so that equal specs mean equal slices and unequal specs unequal slices.
+    left out. So two leaves of the same shape have the same slice on every device if,
+    and only if, their normal specs are equal.
 
     >>> mesh = MeshLayout(
     ...     axis_names=("fsdp", "tensor"), axis_sizes=(2, 1), slots=(0, 1)
@@ -165,7 +166,7 @@ def nbytes_of(leaf: Leaf) -> int:
 
 
 EVEN_ROWS = 64
-"""Least extent at which `LeafBundle.rows` accepts a dim for cuts: so many rows can be
+"""Least extent of a dim that `LeafBundle.rows` prefers for cuts: so many rows can be
 cut into pieces of about equal size."""
 
 
@@ -294,7 +295,7 @@ class LeafBundle:
         return shapes, units
 
     def rows(self, leaf: np.ndarray, cell: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """For a cell of one leaf, the dim along which it is cut, and its extent there.
+        """The dim along which a leaf's cell is cut, and the cell's extent in this dim.
 
         The dim is the first with an extent of at least `EVEN_ROWS`, else the longest.
 
@@ -316,7 +317,7 @@ class LeafBundle:
     def cuts(
         self, cell: np.ndarray, offset: np.ndarray, grain: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The nearest offsets, before and after, where a cell can be cut.
+        """Finds the nearest places before and after an offset where a cell can be cut.
 
         A cell can be cut between leaves, and between rows of a leaf that has more than
         `grain` bytes in the cell.

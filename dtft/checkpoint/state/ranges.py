@@ -1,7 +1,7 @@
-"""Byte ranges of slices in whole chunks, each fetched by one request.
+"""Splits slices that are to be fetched into ranges, one for each request.
 
-Splits the slices to fetch into ranges of about equal size, and finds the chunks of a
-range that do not match their digests.
+A range consists of whole chunks (see `digests`) of one or several slices. The module
+also finds the chunks of a received range that do not match their digests.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ class WantedSlice:
 
 @dataclass(frozen=True)
 class Part:
-    """A byte range of one wanted slice that consists of whole chunks."""
+    """A byte range of one `WantedSlice`; it consists of whole chunks."""
 
     index: int
     """Position of the slice in the list of wanted slices."""
@@ -58,7 +58,7 @@ def split_ranges(
     Args:
         sizes: size of each slice in bytes.
         chunk_bytes: bytes of a chunk; a range consists of whole chunks.
-        range_bytes: wanted bytes of a range.
+        range_bytes: largest number of bytes of a range.
 
     >>> for one in split_ranges([10, 0, 3], chunk_bytes=4, range_bytes=8):
     ...     print([(part.index, part.start, part.stop) for part in one])

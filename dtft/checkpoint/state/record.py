@@ -1,8 +1,8 @@
 """The record of one save: its items, its leaves and the structures of its trees.
 
-The arguments of `save` become a record, which is stored as JSON beside the bytes, and a
-flat list of leaves. The structure of a tree is JSON, too, in Orbax's form of dicts,
-lists and classes.
+The arguments of `save` become a record and a flat list of leaves. The record is stored
+as JSON beside the leaves' bytes. It contains the structure of each tree in Orbax's form
+of dicts and lists (`Structure`).
 """
 
 import functools
@@ -22,7 +22,7 @@ from dtft.checkpoint.state.tree import nested
 Structure = Sequence[Any]
 """A tree in Orbax's form, as JSON with numbers for leaves: ("d", {name: structure}),
 ("l", [structure]), ("x", leaf number), ("t",) for an empty tuple, ("n",) for None and
-other empty nodes."""
+for empty nodes of other types, such as `optax.EmptyState`."""
 
 
 @functools.lru_cache(maxsize=32)
@@ -162,8 +162,8 @@ class Record:
     default: bool
     """Whether the save is one item without a name."""
     structures: Mapping[str, Structure]
-    """Name of each item that is a tree to its structure; leaves are numbered through
-    all items, in the order of `leaves`."""
+    """Maps the name of each item that is a tree to the item's structure. Leaves are
+    numbered across all items, in the order of `leaves`."""
     json_items: Mapping[str, Any]
     """Name of each JSON item to its value."""
     leaves: tuple[LeafRecord, ...]
@@ -248,7 +248,8 @@ def experiment_record(
         items: the JSON values of the step.
 
     Raises:
-        ValueError: two paths would have one name in Orbax, or every array is empty.
+        ValueError: every array is empty, two paths would have one name in Orbax, or an
+            array or an item cannot be saved (see `record_of`).
     """
     if not any(array.size for array in arrays.values()):
         raise ValueError(
@@ -376,7 +377,7 @@ def _refuse_odd_dtype(path: str, dtype: np.dtype) -> None:
 
 
 def _as_json(what: str, value: Any) -> Any:
-    """Copies a value by a round trip through JSON, as storage would return the value.
+    """Copies a value by a round trip through JSON, as a save to storage would.
 
     Raises:
         ValueError: the value cannot be encoded; the message begins with `what`.

@@ -1,6 +1,7 @@
 """JSON values that are saved beside the arrays of a step, with their own digest.
 
-The digest (xxh3-128) is of the stored text. Arrays have chunk digests instead.
+`sealed` computes the digest (xxh3-128) of the stored text, `json_digest` that of a
+value, whatever the order of its keys. Arrays have chunk digests instead.
 """
 
 import json

@@ -1,8 +1,9 @@
 """Leaves and slices of the state, and the slots that own each slice.
 
 A slice is identified by leaf path, global index range and dtype. A slot is a numbered
-place in the job for one host; a slot owns the slices on its devices. These slices
-follow from a mesh and partition specs alone. This module has no side effects.
+place in the job for one host; a slot owns the slices on its devices. The slices of a
+slot are computed from the mesh and the leaves' shapes and partition specs. This module
+has no side effects.
 """
 
 import dataclasses
@@ -116,8 +117,8 @@ class Layout:
     mesh: MeshLayout
     leaves: tuple[Leaf, ...]
     config: str = ""
-    """The resolved experiment config as JSON; in a user's job, the static part of the
-    record from `storage.job_layout.config_of`."""
+    """The resolved experiment config as JSON. For a training loop of the user's own,
+    the JSON that `storage.job_layout.config_of` returns."""
 
     @functools.cached_property
     def digest(self) -> str:

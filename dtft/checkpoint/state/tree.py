@@ -1,8 +1,8 @@
 """Leaves of a state tree by path, and typed PRNG keys as uint32 words.
 
 A path joins dict keys, attribute names and sequence indices with "/". A typed key array
-has a dtype of JAX's own. Memory, network and storage hold its words instead, which are
-uint32 with one more dim.
+has a dtype of JAX's own. In copies, in messages and in storage the array is replaced by
+its key data: uint32 words with one more dim.
 """
 
 import functools
@@ -54,7 +54,7 @@ def from_paths(like: Any, mapping: Mapping[str, Any]) -> Any:
     {'a': [1, 2]}
 
     Raises:
-        ValueError: `mapping` has not the paths of `like`; lists the differing paths.
+        ValueError: `mapping` and `like` differ in paths; the message lists these paths.
     """
     expected = to_paths(like)
     if expected.keys() != mapping.keys():

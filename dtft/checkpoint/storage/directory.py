@@ -34,7 +34,7 @@ from dtft.checkpoint.storage.stored_steps import CheckpointUnreadable, StoredSte
 
 
 class WrittenByAnother(RuntimeError):
-    """Storage has another step of the same number than the step to be saved."""
+    """Storage has a step of the same number, but with other contents."""
 
 
 class StorageTier:
@@ -146,8 +146,8 @@ class StorageTier:
     ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
         """Reads the arrays and the JSON items of an experiment's step.
 
-        The restored arrays have the wanted shardings, and are bit-identical to the
-        saved arrays.
+        The restored arrays have the shardings of `abstract`, and are bit-identical to
+        the saved arrays.
 
         Args:
             step: one of `all_steps()`.
@@ -250,7 +250,7 @@ def orbax_options(
 
 
 class StepToStore:
-    """Orbax's save arguments for a step: for the items of its record, and the record.
+    """Orbax's save arguments for the items of a step and for the step's record.
 
     Attributes:
         record: structure, leaves and JSON items of the step.

@@ -23,8 +23,8 @@ class StorageBusy(OSError):
 def alone_in(directory: Path, limit_s: float) -> Iterator[None]:
     """Holds an exclusive lock on the directory while the context lasts.
 
-    The kernel releases the lock when its process dies, and the lock creates no file. On
-    a file system without locks the body runs unlocked, and the caller must check the
+    The kernel releases the lock when this process dies, and the lock creates no file.
+    On a file system without locks the body runs unlocked, and the caller must check the
     written step.
 
     Args:

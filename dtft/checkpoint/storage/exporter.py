@@ -50,10 +50,10 @@ def refuse_corrupt(
 ) -> None:
     """Checks the bytes of a step against their digests.
 
-    A step has digests from its snapshot on, and fingerprints in storage. A bit that
-    flipped in memory before the fingerprints were computed would get a valid
-    fingerprint. So this check must run after they were computed. Later errors are
-    detected by the fingerprints.
+    The digests of a step are computed at its snapshot, its fingerprints at its export.
+    A bit that flipped in memory between the two would get a valid fingerprint. So this
+    check must run after the fingerprints were computed. The fingerprints detect later
+    errors.
 
     Args:
         step: the step.
@@ -232,7 +232,8 @@ class Opening:
     writers and keeps an existing step. False: a save replaces a step of the same
     number."""
     limit_s: float = 300.0
-    """Limit of the asynchronous part of one save, in seconds."""
+    """Limit of the asynchronous part of one Orbax save, in seconds. A save in a shared
+    directory waits for other writers for up to 0.8 of this limit."""
 
 
 class Exporter:

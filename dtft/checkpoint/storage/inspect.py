@@ -148,11 +148,11 @@ def _described(path: Path) -> StoredStep:
 
 
 def pick_step(directory: Path, step: int | None) -> int:
-    """Returns the wanted step, or for None the newest step without missing files.
+    """Returns `step`, or if it is None the newest step without missing files.
 
     Raises:
-        ValueError: the directory does not have the step, or files are missing; the
-            message names the steps of the directory or the missing files.
+        ValueError: the directory does not have the step, files of the step are missing,
+            or every step has missing files.
     """
     found = list_steps(directory)[0]
     problems = {it.step: it.problem for it in found if it.problem}

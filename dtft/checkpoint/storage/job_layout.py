@@ -106,7 +106,7 @@ def _static_part(layout: Layout) -> dict[str, Any] | None:
 
 
 def same_slices(saved: Layout, wanted: Layout) -> bool:
-    """Whether every process's wanted slices are among the slices that it saved.
+    """Whether every process saved all slices that it needs in the layout `wanted`.
 
     >>> mesh = MeshLayout(axis_names=("x",), axis_sizes=(2,), slots=(0, 1))
     >>> leaf = Leaf(path="w", shape=(4,), dtype="float32")
@@ -125,9 +125,9 @@ def same_slices(saved: Layout, wanted: Layout) -> bool:
 
 
 def moved_leaf(saved: Layout, wanted: Layout) -> str:
-    """Describes the first leaf with a slice that a process wants but did not save.
+    """Describes the first leaf with a slice that a process needs but did not save.
 
-    If there is no such leaf, the text states it.
+    If there is no such leaf, the text states this.
 
     >>> one, other = (MeshLayout(axis_names=("x",), axis_sizes=(2,), slots=slots)
     ...     for slots in ((0, 1), (1, 0)))
@@ -187,7 +187,8 @@ def _mesh(
     """The mesh shared by all leaves that are divided; None if no leaf is divided.
 
     Raises:
-        ValueError: a divided leaf has no NamedSharding, or is on another mesh.
+        ValueError: a divided leaf has no NamedSharding, or two divided leaves are on
+            different meshes.
     """
     found: jax.sharding.Mesh | None = None
     for leaf, sharding in zip(leaves, shardings, strict=True):

@@ -1,9 +1,9 @@
 """Reads and verifies the steps of a storage directory.
 
-A step that dtft wrote has the item `dtft` in addition to the user's items. It has the
-`Record` and a fingerprint per leaf, which verifies the leaf's values. A step without a
-record was written by a job of commit 3d5ab71 or earlier, or by stock Orbax. Orbax reads
-the values of all steps.
+A step that dtft wrote has the item `dtft` in addition to the user's items. This item
+has the `Record` and a fingerprint per leaf, which verifies the leaf's values. A step
+without a record was written by a job of commit 3d5ab71 or earlier, or by stock Orbax.
+Orbax reads the values of all steps.
 """
 
 import json
@@ -147,7 +147,7 @@ class StoredSteps:
         prints: Mapping[str, str],
         wanted: Mapping[str, RestoreTarget | None],
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Reads and verifies the leaves of the wanted items and the wanted JSON items.
+        """Reads and verifies the items in `wanted`: leaves of trees, and JSON values.
 
         Args:
             step: the step.
@@ -156,7 +156,9 @@ class StoredSteps:
             wanted: item name to the targets of its leaves, or to None for a JSON item.
 
         Returns:
-            Values by leaf number (None for leaves of other items), and the JSON values.
+            Values by leaf number, and JSON values by item name. A value is a jax array
+            (of a PRNG key, its key data) or a numpy array; None for a leaf of another
+            item, unless the leaf is empty.
 
         Raises:
             CheckpointUnreadable: the step cannot be read, or is corrupt.
@@ -274,7 +276,8 @@ def _abstract(leaf: LeafRecord, number: int, wanted: RestoreTarget | None) -> An
     """Makes the target of a leaf that Orbax's restore needs.
 
     The target is a number or a numpy array if such a value was saved. Otherwise it is a
-    struct with the wanted sharding. None for an empty leaf, which is not stored.
+    struct with the sharding to restore onto. None for an empty leaf, which is not
+    stored.
     """
     assert wanted is not None
     dtype = np.dtype(leaf.dtype)

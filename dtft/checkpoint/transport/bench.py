@@ -70,8 +70,9 @@ class TransportBench:
 
 
 def bench_transport(config: TransportBench) -> dict[str, Any]:
-    """Runs the benchmark and returns the figures of `summarize` and of the config.
+    """Runs the benchmark and returns its figures.
 
+    The figures are those of `summarize`, and "streams", "tls" and "nixl" of the config.
     Prints a line for each round, then the figures as JSON.
     """
     memory = np.zeros((config.num_slices, config.slice_bytes), np.uint8)

@@ -107,8 +107,9 @@ class SocketStream:
 class TlsStream(SocketStream):
     """A TCP connection under TLS 1.3.
 
-    TLS only encrypts. The handshake of `server` proves the peer's identity and is bound
-    to the server's certificate, so a self-signed certificate suffices.
+    TLS only encrypts. The handshake in the module `server` proves that the peer knows
+    the job's secret. Its proofs depend on the server's certificate, so a self-signed
+    certificate suffices.
     """
 
     keeps_unsent = True

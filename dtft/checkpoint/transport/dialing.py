@@ -175,7 +175,7 @@ def _ask(host: str, port: int, flags: int) -> Found:
 def unreachable(host: str) -> str | None:
     """The reason why peers cannot connect to `host`, an address of this host.
 
-    Returns None if peers may be able to, also for a name.
+    Returns None if peers may be able to connect, and for every name.
 
     >>> unreachable("::")
     'it stands for all addresses'

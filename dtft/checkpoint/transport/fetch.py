@@ -36,10 +36,10 @@ logger = logging.getLogger(__name__)
 STREAMS = 4
 """Default limit of the connections of one fetch."""
 STREAM_BYTES = 32 << 20
-"""Bytes per connection of a fetch: more connections are opened only for more bytes,
-because each costs a handshake."""
+"""Least bytes per connection of a fetch that uses several connections, because each
+connection costs a handshake."""
 RANGE_BYTES = 8 << 20
-"""Most bytes that one request asks for, unless a single chunk is larger."""
+"""Largest number of bytes in one request's range, unless a single chunk is larger."""
 DEPTH = 2
 """Most requests without an answer on one connection: an answer is verified while the
 next one arrives."""
@@ -49,16 +49,17 @@ answer. After that the connection is opened again."""
 READ_S = 30.0
 """Limit of one read of a peer's lent memory, in seconds."""
 TRIES = 4
-"""Most attempts in a row to open a connection from which no bytes of slices are then
-received, and most wrong copies of one chunk that are received."""
+"""Number of connections in a row without a received byte of a slice, after which no
+further connection is opened. Also the number of wrong copies of a chunk after which the
+chunk's slice is reported as corrupt."""
 _PAUSE_S = 0.05
 
 
 def streams_each(num_peers: int) -> int:
-    """Computes the connections to each peer for fetches from `num_peers` peers at once.
+    """Computes the connections to each peer of a host that fetches from several peers.
 
-    Together they have `STREAMS` connections, as one host receives all their bytes, but
-    each peer has at least one.
+    The host receives the bytes of all peers. So it has at most `STREAMS` connections in
+    all, or one for each peer if there are more peers than that.
 
     >>> [streams_each(num_peers) for num_peers in (1, 2, 3, 9)]
     [4, 2, 1, 1]
@@ -105,8 +106,8 @@ def fetch_slices(
         address: "host:port" of the peer's server.
         credentials: the job and its secret.
         hello: selects the peer's handler, which must call `serve_fetches`.
-        request: what the peer's handler gives to the `find` of its `serve_fetches`;
-            "keys" with the slices' keys is added.
+        request: fields of the request that the peer's `serve_fetches` passes to its
+            `find`; "keys" with the slices' keys is added.
         wanted: the slices. On failure their memory has unspecified contents.
         chunk_bytes: bytes per digest.
         limit_s: limit of the whole fetch, in seconds.

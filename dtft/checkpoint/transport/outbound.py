@@ -2,9 +2,9 @@
 
 A message that the socket does not take at once is queued. One thread sends the queued
 messages of all channels of the process; the thread ends when all queues are empty. A
-peer that takes messages too slowly is given up: its channel is closed, which the
-channel's receiver notices. Intended for event loops, which a peer that stops reading
-must not block.
+peer that takes messages too slowly is given up: its channel is closed, so the thread
+that receives on the channel gets ChannelClosed. The module is made for event loops: a
+peer that stops reading does not block them.
 """
 
 import contextlib

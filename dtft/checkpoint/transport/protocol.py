@@ -2,8 +2,9 @@
 
 The handshake proves that both sides know the job's secret and derives the keys of the
 seals. A seal authenticates a frame's header and its position in the order of frames.
-The elements of a peer's msgpack are counted before it is decoded, because five bytes
-can announce four billion elements. The protocol does not encrypt; TLS does.
+The values in a large header are counted before the header is decoded (`unpack`),
+because five bytes of msgpack can announce four billion elements. The protocol does not
+encrypt; TLS does.
 """
 
 import hashlib
@@ -18,9 +19,9 @@ from typing import Any, Literal, NoReturn
 import msgpack
 
 BYTES_PER_ITEM = 16
-"""A header of at most n bytes may have n / `BYTES_PER_ITEM` values (`max_items`). A
-packed digest has more bytes, so a header of digests reaches its limit of bytes first.
-"""
+"""A header of at most n bytes may have n / `BYTES_PER_ITEM` values, or `_SMALL` if that
+is more (`max_items`). A packed digest has more than `BYTES_PER_ITEM` bytes, so a header
+of digests reaches its limit of bytes first."""
 MAX_DEPTH = 64
 """Deepest nesting of lists and maps that `count` accepts."""
 _SMALL = 2048
@@ -69,7 +70,7 @@ def count(data: bytes | bytearray, limit: int) -> int:
 
     Raises:
         ValueError: the data has more than `limit` values, is nested deeper than
-            `MAX_DEPTH`, or is truncated.
+            `MAX_DEPTH`, or ends before its last value begins.
     """
     at, found, end = 0, 1, len(data)
     open_ = [1]  # values still to be read of each open list or map
@@ -138,13 +139,14 @@ MAX_DATA_HEADER = 4 << 20
 MAX_REQUEST_HEADER = 64 << 10
 """Largest packed header of a hello or of a request with few fields, in bytes."""
 MAX_PAYLOAD = 1 << 40
-"""Largest payload in bytes; above `MAX_UNPLACED` it needs memory from a sink."""
+"""Largest payload in bytes. A payload above `MAX_UNPLACED` is received only into memory
+from a `connection.Sink`."""
 MAX_UNPLACED = 64 << 20
-"""Largest payload in bytes that is received without a sink."""
+"""Largest payload in bytes that is received without a `connection.Sink`."""
 
 _PREFIX = struct.Struct("<4sB3xIQ")
 PREFIX_BYTES = _PREFIX.size
-"""Size in bytes of a frame's prefix: magic, version, header and payload length."""
+"""Size in bytes of a frame's prefix: magic, version, lengths of header and payload."""
 
 NONCE_BYTES = 32
 """Size in bytes of each side's nonce, at the end of its greeting."""
@@ -406,7 +408,7 @@ class Sealer:
         {'op': 'push'}
 
         Raises:
-            ValueError: header or payload is over its limit.
+            ValueError: as `encode_header`.
         """
         return self.seal(encode_header(header, payload_bytes))
 
@@ -453,11 +455,11 @@ class Opener:
 
         Args:
             data: the packed header and its seal.
-            max_header: limit of the packed size in bytes, for the number of values.
+            max_header: limit of the packed size in bytes, from which `max_items`
+                derives the limit of values.
 
         Raises:
-            WireError: the seal is wrong, or the header is not msgpack, not a map, or
-                has more values than a header of `max_header` bytes may have.
+            WireError: the seal is wrong, or as `decode_header`.
         """
         packed = data[:-SEAL_BYTES]
         if not self._sealed(b"h", self._prefix + packed, data[-SEAL_BYTES:]):

@@ -1,4 +1,4 @@
-"""Pushes: sends the chunks of a step that a peer lacks, at a chosen pace.
+"""Pushes a step's slices to the peer that keeps a copy of them, at a chosen pace.
 
 `send_push` announces the digests of all chunks; the receiver answers which chunks it
 lacks, and only those are sent. Large pushes use several connections. `PushPace` decides
@@ -38,8 +38,9 @@ SPREAD = 0.5
 """Fraction of the time until the next snapshot over which a push is spread; the other
 half is for verification, the commit, and delays."""
 MOST_STEPS = 2
-"""Most steps over whose time a push is spread, even if the next snapshot is later. If a
-host is lost before the push has ended, the steps since the snapshot before are lost."""
+"""Limit of the interval, in steps, from which `spread_rate` computes the rate. A longer
+push has a risk: if a host is lost before the push has ended, the steps since the
+previous snapshot are lost."""
 LIMIT_PART = 0.25
 """Largest fraction of a push's deadline over which the push is spread."""
 SMALL_BYTES = 1 << 20
@@ -94,7 +95,7 @@ class Trial:
         )
 
     def observed(self, step_s: float) -> "Trial":
-        """Returns the trial with one more snapshot, or a new trial after `AGAIN`.
+        """Returns the trial with one more snapshot; after `AGAIN` of them a new trial.
 
         `step_s` is the wall time per step during the snapshot's pushes, in seconds.
         """
@@ -160,7 +161,7 @@ class Bucket:
 
 
 class PushPace:
-    """Chooses by a `Trial` whether a host's pushes go at full speed or are spread."""
+    """Chooses by a `Trial` whether a host's pushes are sent at full speed or spread."""
 
     def __init__(self, nbytes: int, limit_s: float) -> None:
         """Starts the trial.
@@ -173,7 +174,7 @@ class PushPace:
         self.bucket = Bucket()
 
     def staged(self, step_s: float, interval: int) -> None:
-        """Records the step time under the last pushes; sets the rate of the next.
+        """Records the last step time; sets the rate of the next pushes.
 
         Does nothing if a snapshot's pushes have less than `SMALL_BYTES`.
 
@@ -197,11 +198,11 @@ MAX_NUMBERS = 1024
 STREAMS = 4
 """Most connections of one push."""
 STREAM_BYTES = 64 << 20
-"""Bytes of a push per connection: a connection is added only for so many more bytes."""
+"""Least bytes per connection of a push that uses several connections."""
 ANSWER_S = 10.0
 """Limit in seconds for the receiver to send the message that names lacking chunks."""
 IDLE_S = 60.0
-"""Longest wait in seconds for the next frame of a push; the receiver then gives up."""
+"""Limit in seconds to receive the next frame of a push; the receiver then gives up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +237,7 @@ def send_push(
     """Sends the chunks of a push that a peer lacks.
 
     The chunks are sent in frames, directly from the memory that `outgoing.chunks`
-    returns, with at most one frame per connection in flight. After an error, another
+    returns, one frame after the other on each connection. After an error, another
     attempt sends only the chunks that the peer still lacks.
 
     Args:
@@ -349,7 +350,8 @@ def receive_chunks(channel: Channel, receiving: Receiving) -> None:
 
     Raises:
         ChannelClosed: the connection has ended.
-        TimeoutError: the sender has sent no frame for `IDLE_S` seconds.
+        TimeoutError: no whole frame arrived within `IDLE_S` seconds, or the request was
+            not sent within `ANSWER_S` seconds.
         WireError: a frame has chunks that are not of this push.
     """
     lacks = pack_flags(receiving.lacks())

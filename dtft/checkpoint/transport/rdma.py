@@ -63,7 +63,8 @@ class Nixl:
 
         Yields:
             The offer that a peer needs for `borrow` and `read`, as plain values: the
-            agent's "name" and "metadata", and the "addresses" and sizes in bytes.
+            "name" and "metadata" of the NIXL agent, and the "addresses": for each
+            slice, (address, size in bytes) of each piece.
         """
         addresses = [
             [(_address(view), view.nbytes) for view in parts.views] for parts in slices
@@ -75,7 +76,7 @@ class Nixl:
 
     @contextmanager
     def borrow(self, offer: Mapping[str, Any]) -> Iterator[None]:
-        """Adds a peer that lends memory to the agent while the context lasts.
+        """Registers a peer that lends memory, while the context lasts.
 
         Args:
             offer: what the peer's `lend` yielded.
@@ -173,7 +174,7 @@ def start_nixl() -> Nixl | None:
     except ImportError as error:
         logger.warning("%s", error)
     except Exception as error:  # NIXL's own exceptions have no public base class
-        logger.warning("NIXL does not start (%r): fetches go over TCP.", error)
+        logger.warning("NIXL does not start (%r): fetches use TCP.", error)
     return None
 
 

@@ -64,7 +64,9 @@ def prove_as_client(
         AuthenticationError: the server does not know the secret, or refused the
             client's proof.
         WireError: the server speaks another protocol or version.
+        ChannelClosed: the connection has ended.
         TimeoutError: the monotonic clock has passed `deadline`.
+        OSError: the TLS handshake failed.
     """
     _greet_tls(channel, deadline)
     message, own = protocol.greeting()
@@ -94,7 +96,9 @@ def prove_as_server(
     Raises:
         AuthenticationError: the client does not know the secret; the refusal was sent.
         WireError: the client speaks another protocol or version.
+        ChannelClosed: the connection has ended.
         TimeoutError: the monotonic clock has passed `deadline`.
+        OSError: the TLS handshake failed.
     """
     _greet_tls(channel, deadline)
     other = protocol.read_greeting(
@@ -124,8 +128,9 @@ HANDSHAKE_S = 5.0
 """Limit in seconds, at the server, for the handshake and the client's first message
 (hello) together."""
 MAX_STRANGERS = 256
-"""Most connections of a server in the handshake. One more closes the oldest of these,
-so that clients without the secret cannot block the job's hosts."""
+"""Largest number of a server's connections whose handshake is not finished. One more
+connection closes the oldest of them, so that clients without the secret cannot block
+the job's hosts."""
 
 
 def connect(
@@ -212,8 +217,9 @@ class TransportServer:
                 at once.
 
         Raises:
-            ValueError: peers cannot reach the address, or the certificate or key cannot
-                be loaded.
+            ValueError: `bind` is not an address that peers can reach, or the
+                certificate or key cannot be loaded.
+            OSError: the server cannot listen at the address.
         """
         host, port = parse_address(bind)
         if (why := unreachable(host)) is not None:
@@ -265,13 +271,13 @@ class TransportServer:
                 continue
             except OSError as error:
                 if not self._closed.wait(0.1):  # too many open files, perhaps
-                    logger.warning("%s cannot accept: %s", self.address, error)
+                    logger.warning("%s accepts no connection: %s", self.address, error)
                 continue
             try:
                 self._admit(connection, format_address(*address[:2]))
             except (OSError, RuntimeError) as error:  # reset already; no more threads
                 connection.close()
-                logger.warning("dropped %s: %s", address, error)
+                logger.warning("dropped connection from %s: %s", address, error)
 
     def _admit(self, connection: socket.socket, address: str) -> None:
         channel = open_channel(connection, address, self._credentials, server=True)
@@ -288,7 +294,7 @@ class TransportServer:
                     del self._strangers[oldest]
         if not admitted:
             connection.close()
-            logger.warning("dropped %s: %d connections are open", address, count)
+            logger.warning("refused peer %s: %d connections are open", address, count)
         if oldest is not None:
             oldest.close()
 
@@ -300,9 +306,9 @@ class TransportServer:
         except protocol.AuthenticationError as error:
             logger.warning("%s", error)
         except (OSError, TimeoutError) as error:
-            logger.info("connection from %s: %s", channel.address, error)
+            logger.info("connection from %s ended: %s", channel.address, error)
         except Exception:
-            logger.exception("handler of %s failed", channel.address)
+            logger.exception("handler of peer %s failed", channel.address)
         finally:
             channel.close()
             with self._lock:

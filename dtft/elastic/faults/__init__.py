@@ -2,8 +2,8 @@
 
 * `schedule`: the kinds of faults and their notation (`kill-host:1@150`).
 * `injector` waits for the moment of each fault and carries the fault out.
-* `interruptions`: faults that can be undone: stops, cuts and pauses.
-* `network_namespaces`: network namespaces in which hosts can be cut off.
+* `interruptions` begins and undoes the stops, cuts and pauses.
+* `network_namespaces` makes the network namespaces in which hosts can be cut off.
 
 This package takes no part in the recovery under test. `dtft drill` compares the outcome
 with an undisturbed run.

@@ -1,10 +1,10 @@
 """Plays faults on a local cluster, from outside, by signals and cuts.
 
 The injector finds a fault's moment in the hosts' progress boards (shared memory with
-the current steps of each host). It stops the victims' processes, checks that the moment
-has not passed, and kills the victims. The injector
-undoes a stop, cut or pause when its duration is over, also while later faults are
-pending. The injector knows nothing of models and takes no part in the recovery.
+the current steps of each host). For a kill, it first stops the victims' processes and
+checks that the moment has not passed. It undoes a stop, cut or pause when its duration
+is over, also while later faults are pending. The injector knows nothing of models and
+takes no part in the recovery.
 """
 
 import functools
@@ -35,7 +35,7 @@ STORE_AWAY_S = 5.0
 FIRST_EXPORT_S = 50.0  # below `timeouts.stage`, so held trainers do not count as hung
 SCALE_S = 240.0
 HEALED_S = 5.0
-"""Seconds from the end of all stops and cuts to a fault of phase `healed`."""
+"""Seconds from the end of all stops, cuts and pauses to a fault of phase `healed`."""
 SAMPLE_S = 0.05
 WARM_STEPS = 10
 """Number of first steps left out of measured speeds, because of compilation and cold
@@ -63,11 +63,13 @@ class InjectedFault:
     computing: int = 0
     committed: int = 0
     steps_seen: tuple[int, int] = (0, 0)
-    """kill-store: last finished step when the store was killed and when restarted."""
+    """kill-store: last finished step when the store was killed and when it was
+    restarted."""
     until: float | None = None
     """Wall-clock time at which a stop, cut or pause was undone; None if not yet."""
     gone_s: float | None = None
-    """Seconds from the fault until all stopped processes had been killed."""
+    """Seconds from the fault until all processes that it stopped had been killed; None
+    if they were not."""
     steps_per_s: float | None = None
     """pause-store: steps per second before the pause, over an equally long time; None
     for other faults or if too few steps were seen."""
@@ -91,15 +93,15 @@ class FaultInjector(threading.Thread):
         fail_marker: Path | None = None,
         last_step: int = 0,
     ) -> None:
-        """Makes the thread; `start` begins with the faults.
+        """Makes the thread; `start` starts it.
 
         Args:
             cluster: the local cluster that the faults hit.
             faults: faults in any order.
             seed: seed of the random delay, up to 50 ms, of faults without a phase.
-            rejoin_s: seconds after which a killed host is started again, and after
-                which a new host replaces a host that is stopped or cut for ever; None:
-                hosts are not replaced.
+            rejoin_s: seconds after which a killed host is started again, or after which
+                a new host replaces a host that is stopped or cut off for ever; None:
+                neither happens.
             network: the hosts' namespaces; needed for cuts.
             fail_marker: file that exists once a trainer has raised the exception of a
                 `fail`.
@@ -122,8 +124,8 @@ class FaultInjector(threading.Thread):
         self._read_at = self._log_read_at = self._raised_at = 0.0
 
     def run(self) -> None:
-        """Plays every fault in order. After an exception, stores it in `error` and
-        undoes the faults that last."""
+        """Plays every fault in order. After an exception, stores its text in `error`
+        and undoes the stops, cuts and pauses that are in force."""
         pending = list(self._faults)
         corrupting: list[Fault] = []
         try:
@@ -143,7 +145,8 @@ class FaultInjector(threading.Thread):
                 interruption.end()
 
     def stop(self) -> None:
-        """Cancels the faults that have not happened yet."""
+        """Cancels the faults that have not happened yet. Stops, cuts and pauses that
+        are in force are not undone any more."""
         self._cancelled.set()
 
     @property
@@ -255,7 +258,8 @@ class FaultInjector(threading.Thread):
 
         Raises:
             RuntimeError: no host has the leader key.
-            StoreUnavailable: the store does not answer and no host has logged these.
+            StoreUnavailable: the store does not answer, and no host has logged an
+                assignment or a commit.
         """
         store = EtcdStore(self._cluster.store_address)
         try:
@@ -347,7 +351,7 @@ class FaultInjector(threading.Thread):
         """Begins a stop, cut or pause.
 
         Returns:
-            False if the fault came too late for its phase; it is then undone.
+            False if the phase was over when the fault began; the fault is then undone.
         """
         if fault.phase is None:
             time.sleep(self._random.uniform(0.0, 0.05))

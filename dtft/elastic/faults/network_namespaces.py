@@ -38,7 +38,8 @@ class NoNamespacesError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class HostNamespace:
-    """One host's namespace; `number` ends the host's address in both networks."""
+    """One host's namespace; `number` is the last part of the host's address in both
+    networks."""
 
     name: str
     number: int
@@ -53,8 +54,8 @@ class HostNamespaces:
         """Makes a network namespace for each host.
 
         Raises:
-            NoNamespacesError: not root, `ip` is missing, a command of `ip` fails, or
-                there are too many hosts.
+            NoNamespacesError: not root, `ip` is missing, a command of `ip` fails, no
+                networks are free, or there are no hosts or more than `MOST_HOSTS`.
         """
         check_namespaces()
         remove_leftovers()
@@ -185,7 +186,7 @@ class HostNamespaces:
         _batch(host.name, [self._neighbour(*end, f"eth{end[0]}", mac) for end in ends])
 
     def _make_known(self, host: HostNamespace, mac: str | None = None) -> None:
-        """Sets the other hosts' and bridges' neighbour entries for a host.
+        """Sets the neighbour entries for a host on all other hosts and on the bridges.
 
         Args:
             host: the host.
@@ -257,6 +258,9 @@ def _free_networks() -> tuple[str, str]:
     """Finds two networks without an address of this machine; returns their prefixes.
 
     A prefix is the first three numbers, such as "10.64.0".
+
+    Raises:
+        NoNamespacesError: there are no such networks.
     """
     taken = set(re.findall(r"inet (\d+\.\d+\.\d+)\.", _run("ip", "-o", "-4", "addr")))
     for offset in range(NETWORKS):
@@ -271,7 +275,8 @@ def _free_networks() -> tuple[str, str]:
 
 
 def _remove(base: str) -> None:
-    """Removes interfaces, namespaces and files whose names are `base` and a letter."""
+    """Removes interfaces, namespaces and files whose names begin with `base` and a
+    letter."""
     for kind in ("link", "netns"):
         for name in _names(kind):
             if re.match(rf"{base}[a-z]", name):

@@ -3,10 +3,11 @@
 ``KIND[:WHOM]@STEP[:OPTION...]``, for example ``kill-host:1@150``,
 ``kill-host:0+2@40:replicate``, ``stop-agent:leader@20:10`` or ``cut:1@30:store:20``.
 WHOM is a slot, several slots joined by ``+``, or a role at the moment of the fault:
-``leader``, or ``follower``, the host of the lowest slot that does not lead (for a cut
-of a pair: the two lowest). An option is a phase, a number of seconds, the reach of a
-cut, or ``always``; `RULES` has the options that each kind allows. Without seconds the
-fault lasts for ever. This module only parses; `injector` carries the faults out.
+``leader``, or ``follower``. Of the hosts that do not lead, the follower has the lowest
+slot; a cut of a pair hits those of the two lowest slots. An option is a phase, a number
+of seconds, the reach of a cut, or ``always``; `RULES` has the options that each kind
+allows. Without seconds a stop or a cut lasts for ever. This module only parses;
+`injector` carries the faults out.
 """
 
 import re
@@ -99,7 +100,8 @@ RULES: dict[str, Rule] = {
 """Kind of fault to the notation that it allows.
 
 A new kind also needs its effect (`injector`; `interruptions` if the effect is undone
-later; `dtft.train.drill_failure` if it acts in the trainer) and a line in the help of `dtft drill --fault` (`dtft.cli.commands`).
+later; `dtft.train.drill_failure` if it acts in the trainer) and a line in the help of
+`dtft drill --fault` (`dtft.cli.commands`).
 """
 
 
@@ -107,8 +109,9 @@ later; `dtft.train.drill_failure` if it acts in the trainer) and a line in the h
 class Fault:
     """One fault: kind, victims, step and duration.
 
-    A `corrupt` takes effect with the next fault, which must kill hosts or trainers:
+    A `corrupt` takes effect with the next fault, if that fault kills hosts or trainers:
     before the kill, bytes are inverted in every copy that the hosts of `slots` hold.
+    Otherwise it has no effect.
     """
 
     kind: Kind
@@ -143,7 +146,8 @@ class Fault:
 
     @property
     def holds(self) -> bool:
-        """Whether the fault makes its hosts unusable, though alive, while it lasts."""
+        """Whether the fault stops agents or whole hosts, or is a cut other than between
+        two hosts."""
         held = self.kind in ("stop-agent", "stop-host", "cut")
         return held and self.reach != "pair"
 

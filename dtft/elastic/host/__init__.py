@@ -4,7 +4,7 @@
   the leader; `edges`: an agent's access to time, network, files and processes, which a
   simulation replaces.
 * `serve`: an agent for the user's own processes (`--serve-only`).
-* `listening`: the host's port; `inspection` and `salvage` answer there.
+* `listening`: the host's port; `inspection` and `salvage` answer requests to the port.
 * `trainers`, `coordination_service` (with `coordination_process`) and `export` start
   and end processes; `memory_directory`: the host's directory in memory, and its lock.
 

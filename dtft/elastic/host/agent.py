@@ -225,7 +225,7 @@ class Agent:
     def _retire_if_replaced(self, view: View) -> None:
         """Gives up the slot if a newer assignment does not contain this agent process.
 
-        So a host that was stopped or cut off comes back as a spare.
+        So a host that was stopped or cut off for a while becomes a spare.
         """
         newer = view.assignment
         if newer is None or newer.epoch <= self._follower.epoch:
@@ -233,7 +233,11 @@ class Agent:
         me = process_of(self._membership.record.incarnation)
         members = {process_of(one) for one in newer.incarnations}
         if self._follower.epoch > (0, 0) and me not in members:
-            logger.warning("generation %d is without this host", newer.generation)
+            logger.warning(
+                "generation %d was formed without this host, which gives up its slot "
+                "and becomes a spare",
+                newer.generation,
+            )
             self._follower.retire()
 
     def _lapsed(self) -> None:
@@ -269,8 +273,9 @@ class Agent:
         """Campaigns for leadership once the store has had no leader for a delay.
 
         The delay is `RANK_S` for each host whose name sorts before this host's, at most
-        1 s. It is half a lease longer while this host still hears the last leader. It
-        is 0 for a host that still runs a `Leader`, because its leader key has expired.
+        1 s. It is half a lease longer while this host still receives messages of the
+        last leader. It is 0 for a host that still runs a `Leader`: the leader key that
+        has expired was its own.
         """
         view, now, me = self._membership.view, self._loop.now(), self._config.host
         if view.leader is not None or not view.hosts:
@@ -341,8 +346,9 @@ class Agent:
     def _accept(
         self, hello: Message, channel: ControlChannel
     ) -> tuple[Heard, Closed] | None:
-        """Accepts a host's control connection; tells the host the leader if this host
-        does not lead.
+        """Accepts a host's control connection.
+
+        If another host is known to lead, sends a message that names that leader.
 
         Returns:
             The callbacks for messages and for the end of the connection; None to refuse
@@ -355,10 +361,10 @@ class Agent:
         return found
 
     def _step_down_if_isolated(self, leader: Leader) -> None:
-        """Lets go of leadership after two leases with too few connected hosts.
+        """Gives up the leader key after two leases with too few connected hosts.
 
-        Too few: with this host, fewer than the job's slots and fewer than the hosts in
-        the store.
+        Too few: this host and the connected hosts together are fewer than the job's
+        slots, and fewer than the hosts in the store.
         """
         needed = min(leader.num_slots, len(leader.view.hosts))
         if self._links.count + 1 >= needed:
@@ -374,9 +380,9 @@ class Agent:
     def _leader_moved(self, term: int, record: HostRecord) -> None:
         """Follows a leader that another host names, while the store does not answer.
 
-        Also ends this host's own leadership. A leader is ignored if its term is not
-        later than the leader's in the store, or is before that of a leader named
-        earlier.
+        Also ends this host's own leadership. Ignores a leader whose term is not later
+        than that of the last leader seen in the store, or is earlier than that of a
+        leader named before.
         """
         if self._store_up or term <= self._membership.view.term:
             return  # the store's view is as new or newer
@@ -467,7 +473,8 @@ class Agent:
     def _host_dead(self, record: HostRecord) -> None:
         """Revokes the store lease of a host whose port refuses connections.
 
-        A lease of another address is kept. If this host leads, its `Leader` is told.
+        A host that is registered with another address keeps its lease. If this host
+        leads, its `Leader` handles the loss.
         """
         view = self._membership.view
         known = view.hosts.get(record.host)

@@ -1,7 +1,7 @@
 """Starts and ends the JAX coordination service beside the leading agent.
 
-Each formation gets one process on a fresh port. The caller is told when the service is
-ready. The event loop never waits for a process.
+Each formation gets one process on a fresh port. A callback reports when the service is
+ready, so the event loop never waits for a process.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """One host's part in exports to storage.
 
-Pins a committed step, hands the step to this host's exporter process and unpins it.
-Storage may be slow or broken: exports must not delay training, so every failure is only
-reported.
+Pins a committed step, passes the step to this host's exporter process and then unpins
+the step. Storage may be slow or broken, but exports must not delay training, so every
+failure is only reported.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def save_fields(
     digests: Sequence[bytes],
     items: dict[str, Any],
 ) -> dict[str, Any]:
-    """The fields of the message that tells an exporter to save a step.
+    """The fields of the message that makes an exporter save a step.
 
     Args:
         step: the step.
@@ -91,8 +91,8 @@ class HostExports:
         """Pins a committed step of `holder` and starts the export that is ordered.
 
         If `holder` is None or has dropped the step, `exported` is called with the
-        error. An export that still runs is given up: the leader orders one export at a
-        time, so that export has failed on another host, for which this host waits.
+        error. An export that still runs is given up. The leader orders one export at a
+        time, so the running export has already failed on another host.
         """
         step = order["step"]
         if holder is None:
@@ -131,12 +131,11 @@ class HostExports:
         exporter.save(fields, limit_s)
 
     def _open(self, holder: ReplicaStore, order: dict[str, Any]) -> ExporterProcess:
-        """Returns the running exporter if its settings and the order's `failures` are
-        unchanged; otherwise ends it and starts another.
+        """Returns the exporter for an order: the running one or a new one.
 
-        `failures` counts the failed exports of the formation. After a failure no host
-        keeps its exporter: the old exporters would wait for the exporter that has
-        ended.
+        The running exporter is kept if its settings and the order's `failures` (number
+        of failed exports in the formation) are unchanged. After a failure no host keeps
+        its exporter: the old exporters would wait for the exporter that has ended.
         """
         opening = {
             "directory": str(self._config.storage_directory),

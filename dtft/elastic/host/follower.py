@@ -2,10 +2,10 @@
 leader.
 
 Starts and ends the trainer, keeps the copies, replicates, restores and exports. A
-user's process (`SeatPolicy.attached`) decides itself when to save and restore: the
-process is told the restorable step at once, sends its layout at its first save, and
-asks for the steps that it wants. All methods run on the agent's event loop; long work
-runs on threads that answer with events. The leader decides slot, step and peers.
+user's process (`SeatPolicy.attached`) decides itself when to save and restore: it
+receives the number of the restorable step at once, sends its layout at its first save,
+and requests each step that it restores. All methods run on the agent's event loop; long
+work runs on threads that report with events. The leader decides slot, step and peers.
 """
 
 import functools
@@ -46,8 +46,8 @@ REPORTED = ("step", "digests", "interval", "window")
 """Fields of the report to the leader about a staged step."""
 WANTED, FLUSHED, LEFT = ("step", "layout"), ("token", "step", "store"), ("step",)
 """Fields that are passed on to the leader from the messages of a user's process: `want`
-(a step for another layout), `flush` (tell when a step is replicated or stored), and
-`left` (the process leaves)."""
+(request of a step for another layout), `flush` (wait until a step is committed or
+stored), and `left` (the process leaves)."""
 
 Message = Mapping[str, Any]
 Handler = Callable[[SlotTask, Message], None]
@@ -153,9 +153,9 @@ class Follower:
     def warm(self) -> None:
         """Starts a standby trainer, so that imports are done before a slot is taken.
 
-        If the start fails, the next try comes after `WARM_S` seconds. A host without a
-        standby that gets a slot starts a trainer then, or gives the slot back if that
-        start fails too.
+        Does nothing if a trainer waits already, if the user starts the trainers, or
+        within `WARM_S` seconds of a failed start. A host that gets a slot without a
+        standby starts its trainer then, and reports `unfit` if that start fails.
         """
         if self._loop.now() < self._warm_at:
             return
@@ -274,7 +274,7 @@ class Follower:
                 An order of an earlier round is ignored.
             reason: why training stops, for the user's process.
             fatal: whether the same processes would fail again; a waiting trainer is
-                then let go too.
+                then ended too.
             read: whether copies are read and checked for the report.
             epoch: (generation, attempt) of the newest assignment that the leader knows.
             step: step of the newest commit that the leader knows, -1 for none.
@@ -340,14 +340,14 @@ class Follower:
             self._tell("holdings", **self._report_of(outcome), **told)
 
     def _stand_down(self, reason: str = "", fatal: bool = False) -> int | None:
-        """Ends pushers, trainer, resharding and exports here.
+        """Gives up this host's slot: ends pushers, trainer, resharding and exports.
 
         Args:
             reason: why, for the user's process.
-            fatal: whether a waiting trainer is ended too.
+            fatal: whether a waiting trainer is ended too, also without a slot.
 
         Returns:
-            The exit code from `Trainers.let_go`. None if there was nothing to let go:
+            The result of `Trainers.let_go`. None if `let_go` was not called, because
             this host has no slot and `fatal` is False.
         """
         code = None
@@ -370,7 +370,10 @@ class Follower:
         self._report(op, ballot=self._ballot, **fields)
 
     def retire(self) -> None:
-        """Gives up the slot, which another host has now; copies stay until replaced."""
+        """Gives up the slot, so that this host becomes a spare.
+
+        The host keeps its copies until a later order replaces them.
+        """
         self._stand_down()
         self._board.set("recovering", 0)
         self.warm()
@@ -411,9 +414,10 @@ class Follower:
 
     def _restored(self, task: SlotTask, outcome: dict[str, Any]) -> None:
         """Reports a restore's outcome: `prepared`, `prepare_failed`, or `unfit` without
-        enough memory. After success, tells the trainer where the state is.
+        enough memory.
 
-        Ignored if this host's slot was given up or assigned anew since.
+        After success, sends the trainer the state's location. Does nothing if this
+        host's slot was given up or assigned anew since.
         """
         if task is not self._task:
             return
@@ -459,11 +463,12 @@ class Follower:
     def release(
         self, step: int, committed: bool, commit: str = "", **told: Any
     ) -> None:
-        """Drops copies older than a safe step, except the last committed step; tells
-        the trainer that the step is safe.
+        """Drops copies older than a replicated step, except the last committed step.
+
+        Also reports the step to the trainer, and starts a standby trainer.
 
         Args:
-            step: the safe step: every slice of it has enough copies on hosts.
+            step: the replicated step: each of its slices has enough copies on hosts.
             committed: whether the store has recorded the step; False while the store
                 does not answer.
             commit: JSON of the commit that the store has or shall record. Its holders
@@ -509,8 +514,8 @@ class Follower:
     def pass_on(self, op: str, **fields: Any) -> None:
         """Passes a message of the leader to the trainer.
 
-        An `assemble` order starts resharding instead. If it has an `error`, the trainer
-        gets the error in an `assembled` message.
+        An `assemble` order starts resharding instead. An `assemble` order with an
+        `error` is passed on as an `assembled` message.
         """
         if op != "assemble":
             self._trainers.send(op, **fields)
@@ -520,9 +525,9 @@ class Follower:
             self._resharding.begin(self._task, fields)
 
     def assembled(self, task: SlotTask, answer: dict[str, Any]) -> None:
-        """Tells the process that its resharded step is in memory, or why not.
+        """Tells the user's process where its resharded step is, or why there is none.
 
-        Frees that memory instead if `task` is no longer this host's task.
+        If `task` is no longer this host's task, frees the memory of the step instead.
         """
         if task is self._task:
             self._trainers.send("assembled", **answer)
@@ -569,7 +574,7 @@ class Follower:
 
     def _refuse_trainer(self, fault: str) -> None:
         """Ends a trainer that sent an invalid message, and reports its exit."""
-        logger.error("the trainer sent a message that is none: %s", fault)
+        logger.error("the trainer sent an invalid message: %s", fault)
         self._trainers.let_go(f"it sent a message that is none: {fault}")
         self._tell_exit(0 if self._seats.attached else 1, self._ballot)
 
@@ -695,8 +700,11 @@ class Follower:
             self._tell("held", step=step, root=root, **where)
 
     def tick(self) -> None:
-        """Checks the trainer's progress every `LOOK_S` seconds; reports the progress,
-        and dumps the trainer's stacks if that is due."""
+        """Checks the trainer's progress, at most once in `LOOK_S` seconds.
+
+        Reports the progress, and dumps the trainer's stacks, when each of these is due.
+        Does nothing without a slot, or for a user's process.
+        """
         task, now = self._task, self._loop.now()
         if task is None or self._seats.attached or now < self._look_at:
             return
@@ -817,7 +825,7 @@ def _why(error: BaseException) -> str:
     """The reason why memory for a layout could not be allocated, as text."""
     if isinstance(error, OSError):
         return str(error)
-    logger.error("no memory could be made ready", exc_info=error)
+    logger.error("no memory could be allocated", exc_info=error)
     return f"{type(error).__name__}: {error}"
 
 

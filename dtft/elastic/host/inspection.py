@@ -35,6 +35,7 @@ def serve_inspection(channel: Channel, config: AgentConfig, inbox: Inbox) -> Non
 
     Raises:
         WireError: the rate is not an integer of 0 or more.
+        ConnectionAbortedError: the newest formation's memory was freed meanwhile.
     """
     request = _asked(channel)
     holder = inbox.holder()
@@ -62,9 +63,10 @@ def _asked(channel: Channel) -> dict[str, Any]:
 
 
 def _recorded(holder: ReplicaStore) -> dict[str, Any]:
-    """The recorded digests by step and slice key, without reading the copies.
+    """Fields of the reply for copies that are not read.
 
-    A slice that is known to be corrupt is in `corrupt` instead of `held`.
+    `held` has the recorded digests by step and slice key. A slice that is known to be
+    corrupt is in `corrupt` instead.
     """
     held = {
         step: {key: known for key, _, known in holder.copies(step)}
@@ -108,8 +110,8 @@ def _verified(
     corrupt = [text for one in found.values() for text in one.corrupt]
     for text in corrupt:
         logger.warning(
-            "corrupt copy, %s: given to nobody any more, written anew with the next "
-            "step",
+            "corrupt copy, %s: no longer sent to other hosts; written anew with the "
+            "next step",
             text,
         )
     newest = found.get(holder) if holder else None

@@ -2,11 +2,11 @@
 
 Job and host names become a directory name and keys in the store; names with characters
 that would change the path or key are refused. An agent holds a lock (flock) on the file
-`owner` in its directory until its process ends; SIGKILL ends it too. So a directory
-whose lock is free belongs to a dead agent, in whichever PID namespace the agent ran,
-and the next start on the machine removes it. Every change of a name in the arena
-directory is one rename by a process that holds the lock, so concurrent starts and
-sweeps do not race.
+`owner` in its directory until its process ends, also by SIGKILL. So a directory whose
+lock is free belongs to a dead agent, in whichever PID namespace the agent ran, and the
+next start on the machine removes it. A new directory is locked before one rename gives
+it its name. A sweep locks a directory that has a lock file before one rename takes its
+name away. So concurrent starts and sweeps do not race.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ TAKE_S = 2.0
 process that removes a dead agent's directory renames it first, so the name is soon
 free."""
 UNMARKED_S = 60.0
-"""A directory without a lock file, or whose making or removal did not end, may be
+"""A directory without a lock file, or whose creation or removal did not end, may be
 removed this many seconds after its last change."""
 _held: dict[Path, int] = {}
 """Open lock files of this process, by directory: closing a file frees its lock."""

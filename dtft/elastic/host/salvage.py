@@ -1,12 +1,13 @@
 """Salvage: writes the newest step in hosts' memory to storage, without the leader.
 
-Used at the forced end of a local cluster, which needs no store and no trainers either.
-The process that started the hosts asks each host for its copies, chooses a step
-(`choose`, pure) and fetches the step's slices; one exporter process writes the step.
-Hosts answer on separate threads, so salvage works with a stuck event loop, without the
-store and between two formations. A recorded commit can be chosen if the digests add up
-to its root. A step that was not recorded, because the store was away, can be chosen if
-the hosts of the newest formation hold all of its slices with equal digests.
+Used at the forced end of a local cluster; needs no store and no trainers either. The
+process that started the hosts queries each host's copies, chooses a step (`choose`,
+pure) and fetches the step's slices; one exporter process writes the step. Hosts answer
+on separate threads, so salvage works with a stuck event loop, without the store and
+between two formations. A recorded commit can be chosen if its root digest follows from
+the digests of the hosts' copies. A step that was not recorded, because the store did
+not answer, can be chosen if the hosts of the newest formation hold all of its slices
+with equal digests.
 """
 
 import dataclasses
@@ -229,7 +230,8 @@ class Salvage:
     def run(self, roots: Mapping[int, str], limit_s: float) -> int:
         """Writes the newest complete step in the hosts' memory to storage.
 
-        If a slice cannot be fetched, asks the hosts and chooses again, up to the limit.
+        If a slice cannot be fetched, queries the hosts and chooses again, until the
+        limit.
 
         Args:
             roots: see `choose`.
@@ -274,7 +276,7 @@ class Salvage:
                 told, _ = channel.receive(ASK_S)
                 channel.send({"done": True}, timeout_s=ASK_S)
         except (OSError, TimeoutError, ValueError) as error:
-            logger.warning("%s is left out: %s", name, error)
+            logger.warning("salvage goes on without host %s: %s", name, error)
             return []
         return [
             Holding(host=name, address=address, epoch=tuple(told["epoch"]), **held)

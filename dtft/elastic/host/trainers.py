@@ -2,9 +2,9 @@
 
 A trainer attaches over the agent's Unix socket. A trainer is either a process that this
 agent has started (`Command`), or a process of the user's, which is accepted unless
-`Admission` objects. Letting a trainer go kills an agent's process, and tells a user's
-process the reason. No method waits for a trainer: each trainer has a queue of outgoing
-messages, and a process that does not end after SIGKILL is given up.
+`Admission` objects. `Trainers.let_go` kills an agent's process, and sends a user's
+process the reason. Only `Trainers.close` waits for trainers: each trainer has a queue
+of outgoing messages, and a process that still runs after SIGKILL is given up.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ closed, and a process that the agent started is killed."""
 KILL_S = 10.0
 """Seconds after SIGKILL until a process that still runs is given up."""
 ABSENT = -1
-"""Index and ident that stand for no process."""
+"""Value of an index or ident if there is no process."""
 
 Emit = Callable[..., None]
 
@@ -82,7 +82,8 @@ class Command:
 
 
 Objection = Callable[[Mapping[str, Any]], str | None]
-"""Maps a user's process's `attach` message to the reason of refusal; None accepts."""
+"""Maps the `attach` message of a user's process to the reason to refuse the process;
+None accepts it."""
 
 
 def _nobody(message: Mapping[str, Any]) -> str | None:
@@ -108,7 +109,7 @@ class AttachedTrainer:
     """The slot's `start` message that is not sent yet; None otherwise."""
     given: bool = False
     """Whether a formation uses the trainer: an agent's process was assigned its slot,
-    or a user's process was told the restorable step. The next formation cannot use this
+    or a user's process was sent the restorable step. The next formation cannot use this
     trainer."""
     left: bool = False
     """Whether the trainer has sent `left`."""
@@ -149,7 +150,7 @@ class Trainers:
             socket_path: path of the Unix socket where trainers attach.
             job: name of the job.
             host: name of this host.
-            deadline_s: seconds that a trainer may wait for the other trainers.
+            deadline_s: limit of every wait of a trainer for this agent, in seconds.
             command: starts trainers; None if the user starts the trainers.
             objection: returns the reason to refuse a process that was not started
                 here, None to accept it. By default the link of such a process is
@@ -162,15 +163,16 @@ class Trainers:
         self._known: dict[int, AttachedTrainer] = {}
         """All trainers that have not ended, by ident."""
         self._trainer: AttachedTrainer | None = None
-        """The formation's trainer, until its process ends."""
+        """The formation's trainer; None once it has ended or was let go."""
         self._active = 0
-        """Ident of the formation's trainer, until `exited` has reported its exit."""
+        """Ident of the formation's trainer. `ABSENT` if none could be taken; 0 once
+        `exited` has reported the trainer's end, and after `let_go`."""
         self._code: int | None = None
         """Exit code of the formation's trainer; None while it runs."""
         self._waiting: AttachedTrainer | None = None
         self._dying: set[int] = set()
-        """Idents of killed trainers that still run. Until they end, no trainer is told
-        its slot."""
+        """Idents of killed trainers that still run. Until they have ended or are given
+        up, no trainer is sent its `start` message."""
         self._events: list[tuple[Any, ...]] = []
         self._emit: Emit | None = None
         self._listener = listen_for_links(socket_path)
@@ -368,9 +370,10 @@ class Trainers:
                 self._begin(trainer)
 
     def _begin(self, trainer: AttachedTrainer) -> None:
-        """Sends a trainer its slot once it has attached and killed trainers have ended.
+        """Sends a trainer its `start` message, if the trainer can begin now.
 
-        A process that is still ending may hold the devices and the shared memory.
+        The trainer must have attached, and no killed trainer may still run: a process
+        that is still ending may hold the devices and the shared memory.
         """
         if trainer.start is None or trainer.outbox is None or self._dying:
             return
@@ -410,8 +413,11 @@ class Trainers:
         self._ended(trainer, code)
 
     def _ended(self, trainer: AttachedTrainer, code: int) -> None:
-        """Forgets an ended trainer, so that the next process can attach, and emits its
-        exit. Does nothing for a trainer that was given up before."""
+        """Forgets a trainer that has ended or is given up; emits its "trainer_exit".
+
+        A user's process can then attach, and a trainer that waited for this end gets
+        its slot. A second call for the same trainer does nothing.
+        """
         with self._lock:
             if self._known.pop(trainer.ident, None) is None:
                 return  # the trainer was given up before
@@ -437,7 +443,7 @@ class Trainers:
     def let_go(self, reason: str = "", *, waiting: bool = False) -> int | None:
         """Ends the formation's trainer: kills an agent's process, detaches a user's.
 
-        A user's process that was not yet told a restorable step (`formed`) waits for
+        A user's process that was not yet sent a restorable step (`formed`) waits for
         the next formation instead.
 
         Args:
@@ -446,7 +452,7 @@ class Trainers:
 
         Returns:
             The exit code of a formation's trainer that has ended already, if `exited`
-            has not reported it; None if the trainer ran or there was no trainer.
+            has not reported it. None in every other case.
         """
         with self._lock:
             trainer, active = self._trainer, self._active
@@ -480,13 +486,16 @@ class Trainers:
             threading.Thread(target=self._bury, args=(trainer,), daemon=True).start()
 
     def _bury(self, trainer: AttachedTrainer) -> None:
-        """Waits on a thread for a killed process; gives it up after `KILL_S`."""
+        """Waits for a killed process to end; gives the process up after `KILL_S`.
+
+        Runs on a thread of its own.
+        """
         if trainer.ended.wait(KILL_S):
             return
         logger.warning(
             "trainer process %d of %s still runs %.0f s after SIGKILL (state %s): it "
-            "is given up, and another takes its slot. What it has of devices and of "
-            "memory stays taken until the machine lets go of it.",
+            "is given up, and another takes its slot. Its devices and its memory are "
+            "not free until the process has ended.",
             *(trainer.pid, self._host, KILL_S, state_letter(trainer.pid)),
         )
         self._ended(trainer, -signal.SIGKILL)

@@ -1,15 +1,18 @@
 """The leading agent: turns hosts' reports into commits, recoveries and orders.
 
-* `leadership` makes a `leader` when this host gets the leader key, and ends it when the
-  host loses the key. `records`: the leader's reads of the store, and its writes, which
-  fail once another host leads. `events`: the printed messages and the event log.
-* Connected hosts and the formation of a generation: `host_registry`, `rendezvous` with
-  `rendezvous_plan`, `recovery`, `reshard`, `failure_account` with `failure_budget`,
-  `re_replication`, `scaling` with `sizes`, `shutdown`.
+* `leadership` makes a `leader` when this host gets the leader key. It ends the `leader`
+  when another host has led, when the store has lost data, or when this host releases
+  the key. `records`: the leader's writes to the store, which the store refuses once
+  another host leads. `events`: the printed messages and the event log.
+* Connected hosts: `host_registry`. Formations (which host gets which slot, and what it
+  restores): `rendezvous` with `rendezvous_plan` and `recovery`, `failure_account` with
+  `failure_budget`, `re_replication`, `scaling` with `sizes`. End of the job:
+  `shutdown`.
 * Commits and storage: `commit_coordinator`, `export_plan`, `export_requests`,
-  `storage`; `served_requests`: requests of processes that the user starts.
+  `storage`. Requests in jobs whose processes the user starts: `served_requests` with
+  `reshard`.
 
-`host` passes in the sockets, the processes and the event loop.
+The package `host` passes in the sockets, the processes and the event loop.
 """
 
 from typing import TYPE_CHECKING

@@ -1,9 +1,9 @@
 """Commits and exports of one formation, and its snapshot interval.
 
-`CommitCoordinator` turns reports into commits, releases and export orders. `Intervals`
-collects the trainers' measurements, has `dtft.checkpoint` choose the snapshot interval,
-and chooses the step after which a changed interval takes effect. `records` writes
-commits to the store.
+`CommitCoordinator` turns reports into commits, `release` messages (after which trainers
+go on) and export orders. `Intervals` collects the trainers' measurements, has
+`dtft.checkpoint` choose the snapshot interval, and chooses the step after which a
+changed interval takes effect. `records` writes commits to the store.
 """
 
 import time

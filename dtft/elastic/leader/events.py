@@ -72,7 +72,10 @@ class Journal:
                 print(f"dtft: {text}", flush=True)
 
     def say_once(self, topic: str, text: str) -> None:
-        """Prints and logs `text` unless it is the topic's last text or empty."""
+        """Prints and logs `text` unless it is empty or the last text of `topic`.
+
+        After an empty text, the same text is printed again.
+        """
         if text and self._said.get(topic) != text:
             self.say(text)
         self._said[topic] = text

@@ -1,8 +1,9 @@
 """Computes which hosts write a step to storage, and which slices these hosts fetch.
 
-Each host writes its own slices. If `share` is "divided", a host lacks some of its
-slices and borrows these from peers. In a served job the user starts the processes;
-while no process runs, hosts that together hold the whole newest commit write it.
+A writing host writes the slices of its slot. If `share` is "divided", the host lacks
+some of these slices and borrows them from peers. While no process of a served job
+(whose processes the user starts) runs, hosts that together hold the whole newest commit
+write it.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -23,18 +24,18 @@ Complete = Mapping[str, Mapping[int, Collection[int]]]
 
 
 class NotExportable(RuntimeError):
-    """Live hosts cannot write the newest commit; the message has the remedy."""
+    """Live hosts cannot write the newest commit; the message has the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class IdleExport:
-    """The newest commit, and the hosts that write it."""
+    """The newest commit, and the hosts from which it is written."""
 
     commit: Commit
     layout: Layout
     hosts: tuple[str, ...]
-    """The host that stands for each slot. For a slot that no host holds and that the
-    export does not need, this is the host of the first needed slot."""
+    """For each slot, a host that holds all slices of the slot. A slot that has no such
+    host, and that the export does not need, has the host of the first needed slot."""
 
 
 def plan_idle_export(

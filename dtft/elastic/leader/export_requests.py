@@ -68,7 +68,8 @@ def serve_export(
 ) -> None:
     """Serves one export request: replies on `channel` when the export is over.
 
-    The reply is an error after `timeouts.export` plus `timeouts.stage` seconds.
+    If the export is not over after `timeouts.export` plus `timeouts.stage` seconds, the
+    reply is an error.
 
     Args:
         channel: the connection of the requester.
@@ -163,7 +164,8 @@ class StorageExports:
         self._requests.add(committed, answer)
 
     def has(self, step: int) -> None:
-        """Answers the requests that `step` answers, which storage already holds."""
+        """Answers the requests that an export of `step` answers, because storage holds
+        this step already."""
         self._requests.outcome(step, True, "")
 
     def refuse(self, reason: str) -> None:

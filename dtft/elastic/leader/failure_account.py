@@ -1,4 +1,4 @@
-"""The leader's count of trainer failures, over all rounds and earlier leaders.
+"""The leader's count of trainer failures, over all rounds and all leaders of the job.
 
 Gathers the failures of one attempt until its hosts have answered, because the cause may
 be reported after its consequences. Then `failure_budget` decides whether to retry. The
@@ -49,7 +49,7 @@ class FailureAccount:
         return self._budget.quarantined
 
     def begin(self, assignment: SlotAssignment) -> None:
-        """Starts an attempt to train by `assignment`; drops the failures so far."""
+        """Starts an attempt to train with `assignment`; drops the failures so far."""
         self._failures = []
         commits = {commit.step for commit in self._records.commits}
         self._attempt = Attempt(

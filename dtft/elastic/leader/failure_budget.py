@@ -75,7 +75,8 @@ class Failure:
     slot: int = -1
     """The host's slot; -1 if the host has none or the slot is unknown."""
     step: int = 0
-    """The step in progress, or the restored step before any step began."""
+    """For `exception`: the step that the trainer has reported. Otherwise the restored
+    step; 0 if unknown."""
     phase: str = ""
     """The trainer's phase (`dtft.checkpoint.managers.Phase`), or "restore"; "" if
     unknown."""
@@ -116,8 +117,8 @@ class Failure:
 
     @property
     def digest(self) -> str:
-        """Hexadecimal digest of type and message. Numbers and memory addresses in the
-        message do not count."""
+        """Hexadecimal digest of type and message, in which all numbers and memory
+        addresses are replaced by "#"."""
         text = re.sub(r"0x[0-9a-f]+|\d+", "#", f"{self.type_name} {self.error}")
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -176,7 +177,7 @@ def _rank(failure: Failure) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Recurring:
-    """An exception or an exit of a trainer, and how often it has come."""
+    """An exception or an exit of a trainer, and the number of its occurrences."""
 
     step: int
     type_name: str
@@ -264,9 +265,9 @@ class Attempt:
     has_trained: bool = False
     """Whether every slot finished a step after the restore."""
     is_new_size: bool = False
-    """Whether the newest commit has another number of slots. Then the new number is to
-    blame for failures, not the commit or the trainer's program. False without a
-    commit."""
+    """Whether the newest commit has another number of slots; False without a commit. If
+    True, failures are blamed on the new number, not on the commit or the trainer's
+    program."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,14 +301,15 @@ def judge(
     Only the root cause of the failures (`cause`) is counted.
 
     * An exception, or an exit not caused by SIGKILL or SIGTERM, ends the job when it
-      has come `allowed` times with no commit beyond its step in between. Two failures
-      count as the same, on any host, if their types are equal and their steps or
-      their messages are equal.
+      has occurred `allowed` times with no commit beyond its step in between. Two
+      failures count as the same, on any host, if their types are equal and their steps
+      or their messages, apart from numbers, are equal. Consequences of another failure
+      and corrupt copies are not counted here.
     * `FRUITLESS` attempts in a row without a new highest commit end the job, for any
       causes.
     * A commit whose restore fails `RESTORE_FAILURES` times, before every slot has
       trained, is quarantined. Then the exception that ended the trainer does not end
-      the job yet: another commit is tried.
+      the job yet: another state is restored.
     * With a new number of slots, only fruitless attempts are counted.
     * The pause before the next attempt is 0, 1, 2, 4, ... seconds, at most
       `LONGEST_PAUSE_S`.
@@ -377,7 +379,7 @@ def _restore_counted(
 
 def _blames_commit(found: Failure) -> bool:
     """Whether the restored copy, not the trainer's program, may have caused a failure:
-    it came during the restore or in an unknown phase."""
+    the failure occurred during the restore or in an unknown phase."""
     if found.is_killed or found.is_consequence:
         return False
     if found.kind in ("exception", "exit"):

@@ -1,10 +1,10 @@
 """The leader's registry of connected hosts, and its reactions when hosts join or leave.
 
 A host is present while its link is open. A host whose link has ended stays registered
-for one lease and is lost after that; it is lost at once when its port refuses
-connections. A lost host that reconnects is registered like any other. A host that does
-not answer a round in time is left out of that round until it reports again.
-`assignment` decides which host gets which slot.
+for one lease and is lost after that. It is lost at once if its link was silent or its
+port refuses connections. A lost host that reconnects is registered like any other. A
+host that does not report its copies in time is left out of formations until it reports
+them. `seat_policy` decides which host gets which slot.
 """
 
 from collections.abc import Collection, Mapping
@@ -30,7 +30,7 @@ NOBODY_S = 2.0
 `FIRST_ASK_S`, after which unusable hosts are asked again."""
 STRAY_S = 0.5
 """Seconds for which a new leader waits for hosts that have a slot in the last
-assignment but are not registered: they may be cut off from the store alone."""
+assignment but are not in the store: they may be cut off from the store alone."""
 
 
 class HostRegistry:
@@ -46,7 +46,7 @@ class HostRegistry:
 
         Args:
             now: the time in seconds.
-            grace_s: seconds for which registered hosts may still be connecting.
+            grace_s: seconds for which hosts in the store may still be connecting.
             former: host to incarnation, for the slots of the last assignment.
         """
         self._records: dict[str, HostRecord] = {}
@@ -83,8 +83,8 @@ class HostRegistry:
         """Registers a host's record.
 
         Returns:
-            False if the same agent process was connected before, so only its record is
-            newer.
+            False if the same agent process is connected already and only its record is
+            newer; otherwise True.
         """
         old = self._records.get(record.host)
         self._records[record.host] = record
@@ -99,7 +99,7 @@ class HostRegistry:
         return was_away or not known
 
     def same_process(self, record: HostRecord) -> bool:
-        """Whether the host is registered as the same process that the record names."""
+        """Whether the host is registered with the agent process that `record` names."""
         old = self._records.get(record.host)
         return old is not None and _process(old) == _process(record)
 
@@ -130,10 +130,10 @@ class HostRegistry:
         self._silent.discard(host)
 
     def to_ask_again(self, now: float) -> list[str]:
-        """The unusable hosts to ask again now; marks each as asked.
+        """The connected, unusable hosts to ask again now; marks each as asked.
 
-        The pause of a host doubles with every question, because a host that cannot have
-        a slot may never be able to.
+        The pause of a host doubles with every question, up to `LONGEST_ASK_S`, because
+        some hosts can never have a slot.
         """
         found = []
         for host in [*self.unfit, *self._silent]:
@@ -155,8 +155,8 @@ class HostRegistry:
     ) -> bool:
         """Whether one host must answer before a formation is decided.
 
-        True for hosts that are connected or may still be connecting, unless they were
-        left out. `registered` are the hosts in the store.
+        True for hosts that are connected, away for less than a lease, or may still be
+        connecting, unless they were left out. `registered` are the hosts in the store.
         """
         if host in self._silent:
             return False
@@ -176,8 +176,8 @@ class HostRegistry:
 
     @property
     def num_usable(self) -> int:
-        """The number of hosts that may be given a slot; cheaper than `usable`, because
-        the number is read whenever a host joins."""
+        """The number of hosts in `usable`; counted without a list of them, because it
+        is read whenever a host joins."""
         unusable = {*self._away, *self._silent, *self.unfit}
         return len(self._records) - len(unusable & self._records.keys())
 
@@ -276,8 +276,8 @@ class HostMonitor:
     def disconnected(self, record: HostRecord, why: str) -> None:
         """Handles the end of a host's link.
 
-        A host whose link was silent is lost at once; another host may reconnect within
-        one lease.
+        If the link was silent, the host is lost at once. Otherwise it may reconnect
+        within one lease.
         """
         if not self._registry.same_process(record):
             return
@@ -305,7 +305,12 @@ class HostMonitor:
                 self._rendezvous.form("every process has attached")
 
     def lost(self, host: str, how: str) -> None:
-        """Handles the loss of a host; `how` it was noticed is for messages."""
+        """Handles the loss of a host; does nothing for a host that is not registered.
+
+        Args:
+            host: the lost host.
+            how: how the loss was noticed, for people.
+        """
         if not self._registry.lose(host):
             return
         self._journal.event("host_lost", host=host, how=how)
@@ -322,7 +327,9 @@ class HostMonitor:
             self._journal.say(f"spare {host} was lost ({how})")
 
     def unfit(self, host: str, why: str, layout: str = "") -> None:
-        """Handles the report that a host cannot have a slot; the other hosts go on.
+        """Handles the report that a host cannot have a slot.
+
+        If the host has a slot, its first such report makes the job form anew.
 
         Args:
             host: the reporting host.
@@ -358,7 +365,11 @@ class HostMonitor:
             self._rendezvous.form(f"{host} can be used again")
 
     def _ask_again(self, host: str) -> None:
-        """Asks an unusable host again, in case it can have a slot by now."""
+        """Asks an unusable host again, in case it can have a slot by now.
+
+        A host that was left out is asked only while the job waits for hosts or a
+        formation is decided. An unfit host counts as fit if no layout is known.
+        """
         if host not in self._registry.unfit:
             if self._rendezvous.phase == "waiting" or self._rendezvous.is_deciding:
                 self._rendezvous.ask(host)

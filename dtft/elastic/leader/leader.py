@@ -1,13 +1,13 @@
 """The leading agent: handles the reports of hosts and the changes of the store.
 
-Runs on the agent's event loop, only while this host holds the leader key. Dispatches
-events to its parts: `HostMonitor` tracks hosts, `Rendezvous` forms generations,
-`CommitCoordinator` commits and exports steps, `StorageExports` tracks storage,
-`Scaling` changes the number of replicas, `ReReplicator` renews lost copies, `Shutdown`
-ends the job, `Records` reads and writes the store, and `Requests` serves the user's own
-processes. The config's `SeatPolicy` has the differences between agent-started and
-user-started trainers. The leader keeps no state that its successor could not learn from
-the store and the hosts.
+Runs on the agent's event loop, only while this host leads (`leadership`). Dispatches
+events to its parts: `HostMonitor` tracks hosts, `Rendezvous` forms the job in rounds
+(attempts), `CommitCoordinator` commits and exports steps, `StorageExports` tracks
+storage, `Scaling` changes the number of replicas, `ReReplicator` renews lost copies,
+`Shutdown` ends the job, `Records` writes to the store, and `Requests` serves the user's
+own processes. The config's `SeatPolicy` has the differences between agent-started and
+user-started trainers. The next leader learns the job's state from the store and from
+the hosts.
 """
 
 import logging
@@ -85,7 +85,8 @@ class Leader:
             list_steps: lists the steps that a storage directory holds.
             committing: called with the step of a commit that is being written, and with
                 0 once the commit is recorded.
-            ended: called with the job's result if the store does not take the result.
+            ended: called with the job's result if the store has not recorded the result
+                in time.
         """
         self._config, self._journal, self._loop = config, journal, loop
         self._committing, self._ended, self._send = committing, ended, send
@@ -122,8 +123,8 @@ class Leader:
         self._newest_failure = RoundReason("")
         self._looked_at = 0.0
         self._nobody_since: float | None = None
-        """Time since which no registered host can have a slot; None if some host can
-        have a slot."""
+        """Time since which the job cannot begin (`_end_if_nobody_can`); None while it
+        can."""
         self._error_code = 1
         """Exit code of the job if it ends because a failure would repeat."""
         self._progress: dict[str, tuple[float, JobProgress]] = {}
@@ -154,8 +155,11 @@ class Leader:
         self._monitor.connected(record)
 
     def disconnected(self, record: HostRecord, why: str) -> None:
-        """Handles the end of a host's link: a host that was silent is lost at once,
-        another host may reconnect within one lease."""
+        """Handles the end of a host's link.
+
+        If the link was silent, the host is lost at once. Otherwise it may reconnect
+        within one lease.
+        """
         self._monitor.disconnected(record, why)
 
     def lost(self, host: str, how: str) -> None:
@@ -233,10 +237,11 @@ class Leader:
                 round_.reasons.append(self._newest_failure)
 
     def _fail(self, message: str, code: int = 1) -> None:
-        """Ends the job, or gives up its new size, after a failure that would repeat.
+        """Ends the job after a failure that would repeat.
 
-        In a served job the user's processes get the message and are released; the
-        agents and the last commit stay.
+        With the code `FATAL_INPUT` and a new number of slots, excludes this number
+        instead (`Scaling.undone`). In a served job the user's processes get the message
+        and are detached; the agents and the last commit stay.
         """
         if not self._seats.ends_by_itself:
             self._journal.say(message)
@@ -400,8 +405,8 @@ class Leader:
         return str(self._config.run_directory / "logs" / f"{host}.trainer.log")
 
     def _fails(self, kind: Kind, host: str, **told: Any) -> None:
-        """Adds a host's failure to the failure account, and keeps it as the reason for
-        the next round.
+        """Adds a host's failure to the failure account, and keeps it in
+        `_newest_failure` as a reason for a round.
 
         Args:
             kind: the kind of failure.

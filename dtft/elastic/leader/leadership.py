@@ -1,10 +1,10 @@
 """Runs a `Leader` on this host while the host holds the job's leader key.
 
-A term (the time for which one host leads) begins with a read of the store's records on
-a thread. A host that holds the leader key but cannot read the store retries, and
-releases the key after one lease; no
-host leads meanwhile. A leader whose key expired while no other host led takes the key
-again and continues without forming a new generation.
+A host that gets the key first reads the recorded commits from the store, on a thread.
+If the store does not answer, the host retries, and releases the key after one lease; no
+host leads meanwhile. A leader whose key has expired continues, and takes the key again
+without a new formation. Its time ends when another host has led, when the store has
+lost data, or when this host releases the key.
 """
 
 import logging
@@ -20,14 +20,15 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 0.2
 FLUSH_S = 1.0
-"""Seconds for which an ending agent waits for its leader's journal to be written."""
+"""Largest number of seconds for which an ending agent waits until its leader's event
+log is written."""
 
 
 class Leadership:
     """Starts and ends this host's terms as leader. Used by the event loop.
 
     Attributes:
-        leader: the leader of the present term; None while this host does not lead.
+        leader: the `Leader` on this host; None while this host does not lead.
     """
 
     def __init__(
@@ -47,11 +48,10 @@ class Leadership:
             host: this host's name.
             membership: this host's membership in the job.
             loop: the agent's event loop.
-            lease_s: seconds after which a host that cannot begin to lead lets go of the
-                key.
+            lease_s: duration of a lease in seconds.
             make_leader: makes a leader from the view and the commits at the term's
                 start.
-            on_begun: called when a term has begun.
+            on_begun: called when `leader` has been made.
             on_ended: called when this host no longer leads.
         """
         self._host, self._membership, self._loop = host, membership, loop
@@ -133,7 +133,7 @@ class Leadership:
         self.give_up()
 
     def give_up(self) -> None:
-        """Ends this host's term, if it leads: the host has lost or released the key."""
+        """Closes `leader`, if this host leads; does not release the leader key."""
         self._taking = 0
         if self.leader is not None:
             logger.warning("no longer leading")
@@ -142,7 +142,8 @@ class Leadership:
             self._on_ended()
 
     def close(self) -> None:
-        """Closes the leader, if this host leads."""
+        """Closes `leader`, if this host leads; waits at most `FLUSH_S` seconds for its
+        event log."""
         self._lane.close()
         if self.leader is not None:
             self.leader.close(FLUSH_S)

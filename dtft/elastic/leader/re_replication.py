@@ -1,10 +1,10 @@
 """Re-replication: restores the number of copies after a recovery.
 
 After a restore from memory, the slices that a lost host kept for others have too few
-copies. `ReReplication` computes which slot pushes which slices again, and when the job
-is healthy. Targets are those of the copy placement, because arenas have no room for
-other slices. `ReReplicator` orders one re-replication at a time; it ends with its
-generation.
+copies. `re_replication_of` computes which slot pushes which slices again.
+`ReReplication` collects the reports of received pushes. The targets are those of the
+copy placement, because hosts have allocated no memory for other slices. `ReReplicator`
+orders the pushes of one formation; the next formation ends them.
 """
 
 import functools
@@ -155,7 +155,7 @@ class ReReplicator:
         send: Callable[..., None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Starts with no missing copy. `send(host, op, **fields)` reaches any host."""
+        """Starts with no missing copy. `send(host, op, **fields)` sends an order."""
         self._journal, self._send, self._clock = journal, send, clock
         self._round: Round | None = None
         self._repair: ReReplication | None = None
@@ -165,7 +165,8 @@ class ReReplicator:
     def begin(self, round_: Round, view: View) -> None:
         """Orders hosts to push missing copies, once every slot has its own slices.
 
-        Does nothing for a first formation or if the state was not restored from memory.
+        Orders nothing for a first formation or if the state was not restored from
+        memory.
         """
         self._round, self._repair, self._view = round_, None, view
         assignment, decision = round_.assignment, round_.decision

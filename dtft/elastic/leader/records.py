@@ -1,9 +1,10 @@
-"""The leader's reads and writes of the store.
+"""The leader's writes to the store, and the records that the leader knows.
 
-Every write is fenced by the leader's term. Writes run in order on a thread beside the
-event loop, and each is retried until the store answers. While no host is lost, an
-unreachable store delays only commits, and each commit is then reported as delayed at
-once. After a loss, the new assignment waits for the store.
+The store applies a write only while the leader key and the era are unchanged. Writes
+run in order on a thread beside the event loop, and each is retried until the store
+answers. Training continues meanwhile: a delayed commit is reported, and the trainers go
+on without it. Only a formation, as after a loss, waits until its assignment is
+recorded.
 """
 
 import itertools
@@ -32,7 +33,7 @@ _WAITS = {
     "assignment": "training stands still, as a new assignment of slots waits",
     "result": "the job has ended, its result waits",
 }
-"""Effect of an unreachable store by label of the waiting write, as text for people."""
+"""Label of a waiting write to the effect of the unreachable store, for people."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -101,12 +102,13 @@ class Records:
         return max((commit.step for commit in self.commits), default=0)
 
     def learn(self, commits: Sequence[Commit]) -> None:
-        """Adds newer commits that hosts know and the store lacks.
+        """Adds the commits in `commits`, which hosts have reported, that are newer than
+        the newest commit known here.
 
         Each such commit was complete: all its copies existed. Either the store has lost
         it, or the store did not answer the leader that made it. A commit of an earlier
-        formation than the store's newest commit belongs to an abandoned history and is
-        not added.
+        formation than the newest commit known here belongs to an abandoned history and
+        is not added.
         """
         newest = self.commits[0] if self.commits else None
         found = [
@@ -122,7 +124,8 @@ class Records:
 
     @property
     def away(self) -> bool:
-        """Whether the store has not answered a write in time, and no write since."""
+        """Whether the store has not answered a write in time, and has applied no write
+        since then."""
         return self._away
 
     def put(self, label: str, value: Any, name: str, text: str) -> None:
@@ -137,8 +140,11 @@ class Records:
             self._loop.call_later(ASSIGNMENT_PATIENCE_S, self._still_waits, write)
 
     def commit(self, commit: Commit) -> None:
-        """Queues the write of a commit. If the store did not answer last, the commit is
-        reported as delayed at once, otherwise after `PATIENCE_S`."""
+        """Queues the write of a commit.
+
+        The commit is reported as delayed if it is not recorded after `PATIENCE_S`; at
+        once if the store is `away`.
+        """
         self.commits = [commit, *self._recorded][:KEPT_COMMITS]
         self._on_committing(commit.step)
 
@@ -192,7 +198,11 @@ class Records:
         """Performs one write on the lane's thread, and compacts the store if due.
 
         Returns:
-            False if the store refused the write because the leader key has changed.
+            False if the store refused the write because the leader key or the era has
+            changed.
+
+        Raises:
+            StoreUnavailable: the store does not answer, or it is full.
         """
         compaction = self._membership.compaction
         try:

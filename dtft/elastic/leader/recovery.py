@@ -61,7 +61,7 @@ def decide(
     placed: Sequence[str] = (),
     domains: Mapping[str, str] | None = None,
 ) -> RecoveryDecision:
-    """Chooses the newest restorable state, memory before storage.
+    """Chooses the newest restorable state; of equal steps, memory before storage.
 
     Args:
         commits: the recorded commits, newest first.
@@ -98,7 +98,12 @@ def _newest(
     holdings: Holdings,
     placed: Sequence[str],
 ) -> tuple[Located | None, list[str]]:
-    """Locates the newest restorable commit, each commit in its own layout."""
+    """Locates the newest restorable commit, each commit in its own layout.
+
+    Returns:
+        The commit, None if there is none; and the reasons why newer commits cannot be
+        restored.
+    """
     reasons: list[str] = []
     for commit in commits:
         layout = known.get(commit.layout)
@@ -219,8 +224,9 @@ def fetches_for(
 ) -> dict[str, list[dict]]:
     """The fields `transfers` and `regions` of one host's `prepare` order.
 
-    Whole slices are named by their keys. If a slice of the host is assembled from
-    pieces, all pieces are given as regions, including the host's own.
+    Whole slices are named by their keys. If any slice of the host is assembled from
+    pieces, all slices of the host are given as regions, including those in its own
+    memory.
     """
     if plan.moves_whole(host):
         transfers = transfers_to(plan.transfers_to(host), addresses, host)

@@ -1,7 +1,8 @@
-"""Forms generations: from a failure to running trainers, one round at a time.
+"""Forms the job in rounds (attempts): from its start or a failure to running trainers.
 
-Gathers the hosts' holdings and has the pure modules (`rendezvous_plan`, `assignment`,
-`recovery`) decide. Then has the assignment recorded and orders each host to prepare its
+A round gathers reports of the copies that hosts hold, and lets pure modules
+(`rendezvous_plan`, `assignment`, `recovery`) decide which host gets which slot and what
+it restores. Then it has the assignment recorded and orders each host to prepare its
 slot.
 """
 
@@ -58,17 +59,17 @@ answer, or has lost its steps."""
 
 
 class Rendezvous:
-    """The state machine that forms generations.
+    """The state machine that forms the job.
 
     Attributes:
         phase: the current state, named after the awaited event or the work in progress.
         deadline: end of the phase in seconds, on the monotonic clock.
         current: the newest round; None before the first.
-        previous: the assignment before the current round's; None before the first.
+        previous: the last assignment before the current round's; None if there is none.
         assignment: the current round's assignment, once recorded.
-        failures: the account of failures.
-        coordinator: commits the steps of this assignment, once a trainer has announced
-            the layout.
+        failures: counts the failures and decides whether to retry.
+        coordinator: commits the steps of the last recorded assignment; None until a
+            trainer has announced the layout.
         frozen: whether the job ends, so that no round begins any more.
     """
 
@@ -99,8 +100,7 @@ class Rendezvous:
         """The ballot (number) of the round in which failures were judged last; None
         before."""
         self.give_up: Callable[[RetryDecision], None] = lambda decision: None
-        """Called with the decision to end the job, because the failures would
-        repeat."""
+        """Called with the decision that ends the job."""
         self.phase: Phase = "idle"
         self.deadline = 0.0
         self.current: Round | None = None
@@ -118,8 +118,8 @@ class Rendezvous:
         begins with this host, because checking all hosts takes longer."""
         self._storage_missed = self._fatal = False
         self._end: RetryDecision | None = None
-        """The decision with which the job ends once the hosts have reported
-        holdings."""
+        """The decision with which the job ends once the hosts have reported their
+        copies; None if the job is not to end."""
 
     def end(self, decision: RetryDecision) -> None:
         """Begins a round that ends the job with `decision`.
@@ -178,13 +178,14 @@ class Rendezvous:
 
     @property
     def slot_of(self) -> Mapping[str, int]:
-        """Host to slot of this assignment; empty without an assignment."""
+        """Host to slot in `assignment`; empty without an assignment."""
         return self.assignment.slot_of if self.assignment is not None else {}
 
     def _to_reach(self, host: str, round_: Round) -> dict[str, str]:
         """Peer to address, of the peers to which a host must try to connect.
 
-        Empty unless a network cut between hosts is suspected.
+        Empty in a served job, and if no network cut between hosts is suspected or
+        known.
         """
         doubted = self._reach.is_to_be_tried or self.failures.may_be_a_cut
         if not doubted or not self._seats.ends_by_itself:
@@ -217,7 +218,8 @@ class Rendezvous:
     def gathered(self) -> None:
         """Decides the formation if every expected host has answered.
 
-        Does nothing while storage is being listed or a complete step is being recorded.
+        Does nothing in other phases than "gathering", while storage is being listed, or
+        while a complete step is being recorded.
         """
         round_, registered = self.current, self._records.view.hosts
         if self.phase != "gathering" or round_ is None or not self._storage.settled:
@@ -242,7 +244,8 @@ class Rendezvous:
             self._assign(round_, present, aside)
 
     def _set_aside(self, hosts: list[str]) -> list[str]:
-        """Those of `hosts` that get no slot, so that all others reach each other."""
+        """The hosts in `hosts` that get no slot, so that all others reach each
+        other."""
         slots = self.previous.slots if self.previous is not None else ()
         return set_aside(hosts, slots, self._reach.apart, self._config.host)
 
@@ -345,8 +348,11 @@ class Rendezvous:
         self.enter("waiting", float("inf"))
 
     def _explain_aside(self, chosen: SlotAssignment, aside: list[str]) -> None:
-        """Prints which host gets the slot of each host in `aside`, which other hosts
-        cannot reach."""
+        """Prints why the hosts in `aside` have no slot: other hosts do not reach them.
+
+        Names the host that gets the slot of each of them, if the number of slots is
+        unchanged.
+        """
         former = self.previous.slots if self.previous is not None else ()
         for host in aside:
             why = self._reach.text(host)
@@ -516,7 +522,10 @@ class Rendezvous:
             self._send(host, "prepare", **order)
 
     def open_coordinator(self, layout: Layout, assignment: SlotAssignment) -> None:
-        """Creates the commit coordinator of a formation."""
+        """Creates the commit coordinator of a formation.
+
+        Also orders spare hosts to allocate memory for a slot (`expect`).
+        """
         assert self.current is not None
         view, hosts = self._records.view, self._hosts
         self.coordinator = CommitCoordinator(
@@ -545,9 +554,10 @@ class Rendezvous:
     def refused(self, layout: Layout, others: Collection[str]) -> None:
         """Handles the report that a host has not enough memory for a layout.
 
-        If the current formation has no layout yet, the hosts in `others` are ordered to
-        allocate memory for this one: a new round stops their trainers before these can
-        announce it, so the hosts would not learn how much memory a slot needs.
+        If no trainer has announced a layout yet, orders the hosts in `others` to
+        allocate memory for a slot. The report may begin a round that stops their
+        trainers; without the order, these hosts would not learn how much memory a slot
+        needs.
         """
         self._refused = layout
         if self.coordinator is None:
@@ -570,7 +580,10 @@ class Rendezvous:
         return True
 
     def expect(self, hosts: Collection[str]) -> None:
-        """Sends the state layout to spare hosts, so that each allocates memory."""
+        """Orders the hosts in `hosts` that have no slot to allocate memory for one.
+
+        Does nothing without a recorded assignment and its layout.
+        """
         if self.coordinator is not None and self.assignment is not None:
             text, domains = (
                 self.coordinator.layout.to_json(),

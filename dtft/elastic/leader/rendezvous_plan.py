@@ -1,7 +1,7 @@
 """Pure functions that compute a formation: from hosts' replies to orders for each slot.
 
-A `Round` is one attempt to form. The functions here update a round or derive values
-from it; `rendezvous` decides when each is called.
+A `Round` is one attempt to form the job. The functions here make a round or derive
+values from one; `rendezvous` decides when each is called.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -70,7 +70,7 @@ def death(slots: Mapping[str, int], host: str, code: int) -> RoundReason:
 
 
 def causes(reasons: Sequence[RoundReason]) -> list[RoundReason]:
-    """The reasons of one kind: the earliest kind in `Cause` that occurs."""
+    """The reasons of the earliest kind, in the order of `Cause`, that occurs."""
     of_cause = {
         cause: [reason for reason in reasons if reason.cause == cause]
         for cause in get_args(Cause)
@@ -80,7 +80,7 @@ def causes(reasons: Sequence[RoundReason]) -> list[RoundReason]:
 
 @dataclass(kw_only=True)
 class Round:
-    """One attempt to form a generation: hosts' replies and the leader's decisions."""
+    """One attempt to form the job: hosts' replies and the leader's decisions."""
 
     ballot: Ballot
     reasons: list[RoundReason]
@@ -113,14 +113,14 @@ class Round:
 
     @property
     def answers(self) -> tuple[dict[str, tuple[str, ...]], dict[str, list[str]]]:
-        """Two maps from each host that has reported: to the peers to which it was to
-        connect, and to the peers that it did not reach."""
+        """Two maps of each host that has reported: to the peers to which the host had
+        to connect, and to the peers that it did not reach."""
         tried = {host: self.tried.get(host, ()) for host in self.replies}
         missed = {host: it.get("missed", []) for host, it in self.replies.items()}
         return tried, missed
 
     def reply(self, host: str, reply: dict[str, Any]) -> None:
-        """Records a host's report of the copies in its memory; it trains no more."""
+        """Records a host's report of the copies in its memory."""
         self.replies[host] = reply
         self.corrupt.extend(reply["corrupt"])
         self.last_finished = max(self.last_finished, reply["finished"])
@@ -142,7 +142,7 @@ class Round:
     def layouts(self) -> dict[str, Layout]:
         """Digest to layout, of the state layouts that hosts have reported.
 
-        Two layouts are known after a change of size.
+        After a change of size, hosts may report two layouts.
         """
         texts = {text for r in self.replies.values() for text in r["layouts"]}
         found = [Layout.from_json(text) for text in sorted(texts)]
@@ -166,8 +166,9 @@ def next_round(
 ) -> Round:
     """Makes a new round.
 
-    If the previous round never reached training, the new round keeps its reasons, time
-    of detection and corrupt copies. A job's first formation starts afresh.
+    If the previous round never reached training, the new round takes over its reasons,
+    time of detection, corrupt copies and last finished step. Nothing is taken over from
+    a round that has assigned slots for the first formation of a job.
 
     Args:
         old: the previous round, if there is one.
@@ -298,9 +299,10 @@ def orders(
 def export_addresses(
     round_: Round, assignment: SlotAssignment, hosts: Mapping[str, HostRecord]
 ) -> dict[str, str]:
-    """Host to the host:port of an export's coordination service, if it had rank 0.
+    """Host to the host:port at which it serves an export's coordination service.
 
-    Contains the registered hosts of the assignment.
+    Only the host of rank 0 serves one. Contains the hosts of the assignment that are in
+    `hosts`.
     """
     told = {**round_.replies, **round_.prepared}  # between formations the former only
     ports = {host: known.get("export_port", 0) for host, known in told.items()}
@@ -353,10 +355,12 @@ def replaced(
     assignment: SlotAssignment,
     named: Collection[str],
 ) -> tuple[str, ...]:
-    """Texts for slots that moved to another host and whose old host the reason omits.
+    """Texts for the slots that have another host than in `previous`.
 
-    The leader that noticed a loss may be lost itself before the job is re-formed. The
-    next leader's reason then lacks the first loss.
+    Leaves out the slots whose former host is in `named`: the reason for the round names
+    these hosts. The reason lacks a loss if the leader that noticed the loss was lost,
+    too, before the job was re-formed. Returns () without `previous`, or if the number
+    of slots has changed.
 
     >>> def assigned(*slots):
     ...     return SlotAssignment(generation=1, attempt=1, slots=slots,

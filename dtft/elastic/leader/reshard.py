@@ -100,11 +100,13 @@ class ReshardPlans:
             wanted: the requested layout; its leaves are the commit's leaves or a
                 subset.
             slots: the host of each slot.
-            addresses: host to host:port, of every connected host.
+            addresses: host to host:port, of the hosts that may send slices.
             domains: host to its failure domains; near hosts are preferred as senders.
 
         Raises:
-            NotPlanned: the step is not the newest commit, or does not fit the layout.
+            NotPlanned: the step is not the newest commit, its leaves do not fit the
+                layout, the digests that hosts reported do not match the commit, or a
+                needed slice is on none of the hosts in `addresses`.
         """
         plan = self._plan(step, wanted, slots, addresses.keys(), domains)
         assert self._located is not None

@@ -1,9 +1,9 @@
 """Scaling: changes the number of replicas on request and answers the requests.
 
-The requested size is kept in the store, fenced by the leader's term, so the next leader
-continues with it; the requester asks that leader again. `Scaling` decides when a
-running job is re-formed for another size. `prove` compares the digests of the state on
-the new mesh with the digests of the commit, leaf by leaf.
+The requested size is kept in the store, so the next leader continues with it; the
+requester asks that leader again. `Scaling` decides when a running job is re-formed for
+another size. `prove` compares the digests of the state on the new mesh with the digests
+of the commit, leaf by leaf.
 """
 
 import dataclasses
@@ -114,8 +114,8 @@ class Scaling:
     def asked(self, replicas: int, answer: Answer) -> None:
         """Handles a request for `replicas` replicas.
 
-        Answers at once if the request is refused or the job has this size; otherwise
-        when the job trains in this size, or fails to.
+        Answers at once if the request is refused or the job has this number. Otherwise
+        `trained` answers, once the job trains with this number or will not.
         """
         rendezvous, coordinator = self._rendezvous, self._rendezvous.coordinator
         if rendezvous.frozen or coordinator is None or rendezvous.phase != "running":
@@ -201,11 +201,12 @@ class Scaling:
         return not proof.differing
 
     def undone(self, message: str) -> bool:
-        """Gives up a new size on which a failure would repeat on any host.
+        """Excludes a new number of slots after a failure that would repeat on any host,
+        and re-forms the job.
 
         Returns:
-            False if the size is not new or was given up already, so the job cannot go
-            on.
+            False if the number of slots is not new or is excluded already; the job then
+            cannot go on.
         """
         round_ = self._rendezvous.current
         chosen = round_.assignment if round_ is not None else None
@@ -266,7 +267,8 @@ class Scaling:
 def serve_scaling(channel: Channel, ask: Callable[[int, Answer], None]) -> None:
     """Serves one request for a number of replicas: replies when the job trains with it.
 
-    The reply is an error if the request is refused, or after the requester's limit.
+    The reply is an error if the request is refused, if the job will not train with the
+    number, or if the requester's time limit is over.
 
     Args:
         channel: the connection of the requester.

@@ -1,9 +1,9 @@
 """Answers requests to the leader of a served job, whose processes the user starts.
 
 A process waits until a step is committed or stored (`Flush`), or requests a step on
-other shardings (`reshard` plans the transfers). People request an immediate
-export of the newest commit, because the leader does not know when the next commit
-comes; `BetweenRuns` handles the request while no process runs.
+other shardings (`reshard` plans the transfers). A user requests an export of the newest
+commit, not of the next one, because the processes decide when to save again;
+`BetweenRuns` handles this request while no process runs.
 """
 
 import dataclasses
@@ -44,8 +44,8 @@ class BetweenRuns:
     """Exports a served job's newest commit while no process runs. Used by the event
     loop.
 
-    Asks the hosts first for their holdings, because some hosts may have gone since.
-    `export_plan` decides which hosts write.
+    First a round asks the hosts which copies they hold, because some hosts may have
+    been lost since the last round. `export_plan` decides which hosts write.
     """
 
     def __init__(
@@ -75,7 +75,10 @@ class BetweenRuns:
 
     def tick(self) -> None:
         """Orders the requested export once the hosts have answered; refuses it if the
-        processes have attached again."""
+        processes have attached again.
+
+        An export that a new round has interrupted is ordered again.
+        """
         round_, phase = self._rendezvous.current, self._rendezvous.phase
         if round_ is None or phase == "gathering":
             return
@@ -164,7 +167,11 @@ class Requests:
             self._newest().staged(slot, step, digests)
 
     def wanted(self, host: str, slot: int, step: int, layout: str) -> None:
-        """Orders a slot's host to assemble a step in the requested layout."""
+        """Orders a slot's host to assemble a step in the requested layout.
+
+        If this cannot be planned (`NotPlanned`), the order has the error in place of
+        regions and digests. A request of a host without the slot is ignored.
+        """
         assignment, hosts = self._rendezvous.assignment, self._registry.records
         if assignment is None or assignment.slots[slot] != host:
             return

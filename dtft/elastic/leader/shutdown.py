@@ -1,8 +1,8 @@
-"""Ends a job as done, stopped or failed, after its last step is stored.
+"""Ends a job as done, stopped or failed.
 
-A job that is done or stopped ends with its last step in storage, even if hosts are
-missing then. `Shutdown` reads the state of rendezvous and commit coordinator and has
-the result recorded.
+First the last committed step is exported to storage. If hosts are missing and the
+others cannot export it, the job ends with the newest step in storage. `Shutdown` reads
+the state of rendezvous and commit coordinator and has the result recorded.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ class Shutdown:
         self._result = ""
 
     def stop(self) -> None:
-        """Stops the job; trainers that run stop after the same step.
+        """Stops the job; all running trainers end after the same step.
 
         If hosts are missing, the job ends once the remaining hosts have exported the
         newest commit, if they can. If no trainer runs and storage has the newest
@@ -70,7 +70,10 @@ class Shutdown:
         self._stop_with_hosts_missing()
 
     def _stop_with_hosts_missing(self) -> None:
-        """Exports the last commit if the remaining hosts hold it; then ends the job."""
+        """Exports the last commit if the remaining hosts hold it; then ends the job.
+
+        Exports nothing if storage has the step. A second call does nothing.
+        """
         if self._rescuing:
             return
         self._rescuing, rendezvous = True, self._rendezvous
@@ -92,7 +95,8 @@ class Shutdown:
     def _as_committed(self, previous: SlotAssignment, layout: Layout) -> SlotAssignment:
         """The assignment under which the newest commit was made.
 
-        Differs from `previous` after a change of size: it has the commit's holders.
+        This is `previous`, or after a change of size an assignment with the commit's
+        holders as hosts.
         """
         if len(previous.slots) == layout.mesh.num_slots:
             return previous
@@ -115,7 +119,7 @@ class Shutdown:
             self.end("error", message, step=stored, code=code)
 
     def exported(self) -> None:
-        """Handles the end of an export: ends the job if this was its last export."""
+        """Handles the end of an export: ends the job if the job waits for it."""
         if self._rescuing:
             self._end_with_what_is_stored()
         self.conclude()
@@ -123,8 +127,8 @@ class Shutdown:
     def conclude(self) -> None:
         """Ends the job once every slot has finished and storage has the last step.
 
-        Orders the export of that step. After `EXPORT_FAILURES` failed exports, the job
-        ends with an error.
+        Orders the export of that step if storage lacks it. After `EXPORT_FAILURES`
+        failed exports, the job ends with an error.
         """
         round_, coordinator = self._rendezvous.current, self._rendezvous.coordinator
         if round_ is None or round_.assignment is None or self._rendezvous.frozen:
@@ -162,7 +166,8 @@ class Shutdown:
         """Ends a finished job whose other hosts have already left.
 
         A host that was away when the job ended may find a store that has lost the
-        result; it would wait for the other hosts. Storage has the job's last step.
+        result. It would wait for the other hosts for ever. It ends the job if storage
+        has the job's last step.
         """
         last = self._config.last_step
         if last and self._rendezvous.phase == "waiting" and last in self._storage.steps:
@@ -184,7 +189,8 @@ class Shutdown:
         return "" if missing else self._result
 
     def end(self, status: str, message: str = "", step: int = 0, code: int = 0) -> None:
-        """Has the job's result recorded, once; every agent then ends with exit `code`.
+        """Has the job's result recorded, once; every agent then ends with exit code
+        `code`.
 
         A `code` of 0 becomes 1 if `status` is "error".
         """

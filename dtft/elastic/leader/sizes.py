@@ -1,7 +1,8 @@
-"""The number of slots that a leader gives its job.
+"""Chooses the number of slots of the job's next formation.
 
-Remembers sizes that could not be restored or trained on. A failed change of size thus
-leads back to the size that worked. `choose_slots` in `assignment` makes the choice.
+Excludes a number of slots on which the job could not be restored or trained, until a
+user requests it again. The job then takes a smaller number that it may have, or that of
+the newest commit (`choose_slots` in `assignment`).
 """
 
 from dtft.checkpoint.state import Layout
@@ -22,7 +23,10 @@ tries that number."""
 
 
 class JobSizes:
-    """The numbers of slots that the job may have. Used by the leader's event loop."""
+    """Chooses the job's number of slots, and keeps the excluded numbers.
+
+    Used by the leader's event loop.
+    """
 
     def __init__(self, config: AgentConfig, records: Records, journal: Journal) -> None:
         """Starts with no failed size."""
@@ -44,7 +48,7 @@ class JobSizes:
 
     @property
     def wanted(self) -> int:
-        """The number of slots that the job should have if there are enough hosts."""
+        """The requested number of slots, else the number at the start of the job."""
         return self.asked or self._config.num_slots
 
     @property
@@ -54,7 +58,10 @@ class JobSizes:
         return len(commits[0].holders) if commits else 0
 
     def choose(self, available: int, layout: Layout | None) -> int:
-        """The number of slots of the next formation; above `available`: the job waits.
+        """Chooses the number of slots of the next formation.
+
+        If the number is above `available`, the job waits for hosts. With a `layout`,
+        excludes numbers of slots that the job may not have (`size_for`).
 
         Args:
             available: the number of hosts that can be given a slot.
@@ -80,8 +87,8 @@ class JobSizes:
                 self.give_up(chosen, str(error))
 
     def forewarn(self, layout: Layout) -> None:
-        """Prints a warning if the job cannot have `min_replicas` replicas, so that it
-        will wait when a host is lost."""
+        """Prints a warning if the job may not have `min_replicas` replicas
+        (`size_for`)."""
         limits = self._config.sizes
         if limits.min_replicas:
             try:
@@ -93,8 +100,8 @@ class JobSizes:
                 )
 
     def _known(self, groups: ReplicaGroups) -> set[int]:
-        """Numbers of slots that need no check: of the running job, of the newest commit
-        or excluded already."""
+        """The numbers of slots that `choose` does not check: that of the running job,
+        that of the newest commit, and the excluded numbers."""
         return {groups.slots, self.committed, *self._unfit}
 
     def is_new(self, assignment: SlotAssignment | None) -> bool:
@@ -106,14 +113,21 @@ class JobSizes:
         return bool(size and self.committed) and size != self.committed
 
     def failed(self, assignment: SlotAssignment, why: str) -> None:
-        """Counts a failed formation; after `FAILURES` gives up its number of slots."""
+        """Counts a failed formation with the number of slots of `assignment`.
+
+        From the failure number `FAILURES` on, excludes this number of slots for the
+        reason `why`.
+        """
         size = len(assignment.slots)
         self._failures[size] = self._failures.get(size, 0) + 1
         if self._failures[size] >= FAILURES:
             self.give_up(size, why)
 
     def give_up(self, slots: int, why: str) -> None:
-        """Excludes a number of slots until a user requests it again; prints `why`."""
+        """Excludes a number of slots until a user requests it again, and prints `why`.
+
+        Does nothing if the number is excluded already.
+        """
         if slots not in self._unfit:
             self._unfit[slots] = why
             self._journal.say(f"the job cannot train on {slots} hosts: {why}")

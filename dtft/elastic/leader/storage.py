@@ -1,8 +1,8 @@
 """The leader's view of storage: which steps it holds, and whether it works.
 
-`StorageHealth` derives from export outcomes and a clock the messages about failing or
-slow storage, and the time of the next try. `StorageWatch` lists the steps on a thread:
-while a network file system hangs, the last listing counts.
+From the outcomes of exports, `StorageHealth` makes messages about failing or slow
+storage and chooses the time of the next try. `StorageWatch` lists the steps on a
+thread: while a network file system hangs, the last listing counts.
 """
 
 import contextlib
@@ -67,7 +67,7 @@ class StorageHealth:
         self._told_slow = 0
 
     def may_try(self, now: float) -> bool:
-        """Whether an export that is due at its interval may be ordered now."""
+        """Whether an export may be ordered now: the pause after a failure is over."""
         return now >= self._not_before
 
     def begun(self, step: int, now: float) -> None:
@@ -125,7 +125,8 @@ class StorageHealth:
 
 
 def _short(error: str) -> str:
-    """The error's first line, shortened in the middle: Orbax repeats paths."""
+    """The error's first line; a long line is shortened in the middle, because Orbax
+    repeats paths."""
     line = error.partition("\n")[0]
     return line if len(line) <= 240 else f"{line[:100]} ... {line[-130:]}"
 
@@ -163,8 +164,8 @@ class StorageWatch:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The steps of the last listing (none if it failed), and the steps written
-        since that listing began."""
+        """The steps of the last answered listing (none if it failed), and the steps
+        written since the newest listing began."""
         return tuple(sorted(self._known | self._written))
 
     @property
@@ -174,7 +175,7 @@ class StorageWatch:
 
     @property
     def silent(self) -> bool:
-        """Whether the listing has been unanswered for `PATIENCE_S` seconds."""
+        """Whether a listing has been unanswered for `PATIENCE_S` seconds."""
         since = self._since
         return since is not None and self._loop.now() >= since + PATIENCE_S
 

@@ -74,7 +74,8 @@ def binary(value: object) -> bool:
 
 
 def digests(value: object) -> bool:
-    """Whether a value is the concatenated digests of a slice's chunks, as bytes."""
+    """Whether a value is bytes that may be the concatenated digests of a slice's
+    chunks: a multiple of `DIGEST_BYTES` long."""
     return isinstance(value, bytes) and len(value) % DIGEST_BYTES == 0
 
 
@@ -130,7 +131,8 @@ def map_of(key: Check, check: Check) -> Check:
 
 
 def record_of(**fields: Check) -> Check:
-    """Makes a check for a dict with these fields; other fields are ignored."""
+    """Makes a check for a dict that has each of `fields` with a value that passes the
+    field's check; other fields are ignored."""
     return lambda value: (
         isinstance(value, dict)
         and fields.keys() <= value.keys()

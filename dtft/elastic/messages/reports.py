@@ -1,7 +1,7 @@
 """Pure checks of a host's reports to its leader.
 
 A reporting host has proved that it knows the job's secret, but may run another version
-or have a bug. A malformed report is refused with the name of the field, and the leader
+or have a bug. The leader drops a malformed report, logs the name of the field, and
 continues.
 """
 
@@ -195,7 +195,7 @@ OF_A_SLOT = frozenset(
         *("staged", "held", "finished", "flush", "wanted", "failed", "progress"),
     }
 )
-"""Ops of reports that only a host with a slot can send."""
+"""Ops of reports that are valid only from a host with a slot."""
 
 
 def fault_of_report(
@@ -233,8 +233,8 @@ def misfit(
 ) -> str | None:
     """Checks a report, whose fields are valid, against the current formation.
 
-    Returns the first error in words, or None: slot, layout and number of digests must
-    be those of the reporting host.
+    The slot, the number of slots of the layout and the number of digests must be those
+    of the formation for the reporting host. Returns the first error in words, or None.
 
     Args:
         host: the reporting host.

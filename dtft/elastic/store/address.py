@@ -1,7 +1,7 @@
 """The address of a store: members, TLS, user and password, key prefix.
 
 `StoreAddress` is made from the --store flags and is checked before any connection. The
-password is read from its file when the client logs in. No value, log line or error text
+password is read from its file when the client logs in. No field, log line or error text
 contains the password.
 """
 
@@ -24,7 +24,7 @@ class StoreAddress:
     """
 
     endpoints: tuple[tuple[str, int], ...]
-    """Host and client port of every etcd member that requests may go to."""
+    """Host and client port of each etcd member to which requests may be sent."""
     ca: Path | None = None
     """PEM file of the authority that signed the members' certificates; None: no TLS."""
     certificate: Path | None = None
@@ -115,9 +115,9 @@ class StoreAddress:
         return ",".join(endpoint_text(endpoint) for endpoint in self.endpoints)
 
     def warning(self) -> str:
-        """Returns the warning that the password is sent unencrypted; "" if it is not.
+        """Returns a warning if the password is sent unencrypted on a network, else "".
 
-        Without a user, with TLS, or if all members are on loopback there is no warning.
+        There is no warning without a user, with TLS, or if all members are on loopback.
 
         >>> StoreAddress.parse("etcd-0:2379").warning()
         ''

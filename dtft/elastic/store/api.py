@@ -162,8 +162,8 @@ class Store(Protocol):
     def put(self, key: str, value: bytes, lease: int = 0) -> None:
         """Writes one key.
 
-        A put that was sent to more than one member may be applied twice, the second
-        time after later writes. Use `txn` with a compare if that would be wrong.
+        A put that raised StoreUnavailable may still be applied, even after later
+        writes. Use `txn` with a compare if that would be wrong.
 
         Raises:
             LeaseGone: the lease has expired or never existed.

@@ -101,7 +101,7 @@ class _Call:
 
 
 class _Elsewhere(Exception):
-    """A member did not answer, so the call may try another member."""
+    """A member did not answer, or did not serve the call; another one may be tried."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class _Members:
 
     @property
     def first(self) -> tuple[str, int]:
-        """The etcd member (host:port) that requests and watches use now."""
+        """The member (host, port) that calls and watches try first."""
         return self._order[0]
 
     def failed(self, endpoint: tuple[str, int]) -> None:

@@ -295,7 +295,10 @@ class Connection:
 
     @property
     def is_open(self) -> bool:
-        """Whether a request may be sent; closes the connection if the peer has."""
+        """Whether a request may be sent.
+
+        If the peer has closed the connection, closes this end, too.
+        """
         if self._sock is not None and _has_input(self._sock):
             self.close()  # on an idle connection, input means that the peer closed
         return self._sock is not None

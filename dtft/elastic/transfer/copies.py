@@ -32,7 +32,8 @@ class Copies:
         """Holder of the newest formation; None until the layout is known."""
         self._shares: dict[ReplicaStore, Shares] = {}
         self.former: tuple[ReplicaStore, ...] = ()
-        """Holders of former formations that the last commit may need."""
+        """Holders of former formations. A restore of the last commit may need their
+        copies."""
         self._reserve: Arena | None = None
         self._placed: dict[ReplicaStore, tuple[str, ...]] = {}
         self.epoch: tuple[int, int] = (0, 0)
@@ -55,9 +56,9 @@ class Copies:
             slot: this host's slot.
             domains: per slot the failure domain by which copies are placed; empty if
                 every slot is its own domain.
-            keep: the step to restore: other holders with copies of this step stay
-                until `committed`, without later steps. The rest are closed, or all
-                others if this is None.
+            keep: the step to restore. Other holders with copies of this step drop later
+                steps and stay until `committed` is called; all other holders are
+                closed. None: every other holder is closed.
             epoch: the epoch of the order that needs the holder; by default the newest.
 
         Raises:
@@ -112,7 +113,7 @@ class Copies:
         )
 
     def share(self, turn: int) -> bytes:
-        """Which own slices this host copies at a turn (number of the staged step).
+        """Which own slices this host copies at a turn (see `SlotTask.turn`).
 
         Returns:
             A flag per own slice, from `pack_flags`; b"" if all are copied.
@@ -148,7 +149,7 @@ class Copies:
         return next(iter([*fit, *having]), self.holder)
 
     def expect(self, layout: Layout, domains: Sequence[str] = ()) -> None:
-        """Reserves memory for a slot of this layout; blocks until it is allocated.
+        """Reserves memory for a slot of this layout; returns once it is allocated.
 
         A spare host then takes a slot without this delay. Slots need about equal
         memory; a slot that needs more than the reserve allocates new memory. Does

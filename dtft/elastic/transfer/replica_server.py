@@ -47,10 +47,10 @@ def cut_out(slices: Sequence[Parts], spans: object) -> list[Parts]:
 def find_copies(
     holders: Sequence[ReplicaStore | None], step: int, keys: Sequence[str]
 ) -> list[Parts]:
-    """The bytes of the named slices of a step, each from any holder with a copy.
+    """The bytes of the named slices of a step, each from a holder with a copy.
 
-    Of several holders with a slice, the last is used (a former formation's), since the
-    newest formation's holder may be waiting for this slice.
+    If several holders have a slice, the last one in `holders` is used. A caller with
+    the newest formation's holder passes it first, as it may still wait for the slice.
 
     Raises:
         KeyError: a slice is not held here for that step.
@@ -64,7 +64,10 @@ def find_copies(
 
 @dataclass(frozen=True, kw_only=True)
 class Inbox:
-    """Functions that return this host's current state, called for every message."""
+    """This host's current state, for the threads that serve its port.
+
+    `epoch`, `holder` and `former` are called for every message.
+    """
 
     epoch: Callable[[], Epoch]
     holder: Callable[[], ReplicaStore | None]

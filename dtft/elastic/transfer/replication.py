@@ -131,8 +131,8 @@ class Pusher:
 def share_pace(pushers: Sequence[Pusher], limit_s: float) -> PushPace:
     """Makes pushers share one limit of their rate, before their first step.
 
-    Returns the pace, which sets the limit at each snapshot; at first there is none.
-    `limit_s` is the deadline of a push in seconds.
+    Returns the pace, which sets the limit at each snapshot; before the first snapshot
+    there is no limit. `limit_s` is the deadline of a push in seconds.
     """
     pace = PushPace(sum(pusher.nbytes for pusher in pushers), limit_s)
     for pusher in pushers:

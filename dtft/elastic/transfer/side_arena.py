@@ -37,7 +37,7 @@ class SideArena:
         """Frees the former arena; allocates another and fills it with a slot's slices.
 
         Args:
-            layout: the wanted layout of the step.
+            layout: the requested layout of the step.
             slot: this host's slot.
             chunk_bytes: bytes under one digest.
             bring: fills and verifies the memory of each slice
@@ -97,7 +97,7 @@ class Resharding:
         self._side = SideArena(config.memory_directory)
 
     def begin(self, task: SlotTask, told: dict[str, Any]) -> None:
-        """Assembles and verifies the wanted slices on a thread.
+        """Assembles and verifies the requested slices on a thread.
 
         Args:
             task: the slot's task to which the process belongs.

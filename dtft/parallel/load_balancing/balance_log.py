@@ -94,7 +94,7 @@ def begin_balance(
     of another number of microbatches. Otherwise the recorded shares are used again if
     the number of nodes is the same and no share is above its cap. If they do not fit,
     the policy `exact` takes the best shares for the measured times, provided that the
-    times of any node are known. In all other cases shares are equal.
+    times of at least one node are known. In all other cases shares are equal.
 
     Args:
         rules: the rules of this run.
@@ -181,7 +181,10 @@ class Cost:
 
     @property
     def share(self) -> float | None:
-        """Time lost by timing, as a share of the round; None without `step_s`."""
+        """Time lost by timing, as a share of a round without timed steps.
+
+        None if `step_s` is None.
+        """
         if self.step_s is None:
             return None
         lost = self.probes * (self.probe_s - self.step_s)

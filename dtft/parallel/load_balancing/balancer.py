@@ -100,8 +100,8 @@ class Balancer:
     def _first(self, state: State, batch: Arrays) -> tuple[State, Metrics]:
         """Compiles the programs of timed steps, then runs this process's first step.
 
-        The gathers of times are also run once before. So the times of timed steps do
-        not include compilation.
+        The gathers of times and of shares are also run once before that step, to
+        compile them. So the times of timed steps do not include compilation.
         """
         self._timing.prepare(batch)
         for columns in (self._config.probes, len(self._names)):
@@ -141,7 +141,7 @@ class Balancer:
         """Gathers the seconds of each replica's local work, `[timed steps, replicas]`.
 
         The result is the same in all processes. The first round after a restart may
-        have fewer timed steps.
+        have fewer timed steps than later rounds.
         """
         own = np.full((self._num_own, self._config.probes), np.nan)
         for column, timed in enumerate(self._timed):

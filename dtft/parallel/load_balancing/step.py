@@ -5,7 +5,7 @@ Each replica sums gradients, metrics and statistics over its microbatches in a `
 loop, inside a `shard_map` over the axis `replica`. Then the sums are reduced over the
 replicas and divided by the number of all microbatches. All microbatches have the same
 number of rows, and the loss is a mean over rows. Therefore the result is the same as
-with equal shares, up to rounding (pattern and traps: reference section 8).
+with equal shares, up to rounding.
 """
 
 import functools
@@ -48,8 +48,7 @@ class SharedGradients:
     model: FunctionalModel
     mesh: Mesh
     sharing: Sharing
-    """The division of a batch into microbatches, and the most that a replica can
-    take."""
+    """The division of a batch into microbatches, and the largest share of a replica."""
 
     def __call__(self, state: State, batch: dict[str, jax.Array]) -> Means:
         """Returns the means over all microbatches of the step."""
@@ -150,7 +149,8 @@ def load_balanced_step(experiment: Experiment, mesh: Mesh) -> TrainStep:
         mesh: a mesh from `make_mesh`.
 
     Raises:
-        ValueError: the batch cannot be shared on this mesh.
+        ValueError: the batch cannot be shared on this mesh, or the model or the
+            optimizer cannot run on it.
     """
     batch = experiment.data.global_batch
     sharing = sharing_of(experiment.balance, batch, mesh.shape)
@@ -191,7 +191,7 @@ def _added_joined(tree: Any) -> Any:
 
 
 def _varying(tree: Any) -> Any:
-    """Marks values as different on every replica, for JAX's types in `shard_map`."""
+    """Marks values as different on every replica, for the type check of `shard_map`."""
     return jax.tree.map(lambda leaf: lax.pcast(leaf, REPLICA_AXIS, to="varying"), tree)
 
 
@@ -354,7 +354,7 @@ class Probe:
         return state, metrics, TimedStep(began=began, ended=ended, busy_s=busy)
 
     def _until_ready(self, made: Any, began: float) -> tuple[float, ...]:
-        """Waits for the results of each of this process's replicas, at the same time.
+        """Waits for the results of this process's replicas, each in its own thread.
 
         Args:
             made: results of a program.
@@ -393,7 +393,9 @@ def own_replicas(mesh: Mesh) -> tuple[int, ...]:
 
 
 def gathered(mesh: Mesh, values: np.ndarray) -> np.ndarray:
-    """Gathers a row of values per replica from all processes, which call it together.
+    """Gathers a row of values per replica from all processes.
+
+    All processes must call this function together.
 
     Args:
         mesh: a mesh with the replicas in dim 0.

@@ -1,7 +1,7 @@
 """Placed steps: run the operators of one program on devices of different types (MPMD).
 
-A node is a device, run by a thread or a process. A call is a program that one node
-runs; a task is a call for one microbatch.
+A node is a thread or a process that runs programs on a device. A call is a program that
+one node runs; a task is a call for one microbatch, or a call made once in a step.
 
 * `api`: `make_placed_step`. `arguments`: checks its arguments. `lowering`: finds the
   operators that a platform has no kernels for.

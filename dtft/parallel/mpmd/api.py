@@ -1,10 +1,11 @@
 """A training step whose operators run on several devices by a placement.
 
-One process drives all devices, which may be of several types. The loss is cut into
-segments. Each segment and its backward pass is a compiled program on the segment's
-device. Devices send values that other devices read. Microbatches pass through the
-devices as in a pipeline. `partition`, `autodiff`, `update` and `schedule` make the
-calls and their order; this module puts these parts together and runs steps.
+One process drives all devices, which may be of several types; `run_node` instead runs
+one node in a process of its own. The loss is cut into segments. The forward and the
+backward pass of a segment are compiled programs on the segment's device. Devices send
+values that other devices read. Microbatches pass through the devices as in a pipeline.
+`partition`, `autodiff`, `update` and `schedule` make the calls and their order; this
+module puts these parts together and runs steps.
 """
 
 import time
@@ -51,31 +52,34 @@ def make_placed_step(
     """Makes the training step of a loss whose operators are assigned to nodes.
 
     Gradients and the results of the loss are means over microbatches, weighted by
-    `weight`. In exact arithmetic they are equal to those of the undivided step. The
-    optimizer may be any optax transformation of gradients, state and parameters, also
-    one with norms over all gradients.
+    `weight`. In exact arithmetic they are equal to those of the undivided step if the
+    weights are what the loss divides by, such as numbers of tokens. For a mean over
+    rows no weights are needed. The optimizer may be any optax transformation of
+    gradients, state and parameters, also one with norms over all gradients.
 
     Args:
         loss: `(params, batch) -> scalar` or `-> (scalar, aux)`, a mean over the batch.
         optimizer: an optax transformation.
         params: tree of arrays or ShapeDtypeStructs.
         batch: tree of arrays or ShapeDtypeStructs of a whole batch, with rows in dim 0.
-        nodes: the node of each operator of `loss`, in the order of
-            `dtft.planner.ir.operators`; or a placement of `loss` that
+        nodes: for each operator of `loss`, in the order of `dtft.planner.ir.operators`,
+            the number of the node that runs the operator; or a placement of `loss` that
             `dtft.placement.place` made.
         devices: the JAX device of each node, by the node's number. With a placement
             also by the name, type or platform of a node. Nodes may share a device.
         microbatches: number of parts of the batch, which pass through the nodes one
             after another.
         weight: `(batch) -> scalar`, the weight of a microbatch in means, such as its
-            number of tokens. A step raises ValueError if all weights are 0.
+            number of tokens; None gives all the same weight. A step raises ValueError
+            if a weight is negative or not finite, or if all weights are 0.
         seconds: expected seconds of each operator's forward pass; by default the
             placement's seconds, or equal times for all segments.
         deadline_s: seconds after which a step that has not ended raises TimeoutError.
 
     Raises:
         ValueError: an argument has a value that is not allowed, nodes do not fit the
-            loss or the devices, rows cannot be divided, or the loss has no gradient.
+            loss or the devices, rows cannot be divided, or the loss has side effects or
+            no gradient.
     """
     check_given(loss, optimizer, params, batch, microbatches)
     part = jax.eval_shape(lambda whole: parts_of(whole, microbatches)[0], batch)
@@ -190,8 +194,8 @@ class PlacedStep:
         the same optimizer.
 
         Raises:
-            ValueError: `state` is no such state, or has other arrays than planned; the
-                message names the path.
+            ValueError: `state` has another tree, shape or dtype than planned, a leaf is
+                a ShapeDtypeStruct, or `state` was donated to a step.
         """
         self._layout.check(state)
         return self._layout.copied(state)
@@ -204,10 +208,11 @@ class PlacedStep:
 
         Raises:
             ValueError: state or batch has another tree, shape (rows too) or dtype than
-                planned, the state was donated before, or the state is on the devices of
-                another placement. The message names the path.
-            TimeoutError: a node waited for an array until the deadline, and the message
-                names the array; or a node still computed 5 s after the deadline.
+                planned, or a leaf that is a ShapeDtypeStruct; the state was donated
+                before, or is on the devices of another placement; or a weight of a
+                microbatch is not allowed.
+            TimeoutError: a node waited for an array until the deadline (the message
+                names the array), or a node still computed 5 s after the deadline.
         """
         after, value, _ = self._step(state, batch, measure=False)
         return after, value
@@ -215,15 +220,16 @@ class PlacedStep:
     def measured(self, state: State, batch: Any) -> tuple[State, Any, StepTimeline]:
         """Runs a step as `step` does, and times its tasks.
 
-        On each node a task ends before the next task begins, which makes the step
-        slower. Returns the new state, the results of the loss, and the timeline.
+        On each node a task ends before the next task begins, so the step takes longer
+        than with `step`. Returns the new state, the results of the loss, and the
+        timeline.
         """
         return self._step(state, batch, measure=True)
 
     def gradients(self, state: State, batch: Any) -> tuple[Any, Any]:
         """Computes the results of the loss and the gradients, without an update.
 
-        Each gradient is on the device of its parameter.
+        Each gradient is on the device of its parameter. `state` stays usable.
 
         Raises:
             ValueError: as for `step`.
@@ -244,8 +250,8 @@ class PlacedStep:
 
         Args:
             node: number of the node.
-            state: a state from `init` or a step; the values of other nodes' leaves are
-                not read.
+            state: a state from `init` or a step. This node's leaves are donated. The
+                values of other nodes' leaves are not read.
             batch: the whole batch.
             exchange: sends arrays to and receives arrays from other nodes' processes.
 
@@ -255,7 +261,8 @@ class PlacedStep:
 
         Raises:
             ValueError: as for `step`.
-            TimeoutError: as for `step`.
+            TimeoutError: the node waited for an array until the deadline; the message
+                names the array.
         """
         made = (*self._feed.gradients.results, *self._feed.updating.after)
         began = time.monotonic()

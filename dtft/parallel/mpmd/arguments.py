@@ -1,4 +1,4 @@
-"""Checks the arguments of `make_placed_step` before tracing; errors name the argument.
+"""Checks the arguments of `make_placed_step`; errors name the argument.
 
 Defines the allowed values of nodes, devices, seconds and weights of microbatches.
 """
@@ -59,10 +59,11 @@ _ALLOWED = (
 
 
 def node_numbers(nodes: Any) -> tuple[int, ...]:
-    """Converts the nodes of operators to a tuple of ints.
+    """Converts node numbers, one for each operator, to a tuple of ints.
 
     Raises:
-        ValueError: a node is not a whole number of 0 or more.
+        ValueError: `nodes` is not iterable, or has a value that is not a whole number
+            of 0 or more.
     """
     try:
         given = list(nodes)
@@ -95,8 +96,8 @@ def operator_seconds(seconds: Any, num_operators: int) -> tuple[float, ...]:
     """Converts the seconds of operators to a tuple of floats.
 
     Raises:
-        ValueError: the number of seconds is not `num_operators`, or a value is not a
-            finite number of 0 or more.
+        ValueError: `seconds` is not iterable or has not `num_operators` values, or a
+            value is not a finite number of 0 or more.
     """
     found = numbers("seconds", seconds, "each operator; or leave seconds out")
     if len(found) != num_operators:
@@ -142,7 +143,7 @@ def part_weights(weight: Any, parts: Sequence[Any]) -> list[float]:
     """Computes the weight of each microbatch; 1.0 for each if `weight` is None.
 
     Raises:
-        ValueError: a weight is negative or not finite, or all weights are 0.
+        ValueError: a weight is no scalar, negative or not finite, or all weights are 0.
     """
     if weight is None:
         return [1.0] * len(parts)

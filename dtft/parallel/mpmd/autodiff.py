@@ -22,7 +22,7 @@ from dtft.planner.ir import is_var
 
 
 def check(cut: Cut, params: Sequence[int], num_microbatches: int) -> None:
-    """Checks that loss and parameters have gradients, and that results have means.
+    """Checks that loss and parameters have gradients, and results can be averaged.
 
     Args:
         cut: the cut of a program whose first result is the loss.
@@ -92,7 +92,7 @@ def between(cut: Cut, params: Sequence[int]) -> frozenset[int]:
 
 
 def is_float(aval: Any) -> bool:
-    """Whether an abstract value is floating-point or complex, so has a gradient."""
+    """Whether an abstract value has a gradient: it is floating-point or complex."""
     return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
@@ -116,7 +116,8 @@ class Split:
         Args:
             program: the segment's program, from its reads to its writes.
             segment: the segment.
-            used: numbers of the reads with respect to which it is differentiated.
+            used: numbers of the reads with respect to which the program is
+                differentiated.
             made: numbers of the writes that are differentiated.
         """
         self.used, self.made = used, made
@@ -217,7 +218,7 @@ def _transposable(
 ) -> Callable[..., Any]:
     """Makes a function from a segment's reads to its writes and its vjp function.
 
-    The vjp function is with respect to `used`, from cotangents of `made`.
+    The vjp function takes cotangents of `made` and returns cotangents of `used`.
     """
     run = jaxpr_as_fun(program)
     places = [segment.reads.index(number) for number in used]
@@ -420,8 +421,8 @@ def differentiated(cut: Cut, num_params: int, num_microbatches: int) -> Gradient
 
     Raises:
         ValueError: the loss is no floating-point scalar that depends on parameters, a
-            parameter is no floating-point array, or a result cannot be averaged over
-            microbatches.
+            parameter is no floating-point array, or a result is not computed by the
+            loss or cannot be averaged over microbatches.
     """
     return _Differentiation(cut, num_params, num_microbatches).calls()
 

@@ -33,10 +33,11 @@ class Exchange(Protocol):
         ...
 
     def receive(self, key: Key, deadline: float) -> Any:
-        """Waits for an array that was sent to this node; the array is on its device.
+        """Waits for an array sent to this node; returns it on this node's device.
 
         Raises:
-            TimeoutError: the array has not come at the deadline (`time.monotonic()`).
+            TimeoutError: the array has not arrived by `deadline`, a time of
+                `time.monotonic()`.
         """
         ...
 
@@ -72,13 +73,13 @@ class Node:
         wanted: Sequence[Key] = (),
         began: float | None = None,
     ) -> list[Span]:
-        """Runs all tasks of a step.
+        """Runs the node's tasks of a step.
 
         Args:
-            tasks: the node's tasks, in order.
+            tasks: the tasks, in order.
             store: map from keys to arrays on the device. Results of tasks are added;
-                arrays are dropped after their last use. Afterwards the store has the
-                arrays of `wanted`.
+                arrays other than `_KEPT` are dropped after their last use. Afterwards
+                the store has the arrays of `wanted`.
             exchange: sends arrays to and receives arrays from other nodes.
             deadline: time (`time.monotonic()`) at which waiting ends.
             wanted: keys of arrays that stay in the store.
@@ -90,8 +91,8 @@ class Node:
             The times of the tasks; empty if `began` is None.
 
         Raises:
-            TimeoutError: an array has not come at the deadline; the message names the
-                node, the task and the array.
+            TimeoutError: an array has not arrived by the deadline; the message names
+                the node, the task and the array.
         """
         left = _uses(tasks, wanted)
         clock = _Clock(began)
@@ -194,8 +195,8 @@ class _Clock:
 
 
 _GRACE_S = 5.0
-"""Seconds after the deadline that `Hub.all` waits for the threads of nodes. A node that
-waited for an array then raises an error that names the array."""
+"""Seconds after the deadline that `Hub.all` waits for the threads of nodes. In this
+time a node that waited for an array raises an error, which names the array."""
 
 
 class Hub:

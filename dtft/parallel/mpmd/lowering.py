@@ -1,8 +1,7 @@
 """Finds the operators of a program that JAX cannot lower for a platform.
 
 The platform need not be on this machine: operators are lowered, but not compiled or
-run. `dtft.placement.Kernels(lacking=...)` takes the result, so that the placement does
-not depend on JAX's lowering rules.
+run. `dtft.placement.Kernels(lacking=...)` takes the result.
 """
 
 from collections.abc import Callable, Iterable

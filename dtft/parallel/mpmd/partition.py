@@ -18,7 +18,8 @@ from dtft.placement import Placement, words_of_platform
 from dtft.planner.ir import REMAT, Graph, bodies, is_var, operators
 
 INLINED = frozenset({"jit", "pjit", "closed_call", "call"})
-"""Calls that are replaced by their body. Functions with derivative rules (custom_jvp,
+"""Calls that are replaced by their body. `jax.checkpoint` is replaced, too, if its
+operators are on several nodes. Functions with derivative rules (custom_jvp,
 custom_vjp), loops and branches are not divided and stay on one node."""
 
 
@@ -82,15 +83,16 @@ class Cut:
 def cut(
     program: ClosedJaxpr, nodes: Sequence[int], seconds: Sequence[float] | None = None
 ) -> Cut:
-    """Cuts a program into segments by the nodes of its operators.
+    """Cuts a program into segments, by the node that runs each operator.
 
     Equations are left out if the results do not depend on them. An equation that cannot
-    be divided (a loop, a function with a derivative rule) goes to the node whose
+    be divided (a loop, a function with a derivative rule) runs on the node whose
     operators in the equation take the most seconds.
 
     Args:
         program: a program from `dtft.planner.ir.traced`.
-        nodes: the node of each operator, in the order of `dtft.planner.ir.operators`.
+        nodes: the number of the node of each operator, in the order of
+            `dtft.planner.ir.operators`.
         seconds: the seconds of each operator; by default all are equal.
 
     Raises:
@@ -115,7 +117,7 @@ def cut(
 
 
 class _Flat:
-    """Flattens a program: inlines calls, so that every variable is written once."""
+    """Flattens a program: inlines calls, with new variables that are written once."""
 
     def __init__(self, nodes: Sequence[int], seconds: Sequence[float]) -> None:
         self.units: list[Unit] = []
@@ -330,7 +332,7 @@ def where(
     seconds: Sequence[float] | None,
     microbatches: int,
 ) -> tuple[tuple[int, ...], dict[int, Any], tuple[float, ...] | None]:
-    """Resolves the nodes of operators, the devices of nodes, the seconds of operators.
+    """Finds each operator's node and seconds, and each node's device.
 
     Args:
         nodes: as for `make_placed_step`.
@@ -360,7 +362,8 @@ def where(
 def seconds_of(placement: Placement) -> tuple[float, ...]:
     """Seconds of each operator's forward pass, from the schedule of a placement.
 
-    The seconds of a task are divided equally between its operators.
+    A task of a placement is a range of operators; its seconds are divided equally
+    between them.
     """
     took = {run.task: run.end_s - run.start_s for run in placement.schedule}
     return tuple(
@@ -379,7 +382,7 @@ def nodes_of_scopes(graph: Graph, table: Mapping[str, int]) -> tuple[int, ...]:
 
     Args:
         graph: the traced loss (`dtft.planner.trace`).
-        table: map from a scope to its node.
+        table: map from a scope to the number of its node.
 
     Raises:
         ValueError: the program has no operator in one of the scopes.
@@ -418,8 +421,8 @@ def devices_of(placement: Placement, table: Mapping[Any, Any]) -> dict[int, Any]
         placement: a placement, whose nodes have names, types and platforms.
         table: map from a node's number, name (`h100:0`), type (`fpga-u280`, or `fpga`)
             or platform (`cuda`, `gpu`) to a device. Numbers take precedence over names,
-            names over types, and types over platforms. A CPU device can stand for any
-            type.
+            names over types, and types over platforms. A CPU device is allowed for
+            every type.
 
     Raises:
         ValueError: the table has no device for a node with operators, or has a key

@@ -1,6 +1,7 @@
 """The calls of nodes in a placed step, their order, and the arrays that nodes send.
 
-Calls are plain values. The order is computed before the step runs.
+A call only describes what a node runs, reads, writes and sends. The order of the calls
+is computed before the step runs.
 """
 
 from collections import Counter, defaultdict
@@ -31,9 +32,11 @@ Kind = Literal[
     "update",
     "result",
 ]
-"""Kinds of arrays. `partial`: a cotangent to which other calls of the node add. `sum`:
-a gradient to which other microbatches add. `weight`: the weight of a microbatch.
-`total`: the sum of the weights."""
+"""Kinds of arrays. `state`: a leaf of the optimizer state. `value`: a value of the
+loss's program, including the batch. `update`: a value of the optimizer's program.
+`partial`: a cotangent to which other calls of the node add. `sum`: a gradient to which
+other microbatches add. `weight`: the weight of a microbatch. `total`: the sum of the
+weights. `result`: a result of the loss, as a mean over the microbatches."""
 
 EACH = -1
 """Placeholder for the microbatch, in calls that are made for each microbatch."""
@@ -44,9 +47,9 @@ class Key(NamedTuple):
 
     kind: Kind
     number: int = 0
-    """Number of the value in the program. A cotangent, sum or gradient has the number
-    of the value that it belongs to. A result or a leaf of the optimizer state has its
-    position."""
+    """Number of the value in the program. A cotangent, partial, sum or gradient has the
+    number of the value that it belongs to. A result, a residual or a leaf of the
+    optimizer state has its position. 0 for weights and their total."""
     of: int = 0
     """Node that made a cotangent or sum; segment that made a residual or partial. 1 for
     a constant of the optimizer's program."""
@@ -353,7 +356,7 @@ class _Simulation:
     def _first(self, free: Mapping[int, float]) -> tuple[float, int]:
         """Returns the start and the index of the call that can start first.
 
-        At equal times a backward call goes before a forward call.
+        Of calls that can start at the same time, a backward call has priority.
         """
         found: list[tuple[float, bool, int, int, int]] = []
         for index, ready in self._startable.items():

@@ -64,7 +64,8 @@ class PlacedLayout:
         Raises:
             ValueError: the state is no mapping of parameters and optimizer state, the
                 tree, a shape or a dtype differs, a leaf is a ShapeDtypeStruct, or an
-                array was donated to a step. The message names the path.
+                array was donated to a step. If a leaf is wrong, the message names its
+                path.
         """
         if not isinstance(state, Mapping) or set(state) != set(self.shapes):
             has = f" of {list(state)!r:.60}" if isinstance(state, Mapping) else ""
@@ -110,7 +111,7 @@ class PlacedLayout:
                 )
 
     def copied(self, state: State) -> State:
-        """Copies a state to the devices of its nodes, so that a step can donate it."""
+        """Copies a state to the devices of its nodes; a step can donate the copy."""
 
         def copy(leaf: Any, node: int) -> Any:
             return jax.device_put(jnp.array(leaf, copy=True), self.devices[node])
@@ -149,8 +150,9 @@ def parts_of(batch: Any, num_parts: int) -> list[Any]:
         num_parts: number of parts.
 
     Raises:
-        ValueError: `num_parts` is below 1, or does not divide the rows of an array, or
-            arrays have different numbers of rows. The message names the array.
+        ValueError: `num_parts` is below 1, or does not divide the rows of an array (the
+            message names the array), or two arrays have different numbers of rows (the
+            message names both).
 
     >>> [part["x"].tolist() for part in parts_of({"x": np.arange(4)}, 2)]
     [[0, 1], [2, 3]]
@@ -178,7 +180,10 @@ def parts_of(batch: Any, num_parts: int) -> list[Any]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlacedFeed:
-    """Puts state and batch into the stores of nodes, and reads the new state."""
+    """Puts state and batch into the stores of nodes, and reads the new state.
+
+    The store of a node is a dict from a `Key` to the array on the node's device.
+    """
 
     cut: Cut
     gradients: Gradients

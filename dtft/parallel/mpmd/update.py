@@ -2,9 +2,9 @@
 
 The optimizer's program is cut into segments like the loss. An operator runs on the node
 of its largest operand, and nodes send only values that other nodes read. So an
-elementwise optimizer sends almost nothing. An optimizer with a norm over all gradients
-sends at most a number per parameter. The cut does not change what the optimizer
-computes. This module only traces programs.
+elementwise optimizer sends almost nothing, and an optimizer with a norm over all
+gradients sends scalars, such as the sum of squares of each parameter's gradient. The
+cut does not change what the optimizer computes. This module only traces programs.
 """
 
 from collections.abc import Sequence
@@ -75,8 +75,8 @@ class _Colocated:
         return self if self._same is None else self._same.root()
 
     def join(self, other: "_Colocated") -> None:
-        """Joins this set with `other`, which keeps its node; that node may still be
-        unknown."""
+        """Joins this set with `other`; the union has the node of `other`, which may
+        still be unknown."""
         mine, its = self.root(), other.root()
         if mine is not its:
             mine._same = its
@@ -87,7 +87,7 @@ class _Where:
 
     An operator runs on the node of its largest operand. A leaf of the optimizer state
     gets the node of the gradient or parameter with which an operator first combines the
-    leaf.
+    leaf. Without such an operator, it gets the node of the first parameter.
     """
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class _Where:
         return [known[a] if is_var(a) else _Colocated() for a in jaxpr.outvars]
 
     def _together(self, eqn: JaxprEqn, known: dict[Any, _Colocated]) -> _Colocated:
-        """Returns the node set of an equation's largest operand with a known node.
+        """Returns the set of an equation's largest operand with a known node.
 
         Operands without a known node join this set. If no operand has a known node, all
         operands join a new set.

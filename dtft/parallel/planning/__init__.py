@@ -1,8 +1,8 @@
 """Makes plans with `dtft.plan`, compiles the step of a plan, chooses the plan of a run.
 
 * `api`: `dtft.plan` and its result. `inputs`: checks the arguments of `dtft.plan`.
-* `planned_step`: `make_step` and `jit_plan`. `planned_experiment`: the step of a
-  config.
+* `planned_step`: `make_step` and `jit_plan`. `planned_experiment`: builds the train
+  step of a config from a plan.
 * `choice`: the plan of a run, recorded in checkpoints and replayed. `auto`: plans a
   config with the planner. `calibration_log`: predicted and measured step times.
 * `verify`: compiles plans for devices that need not exist. `trial`: runs plans.

@@ -1,4 +1,4 @@
-"""`dtft.plan`: makes a plan that can be run from a user's step or loss and a cluster.
+"""`dtft.plan`: makes a runnable plan from a user's step or loss and a cluster.
 
 `dtft.planner` searches for plans and never runs one. This module checks the arguments
 of the two entry points, resolves `cluster`, and returns a `RunnablePlan`. A
@@ -258,10 +258,11 @@ def plan(
         The best plan.
 
     Raises:
-        ValueError: the arguments do not belong to one entry point, the pins cannot be
-            met, the device type is unknown, or the calibration is of another device
-            type. Also if no plan fits; the message gives the missing bytes and the
-            changes that would make a plan fit.
+        ValueError: an argument has a value that is not allowed, the arguments do not
+            belong to one entry point, `trial` and `verify` are both given, the pins
+            cannot be met, the device type is unknown, the calibration is of other
+            devices, or a trial cannot run here. Also if no plan fits; the message gives
+            the missing bytes and the changes that would make a plan fit.
     """
     _check_knobs(pins, trial, verify)
     given = {

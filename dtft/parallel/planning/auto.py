@@ -43,7 +43,7 @@ def asked_of(experiment: Experiment) -> PlannerInputs:
 
     Raises:
         ValueError: the optimizer communicates between replicas, which no plan
-            describes.
+            describes; or the model is not allowed (`functional`).
     """
     if experiment.optim.reduces_itself:
         raise ValueError(
@@ -79,11 +79,11 @@ def automatic(experiment: Experiment, devices: Sequence[Any]) -> Plan:
 
     Args:
         experiment: the config; model, optimizer, batch and calibration are used.
-        devices: devices in slot order.
+        devices: devices in mesh order.
 
     Raises:
-        ValueError: no plan fits, the planner does not know the devices, or the
-            calibration is of other devices.
+        ValueError: no plan fits, the planner does not know the devices, the calibration
+            is of other devices, or the config cannot be planned (`asked_of`).
     """
     cluster = Cluster.from_devices(devices)
     if experiment.calibration:
@@ -95,8 +95,8 @@ def automatic(experiment: Experiment, devices: Sequence[Any]) -> Plan:
 def is_of(plan: Plan, experiment: Experiment) -> bool:
     """Whether a plan was made for the model, optimizer and batch of a config.
 
-    False also for a config for which no plan can be made: tracing its model or
-    optimizer raises ValueError.
+    False also for a config that cannot be planned: `asked_of` or the tracing of the
+    step raises ValueError.
     """
     try:
         return plan.model_hash == _workload(experiment).fingerprint

@@ -26,7 +26,7 @@ ITEM = "plan"
 """Key of the plan among the items of a checkpoint that are not arrays."""
 
 Decide = Callable[[Experiment, Sequence[Any]], Plan]
-"""Function from a config and its devices, in slot order, to a plan."""
+"""Function from a config and its devices, in mesh order, to a plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,11 +114,12 @@ def choose(
     All processes must call this function together. A recorded plan is replayed if the
     config's `plan` and the number of devices are the same as in the checkpoint. If only
     the number of devices differs, `auto` is decided again, and a plan from a file gets
-    another number of replicas.
+    another number of replicas. A plan file that was made for another number of devices
+    gets another number of replicas, too.
 
     Args:
         experiment: the config; its field `plan` is `auto`, a path, or empty.
-        devices: the devices of the run, in slot order.
+        devices: the devices of the run, in mesh order.
         items: the items of the checkpoint from which the run continues; empty in a new
             run.
         decide: function that makes the plan for `auto`; by default the planner.

@@ -53,7 +53,7 @@ def entry_of(given: Mapping[str, Any]) -> str:
 
 
 def _lacks(given: Mapping[str, Any]) -> str:
-    """Text on missing and unexpected arguments; "" unless one of step and loss is
+    """Text on missing and unexpected arguments; "" if both or none of step and loss are
     given."""
     meant = [names for entry, names in ENTRIES.items() if entry in given]
     if len(meant) != 1:
@@ -298,7 +298,7 @@ def _dtype(leaf: Any) -> Any:
 
 
 def _is_real(leaf: Any) -> bool:
-    """Whether a leaf has a floating-point or complex dtype, so has a gradient."""
+    """Whether a leaf has a gradient: its dtype is floating-point or complex."""
     return jnp.issubdtype(_dtype(leaf), jnp.inexact)
 
 
@@ -316,7 +316,7 @@ Names = tuple[str | None, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class _Named:
-    """Stands for an array in a tree; holds the logical names of the array's dims."""
+    """Placeholder of an array in a tree, with the logical names of the array's dims."""
 
     names: Names
 

@@ -25,8 +25,8 @@ def planned_mesh(plan: Plan, devices: Sequence[Any]) -> Mesh:
     """The plan's mesh; axes of `AXES` that the plan lacks get size 1.
 
     Args:
-        plan: the plan that `choice.choose` returned.
-        devices: devices in slot order; the last ones stay idle if the plan uses fewer.
+        plan: the plan of the `PlanChoice` that `choose` returned.
+        devices: devices in mesh order; the last ones stay idle if the plan uses fewer.
 
     Raises:
         ValueError: the plan needs more devices.

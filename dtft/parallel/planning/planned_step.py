@@ -130,9 +130,9 @@ class Update:
 
         With ZeRO level 1 or 2 each device updates the slice of a parameter for which it
         holds optimizer state; the parameter is gathered afterwards. With other levels
-        it updates the slice that it holds. Optimizer state in host memory is copied to
-        the device. The new state returns to host memory through the output sharding of
-        the jitted step.
+        each device updates the slice of a parameter that it holds. Optimizer state in
+        host memory is copied to the device. The output sharding of the jitted step
+        places the new state in host memory.
         """
         opt_state = self._on_device(opt_state)
         with jax.numpy_dtype_promotion("standard"):  # stock optax needs it
@@ -200,11 +200,12 @@ def update_specs(
     of_params: Mapping[str, Spec],
     of_optimizer: Mapping[str, Spec],
 ) -> dict[str, Spec]:
-    """Returns the spec for each parameter's update: the spec of its first moment.
+    """Returns the spec for each parameter's update: that of its optimizer state.
 
-    A leaf of the optimizer state belongs to a parameter if it has the parameter's
-    position in a subtree with the structure of `params`, and the parameter's shape.
-    Paths are not compared as text, because `mu/layer/w` also ends in the path of
+    A leaf of the optimizer state belongs to a parameter if it is floating-point, has
+    the parameter's shape, and has the parameter's position in a subtree with the
+    structure of `params`. The first such leaf, such as the first moment, gives the
+    spec. Paths are not compared as text, because `mu/layer/w` also ends in the path of
     another parameter `w`. A parameter without such a leaf (masked, or with factored
     moments) keeps its own spec.
 
@@ -264,10 +265,10 @@ def _is_masked(node: Any) -> bool:
 def sum_specs(updates: Mapping[str, Spec]) -> dict[str, Spec]:
     """Returns the spec of each parameter's gradient during accumulation.
 
-    A matrix has the spec of its update. A vector is not divided over `fsdp`, because
-    XLA would propagate the division to all arrays that the vector's gradient is
-    computed from, and then gather each of these arrays again. In a normalization layer
-    these are all arrays with one number per channel.
+    A gradient with two or more dims has the spec of its update. The gradient of a
+    vector is not divided over `fsdp`, because XLA would propagate the division to all
+    arrays that the gradient is computed from, and then gather each of these arrays
+    again. In a normalization layer these are all arrays with one number per channel.
 
     Args:
         updates: map from the path of each parameter to the spec of its update.

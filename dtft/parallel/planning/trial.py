@@ -1,10 +1,9 @@
 """A trial: runs the planner's best few plans on the devices here, selects the fastest.
 
-Predicted step times have errors of some percent. Running the three best plans removes
-most of the loss from these errors (reference section 3). A trial measures whole steps,
-as `make_step` and `plan.jit` run them. The plans take turns, so that a slow moment of
-the machine affects all plans alike. All processes of a job must call these functions
-together. Only the measured time counts.
+Predicted step times have errors, so the plan with the shortest predicted step may not
+be the fastest. A trial measures whole steps, as `make_step` and `plan.jit` run them.
+The plans take turns, so that a slow moment of the machine does not affect one plan
+only. All processes of a job must call these functions together.
 """
 
 import math
@@ -31,8 +30,8 @@ ROUNDS = 5
 """Default number of rounds, in each of which each plan has one turn. A plan's time is
 the median of its turns."""
 TURN_S = 0.3
-"""Default of the seconds that a turn takes at least. One timed step determines how many
-steps a turn has."""
+"""Default for the least seconds of a turn. One timed step determines how many steps a
+turn has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,8 +141,9 @@ def try_plans(
             among the plans that fit.
 
     Raises:
-        ValueError: `num` is below 1, or the decision's cluster has devices of another
-            platform than JAX has here.
+        ValueError: `num` is below 1, the decision's cluster has devices of another
+            platform than JAX has here, or one of the plans cannot be run or needs more
+            devices than there are here.
     """
     if num < 1:
         raise ValueError(f"trial={num}: give the number of plans to run, 1 or more.")

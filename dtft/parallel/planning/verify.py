@@ -53,9 +53,9 @@ class Verified:
     compiled: Compiled | CompileFailure
     verdict: Verdict
     held_back: float = 0.0
-    """Memory that had to stay free when the plan was selected, as a share of its
-    predicted bytes. It is the largest relative excess of compiled over predicted bytes
-    among the plans compiled before. 0 for the plans that are compiled first."""
+    """Memory that had to stay free when the plan was selected, as a share of the plan's
+    predicted bytes: the largest relative excess of compiled over predicted bytes among
+    the plans compiled before. 0 for the plans that are compiled first."""
 
     @property
     def needed_bytes(self) -> int | None:
@@ -87,8 +87,9 @@ def verified(
     """Compiles the best plans; compiles plans with less memory if none of these fits.
 
     The target is the cluster's GPU if XLA can compile for it here (extra `aot`),
-    otherwise as many fake CPU devices. With CPU devices the collectives are those of
-    XLA's CPU backend, and only the memory of arguments and outputs is known.
+    otherwise as many fake CPU devices as the plan uses. With CPU devices the
+    collectives are those of XLA's CPU backend, and only the memory of arguments and
+    outputs is known.
 
     Args:
         decision: the decision whose best plans are verified.
@@ -183,9 +184,10 @@ def leaner(
 ) -> tuple[Decision, ...]:
     """Plans again for devices with less memory, after compiled plans did not fit.
 
-    The memory is reduced by the largest ratio of compiled to predicted bytes. The plans
-    would fit if every program exceeded its prediction by this ratio. The difference to
-    the real memory is added to the reserve of the plans.
+    The memory without `RESERVE` is divided by the largest ratio of compiled to
+    predicted bytes. So the new plans fit even if every program exceeds its prediction
+    by this ratio. The difference to the real memory is added to the reserve of the
+    plans.
 
     Args:
         decision: the decision that was verified first.
@@ -308,9 +310,10 @@ def verify_sections(found: Sequence[Verified]) -> tuple[Section, ...]:
 def _notes(found: Sequence[Verified], chosen: Verified | None) -> Iterator[str]:
     """Yields notes for the table of memory.
 
-    One note tells that all plans were compiled for CPU, so that temporaries are not
-    counted. If a faster plan did not fit, the notes give the selected plan, its further
-    seconds, and the share of memory that it was selected to keep free.
+    If all plans were compiled for CPU, a note says which bytes are compiled and which
+    predicted. If a faster plan did not fit, the notes give the selected plan, its
+    additional seconds per step, and the share of memory that it was selected to keep
+    free.
     """
     compiled = [one for one in found if one.needed_bytes is not None]
     if compiled and not any(

@@ -5,7 +5,7 @@
 * `dim_propagation`: derives the dims of an operator's results from its operands' dims.
   `flops`: classifies operators and counts their operations.
 * `repeats`: finds equal layers. `op_groups`: groups operators of equal cost. `remat`:
-  rematerializes parts of the backward pass.
+  wraps parts of a loss in `jax.checkpoint`.
 """
 
 from typing import TYPE_CHECKING

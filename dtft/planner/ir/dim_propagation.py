@@ -1,8 +1,8 @@
 """Propagates dims through operators: finds dims that are divided in the same way.
 
-Two dims share one number if some operator derives one from the other. So a batch dim
-keeps its number through every layer, and so does the width of a residual stream. `link`
-applies the rule of an equation's primitive.
+Two dims share one number if some operator derives one from the other, or matches both
+in its operands. So a batch dim keeps its number through every layer, and so does the
+width of a residual stream. `link` applies the rule of an equation's primitive.
 """
 
 import math
@@ -40,7 +40,7 @@ class Dims:
         return len(self._parent) - 1
 
     def news(self, shape: Sequence[int]) -> Numbers:
-        """Adds new dims for all dims of an array."""
+        """Adds new dims for all dims of an array; returns their numbers."""
         return tuple(self.new(size) for size in shape)
 
     def find(self, number: int) -> int:
@@ -155,7 +155,7 @@ def convolution(case: Case) -> Linked:
     """Rule of a convolution: examples and channels keep their dims.
 
     Window dims are needed undivided, because a window reads elements of the next device
-    (halo).
+    (halo). So are dims that are in groups, except in a depthwise convolution.
     """
     numbers = case.params["dimension_numbers"]
     lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
@@ -327,7 +327,7 @@ def _squeeze(case: Case) -> Linked:
 def factor_groups(
     before: Sequence[int], after: Sequence[int]
 ) -> list[tuple[list[int], list[int]]]:
-    """Groups of dims of a reshape's operand, with the result's dims they become.
+    """Groups of dims of a reshape's operand, with the dims of the result they become.
 
     >>> factor_groups((2, 3, 4), (6, 2, 2))
     [([0, 1], [0]), ([2], [1, 2])]

@@ -10,7 +10,7 @@ A convolution counts its padding, but not the zeros between the elements of a di
 operand, so that both passes of a layer have equal cost. Sorting counts comparisons, and
 decompositions count their leading term, both for any dtype.
 
-A primitive without a rule is `opaque`: its caller knows only its bytes.
+A primitive without a rule is `opaque`: only its bytes are known.
 """
 
 import functools
@@ -181,7 +181,7 @@ def _dot(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
 
 
 def _ragged_dot(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
-    """Operations of a matmul without groups: each row has the matrix of one group."""
+    """Operations as of a matmul without groups: each row meets one group's matrix."""
     numbers = params["ragged_dot_dimension_numbers"]
     (_, summed), (_, batch) = numbers.dot_dimension_numbers
     gone = {*summed, *batch, *numbers.rhs_group_dimensions}
@@ -240,7 +240,7 @@ def _fft(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
 
 
 def _matrix(each: Callable[[int, int], float]) -> Count:
-    """A rule with operations per matrix, by its longer and its shorter side.
+    """Makes a rule from a function of a matrix's longer and its shorter side.
 
     The counts are those of Golub and Van Loan (2013).
     """

@@ -89,9 +89,9 @@ class Operator:
     """JAX's name of the primitive."""
     kind: OperatorKind
     inputs: tuple[int, ...]
-    """Indices of the values read in `Graph.values`; literals are left out."""
+    """Indices into `Graph.values` of the operands; literals are left out."""
     outputs: tuple[int, ...]
-    """Indices of the values written."""
+    """Indices into `Graph.values` of the results."""
     flops: float
     """Floating-point operations of one execution (multiply and add are two)."""
     special: float = 0.0
@@ -130,9 +130,11 @@ class CountedLoop:
     operators: tuple[int, int]
     """Range [start, stop) of the body in `Graph.operators`."""
     sliced: tuple[tuple[int, int], ...] = ()
-    """Pairs of a value with a leading dim outside, and its slice in the body."""
+    """Pairs: an array outside of the loop, and the value in the body that is its slice
+    along the first dim in each iteration."""
     stacked: tuple[tuple[int, int], ...] = ()
-    """Pairs of a value of the body, and its stack with a leading dim outside."""
+    """Pairs: a value of the body, and the array outside of the loop that stacks the
+    values of all iterations along its first dim."""
     carried: tuple[tuple[int, int, int, int], ...] = ()
     """For each carried value its indices: before the loop, into the body, out of the
     body, after the loop."""
@@ -144,7 +146,8 @@ class Dim:
     """A class of dims of values that are divided in the same way."""
 
     sizes: tuple[int, ...]
-    """Sizes of the dims, ascending: a merged dim is larger than its first part."""
+    """The distinct sizes of the dims, ascending. A reshape that merges or splits a dim
+    gives a class several sizes: the larger dim is in the class of its first part."""
     loop: bool = False
     """Whether a scan slices the dim, so that its parts are needed one after another."""
 
@@ -163,12 +166,14 @@ class Graph:
     dims: tuple[Dim, ...]
     loops: tuple[CountedLoop, ...]
     inputs: Mapping[str, int]
-    """Path of each argument's leaf, such as `state/params/up/kernel`, to its value."""
+    """Map from the path of each argument's leaf, such as `state/params/up/kernel`, to
+    the index of its value."""
     outputs: Mapping[str, int]
-    """Path of each result's leaf to its value."""
+    """Map from the path of each result's leaf to the index of its value."""
     unknown: Mapping[str, int] = field(default_factory=dict)
-    """Map from a primitive without a rule, or `while`, to bytes per step: of the
-    primitive, or of one iteration of the loops with an unknown trip count."""
+    """Map from a primitive of unknown cost to the bytes that it reads and writes in a
+    step. Has the primitives without a rule, and `while` if a trip count is unknown: of
+    such a loop, the bytes of one iteration count."""
 
     @property
     def flops(self) -> float:

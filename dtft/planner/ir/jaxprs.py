@@ -83,8 +83,10 @@ def operators(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 def uncut(jaxpr: Jaxpr, start: int = 0) -> Iterator[tuple[int, int]]:
     """Ranges of operators that stay together when a program is cut into parts.
 
-    Yields a range [start, stop) of operator numbers for each loop, branch,
-    rematerialized part, and function with a custom derivative.
+    Yields a range [start, stop) of operator numbers for each call that is not
+    equivalent to its inlined body: a loop, a `cond` with all branches, a rematerialized
+    part, a function with a custom derivative, and others. Calls inside of these have no
+    range of their own.
 
     Args:
         jaxpr: a program.

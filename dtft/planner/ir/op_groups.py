@@ -73,7 +73,7 @@ def nobody_waits(operator: Operator, known: frozenset[int]) -> bool:
 
 
 def loop_copies(graph: Graph, fused: Container[str]) -> Iterator[tuple[Operator, int]]:
-    """Yields operators that stand for copies of slices of a loop's stacked arrays.
+    """Yields operators that represent copies of slices of a loop's stacked arrays.
 
     Args:
         graph: the program.
@@ -134,8 +134,9 @@ _KEPT = SPECIAL | {"div", "rem", "sqrt", "rsqrt"}
 
 
 _NATIVE_BITS = 32
-"""Bits of an element. XLA converts a product's result of fewer bits before a transpose,
-and so does not merge the product with the transpose."""
+"""Least bits of an element for which XLA merges a product with its transpose.
+
+XLA converts a result of fewer bits before the transpose, and so cannot merge both."""
 
 
 def transposed_reads(graph: Graph) -> Mapping[int, Operator]:
@@ -147,10 +148,13 @@ def transposed_reads(graph: Graph) -> Mapping[int, Operator]:
 
     The elements of a transposed array count for each elementwise operator that reads
     the array. If the array only leaves its loop or the program, they count for the
-    transpose itself. Products read both orders equally fast, unless they contract
-    several dims. Then the elements of the left operand count for the product, once per
-    array from which the operand is computed. A transpose that keeps the last dim moves
-    whole rows and is not counted.
+    transpose itself. A transpose that keeps the last dim moves whole rows and is not
+    counted.
+
+    Products read both orders equally fast, except convolutions and matmuls that
+    contract several dims. XLA copies their left operand unless the contracted dims are
+    its last dims. The elements of the operand then count for the product, once per
+    array from which the operand is computed.
 
     Returns:
         The changed operators, by their number.
@@ -345,7 +349,8 @@ def region(operator: Operator) -> str:
 def group_operators(graph: Graph, alias: Mapping[int, int]) -> tuple[OpGroup, ...]:
     """Groups the operators of a program by cost.
 
-    Groups of single kinds come first, then merged cheap operators, then loop copies.
+    Groups of equal operators come first, then groups of cheap operators that are
+    merged, then groups of loop copies.
 
     Args:
         graph: the program.
@@ -397,8 +402,8 @@ def _copied(graph: Graph, alias: Mapping[int, int]) -> list[OpGroup]:
 def _waits(operator: Operator) -> bool:
     """Whether the forward or backward pass waits for the operands of an operator.
 
-    A reduction does not count, such as the second sum for a bias that was broadcast in
-    two steps.
+    Cheap operators and reductions do not count, such as the second sum for a bias that
+    was broadcast in two steps.
     """
     passing = (*CHEAP, "reduction")
     return operator.kind not in passing and region(operator) != "update"

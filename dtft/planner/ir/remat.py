@@ -1,7 +1,7 @@
 """Rematerialization: recomputes parts of a loss in its backward pass.
 
-`rematerialized` cuts a traced loss into blocks where few bytes cross, and wraps each
-block in `jax.checkpoint`.
+`rematerialized` cuts a traced loss into blocks where few bytes cross, and wraps the
+blocks in `jax.checkpoint`.
 """
 
 import itertools
@@ -65,9 +65,9 @@ def _cheapest(
 ) -> tuple[float, tuple[int, ...]] | None:
     """The cuts with the fewest crossing bytes, for blocks of at most `limit` bytes.
 
-    A sliding window keeps the cheapest start of a block for every end at its front, so
-    that thousands of operators take milliseconds. Returns the crossing bytes and the
-    cuts, or None if a single operator exceeds the limit.
+    A sliding window has the possible starts of the block that ends at an operator, the
+    cheapest first, so that thousands of operators take milliseconds. Returns the
+    crossing bytes and the cuts, or None if a single operator exceeds the limit.
     """
     num = len(upto) - 1
     costs, before = [0.0], [0]
@@ -131,13 +131,15 @@ def rematerialized(
     """Wraps the blocks of a program in `jax.checkpoint`, before differentiation.
 
     Results and gradients are equal within rounding. Parts that the user's program
-    already wraps in `jax.checkpoint`, and operators with effects, are not changed.
+    already wraps in `jax.checkpoint`, and operators with effects, are not changed. The
+    last block is wrapped only with `last`.
 
     Args:
         program: a traced loss.
         policy: selects the results that a block keeps, in addition to its inputs.
         last: whether the last block is wrapped too.
-        joined: whether an equation must be in one block with the next equation.
+        joined: function that says whether an equation must be in one block with the
+            next equation.
     """
     blocks = _Blocks(policy=policy, joined=joined or (lambda _: False))
     changed = _container(program.jaxpr, blocks, wrap_last=last)
@@ -153,8 +155,11 @@ class _Blocks:
 
 
 def _container(jaxpr: Jaxpr, asked: _Blocks, *, wrap_last: bool) -> Jaxpr:
-    """Cuts the equations of a program into blocks and wraps the blocks, also in the
-    bodies of scans and of large calls."""
+    """Cuts the equations of a program into blocks and wraps the blocks.
+
+    The body of a scan is one block. Calls that are large or contain a scan are cut into
+    blocks too.
+    """
     last_use = _last_uses(jaxpr)
     own = _num_operators(jaxpr)
     runs = itertools.groupby(enumerate(jaxpr.eqns), lambda item: _role(item[1], own))

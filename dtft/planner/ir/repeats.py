@@ -106,8 +106,8 @@ class RepeatClasses:
     """For each dim of the graph its class: the lowest dim at the same position in an
     equal layer. No array has two different dims of one class."""
     operators: tuple[int, ...]
-    """For each operator its class: the lowest operator of equal cost, if mesh axes
-    divide all dims of a class in the same way."""
+    """For each operator its class: the lowest operator that has equal cost whenever
+    mesh axes divide all dims of a class in the same way."""
     repeats: tuple[Repeat, ...]
     """The layers, in the order of the program."""
 
@@ -277,12 +277,16 @@ PARTS: tuple[Part, ...] = ("first", "layers", "last")
 
 @dataclass(frozen=True, kw_only=True)
 class LayerStack:
-    """The layers of a step, and the parts before and after the layers."""
+    """The layers of a step, and the parts before and after the layers.
+
+    Part `last` lies between the layers of the forward pass and those of the backward
+    pass. Part `first` lies before the former and after the latter.
+    """
 
     count: int
     """The number of layers."""
     shares: Mapping[Part, float]
-    """Shares of the time of forward and backward pass: before, in and after layers."""
+    """Each part's share of the time of the forward and backward pass."""
     boundary: tuple[int, ...]
     """Values that one layer passes to the next layer."""
     readers: Mapping[int, frozenset[Part]]
@@ -368,8 +372,8 @@ def _region(graph: Graph, run: _LayerRun) -> str:
 def _parts(
     graph: Graph, forward: _LayerRun, backward: _LayerRun
 ) -> Iterator[tuple[int, Part]]:
-    """Yields the number of each operator of the forward and backward pass, and its
-    part: before (`first`), in or after (`last`) the layers."""
+    """Yields the number of each operator of the forward and backward pass, and its part
+    (`LayerStack`)."""
     for number, operator in enumerate(graph.operators):
         if region(operator) == "update":
             continue
@@ -383,7 +387,11 @@ def _parts(
 
 
 def _boundary(graph: Graph, run: _LayerRun) -> tuple[int, ...]:
-    """The values that cross from one layer to the next, at the cut of fewest bytes."""
+    """The values that cross from one layer to the next.
+
+    For a loop, these are the carried values that its body computes. For other layers,
+    the cut with the fewest bytes is selected.
+    """
     if not run.period:
         (loop,) = (x for x in graph.loops if x.operators == (run.start, run.stop))
         made = {v for op in graph.operators[run.start : run.stop] for v in op.outputs}

@@ -91,7 +91,7 @@ class Drafts:
         return len(self.values) - 1
 
     def part(self, index: int, along: int) -> int:
-        """Adds the slice of an array that one loop iteration reads.
+        """Adds the slice of an array that one loop iteration reads; returns its index.
 
         Args:
             index: the array.
@@ -156,8 +156,9 @@ def while_trip_count(eqn: JaxprEqn, known: Sequence[Any]) -> int | None:
         known: for each operand its number if the operand is a literal, else None.
 
     Returns:
-        None if the count is unknown: the condition is not a single comparison of a
-        counter with a bound, or a number is known at run time only.
+        The trip count. None if it is unknown: the condition is not a single comparison
+        of a counter with a bound, a number is known at run time only, or the counter
+        never stops the loop.
     """
     condition, body = bodies(eqn)
     num_condition, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]

@@ -205,10 +205,11 @@ class InMemory:
 def laid_anew(graph: Graph, memory: InMemory, loop: CountedLoop) -> Iterator[int]:
     """Arrays that get another layout before a loop slices them.
 
-    XLA transposes such an array once for all iterations. Two cases occur: a product
-    reads an operand whose batch dims are not its first dims (queries, keys and values
-    of [B, T, N, H]); or the previous loop keeps the array as a product computes it, and
-    this loop reads it transposed. One array after another is briefly alive twice.
+    XLA transposes such an array once for all iterations. It does so in three cases: a
+    matmul of the loop reads the slice, and the matmul's batch dims are not the first
+    dims of the slice (queries, keys and values of [B, T, N, H]); the loop only
+    transposes the slice; or a transpose lies between the array and the matmul that
+    computes it. One array after another is briefly alive twice.
     """
     read = {
         index
@@ -281,24 +282,31 @@ class Event:
     * `alloc`: the value gets a buffer.
     * `complete`: the value is complete; a stacked or carried value after its loop.
     * `free`: the buffer of the value is freed.
-    * `reuse`: the next value takes its buffer if an axis divides a dim in `rows`.
+    * `reuse`: the value allocated next takes the buffer of this value if an axis
+      divides a dim in `rows`.
     * `copied`: a temporary copy of the value exists.
     * `runs`: an operator runs that may need its operands gathered. `value` is the
       operator's number.
     """
     rows: tuple[int, ...] = ()
-    """Dims of the rows that a single kernel processes if no axis divides them."""
+    """For `reuse`: dims of the rows that a single kernel processes if no axis divides
+    them; the kernel's result then has a new buffer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lifetimes:
-    """The memory events of a program, and the buffers that readers read."""
+    """The memory events of a program, and the buffers that hold each of its values.
+
+    A fused or aliased value has no buffer of its own: its readers read the buffers of
+    other values.
+    """
 
     events: tuple[Event, ...]
-    """Events in the order of the program. Arguments are alive throughout and have no
-    events. Results with the path of an argument reuse its buffer, without events."""
+    """Events in the order of the program. Arguments are alive throughout and are not
+    allocated or freed. Nor are results with the path of an argument: they reuse the
+    argument's buffer."""
     roots: Mapping[int, frozenset[int]]
-    """For each computed value, the values in memory that its readers read."""
+    """For each computed value, the values with a buffer that its readers read."""
 
 
 def follow(graph: Graph, *, keeps_all: bool = False) -> Lifetimes:
@@ -341,8 +349,9 @@ class _Walk:
         """The number of the last operator that needs each value in memory.
 
         A value from outside of a loop that the loop reads lives until the loop ends.
-        Operands of a backward matmul live until the next one (`_next_products`).
-        Results of the program live to its end.
+        Operands of a backward matmul live until the next backward matmul
+        (`_next_products`), unless they are recomputed. Results of the program live to
+        its end.
         """
         last: dict[int, int] = defaultdict(int)
         made: dict[int, tuple[int, ...]] = {}
@@ -482,12 +491,15 @@ class _Walk:
     ) -> tuple[int | None, tuple[int, ...]]:
         """The operand whose buffer a result reuses: of equal size, at its last read.
 
-        Only elementwise operators and scatters reuse buffers. An operator that also
-        reads a sum over the operand (softmax and its gradient) is part of one kernel
-        that processes row by row, so its result has a new buffer. A scatter reuses the
-        buffer that it scatters into, and is a kernel that runs before its readers. So
-        in the gradient of a loss by its logits, only the softmax is a row kernel, if
-        its rows are at most `ROW` long and on one device.
+        Only cheap operators (`CHEAP`) and scatters reuse buffers. A cheap operator that
+        also reads a sum over the operand (softmax and its gradient) is part of one
+        kernel that processes row by row, so its result has a new buffer. This needs
+        rows of at most `ROW` elements on one device. With `keeps_all`, the backward
+        pass has no such kernels.
+
+        A scatter reuses the buffer that it scatters into, and is a kernel of its own.
+        So in the gradient of a loss with respect to the logits, only the softmax is a
+        row kernel.
 
         Returns:
             The operand, or None; and dims, one of which an axis must divide for the

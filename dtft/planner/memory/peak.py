@@ -1,8 +1,8 @@
 """Computes the peak memory of a step for many meshes at once.
 
 `Timeline` lists the memory events of a program in order. `LivenessTrace` counts the
-bytes alive by kind of array, before division by mesh axes. `PeakModel` divides them by
-the sizes of mesh axes.
+bytes alive by kind of array, before division by mesh axes. `PeakModel` sums these bytes
+by the axes that divide them. `PeakEval` divides the sums by the sizes of the axes.
 """
 
 from collections import Counter
@@ -39,9 +39,10 @@ RESERVE = 0.08
 
 It covers errors of the byte count, fragmentation and the runtime. In 4 of 200 compiled
 steps the count was too low by more than this share, by 13 % at most
-(`experiments/results/plan_memory.md`). The largest errors arise where XLA keeps a
-recomputed softmax alive for long. Verification finds such plans. A reserve that covers
-them too (14 %) would reject twice as many plans that fit.
+(`experiments/results/plan_memory.md`). The largest of these errors arise where XLA
+keeps a recomputed softmax alive for long. Verification (`dtft plan --verify`) finds
+plans with such errors. A reserve that covers these errors too (14 %) would reject about
+twice as many plans that fit.
 """
 
 
@@ -52,7 +53,8 @@ class Timeline:
     graph: Graph
     gathers: bool = False
     """Whether ZeRO level 3 runs the step of `dtft.parallel.fsdp`, which keeps all
-    values of the forward pass except gathered parameters."""
+    values of the forward pass that the backward pass reads, except gathered
+    parameters."""
     below: "Timeline | None" = None
     """The timeline of the lower ZeRO levels, if this is the timeline of level 3."""
     alias: Mapping[int, int] = field(default_factory=dict)
@@ -63,8 +65,9 @@ class Timeline:
     def at_level_3(self) -> "Timeline":
         """The timeline of the same program at ZeRO level 3.
 
-        The same object if level 3 does not change which values are kept: without
-        `gathers`, and if parts of the program are rematerialized.
+        Returns this object if level 3 does not change which values are kept: without
+        `gathers`, or if parts of the program are rematerialized. Also returns this
+        object if it already is the timeline of level 3.
         """
         again = any(operator.again for operator in self.graph.operators)
         if not self.gathers or again or self.below is not None:
@@ -170,7 +173,7 @@ class Kind:
     value: int
     """The index of one of the arrays."""
     divides: bool
-    """Whether the arrays are divided further at ZeRO levels that divide gradients."""
+    """Whether the arrays are divided further from some ZeRO level on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,7 +184,8 @@ class OperatorRun:
     instance: int
     """The operator's position in `LivenessTrace.instances`."""
     beside: bool
-    """Whether the operator runs concurrently with the previous operator."""
+    """Whether the operator's gathers run concurrently with those of the previous
+    run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,10 +202,10 @@ class Reread:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReusedBuffer:
-    """An array whose buffer is reused a moment earlier if an axis divides `rows`."""
+    """An array whose buffer another value takes if an axis divides a dim in `rows`."""
 
     moment: int
-    """The moment at which the array is then gone."""
+    """The moment when the other value is allocated; the array is not alive then."""
     kind: int
     num_bytes: int
     rows: tuple[int, ...]
@@ -246,7 +250,7 @@ class LivenessTrace:
 
     @cached_property
     def gradients(self) -> tuple[tuple[int, int], ...]:
-        """One gradient of each kind of equal division and bytes, and their number."""
+        """Sets of gradients of equal division and bytes: one gradient, and a count."""
         first: dict[object, int] = {}
         counts: Counter[int] = Counter()
         for index in self.timeline.gradients:
@@ -332,13 +336,13 @@ class LivenessTrace:
             self._note_reads(operator, run)
 
     def _note_reads(self, operator: Operator, run: OperatorRun) -> None:
-        """Notes the operands of a product that a recent product read too.
+        """Notes the operands of a matmul that an earlier matmul read too.
 
-        Considers the last product of the forward pass and all products of the backward
-        pass. XLA shares a gather between products that run soon after each other (its
-        pass `ScheduleAwareCollectiveOpsCSE`). Two products share the gather of the
-        cotangent that both read. The last layer and the gradient of its weights share
-        the gather of the layer's input.
+        Considers the last matmul of the forward pass and all matmuls after it. XLA
+        shares a gather between matmuls that run soon after each other (its pass
+        `ScheduleAwareCollectiveOpsCSE`). Two matmuls share the gather of the cotangent
+        that both read. The last layer and the gradient of its weights share the gather
+        of the layer's input.
         """
         if region(operator) == "forward":
             self._reads.clear()
@@ -441,7 +445,7 @@ class PeakModel:
         """Bytes before division; float [moments, totals]."""
 
     def divisors(self) -> set[Axes]:
-        """Sets of axes on whose products of sizes the bytes depend."""
+        """Sets of axes; the bytes depend on the product of the sizes of each set."""
         found: set[Axes] = {(ZERO_AXIS,), (MICRO,)}
         for _, axes, index in self.totals:
             found.add(axes)
@@ -570,8 +574,8 @@ class PeakEval:
     def _sums_divided(self) -> tuple[np.ndarray, np.ndarray]:
         """As `_whole` at level 1, where gradient sums over microbatches are divided.
 
-        The plan has no constraint on the sums. XLA divides a loop's carried value like
-        the optimizer state with which it is combined.
+        The plan has no constraint on the sums. But XLA divides a loop's carried value
+        like the optimizer state with which the update combines the value.
         """
         return self._fullest(self._shares_divided(("sums",)))
 
@@ -600,8 +604,8 @@ class PeakEval:
     def _shares(self) -> np.ndarray:
         """The share of each total on one device; float [totals, meshes].
 
-        0 for categories (`What`) that do not occur on a mesh with, or without,
-        microbatches.
+        Categories (`What`) that occur only with several microbatches are 0 on meshes
+        with one, and the other way round.
         """
         sizes, totals = self._sizes, self._moments.totals
         number = np.asarray(sizes[MICRO])
@@ -620,8 +624,9 @@ class PeakEval:
 
     @cached_property
     def _update(self) -> Any:
-        """Bytes at the update of ZeRO levels 1 and 2, where devices update one part.
+        """Bytes at the update of ZeRO levels 1 and 2, one entry per mesh.
 
+        Each device updates one part of every parameter, and then gathers the others.
         Old parameters are read until the last part is updated, so gathered new
         parameters have buffers of their own. The part being updated is alive three
         times, in the layout of the update.

@@ -9,13 +9,14 @@ _HEAVY = ("matmul", "convolution", "scatter")
 
 
 def scheduled(graph: Graph) -> Graph:
-    """Moves products whose results only the update reads to the end of their body.
+    """Moves products that compute parameter gradients to the end of the backward pass.
 
-    The all-reduces of parameter gradients overlap with computation. So XLA's scheduler
-    delays the products that compute gradients, to run each beside the collective of
-    another. They follow the last operator that the backward pass itself needs, in each
-    loop body and in the program around the loops. Their operands stay alive until then:
-    in a compiled perceptron, all activations and their cotangents are alive at once.
+    These are backward products on whose results no other product depends. Their
+    all-reduces overlap with computation: XLA's scheduler delays the products, and runs
+    each beside the all-reduce of another one. In each loop body, and in the program
+    around the loops, they follow the other operators of the backward pass. The operands
+    of the products stay alive until then: in a compiled perceptron, all activations and
+    their cotangents are alive at once.
     """
     ends = _ends(graph)
     order = list(_ordered(graph, (), 0, len(graph.operators), ends))
@@ -37,7 +38,7 @@ def scheduled(graph: Graph) -> Graph:
 
 
 def _ends(graph: Graph) -> set[int]:
-    """Numbers of backward products whose results lead to no other product."""
+    """Numbers of backward products on whose results no other product depends."""
     leads: set[int] = set()  # values that a product reads, directly or indirectly
     ends: set[int] = set()
     size = -1

@@ -1,9 +1,11 @@
 """The search: enumerates and prices candidates, and writes the best one as a plan.
 
-* Candidates: `space` (the knobs, and the knobs that can be run), `meshes`, `pins`,
+A candidate is a mesh with a value for every knob, such as the number of microbatches.
+
+* Candidates: `space` (candidates as columns; which knobs can be run), `meshes`, `pins`,
   `enumerate`.
-* Prices of all candidates at once: `price_table` (operators), `memory_table` (arrays
-  at rest, peak memory), `pipeline` (stages), `search` (all terms), `ranking`.
+* Time and memory of all candidates at once: `price_table` (operators), `memory_table`
+  (arrays at rest, peak memory), `pipeline` (stages), `search` (totals), `ranking`.
 * Dims that the axis `tensor` divides: `tensor_sharding`, with an exact solver in
   `solver`, `elimination` and `mixed_integer`.
 * `decision`: selects a candidate, and explains what to change if none fits.

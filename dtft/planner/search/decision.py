@@ -1,7 +1,7 @@
 """Selects the plan for a workload and a cluster, and keeps the priced candidates.
 
-Decides whether to search knobs that cannot be run and whether to price rematerialized
-programs. Suggests changes if nothing fits.
+Prices rematerialized programs and offload only if they may help. If no plan fits,
+suggests changes after which a plan fits.
 """
 
 import math
@@ -46,15 +46,16 @@ from dtft.planner.workload import Workload
 MOST = 64
 """Largest factor on the number of devices that `remedies` tries to make a plan fit."""
 Best = Callable[[Cluster, Mapping[str, Any], bool], Plan]
-"""A function that returns the best plan or, if no plan fits, the plan of least memory.
+"""A function that returns the best plan or, if no plan fits, the leanest (`best_of`).
 
-Its arguments are the cluster, the pins, and whether to search knobs that cannot be run.
+The arguments are the cluster, the pins, and whether to search also knobs that cannot be
+run.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """A change that makes the model fit, with the plan that it gives."""
+    """A change after which a plan fits, with the best plan after the change."""
 
     change: str
     plan: Plan
@@ -73,7 +74,7 @@ def unfit_text(
     """The text of the error for a model that does not fit on a cluster.
 
     Args:
-        leanest: the plan that comes closest to fitting.
+        leanest: the leanest plan (`best_of`), which does not fit.
         cluster: the cluster that was searched.
         pins: knobs that are pinned.
         best: function that plans again with another cluster, other pins or more knobs.
@@ -101,9 +102,9 @@ def unfit_text(
 def remedies(cluster: Cluster, pins: Mapping[str, Any], best: Best) -> Iterator[Remedy]:
     """Yields changes after which a plan fits, each with the best such plan.
 
-    The changes are: leaving out one pin; knobs that cannot be run here; more devices,
-    without the pins that are numbers or flags. Of the larger numbers of devices, only
-    the smallest that fits is yielded.
+    The changes are: leaving out one pin; searching also knobs that cannot be run here;
+    more devices, without the pins that are numbers or flags. Of the larger numbers of
+    devices, only the smallest with a plan that fits is yielded.
     """
     for name in pins:
         rest = {other: value for other, value in pins.items() if other != name}
@@ -171,8 +172,8 @@ Fewer = Literal["never", "if faster", "always"]
   it is faster and no device repeats work.
 * `always`: smaller meshes are searched, for pins that no mesh of all devices meets.
 
-Unless `never`, meshes of fewer devices are also searched if no mesh of all devices
-divides the batch.
+With the other two values, meshes of fewer devices are also searched if no mesh of all
+devices divides the batch (details: `MeshRules.fewer`).
 """
 
 
@@ -233,8 +234,8 @@ def decide(
 
     Raises:
         ValueError: the devices are not equal, JAX does not run on them, the pins cannot
-            be met, or no plan fits. In the last case the error gives the missing bytes
-            and the changes that make a plan fit.
+            be met, there is no candidate, or no plan fits. In the last case the error
+            gives the missing bytes and the changes after which a plan fits.
     """
     fewer: Fewer = "never" if whole else "if faster"
     decision = best_of(question, cluster, pins, what_if=what_if, fewer=fewer)
@@ -260,8 +261,8 @@ def best_of(
 ) -> Decision:
     """Selects the best plan as `decide` does; if no plan fits, the leanest plan.
 
-    The leanest plan is the plan that needs the fewest bytes on a device, preferably
-    without devices that repeat the work of others.
+    The leanest plan needs the fewest bytes on a device. Plans whose devices repeat the
+    work of others are considered only if there are no other plans.
 
     Args:
         question: the workload of a step.
@@ -273,8 +274,8 @@ def best_of(
         fewer: when meshes of fewer devices than all are searched.
 
     Raises:
-        ValueError: the devices are not equal, JAX does not run on them, or the pins
-            cannot be met.
+        ValueError: the devices are not equal, JAX does not run on them, the pins cannot
+            be met, or there is no candidate.
     """
     pins, pool = dict(pins or {}), cluster.uniform
     rows = batch or max(1, question.batch_size)
@@ -368,9 +369,10 @@ def _written(one: RematVariant, at: int, cluster: Cluster) -> Plan:
 
 
 def _worth(found: Any) -> bool:
-    """Whether remat or offload may help, because a faster candidate does not fit.
+    """Whether further remat policies or offload may help.
 
-    Also true if no candidate fits.
+    They may if the remat policy of the best candidate has a faster candidate that does
+    not fit, or if no candidate fits.
     """
     best = min(found, key=_first)
     priced = best.priced
@@ -378,7 +380,7 @@ def _worth(found: Any) -> bool:
 
 
 def _first(one: RematVariant) -> tuple[bool, bool, float]:
-    """The sort key (`_order_of`) of the best candidate."""
+    """The sort key (`_order_of`) of the best candidate of a remat policy."""
     return _order_of(one, int(one.priced.ranking[0]))
 
 
@@ -397,7 +399,8 @@ def _order_of(one: RematVariant, at: int) -> tuple[bool, bool, float]:
 def _enumerated(choices: Choices, pins: Mapping[str, Any]) -> Space:
     """Enumerates candidates; leaves out smaller meshes if `choices.fewer` is None.
 
-    If the axis `stage` is searched, adds every possible number of virtual stages.
+    If the axis `stage` is searched, combines the candidates with every possible number
+    of virtual stages, or with the pinned number.
     """
     space = enumerate_space(choices, pins)
     if choices.fewer is None:
@@ -422,10 +425,10 @@ def _found(
     pins: Mapping[str, Any],
     order: tuple[Remat, ...],
 ) -> dict[Remat, RematVariant]:
-    """Prices the candidates whose state has room in memory (`memory_floor`).
+    """Prices the baselines, and candidates whose state has room (`memory_floor`).
 
-    If none of them fits with its activations, prices all candidates. Raises ValueError
-    if there is no candidate at all.
+    If none of them fits, prices all candidates. Raises ValueError if the pins cannot be
+    met or there is no candidate at all.
     """
     floor = memory_floor(question, pool)
     if pins.get("offload"):
@@ -441,9 +444,10 @@ def _found(
 def _priced(
     question: Workload, pool: Pool, space: Space, order: tuple[Remat, ...]
 ) -> dict[Remat, RematVariant]:
-    """Prices candidates for the remat policies in `order`, until no further may help.
+    """Prices candidates for one remat policy of `order` after another.
 
-    Candidates are left out if another candidate has a smaller batch (less padding).
+    Ends when no further policy may help (`_worth`). Leaves out candidates if another
+    candidate has a smaller batch (less padding).
     """
     if not len(space):
         return {}

@@ -26,8 +26,8 @@ _Price = tuple[float, int, int, int]
 
 In this order: edges that eliminating the variable adds between its neighbors (inf if
 the table is too large); entries of the table, or 0 if no edges are added; the negated
-number of the variable; entries of the table. The table is the sum over the variable and
-its neighbors.
+number of the variable; entries of the table. The table is the sum of all tables with
+the variable; its dims are the variable and its neighbors.
 """
 
 
@@ -42,9 +42,10 @@ def elimination_order(
 
     The order is greedy: the next variable adds the fewest edges when eliminated (fill).
     Edges join variables that share a table. Equal fill above 0 goes to the smallest
-    table. Remaining ties go to the highest number. On a chain, and on a tree whose
-    parents come before their children, the order is the reverse of the numbers. Returns
-    None if the greedy order exceeds a limit.
+    table. Remaining ties go to the highest number. On a tree whose parents have lower
+    numbers than their children, such as a chain that is numbered from end to end, the
+    order is the reverse of the numbers. Returns None if the greedy order exceeds a
+    limit.
 
     Args:
         sizes: the number of values of each variable; variables with one value are
@@ -171,8 +172,8 @@ def eliminate_each(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Finds the assignment of least cost for every value of one variable.
 
-    Works like `eliminate`, but for all values of `given` in one pass. This solves
-    problems together whose tables have equal shapes but different costs.
+    Works like `eliminate`, but for all values of `given` in one pass. If `given`
+    numbers several problems with tables of equal shapes, all are solved at once.
 
     Args:
         sizes: the number of values of each variable.
@@ -182,7 +183,7 @@ def eliminate_each(
 
     Returns:
         Values of all variables, int [values of `given`, variables]; and the costs,
-        float [values of `given`].
+        float [values of `given`], +inf if every assignment is forbidden.
 
     >>> pair = np.array([[3.0, 1.0], [4.0, 4.0], [2.0, 5.0]])
     >>> values, costs = eliminate_each((3, 2), [((0, 1), pair)], [1], 0)
@@ -310,7 +311,8 @@ class CostProblem:
 
     Raises:
         ValueError: `names` and `sizes` differ in length, a size is below 1, a factor
-            does not fit its variables, or a cost is NaN or -inf.
+            has no, unknown or repeated variables, the shape of its costs is not the
+            sizes of its variables, or a cost is NaN or -inf.
     """
 
     sizes: tuple[int, ...]

@@ -130,17 +130,18 @@ def enumerate_space(choices: Choices, pins: Mapping[str, Any] | None = None) -> 
     candidates without room for their state (`Choices.memory`). Also leaves out orders
     on the fabric that cannot be better than another (`undominated_orders`).
 
-    Baselines (meshes of common rules of thumb) stay, with their axes in the order of
-    `AXES`, unless a pin rules them out. Their meshes are combined with all values of
-    the other knobs. If no mesh of all devices divides the batch, candidates
-    with a rounded-up batch (`batch`) and with fewer devices (`devices_used`) are added.
-    Meshes with the numbers of devices in `choices.fewer` are added too.
+    Baselines (meshes of common rules of thumb) stay even without room, unless a pin
+    rules them out. Their meshes are combined with all values of the other knobs.
+
+    If no mesh of all devices divides the batch, candidates with a rounded-up batch
+    (`MeshRules.workable`) and with fewer devices (`MeshRules.fewer`) are added. Meshes
+    with the numbers of devices in `choices.fewer` are added if they divide the batch.
 
     Args:
         choices: the values that each knob may take.
-        pins: pinned values: sizes of axes, other knobs by name (`remat` as its name),
-            and `order`, the axes that must lie in this order on the fabric, outermost
-            first.
+        pins: pinned values: sizes of axes, other knobs by name (`remat` as the name of
+            the policy), and `order`, the axes that must lie in this order on the
+            fabric, outermost first.
 
     Returns:
         The candidates. Empty if no candidate has room, or if nothing is pinned and the
@@ -148,8 +149,9 @@ def enumerate_space(choices: Choices, pins: Mapping[str, Any] | None = None) -> 
         each rule left.
 
     Raises:
-        ValueError: the pins cannot be met even with unlimited memory; the error names
-            nearby values that can be met.
+        ValueError: the name or value of a pin is never allowed (`check_pins`), or the
+            pins cannot be met even with unlimited memory. In the latter case the error
+            names nearby values that can be met, if there are any.
 
     >>> space = enumerate_space(
     ...     Choices(num_devices=8, batch=16, divides={"replica": (), "tensor": (12,)})

@@ -135,7 +135,7 @@ class Resting:
     def gathers(
         self, division: ShardingAssignment, zero: int
     ) -> tuple[Total, dict[Bundle, Total]]:
-        """Prices the all-gathers of divided parameters in a step.
+        """Computes the costs of a step's all-gathers of divided parameters.
 
         Args:
             division: which axes divide which dims while computing.
@@ -143,8 +143,9 @@ class Resting:
 
         Returns:
             For each point, the seconds per step of the all-gathers that are sent one by
-            one; and for each bundle (all-gathers that the compiler may combine) its
-            bytes in one sending.
+            one; and for each bundle (all-gathers that the compiler may combine) the
+            bytes of all its arrays each time it is sent. All-gathers that are combined
+            but still sent one by one, as on CPU, are in both.
         """
         alone, together = Total(), dict[Bundle, Total]()
         platform = self._columns.pool.device.platform

@@ -1,7 +1,7 @@
 """Enumerates sizes of mesh axes, and the meshes of common rules of thumb.
 
-Data parallelism, FSDP and the Megatron rule are always candidates, so that no plan is
-predicted to be slower than these baselines.
+Data parallelism, FSDP and the Megatron rule (`baselines`) are candidates unless a pin
+rules them out.
 """
 
 import functools
@@ -81,7 +81,9 @@ def factorisations(number: int, allowed: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 def num_factorisations(number: int, num_factors: int) -> int:
-    """The number of ways to write a number as an ordered product of `num_factors`.
+    """The number of ways to write a number as a product of `num_factors` factors.
+
+    Products of the same factors in another order count too.
 
     >>> num_factorisations(4096, 6), num_factorisations(12, 2)
     (6188, 6)
@@ -151,9 +153,9 @@ class MeshRules:
     def workable(self) -> Meshes:
         """Meshes of all devices that divide the batch, or whose batch is rounded up.
 
-        If no mesh divides the batch into two or more parts (five devices, a prime
-        batch), meshes whose batch is rounded up are returned too. Meshes with more
-        parts than samples are left out.
+        Meshes whose batch is rounded up are returned only if no mesh divides the batch
+        into enough parts (`_enough`), as with five devices and a prime batch. Of these,
+        meshes with more parts than samples are left out.
         """
         exact = self.exact(self.num_devices)
         if self._enough(exact):
@@ -165,10 +167,13 @@ class MeshRules:
     def fewer(self) -> Meshes:
         """Meshes of as many devices as possible, but not all, that divide the batch.
 
-        Meshes must divide the batch into two or more parts, unless the rules allow one
-        part only (`_enough`). Empty if a mesh of all devices does so. If no number of
-        devices does so (a prime batch), meshes of the largest power of two are returned
-        instead: a power of two divides dims of most models, unlike, say, five.
+        Meshes must divide the batch into two or more parts, unless one part is enough
+        (`_enough`). Empty if a mesh of all devices does so. If no number of devices
+        does so (a prime batch), the batch may stay undivided: meshes of the largest
+        power of two are then returned, if it is below the number of all devices. A
+        power of two divides dims of most models, unlike, say, five. If there are no
+        such meshes, the result has the largest possible number of devices, or is empty
+        if this number is all devices.
         """
         exact = self.exact(self.num_devices)
         if self._enough(exact):
@@ -222,8 +227,9 @@ def baselines(rules: MeshRules, host_size: int) -> list[Baseline]:
     """Pure data parallelism, FSDP over all devices, and the Megatron rule with either.
 
     The Megatron rule takes the largest allowed size of `tensor` within a host, and data
-    parallelism over the other devices. If these devices cannot divide the batch, the
-    batch is rounded up. If they are more than the samples, fewer devices are used.
+    parallelism or FSDP over the other devices. The rule is left out if this size is
+    one. If the size of `replica` or `fsdp` does not divide the batch, the batch is
+    rounded up. If there are fewer samples than this size, a smaller size is used.
 
     Args:
         rules: the allowed sizes; baselines that contradict its pins are left out.

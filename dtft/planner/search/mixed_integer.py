@@ -16,8 +16,8 @@ import numpy as np
 from dtft.planner.search.elimination import CostProblem, Factor
 
 _SCALE = 1e4
-"""Largest coefficient of the objective that HiGHS gets; all costs are scaled to it,
-because HiGHS stops at an absolute gap of 1e-6."""
+"""Largest coefficient of the objective that HiGHS gets. All costs are scaled by one
+factor to reach it, because HiGHS stops at an absolute gap of 1e-6."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -158,7 +158,11 @@ class Staged:
         return total
 
     def _held(self, num: np.ndarray) -> np.ndarray:
-        """Largest share of the parameter bytes on one stage, by number of stages."""
+        """Largest share of the parameter bytes on one stage, for each number of stages.
+
+        Args:
+            num: numbers of stages.
+        """
         graph, found = self._question.graph, dict.fromkeys(self._layers.shares, 0)
         for path in self._question.paths("parameter"):
             index = graph.inputs[path]

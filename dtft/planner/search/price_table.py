@@ -48,8 +48,9 @@ from dtft.planner.workload import Workload
 
 Axes = tuple[str, ...]
 _FRACTION = 2**20
-"""Factor on the numbers of members per level of the fabric, which may be fractions,
-before they are rounded to integers to find equal groups."""
+"""Factor on numbers of members before rounding, to find equal device groups.
+
+The number of members of a group on a level of the fabric may be a fraction."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -104,7 +105,7 @@ class Columns:
         return len(self.first)
 
     def parts(self, axes: Axes) -> np.ndarray:
-        """The number of devices along several axes together; int64 [points]."""
+        """The product of the sizes of several axes (also `MICRO`); int64 [points]."""
         if axes not in self._parts:
             ones = np.ones(len(self), np.int64)
             self._parts[axes] = ones * parts(axes, self.sizes)
@@ -113,8 +114,8 @@ class Columns:
     def lies(self, axes: Axes) -> tuple[np.ndarray, DeviceGroups]:
         """The distinct device groups along some axes, and the group of each point.
 
-        A device group tells how many of the devices that communicate along these axes
-        each level of the fabric joins.
+        For each level of the fabric, a device group has the number of devices that the
+        level joins, of those that communicate along these axes.
 
         Returns:
             Indices of groups, int [points]; and the distinct groups.
@@ -160,7 +161,7 @@ class Columns:
         return of, DeviceGroups(sizes=sizes[first], links=links)
 
     def divided(self, divisors: Iterable[Axes]) -> Cases:
-        """Partitions the points by the number of devices along each set of axes."""
+        """Partitions the points by the product of the sizes of each set of axes."""
         key = frozenset(divisors)
         return self._known(key, lambda: [self.parts(axes) for axes in sorted(key)])
 
@@ -172,7 +173,7 @@ class Columns:
         return self._known((axes, key), lambda: [self.lies(axes)[0], *columns])
 
     def together(self, cases: Iterable[Cases]) -> Cases:
-        """Partitions the points by their cases in several partitions together."""
+        """Computes the common refinement of several partitions of the points."""
         return self._made(*distinct([one.of for one in cases] or [self.of[:0]]))
 
     def _known(self, key: object, columns: Callable[[], list[np.ndarray]]) -> Cases:
@@ -305,8 +306,8 @@ class Rates:
     ) -> Table:
         """Seconds that each device computes an operator, by case of the points.
 
-        The seconds are of one execution; if microbatches divide the operator's work, of
-        one execution for each microbatch.
+        The seconds are of one execution. If microbatches divide the operator's work,
+        they are of one execution for each microbatch, added up.
 
         Args:
             graph: the program with the operator.
@@ -333,7 +334,7 @@ class Rates:
         return self._computing[key]
 
     def sending(self, asked: Sequence[Message]) -> list[Table]:
-        """Seconds of each collective, with its repeats, by case of the points."""
+        """Seconds of all repeats of each collective, by case of the points."""
         alike: dict[object, list[Message]] = defaultdict(list)
         for one in dict.fromkeys(asked):
             if one not in self._sending:
@@ -364,15 +365,17 @@ class Rates:
     def together_s(
         self, asked: Sequence[tuple[Mapping[Bundle, Total], np.ndarray]]
     ) -> list[np.ndarray]:
-        """Seconds per step of bundles, beyond the seconds that `sending` has.
+        """Seconds per step of bundles that `sending` does not count.
 
-        A bundle is a set of collectives that the compiler may combine. A bundle sent as
-        one message has its transfer and its sync skew here. A bundle whose arrays are
-        sent one by one has only its sync skew here.
+        A bundle is a set of collectives that the compiler may combine. For a bundle
+        sent as one message, the seconds are its transfer and its sync skew. For a
+        bundle whose arrays are sent one by one, they are its sync skew only. A bundle
+        that depends on no computation (`Bundle.ahead`) has no sync skew.
 
         Args:
-            asked: bundles with their bytes in one sending, and the points to price.
-                Pricing many entries at once takes little longer than pricing one.
+            asked: pairs: for each bundle, the bytes of all its arrays each time it is
+                sent; and the points to price. Pricing many pairs at once takes little
+                longer than pricing one.
 
         Returns:
             For each entry of `asked` the seconds on its points; float [points].
@@ -389,7 +392,7 @@ class Rates:
         return found
 
     def _each_s(self, joined: Sequence["_Joined"]) -> list[np.ndarray]:
-        """Seconds per step of each bundle; prices all bundles of one kind together."""
+        """Computes `together_s` of each bundle, for all bundles of one kind at once."""
         columns, platform = self.columns, self.columns.pool.device.platform
         found = [np.zeros(0)] * len(joined)
         kinds: set[CollectiveKind] = {one.bundle.kind for one in joined}
@@ -448,7 +451,7 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Joined:
-    """The bytes of a bundle in one sending, at given points."""
+    """The bytes of a bundle each time it is sent, at given points."""
 
     bundle: Bundle
     points: np.ndarray
@@ -465,7 +468,7 @@ def repeats_of(done: OperatorWork) -> Repeats:
 
 
 GroupKey = tuple[int, PatternKey]
-"""Number of a group of operators, and what its work depends on in a division."""
+"""Number of a group of operators, and its `PatternKey` under a division."""
 
 _KNOWN: WeakKeyDictionary[Workload, "Works"] = WeakKeyDictionary()
 
@@ -537,8 +540,8 @@ class PricedOp:
     starts: Table
     """The number of operators launched in a step; 0 if they are fused into others."""
     bundles: tuple[tuple[Bundle, Table] | None, ...]
-    """For each collective its bundle, and its bytes in one sending of the bundle; None
-    if it is sent alone."""
+    """For each collective, its bundle and the bytes of the collective each time the
+    bundle is sent; None if the collective is sent alone."""
 
     @property
     def seconds(self) -> tuple[Table, ...]:
@@ -622,9 +625,10 @@ class Prices:
     def _bundled(
         self, group: OpGroup, done: OperatorWork, sent: CollectiveOp, cases: Cases
     ) -> tuple[Bundle, Table] | None:
-        """The bundle of a collective, and the collective's bytes in one sending of it.
+        """The bundle of a group's collective, and the collective's bytes in the bundle.
 
-        Returns None if the collective is sent alone.
+        The bytes are counted by case, each time the bundle is sent. Returns None if the
+        collective is sent alone.
         """
         found = bundle_of(self.columns.pool.device.platform, group, done, sent)
         if found is None:
@@ -654,7 +658,8 @@ def _times(number: float, table: Table) -> Table:
 class Sums:
     """Totals over the operators of a program, for each point (mesh, microbatches).
 
-    `compute` and `optimizer` are seconds per step; `starts` counts launched operators.
+    `optimizer` is the seconds per step of the update's operators, `compute` of all
+    others. `starts` counts the operators launched in a step.
     """
 
     compute: Total
@@ -663,7 +668,9 @@ class Sums:
     """Seconds per step of collectives that are sent one by one."""
     starts: Total
     together: dict[Bundle, Total]
-    """Bundles of collectives, with the bytes of one sending."""
+    """For each bundle (collectives that the compiler may combine), the bytes of all its
+    arrays each time it is sent. If the arrays are still sent one by one, as on CPU,
+    `sending` has their seconds too."""
 
 
 def sum_prices(ways: Iterable[PricedOp]) -> Sums:

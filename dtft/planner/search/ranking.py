@@ -20,7 +20,7 @@ IDLE = 4.0
 
 Devices of such a mesh repeat the work of other devices, as if fewer devices were used.
 The mesh is worth selecting where communication takes far longer than computing
-everything on each device (slow links). A smaller gain may be an error of the
+everything on each device (slow links). A gain below this factor may be an error of the
 prediction, which is off by up to this factor for small messages.
 """
 

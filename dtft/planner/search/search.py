@@ -1,8 +1,8 @@
 """Prices every candidate of a space: seconds and bytes by term.
 
-The search is exhaustive over the space, and exact per mesh and number of microbatches.
-The dims of `tensor` are the exception: they are selected as if each collective were
-sent separately, though XLA combines equal collectives.
+For each mesh and number of microbatches, the dims that `tensor` divides are selected by
+an exact solver, but as if each collective were sent separately, without overlap with
+computation. The prices then include combined collectives and overlap.
 
 To add a knob, first add its values to `enumerate_space`. An axis that divides examples,
 positions or other dims is placed in `_base`. A knob that changes the work of
@@ -61,10 +61,11 @@ Part = tuple[ShardingAssignment, np.ndarray]
 def sending_s(
     resting: Resting, parts: Sequence[Part], sums: Sequence[Sums], zero: np.ndarray
 ) -> list[np.ndarray]:
-    """Seconds per step of all collectives, before overlap with computation (`added_s`).
+    """Seconds per step of collectives, before overlap with computation (`added_s`).
 
-    For gathers sent one by one ahead of computation, the share that computation hides
-    (`Link.ahead`) is already left out.
+    Counts the collectives of operators and the all-gathers of parameters, but not the
+    sends between pipeline stages. For all-gathers sent one by one ahead of computation,
+    the share that computation hides (`Link.ahead`) is already left out.
 
     Args:
         resting: prices the gathers of arrays that are divided at rest.
@@ -123,7 +124,7 @@ class PlanSearch:
     """Prices the candidates of one workload on one pool."""
 
     def __init__(self, question: Workload, pool: Pool, *, scatters: bool) -> None:
-        """Builds the timeline of the workload; `price` does the pricing.
+        """Builds the `Timeline` of the workload; `price` does the pricing.
 
         Args:
             question: the workload.
@@ -295,9 +296,10 @@ class PlanSearch:
     def _terms(
         self, resting: Resting, parts: Sequence[Part], space: Space
     ) -> Iterator[dict[str, np.ndarray]]:
-        """Yields, for each part (a division and its candidates), seconds per step.
+        """Yields for each part (a division and its candidates) the seconds by term.
 
-        The candidates' seconds are of compute, collectives, optimizer and launch.
+        The terms are compute, collectives, optimizer and launch. Each has the seconds
+        per step of the part's candidates.
         """
         ways = resting.prices.priced_ops
         sums = [price_table.sum_prices(ways(division)) for division, _ in parts]

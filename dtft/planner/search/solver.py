@@ -2,7 +2,8 @@
 
 Eliminates variables if the tables stay small, as on chains and trees. Otherwise prunes
 dominated values first, and then eliminates variables or solves a mixed-integer program.
-If every assignment is forbidden, the error names the variables in conflict.
+If the deadline ends that program, the result may not be optimal. If every assignment is
+forbidden, the error names the variables in conflict.
 """
 
 import math
@@ -106,7 +107,7 @@ MAX_ENTRIES = 2**22
 """Limit of the entries of the largest table that elimination creates: 32 MiB."""
 
 _MAX_TOTAL = 2**27
-"""Limit of the entries of all tables that elimination creates: about a second."""
+"""Limit of the entries of all tables of an elimination (about a second of work)."""
 
 _FEWER = 64
 """Factor by which `solve_each` reduces the values solved at once if tables are too
@@ -124,7 +125,8 @@ class Assignment:
     """Values of the variables, in the order of `CostProblem.sizes`."""
     cost: float
     method: Literal["elimination", "mixed-integer", "descent"]
-    """`descent` if the mixed-integer program found no better assignment in its time."""
+    """`descent`: the mixed-integer program ran out of time, and coordinate descent
+    found a cheaper assignment than the program."""
     bound: float
     """A lower bound of the cost of any assignment. Equals `cost` if the assignment is
     proven to be optimal. A mixed-integer program proves optimality to HiGHS's
@@ -136,16 +138,20 @@ def solve(
 ) -> Assignment:
     """Finds an assignment of least cost.
 
-    The result is deterministic, unless the deadline ends a search. Of assignments whose
-    costs are equal to the last bit, elimination returns the smallest one in the reverse
-    of the elimination order. On a chain, and on a tree whose parents come before their
-    children, this is the lexicographically smallest assignment. With pruning or a
-    mixed-integer program, the assignment found first is returned.
+    The result is deterministic, unless the deadline ends a mixed-integer program. The
+    best assignment found so far is then returned, and `Assignment.bound` may be below
+    its cost.
+
+    Of assignments whose costs are equal to the last bit, elimination returns the
+    smallest one in the reverse of the elimination order. On a tree whose parents have
+    lower numbers than their children, such as a chain that is numbered from end to end,
+    this is the lexicographically smallest assignment. With pruning or a mixed-integer
+    program, another one of them may be returned.
 
     Args:
         problem: the problem to minimise.
         deadline_s: seconds for the mixed-integer program, if it is needed. Elimination
-            is tried only if it takes about a second at most.
+            is used only if it takes about a second at most.
         max_entries: limit of the entries of the largest table that elimination creates.
 
     Raises:
@@ -199,7 +205,7 @@ def solve_each(
         Values of all variables; int [values of `given`, variables].
 
     Raises:
-        ValueError: every assignment with some value of `given` is forbidden.
+        ValueError: for some value of `given`, every assignment is forbidden.
         TimeoutError: no allowed assignment was found in the time.
         RuntimeError: HiGHS failed.
 
@@ -228,8 +234,8 @@ def _each(
 ) -> np.ndarray:
     """Finds an assignment of least cost for each value of `given` in a range.
 
-    Runs one elimination for all these values. Raises ValueError if every assignment
-    with one of the values is forbidden.
+    Runs one elimination for all these values. Raises ValueError if, for any of these
+    values, every assignment is forbidden.
     """
     part = _at(problem, given, values)
     tables = [(factor.variables, factor.costs) for factor in part.factors]
@@ -284,7 +290,7 @@ def _cut_short(
 ) -> Assignment:
     """The better of a local optimum and the assignment that HiGHS found in its time.
 
-    Raises TimeoutError if both are forbidden.
+    Raises TimeoutError if neither is allowed.
     """
     values, method = _descended(problem), "descent"
     if found is not None and problem.cost(found) <= problem.cost(values):
@@ -338,9 +344,9 @@ def _conflict(problem: CostProblem) -> list[Factor]:
     """Finds a minimal set of factors that together forbid every assignment.
 
     Finds one factor after another, by the idea of QuickXplain (Junker, AAAI 2004). The
-    next factor is the last one of the shortest run of factors that forbids every
-    assignment together with the factors found before. If elimination cannot decide this
-    within its limits, returns all factors that forbid any combination.
+    next factor is the last one of the shortest prefix of the remaining factors that
+    forbids every assignment together with the factors found before. If elimination
+    would exceed its limits, returns all factors that forbid any combination.
     """
     rest = [
         Factor(variables=f.variables, costs=np.where(np.isinf(f.costs), np.inf, 0.0))

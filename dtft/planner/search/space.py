@@ -1,8 +1,8 @@
 """The space of candidates as columns (mesh, order on the fabric, knobs).
 
 Also declares which knobs can be run. `CAPABILITIES` lists the knobs that each entry
-point and backend runs. The search stays within this list, and the code that runs a plan
-checks the plan against it.
+point and backend runs. Only a what-if search also prices other knobs. The code that
+runs a plan checks the plan against this list.
 """
 
 from collections.abc import Mapping
@@ -153,7 +153,7 @@ def _listed(names: frozenset[str] | frozenset[Remat] | frozenset[int]) -> str:
 
 
 REMATS: tuple[Remat, ...] = ("none", "dots", "full")
-"""The policies that the numbers in the column `remat` stand for."""
+"""The remat policies; the column `remat` has positions in this tuple."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,8 +212,8 @@ class Choices:
     memory: MemoryFloor | None = None
     fewer: tuple[int, ...] | None = ()
     """Smaller numbers of devices to search too, besides all devices and the number
-    that the batch may require. With None, `decision` keeps only meshes of all
-    devices; `enumerate_space` treats None as ()."""
+    that the batch may require (`MeshRules.fewer`). With None, `decision` keeps only
+    meshes of all devices; `enumerate_space` treats None as ()."""
 
     def __post_init__(self) -> None:
         for name in ("num_devices", "batch", "max_microbatches"):
@@ -233,7 +233,7 @@ class Choices:
 
 @dataclass(frozen=True, kw_only=True)
 class Reason:
-    """The number of candidates that one rule left."""
+    """How many candidates (or meshes) a rule of the enumeration left, of how many."""
 
     rule: str
     left: int
@@ -313,12 +313,12 @@ class Space:
         """Combines candidates with the numbers of virtual stages that they allow.
 
         The stages times the virtual stages must divide the layers. Above one virtual
-        stage, the stages must also divide the microbatches. Candidates that allow no
-        number are dropped.
+        stage, there must also be two or more stages, and these must divide the
+        microbatches. Candidates that allow no number are dropped.
 
         Args:
             num_layers: the number of layers of the model; chunks are whole layers.
-            pinned: the number of virtual stages, if it is pinned.
+            pinned: the only number of virtual stages to combine, if it is pinned.
         """
         stage, parts = self.columns["stage"], self.columns["microbatches"]
         found = []

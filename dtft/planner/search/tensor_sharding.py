@@ -1,9 +1,10 @@
 """Selects the dims that the axis `tensor` divides, exactly for every mesh.
 
-Writes a program as a cost problem, for all points (meshes with a number of
-microbatches) at once. The problem has one variable per dim that can be divided, and one
-table per set of dims of an operator. `solver` minimises the seconds of a step in which
-no collective is hidden behind computation. Equal layers share their variables.
+Writes a program as one cost problem for all points (meshes with a number of
+microbatches). The problem has a variable for the point, one for each dim that can be
+divided, and one table per set of dims of an operator. For each point, `solver`
+minimises the seconds of a step in which no collective is hidden behind computation.
+Equal layers share their variables.
 """
 
 import itertools
@@ -22,7 +23,7 @@ from dtft.planner.workload import Workload
 DEADLINE_S = 10.0
 """Seconds after which the solver returns the best division found so far.
 
-Applies only to programs whose tables are too large for dynamic programming. No model
+Applies only to programs whose tables are too large for variable elimination. No model
 in the tests has such tables.
 """
 
@@ -125,7 +126,7 @@ class Chooser:
         return found
 
     def _respects(self, tables: Tables) -> Iterable[Cases]:
-        """The cases of every table; points that agree in all cases have equal costs."""
+        """The partitions of every table; points with equal cases have equal costs."""
         found = {self._prices.columns.divided([(self._axis,)]): None}
         for choices in tables.values():
             for way in itertools.chain(*choices.values()):

@@ -100,7 +100,7 @@ class _Listed:
 def collectives(
     search: PlanSearch, candidate: SearchCandidate, division: ShardingAssignment
 ) -> tuple[Collective, ...]:
-    """The collectives of a step, by descending bytes of all sendings together.
+    """The collectives of a step, in descending order of their bytes per step.
 
     Equal collectives of one place in the program are merged.
 
@@ -173,7 +173,7 @@ def _counted(
 ) -> Iterator[Collective]:
     """Merges equal collectives of one place in the program (`where`).
 
-    Adds up their times and seconds. Leaves out collectives without an axis above 1.
+    Adds up their times and seconds. Leaves out collectives among one device.
     """
     listed = [one for one in found if speeds.axes(one.sent)]
     sums: Counter[Bundle] = Counter()
@@ -284,9 +284,10 @@ def constraints(
 ) -> dict[int, Spec]:
     """Specs for the results of operators, by the operator's number in the program.
 
-    Covers the first result of every operator that a compiler does not fuse away
-    (`CHEAP`), if it is not a scalar. A gradient from the backward pass of a user's step
-    is divided like its array at rest, if `fsdp` divides the array.
+    Covers the first result of every operator that a compiler does not fuse (whose kind
+    is not in `CHEAP`), if the result is not a scalar. At ZeRO levels 2 and 3, a
+    gradient from the backward pass of a user's step is divided like its parameter at
+    rest (`ShardingAssignment.rest`).
     """
     found = {}
     for number, operator in enumerate(graph.operators):

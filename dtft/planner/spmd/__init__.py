@@ -4,7 +4,7 @@
 * `op_signature`: groups operators that differ only in their dims, so that each pattern
   is partitioned once.
 * `zero`: how parameters, gradients and optimizer state are divided at rest, and the
-  collectives that gather these arrays.
+  collectives that gather parameters.
 * `collective_combiner`: the collectives that XLA combines into one.
 """
 

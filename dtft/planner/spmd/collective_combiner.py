@@ -1,9 +1,9 @@
-"""Models XLA's collective combiner: equal collectives without dependencies are merged.
+"""Models XLA's collective combiner, which merges independent collectives.
 
 XLA combines collectives of one kind among the same devices that do not depend on each
 other. Examples are the all-reduces of all gradients of a loop's body (or outside of
-loops), and the all-gathers after an update. The latency of combined collectives counts
-once.
+loops), and the all-gathers after an update. Collectives that are sent as one message
+have the latency of one.
 
 Observed with jax 0.10.2: the GPU compiler combines all-reduces, all-gathers and
 reduce-scatters up to 30 MiB. The CPU compiler combines all-reduces too, but its runtime
@@ -48,8 +48,8 @@ class Bundle:
     """The place in the program, such as the loops around the collectives; only
     collectives with equal places are combined."""
     is_one: bool = True
-    """Whether the bundle is sent as one message; otherwise its arrays are sent one
-    after another."""
+    """Whether the bundle is sent as one message (several, if it is larger than
+    `LIMITS`); otherwise its arrays are sent one after another."""
     ahead: bool = False
     """Whether the bundle depends on no computation, so that devices do not wait for
     each other."""
@@ -66,7 +66,7 @@ class Bundle:
     def joins(self, other: "Bundle") -> bool:
         """Whether two bundles have equal kind, place and times.
 
-        They are combined on meshes on which both communicate among the same devices.
+        Such bundles are combined on a mesh if both communicate among the same devices.
         """
         alike = self.kind, self.place, self.times
         return alike == (other.kind, other.place, other.times)

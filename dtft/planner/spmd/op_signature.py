@@ -91,8 +91,8 @@ class Instance:
     operator: Operator
     pattern: Pattern
     dims: tuple[int, ...]
-    """Dims of the operator's arrays, and dims that it sums, needs whole or turns over;
-    ascending. Each stands for all dims that are divided alike (its class)."""
+    """Dims of the operator's arrays, and its dims `summed`, `whole` and `turned_over`;
+    ascending. Each dim represents its class: all dims that are divided alike."""
     arrays: tuple[frozenset[int], ...]
     """Dims of each operand and result."""
 

@@ -208,7 +208,8 @@ class WorkDims:
         """The dim along which an axis divides the work; None if it divides no work.
 
         Without such a dim, all devices along the axis repeat the work.
-        For a product, XLA's partitioner first takes a dim that needs no comparison of
+
+        For a matmul, XLA's partitioner first takes a dim that needs no comparison of
         costs: a dim along which the axis divides both operands, or one operand and the
         result (`PartitionBaseCase` in its `dot_handler.cc`).
         """
@@ -275,7 +276,10 @@ class WorkDims:
         )
 
     def fits(self, index: int, axis: str) -> bool:
-        """Whether an axis divides an operand along the same dim as the work."""
+        """Whether an axis divides an operand along the same dim as the work.
+
+        Also true if the axis does not divide the operand.
+        """
         spec, value = self.in_specs[index], self.inputs[index]
         at = position(spec, axis)
         if at is None:
@@ -326,13 +330,15 @@ class ShardingAssignment:
     scatters: bool = False
     """Whether the backend sums and divides in one collective (reduce-scatter).
 
-    GPU and TPU do. XLA's CPU backend all-reduces, and each device keeps its part. The
-    CPU backend also reduces over the axes of one dim after another, where other
-    backends reduce once, and gathers the operand of `top_k`.
+    GPU and TPU do. XLA's CPU backend all-reduces, and each device keeps its part. If
+    the axes of several dims leave partial sums, the CPU backend also all-reduces once
+    for each dim; other backends all-reduce once in all. The CPU backend gathers the
+    operand of `top_k`.
     """
     spare: Axes = ()
     """Mesh axes (`tensor`) along which devices would repeat an operator that these axes
-    do not divide. XLA spreads the sums of such a scatter over these devices."""
+    do not divide. If the operator is a scatter, XLA spreads its sums over these
+    devices."""
 
     def of(self, dim: int) -> Axes:
         """The axes that divide a dim."""
@@ -343,9 +349,10 @@ class ShardingAssignment:
         return self.alias.get(dim, dim)
 
     def spec(self, value: Value) -> Spec:
-        """The spec of a value; if several dims want an axis, the first dim takes it.
+        """The spec of a value: the axes of each dim; dims of size one have no axes.
 
-        A dim in `first` takes its axes before all other dims.
+        If several dims of the value have the same axis, only the first of them is
+        divided by the axis. A dim in `first` comes before all other dims.
         """
         wanted = [
             self.of(dim) if size > 1 else ()
@@ -429,8 +436,9 @@ class _Placed(WorkDims):
     def _send_operand(self, index: int) -> None:
         """Adds the collectives that reshard an operand to the division of the work.
 
-        An axis that divides another dim of the operand than of the work is exchanged
-        (all-to-all) if the operand has the work's dim; otherwise it is gathered.
+        If an axis divides the operand along another dim than the work, the operand is
+        exchanged along the axis (all-to-all) if it has the dim of the work. Otherwise
+        the operand is gathered along the axis (all-gather).
         """
         value, spec = self.inputs[index], self.in_specs[index]
         moved = [axis for axis in flat(spec) if not self.fits(index, axis)]
@@ -503,10 +511,11 @@ class _Placed(WorkDims):
         Args:
             value: the result.
             wanted: axes that divide the sum afterwards.
-            partial: axes along which each device has a partial sum. For those that are
-                also in `wanted`, the sum is reduced and divided at once where XLA does
-                so (`ShardingAssignment.scatters`, products). The others are
-                all-reduced.
+            partial: axes along which each device has a partial sum. On a backend with
+                reduce-scatter (`ShardingAssignment.scatters`), the axes that are also
+                in `wanted` are reduce-scattered. On another backend, these axes of a
+                product without spare axes have one all-reduce, before they divide the
+                sum. The sum is all-reduced over all other axes.
         """
         rest = tuple(axis for axis in wanted if axis not in partial)
         scattered = tuple(axis for axis in partial if axis in wanted)
@@ -523,7 +532,10 @@ class _Placed(WorkDims):
             self._add("all_reduce", axes, part)
 
     def _together(self, axes: Axes) -> list[Axes]:
-        """Groups axes into all-reduces: one for all axes; on CPU, one for each dim."""
+        """Groups axes into all-reduces: one for all axes; on CPU, one for each dim.
+
+        The dims are those along which the axes divide the work.
+        """
         if self.division.scatters:
             return [axes] if axes else []
         dims = dict.fromkeys(self.kept[axis] for axis in axes)

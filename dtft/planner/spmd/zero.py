@@ -1,7 +1,7 @@
 """Divides parameters, gradients and optimizer state at rest, as ZeRO does.
 
-Selects the dim of each array that the axis `fsdp` divides at a ZeRO level, and the
-collectives that gather arrays for the model.
+Selects the dim of each array that the axis `fsdp` divides, and the collectives that
+gather divided parameters for use.
 """
 
 import math
@@ -23,8 +23,8 @@ from dtft.planner.types import Spec
 
 ZERO_AXIS = "fsdp"
 ZERO_BESIDE = "tensor"
-"""The axis that divides some weights, besides `fsdp`. Devices along it repeat operators
-that it does not divide (`ShardingAssignment.spare`)."""
+"""The axis that divides some weights, besides `fsdp`. Devices along this axis repeat
+operators that the axis does not divide (`ShardingAssignment.spare`)."""
 _UNDIVIDED = 2**60
 """Added to the size of dims that no axis divides, so that `rest_place` prefers them."""
 
@@ -89,9 +89,10 @@ def rest_place(
 def turned_place(value: Value) -> int:
     """The position of the dim whose gather leaves elements in transposed order.
 
-    An all-gather along a dim stores the result as if that dim came first. If it is the
-    last dim, the elements of a row are far apart; otherwise only whole rows move. Dims
-    of size one are ignored. Returns -1 if fewer than two dims are larger than one.
+    An all-gather along a dim stores the result as if that dim were the first. If that
+    dim is the last one, the elements of a row are then far apart; otherwise only whole
+    rows move. Dims of size one are ignored. Returns -1 if fewer than two dims are
+    larger than one.
 
     >>> turned_place(Value(shape=(12, 8, 1), dtype="float32", dims=(0, 1, 2)))
     1
@@ -183,8 +184,9 @@ def times_gathered(passes: int, changes: bool, zero: int, num_slices: int) -> Ga
 
     At level 3, a parameter is gathered for every pass that reads it: the backward pass
     gathers again (see `dtft.parallel.fsdp`). A loop over layers gathers the slice of
-    each layer. At levels 1 and 2, a parameter is gathered once, after the update; a
-    parameter that the step does not change is still whole on every device.
+    each layer. At levels 1 and 2, a parameter is gathered once, after the update. A
+    parameter that the step does not change is then not gathered, because it is still
+    whole on every device.
 
     Args:
         passes: the number of passes of the model that read the parameter.
