@@ -1,4 +1,4 @@
-"""Measures the local devices in under a minute, and fits the planner's scalars.
+"""Measures the local devices, and fits the planner's scalars to the times.
 
 The measurements are in `microbenchmarks`, the fits in `dtft.planner.cost`.
 """
@@ -161,6 +161,10 @@ def measure_devices(
     Args:
         devices: devices of one type; see `Cluster.from_devices`.
         sizes: sizes to measure; default: `CPU` or `ACCELERATOR`, by the platform.
+
+    Raises:
+        ValueError: there is no device, the devices or hosts differ, or the catalog
+            lacks the device type.
     """
     pool = Cluster.from_devices(devices).uniform
     sizes = sizes or (CPU if pool.device.platform == "cpu" else ACCELERATOR)
@@ -267,7 +271,10 @@ def _elements(mesh: Any, sizes: BenchmarkSizes) -> list[ElementTime]:
 
 
 def _convolutions(mesh: Any, sizes: BenchmarkSizes) -> list[ConvolutionTime]:
-    """Times convolutions in both passes, and a first convolution of images forward."""
+    """Times convolutions in both passes.
+
+    With `sizes.images`, also times the forward pass of a first convolution of images.
+    """
     times = [
         ConvolutionTime(
             flops=2.0 * rows * side**2 * 9 * channels**2,
@@ -312,8 +319,8 @@ def _collectives(
     """Times every kind and size of collective in groups of each of `_group_sizes`.
 
     The loop over sizes is outermost, so that a slow phase of the machine affects all
-    kinds. In jobs of several processes, frequent kinds are timed after matmuls, as in a
-    step.
+    kinds. In jobs of several processes with `sizes.behind` above 0, frequent kinds
+    (`_OFTEN`) are timed after matmuls, as in a step.
     """
     groups = _group_sizes(level.size)
     meshes = [microbenchmarks.make_mesh(devices, inner, members) for members in groups]

@@ -3,9 +3,10 @@
 All devices run an operation at once, as in a step, so times include contention for
 shared cores and buses. An operation runs many times in a loop of one program. The time
 of a program with one turn is subtracted, so the host's time to start a program does not
-count. In a job of several processes, all processes make the same calls and begin a
-program together. The time of the last process to end counts: if processes share cores,
-the first process to end had more than its share.
+count. Convolutions are timed without a loop. In a job of several processes, all
+processes make the same calls and begin a program together. The time of the last process
+to end counts: if processes share cores, the first process to end had more than its
+share.
 """
 
 import math
@@ -171,7 +172,7 @@ def filled(
     Args:
         mesh: mesh of `make_mesh`.
         shapes: shapes of the arrays on one device.
-        specs: partition of each array, along its first axis.
+        specs: partition of each array, along its first dim.
         dtype: dtype of all arrays.
     """
     values = np.random.default_rng(0).standard_normal(1021)
@@ -470,7 +471,8 @@ def behind_s(
         num: number of collectives of one size in a row, as for gradients.
 
     Returns:
-        Seconds of one collective, for each size; 0 or less is possible by noise.
+        Seconds of one collective, for each size; because of noise, these may be 0 or
+        less.
     """
     members = mesh.shape["group"]
 

@@ -45,7 +45,7 @@ class ModelConfig:
     def before_layers(self, model: Any, batch: Batch) -> "jax.Array":
         """Computes the input of the first layer.
 
-        Called for a pipeline: `model` is the module without the layers of `layers`.
+        In a pipeline `model` is the module without the layers of `layers`.
 
         Raises:
             NotImplementedError: the model has no equal layers.
@@ -57,7 +57,7 @@ class ModelConfig:
     ) -> "tuple[jax.Array, dict[str, jax.Array]]":
         """Computes the result of `loss` from `last`, the output of the last layer.
 
-        Called for a pipeline: `model` is the module without the layers of `layers`.
+        In a pipeline `model` is the module without the layers of `layers`.
 
         Raises:
             NotImplementedError: the model has no equal layers.
@@ -68,7 +68,7 @@ class ModelConfig:
         """Makes the module; equal `rngs` give equal parameters.
 
         Raises:
-            NotImplementedError: the class is the base class.
+            NotImplementedError: the class does not override this method.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no build(). Use a subclass of ModelConfig, "
@@ -82,6 +82,9 @@ class ModelConfig:
 
         Training minimizes the mean loss over the global batch, and logs the means of
         the loss and of the metrics.
+
+        Raises:
+            NotImplementedError: the class does not override this method.
         """
         raise NotImplementedError(f"{type(self).__name__} has no loss().")
 

@@ -1,6 +1,6 @@
 """A small convolutional classifier. Depends on no mesh, optimizer or data set.
 
-Legend: B examples, H height, W width, C channels.
+Legend: B examples, H height, W width, C channels, F features.
 """
 
 import jax

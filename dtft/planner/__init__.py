@@ -1,10 +1,11 @@
 """The planner: chooses a mesh and shardings of a training step on a cluster.
 
 The planner never runs a model. `ir` traces the step, and `workload` gives the step's
-arrays roles. Each candidate for the devices (`cluster`) is partitioned (`spmd`), its
-step time and memory are predicted (`cost`, `memory`), and the candidates are ranked
-(`search`). The result is a `plan`, which `report` explains and `aot` compares with
-XLA's compiled program. `transformer` predicts training runs from a model's shape.
+arrays roles. A candidate is a mesh on the devices (`cluster`), with shardings and
+knobs. For each candidate the step is partitioned (`spmd`), and its time and memory are
+predicted (`cost`, `memory`). `search` ranks the candidates and writes the best as a
+`plan`, which `report` explains and `aot` compares with XLA's compiled program.
+`transformer` predicts training runs from a model's shape.
 Importing this package is light: names load on first use.
 
 * `Cluster`: the devices and links to plan for, from `Cluster.parse("64x8xH100")`, a
@@ -18,8 +19,8 @@ Importing this package is light: names load on first use.
 * `trace`: traces a function of arrays into a program, for `place`.
 * From `dtft.placement` (operators on nodes of different kinds): `place`, `Placement`,
   `Kernels`, `PricedTasks`.
-* From `dtft.balance` (load divided by measured waits): `Balance`, `Rules`,
-  `Operators`, `Layers`, `Microbatches`.
+* From `dtft.balance` (divides load between nodes by measured seconds): `Balance`,
+  `Rules`, `Operators`, `Layers`, `Microbatches`.
 """
 
 from typing import TYPE_CHECKING

@@ -87,11 +87,12 @@ def numbers(
         name: name of the argument.
         value: a sequence or array of numbers.
         each: the owners of the numbers in words, for errors: `each of 3 nodes`.
-        names: names of the owners; `value` must have one number per name.
+        names: names of the owners; `value` must have one number per name. None allows
+            any count.
 
     Raises:
-        ValueError: a number is not allowed, or the count is wrong; the message names
-            the argument and the allowed values.
+        ValueError: `value` is no sequence, a number is not allowed, or the count is
+            wrong; the message names the argument and the allowed values.
     """
     allowed = f"Allowed: a finite number of 0 or more for {each}."
     if isinstance(value, str | Mapping):

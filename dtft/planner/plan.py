@@ -21,8 +21,8 @@ class Knobs:
     """The number of batch parts whose gradients are accumulated one after another."""
     remat: Remat = "none"
     zero: Literal[0, 1, 2, 3] = 0
-    """ZeRO stage: the state divided over data-parallel devices. 0 is no state, 1 the
-    optimizer state, 2 also gradients, 3 also parameters (the axis `fsdp`)."""
+    """ZeRO stage: what the axis `fsdp` divides. 0 is nothing, 1 the optimizer state, 2
+    also gradients, 3 also parameters."""
     offload: bool = False
     """Whether optimizer state is kept in host memory between updates (`Plan.host`)."""
     virtual_stages: int = 1
@@ -33,7 +33,7 @@ class Knobs:
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """A collective of the program: one kind at one operator or array."""
+    """A collective of a step: its kind, mesh axes, bytes, and operator or array."""
 
     kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"]
     axes: tuple[str, ...]
@@ -52,7 +52,7 @@ class AxisUse:
     """Fabric levels of a mesh axis, and the share of the work that the axis divides."""
 
     levels: tuple[tuple[float, str], ...]
-    """For each fabric level of the axis, fastest first: the number of devices (or
+    """For each fabric level of the axis, innermost first: the number of devices (or
     groups of the level before) that the axis joins on the level, and the kind of link.
     The number is a fraction if the axis does not fill the groups evenly."""
     work: float
@@ -63,7 +63,7 @@ class AxisUse:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Predicted seconds of one step, in all and by term, such as compute."""
+    """Predicted seconds of one step, in total and by term, such as compute."""
 
     terms: Mapping[str, float]
     """Seconds of each term: compute, collectives (exposed), bubble, optimizer, offload,
@@ -71,8 +71,8 @@ class Prediction:
     memory."""
     low_s: float
     high_s: float
-    """Upper end of the prediction interval, in seconds; `low_s` is the lower end. The
-    errors of the calibration give the interval."""
+    """Upper end of the prediction interval, in seconds; `low_s` is the lower end.
+    `Accuracy.interval_s` computes the interval."""
     source: str
     """Origin of the cost model's constants, such as `catalog (uncalibrated)`."""
     scales: Mapping[str, float] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """Another candidate of the search, for the ranked table."""
+    """A candidate of the search, as a row of the ranked table."""
 
     name: str
     mesh: Mapping[str, int]
@@ -99,7 +99,7 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The result of the planner; equal workloads and clusters give equal plans."""
+    """The result of the planner; a search with equal inputs gives equal plans."""
 
     entry: Literal["step", "loss"]
     """Entry point that made the plan and can run the plan."""
@@ -144,8 +144,9 @@ class Plan:
     cluster: str = ""
     """Description of the cluster in words."""
     predicted_for: str = ""
-    """Devices that the prediction is for, in words (`Pool.fabric_words`). Empty without
-    such devices, for example after a change of the replicas, and in older files."""
+    """Devices that the prediction is for, in words (`Pool.fabric_words`). Empty if the
+    prediction does not hold for this plan, for example after a change of the number of
+    replicas, and in older files."""
 
     @property
     def memory_bytes(self) -> int:
@@ -158,7 +159,7 @@ class Plan:
         return self.memory_bytes <= self.capacity_bytes
 
     def to_json(self) -> str:
-        """Writes the plan as versioned JSON; equal plans give equal text."""
+        """Writes the plan as versioned JSON, which `from_json` reads."""
         return serialization.write_versioned(self, SCHEMA)
 
     @classmethod

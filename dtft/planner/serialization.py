@@ -92,8 +92,8 @@ def build_typed(kind: Any, item: Any, where: str = "") -> Any:
         where: name of the value in errors, such as `knobs.zero`.
 
     Raises:
-        ValueError: the item does not have the type; the message names the item and its
-            allowed values.
+        ValueError: the item does not have the type, lacks a field without default, or
+            has two keys that are the same number. The message names the place.
 
     >>> build_typed(tuple[int, ...], [1, 2], "sizes")
     (1, 2)
@@ -201,7 +201,7 @@ Made = TypeVar("Made")
 
 
 def write_versioned(value: Any, schema: int) -> str:
-    """Writes a dataclass as versioned JSON; equal values give equal text.
+    """Writes a dataclass as versioned JSON; mappings keep their order.
 
     Args:
         value: the dataclass instance.

@@ -22,7 +22,9 @@ class Section:
 
 
 def number(value: float) -> str:
-    """Formats a number with four significant digits and never with an exponent.
+    """Formats a number with four significant digits, but at most twelve decimals.
+
+    The text has no exponent.
 
     >>> number(12345.6), number(0.123456), number(8)
     ('12350', '0.1235', '8')

@@ -290,7 +290,10 @@ class Workload:
         return frozenset(n for n, dim in enumerate(self.graph.dims) if dim.loop)
 
     def changes(self, path: str) -> bool:
-        """Whether a step does not return an argument's leaf unchanged at its path."""
+        """Whether a step changes the leaf of an argument.
+
+        False if the step's result has the unchanged leaf at the same path.
+        """
         return self.graph.outputs.get(path) != self.graph.inputs[path]
 
     @cached_property

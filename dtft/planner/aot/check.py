@@ -75,7 +75,7 @@ class Verdict:
     fits: bool
     needed_bytes: int
     """The larger of the plan's and the compiler's estimate of bytes; the plan's if the
-    plan was not compiled."""
+    plan was not compiled, or could not be."""
     capacity_bytes: int
     reason: str
 
@@ -94,7 +94,7 @@ class Agreement:
 
     @property
     def difference(self) -> float:
-        """(predicted - found) / found; infinite if nothing was found.
+        """(predicted - found) / found; infinite if only `found_bytes` is 0.
 
         >>> one = Agreement(kind="permute", axes=("a",), predicted_bytes=99,
         ...                 found_bytes=100)
@@ -117,10 +117,11 @@ def gate(
 ) -> Verdict:
     """Whether a plan fits: no estimate of its bytes is above the capacity.
 
-    One estimate is the analytic model's. The other is the compiler's plus the reserve,
-    if the plan was compiled. Of a program compiled for CPU only arguments and outputs
-    count, because the temporaries of the CPU backend are not those of another backend.
-    A plan that failed to compile does not fit.
+    One estimate is the analytic model's. The other, if the plan was compiled, is the
+    compiler's plus the reserve, without the arguments in host memory. Of a program
+    compiled for CPU only arguments and outputs count, because the temporaries of the
+    CPU backend are not those of another backend. A plan that failed to compile does not
+    fit.
 
     Args:
         plan: the plan of the candidate, with the analytic model's bytes.
@@ -166,9 +167,10 @@ def compare(plan: Plan, compiled: Compiled) -> tuple[Agreement, ...]:
     """Bytes that the plan predicts and that the compiled program sends, for each kind
     of collective and mesh axes, largest first.
 
-    Bytes count all executions in a step, in the program's dtypes before widening. If
+    Bytes count all executions in a step, in the program's dtypes before widening. Where
     the compiler replaced an all-reduce by a reduce-scatter of the same operand, or the
-    reverse, or widened a dtype, `exceptions` lists this.
+    reverse, the predicted bytes count for the replacement. `Agreement.exceptions` lists
+    such replacements, widened dtypes, and loops with an unknown trip count.
     """
     return agreements(plan.collectives, compiled)
 
@@ -176,7 +178,7 @@ def compare(plan: Plan, compiled: Compiled) -> tuple[Agreement, ...]:
 def agreements(
     predicted: Iterable[Collective], compiled: Compiled
 ) -> tuple[Agreement, ...]:
-    """Does what `compare` does, for collectives that are not in a plan yet."""
+    """Compares as `compare` does, for predicted collectives that are not in a plan."""
     wanted: Counter[_Key] = Counter()
     found: Counter[_Key] = Counter()
     notes: dict[_Key, set[str]] = defaultdict(set)

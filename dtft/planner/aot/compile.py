@@ -57,8 +57,8 @@ def lower(
 
     Args:
         step: a function of arrays, or the result of `jax.jit`; a jitted step keeps its
-            shardings of results and its donations. Constraints inside may be bare
-            `PartitionSpec`s.
+            shardings of results and its donations, and `out_specs` and `donate` have no
+            effect. Constraints inside may be bare `PartitionSpec`s.
         args: positional arguments of the step: trees of arrays or
             `jax.ShapeDtypeStruct`s.
         mesh: map from an axis to its size, slowest-varying axis first.
@@ -173,7 +173,7 @@ class _CompileQueue:
     """Gives candidates to child processes that compile.
 
     All children have the same target and number of devices. For a candidate with
-    another target or number, they finish and are replaced.
+    another target or number, the children finish their candidates and are replaced.
     """
 
     def __init__(self, deadline_s: float) -> None:
@@ -189,18 +189,21 @@ class _CompileQueue:
         return time.monotonic() >= self._end
 
     def start(self, coming: Sequence[tuple[str, int]]) -> None:
-        """Starts a child for each of the first candidates that has the target and the
-        number of devices of the first candidate, up to `_num_children()`."""
+        """Starts children before the first candidate is made.
+
+        Starts one child for each of the first `_num_children()` entries that equals the
+        first entry.
+        """
         for devices in coming[: _num_children()]:
             if devices == coming[0]:
                 self._lanes.append(_Lane(devices, self._end, self._deadline_s))
 
     def add(self, candidate: LoweredStep) -> None:
-        """Gives a candidate to the child with the fewest candidates; keeps the
-        candidate if every child has two.
+        """Gives a candidate to the child with the fewest candidates.
 
-        A candidate never moves to another child, so each child gets only as many as
-        keep it busy until the next candidate is made.
+        Keeps the candidate here if every child has two candidates. A candidate never
+        moves to another child, so each child gets only as many candidates as keep the
+        child busy until the next candidate is made.
         """
         if self._lanes and self._lanes[0].devices != _devices(candidate):
             self.finish()
@@ -242,7 +245,8 @@ class _CompileQueue:
 class _Lane:
     """One child process, and the candidates sent to it that have no result yet.
 
-    A child that crashed is replaced, and gets the candidates after the first again.
+    If the child crashes, its first candidate is a failure. A new child gets the other
+    candidates.
     """
 
     def __init__(self, devices: tuple[str, int], end: float, deadline_s: float) -> None:
@@ -260,7 +264,7 @@ class _Lane:
         self._send(candidate)
 
     def collect(self, results: dict[int, Compiled | CompileFailure]) -> None:
-        """Stores the answers that have arrived in `results`."""
+        """Adds the answers that have arrived to `results`; does not wait for others."""
         while self._waiting and self.child.has_answer():
             answer = self.child.receive()
             if answer is None and time.monotonic() >= self._end:

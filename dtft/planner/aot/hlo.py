@@ -1,7 +1,7 @@
 """Reads the text of a compiled XLA program: operations, collectives, device groups.
 
-The functions are pure. They read the syntax of jax 0.10 to 0.12 (planner.md,
-section 4). Trip counts of loops are included.
+The functions are pure. They read the syntax of jax 0.10 to 0.12. A collective in loops
+has the product of their trip counts.
 """
 
 import math
@@ -150,7 +150,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _closing(text: str) -> int:
-    """Position after the parenthesis that closes the first character of the text."""
+    """Position after the parenthesis that closes the one at the start of the text."""
     depth = 0
     for found in re.finditer(r"[()]", text):
         depth += 1 if found[0] == "(" else -1
@@ -187,7 +187,7 @@ _PERMUTED = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?$")
 
 
 def groups_of(attributes: str, mesh: Mapping[str, int]) -> Groups:
-    """The groups of a collective, or the (source, target) pairs of a permutation.
+    """The device groups of a collective, or a permutation's (source, target) pairs.
 
     >>> groups_of("channel_id=1, replica_groups={{0,1},{2,3}}, x=1", {"a": 4})
     ((0, 1), (2, 3))
@@ -225,7 +225,7 @@ def groups_of(attributes: str, mesh: Mapping[str, int]) -> Groups:
 def axes_of(
     groups: Groups, mesh: tuple[tuple[str, int], ...]
 ) -> tuple[tuple[str, ...], int]:
-    """The mesh axes along which members of a group differ, and a group's size.
+    """The mesh axes along which members of a group differ, and the largest group size.
 
     The size is smaller than the product of the axes' sizes if a group has only a part
     of an axis. The size of a (source, target) pair is 2.
@@ -335,7 +335,7 @@ _RUN_IN_PLACE = ("call", "fusion", "async", "while", "conditional")
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledCollective(Collective):
-    """A collective of a compiled program. `where` is JAX's name of its origin."""
+    """A collective of a compiled program. `where` is the `Operation.source`."""
 
     dtype: str
     """XLA's name of the first operand's type."""
@@ -449,7 +449,10 @@ def _own_bytes(
 def _is_widened(
     program: HloProgram, lines: Mapping[str, Operation], maker: Operation
 ) -> bool:
-    """Whether a 32-bit value was converted from a 16-bit value before."""
+    """Whether a 32-bit value was converted from a 16-bit value.
+
+    Looks through operations that only move elements (`_RENAMES`), and into fusions.
+    """
     while True:
         if maker.opcode == "fusion":
             body = program.computations[maker.called[0]]

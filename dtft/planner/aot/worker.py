@@ -44,7 +44,7 @@ _ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(.*)$", re.MULTILINE)
 
 
 def until_assigned(compiled: Callable[[Mapping[str, Any]], Any]) -> Any:
-    """Calls `compiled` in a fork, and returns its result before machine code is made.
+    """Compiles in a fork, and kills the fork before machine code is made.
 
     This process must not have a client of XLA with threads, such as the client of CPU
     devices, because a fork does not have the threads of its parent.
@@ -54,8 +54,8 @@ def until_assigned(compiled: Callable[[Mapping[str, Any]], Any]) -> Any:
             with `text`, `memory` and `seconds`, or the text of an error.
 
     Returns:
-        Such a dict, or the text of an error; a text with the exit code if the fork
-        crashed.
+        Such a dict, made from the files that XLA wrote before the kill, or the text of
+        an error; a text with the exit code if the fork crashed.
     """
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="dtft-xla-") as name:
@@ -114,7 +114,7 @@ def _end_with(parent: int) -> None:
 def _await(process: int, folder: Path) -> str:
     """Waits until all files are written, and kills the process.
 
-    Returns a text with the exit code if the process ended before, else ''.
+    Returns '', or a text with the exit code if the process ended before the kill.
     """
     while not _is_written(process, folder):
         ended, status = os.waitpid(process, os.WNOHANG)
@@ -168,7 +168,10 @@ _GPU_OPTIONS = {"xla_gpu_force_compilation_parallelism": 1}
 
 
 def main(link: Connection, target: str, num_devices: int) -> None:
-    """Compiles and answers every module from `link`, until `link` is closed."""
+    """Compiles each module from `link` and sends an answer; never returns.
+
+    `_listen` ends the process when `link` is closed.
+    """
     modules: SimpleQueue[tuple[bytes, dict[str, int]]] = SimpleQueue()
     threading.Thread(target=_listen, args=(link, modules), daemon=True).start()
     devices, problem = _devices(target, num_devices)
@@ -181,7 +184,10 @@ def main(link: Connection, target: str, num_devices: int) -> None:
 def _listen(
     link: Connection, modules: "SimpleQueue[tuple[bytes, dict[str, int]]]"
 ) -> None:
-    """Queues modules in a thread; ends the process when the other end is closed."""
+    """Queues the modules from `link`, in a thread of its own.
+
+    Ends the process when the other end of `link` is closed.
+    """
     try:
         while True:
             modules.put(link.recv())
@@ -190,7 +196,7 @@ def _listen(
 
 
 def _devices(target: str, num_devices: int) -> tuple[_Devices, str]:
-    """A function that returns the devices, and '' or the text of an error.
+    """Returns a function that makes the devices, and the text of an error or ''.
 
     GPU descriptions are made once. CPU devices have threads, so each fork makes new
     CPU devices.
@@ -211,9 +217,10 @@ def _devices(target: str, num_devices: int) -> tuple[_Devices, str]:
 
 @gc_paused()
 def _read(compiled: dict[str, Any] | str, mesh: Mapping[str, int]) -> Answer:
-    """Reads the collectives from the text of a compiled program; passes on an error.
+    """Reads the collectives from the text of a compiled program.
 
-    The child reads the text, because its megabytes are too much to send over the pipe.
+    The text of an error is returned unchanged. The child reads the program, because
+    the megabytes of text are too much to send over the pipe.
     """
     if isinstance(compiled, str):
         return compiled
@@ -293,7 +300,10 @@ class Child:
         self._timer.start()
 
     def send(self, module: bytes, mesh: Mapping[str, int]) -> None:
-        """Sends a module to compile; answers arrive in the order of modules."""
+        """Sends a module to compile; answers arrive in the order of modules.
+
+        Does nothing if the process has ended; `receive` then returns None.
+        """
         with contextlib.suppress(OSError):  # `receive` reports an ended process
             self._link.send((module, dict(mesh)))
 
@@ -312,8 +322,10 @@ class Child:
             return None
 
     def stop(self) -> str:
-        """Kills the process; returns the last `TAIL` characters of its log, or its exit
-        code if the log is empty."""
+        """Kills the process; returns the last `TAIL` characters of its output.
+
+        Returns a text with the exit code if there is no output.
+        """
         self._timer.cancel()
         self._kill()
         self._link.close()
@@ -328,15 +340,17 @@ class Child:
 
 
 def wait_for_any(children: Sequence[Child]) -> None:
-    """Waits until one child has an answer or has ended; every child is killed at its
-    deadline."""
+    """Waits until one child has an answer or has ended.
+
+    The wait ends at a child's deadline at the latest, because the child is then killed.
+    """
     connection.wait([child._link for child in children])
 
 
 def environment(num_devices: int) -> dict[str, str]:
-    """Environment of a child: fake CPU devices, and huge pages for glibc.
+    """Environment variables of a child: fake CPU devices, and huge pages for glibc.
 
-    Other variables are copied from this process.
+    Also makes this package importable. Other variables are copied from this process.
     """
     kept = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
     flags = [

@@ -1,7 +1,8 @@
 """Catalog of devices, links and machines by name: level 0 of calibration.
 
-Figures come from data sheets and published measurements, each with its source.
-`dtft calibrate` replaces these figures by measurements.
+Each device, link and machine has the source of its figures: a data sheet, a published
+measurement, or an assumption. `cost.apply_calibration` replaces the speeds by the
+measurements of `dtft calibrate`.
 """
 
 import difflib
@@ -19,17 +20,17 @@ from dtft.planner.cluster.hardware import (
     Platform,
 )
 
-# Device types. Peaks are dense (no sparsity). Sizes, cores and bandwidths of NVIDIA
-# devices come from XLA's target descriptions. Where the product differs (MI300X), the
-# data sheet counts.
+# Device types. Peaks are dense (no sparsity). Sizes, cores and bandwidths of most
+# NVIDIA devices come from XLA's target descriptions. Where the product differs
+# (MI300X), the data sheet counts.
 
 
 _XLA = "openxla/xla backends/gpu/target_config/specs"
 _SHEET = "data sheet"
 _SCALING = "jax-ml/scaling-book, TPU specs"
 _GPU = Efficiency(e0=0.75, x0=8.0, memory=0.85, fuse=0.5, launch_s=4e-6, misaligned=0.5)
-"""Efficiency of GPUs. e0 and x0 come from a fit to BigScience runs on A100 (planner.md
-section 3); the other scalars are assumed."""
+"""Efficiency of GPUs. e0 and x0 come from a fit to BigScience runs on A100; the other
+scalars are assumed."""
 _TPU = Efficiency(e0=0.8, x0=0.0, memory=0.85, fuse=0.5, launch_s=1e-6)
 """Efficiency of TPUs, assumed; TPU programs launch their operators on the device."""
 _T = 1e12
@@ -449,15 +450,15 @@ MACHINES: Mapping[str, Machine] = {
         "AWS p4d.24xlarge: 400 Gb/s",
     ),
 }  # fmt: skip
-"""Map from name to machine; the name of a device type stands for its most common
-machine."""
+"""Map from name to machine. The most common machine of a device type has the name of
+the device type."""
 
 
 def device_type(name: str) -> DeviceType:
     """Looks up a device type of the catalog by its name or an alias.
 
     Raises:
-        ValueError: the name is unknown; the message has the closest and all names.
+        ValueError: the name is unknown; the message lists the known names.
 
     >>> device_type("H100_SXM").name
     'h100'
@@ -471,7 +472,7 @@ def machine(name: str) -> Machine:
     """Looks up a machine of the catalog by its name or an alias.
 
     Raises:
-        ValueError: the name is unknown; the message has the closest and all names.
+        ValueError: the name is unknown; the message lists the known names.
     """
     if (known := canonical_name(name)) in MACHINES:
         return MACHINES[known]
@@ -482,7 +483,7 @@ def link(name: str) -> Link:
     """Looks up a link of the catalog by its name.
 
     Raises:
-        ValueError: the name is unknown; the message has the closest and all names.
+        ValueError: the name is unknown; the message lists the known names.
     """
     if (known := name.strip().lower().replace("_", "-")) in LINKS:
         return LINKS[known]
@@ -526,7 +527,10 @@ def device_type_of_kind(kind: str) -> DeviceType | None:
 def unknown(
     what: str, name: str, known: Iterable[str], near: Iterable[str]
 ) -> NoReturn:
-    """Raises a ValueError that lists the known names and suggests the closest name."""
+    """Raises a ValueError that lists the known names.
+
+    The message also suggests the closest of the names `near`, if one is similar.
+    """
     close = difflib.get_close_matches(canonical_name(name), list(near), n=1, cutoff=0.5)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     raise ValueError(

@@ -73,10 +73,11 @@ Platform = Literal["cpu", "cuda", "rocm", "tpu", "other"]
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """Efficiency of a device relative to its data sheet: scalars fitted by calibration.
+    """Scalars for a device's speed relative to its data sheet.
 
-    A matmul of x rows reaches the share e0 x / (x + x0) of the peak, times the
-    efficiency of whole tiles (`cost.shape_factor`). See planner.md, section 7.
+    The catalog has typical values; calibration fits most of them to measured times. A
+    matmul of x rows that fills all tiles and cores reaches the share e0 x / (x + x0) of
+    the peak. `cost.matmul_s` has the formula for other sizes.
     """
 
     e0: float = 0.75
@@ -187,9 +188,10 @@ class DeviceType:
     def peak(self, dtype: str) -> float:
         """Peak FLOP/s of matmuls of a dtype.
 
-        A float dtype that is not listed has the peak of a listed float, of as many bits
-        if possible (bfloat16 for float16). Other dtypes without a unit of their own,
-        such as int32, have the lowest listed peak.
+        A dtype that is not listed has the peak of a listed substitute: the other of
+        float16 and bfloat16, else float32; another float for float8 and float4; int8
+        for int4 and uint8. Dtypes without a listed substitute, such as int32, have the
+        lowest listed peak.
 
         >>> peaks = {"bfloat16": 4.0, "float32": 2}
         >>> device = DeviceType(name="d", platform="cpu", memory_bytes=1,
@@ -226,13 +228,13 @@ CollectiveKind = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """Time of a transfer by its size S: B(S) = bandwidth * S / (S + half_bytes).
+    """Time of a transfer of S bytes in one direction: latency_s + S / B(S).
 
-    See planner.md, section 7. All figures are for one direction.
+    B(S) = bandwidth * S / (S + half_bytes) is the bandwidth that S bytes reach.
     """
 
     latency_s: float
-    """Seconds of an empty message, per hop (alpha)."""
+    """Latency of a message in seconds, per hop (alpha)."""
     bandwidth: float
     """Bytes per second of large messages."""
     half_bytes: float = 0.0
@@ -260,9 +262,9 @@ class Link:
     """A port through which a device reaches the other devices of its level.
 
     A device that shares its port with `shared_by - 1` other devices gets
-    1 / `shared_by` of the bandwidth: all devices of an SPMD program communicate at once
-    (planner.md, section 7). Shared ports are PCIe switches, UPI, CXL switches, and
-    network cards of several devices.
+    1 / `shared_by` of the bandwidth, because all devices of an SPMD program communicate
+    at once. Shared ports are PCIe switches, UPI, CXL switches, and network cards of
+    several devices.
     """
 
     kind: LinkKind
@@ -273,8 +275,9 @@ class Link:
     source: str
     """Origin of the figures."""
     measured: Mapping[CollectiveKind, Mapping[int, Curve]] = field(default_factory=dict)
-    """Curves of single kinds of collectives, such as sums computed in the switch, by
-    the number of devices of the measurement."""
+    """Map from a kind of collective to its measured curves, by number of devices. An
+    all-reduce, for example, is faster where the switch computes the sums. Other kinds
+    use `curve`."""
     meeting: Mapping[int, float] = field(default_factory=dict)
     """Sync skew: extra seconds of a collective after computation, by number of devices.
     Participants arrive at different times, and waiting threads must be woken. Empty
@@ -316,7 +319,8 @@ class Link:
         """Curve of a kind of collective among a number of devices of this link.
 
         Between measured numbers of devices the curve is interpolated by the logarithm
-        of the number. Outside the measured range the nearest measured curve counts.
+        of the number. Outside the measured range the nearest measured curve counts. A
+        kind without measured curves has the link's `curve`.
         """
         curves = self.measured.get(kind)
         if not curves:
@@ -342,10 +346,11 @@ class Link:
 
 
 def _beside(num_devices: float, known: Iterable[int]) -> tuple[int, int, float]:
-    """Finds the known numbers below and above a number, and its position between both.
+    """Finds the two known numbers around a number of devices.
 
-    The position is 0 at the lower number. Outside the known range, both numbers are the
-    nearest known number.
+    Also returns the position of `num_devices` between both on a log scale: 0 at the
+    lower number, 1 at the upper. Outside the known range, both numbers are the nearest
+    known number, and the position is 0.
     """
     numbers = sorted(known)
     low = max((n for n in numbers if n <= num_devices), default=numbers[0])

@@ -45,13 +45,13 @@ one device."""
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """A level of the fabric: a link joins `size` devices or groups of a lower level."""
+    """A fabric level: a link joins `size` devices, or groups of the level below."""
 
     size: int
     link: Link
     """The port of one device at this level."""
     name: str = ""
-    """Name of the joined groups: `devices` (of one host), `hosts`, or a user's name."""
+    """Name of what is joined, such as `devices` (of one host), `hosts` or `slices`."""
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -62,7 +62,8 @@ class Level:
 class Pool:
     """Devices of one type on a uniform fabric.
 
-    The devices are numbered with the innermost level fastest.
+    Device numbers run through the innermost level first: the devices of an innermost
+    group have consecutive numbers.
     """
 
     device: DeviceType
@@ -106,7 +107,7 @@ class Pool:
         """The pool's shorthand and kinds of links: `2x8xh100 by NVLink and InfiniBand`.
 
         A pool parsed from a shorthand and the pool of such devices have the same text.
-        A pool of equally many devices on other links has another text.
+        A pool of equally many devices on other kinds of links has another text.
         """
         kinds = dict.fromkeys(
             level.link.kind for level in self.levels if level.size > 1
@@ -116,7 +117,7 @@ class Pool:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """One pool of devices, or several pools that a slower link joins."""
+    """One pool of devices, or several pools that the link `between` joins."""
 
     pools: tuple[Pool, ...]
     between: Link | None = None
@@ -175,9 +176,9 @@ class Cluster:
         Args:
             text: `64x8xH100` (64 hosts of 8 devices), `8xA100` (one host), `512xH100`
                 (hosts of the catalog's size), `h100` (one device), `16x16xv5e` (a
-                torus), `48xjean-zay` (hosts of a machine), `4x8xH100+4x8xA100` (two
-                pools), or the path of a file. The format of files is described in this
-                module, above `read_cluster_file`.
+                torus), `48xjean-zay` (48 hosts, each a machine of the catalog),
+                `4x8xH100+4x8xA100` (two pools), or the path of a file. The format of
+                files is described in this module, above `read_cluster_file`.
 
         Raises:
             ValueError: the text cannot be read, or names a device or machine that the
@@ -309,7 +310,9 @@ def _split(text: str) -> tuple[list[int], str]:
 def _hosts(
     text: str, sizes: list[int], found: Machine, *, of_hosts: bool
 ) -> tuple[Level, ...]:
-    """Builds the levels of devices of a host and of hosts, without levels of size 1."""
+    """Builds a level of a host's devices and a level of hosts; leaves out a level of
+    size 1.
+    """
     if len(sizes) > 2:
         raise ValueError(
             f"cluster {text!r} has {len(sizes)} sizes. Allowed: hosts and devices of a "
@@ -345,7 +348,10 @@ def _host_sizes(
 
 
 def _torus(text: str, sizes: list[int], found: Machine) -> tuple[Level, ...]:
-    """Builds a level for each torus dimension, and a level of slices on the network."""
+    """Builds a level for each torus dimension, and a level of slices on the network.
+
+    Leaves out levels of size 1.
+    """
     dims = found.torus_dims
     if len(sizes) > dims + 1:
         raise ValueError(
@@ -409,7 +415,7 @@ _CURVE = frozenset(field.name for field in fields(Curve))
 
 
 def is_cluster_path(text: str) -> bool:
-    """Whether a text is the path of a cluster file, not a shorthand."""
+    """Whether a text is the path of a cluster file, by its suffix, not a shorthand."""
     return text.lower().endswith(_SUFFIXES)
 
 
@@ -498,7 +504,10 @@ def _checked(
 def _built(of: Any, items: Mapping[str, Any], where: str) -> Any:
     """Builds a dataclass from its field values; text of numeric fields becomes numbers.
 
-    Nested values must already be built. Missing required fields are an error.
+    Nested values must already be built.
+
+    Raises:
+        ValueError: a required field is missing, or a value is not allowed.
     """
     needed = [
         field.name
@@ -518,9 +527,13 @@ def _built(of: Any, items: Mapping[str, Any], where: str) -> Any:
 
 
 def _number(name: str, value: Any, hint: Any) -> Any:
-    """Converts a value to the type of its field.
+    """Converts the value of an int or float field to a number.
 
-    YAML reads 5e-6 as text and 64.0e9 as a float.
+    The YAML loader reads 5e-6 and 64.0e9 as text. Values of other fields are returned
+    unchanged.
+
+    Raises:
+        ValueError: the value is no number, or no whole number for an int field.
     """
     if hint not in (int, float):
         return value
@@ -582,7 +595,7 @@ def _device(items: Any, where: str) -> DeviceType:
 def _link(items: Any, where: str) -> Link:
     """Reads a link: a name of the catalog, or a mapping of fields.
 
-    The mapping may have the curve's figures beside its other keys.
+    The mapping may have the figures of the curve in place of the key `curve`.
     """
     if isinstance(items, str):
         return catalog.link(items)
@@ -605,8 +618,10 @@ def _link(items: Any, where: str) -> Link:
 def _by_number(
     items: Mapping[Any, Any], where: str, build: Callable[[Any, str], Any]
 ) -> dict[int, Any]:
-    """Builds a mapping from numbers of devices to values; equal numbers are duplicate
-    keys.
+    """Builds a mapping from numbers of devices to values.
+
+    Raises:
+        Twice: two keys are the same number.
     """
     built = ((int(n), build(item, f"{where}.{n}")) for n, item in items.items())
     return serialization.mapping_once(built, where)
@@ -647,7 +662,7 @@ def cluster_of(devices: Sequence[Any], host_memory_bytes: int | None = None) -> 
 
 
 def _host(device: Any) -> int:
-    """Number of a device's host; devices of one number communicate over fast links.
+    """Number of a device's host; devices with equal numbers are joined by fast links.
 
     On GPUs the number is JAX's `slice_index` if present (one host, or one NVLink domain
     of several hosts). Elsewhere it is the process index.
@@ -682,8 +697,10 @@ def _found_pool(devices: Sequence[Any], num_hosts: int, memory: int) -> Pool:
 
 
 def _type(device: Any, memory: int) -> DeviceType:
-    """The catalog's device type of a JAX device, with the memory that the device
-    reports (`bytes_limit`) if any; on CPU with `memory` bytes.
+    """The catalog's device type of a JAX device, with the memory of this device.
+
+    The memory is what the device reports (`bytes_limit`), else that of the catalog; on
+    CPU it is `memory` bytes.
 
     Raises:
         ValueError: the catalog lacks the device type.

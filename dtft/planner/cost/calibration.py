@@ -31,7 +31,7 @@ class Calibration:
     """Measurements of `dtft calibrate` for one device type in one fabric.
 
     A calibration holds only for its own cluster: scalars that rank plans well on one
-    cluster rank plans badly on another (reference section 3).
+    cluster rank plans badly on another.
     """
 
     device: str
@@ -74,10 +74,12 @@ class Calibration:
 
     @property
     def term_errors(self) -> Mapping[str, float]:
-        """Relative error of each term of a prediction; see `Accuracy.interval_s`.
+        """Relative errors `compute` and `collectives`; see `Accuracy.errors`.
 
-        With past runs, every term has the residual of the whole step. Without past
-        runs, only `compute` and `collectives` have an error, from the fits.
+        With past runs, both errors are the residual of the fit to whole steps. Without
+        past runs, `compute` is the larger residual of the fits `matmul` and `memory`,
+        and `collectives` the largest residual of the fits of collectives. A missing fit
+        of matmuls or collectives counts with its error in `UNCALIBRATED`.
         """
         if self.num_runs:
             return dict.fromkeys(UNCALIBRATED, self.residuals["runs"])
@@ -158,8 +160,8 @@ def apply_calibration(cluster: Cluster, calibration: Calibration) -> Cluster:
     Pools of other device types and links without a measurement stay unchanged.
 
     Raises:
-        ValueError: no pool of the cluster has the device type, or the calibration has
-            links and none of the cluster's links is among them.
+        ValueError: no pool of the cluster has the device type; or the calibration and
+            the cluster have links, but none in common.
     """
     like = [pool.device.name == calibration.device for pool in cluster.pools]
     if not any(like):
@@ -265,7 +267,7 @@ def fit_terms(runs: Sequence[PastRun]) -> CalibrationFit:
     factor.
 
     Raises:
-        ValueError: `runs` is empty.
+        ValueError: `runs` is empty, or a measured step time is not above 0.
     """
     if not runs:
         raise ValueError("runs is empty. Train with a plan first; its log has them.")
@@ -282,7 +284,11 @@ def fit_terms(runs: Sequence[PastRun]) -> CalibrationFit:
 def learn(calibration: Calibration, runs: Iterable[PastRun]) -> Calibration:
     """Fits a calibration of level 2 to the past runs on the calibration's cluster.
 
-    Without such runs the calibration stays unchanged.
+    Only runs with the calibration's device type, fabric and software count. Without
+    such runs the calibration is returned unchanged.
+
+    Raises:
+        ValueError: a measured step time is not above 0.
     """
     own = of_cluster(runs, calibration)
     if not own:

@@ -1,7 +1,8 @@
-"""Seconds of a collective among the devices along mesh axes, and its overlapped share.
+"""Seconds of a collective along mesh axes, its sync skew, and its overlapped share.
 
-Formulas are from reference section 7, for each algorithm of `dtft.collectives` and for
-hierarchical algorithms over the levels of the devices.
+The formulas count the latency of hops and the bytes through ports (`Curve`), for each
+algorithm of `dtft.collectives` and for hierarchical algorithms over the levels of the
+fabric.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -193,7 +194,10 @@ def _tree(kind: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
 
 
 def _gather(kind: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
-    """Gathers to one device and broadcasts back: 2 alpha + 2 n S / B of its port."""
+    """Seconds to gather on one device and to broadcast the sum.
+
+    2 alpha + 2 n S / B, where B is the bandwidth of the port of this device.
+    """
     sent = _members(hops) * hops[-1].seconds(num_bytes, alone=True)
     return _rounds(kind) * (_alpha(hops) + sent)
 
@@ -216,8 +220,9 @@ def _hierarchical(kind: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
 
 
 def _passed(hop: _Hop) -> Any:
-    """The number of links that a byte passes: on a torus ring of n links n / 4 on
-    average, elsewhere 1.
+    """The number of links that a byte passes on average.
+
+    n / 4 on a torus ring of n links, but at least 1; 1 elsewhere.
     """
     return np.maximum(1.0, hop.size / 4) if hop.link.kind == "ICI" else 1.0
 
@@ -299,7 +304,9 @@ def sync_skews_s(groups: DeviceGroups) -> np.ndarray:
 
 
 def hidden(group: DeviceGroup) -> float:
-    """Share (0 to 1) that computation hides of a gather that waits for no computation.
+    """Share (0 to 1) of a gather that computation hides.
+
+    This is the share for a gather that waits for no computation.
 
     Args:
         group: a result of `group_of`; the level with the smallest share counts.

@@ -1,7 +1,7 @@
 """Seconds that one device computes: matmuls, memory traffic and operator launches.
 
-`lower_bound_s` bounds the step time of every plan from below. Formulas are from
-reference section 7. Numeric arguments may be numpy arrays and are broadcast.
+`lower_bound_s` bounds the step time of every plan from below. Numeric arguments may be
+numpy arrays and are broadcast.
 """
 
 import math
@@ -48,11 +48,11 @@ sums again, so smaller splits are slower."""
 def shape_factor(
     device: DeviceType, m: Any, n: Any, k: Any, batch: Any = 1, dtype: str = "bfloat16"
 ) -> Any:
-    """Efficiency of a matmul in (0, 1], given that it is computed in whole tiles.
+    """Efficiency of a matmul (m, k) by (k, n) in (0, 1], computed in whole tiles.
 
-    q of reference section 7: dims are padded to the tile, the last wave of tiles does
-    not fill all cores, and rows that are not aligned are slower. If the result has at
-    most half as many tiles as the device has cores, several cores share each sum
+    Dims are padded to multiples of the tile, the last wave of tiles may leave cores
+    idle, and rows that are not aligned are slower. If the result has at most half as
+    many tiles as the device has cores, several cores share each sum over a long k
     (split-K of cuBLAS).
 
     >>> from dtft.planner.cluster.catalog import device_type
@@ -77,7 +77,8 @@ def _aligned(device: DeviceType, n: Any, k: Any, dtype: str) -> Any:
     """Efficiency factor of row alignment: `misaligned` if n or k is not aligned, else
     1.
 
-    A size up to one aligned row counts as aligned: the tile pads it in any case.
+    A size is aligned if its bytes are a multiple of `alignment_bytes`, or fewer: the
+    tile pads a smaller size in any case.
     """
     row = max(device.alignment_bytes * 8 // item_bits(dtype), 1)
     odd = [(np.asarray(size) > row) & (np.asarray(size) % row > 0) for size in (n, k)]
@@ -92,7 +93,7 @@ def matmul_s(
     The launch of the operator (`launch_s`) is not counted. A matrix-vector product is
     not tiled: its kernels read the matrix once, at memory bandwidth.
 
-    The efficiency `x0` adds a fixed number of rows, not a share of the padded size. A
+    `Efficiency.x0` adds a fixed number of rows, not a share of the padded size. A
     smaller matmul of aligned rows therefore never takes longer than a larger matmul.
 
     Args:
@@ -195,7 +196,7 @@ def unfused_s(
         device: the device type, with its memory and the share of bytes left by fusion.
         num_bytes: sum of the bytes that each operator reads and writes without fusion;
             for an optimizer update, the bytes of the whole update.
-        simple: the number of simple operations.
+        simple: the number of all operations, special functions included.
         special: the number of special functions, such as exp.
         cold: whether this is an optimizer update, whose state was not used recently.
     """
@@ -214,8 +215,8 @@ def launch_s(device: DeviceType, num_operators: Any) -> Any:
 def added_s(efficiency: Efficiency, collective_s: Any, compute_s: Any) -> Any:
     """Seconds that collectives add to the computation that overlaps them.
 
-    The result is max(0, m - c) of reference section 7 plus the slowdown of the
-    computation. It is at most `collective_s`.
+    The result is the part of `collective_s` that the computation cannot hide, plus the
+    slowdown of the computation that hides the rest. It is at most `collective_s`.
 
     Args:
         efficiency: the overlapped share and the slowdown of computation by overlap.

@@ -1,7 +1,8 @@
-"""Fits the scalars of the cost model to measured times, with standard errors.
+"""Fits the scalars of the cost model to measured times.
 
-Every fit is a soft-L1 least-squares fit of logarithms: outliers count little, and short
-times count as much as long times.
+`fit` is a least-squares fit of logarithms with soft-L1 loss: outliers count little, and
+short times count as much as long times. Overlap, sync skew and prefetch overlap have
+fits of their own, without standard errors.
 """
 
 import math
@@ -141,7 +142,7 @@ class ElementTime:
     """Seconds of element-wise operations on an array, run on every device at once."""
 
     simple: float
-    """The number of simple operations."""
+    """The number of all operations, special functions included."""
     special: float
     """The number of special functions, such as exp."""
     seconds: float
@@ -153,8 +154,7 @@ class ConvolutionTime:
 
     flops: float
     channels: int
-    """Channels of input and output; with an odd number of input channels, channels of
-    the output."""
+    """Output channels; also the input channels, unless `odd`."""
     odd: bool = False
     """Whether the number of input channels is odd."""
     strided: float = 0.0
@@ -240,9 +240,10 @@ def _fit_memory(
 def fit_elements(
     device: DeviceType, times: Sequence[ElementTime]
 ) -> tuple[DeviceType, CalibrationFit]:
-    """Fits the seconds of a simple and of a special element-wise operation.
+    """Fits `simple_s` and `special_s` of `Efficiency` to measured times.
 
-    The fit has no term for the bytes that the operations move.
+    These are the seconds of one element-wise operation, and the extra seconds of an exp
+    or similar function. The fit has no term for the bytes that the operations move.
     """
     simple, special = np.array([(t.simple, t.special) for t in times], float).T
     found = fit(
@@ -259,7 +260,7 @@ def fit_matmuls(
     """Fits `e0`, `x0` (see `Efficiency`) and an operator's launch time to matmul times.
 
     On a CPU, or if a matmul was faster than the peak, the best measured speed becomes
-    the peak. The peaks of other dtypes grow by the same factor.
+    the peak. The peaks of other dtypes change by the same factor.
     """
     reached = max(2.0 * t.m * t.n * t.k / t.seconds for t in times)
     if device.platform == "cpu" or reached > device.peak(dtype):
@@ -284,8 +285,8 @@ def fit_convolutions(
 ) -> tuple[DeviceType, CalibrationFit]:
     """Fits `c0`, the channels at which convolutions are half as fast as large matmuls.
 
-    With times of an odd number of input channels, fits `odd`, the slowdown of these
-    convolutions, too.
+    If `times` has convolutions of an odd number of input channels, also fits `odd`, the
+    slowdown of these convolutions.
     """
     flops, channels = np.array([(t.flops, t.channels) for t in times], float).T
     alone = flops / (device.peak(dtype) * device.efficiency.e0)
@@ -327,10 +328,10 @@ def fit_link(
 
     Args:
         link: the catalog's link; its kind and sharing stay unchanged.
-        times: times of groups that lie on this level alone.
+        times: times of groups whose devices communicate over this link alone.
 
     Returns:
-        The link, and the fits by name: `all`, and for example `all_reduce of 8`.
+        The fitted link, and the fits by name: `all`, and for example `all_reduce of 8`.
     """
     begin = {
         "latency_s": link.curve.latency_s,
@@ -378,10 +379,10 @@ def _fit_curve(
 def fit_overlap(
     given: Efficiency, times: Sequence[OverlapTime]
 ) -> tuple[Efficiency, float]:
-    """Fits the share of computation that collectives overlap, and the slowdown by it.
+    """Fits the share of computation that collectives can overlap, and its slowdown.
 
-    The fit takes the best point of a grid; of equally good points it takes the point
-    with the smallest overlap.
+    Selects the best point of a grid; of about equally good points, the point with the
+    smallest overlap.
 
     Returns:
         The efficiency with `overlap_kappa` and `overlap_fraction`, and the median
@@ -440,8 +441,8 @@ def fit_sync_skew(link: Link, times: Sequence[SyncSkewTime]) -> Link:
 
     Args:
         link: a link that `fit_link` has fitted.
-        times: times of groups that lie on this level alone; without times, `meeting`
-            is empty.
+        times: times of groups whose devices communicate over this link alone; without
+            times, `meeting` is empty.
     """
     left: dict[int, list[float]] = {}
     for time in times:

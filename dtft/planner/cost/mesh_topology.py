@@ -75,13 +75,15 @@ def group_of(
     """Group of the devices that communicate along one or several mesh axes.
 
     Args:
-        pool: the devices, numbered with the innermost level fastest.
+        pool: the devices. Device numbers run through the innermost level first: the
+            devices of an innermost group have consecutive numbers.
         mesh: map from axis to size, slowest-varying first; the mesh takes the first
             devices of the pool.
         axes: the mesh axes of the collective; an axis of size 1 adds nothing.
 
     Returns:
-        The group; if groups differ, the group that reaches the outermost level.
+        The group. If the groups of the mesh differ, the group with the most members on
+        the outermost level; of equal ones, on the next level, and so on.
 
     Raises:
         ValueError: the mesh lacks an axis, or is larger than the pool.
@@ -227,7 +229,7 @@ def extents(
     The extent is the largest number m of devices so that each aligned run of m devices
     along the axis lies inside one group. If one group holds the mesh, m is the axis
     size. Otherwise m is the largest divisor of the axis size so that m * stride divides
-    the devices of the group.
+    the number of devices in the group, or 1 if there is none.
 
     Args:
         sizes: sizes of the axes.

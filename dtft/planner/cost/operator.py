@@ -1,6 +1,7 @@
 """Seconds of an operator on a mesh, and of optimizer state in host memory.
 
-The seconds follow from the work and the collectives of each device.
+The seconds are computed from the work of each device and the collectives between
+devices (`dtft.planner.spmd`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -36,7 +37,7 @@ _ELEMENT_BY_ELEMENT = ("reduction", "gather", "scatter", "sort")
 
 @dataclass(frozen=True, kw_only=True)
 class MeshSpeeds:
-    """Speeds of collectives along the axes of a mesh on a pool."""
+    """Seconds of collectives along the axes of a mesh on a pool."""
 
     pool: Pool
     mesh: Mapping[str, int]
@@ -70,13 +71,15 @@ class MeshSpeeds:
         return sync_skew_s(group_of(self.pool, self.mesh, axes)) if axes else 0.0
 
     def together_s(self, bundle: Bundle, num_bytes: float, sizes: Sizes) -> float:
-        """Seconds per step of a bundle, beyond its collectives that are sent alone.
+        """Seconds per step of a bundle of collectives that share one sync skew.
 
-        The result is the sync skew of the bundle. If the backend combines the bundle
-        into one message (`is_one`), the result also has the seconds of sending.
+        The result has this sync skew once for each time that the bundle is sent, but
+        not for a bundle that waits for no computation (`ahead`). It also has the
+        seconds of sending if the backend combines the bundle into one message
+        (`is_one`). Otherwise `sending_s` computes these for each collective.
 
         Args:
-            bundle: the collectives that are sent together.
+            bundle: the collectives.
             num_bytes: bytes of the whole bundle in a step.
             sizes: sizes of the axes, and the number of microbatches.
         """
@@ -134,7 +137,8 @@ def computing_s(
 def _across(work: OperatorWork, sizes: Sizes) -> Any:
     """The number of elements that one device reads out of memory order.
 
-    A transposed product is read in order unless it is a partial sum (`strided`).
+    The result of a transposed matmul counts (`OperatorWork.turned`) only if an axis
+    divides the sum of the matmul, so that each device has a partial sum.
     """
     read = work.strided.at(sizes)
     if work.turned_by:
@@ -151,8 +155,9 @@ def _copying_s(device: DeviceType, work: OperatorWork, sizes: Sizes) -> Any:
 
 
 def runs(work: OperatorWork, sizes: Sizes) -> Any:
-    """The number of microbatches if these divide the operator's work, else 1: the
-    factor on the operator's executions in a step.
+    """Factor on an operator's executions in a step.
+
+    The number of microbatches if these divide the operator's work, else 1.
     """
     return parts((MICRO,), sizes) if MICRO in work.divided_by else 1
 

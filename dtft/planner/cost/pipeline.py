@@ -3,8 +3,8 @@
 The inputs are seconds of a stage and the numbers of stages, microbatches and chunks.
 Seconds and counts of `pipeline_s` may be numpy arrays.
 
-Sources: reference section 7; GPipe arXiv 1811.06965; 1F1B and interleaving arXiv
-2104.04473; memory of interleaving arXiv 2205.05198, section 4.2.3.
+Sources: GPipe arXiv 1811.06965; 1F1B and interleaving arXiv 2104.04473; memory of
+interleaving arXiv 2205.05198, section 4.2.3.
 """
 
 from typing import Any
@@ -54,7 +54,7 @@ def in_flight(schedule: Schedule, stages: int, microbatches: int, chunks: int) -
     """The number of microbatches whose activations the first stage keeps at once.
 
     The first stage is the fullest. GPipe and circular keep all microbatches. 1F1B keeps
-    as many microbatches as stages p; with v chunks 1 + (p - 1) / (p v) times as many.
+    at most p microbatches for p stages; with v chunks at most p + (p - 1) / v.
 
     >>> in_flight("gpipe", 4, 16, 1), in_flight("1f1b", 4, 16, 1)
     (16, 4)

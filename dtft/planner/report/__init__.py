@@ -4,7 +4,7 @@
 * `compare`: two plans side by side, and the reasons for their difference in time.
 * `replan`: `why_not`, and the cost of each pin.
 * `lints`: sizes and arrays whose cost a small change saves.
-* `hardware_sensitivity`: the plan on a faster cluster.
+* `hardware_sensitivity`: the best plans on changed clusters, such as faster links.
 * `logical_axes`: a plan as Flax's logical axis rules.
 * `html_report`, `page`: the report as an HTML file without network or scripts.
 """

@@ -192,7 +192,8 @@ def sent(plan: Plan) -> dict[Key, tuple[int, float]]:
 
 
 _MOST = 0.8
-"""Share of the added (or saved) seconds that the terms named by `slower` make up."""
+"""Least share of the added (or saved) seconds that the terms named by `slower` make
+up."""
 _WHOLE = 0.995
 """Least share of the work that an axis divides to count as dividing all work."""
 _AGAINST = 0.1

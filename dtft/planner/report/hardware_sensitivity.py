@@ -1,8 +1,8 @@
 """Sensitivity to hardware: plans again for clusters with one change each.
 
 Each change doubles one figure: the bandwidth of a kind of link, the memory capacity,
-the memory bandwidth, the peak flops, or the number of hosts. One more change halves the
-number of hosts.
+the memory bandwidth, the peak flops, or the size of the outermost level of the fabric,
+such as the number of hosts. One more change halves this size.
 """
 
 from collections.abc import Iterator, Mapping
@@ -84,9 +84,9 @@ def _unless_slower(plan: Plan, decision: Decision, cluster: Cluster) -> Plan:
     """Returns `plan`, or the plan with the decision's mesh on the changed cluster if
     that plan fits and is faster.
 
-    The ranking prefers a mesh without redundant work to a faster mesh with redundant
-    work (`search.ranking.IDLE`). Without this rule, a faster cluster could be reported
-    as slower.
+    The ranking prefers a mesh without redundant work to a mesh with redundant work that
+    is up to `search.ranking.IDLE` times as fast. Without the comparison here, a faster
+    cluster could be reported as slower.
     """
     try:
         same = _planned(decision, cluster, {**decision.pins, **decision.plan.mesh})
@@ -136,8 +136,8 @@ def _double(curve: Curve) -> Curve:
 
 
 def _sizes(pool: Pool) -> Iterator[tuple[str, Pool]]:
-    """Yields pools with twice and half as many groups on the outermost level: hosts, or
-    devices of a single host. Yields nothing for a single device."""
+    """Yields pools with twice and half the size of the outermost level, such as the
+    number of hosts. Yields nothing for a single device."""
     if not pool.levels:
         return
     *inner, outer = pool.levels

@@ -78,7 +78,7 @@ def stacked(
 
 
 def waterfall(terms: Mapping[str, float], words: Sequence[str]) -> str:
-    """Draws a waterfall: each bar begins where the last bar ends.
+    """Draws a waterfall: each bar begins where the bar above it ends.
 
     Args:
         terms: map from the name of a bar to its length.
@@ -261,8 +261,11 @@ def _label(one: Alternative) -> str:
 
 
 def _memory_of(one: Alternative, decision: Decision | None) -> Mapping[str, float]:
-    """Bytes of an alternative by term; only their sum if there is no decision or its
-    search lacks the alternative."""
+    """Bytes of an alternative by term.
+
+    Only the sum of the terms if there is no decision, or its search lacks the
+    alternative.
+    """
     if decision is not None and (known := decision.found.get(one.knobs.remat)):
         space = known.priced.space
         for at in known.priced.ranking.tolist():
@@ -274,7 +277,10 @@ def _memory_of(one: Alternative, decision: Decision | None) -> Mapping[str, floa
 
 
 def _baselines(plan: Plan, decision: Decision | None) -> str:
-    """Table of the extra seconds of each baseline; '' without baselines."""
+    """Table of the seconds that a step takes longer by each baseline than by the plan.
+
+    Returns '' if the plan lists no baseline.
+    """
     rows = []
     for _, one in text.shown(plan):
         if not one.name:

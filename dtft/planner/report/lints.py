@@ -2,7 +2,7 @@
 
 Findings are sizes that do not suit matmuls or mesh axes, arrays that are whole on every
 device, devices that are idle or repeat the work of others, and batches near the given
-batch. Each finding has its seconds or bytes.
+batch. A finding has its seconds or bytes if they are known.
 """
 
 import math
@@ -51,7 +51,7 @@ class Nearby:
 
 
 def batches(decision: Decision) -> tuple[Nearby, ...]:
-    """Plans for the next smaller and the next larger multiple of the device count.
+    """Plans for the multiples of the device count next below and next above the batch.
 
     Empty if the batch is a multiple of the device count, or the device count is a
     multiple of the batch. A batch for which the pins leave no mesh is left out. Compute
@@ -81,12 +81,12 @@ def _at(decision: Decision, asked: int, batch: int) -> Nearby | None:
 
 
 def batch_text(decision: Decision) -> tuple[str, float]:
-    """Text on the cost of nearby batches, and the step seconds that the best saves.
+    """Text on nearby batches (`batches`), and the step seconds that the best one saves.
 
     If a pin leaves no mesh that divides the batch, the seconds are those that padding
-    rows cost. The text is empty if the devices divide the batch and are all used. It is
-    also empty if no device is unused or repeats work, and no nearby batch is faster per
-    example.
+    rows cost. If there are no nearby batches, the text is about unused devices only,
+    and the seconds are 0. The text is empty if all devices are used, none repeats the
+    work of others, and no nearby batch is faster per example.
     """
     asked, there = max(1, decision.question.batch_size), decision.cluster.num_devices
     plan, rows = decision.plan, decision.candidate.batch
@@ -160,8 +160,9 @@ def _listed(known: tuple[Nearby, ...]) -> str:
 def alone_text(decision: Decision) -> tuple[str, float]:
     """Text on a plan for one device, and the step seconds that it saves.
 
-    Returns "" and 0.0 if the plan saves nothing or does not fit. Also returns these,
-    without planning, if launches and collectives take less than `_SMALL` of the step.
+    Returns "" and 0.0 if this plan saves nothing or does not fit. Also returns these,
+    without planning, if the decision's plan uses one device, or if launches and
+    collectives take less than `_SMALL` of its step.
     """
     terms, step_s = decision.plan.prediction.terms, decision.plan.prediction.step_s
     used = math.prod(decision.plan.mesh.values())
@@ -189,7 +190,7 @@ _SHARE = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Lint:
-    """One finding, with its cost in seconds or bytes."""
+    """One finding, with its cost in seconds or bytes if known."""
 
     kind: Literal[
         "alignment", "tiles", "indivisible", "replicated", "batch", "repeated"
@@ -305,7 +306,8 @@ def _times(shape: Iterable[int]) -> str:
 def indivisible(decision: Decision) -> tuple[Lint, ...]:
     """Findings on dims of large matmuls that the axis `tensor` cannot divide.
 
-    A plan without `tensor` is checked with the least factor of the device count.
+    If the plan's mesh has no `tensor`, its size is taken to be the smallest factor
+    above 1 of the device count.
     """
     parts = decision.plan.mesh.get("tensor", 1)
     if parts == 1:
@@ -320,9 +322,10 @@ def indivisible(decision: Decision) -> tuple[Lint, ...]:
 
 
 def undivided(question: Workload, parts: int) -> tuple[str, ...]:
-    """Texts on dims of large matmuls that are not divisible by `parts`, and why.
+    """Texts on dims of large matmuls and convolutions that `parts` does not divide.
 
-    Dims of examples and positions are left out, because other axes divide them.
+    Each text has the reason. Dims of examples and positions are left out, because other
+    axes divide them.
     """
     graph, seen = question.graph, {}
     data = {*question.batch_dims, *question.sequence_dims}

@@ -2,7 +2,8 @@
 
 The rules are for models whose parameters have logical names ("embed", "mlp",..). A rule
 gives a name the same axes in all arrays, but a plan can divide each array differently.
-So each rule agrees with the plan for most elements, and the other arrays are listed.
+So each rule has the axes that the plan uses for the most elements, and the arrays that
+the plan divides in another way are listed.
 """
 
 from collections import Counter
@@ -31,8 +32,10 @@ def axis_rules(
     names: Mapping[str, Sequence[str | None]],
     shapes: Mapping[str, Sequence[int]],
 ) -> AxisRules:
-    """Chooses for each logical name the mesh axes that the plan gives it in most
-    elements.
+    """Chooses the mesh axes of each logical name.
+
+    Where the plan divides dims of one name by different axes, the axes that divide the
+    arrays with the most elements are chosen.
 
     Args:
         specs: the plan's spec of each array, by path.

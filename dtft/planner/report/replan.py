@@ -119,11 +119,11 @@ def sections(decision: Decision, pins: Mapping[str, Any]) -> tuple[Section, ...]
 
 
 def _found(decision: Decision, pins: Mapping[str, Any]) -> Decision:
-    """The best plan with the pins; on fewer devices if no mesh of all has the pins.
+    """The best plan with the pins; on fewer devices if no mesh of all devices has them.
 
     Raises:
-        ValueError: no mesh has the pins, or only on fewer devices that repeat the work
-            of others.
+        ValueError: no mesh has the pins, or only a mesh of fewer devices, some of
+            which repeat the work of others.
     """
 
     def best(fewer: Fewer) -> Decision:

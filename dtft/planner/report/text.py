@@ -201,7 +201,7 @@ def knobs_text(knobs: Knobs) -> str:
 
 
 def name_of(alternative: Alternative) -> str:
-    """Name of the baseline that an alternative is, or `-`."""
+    """Name of the baseline that an alternative is; `-` if it is none."""
     return alternative.name or "-"
 
 
@@ -230,8 +230,10 @@ def summary(plan: Plan) -> Section:
 
 
 def waterfall(plan: Plan) -> Section:
-    """Table of a step's seconds by term, with bars that begin where the last bar
-    ends."""
+    """Table of a step's seconds by term, with a bar for each term.
+
+    Each bar begins where the bar above it ends.
+    """
     total, rows, start = plan.prediction.step_s, [], 0.0
     for name, value in plan.prediction.terms.items():
         rows.append(

@@ -5,7 +5,7 @@
 * `model`: work and memory of a device, from the model's shape.
 * `predict`: seconds of a step by term.
 * `table`: reads rows of text as shapes and layouts.
-* `fitting`: fits scalars to measured rows, and searches the best layout.
+* `fitting`: fits scalars to measured rows, and ranks layouts by predicted seconds.
 """
 
 from typing import TYPE_CHECKING

@@ -131,8 +131,8 @@ def concordance(
 
 
 def regret(predicted: np.ndarray, measured: np.ndarray, top: int) -> float:
-    """Ratio of the best measured time among the `top` predicted rows to the best of
-    all rows.
+    """Ratio of the best measured time of the `top` rows that are predicted fastest to
+    the best measured time of all rows.
 
     >>> regret(np.array([1.0, 2.0, 3.0]), np.array([1.1, 1.0, 3.0]), 1)
     1.1

@@ -1,8 +1,7 @@
 """Work and memory of one device for a GPT-like transformer, counted from its shape.
 
-Sources: planner.md, section 7; arXiv 2104.04473 (operations, interleaving), 2205.05198
-(sequence parallelism, selective recomputation, activations), 2205.14135 (flash
-attention).
+Sources: arXiv 2104.04473 (operations, interleaving), 2205.05198 (sequence parallelism,
+selective recomputation, activations), 2205.14135 (flash attention).
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,7 +27,7 @@ FORWARD_KERNELS, BACKWARD_KERNELS = 16, 30
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A decoder-only transformer with a feed-forward part four times as wide."""
+    """A decoder-only transformer; the feed-forward part is 4 x `hidden` wide."""
 
     hidden: int
     layers: int
@@ -60,10 +59,11 @@ class Shape:
     def flops(self, sequences: int, recompute: Recompute) -> float:
         """Flops of a step, with recomputation (`experiments/data/README.md`).
 
-        96 B s L h^2 (1 + s/6h + V/16Lh) with full recomputation; without recomputation
-        72 replaces 96 and V/12Lh replaces V/16Lh. Selective recomputation adds
-        4 B s^2 L h to the latter. The recomputation inside flash attention is not
-        counted.
+        With full recomputation 96 B s L h^2 (1 + s/6h + V/16Lh), where B is
+        `sequences`, s `seq_len`, L `layers`, h `hidden` and V `vocab`. Without
+        recomputation 72 replaces 96 and V/12Lh replaces V/16Lh. Selective recomputation
+        has 4 B s^2 L h flops more than no recomputation. The recomputation inside flash
+        attention is not counted.
         """
         tokens = sequences * self.seq_len
         attention = 4 * self.seq_len * self.hidden
@@ -77,7 +77,8 @@ class Shape:
 class ParallelLayout:
     """Parallel layout of a transformer on devices, with its memory options.
 
-    `tp` is innermost on the fabric, then `dp`, then `pp`, as in Megatron.
+    `tp`, `pp` and `dp` are the degrees of tensor, pipeline and data parallelism. `tp`
+    is innermost on the fabric, then `dp`, then `pp`, as in Megatron.
     """
 
     tp: int
@@ -310,13 +311,14 @@ def _tokens(layout: ParallelLayout, shape: Shape) -> int:
 OPTIMIZER_BYTES = 12
 """Bytes per parameter: fp32 master copy and two fp32 moments of Adam."""
 BUCKET_ITEMS = 500_000_000
-"""Largest buffer in which gradients are reduced or parameters gathered under ZeRO
-(DeepSpeed's default `reduce_bucket_size` and `allgather_bucket_size`)."""
+"""Largest number of items of a buffer in which gradients are reduced or parameters
+gathered under ZeRO (DeepSpeed's default `reduce_bucket_size` and
+`allgather_bucket_size`)."""
 RESERVE_BYTES = 1_000_000_000
 """Bytes of the CUDA context and workspaces; as many again for the communicators of each
 of tp, pp and dp that is above 1."""
 FRAGMENTATION = 0.05
-"""Share of allocated memory lost to fragmentation (planner.md, section 7: 3-8 %)."""
+"""Share of allocated memory that is assumed to be lost to fragmentation."""
 
 
 def memory(shape: Shape, layout: ParallelLayout) -> Mapping[str, int]:
@@ -367,11 +369,11 @@ def stage_parameters(shape: Shape, layout: ParallelLayout, stage: int) -> float:
 
 
 def kept_layers(shape: Shape, layout: ParallelLayout, stage: int) -> float:
-    """Number of layers whose activations a stage keeps at its peak; a layer counts once
-    for each microbatch.
+    """Number of layers whose activations a stage keeps at its peak.
 
-    1F1B keeps min(m, pp - stage) microbatches; interleaved the first stage keeps
-    1 + (pp - 1)/(pp v) times as many as pp (arXiv 2205.05198, section 4.2.3).
+    A layer counts once for each microbatch. 1F1B keeps at most pp - stage microbatches.
+    With v `virtual_stages` above 1, the first stage keeps at most pp + (pp - 1) / v
+    microbatches (arXiv 2205.05198, section 4.2.3).
     """
     pp, chunks, layers = layout.pp, layout.virtual_stages, layout.layers_of(shape)
     if chunks == 1:
@@ -384,8 +386,11 @@ def kept_layers(shape: Shape, layout: ParallelLayout, stage: int) -> float:
 def _activations(shape: Shape, layout: ParallelLayout, stage: int) -> float:
     """Bytes of the activations that a device of a stage keeps (arXiv 2205.05198).
 
-    A layer has s b h (10 + 24/t + 5 a s/(h t)) bytes; with sequence parallelism 34/t
-    replaces 10 + 24/t. Full recomputation keeps inputs and one live layer.
+    A layer has s b h (10 + 24/t + 5 a s/(h t)) bytes, where s is `seq_len`, b
+    `micro_batch`, h `hidden`, a `heads` and t `tp`. With sequence parallelism 34/t
+    replaces 10 + 24/t; with flash attention the last summand is 0. Selective
+    recomputation keeps the last summand for one layer only. Full recomputation keeps
+    the inputs of layers, and everything of one layer.
     """
     rows = layout.micro_batch * shape.seq_len * shape.hidden
     tp, whole = layout.tp, layout.tp if layout.sequence_parallel else 1

@@ -121,8 +121,7 @@ def elsewhere(fitted: Scales) -> Scales:
     """Scalars for another cluster with the same device type, and another program.
 
     Only the scalars of the device, `matmul` and `memory`, are kept. Scalars of links
-    and kernel launches are 1: their fits hold for one fabric and one program
-    (planner.md, section 7).
+    and kernel launches are 1: their fits hold for one fabric and one program.
     """
     return Scales(matmul=fitted.matmul, memory=fitted.memory)
 
@@ -132,11 +131,14 @@ FITTED: Mapping[str, Scales] = {
     "h100": elsewhere(LLM_FOUNDRY_H100),
     "h200": elsewhere(LLM_FOUNDRY_H100),
 }
-"""Map from a machine or device type to scalars fitted to its published runs."""
+"""Map from a machine or device type to scalars fitted to published runs; the H200 has
+those of the H100."""
 
 
 def scales_of(*names: str) -> Scales:
-    """The scalars of the first name in `FITTED`; else the device scalars of A100.
+    """The scalars of the first name that is in `FITTED`.
+
+    Without such a name, `elsewhere` of the scalars fitted on A100.
 
     Args:
         names: Machine, then device type, in the catalog's spelling.
@@ -193,9 +195,10 @@ class StepCost:
     def terms(self, scales: np.ndarray) -> dict[str, np.ndarray]:
         """Seconds by term, given `Scales.vector`.
 
-        `bubble` is the wait for pipeline fill and drain and for slower stages. A 1F1B
-        step takes (m - 1) max t + sum t; interleaved fill and drain take 1/v of the
-        time (planner.md, section 7).
+        `bubble` is the wait for pipeline fill and drain and for slower stages. With m
+        microbatches and stages of t seconds, a 1F1B step takes (m - 1) max t + sum t.
+        With v virtual stages, fill and drain take 1/v of their time. `data` also has
+        what the ZeRO 2 and 3 collectives of microbatches add.
         """
         seconds = self.stages * scales[self.stage_scales][..., None, :]
         exposed = self._exposed(seconds, scales)
@@ -309,7 +312,7 @@ class _Fabric:
         return collective_s("all_reduce", num_bytes, group_of(self.pool, mesh, "ends"))
 
     def scale_name(self, axis: str) -> str:
-        """Scalar of an axis: `network` if it leaves the host, else `fast_link`."""
+        """Scalar of an axis: `network` if the axis spans hosts, else `fast_link`."""
         far = any(link.kind in NETWORKS for link in self.groups[axis].links)
         return "network" if far else "fast_link"
 
@@ -337,7 +340,9 @@ def _work_row(
 
 
 def _pipeline_s(shape: Shape, fabric: _Fabric) -> float:
-    """Seconds to send a microbatch's activations on and their gradients back.
+    """Seconds of a stage to send a microbatch's activations and their gradients.
+
+    Activations are sent to the next stage, gradients to the stage before.
 
     Each device of `tp` sends its part (arXiv 2104.04473, section 4.1). The two
     transfers of a stage run one after another, beside the transfers of its neighbors.
@@ -421,7 +426,7 @@ class RowPrediction:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of a device of the fullest pipeline stage, in all terms."""
+        """Bytes of a device of the fullest pipeline stage: the sum of `memory`."""
         return sum(self.memory.values())
 
     @property
@@ -460,8 +465,8 @@ def predict_table(text: str, cluster: str) -> tuple[Table, tuple[RowPrediction, 
 
     Raises:
         ValueError: the table or a row cannot be read or run, or the cluster is unknown,
-            too small, or of devices that JAX runs nothing on; the text names row and
-            column.
+            too small, or of devices that JAX runs nothing on. The error of a row names
+            row and column.
     """
     table = Table.parse(text)
     found = []

@@ -17,10 +17,11 @@ COUNTS = (
     "heads", "hidden", "layers", "seq_len", "vocab", "gpus", "tp", "pp", "dp",
     "micro_batch", "virtual_stages", "global_batch",
 )  # fmt: skip
-"""Columns that every row must fill with a number above 0."""
+"""Columns that every row must fill with a whole number above 0."""
 REQUIRED = (*COUNTS, "recompute")
 OPTIONAL = ("zero", "sequence_parallel", "flash_attention", "gradient_bytes")
-"""Columns that a table may have; empty cells take the default of `Habits`."""
+"""Columns that a table may have. An empty cell has the default of `Habits`; for `zero`
+the default is 0."""
 
 _YES_NO: Mapping[str, bool] = {
     "true": True, "yes": True, "1": True, "false": False, "no": False, "0": False,
@@ -162,7 +163,11 @@ def _row(where: str, cells: Mapping[str, str], habits: Habits) -> Row:
 
 
 def _check(where: str, shape: Shape, layout: ParallelLayout, gpus: int) -> None:
-    """Checks that sizes are divisible by the layout, and that `gpus` matches it."""
+    """Checks that the layout divides the sizes of the model and has `gpus` devices.
+
+    Raises:
+        ValueError: it does not; the message names row and column.
+    """
     tp, pp, dp, parts = layout.tp, layout.pp, layout.dp, layout.virtual_stages
     if layout.gpus != gpus:
         raise ValueError(
