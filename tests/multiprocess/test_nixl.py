@@ -1,6 +1,5 @@
 """NIXL: bytes read out of a peer's memory, over UCX on loopback if it is installed."""
 
-import dataclasses
 import importlib.util
 import os
 import subprocess
@@ -14,7 +13,7 @@ import pytest
 from dtft.checkpoint.state.digests import Parts, chunk_digests
 from dtft.checkpoint.state.ranges import WantedSlice
 from dtft.checkpoint.transport.fetch import FetchError, fetch_slices, serve_fetches
-from dtft.checkpoint.transport.rdma import Nixl, start_nixl
+from dtft.checkpoint.transport.rdma import CALL_S, Nixl, start_nixl
 from dtft.checkpoint.transport.server import TransportServer
 from dtft.elastic.transfer.restore_executor import restore_into
 from tests.support.hosts import (
@@ -68,8 +67,7 @@ def lend(nixl: bool = True) -> None:
 
 def lend_holder(folder: str) -> None:
     """Serves a holder as an agent with --nixl does; runs in a process of its own."""
-    host = Host(Path(folder), 0, replicated(2))
-    host.inbox = dataclasses.replace(host.inbox, nixl=start_nixl())
+    host = Host(Path(folder), 0, replicated(2), nixl=start_nixl())
     host.stage(7)
     print(host.address, flush=True)
     sys.stdin.read()
@@ -138,6 +136,44 @@ def test_slices_are_read_from_another_process() -> None:
         process.kill()
         process.wait(10)
         process.stdin.close()
+        process.stdout.close()
+
+
+@pytest.mark.skipif(not INSTALLED, reason="NIXL is not installed")
+def test_bytes_come_over_tcp_while_a_call_of_nixl_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("NIXL_LOG_LEVEL", "ERROR")  # otherwise NIXL prints to stdout
+    process = subprocess.Popen(
+        [sys.executable, "-c", LENDER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    killer = threading.Timer(50, process.kill)
+    killer.start()
+    go = threading.Event()
+    try:
+        address = process.stdout.readline().strip()
+        nixl = Nixl()
+        add = nixl._agent.add_remote_agent
+        monkeypatch.setattr(
+            nixl._agent, "add_remote_agent", lambda offer: (go.wait(40), add(offer))[1]
+        )
+        for _ in range(2):  # the second does not wait for the call that hangs
+            begun = time.monotonic()
+            assert fetched(address, wanted(), nixl) == sum(SIZES)
+        assert time.monotonic() - begun < CALL_S
+        process.stdin.write("sent\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == f"{2 * sum(SIZES)}\n"
+    finally:
+        go.set()
+        killer.cancel()
+        process.stdin.close()
+        process.wait(20)
         process.stdout.close()
 
 

@@ -21,6 +21,7 @@ from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
 from dtft.checkpoint.transport.connection import Channel
 from dtft.checkpoint.transport.protocol import Credentials
 from dtft.checkpoint.transport.push import PushedBytes
+from dtft.checkpoint.transport.rdma import Nixl
 from dtft.checkpoint.transport.server import TransportServer
 from dtft.elastic.event_loop import EventLoop
 from dtft.elastic.host.edges import Asked
@@ -76,7 +77,12 @@ class Host:
     """One slot's holder, served. Its own bytes are a function of step and slice."""
 
     def __init__(
-        self, folder: Path, slot: int, layout: Layout, credentials: Credentials = JOB
+        self,
+        folder: Path,
+        slot: int,
+        layout: Layout,
+        credentials: Credentials = JOB,
+        nixl: Nixl | None = None,
     ) -> None:
         """Starts to serve; nothing is held yet."""
         copies = place_copies(layout, 2)
@@ -91,6 +97,7 @@ class Host:
             epoch=lambda: self.epoch,
             holder=lambda: self.holder,
             held=self._holds,
+            nixl=nixl,
         )
         config = AgentConfig(
             job=credentials.job,

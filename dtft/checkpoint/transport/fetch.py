@@ -28,7 +28,7 @@ from dtft.checkpoint.state import (
 from dtft.checkpoint.transport import protocol
 from dtft.checkpoint.transport.connection import Channel, ChannelClosed, no_payload
 from dtft.checkpoint.transport.protocol import Credentials
-from dtft.checkpoint.transport.rdma import Nixl
+from dtft.checkpoint.transport.rdma import Nixl, NixlError, NixlUnreleased
 from dtft.checkpoint.transport.server import connect
 
 logger = logging.getLogger(__name__)
@@ -112,8 +112,8 @@ def fetch_slices(
         chunk_bytes: bytes per digest.
         limit_s: limit of the whole fetch, in seconds.
         streams: most connections at a time; with NIXL only one is opened.
-        nixl: reads the bytes from the peer's memory if the peer has NIXL too. Otherwise
-            the bytes arrive in the peer's answers.
+        nixl: reads the bytes from the peer's memory if the peer has NIXL too. Without
+            it, or once it has failed, the bytes arrive in the peer's answers.
 
     Raises:
         FetchError: the peer is unreachable, lacks a slice or has it in another size,
@@ -122,7 +122,7 @@ def fetch_slices(
     work = _Work(wanted, chunk_bytes, nixl)
     asked = {**request, "keys": [one.key for one in wanted]}
     if nixl is not None:
-        asked, streams = asked | {"nixl": True}, 1
+        streams = 1
     deadline = time.monotonic() + limit_s
 
     def run() -> None:
@@ -240,7 +240,11 @@ def _stream(
             return
         flying: deque[Range] = deque()
         gained = [0]
-        first = [asked] if work.nixl is not None else [asked, *_ask(work, flying)]
+        first = (
+            [asked | {"nixl": True}]
+            if work.nixl is not None
+            else [asked, *_ask(work, flying)]
+        )
         try:
             with connect(
                 *(address, credentials, hello, min(left, BEGIN_S)), first
@@ -252,9 +256,13 @@ def _stream(
                     if work.nixl is not None:
                         logger.info("%s has no NIXL: fetching over TCP", address)
                     _pump(channel, work, flying, gained, deadline)
-        except FetchError as error:
+        except (FetchError, NixlUnreleased) as error:
             work.cut((), tuple(flying), str(error))
             return
+        except NixlError as error:
+            logger.warning("%s; fetching from %s over TCP", error, address)
+            work.cut((), tuple(flying), str(error))
+            work.nixl = None
         except (OSError, TimeoutError) as error:
             begun = flying.popleft() if flying else ()
             gained[0] += work.cut(begun, tuple(flying), str(error))
@@ -401,12 +409,16 @@ def serve_fetches(
         channel.send({"error": f"not held here: {error}"}, timeout_s=OPEN_S)
         _let_go(channel)
         return
-    opened = {"sizes": [parts.nbytes for parts in slices]}
+    opened: dict[str, Any] = {"sizes": [parts.nbytes for parts in slices]}
     if nixl is None or request.get("nixl") is not True:
         _answer(channel, slices, opened)
         return
-    with nixl.lend(slices) as offer:
-        _answer(channel, slices, opened | {"nixl": offer})
+    with contextlib.ExitStack() as lent:
+        try:
+            opened["nixl"] = lent.enter_context(nixl.lend(slices))
+        except NixlError as error:
+            logger.warning("%s; serving a fetch over TCP", error)
+        _answer(channel, slices, opened)
 
 
 def _let_go(channel: Channel) -> None:

@@ -5,6 +5,10 @@ lends memory to peers and reads the memory that peers lend. The lender's offer i
 on the authenticated connection of `fetch`. `fetch` also checks digests and confirms
 that the lender still lends its memory.
 
+NIXL's calls have no time limit of their own. They run one at a time on one thread, and
+their callers wait for a limited time. After a call that took too long, the next ones
+fail at once until it has ended; it is then undone.
+
 A read that timed out may still write to its targets until NIXL releases the transfer,
 so the target memory of a failed fetch must not be used. A machine that can send packets
 to the fabric's ports and knows a lender's keys can access the lent memory: use NIXL
@@ -14,12 +18,14 @@ only in networks whose hosts trust one another.
 import importlib
 import logging
 import os
+import queue
 import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,12 +34,20 @@ from dtft.checkpoint.state import Parts
 
 logger = logging.getLogger(__name__)
 
+START_S = 30.0
+"""Longest time in seconds that the start of NIXL may take."""
+CALL_S = 5.0
+"""Longest time in seconds that any other call of NIXL may take."""
 _POLL_S = 0.0002
 _TOO_LONG_S = 0.02  # a transfer is polled less often after this time
 
 
 class NixlError(OSError):
-    """A NIXL operation failed; the peer may be unreachable."""
+    """A NIXL operation failed or took too long; the peer may be unreachable."""
+
+
+class NixlUnreleased(NixlError):
+    """A read was not released, so NIXL may still write to its targets."""
 
 
 class Nixl:
@@ -44,6 +58,7 @@ class Nixl:
 
         Raises:
             ImportError: NIXL is not installed; the message has the install command.
+            NixlError: NIXL does not start, or not within `START_S`.
         """
         try:
             nixl: Any = importlib.import_module("nixl")
@@ -54,8 +69,11 @@ class Nixl:
                 "nixl` does it), or do without it: fetches then go over TCP."
             ) from error
         self._name = f"dtft-{uuid.uuid4().hex}"
-        self._agent = nixl.nixl_agent(self._name, nixl.nixl_agent_config())
-        self._lock = threading.Lock()
+        self._call = _OneThread()
+        config = nixl.nixl_agent_config()
+        self._agent = self._call(
+            "the start", nixl.nixl_agent, self._name, config, limit_s=START_S
+        )
 
     @contextmanager
     def lend(self, slices: Sequence[Parts]) -> Iterator[dict[str, Any]]:
@@ -65,13 +83,15 @@ class Nixl:
             The offer that a peer needs for `borrow` and `read`, as plain values: the
             "name" and "metadata" of the NIXL agent, and the "addresses": for each
             slice, (address, size in bytes) of each piece.
+
+        Raises:
+            NixlError: NIXL fails to register the memory, or to deregister it.
         """
         addresses = [
             [(_address(view), view.nbytes) for view in parts.views] for parts in slices
         ]
         with self._registered([view for parts in slices for view in parts.views]):
-            with self._lock:
-                metadata = self._agent.get_agent_metadata()
+            metadata = self._call("its metadata", self._agent.get_agent_metadata)
             yield {"name": self._name, "metadata": metadata, "addresses": addresses}
 
     @contextmanager
@@ -84,13 +104,17 @@ class Nixl:
         Raises:
             NixlError: NIXL rejects the offer, or cannot remove the peer at the end.
         """
-        with self._lock, _as_errors("the peer's offer"):
-            self._agent.add_remote_agent(offer["metadata"])
+        remove = partial(self._agent.remove_remote_agent, offer["name"])
+        self._call(
+            "the peer's offer",
+            self._agent.add_remote_agent,
+            offer["metadata"],
+            undo=lambda _: remove(),
+        )
         try:
             yield
         finally:
-            with self._lock, _as_errors("the end"):
-                self._agent.remove_remote_agent(offer["name"])
+            self._call("the end", remove)
 
     @contextmanager
     def _registered(self, views: Sequence[memoryview]) -> Iterator[None]:
@@ -98,13 +122,17 @@ class Nixl:
         if not regions:
             yield
             return
-        with self._lock:
-            handle = self._agent.register_memory(regions, "DRAM")
+        register, deregister = (
+            self._agent.register_memory,
+            self._agent.deregister_memory,
+        )
+        handle = self._call(
+            "to register memory", register, regions, "DRAM", undo=deregister
+        )
         try:
             yield
         finally:
-            with self._lock:
-                self._agent.deregister_memory(handle)
+            self._call("to deregister memory", deregister, handle)
 
     @contextmanager
     def receiving(self, views: Sequence[memoryview]) -> Iterator[None]:
@@ -128,8 +156,9 @@ class Nixl:
             deadline: time limit, on the monotonic clock.
 
         Raises:
-            NixlError: the peer is unreachable, or does not lend the memory.
-            TimeoutError: the monotonic clock has passed `deadline`.
+            NixlError: the peer is unreachable, or does not lend the memory, or the
+                monotonic clock has passed `deadline`. The read is released.
+            NixlUnreleased: the same, and the read could not be released.
         """
         here = [(_address(view), view.nbytes) for view in targets if view.nbytes]
         pairs = _paired([one for one in sources if one[1]], here)
@@ -138,32 +167,127 @@ class Nixl:
         remote = [(there, size, 0) for there, _, size in pairs]
         local = [(mine, size, 0) for _, mine, size in pairs]
         agent = self._agent
-        with self._lock, _as_errors("a read"):
-            handle = agent.initialize_xfer(
+
+        def prepare() -> Any:
+            return agent.initialize_xfer(
                 "READ",
                 agent.get_xfer_descs(local, "DRAM"),
                 agent.get_xfer_descs(remote, "DRAM"),
                 lender,
             )
+
+        release = agent.release_xfer_handle
+        handle = self._call("to prepare a read", prepare, undo=release)
         try:
             self._transfer(handle, deadline)
         finally:
-            with self._lock, _as_errors("the end of a read"):
-                agent.release_xfer_handle(handle)
+            try:
+                self._call("the end of a read", release, handle)
+            except NixlError as error:
+                raise NixlUnreleased(*error.args) from error
 
     def _transfer(self, handle: Any, deadline: float) -> None:
         begun = time.monotonic()
-        with self._lock, _as_errors("a read"):
-            state = self._agent.transfer(handle)
+        state = self._call("a read", self._agent.transfer, handle)
         while state != "DONE":
             now = time.monotonic()
             if state == "ERR":
                 raise NixlError("a read from the peer's memory failed")
             if now > deadline:
-                raise TimeoutError("timed out reading the peer's memory")
+                raise NixlError("timed out reading the peer's memory")
             time.sleep(_POLL_S if now - begun < _TOO_LONG_S else 5 * _POLL_S)
-            with self._lock, _as_errors("a read"):
-                state = self._agent.check_xfer_state(handle)
+            state = self._call("a read", self._agent.check_xfer_state, handle)
+
+
+class _OneThread:
+    """Calls functions that may hang, one at a time, on a thread of its own."""
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self._late: _Call | None = None
+        threading.Thread(target=self._run, daemon=True, name="nixl").start()
+
+    def _run(self) -> None:
+        while True:
+            self._waiting.get().run()
+
+    def __call__(
+        self,
+        what: str,
+        function: Callable[..., Any],
+        *arguments: Any,
+        limit_s: float = CALL_S,
+        undo: Callable[[Any], Any] | None = None,
+    ) -> Any:
+        """Calls `function` after all earlier calls, and returns its result.
+
+        Args:
+            what: name of the call, for the error.
+            function: called with `arguments`; not at all if its turn comes too late.
+            limit_s: longest wait for earlier calls and this one, in seconds.
+            undo: called with the result of a call that ended too late.
+
+        Raises:
+            NixlError: the function raised an exception or did not end in time, or an
+                earlier one that did not end in time is still running.
+        """
+        if self._late is not None and not self._late.ended.is_set():
+            raise NixlError(f"NIXL: {what} waits for an earlier call that hangs")
+        call = _Call(partial(function, *arguments), undo)
+        self._waiting.put(call)
+        if not call.ended.wait(limit_s) and call.give_up():
+            self._late = call
+            raise NixlError(f"NIXL: {what} did not end within {limit_s:g} s")
+        if call.error is not None:
+            text = f"NIXL: {what} failed: {call.error!r}"
+            raise NixlError(text) from call.error
+        return call.result
+
+
+class _Call:
+    """One call, and its result or error once `ended` is set."""
+
+    def __init__(
+        self, function: Callable[[], Any], undo: Callable[[Any], Any] | None
+    ) -> None:
+        self._function, self._undo = function, undo
+        self._given_up = False
+        self._lock = threading.Lock()
+        self.ended = threading.Event()
+        self.result: Any = None
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        """Calls the function, unless nobody waits any more."""
+        with self._lock:
+            if self._given_up:
+                self.ended.set()
+                return
+        try:
+            self.result = self._function()
+        except Exception as error:  # NIXL's own exceptions have no public base class
+            self.error = error
+        with self._lock:
+            late = self._given_up
+            if not late:
+                self.ended.set()
+        if late:
+            self._end_late()
+
+    def _end_late(self) -> None:
+        try:
+            if self.error is None and self._undo is not None:
+                self._undo(self.result)
+        except Exception as error:
+            logger.warning("NIXL: a late call was not undone: %r", error)
+        finally:
+            self.ended.set()
+
+    def give_up(self) -> bool:
+        """Stops waiting for the call; False if it has ended meanwhile."""
+        with self._lock:
+            self._given_up = not self.ended.is_set()
+            return self._given_up
 
 
 def start_nixl() -> Nixl | None:
@@ -174,17 +298,8 @@ def start_nixl() -> Nixl | None:
     except ImportError as error:
         logger.warning("%s", error)
     except Exception as error:  # NIXL's own exceptions have no public base class
-        logger.warning("NIXL does not start (%r): fetches use TCP.", error)
+        logger.warning("NIXL does not start (%s): fetches use TCP.", error)
     return None
-
-
-@contextmanager
-def _as_errors(what: str) -> Iterator[None]:
-    """Turns exceptions of NIXL, which have no public base class, into NixlError."""
-    try:
-        yield
-    except Exception as error:
-        raise NixlError(f"NIXL: {what} failed: {error!r}") from error
 
 
 def _paired(

@@ -100,7 +100,7 @@ RULES: dict[str, Rule] = {
 """Kind of fault to the notation that it allows.
 
 A new kind also needs its effect (`injector`; `interruptions` if the effect is undone
-later; `dtft.train.drill_failure` if it acts in the trainer) and a line in the help of
+later; `dtft.train.drill_failure` if it acts in the trainer), and a line in the help of
 `dtft drill --fault` (`dtft.cli.commands`).
 """
 
