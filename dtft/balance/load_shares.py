@@ -81,10 +81,16 @@ class Microbatches:
         _check_bounds(self.total, np.array(most), self.low, self.num_nodes)
 
     def by_weight(self, weights: Floats) -> Counts:
-        """Shares in proportion to weights, within `low` and `cap`."""
+        """Shares in proportion to weights, within `low` and `cap`.
+
+        A node of weight 0 takes `low` and what the caps of all others leave.
+        """
         if self.cap is None:
             return by_weight(weights, self.total, low=self.low)
-        return allocate(1 / np.asarray(weights), self.total, cap=self.cap, low=self.low)
+        parts = positive_weights(weights)
+        least = parts[parts > 0].min()
+        unit_s = 1 / np.where(parts > 0, parts / least, 1 / (2 * self.total))
+        return allocate(unit_s, self.total, cap=self.cap, low=self.low)
 
     def best(self, unit_s: Floats, fixed_s: Floats | None = None) -> Counts:
         """The shares with the fewest seconds until the last node is done."""
@@ -146,6 +152,21 @@ def even(total: int, num_nodes: int) -> Counts:
     return allocate(np.ones(num_nodes), total, low=0)
 
 
+def positive_weights(weights: ArrayLike) -> Floats:
+    """Converts the weights of nodes to an array.
+
+    Raises:
+        ValueError: a weight is no number of 0 or more, or none is above 0.
+    """
+    parts = np.array(numbers("weights", weights, "each node"))
+    if not parts.any():
+        raise ValueError(
+            f"weights={parts.tolist()!r:.80}: none is above 0. Give a node one such as "
+            "1."
+        )
+    return parts
+
+
 def by_weight(weights: ArrayLike, total: int, *, low: int = 1) -> Counts:
     """Shares in proportion to weights, rounded by largest remainder, none below `low`.
 
@@ -154,12 +175,7 @@ def by_weight(weights: ArrayLike, total: int, *, low: int = 1) -> Counts:
     >>> by_weight([8.0, 8.0, 1.0], 4)
     array([2, 1, 1])
     """
-    parts = np.array(numbers("weights", weights, "each node"))
-    if not parts.any():
-        raise ValueError(
-            f"weights={parts.tolist()!r:.80}: none is above 0. Give a node one such as "
-            "1."
-        )
+    parts = positive_weights(weights)
     check_whole("total", total, 0)
     _check_bounds(total, np.full(parts.size, total), low, parts.size)
     ideal = parts / parts.sum() * total

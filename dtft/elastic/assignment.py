@@ -478,17 +478,21 @@ def seat(
     """
     if not previous or len(previous) == num_slots:
         return fill_slots(previous, hosts, num_slots, choose)
-    live = {(record.host, record.incarnation) for record in hosts}
+    live = {(record.host, process_of(record.incarnation)) for record in hosts}
+
+    def is_live(entry: tuple[str, str]) -> bool:
+        return (entry[0], process_of(entry[1])) in live
+
     nobody = [("", "")] * (num_slots - len(previous))
     kept = [*previous[:num_slots], *nobody]
     moving = [
         (slot, entry)
         for slot, entry in enumerate(previous)
-        if slot >= num_slots and entry in live
+        if slot >= num_slots and is_live(entry)
     ]
     for slot, entry in enumerate(kept):
         alike = [one for one in moving if one[0] % group_slots == slot % group_slots]
-        if entry not in live and alike:
+        if not is_live(entry) and alike:
             moving.remove(alike[0])
             kept[slot] = alike[0][1]
     return fill_slots(kept, hosts, num_slots, choose)

@@ -88,6 +88,8 @@ def test_what_was_not_compiled_is_not_taken(decision: Decision) -> None:
     with pytest.raises(ValueError, match="could be verified.*too late"):
         first_fitting((late,))
     assert "too late" in wording.text(verify_sections((late,)))
+    with pytest.raises(ValueError, match="can run none of the best plans"):
+        first_fitting(())
 
 
 def test_predicted_and_compiled_bytes_stand_side_by_side(decision: Decision) -> None:

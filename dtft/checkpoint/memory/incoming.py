@@ -242,18 +242,6 @@ class Hosting:
                 if self.pools[source].rotten_in(copy):
                     self.pools[source].release(copies.pop(source))
 
-    def forget(self, step: int, keys: Sequence[str]) -> None:
-        """Drops peers' corrupt copies of a step, so that the peers can send them again.
-
-        Args:
-            step: the step.
-            keys: keys of the corrupt slices. A copy is dropped if its slot has one.
-        """
-        for source in list(self.copies.get(step, {})):
-            pool = self.pools[source]
-            if not {piece.key for piece in pool.chunks.slices}.isdisjoint(keys):
-                pool.release(self.copies[step].pop(source))
-
     def drop(self, needed: Callable[[int], bool]) -> None:
         """Drops copies and unfinished pushes for which `needed(step)` is False."""
         for step, source in list(self.receiving):

@@ -283,6 +283,7 @@ def copy_step(directory: Path, step: int, target: Path) -> int:
         )
     _read_all(directory, step)
     half = target / f"{step}{UNFINISHED}"
+    shutil.rmtree(half, ignore_errors=True)  # of a copy that was interrupted
     shutil.copytree(directory / str(step), half)
     half.rename(target / str(step))
     _read_all(target, step)

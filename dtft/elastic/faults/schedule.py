@@ -282,12 +282,27 @@ def _scale(text: str, sizes: str, step: int, options: Sequence[str]) -> Fault:
     return Fault(kind="scale", slots=(), step=step, phase=None, replicas=int(sizes))
 
 
+_AFTER_CORRUPT = ("kill-host", "kill-trainer", "kill-leader", "corrupt")
+
+
 def check_together(faults: Sequence[Fault]) -> None:
     """Checks that one run can play these faults together.
 
     Raises:
-        ValueError: there is more than one `fail`, or a `fail` of several slots.
+        ValueError: there is more than one `fail`, or a `fail` of several slots; or no
+            kill of a host or trainer follows a `corrupt`.
     """
+    ordered = in_order(faults)
+    for fault, following in zip(ordered, [*ordered[1:], None], strict=True):
+        if fault.kind == "corrupt" and (
+            following is None or following.kind not in _AFTER_CORRUPT
+        ):
+            raise ValueError(
+                f"--fault {fault} takes effect just before the next fault, which is "
+                f"{following or 'missing'}. Give one after it that kills a host or a "
+                "trainer, such as --fault "
+                f"kill-host:{fault.slots[0]}@{fault.step}."
+            )
     fails = [fault for fault in faults if fault.kind == "fail"]
     if len(fails) > 1 or any(len(fault.slots) > 1 for fault in fails):
         names = ", ".join(f"--fault {fault}" for fault in fails)

@@ -226,13 +226,13 @@ class Records:
                 self._late(write)
             self._loop.call_later(RETRY_S, self._next)
             return
+        if self._away:
+            self._away = False
+            self._journal.say(f"the store answers again ({self._store})")
         if not outcome.result():
             self._fenced_off = view.term == self.view.term
             self._next()
             return
-        if self._away:
-            self._away = False
-            self._journal.say(f"the store answers again ({self._store})")
         self._waiting.remove(write)
         if write.label == "commit" and write.number >= self._told:
             # The release of a delayed commit freed the copies of older commits.

@@ -10,6 +10,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 from dtft.checkpoint.storage import storage_steps
@@ -165,7 +166,7 @@ class StorageWatch:
     @property
     def steps(self) -> tuple[int, ...]:
         """The steps of the last answered listing (none if it failed), and the steps
-        written since the newest listing began."""
+        written since that listing began."""
         return tuple(sorted(self._known | self._written))
 
     @property
@@ -189,12 +190,16 @@ class StorageWatch:
         if self._since is not None:
             return
         self._since = self._loop.now()
-        self._written.clear()
-        directory = self._directory
-        self._loop.aside(lambda: frozenset(self._list(directory)), self._looked)
+        directory, before = self._directory, frozenset(self._written)
+        self._loop.aside(
+            lambda: frozenset(self._list(directory)), partial(self._looked, before)
+        )
 
-    def _looked(self, outcome: "Future[frozenset[int]]") -> None:
+    def _looked(
+        self, before: frozenset[int], outcome: "Future[frozenset[int]]"
+    ) -> None:
         self._since = None
+        self._written -= before  # now the listing says whether storage has them
         error = outcome.exception()
         self._known = frozenset() if error is not None else outcome.result()
 

@@ -275,7 +275,7 @@ class Hub:
                     f"node {node} ({self._devices[node]}) was still computing "
                     f"{_GRACE_S:g} s after the step's deadline. Give the step a later "
                     "deadline (deadline_s) if its programs take that long."
-                )
+                ) from self._failed
         if self._failed:
             raise self._failed
         return [span for node in self._devices for span in found[node]]

@@ -138,12 +138,12 @@ def try_plans(
         decision: the decision with all candidates.
         given: the arguments of `dtft.plan`, as for `Runner`.
         num: the number of plans to run: those with the shortest predicted step times
-            among the plans that fit.
+            among the plans that fit and that dtft can run.
 
     Raises:
-        ValueError: `num` is below 1, the decision's cluster has devices of another
-            platform than JAX has here, or one of the plans cannot be run or needs more
-            devices than there are here.
+        ValueError: `num` is below 1, dtft can run none of these plans, or the
+            decision's cluster has devices of another platform than JAX has here, or
+            more of them.
     """
     if num < 1:
         raise ValueError(f"trial={num}: give the number of plans to run, 1 or more.")
@@ -155,7 +155,12 @@ def try_plans(
             f"{planned.name} ({planned.platform}). Plan for the devices here "
             "(cluster=None), or leave the trial out; verify= needs no devices."
         )
-    candidates = next_best(decision, num)
+    candidates = [one for one in next_best(decision, num) if one.plan.runnable]
+    if not candidates:
+        raise ValueError(
+            f"trial={num}: dtft can run none of the best {num} plans, which what_if "
+            "allows. Try more plans, or leave what_if out."
+        )
     runners = [Runner(one.plan, given) for one in candidates]
     tried = [
         TriedPlan(decision=one, step_s=median(times))

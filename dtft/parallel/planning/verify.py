@@ -261,6 +261,11 @@ def first_fitting(found: Sequence[Verified]) -> Verified:
     for one in found:
         if one.verdict.fits:
             return one
+    if not found:
+        raise ValueError(
+            "dtft can run none of the best plans, which what_if allows, so none was "
+            "compiled. Verify more plans, or leave what_if or verify out."
+        )
     compiled = [one for one in found if one.needed_bytes is not None]
     if not compiled:
         reasons = {one.verdict.reason for one in found}

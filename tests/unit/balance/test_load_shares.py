@@ -111,6 +111,15 @@ def test_a_cap_holds_for_weights_too() -> None:
     assert work.by_weight(np.array([8.0, 1.0, 1.0])).tolist() == [2, 4, 3]
 
 
+def test_a_weight_of_0_gets_what_it_must_with_a_cap_and_without() -> None:
+    weights = np.array([0.0, 3.0, 1.0])
+    for cap in (None, (9, 9, 9)):
+        work = Microbatches(num_nodes=3, total=9, low=0, cap=cap)
+        assert work.by_weight(weights).tolist()[0] == 0
+    work = Microbatches(num_nodes=3, total=9, cap=(9, 4, 3))
+    assert work.by_weight(weights).tolist() == [2, 4, 3]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

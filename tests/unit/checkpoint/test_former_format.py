@@ -68,7 +68,9 @@ def test_people_see_a_jobs_step_as_before(stored: Path, tmp_path: Path) -> None:
     leaves, items = describe_step(directory, 5)
     assert [leaf.path for leaf in leaves] == sorted(state())
     assert items["position"] == 5 and verify_step(directory, [5]) == {5: ""}
+    (tmp_path / "copy" / "5.orbax-checkpoint-tmp").mkdir(parents=True)  # interrupted
     assert copy_step(directory, 5, tmp_path / "copy") > 200
+    assert [path.name for path in (tmp_path / "copy").iterdir()] == ["5"]
     assert verify_step(tmp_path / "copy", [5]) == {5: ""}
 
 

@@ -122,6 +122,21 @@ def test_a_trainer_is_told_of_one_failure():
             check_together([parse_fault(text, 3) for text in texts])
 
 
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ["corrupt:1@20"],
+        ["corrupt:1@20", "pause-store@30:5"],
+        ["kill-host:0@10", "corrupt:1@20"],
+    ],
+)
+def test_a_corruption_without_a_kill_after_it_is_refused(texts: list[str]):
+    with pytest.raises(ValueError, match=r"corrupt:1@20 takes effect just before"):
+        check_together([parse_fault(text, 3) for text in texts])
+    together = [*texts[:-1], "corrupt:1@20", "corrupt:2@20", "kill-trainer:0@40"]
+    check_together([parse_fault(text, 3) for text in together])
+
+
 def assignment(generation: int, attempt: int, step: int) -> dict:
     return {
         "event": "assignment",

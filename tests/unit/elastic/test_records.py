@@ -216,6 +216,17 @@ def test_what_the_fence_refused_waits_for_a_renewed_term(desk: Desk) -> None:
     assert desk.stored == [1] and desk.written == [("commit", commit_of(1))]
 
 
+def test_a_store_that_refuses_a_write_is_there_again(desk: Desk) -> None:
+    desk.door.shut = True
+    desk.commit(1)
+    desk.loop.turn(1)
+    assert desk.records.away
+    desk.take_key("h1")
+    desk.door.shut = False
+    desk.loop.turn(5)
+    assert not desk.records.away and not desk.stored
+
+
 def test_a_term_that_was_renewed_while_a_write_was_refused_is_used_at_once(
     desk: Desk,
 ) -> None:

@@ -1,6 +1,6 @@
 """Sizes: whole replica groups, the batch divided evenly, and who keeps which slot."""
 
-import dataclasses
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -39,7 +39,7 @@ def test_a_formation_is_whole_groups_and_as_large_as_it_may_be(
     replicas, fsdp, wanted, least, available, unfit
 ):
     groups = groups_of(replicas, fsdp)
-    limits = dataclasses.replace(BATCH, min_replicas=least)
+    limits = replace(BATCH, min_replicas=least)
 
     def choose(hosts: int) -> int:
         return choose_slots(
@@ -89,11 +89,19 @@ def test_growing_that_lost_its_host_goes_back_to_what_ran():
     group=st.integers(1, 3),
     spares=st.integers(0, 3),
     dead=st.sets(st.integers(0, 14)),
+    lapsed=st.sets(st.integers(0, 14)),
 )
-def test_hosts_keep_their_slots_and_sit_once(before, after, group, spares, dead):
+def test_hosts_keep_their_slots_and_sit_once(
+    before, after, group, spares, dead, lapsed
+):
     everyone = [record(n) for n in range(before * group + spares)]
+    seated = everyone
+    everyone = [  # a lease ran out, and the process has registered again
+        replace(r, incarnation=f"{r.incarnation}.2") if n in lapsed else r
+        for n, r in enumerate(seated)
+    ]
     live = [r for n, r in enumerate(everyone) if n not in dead]
-    previous = entries(everyone[: before * group])
+    previous = entries(seated[: before * group])
     filled = seat(previous, live, after * group, group)
     assert len(filled) == after * group
     for slot in range(min(before, after) * group):
@@ -108,6 +116,9 @@ def test_a_host_of_a_dissolved_group_takes_the_same_position_of_another():
     live = [r for r in hosts if r != hosts[2]]
     filled = seat(entries(hosts), [record(9), *live], 4, group_slots=2)
     assert filled == (hosts[0], hosts[1], hosts[4], hosts[3])
+    live[-2] = replace(hosts[4], incarnation=f"{hosts[4].incarnation}.2")
+    filled = seat(entries(hosts), [record(9), *live], 4, group_slots=2)
+    assert filled == (hosts[0], hosts[1], live[-2], hosts[3])
 
 
 def test_an_allowed_size():
@@ -117,23 +128,21 @@ def test_an_allowed_size():
 
 
 def test_microbatches_divide_the_rows_of_a_replica_too():
-    limits = dataclasses.replace(BATCH, row_parts=12)  # 96 rows, 2 x 12 parts each
+    limits = replace(BATCH, row_parts=12)  # 96 rows, 2 x 12 parts each
     assert size_for(4, layout(2, 2), limits).slots == 8
     with pytest.raises(ValueError, match=r"have 24 parts.*allowed: 2 or 4"):
         size_for(3, layout(2, 2), limits)
 
 
 def with_leaf(leaf: Leaf) -> Layout:
-    return dataclasses.replace(layout(2, 1), leaves=(leaf,))
+    return replace(layout(2, 1), leaves=(leaf,))
 
 
 TWO_PER_HOST = Layout(
     mesh=MeshLayout(axis_names=("replica",), axis_sizes=(4,), slots=(0, 0, 1, 1)),
     leaves=(),
 )
-CROSSED = dataclasses.replace(
-    layout(2, 1), mesh=dataclasses.replace(layout(2, 1).mesh, slots=(1, 0))
-)
+CROSSED = replace(layout(2, 1), mesh=replace(layout(2, 1).mesh, slots=(1, 0)))
 ROWS = Leaf(path="mu", shape=(2, 5), dtype="float32", spec=(("replica",),))
 ODD = Leaf(path="nu", shape=(8, 5), dtype="float32", spec=(("replica",),))
 
@@ -152,7 +161,7 @@ ODD = Leaf(path="nu", shape=(8, 5), dtype="float32", spec=(("replica",),))
     ],
 )
 def test_a_size_that_cannot_be_is_refused(state, replicas, least, hint):
-    limits = dataclasses.replace(BATCH, min_replicas=least)
+    limits = replace(BATCH, min_replicas=least)
     with pytest.raises(ValueError, match=hint):
         size_for(replicas, state, limits)
 
@@ -165,14 +174,14 @@ def test_axes_that_divide_nothing_may_lie_before_the_replicas():
     assert (one.mesh.axis_sizes, one.mesh.slots) == ((1, 1, 1), (0,))
     two = layout_on(Layout(mesh=mesh, leaves=()), 2)
     assert (two.mesh.axis_sizes, two.mesh.slots) == ((1, 2, 1), (0, 1))
-    inner = dataclasses.replace(mesh, axis_sizes=(3, 1, 1))
+    inner = replace(mesh, axis_sizes=(3, 1, 1))
     with pytest.raises(ValueError, match="'fsdp': 3, .*first axis that divides"):
         resized(Layout(mesh=inner, leaves=()), 2)
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4))
 def test_other_replicas_and_back_is_the_same_layout(replicas, fsdp, others):
-    state = dataclasses.replace(layout(replicas, fsdp), config="{}")
+    state = replace(layout(replicas, fsdp), config="{}")
     try:
         there = resized(state, others)
     except ValueError:

@@ -47,6 +47,28 @@ def test_the_last_answer_counts_while_storage_hangs(tmp_path: Path) -> None:
     assert watch.steps == (20, 40) and len(asked) == 3
 
 
+def test_a_step_that_was_written_counts_while_the_next_listing_hangs(
+    tmp_path: Path,
+) -> None:
+    loop = VirtualLoop()
+    watch = StorageWatch(
+        tmp_path, loop, list_steps=lambda path: [int(it.name) for it in path.iterdir()]
+    )
+    loop.turn()
+    (tmp_path / "40").mkdir()
+    watch.wrote(40)
+    loop.hold("aside")
+    watch.look()
+    loop.turn(PATIENCE_S)
+    assert watch.silent and watch.steps == (40,)
+    loop.let_go("aside")
+    loop.turn()
+    (tmp_path / "40").rmdir()
+    watch.look()
+    loop.turn()
+    assert watch.steps == ()
+
+
 def test_a_directory_that_is_not_there_has_no_steps(tmp_path: Path) -> None:
     loop = VirtualLoop()
     watch = StorageWatch(tmp_path / "none", loop)
