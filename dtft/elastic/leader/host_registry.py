@@ -221,11 +221,16 @@ class HostMonitor:
 
     def take_over(self) -> None:
         """Begins a round if the store has the assignment of an earlier leader, or if
-        the store has lost its data; a new job is not formed here."""
+        the store has lost its data; a new job is not formed here.
+
+        A host that the store no longer lists may be alive: its lease also runs out
+        while the store is away.
+        """
         view = self._records.view
         if view.assignment is not None:
             gone = [host for host in view.assignment.slots if host not in view.hosts]
-            losses = [lost(host, view.assignment) for host in gone]
+            how = "has no lease any more"
+            losses = [lost(host, view.assignment, how=how) for host in gone]
             leads = f"{self._config.host} leads from now on"
             self._rendezvous.form(*(losses or [leads]))
         elif view.era > 1:

@@ -41,7 +41,9 @@ class RoundReason:
     """The hosts that the text names."""
 
 
-def lost(host: str, *assignments: SlotAssignment | None) -> RoundReason:
+def lost(
+    host: str, *assignments: SlotAssignment | None, how: str = "was lost"
+) -> RoundReason:
     """The reason for a round after the loss of a host.
 
     The text has the host's slot in the first of `assignments` that contains the host.
@@ -52,8 +54,8 @@ def lost(host: str, *assignments: SlotAssignment | None) -> RoundReason:
     for assignment in assignments:
         if assignment is not None and host in assignment.slot_of:
             name = f"{host} (slot {assignment.slot_of[host]})"
-            return RoundReason(f"{name} was lost", "lost", (host,))
-    return RoundReason(f"{host} was lost", "lost", (host,))
+            return RoundReason(f"{name} {how}", "lost", (host,))
+    return RoundReason(f"{host} {how}", "lost", (host,))
 
 
 def death(slots: Mapping[str, int], host: str, code: int) -> RoundReason:

@@ -210,7 +210,7 @@ def test_a_new_leader_forms_the_job_anew_and_names_who_is_gone(tmp_path: Path) -
     desk.put("m/assignment", ASSIGNMENT.to_json())
     desk.begin()
     (event,) = [event for event in desk.events() if event["event"] == "forming"]
-    assert event["reason"] == "b (slot 1) was lost"
+    assert event["reason"] == "b (slot 1) has no lease any more"
     desk.close()
 
 
