@@ -1,9 +1,9 @@
 """Accepts the public names from before 24 November 2026, with a warning.
 
-An import hook serves the old module paths. Functions and packages accept their old
-arguments and names through `renamed` and `warn`. The warning is a FutureWarning,
-because Python hides a DeprecationWarning from most users. This module imports only the
-standard library, so that importing `dtft` stays light.
+An import hook serves the old module paths. `renamed` makes a function accept the old
+names of its arguments, and a package with old names calls `warn`. The warning is a
+FutureWarning, because Python hides a DeprecationWarning from most users. This module
+imports only the standard library, so that importing `dtft` stays fast.
 """
 
 import functools
@@ -35,9 +35,10 @@ MODULES = {
     "dtft.train.shampoo": "dtft.config",
     "dtft.train.sync_config": "dtft.config",
 }
-"""Old module path (used in configs and READMEs) to the package with its names today."""
+"""Old module path (used in configs and READMEs) to the package that now has the names
+of the module."""
 _NAMES = {"dtft.train.calibrate.measure": "measure_devices"}
-"""Full old name to the new name, for names of these modules that changed."""
+"""Full old name to the new name without its package, for names that changed."""
 
 
 def warn(former: str, now: str, stacklevel: int = 3) -> None:
@@ -80,7 +81,7 @@ def renamed(**former: str) -> Callable[[_Function], _Function]:
 def renamed_fields(**former: str) -> Callable[[type[_Kind]], type[_Kind]]:
     """`renamed` for the fields of a dataclass, as arguments of its `__init__`.
 
-    Also sets the attribute `former_fields` of the class to the old and new names.
+    Also sets the class attribute `former_fields`, a dict from old name to new name.
     """
 
     def wrap(kind: type[_Kind]) -> type[_Kind]:

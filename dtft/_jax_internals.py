@@ -1,4 +1,4 @@
-"""All uses of JAX's private API in dtft, behind a version check.
+"""The only module of dtft that uses JAX's private API.
 
 * JAX's coordination service in a separate process, so that no trainer has to run it,
   and a trainer's connection to the service.
@@ -7,7 +7,8 @@
 * Compilation of a module that another process lowered.
 * The number of constant and carried arguments of a `scan`.
 
-No other module of dtft may import ``jax._src`` or private modules of ``jaxlib``.
+Functions that import private modules check the version of JAX first. No other module of
+dtft may import ``jax._src`` or private modules of ``jaxlib``.
 """
 
 import ctypes
@@ -23,10 +24,11 @@ _TESTED = ((0, 10), (0, 13))
 
 
 def check_version(version: str | None = None) -> None:
-    """Raises if dtft was not tested with this version of JAX's private API.
+    """Checks that dtft was tested with a version of JAX; by default the installed one.
 
     Raises:
-        RuntimeError: names the version found and the allowed range.
+        RuntimeError: the version was not tested; the message has it and the tested
+            versions.
     """
     found = version or jax.__version__
     numbers = tuple(int(part) for part in found.split(".")[:2])
@@ -72,6 +74,8 @@ def join_world(
     """Connects this process to a coordination service that runs already.
 
     Does the work of `jax.distributed.initialize`, but starts no service in process 0.
+    Also sets options of JAX: recoverable processes, no preemption service, and gloo for
+    collectives on CPU.
 
     Args:
         address: host:port of the coordination service.
@@ -106,12 +110,12 @@ def told_by_first(key: str, text: str, timeout_s: float) -> str:
     """Broadcasts the text of process 0 to every process, by the coordination service.
 
     A collective would time out after seconds; here process 0 may take up to
-    `timeout_s` to produce the text. Returns the text of process 0; in a process without
-    a connection to a service, its own text.
+    `timeout_s` to produce the text. Returns the text of process 0. In a process that is
+    not connected to a service, returns `text`.
 
     Args:
         key: key of the text, used once in the life of the service.
-        text: the text to broadcast; ignored in all processes but process 0.
+        text: the text to broadcast; connected processes other than process 0 ignore it.
         timeout_s: longest wait of the other processes, in seconds.
     """
     check_version()
@@ -140,7 +144,7 @@ def cpu_buffer(array: jax.Array) -> memoryview:
 def compile_module(
     module: bytes, devices: Sequence[Any], options: Mapping[str, Any]
 ) -> Any:
-    """Compiles a module lowered by `jit` as `jit` would, for the given devices.
+    """Compiles a module that `jit` has lowered, for the given devices, as `jit` would.
 
     Args:
         module: StableHLO with shardings, as MLIR bytecode of this version of JAX.

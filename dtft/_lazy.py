@@ -1,4 +1,4 @@
-"""Loads the public names of a package on first use, so that its import is light.
+"""Loads the public names of a package on first use, so that its import is fast.
 
 `dtft.optim` implements the same loading separately, because it works without the rest
 of dtft.

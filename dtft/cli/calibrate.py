@@ -25,8 +25,9 @@ def run(options: "CalibrateCommand") -> int:
     """Runs `dtft calibrate`; returns the exit code 0.
 
     Raises:
-        ValueError: the machine has fewer devices, the calibration cannot be written, or
-            a file is not a calibration or not a log of runs.
+        ValueError: --devices is out of range or more than the machine has, --out cannot
+            be written, --runs names no file, or a file cannot be read, or is not a
+            calibration or not a log of runs.
     """
     check_writable("--out", options.out)
     if options.runs == ():

@@ -38,7 +38,7 @@ live job."""
 
 
 def storage_lines(record: Record) -> list[str]:
-    """Formats the record of a storage directory, its steps, as lines."""
+    """Formats the record of a storage directory as lines: its steps and problems."""
     rows = [
         (it["step"], size_text(it["num_bytes"]), _when(it["written"]))
         for it in record["steps"]
@@ -155,8 +155,8 @@ def _commit_lines(commits: list[Record]) -> list[str]:
 def _host_lines(record: Record) -> list[str]:
     """Formats the hosts as a table.
 
-    The column "slices" counts the slices of the latest commit of which a host has a
-    copy.
+    The column "slices" has the number of slices of the newest commit that the host has
+    copies of.
     """
     newest = record["commits"][0]["slices_on"] if record["commits"] else {}
     rows = [
@@ -187,8 +187,9 @@ def verify_record(state: "JobState") -> Record:
 def verify_lines(record: Record) -> tuple[list[str], bool]:
     """Formats a verification as lines; also returns whether it succeeded.
 
-    It succeeded if some bytes were read, no copy is corrupt, all hosts answered, and
-    every commit whose copies were all read is healthy.
+    It succeeded if there is a commit, some bytes were read, no copy is corrupt, all
+    hosts answered, and every commit is healthy. A commit that a host dropped before
+    reading its copies need not be healthy.
     """
     hosts, commits = record["hosts"], record["commits"]
     unread = {step for host in hosts for step in host["unread"]}
@@ -237,8 +238,9 @@ def ls(source: "CheckpointFlags") -> int:
     """Runs `dtft checkpoint ls`: prints the steps; returns the exit code 0.
 
     Raises:
-        ValueError: wrong input, no such job, or another secret.
-        FileNotFoundError: no such directory.
+        ValueError: wrong input, etcd cannot be reached or has no such job, or the job
+            has another secret.
+        FileNotFoundError: the directory does not exist.
     """
     return _answer(source, _ls_directory, _ls_job)
 
@@ -247,11 +249,12 @@ def show(source: "CheckpointFlags", step: int | None) -> int:
     """Runs `dtft checkpoint show`: prints one step; returns the exit code 0.
 
     Prints the leaves of a stored step, or the slices of a live job's step with the
-    hosts that have copies. Raises as `ls`.
+    hosts that have copies. Raises as `ls`, and a ValueError if there is no such step or
+    the stored step is damaged.
 
     Args:
         source: the directory or the live job.
-        step: the step; None: the latest.
+        step: the step; None: the newest.
     """
     on_job = partial(_show_job, step=step)
     return _answer(source, partial(_show_directory, step=step), on_job)
@@ -262,13 +265,15 @@ def verify(
 ) -> int:
     """Runs `dtft checkpoint verify`: reads all bytes and compares their digests.
 
-    Raises as `ls`, and a ValueError if `rate` is given for a directory.
+    Raises as `ls`, and a ValueError if `rate` is given for a directory, or if the
+    directory lacks the step.
 
     Args:
         source: the directory or the live job.
         step: step of the directory; None: all steps. Not used for a live job.
         rate: bytes per second that each host of a live job may read; 0: no limit.
-        timeout_s: seconds for each host of a live job, plus what `rate` needs.
+        timeout_s: limit in seconds for each host of a live job; with `rate`, the time
+            that the host needs at this rate is added.
 
     Returns:
         The exit code: 0 if all is right, else 1.
@@ -283,10 +288,13 @@ def verify(
 
 
 def export(source: "CheckpointFlags", step: int | None, to: str) -> int:
-    """Runs `dtft checkpoint export`; returns the exit code 0. Raises as `ls`.
+    """Runs `dtft checkpoint export`; returns the exit code 0.
 
-    Copies a stored step to the directory `to`, or makes a live job write its latest
-    commit to its storage.
+    Copies a stored step to the directory `to`. A live job writes its next commit to its
+    storage; if the user starts its processes (--serve-only), its newest commit.
+
+    Raises as `ls`, and a ValueError if `to` is missing for a directory, if `to` or
+    `step` is given for a job, or if the step cannot be copied or written.
     """
     on_directory = partial(_export_directory, step=step, to=to)
     return _answer(source, on_directory, partial(_export_job, step=step, to=to))
@@ -303,8 +311,9 @@ def _answer(
         The exit code.
 
     Raises:
-        ValueError: both or neither of directory and job are given, or the step is
-            damaged, or the job cannot be reached.
+        ValueError: both or neither of directory and job are given, the job cannot be
+            reached, or the command fails, for example because the step is damaged.
+        FileNotFoundError: the directory does not exist.
     """
     job = source.job
     is_live = bool(job.store or job.name)
@@ -330,11 +339,15 @@ def _answer(
 
 
 def _storage_of(directory: Path) -> Path:
-    """Storage directory of a run, also if its config names another; or `directory`.
+    """Finds the storage directory: that of a run directory, or `directory` itself.
+
+    The result is absolute. A run's storage directory is the one that its config.json
+    names, or else `checkpoints` in the run directory.
 
     Raises:
-        FileNotFoundError: the directory does not exist.
-        ValueError: the directory is that of one step, or an item in one.
+        FileNotFoundError: `directory`, or the one that config.json names, does not
+            exist.
+        ValueError: this directory is that of one step, or an item in one.
     """
     named = ""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
@@ -460,7 +473,7 @@ def _verify_job(observer: "Observer", *, rate: int, timeout_s: float) -> Printed
 
 
 class _Progress:
-    """Prints how many bytes a job's hosts have read, at most every `PROGRESS_S`."""
+    """Prints how many bytes a job's hosts have read, once in `PROGRESS_S` at most."""
 
     def __init__(self) -> None:
         self._hosts: dict[str, tuple[int, int]] = {}

@@ -422,7 +422,8 @@ class CheckpointVerifyCommand:
         """Verifies the copies; returns the exit code.
 
         Raises:
-            ValueError: --rate is below 0, or --timeout is not above 0.
+            ValueError: --rate is below 0, or --timeout is not above 0; or as
+                `checkpoint.verify`.
         """
         from dtft.cli import checkpoint
 

@@ -32,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Ctrl-C, 1 if the reader of stdout has ended.
 
     Raises:
-        SystemExit: help was printed (0), or a flag is wrong (2).
+        SystemExit: help was printed (0), a flag or CONFIG is wrong (2), or the command
+            raised it, such as a drill that took too long.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -118,9 +119,13 @@ def _parsed(
 
 
 def _tell_keys(name: str, words: Sequence[str]) -> None:
-    """Prints the help of the config's keys, which follows the command's help.
+    """Prints the help of the flags that a command passes on, such as the config's keys.
 
-    Prints nothing if the words without --help are not a valid command line.
+    The command's own help was printed before. Prints nothing if the words without
+    --help are not a valid command line.
+
+    Raises:
+        SystemExit: the help was printed (0), or CONFIG is wrong (2).
     """
     without = [word for word in words if word not in _HELP]
     try:
@@ -131,7 +136,7 @@ def _tell_keys(name: str, words: Sequence[str]) -> None:
 
 
 def _in_full(words: Sequence[str], bare: dict[str, str]) -> Iterator[str]:
-    """Adds the value in `bare` to each flag that no number follows.
+    """Adds its value to each flag of `bare` that no number follows.
 
     tyro does not support flags with an optional value.
 

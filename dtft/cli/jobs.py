@@ -1,7 +1,7 @@
 """The commands of jobs: `dtft launch`, `agent` (also `--serve-only`) and `scale`.
 
 Each command turns its flags into values for `dtft.elastic`, which does the work. Config
-and flags are checked before anything is started or written.
+and flags are checked before etcd or an agent is started.
 """
 
 import contextlib
@@ -79,11 +79,12 @@ def run_agent(options: "AgentCommand", words: list[str]) -> int:
         words: words of the command line that set keys of the config.
 
     Returns:
-        The exit code: 0 if the job has ended or a signal made this host leave, else
-        that of the job's error.
+        The exit code: that of the job's error, if the job ended with an error. 0 if the
+        job ended without an error, or if a signal made this host leave the job.
 
     Raises:
-        ValueError: wrong input, or etcd cannot be reached.
+        ValueError: wrong input, the job refuses the host, or etcd cannot be reached.
+        SystemExit: CONFIG or a key of it is wrong (see `load_experiment`).
     """
     log_to_stderr()
     config = _agent_config(options, words)
@@ -126,7 +127,7 @@ def run_at(
         The job's result as JSON; "" if the host left before the job's end.
 
     Raises:
-        ValueError: etcd cannot be reached.
+        ValueError: etcd cannot be reached, or the job refuses the host.
     """
     store = EtcdStore(address)
     try:
@@ -248,7 +249,8 @@ def serve(options: "ServeCommand", words: list[str]) -> int:
         The exit code 0.
 
     Raises:
-        ValueError: a flag is wrong, or the job refuses the host.
+        ValueError: a flag is wrong, the job refuses the host, or etcd cannot be
+            reached.
     """
     log_to_stderr()
     config = _serving_config(options, words)
@@ -315,11 +317,11 @@ def run(options: "ScaleCommand") -> int:
 
     Returns:
         The exit code: 0 if the job trains with the new number (also if it did before),
-        1 if the change failed or took too long.
+        1 if the job has ended, or the change failed or took too long.
 
     Raises:
-        ValueError: wrong input, no such job, another secret, or a size that the job
-            may not have.
+        ValueError: wrong input, etcd cannot be reached or has no such job, the job has
+            another secret, or the job cannot have this number of replicas.
     """
     from dtft.drills import read_secret, store_address
     from dtft.elastic.inspect_job import Observer
@@ -380,10 +382,12 @@ def launch(command: "LaunchCommand", words: list[str]) -> int:
         words: words of the command line that set keys of the config.
 
     Returns:
-        The exit code.
+        The exit code of `supervise`.
 
     Raises:
-        ValueError: wrong input.
+        ValueError: wrong input, another run uses the run directory, or etcd does not
+            start.
+        SystemExit: CONFIG or a key of it is wrong (see `load_experiment`).
     """
     overrides = [*words, *command.run_flags.keys()]
     experiment = load_experiment(command.config, overrides, "dtft launch")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def check_writable(flag: str, path: str | None) -> None:
-    """Checks that a file can be written at a path.
+    """Checks that a path is in an existing folder and is no folder itself.
 
     Args:
         flag: the flag with the path, such as `--json`.

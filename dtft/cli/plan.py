@@ -36,11 +36,13 @@ if TYPE_CHECKING:
 
 
 def run(options: "PlanCommand", experiment: Experiment) -> int:
-    """Runs `dtft plan`; returns the exit code.
+    """Runs `dtft plan`; returns the exit code 0.
 
     Raises:
         ValueError: the config cannot be planned, the pins cannot be satisfied, the
-            cluster is unknown, or no plan fits as predicted or as compiled.
+            cluster is unknown, a file cannot be read or written, --trial and --verify
+            are both given, --trial cannot run here, or no plan fits as predicted or as
+            compiled.
     """
     calibration = options.calibration or None
     if options.cluster is None:
@@ -88,8 +90,8 @@ def _checked(
     """Returns the plan that --trial or --verify chooses, and sections of the report.
 
     --trial runs the best plans here and takes the fastest; --verify compiles them and
-    takes the fastest that fits. Without these flags, or if the plan was not searched
-    for, the plan is unchanged and there are no sections.
+    takes the fastest that fits. Without these flags, or if the plan has no `decision`,
+    the plan is unchanged and there are no sections.
     """
     decision = found.decision
     if decision is None:
@@ -109,7 +111,8 @@ def _here(experiment: Experiment) -> Cluster:
     """Makes a cluster from the devices that `dtft train` has here, and prints them.
 
     Raises:
-        ValueError: the planner does not know the devices.
+        ValueError: there is no device, the devices differ, the hosts have different
+            numbers of devices, or the planner does not know the device type.
     """
     found = Cluster.from_devices(devices_of(experiment))
     hosts, pool = experiment.cluster.hosts, found.uniform
@@ -138,7 +141,7 @@ def planned(
 
     Args:
         asked: loss, optimizer, parameters and batch of the config.
-        cluster: a cluster, its text such as "8xA100", or a file.
+        cluster: a cluster, its text such as "8xA100", or the path of its file.
         given: pins, as NAME=VALUE.
         calibration: path of a file from `dtft calibrate`; None: no calibration.
         what_if: whether plans that cannot be run here are considered too.
@@ -162,8 +165,8 @@ def pins_of(given: Sequence[str]) -> dict[str, Any]:
     """Parses the --pin flags into keyword arguments of `plan`.
 
     Raises:
-        ValueError: a text is not NAME=VALUE, the knob does not exist or is given twice,
-            or its value is invalid.
+        ValueError: a text is not NAME=VALUE, a knob does not exist or is given twice,
+            or the value of a number or of `offload` is invalid.
 
     >>> pins_of(["tensor=8", "remat=dots", "order=replica,tensor"])
     {'tensor': 8, 'remat': 'dots', 'order': ('replica', 'tensor')}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def run(options: "PredictCommand") -> int:
-    """Runs `dtft plan predict`; returns the exit code.
+    """Runs `dtft plan predict`; returns the exit code 0.
 
     Raises:
         ValueError: the table cannot be read or has an invalid row, the cluster is

@@ -164,7 +164,9 @@ class PipelineConfig:
         return self.layers
 
     def row_parts(self, stages: int) -> int:
-        """Returns the number that must divide the number of rows of a replica.
+        """Returns the number that must divide a replica's number of rows.
+
+        With fsdp it must divide the rows of one fsdp part of a replica.
 
         >>> PipelineConfig(microbatches=4).row_parts(stages=6)
         12
@@ -204,7 +206,7 @@ PlanFlag = Annotated[str, arg(aliases=("--mesh",))]
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Sizes of the mesh axes, slowest-varying first. At most one may be -1."""
+    """Sizes of the mesh axes, slowest-varying first. One, but not stage, may be -1."""
 
     replica: int = -1
     """Copies of the model, each on its part of the batch; -1: all remaining devices."""
@@ -244,7 +246,7 @@ class MeshConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """Numbers of hosts and devices, without spares, and limits for lost hosts."""
+    """Numbers of hosts and devices without spares; limits for lost hosts and errors."""
 
     hosts: int = 1
     """Number of slots: hosts that train at the same time."""
@@ -381,7 +383,7 @@ class CheckpointConfig:
     def storage_path(self, run_directory: Path) -> Path:
         """Returns the absolute directory of the storage tier.
 
-        It is `storage_directory`, or `checkpoints` in `run_directory` if that is empty.
+        It is `storage_directory`, or if this is empty `checkpoints` in `run_directory`.
         """
         if self.storage_directory:
             return Path(self.storage_directory)
@@ -389,7 +391,7 @@ class CheckpointConfig:
 
     @property
     def automatic(self) -> Automatic | None:
-        """Limits of the snapshot interval if interval=auto; None if it is a number."""
+        """Limits of the snapshot interval if interval=auto; None if it is fixed."""
         if self.interval != "auto":
             return None
         return Automatic(budget=self.stall_budget, maximum=self.max_interval)
@@ -427,7 +429,7 @@ class LogConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """All settings of a run. Equal experiments give equal results."""
+    """All settings of a run."""
 
     name: str
     """Name of the run; part of the run directory's name."""

@@ -47,7 +47,8 @@ def unknown(config: Any, words: Sequence[str]) -> str:
 
     Args:
         config: the dataclass whose fields the words should set.
-        words: one or more unknown words; the message names the first flag.
+        words: one or more unknown words; the message names the first flag, or without a
+            flag the first word.
 
     >>> from dtft.config.experiment import MeshConfig
     >>> unknown(MeshConfig(), ["--fsd", "2"])[:49]
@@ -169,9 +170,10 @@ def parse_experiment(
     """As `load_experiment`, but raises ConfigError instead of exiting.
 
     Raises:
-        ConfigError: the config or a key does not exist, values do not fit together, or
-            the data does not exist.
-        SystemExit: a single value is not allowed; the allowed values were printed.
+        ConfigError: there is no such config, the config or an override is wrong, or the
+            data does not exist.
+        SystemExit: tyro refused the value of an override and printed the reason (2), or
+            help was printed (0).
     """
     default = _default(find_config(config))
     overrides = _by_names_of_today(default, overrides)
@@ -229,8 +231,8 @@ def _refuse_idle(before: BalanceConfig, balance: BalanceConfig) -> None:
 def find_config(config: str) -> Path:
     """Finds the file of a config that is given as a path or a name.
 
-    A path has priority over a name in `./configs`, and this name over that of a config
-    that comes with dtft.
+    A path has priority over a name in `./configs`, which has priority over the name of
+    a config that comes with dtft.
 
     Raises:
         ConfigError: there is no such config; the message lists the existing names.
@@ -269,7 +271,11 @@ def named_configs() -> Path:
 def to_json(experiment: Experiment) -> str:
     """Encodes an experiment as JSON, with the data's identity and the format's version.
 
-    This text is the resolved config. Equal experiments give equal texts.
+    This text is the resolved config. Equal experiments with equal data give equal
+    texts.
+
+    Raises:
+        ValueError: the data is missing (see `DataConfig.identity`).
     """
     plain = {
         "schema": SCHEMA,
@@ -294,12 +300,13 @@ def diff_configs(old: str, new: str) -> list[str]:
 
 
 def shape_relevant(resolved: str) -> str:
-    """Returns the part of a resolved config that must be equal to resume a run.
+    """Returns, as JSON, the part of a resolved config that must be equal to resume.
 
-    These keys are the model, the data with its identity and batch, the class of the
-    optimizer, the seed, and the layers of each pipeline stage; with optim.sync.moments
-    also the keys of optim.sync. The other mesh axes may differ, because a state can be
-    restored onto another mesh if it has no arrays that differ per replica.
+    The part has the format's version, the model, the data with its identity and batch,
+    the class of the optimizer, the seed and the number of pipeline stages; with stages
+    also their layers, and with optim.sync.moments also the keys of optim.sync. The
+    other mesh axes may differ, because a state without arrays that differ per replica
+    can be restored onto another mesh.
     """
     flat = _read(resolved)
     kept = {
@@ -341,7 +348,7 @@ class _Asked:
 
 
 def _for_plan(default: Experiment, overrides: Sequence[str], prog: str) -> Experiment:
-    """Resets mesh and pipeline of a config if the command line asks for a plan.
+    """Resets mesh and pipeline of a config if the command line has --plan.
 
     If the command line sets mesh or pipeline keys too, the config stays unchanged; the
     combination is refused later.

@@ -1,7 +1,7 @@
 """Writes of log files to a disk that may become full or read-only during a run.
 
-If a write fails, a warning is printed once and training continues without logs. Data
-that training needs is written elsewhere.
+If a write fails, a warning is printed and training continues. Data that training needs
+is written elsewhere.
 """
 
 import contextlib

@@ -48,7 +48,7 @@ class ScheduleConfig:
             )
 
     def of(self, peak: float) -> Callable[[Any], Any]:
-        """Returns the schedule, a function from step to learning rate. Traceable.
+        """Returns the schedule, a traceable function from step to learning rate.
 
         Args:
             peak: largest learning rate.
@@ -124,7 +124,7 @@ class SyncConfig:
 
     @property
     def updates_differ(self) -> bool:
-        """Whether replicas make different updates: some moments are not reduced."""
+        """Whether updates differ between replicas at steps without a reduction."""
         return self.moments == "state" and max(self.every_mu, self.every_nu_max) > 1
 
 
@@ -178,7 +178,7 @@ class OptimConfig:
             )
 
     def learning_rate_at(self) -> Callable[[Any], Any]:
-        """Returns the schedule, a function from step to learning rate. Traceable."""
+        """Returns the schedule, a traceable function from step to learning rate."""
         return self.schedule.of(self.learning_rate)
 
     @property
@@ -205,10 +205,11 @@ class OptimConfig:
         return True
 
     def check_mesh(self, tensor: int) -> None:
-        """Checks that the optimizer can communicate if `mesh.tensor` is `tensor`.
+        """Checks that the optimizer works on a mesh whose axis `tensor` has this size.
 
         Raises:
-            ValueError: the optimizer communicates by itself, and `tensor` is above 1.
+            ValueError: the optimizer does its own collectives (`reduces_itself`), and
+                `tensor` is above 1.
         """
         if self.reduces_itself and tensor > 1:
             # The partitioner of jax 0.10.2 aborts with a failed check when it divides
@@ -230,6 +231,8 @@ class OptimConfig:
     def scale(self, axis_name: str | None = None) -> "optax.GradientTransformation":
         """Makes the transform from gradient to direction; defined by each subclass.
 
+        The direction is the update before weight decay and learning rate.
+
         Args:
             axis_name: the replica axis, if `reduces_itself`; else None.
 
@@ -242,9 +245,9 @@ class OptimConfig:
         )
 
     def build(self, axis_name: str | None = None) -> "optax.GradientTransformation":
-        """Makes the whole optimizer: clip, scale, decay and learning rate in a guard.
+        """Makes the whole optimizer: clip, scale, decay and learning rate.
 
-        The guard is `skip_outlier_gradients`.
+        The guard `skip_outlier_gradients` is around this chain.
 
         Args:
             axis_name: the replica axis, if `reduces_itself`; the optimizer must then
@@ -316,9 +319,10 @@ class MaxAdaBeliefConfig(OptimConfig):
         return self.sync.every_params > 1
 
     def reconcile(self, params: Any, count: Any, axis_name: str) -> Any:
-        """Averages the parameters at steps that are multiples of `sync.every_params`.
+        """Averages the parameters if `count` is a multiple of `sync.every_params`.
 
-        If replicas make equal updates, the parameters are returned unchanged.
+        At other updates, and if replicas make equal updates, the parameters are
+        returned unchanged.
         """
         if not self.sync.updates_differ:
             return params
@@ -414,7 +418,10 @@ def _decays(**values: float) -> None:
 )
 @dataclass(frozen=True, kw_only=True)
 class ShampooConfig(OptimConfig):
-    """Settings of Shampoo; updates have the norms of Max-AdaBelief's (dtft.optim)."""
+    """Settings of Shampoo with grafting (dtft.optim.shampoo).
+
+    Each leaf's direction gets the norm of the leaf's Max-AdaBelief direction.
+    """
 
     short_name: ClassVar[str] = "shampoo"
 
@@ -492,10 +499,10 @@ class ShampooConfig(OptimConfig):
         return self.wire != "none"
 
     def check_mesh(self, tensor: int) -> None:
-        """Checks that the statistics can be exchanged if `mesh.tensor` is `tensor`.
+        """Checks that the optimizer works on a mesh whose axis `tensor` has this size.
 
         Raises:
-            ValueError: statistics are exchanged, and `tensor` is above 1.
+            ValueError: statistics are exchanged (`wire`), and `tensor` is above 1.
         """
         if self.reduces_itself and tensor > 1:
             raise ValueError(
@@ -509,6 +516,9 @@ class ShampooConfig(OptimConfig):
 
         With an axis the direction is that of the mean gradient over the axis, and the
         statistics are of the local gradients.
+
+        Raises:
+            ValueError: `axis_name` is given, but statistics are not exchanged (`wire`).
         """
         from dtft import optim
 

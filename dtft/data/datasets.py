@@ -71,16 +71,19 @@ class DataConfig:
         return 0
 
     def check(self) -> None:
-        """Checks that the data exists, without reading all of it; by default nothing.
+        """Checks that the data exists, without reading all of it.
+
+        The base class checks nothing.
 
         Raises:
             ValueError: the data is missing; the text names the option to change.
         """
 
     def identity(self) -> str:
-        """Returns a name of the data's content; equal names mean equal samples.
+        """Returns a name of the data's content; a resumed run needs an equal name.
 
         Raises:
+            ValueError: the data is missing.
             NotImplementedError: the class is the base class.
         """
         raise NotImplementedError(

@@ -165,9 +165,12 @@ class ImageFolderConfig(DataConfig):
     def identity(self) -> str:
         """Returns a name with a hash of all file names and sizes, and the settings.
 
-        Raises as `load`. File contents are not read, because there may be millions of
-        files. So a file that changes but keeps its size does not change the identity.
-        The folder is listed once per process.
+        File contents are not read, because there may be millions of files. So a file
+        that changes but keeps its size does not change the identity. The folder is
+        listed once per process.
+
+        Raises:
+            ValueError: the folder is missing, empty or not in the expected layout.
         """
         self.check()
         digest = _listing(self.path).digest

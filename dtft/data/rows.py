@@ -27,11 +27,12 @@ class RowOrder:
     """The sample of each global row: a permutation of the samples for each epoch.
 
     The order equals grain's `MapDataset.seed(s).shuffle().repeat()`, but is computed
-    for many rows at once. Grain calls a C++ function for each row, which takes more
-    steps for fewer samples. A block cipher of 4 rounds permutes [0, 2^b). The cipher is
-    applied to a value until the result is below the number of samples, which gives a
-    permutation of the samples (Black and Rogaway, "Ciphers with arbitrary finite
-    domains", 2002; the cipher uses Simon's round function, eprint 2013/404).
+    for many rows at once. Grain calls a C++ function for each row; the fewer samples
+    there are, the more steps a call takes. A block cipher of 4 rounds permutes
+    [0, 2^b). The cipher is applied to a value until the result is below the number of
+    samples, which gives a permutation of the samples (Black and Rogaway, "Ciphers with
+    arbitrary finite domains", 2002; the cipher uses Simon's round function, eprint
+    2013/404).
 
     >>> order = RowOrder(num_samples=5, seed=7)
     >>> sorted(order.samples(np.arange(5, 10)).tolist())
@@ -82,8 +83,8 @@ def permuted(values: np.ndarray, size: int, seed: int) -> np.ndarray:
     """Maps values by a pseudo-random permutation of [0, size).
 
     Equal to grain's `index_shuffle(value, max_index=size - 1, seed=seed, rounds=4)`. As
-    in grain it is no permutation for sizes of 2^16 + 1, 2^18 + 1, ...: the last value
-    is mapped like 0.
+    in grain, the map is no permutation if `size` is 2^16 + 1, 2^18 + 1, ...: it maps
+    the last value to the same value as 0.
 
     Args:
         values: [N] integers in [0, size).
@@ -242,8 +243,8 @@ class Source:
 
         Args:
             samples: the data set.
-            shuffle_seed: seed of the order, which differs in every epoch; rows have no
-                end. None makes row i sample i, for one epoch.
+            shuffle_seed: seed of the order. Every epoch has another order, and there is
+                no last epoch. None: row i is sample i, and there is one epoch.
         """
         self._columns = samples if isinstance(samples, dict) else None
         self._reader = None if isinstance(samples, dict) else samples

@@ -1,4 +1,4 @@
-"""Drills: compares a run with injected faults to the same run without faults.
+"""Drills compare a run with injected faults to the same run without faults.
 
 * `drill`: the two runs of `dtft drill`, and the faults at their steps. `compare`:
   judges both runs. `leftovers`: processes, sockets and memory that an ended job has

@@ -35,8 +35,9 @@ def run_bench(options: "BenchCommand", words: list[str]) -> int:
         words: overrides of config keys, as typed on the command line.
 
     Raises:
-        ValueError: wrong input.
-        SystemExit: a run did not end within `DEADLINE_S`.
+        ValueError: wrong input, or etcd does not start.
+        SystemExit: CONFIG or a key of it is wrong, or a run did not end within
+            `DEADLINE_S`.
     """
     experiment, overrides = for_clusters(options, words, "dtft bench")
     steps = experiment.stop.steps
@@ -54,9 +55,10 @@ def run_bench(options: "BenchCommand", words: list[str]) -> int:
 
 
 def tier_off(steps: int) -> list[str]:
-    """Config overrides that turn the memory tier off: only the last step is copied.
+    """Config overrides that turn the memory tier off.
 
-    These overrides must follow all others, because the last value of a key counts.
+    Only the last step is then copied to the hosts' memory. These overrides must follow
+    all others, because the last value of a key counts.
     """
     allowed = ["--checkpoint.stall_budget", str(Automatic.budget)]
     allowed += ["--checkpoint.max_interval", str(Automatic.maximum)]
@@ -70,7 +72,7 @@ def measure_tier(
     """Runs several variants of one experiment in turns.
 
     Args:
-        experiment: the experiment; only its cluster and its name are used.
+        experiment: the experiment; its name, cluster and checkpoint settings are used.
         runs: name to CONFIG and overrides, in the order of the turns.
         rounds: number of turns of each variant.
 
@@ -78,6 +80,7 @@ def measure_tier(
         Name to the parsed summary.json of each run, in the order of the rounds.
 
     Raises:
+        ValueError: the arena directory does not exist, or etcd does not start.
         SystemExit: a run did not end within `DEADLINE_S`.
     """
     seen: dict[str, list[dict[str, Any]]] = {name: [] for name in runs}
@@ -93,8 +96,11 @@ def measure_tier(
 
 
 def summarize(seen: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Medians over rounds of step time and stall, and each round's ratio of the step
-    time with the tier on to that with the tier off.
+    """Computes the medians over rounds of step time, stall and the tier's slowdown.
+
+    The slowdown of a round, `ratio`, is the step time with the tier on, divided by the
+    step time with the tier off. `snapshots` is of the first round, `interval` of the
+    last.
 
     >>> figures = summarize({"off": [{"step_s": 1.0}], "on": [
     ...     {"step_s": 1.5, "stall_s": 0.25, "snapshots": 9, "interval": 1}]})

@@ -1,9 +1,13 @@
 """Compares a drill's faulted run with the undisturbed run, as record and text.
 
-The final states must have equal bytes, and every sample must be used exactly once. If
-the mesh or the shares changed, the bytes differ: then every restored state must equal
-the committed state, and the losses must agree up to rounding. Only reads the files of
-both runs.
+The final states must have equal bytes, and every sample must be used exactly once.
+
+If the mesh changed, or if load balancing changes the shares (microbatches of each
+replica), the bytes may differ. Then the losses must agree up to rounding, a state
+restored onto another mesh must equal the committed state, and a restart with the same
+number of replicas must begin with the shares of the restored step.
+
+The files of the runs are only read.
 """
 
 import contextlib
@@ -30,9 +34,10 @@ Span = tuple[float, float]
 def fault_fields(strike: InjectedFault) -> dict[str, Any]:
     """Record fields of a stop, cut or pause; empty for other faults.
 
-    `stopped_s`: seconds until the fault was ended, None if it never was.
-    `killed_after_s`: seconds until the stopped processes had been killed; only if they
-    were. `steps_per_s`, `steps_per_s_during`: speed before and during a `pause-store`.
+    `until`: wall-clock time at which the fault was undone. `stopped_s`: seconds until
+    then. Both are None if the fault was not undone. `killed_after_s`: seconds until the
+    stopped processes had been killed; only if they were. `steps_per_s`,
+    `steps_per_s_during`: speed before and during a `pause-store`.
     """
     if strike.fault.kind not in INTERRUPTIONS:
         return {}
@@ -51,12 +56,12 @@ def fault_fields(strike: InjectedFault) -> dict[str, Any]:
 def agents(
     faulted: Path, injected: Sequence[InjectedFault]
 ) -> dict[str, dict[str, Any]]:
-    """The longest call of each host's event loop, by host.
+    """The longest call of each host's event loop: host to `longest_call`.
 
-    Time in which a fault had stopped the agent does not count. A host whose file is
-    missing or unreadable is left out. Agents write `loop-HOST.json` when they end:
-    `host`, and in `calls` the longest calls, each with `what`, `seconds`, and `at`, the
-    wall-clock time of its begin.
+    Time in which a fault had stopped the agent does not count. Agents write
+    `loop-HOST.json` when they end. A host whose file is missing or unreadable is left
+    out. The file has the `host` and its longest `calls`. A call has `what`, `seconds`,
+    and `at`, the wall-clock time of its begin.
     """
     found: dict[str, dict[str, Any]] = {}
     for path in sorted(faulted.glob("loop-*.json")):
@@ -81,6 +86,8 @@ def longest_call(
 ) -> dict[str, Any]:
     """The longest of an event loop's calls, without the time its process was stopped.
 
+    Without calls `longest_call_s` is 0 and `what` is "".
+
     >>> calls = [{"what": "tick", "seconds": 10.5, "at": 100.25},
     ...          {"what": "view", "seconds": 0.75, "at": 90.0}]
     >>> longest_call(calls, [(100.5, 110.5)])
@@ -98,8 +105,11 @@ def longest_call(
 
 
 def interruption_lines(record: dict[str, Any]) -> list[str]:
-    """Lines to print about a drill's record: stops, cuts and pauses, the longest
-    event-loop call of all agents, and leftovers on the machine."""
+    """Formats the stops, cuts and pauses of a drill's record as lines.
+
+    Further lines have the longest event-loop call of all agents, and the leftovers on
+    the machine.
+    """
     said = []
     for entry in record["faults"]:
         if "stopped_s" not in entry:
@@ -140,9 +150,11 @@ Record = dict[str, Any]
 def attempts(directory: Path) -> list[Record]:
     """The attempts of a run with load balancing, one per start of trainers.
 
-    Empty for a run without load balancing. `shares`: microbatches of each replica when
-    the attempt began. `replayed`: whether these were in force at its restored step.
-    `found`: the shares in force at its end.
+    Empty for a run without load balancing. `step`: the step that the attempt restored.
+    `shares`: microbatches of each replica when the attempt began. `replayed`: whether
+    these shares were in force at `step`; also true if the number of replicas changed.
+    `unknown`: the replicas without measured times at the begin of the attempt. `found`:
+    the shares at the end of the attempt.
     """
     path = directory / BALANCE_FILE
     lines = path.read_text().splitlines() if path.exists() else []
@@ -150,7 +162,7 @@ def attempts(directory: Path) -> list[Record]:
 
 
 def judged(records: Sequence[Record]) -> list[Record]:
-    """The attempts of a run, from the records of its `balance.jsonl`.
+    """The attempts of a run (see `attempts`), from the records of its `balance.jsonl`.
 
     >>> begin = {"event": "begin", "step": 0, "shares": [2, 2], "unknown": []}
     >>> moved = {"event": "round", "step": 4, "next": [3, 1]}
@@ -178,8 +190,11 @@ def judged(records: Sequence[Record]) -> list[Record]:
 
 
 def shares_lines(record: Record) -> list[str]:
-    """Lines to print about each restart of a run with load balancing: its shares
-    (microbatches of each replica) at the begin and end of the attempt."""
+    """Formats each restart of a run with load balancing as a line.
+
+    The line has the shares (microbatches of each replica) at the begin and at the end
+    of the attempt.
+    """
     said = []
     for it in record.get("shares", [])[1:]:
         how = "replayed" if it["replayed"] else "NOT those of the commit"
@@ -212,15 +227,16 @@ Events = Sequence[dict[str, Any]]
 Epoch = tuple[int, int]
 Segments = Sequence[tuple[Epoch, int, int]]
 """For each attempt, the steps that no later attempt repeats: (epoch, step before the
-first, last step)."""
+first, last step). The epoch is (generation, attempt)."""
 
 
 def resizes(control: Path, events: Events) -> list[dict[str, Any]]:
-    """Every restore onto another mesh, with committed and restored digests.
+    """Lists the restores onto another mesh, with committed and restored digests.
 
     `control_root` is the digest over the undisturbed run's state at the restored step.
     The field is None if the faulted run had changed its mesh before, or if the
-    undisturbed run did not commit the step.
+    undisturbed run did not commit the step. `bit_exact`: whether all known digests are
+    equal and no leaf differs.
     """
     roots = {
         event["step"]: event.get("root")
@@ -248,7 +264,8 @@ def compare_losses(control: Path, faulted: Path, segments: Segments) -> dict[str
     """Compares the losses of the surviving steps with the undisturbed run's losses.
 
     Differences are fractions of the undisturbed run's first loss. `missing`: steps
-    without a loss in one of the runs.
+    without a loss in one of the runs. `largest_difference` is infinite if every step is
+    missing.
     """
     expected = {step: loss for (_, step), loss in _losses(control).items()}
     found = _losses(faulted)
@@ -288,8 +305,7 @@ def _losses(directory: Path) -> dict[tuple[Epoch, int], float]:
 
 
 def resize_lines(record: dict[str, Any]) -> list[str]:
-    """Lines to print about a record's changes of the number of hosts, and about the
-    comparison of the losses."""
+    """Formats a record's changes of the number of hosts, and its losses, as lines."""
     lines = []
     for it in record["resized"]:
         how = "equal bit for bit to" if it["bit_exact"] else "DIFFERENT from"
@@ -381,13 +397,15 @@ def _is_good(record: dict[str, Any]) -> bool:
 
 
 def expected_status(injected: Sequence[InjectedFault]) -> str:
-    """The job's expected final status: "error" if some step fails every time, else
-    "done"."""
+    """The job's expected final status.
+
+    "error" if a fault makes a step fail at every attempt, else "done".
+    """
     return "error" if any(strike.fault.always for strike in injected) else "done"
 
 
 def _stored(run: Path) -> Path:
-    """Storage directory of a drill's run, for which the config names no other."""
+    """Storage directory of a drill's run; `for_clusters` refuses any other."""
     return CheckpointConfig().storage_path(run)
 
 
@@ -403,10 +421,10 @@ def _differing(control: Path, faulted: Path, step: int) -> list[str]:
 
 
 def _differing_roots(control: Path, faulted: Path, step: int) -> list[str]:
-    """Compares a step that the undisturbed run committed but did not store, by the
-    digests of the commits.
+    """Compares a step by the digests of its commits in both runs.
 
-    Returns [] if the digests are equal, otherwise one line of text.
+    Used if the undisturbed run has not stored the step. Returns [] if the digests are
+    equal; otherwise, also if a run has not committed the step, one line of text.
     """
     roots = [
         {it["step"]: it["root"] for it in read_events(run) if it["event"] == "commit"}
@@ -429,7 +447,8 @@ def _recoveries(
     """The recoveries, with times counted from the injected fault.
 
     The job's own report counts from the detection, as only the drill knows when the
-    fault was injected.
+    fault was injected. If several faults were injected since the recovery before, the
+    first counts; if none was, the job's times are kept.
     """
     found, previous = [], 0.0
     for event in events:
@@ -452,10 +471,12 @@ def _recoveries(
 
 
 def _replicated(recovery: dict[str, Any], events: Events) -> dict[str, Any]:
-    """Seconds until every slice had its copies again after a recovery, the bytes pushed
-    for this, and `healthy`: whether separate failure domains have all requested copies.
+    """Time and bytes of the re-replication after a recovery.
 
-    None, 0 and None if the copies never became complete.
+    `replicated_s`: seconds until every slice had its copies again.
+    `bytes_re_replicated`: bytes pushed for this. `healthy`: whether separate failure
+    domains have all requested copies. None, 0 and None if the copies never became
+    complete.
     """
     epoch = recovery["generation"], recovery["attempt"]
     for event in events:
@@ -503,7 +524,8 @@ def surviving_segments(
 ) -> list[tuple[tuple[int, int], int, int]]:
     """The steps of each attempt that no later attempt repeats.
 
-    Each entry is (epoch, step before the first, last step).
+    Each entry is (epoch, step before the first, last step), where the epoch is
+    (generation, attempt).
 
     >>> one = {"event": "assignment", "generation": 1, "attempt": 1, "step": 0}
     >>> two = {"event": "assignment", "generation": 2, "attempt": 1, "step": 7}
@@ -525,8 +547,11 @@ def surviving_segments(
 def samples_exactly_once(
     faulted: Path, control: Path, last: int, batch: int, events: Events
 ) -> bool:
-    """Whether the surviving steps used each global row once, with the same sample as
-    the undisturbed run."""
+    """Whether the surviving steps used each global row once, with the right sample.
+
+    A step survives if no later attempt repeats it. The right sample of a row is that of
+    the undisturbed run.
+    """
     used = _samples(faulted)
     expected_ids = {
         row: sample for rows in _samples(control).values() for row, sample in rows
@@ -542,7 +567,7 @@ def samples_exactly_once(
 
 
 def _samples(directory: Path) -> dict[tuple[int, int, int], list[tuple[int, int]]]:
-    """(generation, attempt, step) -> (global row, sample id) over all slots."""
+    """Maps (generation, attempt, step) to the (global row, sample id) of all slots."""
     found: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
     for path in sorted((directory / "samples").glob("*.jsonl")):
         for line in path.read_text().splitlines():

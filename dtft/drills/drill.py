@@ -64,8 +64,10 @@ def run_drill(options: "DrillCommand", words: list[str]) -> int:
         words: overrides of config keys, as typed on the command line.
 
     Raises:
-        ValueError: wrong input, such as a fault that cannot be read.
-        SystemExit: the undisturbed run did not end within `DEADLINE_S`.
+        ValueError: wrong input, such as a fault that cannot be read; or etcd does not
+            start.
+        SystemExit: CONFIG or a key of it is wrong, or the undisturbed run did not end
+            within `DEADLINE_S`.
     """
     experiment, overrides = for_clusters(options, words, "dtft drill")
     overrides += handed_on(options.host)
@@ -127,7 +129,8 @@ def _memory_limits(options: "DrillCommand") -> dict[str, int]:
     """Host to its memory limit in MiB, from --host-memory.
 
     Raises:
-        ValueError: the flag cannot be parsed, or this process may not limit memory.
+        ValueError: the flag cannot be parsed, this process is not root, or the program
+            `unshare` is missing.
     """
     found = {}
     for text in options.host_memory:
@@ -160,8 +163,10 @@ def _usable(control: Path, experiment: Experiment, *, every_loss: bool) -> bool:
 
 
 def _decisive(resolved: str) -> dict[str, Any]:
-    """The sections of a config (JSON text) that decide the final state: all but `log`,
-    `timeouts` and `checkpoint`."""
+    """The sections of a config (JSON text) that decide the final state.
+
+    These are all but `log`, `timeouts` and `checkpoint`.
+    """
     free = ("log", "timeouts", "checkpoint")
     return {k: v for k, v in json.loads(resolved).items() if k not in free}
 
@@ -226,9 +231,9 @@ def _run(
 
 
 def _wait(cluster: LocalCluster, injector: FaultInjector, deadline_s: float) -> bool:
-    """Waits until all agents have ended, except agents that a fault stops for good.
+    """Waits until all agents have ended, except agents stopped or cut off for ever.
 
-    Returns False at the deadline.
+    Returns False if the deadline passes first.
     """
     end = time.monotonic() + deadline_s
     while time.monotonic() < end:
@@ -241,8 +246,10 @@ def _wait(cluster: LocalCluster, injector: FaultInjector, deadline_s: float) -> 
 
 
 def _failures(faults: Sequence[Fault], marker: Path) -> dict[str, str]:
-    """Environment variables that make a trainer raise inside a step, for the first
-    fault of kind `fail`; {} if there is none."""
+    """Environment variables for the first fault of kind `fail`; {} if there is none.
+
+    They make a trainer raise inside a step.
+    """
     for fault in faults:
         if fault.kind == "fail":
             often = "always" if fault.always else "once"
@@ -254,8 +261,10 @@ def _failures(faults: Sequence[Fault], marker: Path) -> dict[str, str]:
 def _network(
     settings: ClusterOptions, faults: Sequence[Fault], options: "DrillCommand"
 ) -> Iterator[HostNamespaces | None]:
-    """Makes network namespaces for all hosts; yields None if no fault cuts a host
-    off."""
+    """Makes network namespaces for all hosts; removes them at the end.
+
+    Makes none, and yields None, if no fault cuts a host off.
+    """
     if not any(fault.kind == "cut" for fault in faults):
         yield None
         return

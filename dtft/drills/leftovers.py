@@ -1,4 +1,4 @@
-"""Leftovers of an ended job on this machine: processes, sockets, shared memory.
+"""Leftovers of an ended job on this machine: processes, sockets, memory, etcd's data.
 
 Names the leftovers but does not remove them. Works on Linux only.
 """
@@ -18,7 +18,7 @@ GRACE_S = 5.0
 
 
 def of_ended_hosts(cluster: LocalCluster, grace_s: float = GRACE_S) -> list[str]:
-    """Leftovers of hosts whose agents have ended.
+    """Describes the leftovers of hosts whose agents have ended, one text each.
 
     Args:
         cluster: the cluster, before it is closed: closing removes all leftovers.
@@ -41,7 +41,7 @@ def _of_ended_hosts(cluster: LocalCluster) -> list[str]:
 
 
 def of_job(job: str, arena_directory: Path, run_directory: Path) -> list[str]:
-    """Leftovers of a job whose cluster was closed."""
+    """Describes the leftovers of a job whose cluster was closed, one text each."""
     found = [f"process {pid}: {_command(pid)}" for pid in _marked(job)]
     found += [f"memory: {path}" for path in arena_directory.glob(f"*{job}*")]
     found += [f"socket: {name}" for name in _sockets(job)]
@@ -50,8 +50,10 @@ def of_job(job: str, arena_directory: Path, run_directory: Path) -> list[str]:
 
 
 def _marked(job: str) -> list[int]:
-    """Ids of the processes whose variable `MARK` has the job's name. Processes with an
-    unreadable environment are left out."""
+    """Ids of the processes whose environment variable `MARK` has the job's name.
+
+    Processes with an unreadable environment are left out.
+    """
     mark, found = f"{MARK}={job}".encode(), []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
 """Values that the commands of drills and jobs compute from their flags.
 
 The values are the experiment, the run directory and the secret, and a host's failure
-domain and connections. A wrong flag raises a ValueError with a one-line message before
-anything is started.
+domain and connections. A wrong flag raises a ValueError before any process of the job
+is started.
 """
 
 import os
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
 
 def handed_on(flags: "HostFlags") -> list[str]:
-    """The flags that a cluster passes to its agents: --domain-file, --tls-cert,
-    --tls-key and --nixl, if given, with absolute paths.
+    """The flags that a cluster passes to its agents, with absolute paths.
+
+    These are --domain-file, --tls-cert, --tls-key and --nixl, if given.
 
     Raises:
         ValueError: a file cannot be read or has invalid contents, or flags exclude each
@@ -48,12 +49,13 @@ def handed_on(flags: "HostFlags") -> list[str]:
 
 
 def tls_of(flags: "HostFlags") -> Tls | None:
-    """The certificate of --tls-cert and --tls-key, read once as a check; None if
-    neither is given.
+    """The certificate of --tls-cert and --tls-key; None if neither is given.
+
+    Both files are read once, as a check.
 
     Raises:
-        ValueError: one of the flags is missing, --nixl is given too, or the files
-            cannot be read or used together.
+        ValueError: only one of the two flags is given, --nixl is given too, or the
+            files cannot be read or used together.
     """
     if not flags.tls_cert and not flags.tls_key:
         return None
@@ -75,7 +77,7 @@ def tls_of(flags: "HostFlags") -> Tls | None:
 
 
 def own_certificate(flags: "HostFlags", directory: Path) -> list[str]:
-    """Makes a self-signed certificate for --tls; returns the flags that name it.
+    """Makes a self-signed certificate in `directory`; returns the flags that name it.
 
     The certificate encrypts the traffic between hosts. The job's secret, not the
     certificate, authenticates the peers.
@@ -115,7 +117,8 @@ def settings(flags: "HostFlags", place: "PlaceFlags", host: str) -> dict[str, An
 def domain_of(flags: "HostFlags", place: "PlaceFlags", host: str) -> str:
     """The label of a host's failure domains, from --domain or --domain-file.
 
-    Has the form LEVEL=NAME,LEVEL=NAME; "" if neither flag is given.
+    Has the form LEVEL=NAME,LEVEL=NAME; "" if neither flag is given, or if the file has
+    no levels.
 
     Raises:
         ValueError: both are given, the label cannot be read, or the file has no line
@@ -165,7 +168,9 @@ def for_clusters(
         prog: the command, for the help text.
 
     Raises:
-        ValueError: wrong input.
+        ValueError: the experiment does not fit the cluster, or the config sets
+            `checkpoint.storage_directory`, which the runs would share.
+        SystemExit: CONFIG or a key of it is wrong (see `load_experiment`).
     """
     overrides = [*words, *command.run_flags.keys()]
     experiment = load_experiment(command.config, overrides, prog)
@@ -189,8 +194,8 @@ def prepare_run(experiment: Experiment) -> tuple[Path, list[str]]:
     """Checks and makes the run directory; returns it with its config override.
 
     Raises:
-        ValueError: the directory holds checkpoints of another config and is left
-            unchanged, or it cannot be written to.
+        ValueError: the run cannot continue the checkpoints of the directory (see
+            `config_to_continue`), or the directory cannot be written to.
     """
     directory = Path(with_run_dir(experiment).log.run_dir).resolve()
     config_to_continue(experiment, directory)
@@ -199,7 +204,7 @@ def prepare_run(experiment: Experiment) -> tuple[Path, list[str]]:
 
 
 def store_address(job: "JobFlags") -> StoreAddress:
-    """The etcd of --store and of the flags that begin with --store-.
+    """The address of etcd, from --store and the flags that begin with --store-.
 
     Raises:
         ValueError: a flag has an invalid value or lacks a flag that it requires, or the
@@ -234,7 +239,8 @@ def read_secret(job: "JobFlags") -> bytes:
     """The job's secret, from --secret-file or DTFT_SECRET_FILE.
 
     Raises:
-        ValueError: neither is given, or the file cannot be read or is too short.
+        ValueError: neither is given, or the file cannot be read or has fewer than 16
+            bytes.
     """
     name = job.secret_file or os.environ.get("DTFT_SECRET_FILE", "")
     if not name:

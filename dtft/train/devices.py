@@ -1,6 +1,6 @@
 """The JAX devices of this process, and settings to keep freed memory.
 
-`dtft train` runs on these devices, and `dtft plan` makes plans for these devices.
+`dtft train` runs on these devices. `dtft plan` without --cluster plans for them.
 """
 
 import ctypes

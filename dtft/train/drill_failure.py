@@ -16,7 +16,7 @@ VARIABLE = "DTFT_FAIL_AT"
 class DrillFailure:
     """One injected failure: its slot, its step, and whether it happens only once.
 
-    With `once`, the existence of the file `path` means that it has happened.
+    With `once`, the file `path` exists once the failure has happened.
     """
 
     slot: int

@@ -53,10 +53,13 @@ class Result:
 
 
 def run(experiment: Experiment, runtime: Runtime) -> Result:
-    """Trains until the last step or a plateau, or until the runtime asks to stop.
+    """Trains until the last step or a plateau, or until `runtime.should_stop` is True.
+
+    The errors of the runtime's methods are not caught.
 
     Raises:
         NonFinite: the loss became NaN or infinite.
+        ValueError: `stop.metric` is not a metric of this run.
         ConfigError: the checkpoint was made from other data or another batch size.
     """
     train_step = train_step_of(experiment, runtime)
@@ -232,6 +235,7 @@ class Watch:
 
         Raises:
             NonFinite: a loss is NaN or infinite.
+            ValueError: `stop.metric` is not a metric of this run.
         """
         records: list[Record] = []
         for step, metrics in self._pending:
@@ -242,7 +246,7 @@ class Watch:
         return records
 
     def at_boundary(self, step: int) -> bool:
-        """Whether `step` is a boundary; remembers `step` as the last boundary if so.
+        """Whether `step` is a boundary; if so, remembers `step` as the newest boundary.
 
         Boundaries are the config's last step and the steps that `should_save` selects.
         """
@@ -253,10 +257,11 @@ class Watch:
     def ended(self, step: int) -> bool:
         """Whether the run's goal is reached: the last step or a plateau.
 
-        A plateau counts only at a boundary and at the step that the run started from.
-        With an automatic interval a plateau counts only at multiples of `max_interval`,
-        so that the end does not depend on timing. Metrics that are not collected yet
-        can change the result from True to False, but not from False to True.
+        With a fixed interval, a plateau counts only at the newest boundary and at the
+        step that the run started from. With an automatic interval, a plateau counts
+        only at multiples of `max_interval`, so that the end does not depend on timing.
+        Metrics that are not collected yet can change the result from True to False, but
+        not from False to True.
         """
         stop, checkpoint = self._experiment.stop, self._experiment.checkpoint
         saved = step in (self.start, self._saved)

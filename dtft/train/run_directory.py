@@ -16,7 +16,7 @@ from dtft.config import ConfigError, Experiment, refuse_other, to_json
 
 
 def with_run_dir(experiment: Experiment) -> Experiment:
-    """Sets `log.run_dir` from the experiment's name and the time, if it is not set."""
+    """Returns the experiment with `log.run_dir` set; by default runs/<name>-<time>."""
     if experiment.log.run_dir:
         return experiment
     started = time.strftime("%Y%m%d-%H%M%S")
@@ -25,14 +25,15 @@ def with_run_dir(experiment: Experiment) -> Experiment:
 
 
 def config_to_continue(experiment: Experiment, directory: Path) -> str:
-    """Returns the config.json of a run directory whose checkpoints a run continues.
+    """Returns the text of config.json if the directory's run is continued, else "".
 
-    "" if there are none.
+    A run is continued if the directory has config.json and the experiment's storage has
+    a checkpoint.
 
     Raises:
         ConfigError: the checkpoints were made by a config that differs in a key that
-            must be equal; or they are in another directory than this run's storage,
-            which has none. Nothing was changed.
+            must be equal (`refuse_other`). Or the experiment's storage has no
+            checkpoint, but the storage that config.json names has. Nothing was changed.
     """
     try:
         saved = (directory / "config.json").read_text()
@@ -57,7 +58,9 @@ def config_to_continue(experiment: Experiment, directory: Path) -> str:
 
 
 def make_run_directory(directory: Path, flag: str = "log.run_dir") -> None:
-    """Makes the directory that a flag of the config names, if none exists.
+    """Makes a directory if it does not exist; checks that it can be written to.
+
+    `flag` is the key of the config that names the directory, for the error message.
 
     Raises:
         ConfigError: the directory cannot be made or written to.
@@ -78,8 +81,8 @@ def make_run_directory(directory: Path, flag: str = "log.run_dir") -> None:
 def only_run_in(directory: Path) -> Iterator[None]:
     """Makes a run directory and locks it against other runs until the body ends.
 
-    A directory that stays empty, because the run was refused, is removed again. The
-    kernel releases the lock when its process ends.
+    A directory that stays empty, because the run was refused, is removed again. If this
+    process dies, the kernel releases the lock.
 
     Raises:
         ConfigError: the directory cannot be made or written to, or another run uses it.

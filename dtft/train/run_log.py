@@ -111,9 +111,9 @@ class RunLog:
         self._append(json.dumps(record), self._samples)
 
     def write(self, records: Sequence[Record]) -> None:
-        """Writes records of steps that are multiples of `log.every`, and of the last.
+        """Writes the records of multiples of `log.every` and of the step `stop.steps`.
 
-        The last step is `stop.steps`. Only the leading process writes.
+        Other records are dropped. Only the leading process writes.
         """
         for step, values in records:
             if step == self._start + 1:  # compilation is over: time from here
@@ -221,7 +221,7 @@ def log_line(
     unit: str,
     per_step: int,
 ) -> str:
-    """Formats one log line; `seconds` per step adds time, throughput and ETA.
+    """Formats one log line; with `seconds` (per step) also time, throughput and ETA.
 
     >>> values = {"loss": 0.41234, "learning_rate": 1e-3, "grad_norm": 0.83}
     >>> log_line(120, 1000, values, 0.0124, "examples", 96)

@@ -39,7 +39,10 @@ class Runtime(Protocol):
 
     @property
     def generation(self) -> int:
-        """Number of the present assignment of slots to hosts; grows with each one."""
+        """Number of the present assignment of slots to hosts.
+
+        A new assignment has a larger number.
+        """
         ...
 
     @property
@@ -61,7 +64,7 @@ class Runtime(Protocol):
     def choice(self) -> PlanChoice | None:
         """The plan that `mesh` chose.
 
-        None before `mesh` is called, and if the config asks for no plan.
+        None before `mesh` is called, and if the config's `plan` is empty.
         """
         ...
 
@@ -76,7 +79,12 @@ class Runtime(Protocol):
         ...
 
     def mesh(self, experiment: Experiment) -> jax.sharding.Mesh:
-        """Connects to the other JAX processes, chooses the plan and makes the mesh."""
+        """Connects to the other JAX processes, chooses the plan and makes the mesh.
+
+        Raises:
+            ValueError: no plan is found, or the plan or the mesh does not fit the
+                devices.
+        """
         ...
 
     def restore(self, abstract_state: State) -> tuple[State, Items] | None:
@@ -107,9 +115,9 @@ class Runtime(Protocol):
         ...
 
     def await_turn(self, step: int) -> None:
-        """Blocks until the last snapshot has its copies on other hosts.
+        """Blocks until the newest snapshot has its copies on other hosts.
 
-        The next snapshot may be taken then.
+        After this the snapshot of `step` may be taken.
         """
         ...
 
@@ -121,8 +129,8 @@ class Runtime(Protocol):
         """Takes a snapshot of `state`, whose arrays are ready.
 
         The next step donates the arrays, so they must not be read after the return.
-        Called at boundaries (see `should_save`) for which `takes` is True, and at the
-        run's last step.
+        Called at boundaries (see `should_save`) for which `takes` is True, or at which
+        the run may end.
         """
         ...
 
@@ -138,6 +146,7 @@ class Runtime(Protocol):
     ) -> None:
         """Called once after the run's last step, with the contents of summary.json.
 
-        The goal is reached, or `should_stop` was True.
+        Either the run has reached its goal (the last step or a plateau), or
+        `should_stop` was True.
         """
         ...

@@ -44,7 +44,8 @@ def train(config: str, overrides: Sequence[str]) -> int:
         The exit code: 0 if the run is done or was stopped by a signal, 1 if it failed.
 
     Raises:
-        SystemExit: with code 2 for wrong input, after a message on stderr.
+        SystemExit: with code 2 for wrong input, after a message on stderr; with code 0
+            for `--help`.
     """
     asked = load_experiment(config, overrides, "dtft train")
     experiment = with_run_dir(asked)
@@ -135,7 +136,7 @@ class LocalRuntime:
         )
 
     def mesh(self, experiment: Experiment) -> Any:
-        """Makes the mesh from the plan, if the experiment asks for one, else its mesh.
+        """Makes the mesh of the plan; without `plan`, the experiment's mesh.
 
         Raises:
             ConfigError: the requested plan cannot be found, or cannot run here.
@@ -155,7 +156,7 @@ class LocalRuntime:
         return make_mesh(experiment.mesh, self._devices)
 
     def restore(self, abstract_state: Any) -> tuple[Any, dict[str, Any]] | None:
-        """Restores the run directory's last checkpoint; None if it has no checkpoint.
+        """Restores the newest checkpoint in storage; None if storage has none.
 
         Raises:
             UnreadableCheckpoint: a checkpoint exists but cannot be loaded.
@@ -191,10 +192,10 @@ class LocalRuntime:
         self._at = phase, step
 
     def crash_text(self) -> str:
-        """Returns the text after a crash's error: where it was, and how to go on.
+        """Returns the text that follows a crash's error.
 
-        The text has the phase and step, the path of the last stored checkpoint, and the
-        resume command.
+        The text has the phase and step of the crash, the path of the newest stored
+        checkpoint, and the resume command.
         """
         phase, step = self._at
         stored = self._storage.latest_step()
@@ -208,7 +209,7 @@ class LocalRuntime:
         )
 
     def dispatched(self, step: int) -> None:
-        """Does nothing: no agent follows this run."""
+        """Does nothing: this run has no agent."""
 
     def should_save(self, step: int) -> bool:
         """Whether `step` is a multiple of `checkpoint.interval`; True for `auto`."""
@@ -224,7 +225,7 @@ class LocalRuntime:
         """Does nothing: there is no snapshot in memory to wait for."""
 
     def finished_step(self, step: int) -> None:
-        """Does nothing: no agent follows this run."""
+        """Does nothing: this run has no agent."""
 
     def save(self, step: int, state: Any, items: dict[str, Any]) -> None:
         """Saves the state to storage if `takes(step)`; else does nothing."""
@@ -232,13 +233,13 @@ class LocalRuntime:
             self._store(step, state, items)
 
     def should_stop(self, step: int) -> bool:
-        """Whether a signal has asked to end the run."""
+        """Whether a stop signal has arrived (see `signals`)."""
         return self._stopping
 
     def finish(
         self, step: int, summary: dict[str, Any], state: Any, items: dict[str, Any]
     ) -> None:
-        """Saves the state unless it is stored already, and waits for storage.
+        """Saves the state unless it is stored already; closes storage after all writes.
 
         A state of step 0 is not saved.
         """
@@ -251,9 +252,10 @@ class LocalRuntime:
     def signals(self) -> Iterator[None]:
         """Handles Ctrl-C, SIGTERM and SIGHUP in the body of the context manager.
 
-        The run then ends at the next step for which `should_save` is True. The first
-        Ctrl-C or SIGTERM restores its former handler, so a second one ends the run at
-        once. SIGHUP does not, because a closing terminal sends several.
+        After a signal, the run ends at the next step for which `should_save` is True.
+        The first Ctrl-C restores the former handler of Ctrl-C, so that a second Ctrl-C
+        ends the run at once. The same holds for SIGTERM, but not for SIGHUP, because a
+        closing terminal sends several. An ignored SIGHUP (nohup) stays ignored.
         """
         before = {number: signal.getsignal(number) for number in heard_signals()}
 

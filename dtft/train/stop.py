@@ -1,7 +1,8 @@
-"""Detects convergence: a plateau of a metric, updated by a pure function per step.
+"""Detects convergence: a metric that does not improve any more (a plateau).
 
-The decision depends only on the config and on metrics, which are equal on every
-process. Checkpoints contain the plateau as JSON.
+`observe`, a pure function, updates the `Plateau` at each step. The decision depends
+only on the config and on metrics, which are equal on every process. Checkpoints contain
+the `Plateau` as JSON.
 """
 
 import math

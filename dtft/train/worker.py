@@ -1,8 +1,8 @@
 """The trainer process of one host in a launched job.
 
 An agent starts ``python -m dtft.train.worker CONFIG [overrides]``. The process imports
-its modules, then waits on the agent's socket for a slot, so that a standby host starts
-training without delay. Then the process runs the same loop as ``dtft train``, in an
+its modules, then waits on the agent's socket for a slot, so that a spare host starts
+training without delay. Then the process runs the same loop as ``dtft train``, with an
 `AgentRuntime`. The process may be killed at any moment.
 """
 
@@ -40,8 +40,9 @@ class WindowClock:
     """Times the steps between two snapshots, as the training loop sees them.
 
     Steps are dispatched ahead: at the dispatch of step s the loop knows that step s - 2
-    is finished. At a boundary the loop waits for all steps. The times of these events
-    separate the steps during a replication from the steps without a replication.
+    is finished. At a boundary, a step after which a snapshot is taken, the loop waits
+    for all steps. From the times of these events the clock computes how long steps take
+    while the snapshot is copied to other hosts, and how long afterwards.
 
     >>> clock = WindowClock()
     >>> clock.finished(10, 10.0, released_at=0.0, stall_s=0.0) is None
@@ -66,14 +67,13 @@ class WindowClock:
     ) -> Window | None:
         """Computes the measurements from the boundary before to this boundary.
 
-        A boundary is a step after which a snapshot is taken.
-
         Args:
             step: the boundary, all of whose work is finished.
             now: monotonic time in seconds.
             released_at: monotonic time at which the snapshot of the boundary before had
                 its copies on other hosts.
-            stall_s: seconds that this snapshot blocked the training thread.
+            stall_s: seconds for which the snapshot of the boundary before blocked the
+                training thread.
 
         Returns:
             The steps and seconds since the boundary before; None at the first boundary.
@@ -114,8 +114,8 @@ class AgentRuntime:
     """
 
     stores_its_end = False
-    """Always False: the leading agent writes the last step to storage after `finish`,
-    and reports this."""
+    """Always False: agents write the last step to storage after `finish`, by order of
+    the leading agent."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class AgentRuntime:
             heartbeat_s=self._start["heartbeat_s"],
             timeout_s=self._start["start_s"],
         )
-        logger.info("joined the world")
+        logger.info("connected to the other JAX processes")
         devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
         self.choice = choose(experiment, devices, self._recorded())
         if self.choice is not None:
@@ -205,6 +205,10 @@ class AgentRuntime:
         Raises:
             ConfigError: the checkpoint was made by a config that differs in the model
                 or another key that must be equal.
+            CorruptCopy: a copy in this host's memory is corrupt.
+            CheckpointUnreadable: the step in storage cannot be read.
+            TimeoutError: the agent sent no restore order in time.
+            AgentGone: the agent has ended.
         """
         from dtft.checkpoint.managers import AgentCheckpointManager, RestoreArgs
         from dtft.checkpoint.state import (
@@ -229,10 +233,10 @@ class AgentRuntime:
         )
         abstract = to_paths(abstract_state)
         wanted = RestoreArgs(abstract=with_plain_keys(abstract))
-        logger.info("state is in memory")
+        logger.info("received the agent's restore order")
         self.at = "restore", self._restored_step()
         found = self._manager.restore(args=wanted)
-        logger.info("state is on the devices")
+        logger.info("restore is complete")
         if found is None:
             return None
         arrays, items = found
@@ -270,14 +274,15 @@ class AgentRuntime:
         return True
 
     def await_turn(self, step: int) -> None:
-        """Waits until the last snapshot has its copies in other hosts' memory."""
+        """Waits until the newest snapshot has its copies in other hosts' memory."""
         del step
         self._manager.wait_until_finished()
 
     def finished_step(self, step: int) -> None:
-        """Reports to the agent that `step`, which `save` gets next, is finished.
+        """Reports to the agent that `step` is finished, before `save` is called for it.
 
-        Also measures the steps since the last snapshot, for the costs of snapshots.
+        Also measures the steps since the boundary before; these times give the cost of
+        snapshots.
         """
         self._finished(step)
         stalls = self._manager.stalls_s
@@ -319,7 +324,7 @@ class AgentRuntime:
     def finish(
         self, step: int, summary: dict[str, Any], state: Any, items: dict[str, Any]
     ) -> None:
-        """Waits for the last snapshot's copies; adds measured times to `summary`."""
+        """Waits for the newest snapshot's copies; adds measured times to `summary`."""
         del step, state, items
         self._tell_running()
         self._manager.wait_until_finished()
@@ -335,8 +340,8 @@ def speed(dispatched_at: Sequence[float], stalls_s: Sequence[float]) -> dict[str
     """Computes the mean seconds per step and the mean stall per snapshot in seconds.
 
     `step_s` leaves out the first `WARM_UP` steps; `late_step_s` is over the last half.
-    The result has neither with `WARM_UP` + 1 steps or fewer, and has no `snapshots` and
-    `stall_s` without snapshots.
+    With `WARM_UP` + 1 steps or fewer, the result has neither. Without snapshots, the
+    result has neither `snapshots` nor `stall_s`.
 
     Args:
         dispatched_at: time at which each step was dispatched, in seconds.
@@ -424,11 +429,11 @@ def failure(error: BaseException, at: tuple[str, int]) -> dict[str, Any]:
 def _evidence(error: Exception, at: tuple[str, int]) -> dict[str, Any]:
     """Makes the fields of the message `fatal` that help to find an error's cause.
 
-    The fields are the log's path, and if the user's code may have failed those of
-    `failure`, with the traceback.
+    The field `log` is the log's path. If the user's code may have failed, the other
+    fields of `failure`, such as the traceback, are there too.
 
-    An error during training steps may come from the user's model or data. Errors of
-    dtft name the remedy and need no traceback.
+    The user's code (model or data) may have failed if the error occurred after the
+    restore and is not a ConfigError or NonFinite, which name the remedy.
     """
     of_user = at[0] not in ("start", "restore")
     if of_user and not isinstance(error, ConfigError | NonFinite):
@@ -499,9 +504,9 @@ class TrainerProcess:
 
 
 def _keep_stdout_for_people() -> None:
-    """Redirects file descriptor 1, where libraries such as gloo print, to the log.
+    """Redirects file descriptor 1, where libraries such as gloo print, to stderr.
 
-    `sys.stdout` writes to the former descriptor.
+    Stderr is the log. `sys.stdout` still writes to the former stdout.
     """
     people = io.BufferedWriter(ForPeople(os.dup(1)))
     sys.stdout = io.TextIOWrapper(people, line_buffering=True)
@@ -532,7 +537,10 @@ class ForPeople(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        """Writes bytes and returns their number; drops all of them if writing fails."""
+        """Writes bytes; returns how many were written.
+
+        If writing fails, drops the bytes and returns their number.
+        """
         content = memoryview(data)
         try:
             return os.write(self._descriptor, content)
@@ -552,8 +560,9 @@ def _code(error: Exception) -> int:
 def _import_everything(experiment: Any) -> None:
     """Imports modules and makes datasets in advance, and configures JAX.
 
-    Sets the number of CPU devices and the compilation cache. Must not touch a device,
-    because JAX must first connect to the job's other processes.
+    If `cluster.devices_per_host` is above 0, JAX gets this number of CPU devices and
+    uses no other platform. Sets the compilation cache. Must not touch a device, because
+    JAX must first connect to the job's other processes.
     """
     if experiment.cluster.devices_per_host > 0:
         # Before threads start, so that a planned step takes the predicted time.
