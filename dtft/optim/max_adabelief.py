@@ -313,7 +313,8 @@ def _checked_mask(mask: Any) -> Any:
             boolean. A string such as "no" would count as True.
     """
     leaves = jax.tree.leaves(mask)
-    if leaves and all(map(callable, leaves)):  # optax treats such a mask as a function
+    # A module that is a tree of functions may be one, too.
+    if callable(mask) and leaves and all(map(callable, leaves)):
 
         def made(params: Any) -> Any:
             found = mask(params)

@@ -123,7 +123,7 @@ _ALL = (
     ),
     _gpu(
         "h200", _H100, 141_000_000_000, 4800e9, 132,
-        f"planner.md section 10; peaks: {_SHEET} H200 SXM",
+        f"{_SHEET} H200 SXM: 141 GB, and its peaks",
     ),
     _gpu(
         "b200", _B200, 191_514_411_008, 7672.32e9, 148,
@@ -298,10 +298,10 @@ LINKS: Mapping[str, Link] = {
         "PCIe", 12, 12, "RTX 4090 has no peer-to-peer copies: each byte crosses PCIe "
         f"4.0 twice; {_ASSUMED}", 0.5,
     ),
-    "cxl-2": _link("CXL", 0.5, 50, "planner.md section 5: x16 64 GB/s raw, 100-200 ns "
-        "over DRAM [unverified]; 78 % " + _ASSUMED, 0.01),
-    "upi": _link("UPI", 0.5, 60, "planner.md section 5: three links, about 60 GB/s "
-        "[unverified]", 0.01, shared_by=4),
+    "cxl-2": _link("CXL", 0.5, 50, "assumed: x16 64 GB/s raw, 100-200 ns over DRAM; "
+        "78 % " + _ASSUMED, 0.01),
+    "upi": _link("UPI", 0.5, 60, "assumed: three links, about 60 GB/s", 0.01,
+        shared_by=4),
     "ici-v4": _link("ICI", 1, 90, f"{_SCALING}: 90 GB/s per axis, both directions"),
     "ici-v5e": _link("ICI", 1, 90, f"{_SCALING}: 90 GB/s per axis, both directions"),
     "ici-v5p": _link("ICI", 1, 180, f"{_SCALING}: 180 GB/s per axis, both directions"),

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-# Accuracy of predictions, with the levels of planner.md, section 5: catalog (0),
-# measured (1), corrected by past runs (2).
+# Accuracy of predictions in three levels: figures of the catalog (0), measured (1),
+# corrected by past runs (2).
 
 
 UNCALIBRATED: Mapping[str, float] = {"compute": 0.25, "collectives": 0.5}

@@ -596,11 +596,19 @@ def _link(items: Any, where: str) -> Link:
     """Reads a link: a name of the catalog, or a mapping of fields.
 
     The mapping may have the figures of the curve in place of the key `curve`.
+
+    Raises:
+        ValueError: it has both, a key is unknown, or a value is not allowed.
     """
     if isinstance(items, str):
         return catalog.link(items)
     found = {"source": "cluster file", **_checked(items, Link, where, _CURVE)}
     beside = {key: found.pop(key) for key in _CURVE & set(found)}
+    if beside and "curve" in found:
+        raise ValueError(
+            f"{where} has `curve` and beside it {', '.join(sorted(beside))}. Give "
+            "either the curve or its figures."
+        )
     found["curve"] = _curve(found.get("curve", beside), f"{where}.curve")
     found["measured"] = {
         kind: _by_number(curves, f"{where}.measured.{kind}", _curve)

@@ -11,8 +11,8 @@ from dtft.planner.transformer.model import ParallelLayout, Shape, memory
 from dtft.planner.transformer.predict import Scales, stack, step_cost
 
 # The fit is soft-L1 least squares on log residuals, with a prior at the values of the
-# data sheet (planner.md, section 7, level 2). Predictions are evaluated by
-# leave-one-out, concordance of pairs and regret (planner.md, section 3).
+# data sheet. Predictions are evaluated by leave-one-out, concordance of pairs and
+# regret.
 
 
 Predictor = Callable[[np.ndarray], np.ndarray]

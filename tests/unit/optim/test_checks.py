@@ -108,6 +108,7 @@ def test_small_numbers_that_float64_holds_pass_where_it_is_on() -> None:
     [
         ({"w": "yes", "b": "no"}, r"mask\['b'\]='no' is not a boolean. Allowed: True"),
         ({"w": 1, "b": False}, r"mask\['w'\]=1 is not a boolean"),
+        ({"w": abs, "b": abs}, r"mask\['b'\]=<built-in function abs> is not a bool"),
         (lambda _: "w", r"mask\(params\)='w' is not a boolean"),
         (np.True_, r"mask=np.True_ is no mask"),
     ],

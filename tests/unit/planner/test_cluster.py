@@ -239,6 +239,11 @@ def test_a_yaml_file(tmp_path: Path) -> None:
             "pools: [{device: h100, levels: [{size: two, link: nvlink-4}]}]",
             "pools[0].levels[0]: size='two' is no number. Allowed: a whole number",
         ),
+        (
+            "pools: [{device: h100, levels: [{size: 2, link: {kind: Ethernet, curve: "
+            "{latency_s: 1e-5, bandwidth: 1e9}, bandwidth: 2e9}}]}]",
+            "levels[0].link has `curve` and beside it bandwidth",
+        ),
         ("pools: [{shorthand: h100, device: h100}]", "stands alone"),
         ("{", "neither YAML nor JSON"),
         ("pools: []", "0 pools"),
