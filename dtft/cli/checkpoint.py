@@ -498,8 +498,8 @@ class _Progress:
 def _export_job(observer: "Observer", *, step: int | None, to: str) -> Printed:
     if to or step is not None:
         raise ValueError(
-            "--to and --step are for DIR: a live job writes its newest commit to its "
-            "own storage directory. Copy it from there with `dtft checkpoint export "
+            "--to and --step are for DIR: a live job writes a commit to its own "
+            "storage directory. Copy it from there with `dtft checkpoint export "
             "DIR --to DIR`."
         )
     step = observer.export()

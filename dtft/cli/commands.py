@@ -438,7 +438,7 @@ class CheckpointVerifyCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointExportCommand:
-    """Write a live job's newest commit to storage, or copy a stored step."""
+    """Write a commit of a live job to storage, or copy a stored step."""
 
     source: _Checkpoints = field(default_factory=CheckpointFlags)
     step: _CountOrNone = None

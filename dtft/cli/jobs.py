@@ -392,6 +392,7 @@ def launch(command: "LaunchCommand", words: list[str]) -> int:
     overrides = [*words, *command.run_flags.keys()]
     experiment = load_experiment(command.config, overrides, "dtft launch")
     check_experiment(experiment)
+    check_arena_directory(Path(experiment.checkpoint.arena_directory))
     flags = handed_on(command.host)
     directory, extra = prepare_run(experiment)
     least = experiment.cluster.min_replicas

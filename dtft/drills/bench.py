@@ -129,7 +129,12 @@ def _one(experiment: Experiment, arguments: list[str]) -> dict[str, Any]:
         cluster.start()
         if not cluster.wait(DEADLINE_S):
             raise SystemExit(f"dtft: error: a run did not end in {DEADLINE_S:.0f} s")
-        return json.loads((directory / "summary.json").read_text())
+        summary = directory / "summary.json"
+        if not summary.exists():
+            ends = [it for it in cluster.events() if it["event"] == "end"]
+            why = ends[-1].get("message", "") if ends else "its hosts did not start"
+            raise SystemExit(f"dtft: error: a run ended without a result: {why}")
+        return json.loads(summary.read_text())
     finally:
         cluster.close()
         shutil.rmtree(directory, ignore_errors=True)

@@ -168,13 +168,15 @@ def for_clusters(
         prog: the command, for the help text.
 
     Raises:
-        ValueError: the experiment does not fit the cluster, or the config sets
-            `checkpoint.storage_directory`, which the runs would share.
+        ValueError: the experiment does not fit the cluster, the arena directory does
+            not exist, or the config sets `checkpoint.storage_directory`, which the runs
+            would share.
         SystemExit: CONFIG or a key of it is wrong (see `load_experiment`).
     """
     overrides = [*words, *command.run_flags.keys()]
     experiment = load_experiment(command.config, overrides, prog)
     check_experiment(experiment)
+    check_arena_directory(Path(experiment.checkpoint.arena_directory))
     if shared := experiment.checkpoint.storage_directory:
         raise ValueError(
             f"checkpoint.storage_directory={shared}: the runs that {prog} compares "
@@ -270,13 +272,9 @@ def cluster_options(
         spares: number of spare hosts.
         directory: the run directory.
 
-    Raises:
-        ValueError: the arena directory does not exist.
     """
     from dtft.elastic.local_cluster import ClusterOptions, job_name
 
-    arena_directory = Path(experiment.checkpoint.arena_directory)
-    check_arena_directory(arena_directory)
     return ClusterOptions(
         agent_arguments=tuple(arguments),
         job=job_name(experiment.name),
@@ -284,6 +282,6 @@ def cluster_options(
         spares=spares,
         run_directory=directory,
         storage_directory=experiment.checkpoint.storage_path(directory),
-        arena_directory=arena_directory,
+        arena_directory=Path(experiment.checkpoint.arena_directory),
         storage_keep=experiment.checkpoint.storage_keep,
     )
