@@ -96,11 +96,12 @@ def measure_tier(
 
 
 def summarize(seen: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Computes the medians over rounds of step time, stall and the tier's slowdown.
+    """Summarizes the rounds: medians of the step time, the stall and the slowdown.
 
-    The slowdown of a round, `ratio`, is the step time with the tier on, divided by the
-    step time with the tier off. `snapshots` is of the first round, `interval` of the
-    last.
+    The stall is the seconds for which a snapshot blocks training. The slowdown of a
+    round is the step time with the memory tier on, divided by the step time with the
+    tier off: `ratios` has one per round, `ratio` their median. `snapshots` is from the
+    first round with the tier on, `interval` from the last.
 
     >>> figures = summarize({"off": [{"step_s": 1.0}], "on": [
     ...     {"step_s": 1.5, "stall_s": 0.25, "snapshots": 9, "interval": 1}]})

@@ -177,7 +177,10 @@ class Reachability:
         return new
 
     def committed(self) -> None:
-        """Ends the suspicion: after a commit the hosts with slots reach each other."""
+        """Ends the suspicion of a cut.
+
+        A commit shows that the hosts with slots reach each other.
+        """
         self.is_suspected = False
 
     def is_due(self, now: float) -> bool:

@@ -24,17 +24,20 @@ def scale(observer: Observer, replicas: int, limit_s: float) -> dict[str, Any]:
     Args:
         observer: the job's observer, which knows the job's secret.
         replicas: the number of replicas.
-        limit_s: deadline in seconds.
+        limit_s: seconds after which the call fails.
 
     Returns:
-        `replicas`, `before` (replicas before) and `hosts`; if the size changed also
-        `step`, `bytes_from_peers`, `bytes_from_storage` and `seconds`. `asked_again`:
-        whether an earlier attempt of this call had failed.
+        `replicas`, `before` (replicas before) and `hosts` (their number). If the last
+        attempt changed the size, also `step` (restored), `bytes_from_peers`,
+        `bytes_from_storage` and `seconds` since the request. `asked_again`: whether an
+        earlier attempt of this call failed; it may have changed the size, and `before`
+        is then `replicas`.
 
     Raises:
-        ScaleRefused: the job cannot have this number of replicas.
-        RuntimeError: the job has ended, or the change failed or was late; the message
-            has the reason.
+        ScaleRefused: the job cannot have this number of replicas, or serves processes
+            that its user starts.
+        RuntimeError: the job has ended or has too few hosts, or the change failed or
+            was late; the message has the reason.
     """
     if observer.is_served:  # without its processes this job may have no leader
         raise ScaleRefused(scale_refusal(observer.job))

@@ -46,7 +46,10 @@ def presses(signals: Sequence[tuple[float, int]]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StopProgress:
-    """A job's progress as seen from outside, without store and leader."""
+    """A job's progress as the launching process sees it.
+
+    Neither the store nor the leader is asked.
+    """
 
     finished: Mapping[str, int] = field(default_factory=dict)
     """Each host with a slot to the last finished step of its trainer."""

@@ -1,4 +1,4 @@
-"""A small convolutional classifier. Depends on no mesh, optimizer or data set.
+"""A small convolutional classifier of 8x8 grey images. Depends on no mesh or optimizer.
 
 Legend: B examples, H height, W width, C channels, F features.
 """

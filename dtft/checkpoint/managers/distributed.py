@@ -227,9 +227,10 @@ def _item_placed(
 
 
 def _refuse_lost(record: Record, number: int) -> None:
-    """Raises ValueError if a leaf was saved with a sharding; else does nothing.
+    """Raises ValueError if a leaf has a saved spec; else does nothing.
 
-    Called for a leaf without a decoded sharding, so this run lacks devices of its mesh.
+    Called for leaves for which `shardings_had` found no sharding. If such a leaf has a
+    saved spec, this run lacks devices of the mesh on which it was saved.
     """
     raw = record.shardings
     if raw is None or raw["leaves"][number] == ELSEWHERE:

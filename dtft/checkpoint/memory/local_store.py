@@ -157,7 +157,7 @@ class Version:
 
     @property
     def exported(self) -> list[str]:
-        """For each leaf the path of its extent, for the exporter."""
+        """For each leaf, the path of the extent with this version's buffer of it."""
         paths = self.memory.paths
         return [paths[buffer] for buffer in self.buffers.tolist()]
 

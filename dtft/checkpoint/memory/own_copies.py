@@ -140,8 +140,9 @@ class Owning:
         """Takes buffers for the slices that a pinned copy lacks.
 
         Returns:
-            The memory of each lacking slice, and the number of a second pin, which
-            keeps the memory. The caller writes the memory and then ends this pin.
+            The memory of each missing slice, and the number of a second pin, which
+            keeps the memory even if `pin` ends. The caller writes the memory and then
+            ends the second pin.
 
         Raises:
             RuntimeError: a chunk has no free buffer.

@@ -360,9 +360,9 @@ class ReplicaStore:
         """Takes buffers for the own slices that a pinned copy lacks.
 
         Returns:
-            The memory of each lacking slice, and the number of a second pin, which
-            keeps the memory. The caller fetches the slices into the memory and then
-            ends this pin.
+            The memory of each missing slice, and the number of a second pin, which
+            keeps the memory even if `pin` ends. The caller fetches them into the memory
+            and then ends the second pin.
 
         Raises:
             RuntimeError: a chunk has no free buffer.

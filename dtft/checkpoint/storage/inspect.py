@@ -231,7 +231,7 @@ def _leaf(
 
 
 def verify_step(directory: Path, steps: Iterable[int]) -> dict[int, str]:
-    """Reads all values of the steps and compares their fingerprints.
+    """Reads all values of each step and compares fingerprints with the stored ones.
 
     Returns:
         Step to a description of the error; "" if the step is intact. A step of stock

@@ -26,7 +26,7 @@ Holders = Mapping[str, Collection[str]]
 
 @dataclass(kw_only=True)
 class ReReplication:
-    """The missing copies of one restored step, until all exist."""
+    """Pushes that restore the missing copies of one step, and which were received."""
 
     step: int
     pushes: tuple[Push, ...]

@@ -273,11 +273,12 @@ class _Cutting:
     def _groups(self) -> list[list[int]]:
         """Groups units into segments, in an order in which segments can run.
 
-        The next segment starts with the ready unit (its inputs are made) that has the
-        most changes of node after it (`_changes`). The segment takes all units that the
-        unit's node can compute without waiting for other nodes. So a unit that is
-        needed late, such as one that reads labels, joins the segment that needs the
-        unit.
+        A unit is ready once its inputs are made. Each segment starts with the ready
+        unit after which the node changes most often along a path of readers
+        (`_changes`). It takes all units of that node that can run without waiting for
+        other nodes. So a ready unit with few changes after it, such as one that reads
+        labels, starts no segment early: it joins one that another unit of its node
+        starts, if there is one.
         """
         waiting = [len(before) for before in self._before]
         ready: dict[int, set[int]] = defaultdict(set)

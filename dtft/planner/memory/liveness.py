@@ -56,7 +56,11 @@ class InMemory:
         self._resolve()
 
     def root(self, value: int) -> frozenset[int]:
-        """The values in memory from which readers of a value compute it."""
+        """The values whose buffers are read where the program reads this value.
+
+        A value without a buffer is an alias, or is fused: its readers compute it again
+        from these values.
+        """
         return self.roots.get(value, frozenset((value,)))
 
     def all_roots(self, operator: Operator) -> frozenset[int]:

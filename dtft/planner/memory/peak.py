@@ -88,7 +88,11 @@ class Timeline:
         return follow(self.scheduled, keeps_all=self.below is not None)
 
     def read_from(self, index: int) -> frozenset[int]:
-        """The values in memory from which readers of a value compute it."""
+        """The values whose buffers are read where the program reads this value.
+
+        A value without a buffer is an alias, or is fused: its readers compute it again
+        from these values.
+        """
         return self._lifetimes.roots.get(index, frozenset((index,)))
 
     @cached_property
@@ -658,7 +662,9 @@ class PeakEval:
     def _place(self, index: int) -> tuple[Spec, np.ndarray]:
         """The spec of a gradient in use, and the dim that `fsdp` divides at rest.
 
-        The dim is a position, one entry per mesh; -1 if `fsdp` divides no dim.
+        In use: while operators use it. At rest: while it is stored (ZeRO). The dim is
+        given by its position, as an array with one entry per mesh; -1 for a mesh where
+        `fsdp` divides no dim.
         """
         if index not in self._places:
             value, loops = self._values[index], self._trace.timeline.loop_dims

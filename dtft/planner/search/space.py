@@ -233,7 +233,11 @@ class Choices:
 
 @dataclass(frozen=True, kw_only=True)
 class Reason:
-    """How many candidates (or meshes) a rule of the enumeration left, of how many."""
+    """Result of one rule of the enumeration.
+
+    `left` of `of` candidates (or meshes) passed the rule. A rule that only adds or
+    combines candidates has its resulting number in both.
+    """
 
     rule: str
     left: int
