@@ -203,8 +203,8 @@ class _OneThread:
     """Calls functions that may hang, one at a time, on a thread of its own."""
 
     def __init__(self) -> None:
-        self._waiting: queue.SimpleQueue[_Call] = queue.SimpleQueue()
-        self._late: _Call | None = None
+        self._waiting: queue.SimpleQueue[_NixlCall] = queue.SimpleQueue()
+        self._late: _NixlCall | None = None
         threading.Thread(target=self._run, daemon=True, name="nixl").start()
 
     def _run(self) -> None:
@@ -233,7 +233,7 @@ class _OneThread:
         """
         if self._late is not None and not self._late.ended.is_set():
             raise NixlError(f"NIXL: {what} waits for an earlier call that hangs")
-        call = _Call(partial(function, *arguments), undo)
+        call = _NixlCall(partial(function, *arguments), undo)
         self._waiting.put(call)
         if not call.ended.wait(limit_s) and call.give_up():
             self._late = call
@@ -244,7 +244,7 @@ class _OneThread:
         return call.result
 
 
-class _Call:
+class _NixlCall:
     """One call, and its result or error once `ended` is set."""
 
     def __init__(

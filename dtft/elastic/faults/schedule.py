@@ -293,7 +293,8 @@ def check_together(faults: Sequence[Fault]) -> None:
             kill of a host or trainer follows a `corrupt`.
     """
     ordered = in_order(faults)
-    for fault, following in zip(ordered, [*ordered[1:], None], strict=True):
+    for index, fault in enumerate(ordered):
+        following = ordered[index + 1] if index + 1 < len(ordered) else None
         if fault.kind == "corrupt" and (
             following is None or following.kind not in _AFTER_CORRUPT
         ):
