@@ -402,7 +402,7 @@ def launch(command: "LaunchCommand", words: list[str]) -> int:
         + (["--min-replicas", str(least)] if least else [])
         + [*flags, *["--tls"] * command.tls]
     )
-    with only_run_in(directory):
+    with only_run_in(directory, experiment.checkpoint.storage_path(directory)):
         if command.tls:
             flags += own_certificate(command.host, directory)
         arguments = [command.config, *overrides, *extra, *flags]

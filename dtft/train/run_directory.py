@@ -77,25 +77,45 @@ def make_run_directory(directory: Path, flag: str = "log.run_dir") -> None:
         )
 
 
+_MARK = ".run"
+"""Name of the folder of a storage directory whose lock a run holds. Exporters lock the
+storage directory itself for every step that they write."""
+
+
 @contextmanager
-def only_run_in(directory: Path) -> Iterator[None]:
+def only_run_in(directory: Path, storage: Path | None = None) -> Iterator[None]:
     """Makes a run directory and locks it against other runs until the body ends.
 
-    A directory that stays empty, because the run was refused, is removed again. If this
-    process dies, the kernel releases the lock.
+    The same is done for `storage`, the run's storage directory, unless it is inside of
+    the run directory. Directories that stay empty, because the run was refused, are
+    removed again. If this process dies, the kernel releases the locks.
 
     Raises:
-        ConfigError: the directory cannot be made or written to, or another run uses it.
+        ConfigError: a directory cannot be made or written to, or another run uses it.
     """
-    make_run_directory(directory)
+    with _locked(directory, "log.run_dir"):
+        if storage is None or storage.is_relative_to(directory.resolve()):
+            yield
+            return
+        try:
+            with _locked(storage / _MARK, "checkpoint.storage_directory"):
+                yield
+        finally:
+            with suppress(OSError):  # not empty
+                storage.rmdir()
+
+
+@contextmanager
+def _locked(directory: Path, flag: str) -> Iterator[None]:
+    make_run_directory(directory, flag)
     with ExitStack() as held:
         try:
             held.enter_context(alone_in(directory, 0.0))
         except StorageBusy as error:
             raise ConfigError(
-                f"log.run_dir={directory} belongs to a run that has not ended, and its "
+                f"{flag}={directory} belongs to a run that has not ended, and its "
                 "logs and checkpoints would be mixed with this one's. Wait for it, or "
-                "set --log.run_dir to a directory of its own."
+                f"set --{flag} to a directory of its own."
             ) from error
         try:
             yield

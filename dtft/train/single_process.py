@@ -56,7 +56,9 @@ def train(config: str, overrides: Sequence[str]) -> int:
     resume = resume_command(config, overrides, made)
     runtime: LocalRuntime | None = None
     try:
-        with only_run_in(Path(experiment.log.run_dir)):
+        directory = Path(experiment.log.run_dir)
+        storage = experiment.checkpoint.storage_path(directory)
+        with only_run_in(directory, storage):
             runtime = LocalRuntime(experiment, resume)
             with runtime.signals():
                 run(experiment, runtime)

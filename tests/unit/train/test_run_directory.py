@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dtft.checkpoint.storage import alone_in, storage_steps
 from dtft.config.loading import ConfigError
 from dtft.train.run_directory import make_run_directory, only_run_in
 
@@ -27,6 +28,28 @@ def test_a_second_run_is_refused_until_the_first_ends(tmp_path: Path) -> None:
                 raise AssertionError("entered")
     with only_run_in(directory):
         assert (directory / "metrics.jsonl").exists()
+
+
+def test_runs_of_two_directories_do_not_share_storage(tmp_path: Path) -> None:
+    storage = tmp_path / "storage"
+    with only_run_in(tmp_path / "a", storage):
+        with pytest.raises(ConfigError, match=r"--checkpoint\.storage_directory to a"):
+            with only_run_in(tmp_path / "b", storage):
+                raise AssertionError("entered")
+        with alone_in(storage, 0.0):  # as an exporter of the run does
+            (storage / "5").mkdir()
+    assert storage_steps(storage) == (5,)
+    with only_run_in(tmp_path / "b", storage):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["storage"]
+
+
+def test_a_run_with_storage_inside_of_its_directory_has_one_lock(
+    tmp_path: Path,
+) -> None:
+    run = tmp_path / "run"
+    with only_run_in(run, run / "checkpoints"):
+        assert not (run / "checkpoints").exists()
 
 
 def test_a_refused_run_leaves_no_empty_directory(tmp_path: Path) -> None:

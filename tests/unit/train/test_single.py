@@ -11,6 +11,7 @@ import pytest
 from dtft.config.experiment import Experiment
 from dtft.config.loading import ConfigError
 from dtft.train.loop import Result, run
+from dtft.train.run_directory import only_run_in
 from dtft.train.single_process import (
     LocalRuntime,
     UnreadableCheckpoint,
@@ -50,7 +51,8 @@ def test_a_run_resumes_from_a_storage_directory_of_its_own(tmp_path: Path) -> No
     _train(_steps(parts, 3))
     assert (tmp_path / "storage" / "3").is_dir()
     assert not (tmp_path / "run" / "checkpoints").exists()
-    assert as_bytes(_train(parts).state) == as_bytes(whole.state)
+    with only_run_in(tmp_path / "run", tmp_path / "storage"):  # as `dtft train` does
+        assert as_bytes(_train(parts).state) == as_bytes(whole.state)
 
 
 def test_a_run_whose_checkpoints_are_elsewhere_does_not_begin_again(
