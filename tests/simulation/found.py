@@ -572,5 +572,46 @@ FOUND: tuple[tuple[str, int, dict[str, Any], list[Fault]], ...] = (
             ),
         ],
     ),
+    (
+        "F23",
+        120087830,
+        {
+            "slots": 3,
+            "spares": 1,
+            "last_step": 16,
+            "storage_interval": 0,
+            "skew": True,
+        },
+        [
+            Fault(
+                who="leader",
+                what="stop",
+                phase="steady",
+                after_s=0.6129370756219487,
+                seconds=15.607492770089909,
+            ),
+            Fault(
+                who="trainer",
+                what="exception-always",
+                phase="at",
+                after_s=11.104266069702735,
+                seconds=2.3350539992389905,
+            ),
+            Fault(
+                who="spare",
+                what="cut",
+                phase="at",
+                after_s=8.608944849915709,
+                seconds=1.8030897049726833,
+            ),
+            Fault(
+                who="etcd",
+                what="stop",
+                phase="exporting",
+                after_s=0.2683377079058835,
+                seconds=31.05066966696895,
+            ),
+        ],
+    ),
 )
 """Name of the finding, seed, sizes of the job, faults."""

@@ -121,6 +121,12 @@ class HostRegistry:
         self._gone[host] = _process(record)
         return True
 
+    @property
+    def lost(self) -> set[str]:
+        """The hosts that had a slot when this host began to lead, or were connected
+        since, and are lost. They may be alive, and come back."""
+        return {*self._gone, *self._former} - self._records.keys()
+
     def leave_out(self, host: str) -> None:
         """Excludes a host that has not reported its holdings, until it reports them."""
         self._silent.add(host)

@@ -9,6 +9,7 @@ import pytest
 
 from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
 from dtft.elastic.leader.host_registry import FIRST_ASK_S, NOBODY_S
+from dtft.elastic.store.api import StoreUnavailable
 from tests.support.desks import LEASE_S, Desk, record_of
 
 
@@ -211,6 +212,28 @@ def test_a_stop_before_anything_is_trained_ends_at_once(desk: Desk) -> None:
     last = desk.events()[-1]
     assert (last["event"], last["status"], last["step"]) == ("end", "stopped", 0)
     assert desk.view().result is not None
+
+
+@pytest.mark.parametrize(("is_lost", "leases"), [(False, 2), (True, 12)])
+def test_a_result_waits_longer_for_the_store_while_a_host_is_lost(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, is_lost: bool, leases: int
+) -> None:
+    desk.join("b")
+    if is_lost:  # it may come back, and would learn the result from the store only
+        desk.leader.lost("b", "silent for 5 s")
+    desk.put("m/stop", "1")
+    view = desk.view()
+
+    def away(*_: Any) -> bool:
+        raise StoreUnavailable("it hangs")
+
+    monkeypatch.setattr(desk.member, "fenced", away)
+    desk.leader.see(view)
+    desk.turn(leases * desk.config.timeouts.lease - 1)
+    assert "end" in desk.kinds() and not desk.ended
+    desk.turn(3)
+    (result,) = set(desk.ended)
+    assert '"status": "stopped"' in result
 
 
 def test_storage_that_vanished_is_waited_for(desk: Desk) -> None:
