@@ -40,7 +40,7 @@ CASES = {
     "digits_cnn, 3 devices": ("digits_cnn",),
     "chars_transformer, 1 device": (
         *("chars_transformer", "--cluster.hosts", "1", "--mesh.fsdp", "1"),
-        *("--data.global_batch", "80"),
+        *("--data.global_batch", "96"),
     ),
 }
 """Configs. `dtft train` runs digits_cnn, whose config has three hosts, on three devices
