@@ -87,7 +87,7 @@ class Microbatches:
         """
         if self.cap is None:
             return by_weight(weights, self.total, low=self.low)
-        parts = positive_weights(weights)
+        parts = _checked_weights(weights)
         least = parts[parts > 0].min()
         unit_s = 1 / np.where(parts > 0, parts / least, 1 / (2 * self.total))
         return allocate(unit_s, self.total, cap=self.cap, low=self.low)
@@ -152,11 +152,11 @@ def even(total: int, num_nodes: int) -> Counts:
     return allocate(np.ones(num_nodes), total, low=0)
 
 
-def positive_weights(weights: ArrayLike) -> Floats:
+def _checked_weights(weights: ArrayLike) -> Floats:
     """Converts the weights of nodes to an array.
 
     Raises:
-        ValueError: a weight is no number of 0 or more, or none is above 0.
+        ValueError: a weight is no finite number of 0 or more, or none is above 0.
     """
     parts = np.array(numbers("weights", weights, "each node"))
     if not parts.any():
@@ -175,7 +175,7 @@ def by_weight(weights: ArrayLike, total: int, *, low: int = 1) -> Counts:
     >>> by_weight([8.0, 8.0, 1.0], 4)
     array([2, 1, 1])
     """
-    parts = positive_weights(weights)
+    parts = _checked_weights(weights)
     check_whole("total", total, 0)
     _check_bounds(total, np.full(parts.size, total), low, parts.size)
     ideal = parts / parts.sum() * total

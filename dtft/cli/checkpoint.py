@@ -349,11 +349,13 @@ def _storage_of(directory: Path) -> Path:
             exist.
         ValueError: this directory is that of one step, or an item in one.
     """
-    named = ""
+    from dtft.train import recorded_storage
+
+    named = directory
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        saved = json.loads((directory / "config.json").read_text())
-        named = saved["checkpoint"]["storage_directory"]
-    return checkpoints_in(named or directory)
+        named = recorded_storage(directory)  # if it is a run directory
+    is_inside = named.parent == directory.absolute()
+    return checkpoints_in(directory if is_inside else named)
 
 
 def _ls_directory(directory: Path) -> Printed:

@@ -20,7 +20,7 @@ from dtft.elastic.host import check_arena_directory, check_name
 from dtft.elastic.stop_signals import heard_signals
 from dtft.elastic.store import StoreAddress
 from dtft.parallel import check_experiment
-from dtft.train import config_to_continue, make_run_directory, with_run_dir
+from dtft.train import config_to_continue, make_directory, with_run_dir
 
 if TYPE_CHECKING:
     from dtft.cli import BenchCommand, DrillCommand, HostFlags, JobFlags, PlaceFlags
@@ -201,7 +201,7 @@ def prepare_run(experiment: Experiment) -> tuple[Path, list[str]]:
     """
     directory = Path(with_run_dir(experiment).log.run_dir).resolve()
     config_to_continue(experiment, directory)
-    make_run_directory(directory)
+    make_directory(directory)
     return directory, ["--log.run_dir", str(directory)]
 
 

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from dtft.train.loop import run
     from dtft.train.run_directory import (
         config_to_continue,
-        make_run_directory,
+        make_directory,
         only_run_in,
+        recorded_storage,
         with_run_dir,
     )
     from dtft.train.single_process import LocalRuntime, train
@@ -45,10 +46,11 @@ _PUBLIC = {
     "layout_of": "state_layout",
     "make_cpu_devices": "devices",
     "make_placed_step": "dtft.parallel.mpmd",
-    "make_run_directory": "run_directory",
+    "make_directory": "run_directory",
     "make_step": "dtft.parallel.planning",
     "nodes_of_scopes": "dtft.parallel.mpmd",
     "only_run_in": "run_directory",
+    "recorded_storage": "run_directory",
     "run": "loop",
     "train": "single_process",
     "with_run_dir": "run_directory",
@@ -64,10 +66,11 @@ __all__ = [
     "layout_of",
     "make_cpu_devices",
     "make_placed_step",
-    "make_run_directory",
+    "make_directory",
     "make_step",
     "nodes_of_scopes",
     "only_run_in",
+    "recorded_storage",
     "run",
     "train",
     "with_run_dir",

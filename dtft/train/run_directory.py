@@ -12,7 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from dtft.checkpoint.storage import StorageBusy, alone_in, storage_steps
-from dtft.config import ConfigError, Experiment, refuse_other, to_json
+from dtft.config import (
+    CheckpointConfig,
+    ConfigError,
+    Experiment,
+    refuse_other,
+    to_json,
+)
 
 
 def with_run_dir(experiment: Experiment) -> Experiment:
@@ -22,6 +28,18 @@ def with_run_dir(experiment: Experiment) -> Experiment:
     started = time.strftime("%Y%m%d-%H%M%S")
     folder = f"runs/{experiment.name}-{started}"
     return replace(experiment, log=replace(experiment.log, run_dir=folder))
+
+
+def recorded_storage(directory: Path) -> Path:
+    """Returns the storage directory of the run that made a run directory.
+
+    Raises:
+        FileNotFoundError: the directory has no config.json.
+        ValueError: config.json is not JSON.
+    """
+    saved = json.loads((directory / "config.json").read_text())
+    named = saved["checkpoint"].get("storage_directory", "")  # "": of before the key
+    return CheckpointConfig(storage_directory=named).storage_path(directory)
 
 
 def config_to_continue(experiment: Experiment, directory: Path) -> str:
@@ -43,21 +61,19 @@ def config_to_continue(experiment: Experiment, directory: Path) -> str:
     if storage_steps(now):
         refuse_other(saved, to_json(experiment), directory)
         return saved
-    named = json.loads(saved)["checkpoint"].get("storage_directory", "")
-    before = replace(experiment.checkpoint, storage_directory=named)
-    path = before.storage_path(directory)
-    if storage_steps(path):
+    before = recorded_storage(directory)
+    if storage_steps(before):
         raise ConfigError(
             f"checkpoint.storage_directory={experiment.checkpoint.storage_directory!r}:"
             f" {now} has no checkpoint, and those of log.run_dir={directory} are in "
-            f"{path}. Nothing was changed. Move them there, or set --checkpoint."
-            f"storage_directory {named!r} to continue, or --log.run_dir to a new "
+            f"{before}. Nothing was changed. Move them there, or set --checkpoint."
+            f"storage_directory {before} to continue, or --log.run_dir to a new "
             "directory."
         )
     return ""
 
 
-def make_run_directory(directory: Path, flag: str = "log.run_dir") -> None:
+def make_directory(directory: Path, flag: str = "log.run_dir") -> None:
     """Makes a directory if it does not exist; checks that it can be written to.
 
     `flag` is the key of the config that names the directory, for the error message.
@@ -93,12 +109,14 @@ def only_run_in(directory: Path, storage: Path | None = None) -> Iterator[None]:
     Raises:
         ConfigError: a directory cannot be made or written to, or another run uses it.
     """
-    with _locked(directory, "log.run_dir"):
+    with _locked(directory, "log.run_dir", directory):
         if storage is None or storage.is_relative_to(directory.resolve()):
             yield
             return
+        flag = "checkpoint.storage_directory"
         try:
-            with _locked(storage / _MARK, "checkpoint.storage_directory"):
+            make_directory(storage, flag)
+            with _locked(storage / _MARK, flag, storage):
                 yield
         finally:
             with suppress(OSError):  # not empty
@@ -106,14 +124,15 @@ def only_run_in(directory: Path, storage: Path | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def _locked(directory: Path, flag: str) -> Iterator[None]:
-    make_run_directory(directory, flag)
+def _locked(directory: Path, flag: str, value: Path) -> Iterator[None]:
+    """Makes and locks a directory; errors name `flag` with its `value`."""
+    make_directory(directory, flag)
     with ExitStack() as held:
         try:
             held.enter_context(alone_in(directory, 0.0))
         except StorageBusy as error:
             raise ConfigError(
-                f"{flag}={directory} belongs to a run that has not ended, and its "
+                f"{flag}={value} belongs to a run that has not ended, and its "
                 "logs and checkpoints would be mixed with this one's. Wait for it, or "
                 f"set --{flag} to a directory of its own."
             ) from error

@@ -28,7 +28,7 @@ from dtft.parallel import check_input
 from dtft.train.devices import devices_of
 from dtft.train.run_directory import (
     config_to_continue,
-    make_run_directory,
+    make_directory,
     only_run_in,
     with_run_dir,
 )
@@ -127,8 +127,8 @@ class LocalRuntime:
         self._saved = -1
         self._resolved = to_json(experiment)
         self._refuse_other_config()
-        make_run_directory(self.run_directory)
-        make_run_directory(self._checkpoints, "checkpoint.storage_directory")
+        make_directory(self.run_directory)
+        make_directory(self._checkpoints, "checkpoint.storage_directory")
         from dtft.train.run_log import write_config
 
         write_config(self.run_directory, self._resolved, sys.argv)

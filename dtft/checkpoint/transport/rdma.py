@@ -7,7 +7,8 @@ that the lender still lends its memory.
 
 NIXL's calls have no time limit of their own. They run one at a time on one thread, and
 their callers wait for a limited time. After a call that took too long, the next ones
-fail at once until it has ended; it is then undone.
+fail at once until it has ended; it is then undone. Calls that end something are made
+in any case, if need be later.
 
 A read that timed out may still write to its targets until NIXL releases the transfer,
 so the target memory of a failed fetch must not be used. A machine that can send packets
@@ -24,6 +25,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -85,7 +87,8 @@ class Nixl:
             slice, (address, size in bytes) of each piece.
 
         Raises:
-            NixlError: NIXL fails to register the memory, or to deregister it.
+            NixlError: NIXL fails to register the memory. If it fails to deregister
+                it, a warning is logged.
         """
         addresses = [
             [(_address(view), view.nbytes) for view in parts.views] for parts in slices
@@ -102,7 +105,7 @@ class Nixl:
             offer: what the peer's `lend` yielded.
 
         Raises:
-            NixlError: NIXL rejects the offer, or cannot remove the peer at the end.
+            NixlError: NIXL rejects the offer.
         """
         remove = partial(self._agent.remove_remote_agent, offer["name"])
         self._call(
@@ -114,7 +117,7 @@ class Nixl:
         try:
             yield
         finally:
-            self._call("the end", remove)
+            self._call.end("to remove the peer", remove)
 
     @contextmanager
     def _registered(self, views: Sequence[memoryview]) -> Iterator[None]:
@@ -132,7 +135,7 @@ class Nixl:
         try:
             yield
         finally:
-            self._call("to deregister memory", deregister, handle)
+            self._call.end("to deregister memory", deregister, handle)
 
     @contextmanager
     def receiving(self, views: Sequence[memoryview]) -> Iterator[None]:
@@ -181,10 +184,8 @@ class Nixl:
         try:
             self._transfer(handle, deadline)
         finally:
-            try:
-                self._call("the end of a read", release, handle)
-            except NixlError as error:
-                raise NixlUnreleased(*error.args) from error
+            if not self._call.end("to release a read", release, handle):
+                raise NixlUnreleased("NIXL: a read was not released")
 
     def _transfer(self, handle: Any, deadline: float) -> None:
         begun = time.monotonic()
@@ -200,16 +201,40 @@ class Nixl:
 
 
 class _OneThread:
-    """Calls functions that may hang, one at a time, on a thread of its own."""
+    """Calls functions that may hang, one at a time, on a daemon thread.
+
+    An executor's thread would be joined at exit, so a call that hangs would keep the
+    process.
+    """
 
     def __init__(self) -> None:
-        self._waiting: queue.SimpleQueue[_NixlCall] = queue.SimpleQueue()
-        self._late: _NixlCall | None = None
+        self._waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._late: Future[Any] | None = None
         threading.Thread(target=self._run, daemon=True, name="nixl").start()
 
     def _run(self) -> None:
         while True:
-            self._waiting.get().run()
+            self._waiting.get()()
+
+    @property
+    def _hangs(self) -> bool:
+        return self._late is not None and not self._late.done()
+
+    def _begin(self, function: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = function()
+            except Exception as error:  # NIXL's own exceptions have no public base
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self._waiting.put(run)
+        return future
 
     def __call__(
         self,
@@ -231,63 +256,42 @@ class _OneThread:
             NixlError: the function raised an exception or did not end in time, or an
                 earlier one that did not end in time is still running.
         """
-        if self._late is not None and not self._late.ended.is_set():
+        if self._hangs:
             raise NixlError(f"NIXL: {what} waits for an earlier call that hangs")
-        call = _NixlCall(partial(function, *arguments), undo)
-        self._waiting.put(call)
-        if not call.ended.wait(limit_s) and call.give_up():
-            self._late = call
+        future = self._begin(partial(function, *arguments))
+        wait((future,), limit_s)
+        if not future.done() and not future.cancel():
+            self._late = future
+            if undo is not None:
+                future.add_done_callback(partial(self._undo, undo))
             raise NixlError(f"NIXL: {what} did not end within {limit_s:g} s")
-        if call.error is not None:
-            text = f"NIXL: {what} failed: {call.error!r}"
-            raise NixlError(text) from call.error
-        return call.result
+        if future.cancelled():
+            raise NixlError(f"NIXL: {what} did not begin within {limit_s:g} s")
+        if (error := future.exception()) is not None:
+            raise NixlError(f"NIXL: {what} failed: {error!r}") from error
+        return future.result()
 
+    def end(self, what: str, function: Callable[..., Any], *arguments: Any) -> bool:
+        """Calls a function that ends something, even if its turn comes late.
 
-class _NixlCall:
-    """One call, and its result or error once `ended` is set."""
+        Returns:
+            Whether it succeeded within `CALL_S`. If not, a warning is logged.
+        """
+        hung = self._hangs
+        future = self._begin(partial(function, *arguments))
+        wait((future,), 0 if hung else CALL_S)
+        if not future.done():
+            self._late = self._late if hung else future
+            logger.warning("NIXL: %s waits for a call that hangs", what)
+            return False
+        if (error := future.exception()) is not None:
+            logger.warning("NIXL: %s failed: %r", what, error)
+            return False
+        return True
 
-    def __init__(
-        self, function: Callable[[], Any], undo: Callable[[Any], Any] | None
-    ) -> None:
-        self._function, self._undo = function, undo
-        self._given_up = False
-        self._lock = threading.Lock()
-        self.ended = threading.Event()
-        self.result: Any = None
-        self.error: Exception | None = None
-
-    def run(self) -> None:
-        """Calls the function, unless nobody waits any more."""
-        with self._lock:
-            if self._given_up:
-                self.ended.set()
-                return
-        try:
-            self.result = self._function()
-        except Exception as error:  # NIXL's own exceptions have no public base class
-            self.error = error
-        with self._lock:
-            late = self._given_up
-            if not late:
-                self.ended.set()
-        if late:
-            self._end_late()
-
-    def _end_late(self) -> None:
-        try:
-            if self.error is None and self._undo is not None:
-                self._undo(self.result)
-        except Exception as error:
-            logger.warning("NIXL: a late call was not undone: %r", error)
-        finally:
-            self.ended.set()
-
-    def give_up(self) -> bool:
-        """Stops waiting for the call; False if it has ended meanwhile."""
-        with self._lock:
-            self._given_up = not self.ended.is_set()
-            return self._given_up
+    def _undo(self, undo: Callable[[Any], Any], late: Future[Any]) -> None:
+        if late.exception() is None:
+            self._begin(partial(undo, late.result()))
 
 
 def start_nixl() -> Nixl | None:

@@ -122,7 +122,7 @@ class HostRegistry:
         return True
 
     @property
-    def lost(self) -> set[str]:
+    def lost_hosts(self) -> set[str]:
         """The hosts that had a slot when this host began to lead, or were connected
         since, and are lost. They may be alive, and come back."""
         return {*self._gone, *self._former} - self._records.keys()

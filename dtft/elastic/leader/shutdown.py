@@ -24,9 +24,9 @@ EXPORT_FAILURES = 3
 """Number of failed exports of the last step after which the job ends with an error."""
 
 
-TOLD_LEASES = 2
+RESULT_LEASES = 2
 """Leases for which the result of an ended job waits for a store that is away."""
-LOST_LEASES = 12
+RESULT_LEASES_LOST = 12
 """The same while a host is lost: if it comes back after all others have left, it learns
 the result from the store only, and would wait for the others for ever."""
 
@@ -183,10 +183,10 @@ class Shutdown:
     def result_without_store(self) -> str:
         """The result of an ended job as JSON, if the store did not record it in time.
 
-        In time: within `TOLD_LEASES`, or `LOST_LEASES` while a host is lost. ""
-        otherwise, and while a host that would miss the result is not connected.
+        In time: within `RESULT_LEASES`, or `RESULT_LEASES_LOST` while a host is lost.
+        "" otherwise, and while a host that would miss the result is not connected.
         """
-        leases = LOST_LEASES if self._registry.lost else TOLD_LEASES
+        leases = RESULT_LEASES_LOST if self._registry.lost_hosts else RESULT_LEASES
         late = self._loop.now() > self._ended_at + leases * self._config.timeouts.lease
         if not late or not self._records.away:
             return ""

@@ -43,7 +43,6 @@ def test_a_call_that_hangs_is_given_up_and_undone_when_it_ends() -> None:
         call("the next", results.append, 1, limit_s=30)
     go.set()
     assert undone.wait(30) and results == [5]
-    assert call._late is not None and call._late.ended.wait(30)
     assert call("the next", divmod, 3, 2) == (1, 1)
 
 
@@ -51,19 +50,37 @@ def test_a_call_whose_turn_comes_too_late_is_not_made() -> None:
     call, go = rdma._OneThread(), threading.Event()
     made: list[str] = []
 
+    begun = threading.Event()
+
+    def hangs() -> None:
+        begun.set()
+        assert go.wait(30)
+
     def first() -> None:
         with contextlib.suppress(rdma.NixlError):
-            call("to hang", go.wait, 30)
+            call("to hang", hangs)
 
     hanging = threading.Thread(target=first)
     hanging.start()
-    with pytest.raises(rdma.NixlError):
+    assert begun.wait(30)
+    with pytest.raises(rdma.NixlError, match="to append did not begin within 0.05 s"):
         call("to append", made.append, "late", limit_s=0.05)
     go.set()
     hanging.join(30)
-    assert call._late is not None and call._late.ended.wait(30)
     call("to append", made.append, "now")
     assert made == ["now"]
+
+
+def test_what_ends_something_is_called_after_a_call_that_hangs() -> None:
+    call, go, ended = rdma._OneThread(), threading.Event(), threading.Event()
+    with pytest.raises(rdma.NixlError):
+        call("to hang", go.wait, 30, limit_s=0.05)
+    assert not call.end("to end", ended.set)
+    assert not ended.is_set()
+    go.set()
+    assert ended.wait(30)
+    assert call.end("to end", divmod, 3, 2)
+    assert not call.end("to end", divmod, 3, 0)
 
 
 class Broken:

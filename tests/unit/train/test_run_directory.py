@@ -10,13 +10,13 @@ import pytest
 
 from dtft.checkpoint.storage import alone_in, storage_steps
 from dtft.config.loading import ConfigError
-from dtft.train.run_directory import make_run_directory, only_run_in
+from dtft.train.run_directory import make_directory, only_run_in
 
 
 def test_a_run_directory_that_cannot_be_made_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"Not a directory.*Set --log\.run_dir"):
-        make_run_directory(tmp_path / "file" / "run")
+        make_directory(tmp_path / "file" / "run")
 
 
 def test_a_second_run_is_refused_until_the_first_ends(tmp_path: Path) -> None:
