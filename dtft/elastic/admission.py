@@ -21,7 +21,7 @@ starts."""
 
 
 class JobMismatch(ValueError):
-    """A host may not join a job: its name is taken, or a setting does not fit the job.
+    """A host may not join: its name is taken, or a setting does not fit the job.
 
     Also raised for an `Observer` whose secret is not that of the job.
     """
@@ -70,7 +70,7 @@ def check_domain(store: Store, config: AgentConfig) -> None:
 
 
 def _fingerprint(config: AgentConfig) -> dict[str, Any]:
-    """Returns the settings that must be equal on all hosts: secret, config, TLS."""
+    """Returns what must be equal on all hosts: proof of the secret, config, TLS use."""
     return {
         "secret": proof_of(config.secret, config.job),
         "config": config.config_digest,
@@ -92,7 +92,8 @@ def claims_of(config: AgentConfig) -> dict[str, bytes]:
 def check_job(store: Store, config: AgentConfig) -> None:
     """Compares this host's secret, config and TLS setting with those of the job.
 
-    The first host of a job writes its own values to the store.
+    The first host of a job writes its own settings to the store, with a proof in place
+    of the secret.
 
     Raises:
         StoreUnavailable: the store does not answer.

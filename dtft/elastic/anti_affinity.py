@@ -1,9 +1,10 @@
 """Pure decisions that spread a formation's copies over failure domains.
 
-Copies are placed by slot, once for the lifetime of the arenas (the shared memory with
-the copies), so a replaced host does not move the copies of other hosts. A spare is
-chosen for a slot such that the copies of each slice stay in separate failure domains.
-If no spare allows this, `shortfall` returns a warning.
+A formation is one assignment of hosts to the job's slots. Copies are placed by slot,
+once for the lifetime of the arenas (the shared memory with the copies), so they stay
+where they are when a host of another slot is replaced. A spare is chosen for a slot
+such that the copies of each slice stay in separate failure domains. If no spare allows
+this, `shortfall` returns a warning.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -62,7 +63,8 @@ class Surroundings:
     def placed(self) -> tuple[str, ...]:
         """The domain of each slot when copies were placed.
 
-        () if each slot is its own domain, or without an assignment.
+        () if no host had a label then (each slot is its own domain), or without an
+        assignment.
         """
         return self.assignment.spread.domains if self.assignment else ()
 
@@ -174,8 +176,8 @@ def shortfall(
     """Computes the effective copies of a formation: copies in separate domains.
 
     Domains are those of the level over which copies are spread. If this level is the
-    host although hosts have labels, domains are those of the narrowest label, because a
-    rack fails as a whole.
+    host although hosts have labels, domains are those of the narrowest level in the
+    labels, because a rack fails as a whole.
 
     Returns:
         The number of effective copies, and a warning if it is below `spread.copies`,

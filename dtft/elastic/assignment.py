@@ -44,8 +44,8 @@ class HostRecord:
     process: int = -1
     """Index of the user's process that is attached to the agent; -1 for none."""
     attached_ns: int = 0
-    """Wall-clock time in nanoseconds at which the process attached; it identifies the
-    process."""
+    """Wall-clock time in nanoseconds at which the process attached; 0 for none. It
+    identifies the process."""
 
     def replaces(self, other: "HostRecord") -> bool:
         """Whether this record is of another agent process, which joined after `other`.
@@ -79,8 +79,8 @@ class SlotAssignment:
     """The host of each slot, and the source of the restored state."""
 
     generation: int
-    """Number that increases when the host of a slot changes, or the agent process of
-    such a host."""
+    """Number that increases when the number of slots, the host of a slot, or the agent
+    process of such a host changes."""
     attempt: int
     """Number of the formation within its generation."""
     slots: tuple[str, ...]
@@ -159,15 +159,17 @@ def fill_slots(
 ) -> tuple[HostRecord | None, ...]:
     """Keeps every live host in its slot and fills empty slots with spares.
 
+    A host whose agent process is not that of `previous` counts as a spare.
+
     Args:
         previous: previous (host, incarnation) of each slot; empty for a new job.
         hosts: the live hosts.
-        num_slots: number of slots of a new job; otherwise `previous` has the number.
+        num_slots: number of slots of a new job; ignored if `previous` is not empty.
         choose: gives spares to empty slots; None: the spares are taken in order.
 
     Returns:
-        The host of each slot; None where no host is left. The order of spares is that
-        in which they joined; in a new job, by length of the name, then by name.
+        The host of each slot; None where no host is left. Spares are sorted by the time
+        at which they joined; in a new job, by length of the name, then by name.
     """
     live = {(record.host, process_of(record.incarnation)): record for record in hosts}
     entries = [(host, process_of(incarnation)) for host, incarnation in previous]
@@ -220,7 +222,8 @@ class SizeLimits:
     spare for them. 0: the job waits for a host instead."""
     global_batch: int = 0
     """Number of rows of the batch of one step. It must be divisible by the number of
-    replicas times `ReplicaGroups.parts`. 0 allows any number of replicas."""
+    replicas times `ReplicaGroups.parts`. 0: the batch does not limit the number of
+    replicas."""
     batch_axes: tuple[str, ...] = (REPLICA_AXIS,)
     """Mesh axes along which rows are divided."""
     row_parts: int = 1
@@ -280,8 +283,11 @@ class ReplicaGroups:
         return self.replicas // common, self.slots // common
 
     def fits(self, replicas: int, limits: SizeLimits) -> bool:
-        """Whether a job may have this many replicas: they fill whole replica groups,
-        and the rows of a step divide evenly among them."""
+        """Whether this many replicas fill whole replica groups, and the rows of a step
+        divide evenly into all their `parts`.
+
+        Does not check `limits.min_replicas`.
+        """
         whole = replicas >= 1 and replicas % self.group[0] == 0
         return whole and limits.global_batch % (replicas * self.parts) == 0
 
@@ -308,8 +314,8 @@ def size_for(replicas: int, layout: Layout, limits: SizeLimits) -> WantedSize:
 
     Raises:
         ValueError: the job may not have this number of replicas, or its state cannot be
-            resized. If the number is too low or does not fit, the message has the
-            nearest allowed numbers.
+            resized. The message has the minimum if the number is below it, and the
+            nearest allowed numbers if the number does not fit.
     """
     groups = ReplicaGroups.of(layout, limits)
     if replicas < max(1, limits.min_replicas):
@@ -417,13 +423,13 @@ def choose_slots(
 ) -> int:
     """Chooses the number of slots of the next formation.
 
-    The candidates are, in this order: `wanted`; the smaller sizes of whole groups that
-    `limits.min_replicas` allows, largest first; the size of the newest commit, so that
-    a failed growth does not end the job. Sizes in `unfit` are left out. If none is
-    left, the result is the size of the newest commit, or `wanted` without a commit.
-    Otherwise it is the first candidate of at most `available` slots, or the smallest
-    candidate if all need more. If the result is above `available`, the job waits for
-    hosts.
+    The candidates are, in this order: `wanted`; the smaller sizes that `limits` allows,
+    largest first (none without `groups`, or if `limits.min_replicas` is 0); the size of
+    the newest commit, so that a failed growth does not end the job. Sizes in `unfit`
+    are left out. If none is left, the result is the size of the newest commit, or
+    `wanted` without a commit. Otherwise it is the first candidate of at most
+    `available` slots, or the smallest candidate if all need more. If the result is
+    above `available`, the job waits for hosts.
 
     Args:
         wanted: the requested number of slots, or the number at the job's start.

@@ -22,7 +22,8 @@ IDLE_S = 5.0
 
 Work = Callable[[], Any]
 Then = Callable[["Future[Any]"], None]
-"""Takes the outcome of some work; `result()` returns its result or raises its error."""
+"""Takes a finished future; its `result()` returns the work's result or raises its
+error."""
 
 
 class Lane(Protocol):
@@ -42,11 +43,11 @@ class Loop(Protocol):
     """The interface of an agent's event loop."""
 
     def now(self) -> float:
-        """Seconds on the monotonic clock."""
+        """Returns the time in seconds on the monotonic clock."""
         ...
 
     def wall(self) -> float:
-        """Seconds since the epoch."""
+        """Returns the wall-clock time in seconds since the epoch."""
         ...
 
     def post(self, function: Callable[..., None], *args: Any) -> None:
@@ -65,7 +66,7 @@ class Loop(Protocol):
         ...
 
     def lane(self, name: str) -> Lane:
-        """Makes a new lane."""
+        """Makes a new lane, whose work does not wait for that of other lanes."""
         ...
 
     def run(self) -> None:

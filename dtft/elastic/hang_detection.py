@@ -149,7 +149,8 @@ class JobProgress:
     """The last step that is known to have finished."""
     phase: Phase
     for_s: float
-    """Seconds that the phase has lasted, without time when the agent was stopped."""
+    """Seconds that the phase has lasted; a pause of the agent counts for at most
+    `BLIND_S`."""
     limit_s: float
     timeout: str
     """Name of the field of `Timeouts` that sets `limit_s`."""
@@ -193,7 +194,7 @@ class ProgressWatch:
         self._dumped = False
 
     def look(self, now: float, seen: Observation) -> JobProgress:
-        """Returns the trainer's progress from an observation at the time `now`."""
+        """Records an observation at the time `now`; returns the trainer's progress."""
         before = self._last
         gap = BLIND_S if before is None else min(now - before[0], BLIND_S)
         same = (seen.phase, seen.since, seen.computing)
@@ -220,8 +221,8 @@ class ProgressWatch:
     def _count(self, now: float, seen: Observation) -> None:
         """Records the mean time of the steps dispatched since the last record.
 
-        Records nothing while the trainer has no phase, starts or compiles, or after the
-        agent was stopped.
+        Records nothing while the trainer has no phase, starts or compiles, or for an
+        interval in which the agent was stopped.
         """
         begun, before = self._counted_from, self._last
         blind = before is not None and now - before[0] > BLIND_S
@@ -238,9 +239,9 @@ class ProgressWatch:
     def report_due(self, now: float, progress: JobProgress) -> bool:
         """Whether to report progress to the leader now; if True, records the report.
 
-        A long phase is reported every second, and its end at once. Other progress is
-        reported every ten seconds. When the trainer has no phase any more, this is
-        reported once.
+        The first phase is reported at once. A long phase is reported every second, and
+        its end at once. Other progress is reported every ten seconds. When the trainer
+        has no phase any more, this is reported once.
         """
         told = self._reported
         lasts = progress.for_s >= QUIET_S

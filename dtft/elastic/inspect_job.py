@@ -83,7 +83,8 @@ class HostState:
     corrupt: tuple[str, ...] = ()
     """Descriptions of corrupt copies, which are not in `held`."""
     unread: tuple[int, ...] = ()
-    """Steps whose copies the host dropped, for newer steps, before it had read them."""
+    """Steps of which the host dropped or replaced a copy before the verification ended.
+    The host may not have read this copy."""
     copies_read: int = 0
     """Number of copies that were read and compared with their digests."""
     bytes_read: int = 0
@@ -295,12 +296,12 @@ class Observer:
         """Makes the leader export a commit to storage; returns the step.
 
         In a job whose processes the user starts, the newest commit is exported; in
-        other jobs the next commit. If the leader changes before the answer, the request
+        other jobs the next commit. If the leader changes within `LEADER_S`, the request
         is sent to the new leader.
 
         Raises:
-            RuntimeError: the export failed, or the job has had no leader for
-                `LEADER_S`; the message has the reason.
+            RuntimeError: the export was refused or failed, the leader did not answer in
+                time, or there was no leader for `LEADER_S`; the message has the reason.
             StoreUnavailable: the store does not answer.
         """
         end = time.monotonic() + LEADER_S
@@ -321,7 +322,9 @@ class Observer:
     def ask_leader(
         self, op: str, request: dict[str, Any], limit_s: float
     ) -> dict[str, Any]:
-        """Sends a request to the job's leader; adds `leader` to the reply.
+        """Sends a request to the job's leader; returns the reply.
+
+        Adds the name of the leader's host to the reply, as `leader`.
 
         Args:
             op: kind of the request.
@@ -349,6 +352,5 @@ class Observer:
 
 
 def _jobs(store: Store) -> list[str]:
-    """Lists the names of the jobs in a store."""
     pairs, _ = store.list("")
     return sorted({pair.key.partition("/")[0] for pair in pairs})

@@ -1,4 +1,8 @@
-"""The settings of one agent, made once from the command line."""
+"""The settings of one agent.
+
+With `--serve-only`, some settings are known only once a user's process has attached
+(`Terms`).
+"""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +23,7 @@ class AgentConfig:
     host: str
     """Name of this host, unique in the job."""
     store: str
-    """host:port of etcd."""
+    """Address of etcd as --store takes it, for messages."""
     secret: bytes
     """The job secret; it never leaves this process."""
     num_slots: int
@@ -27,7 +31,7 @@ class AgentConfig:
     sizes: SizeLimits = field(default_factory=SizeLimits)
     """Limits of the job's size when the job grows or shrinks."""
     trainer_command: tuple[str, ...]
-    """Command line that starts a trainer."""
+    """Command line that starts a trainer; () if the user starts the trainers."""
     trainer_environment: dict[str, str] = field(default_factory=dict)
     """Variables added to the trainer's environment."""
     run_directory: Path
@@ -74,7 +78,8 @@ class AgentConfig:
     served: bool = False
     """Whether the trainers are processes that the user starts and that attach."""
     terms: str = ""
-    """JSON of the `Terms` of the user's processes; "" if agents start the trainers."""
+    """JSON of the `Terms` of the user's processes; "" if agents start the trainers, or
+    if no process has attached yet."""
 
     @property
     def seats(self) -> SeatPolicy:

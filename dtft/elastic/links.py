@@ -57,8 +57,8 @@ class LeaderLink:
             lease_s: seconds of silence after which the link is closed and opened again.
             on_order: called with each order of the leader.
             on_dead: called with the leader's record when its port refuses connections.
-            on_moved: called with term and record of a newer leader, when the host at
-                the other end reports that it no longer leads.
+            on_moved: called with term and record of the leader that the host at the
+                other end names, because that host does not lead.
         """
         self._on_moved = on_moved
         self._me, self._network, self._loop, self._lease_s = me, network, loop, lease_s
@@ -74,12 +74,18 @@ class LeaderLink:
 
     @property
     def hears(self) -> bool:
-        """Whether the link is open and received a message within the last lease."""
+        """Whether the link is open and silent for less than a lease.
+
+        The silence begins at the last message, or when the link was opened.
+        """
         silent_s = self._loop.now() - self._heard_at
         return self._channel is not None and silent_s < self._lease_s
 
     def follow(self, term: int, leader: HostRecord) -> None:
-        """Follows the leader of a term; closes a link to another leader."""
+        """Begins to connect to the leader of a term, unless a link to it is open.
+
+        Closes a link to another leader.
+        """
         known = self._leader
         if known is None or _who(known) != _who(leader):
             self._leave(term, leader)
@@ -89,7 +95,7 @@ class LeaderLink:
         self._connect()
 
     def _leave(self, term: int, leader: HostRecord) -> None:
-        """Ends the link to a former leader; first sends the name of the new leader."""
+        """Ends the link to a former leader; first sends it the new leader's record."""
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.post(moved(term, leader))
@@ -225,9 +231,10 @@ class _Follower:
 
 
 class FollowerLinks:
-    """The connections from other hosts to this host; used while this host leads.
+    """The connections from other hosts, which follow this host as the leader.
 
-    There is at most one connection for each host; a later one replaces an earlier one.
+    Hosts may connect before this host leads. There is at most one connection for each
+    host; a later one replaces an earlier one.
     """
 
     def __init__(
@@ -251,11 +258,13 @@ class FollowerLinks:
             on_connected: called with the record of a host that has connected, or whose
                 record has changed.
             on_report: called with a host's name and its report.
-            on_lost: called with a host's record and the reason when its link has ended.
+            on_lost: called with a host's record and the reason when its connection has
+                ended or was silent for `lease_s`, or when the same agent process has
+                connected again.
             on_dead: called with the record of a host whose link ended and whose port
                 now refuses connections.
-            on_moved: called with term and record of a newer leader that a host follows,
-                because this host may be cut off from the store.
+            on_moved: called with term and record of another leader that a connected
+                host reports; this host may be cut off from the store.
         """
         self._network, self._loop, self._lease_s = network, loop, lease_s
         self._on_connected, self._on_report = on_connected, on_report
@@ -290,7 +299,7 @@ class FollowerLinks:
             logger.warning("%s sent an invalid hello", channel.address)
             return None
         if named != (record.host, record.incarnation):
-            logger.warning("%s sent a hello that names two hosts", channel.address)
+            logger.warning("%s sent a contradictory hello", channel.address)
             return None
         known = self._links.get(record.host)
         if known is not None and known.record.replaces(record):
@@ -351,7 +360,7 @@ class FollowerLinks:
     def _prove(self, record: HostRecord, tries: int) -> None:
         """Tries a host's port until the port refuses or `tries` attempts are used up.
 
-        Calls `on_dead` if the port refuses.
+        Calls `on_dead` if the port refuses. Stops once the host has connected again.
         """
         if record.host in self._links or not tries:
             return

@@ -130,6 +130,7 @@ class LocalCluster:
 
         Raises:
             ValueError: etcd does not start; the message has the reason.
+            FileNotFoundError: there is no etcd executable.
         """
         directory = self.options.arena_directory
         if line := swept_line(directory, sweep_memory(directory)):
@@ -303,9 +304,9 @@ class LocalCluster:
             return board.get(name)
 
     def result(self) -> dict[str, Any] | None:
-        """Returns the leader's record of the job's end; None if there is no record.
+        """Returns the leader's record of the job's end; None if none is found.
 
-        The record is in the event log, or else in the store.
+        The record is read from the event log, or else from the store.
         """
         ends = [event for event in self.events() if event["event"] == "end"]
         if ends:
@@ -352,7 +353,7 @@ class LocalCluster:
         return work.run(roots, limit_s)
 
     def close(self) -> None:
-        """Ends all agents and etcd, and frees every host's memory.
+        """Ends all agents and etcd, frees every host's memory, removes the secret file.
 
         After an error with one agent or with etcd, the others are still ended. On the
         main thread, stop signals are ignored meanwhile.

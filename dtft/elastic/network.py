@@ -30,7 +30,7 @@ PROBE_S = 1.0
 Message = dict[str, Any]
 PortState = Literal["open", "refused", "silent"]
 """Result of connecting to a port. refused: the machine answers, but no process listens.
-silent: no answer."""
+silent: no answer, or another error."""
 
 
 class ControlChannel(Protocol):
@@ -42,7 +42,7 @@ class ControlChannel(Protocol):
         ...
 
     def post(self, message: Message) -> None:
-        """Sends a message; does not block."""
+        """Sends a message without blocking; drops it if the connection has ended."""
         ...
 
     def close(self) -> None:

@@ -60,11 +60,9 @@ def ended_with(process: subprocess.Popen) -> int | None:
 def free_port(host: str = "127.0.0.1") -> int:
     """Finds a free TCP port at an IP address of this host; does not reserve the port.
 
-    A host name in place of an address counts as 127.0.0.1, without a lookup.
-
-    The port is below the kernel's range for outgoing connections, if possible.
-    Otherwise a client that reconnects while a server restarts could occupy the server's
-    port.
+    A host name in place of an address counts as 127.0.0.1, without a lookup. The port
+    is below the kernel's range for outgoing connections, if possible. A port in that
+    range could be occupied by a client that reconnects while the server restarts.
     """
     try:
         ipaddress.ip_address(host)
@@ -95,7 +93,10 @@ def _can_bind(host: str, port: int) -> bool:
 
 
 def port_taken(port: int, host: str = "127.0.0.1") -> bool:
-    """Whether no server can listen at a TCP port, as when the port is in use."""
+    """Whether no server can listen at a TCP port, as when the port is in use.
+
+    `host` must be an IPv4 address or a host name.
+    """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
         try:

@@ -1,9 +1,9 @@
 """Finds pairs of hosts cut off from each other, and chooses hosts to leave out.
 
-The leader reaches every host that answers in a round, but two of these hosts may be cut
-off from each other. Such hosts can neither train nor exchange copies. So after a
-failure that a cut would explain, each host tries its peers' ports and reports the peers
-that it did not reach.
+The leader reaches every host that answers in a round (an attempt to form the job), but
+two of these hosts may be cut off from each other. They can neither train together nor
+exchange copies. So after a failure that a cut would explain, each host tries its peers'
+ports and reports the peers that it did not reach.
 """
 
 import bisect
@@ -15,7 +15,7 @@ Pair = tuple[str, str]
 
 MOST_TRIED = 64
 """Largest number of peers to which a host tries to connect in one round; other peers
-follow in the next round."""
+follow in the next rounds."""
 FIRST_PAUSE_S = 2.0
 LONGEST_PAUSE_S = 30.0
 """Longest pause in seconds between two tries of pairs that do not reach each other; the
@@ -62,7 +62,8 @@ def believed(
 
     The report of one host may be wrong. So a reported pair counts only if both hosts
     report each other, or if one of the two is reported by at least two hosts and by
-    more than half of the hosts that tried it.
+    more than half of the hosts that tried it. A pair with a host that has not answered
+    does not count.
 
     Args:
         tried: for each host that has answered, the peers that it had to try.
@@ -98,9 +99,9 @@ def set_aside(
 ) -> list[str]:
     """Chooses hosts to leave out, so that all other hosts reach each other.
 
-    Repeatedly leaves out the host in most of the remaining pairs. Of equal hosts,
-    a host without a slot is left out first, then a host that does not lead, then the
-    host of the highest slot.
+    Repeatedly leaves out the host in most of the remaining pairs. Of hosts in equally
+    many pairs, a host without a slot is left out first, then a host that does not lead,
+    then the host of the highest slot.
 
     Args:
         hosts: hosts that could have a slot.
@@ -157,8 +158,8 @@ class Reachability:
         """Updates the pairs from hosts' reports; returns the new pairs.
 
         New pairs count only if a cut is suspected, so hosts that train well together
-        stay together. A known pair stays if it was reported again or not tried, unless
-        one of its hosts has not answered.
+        stay together. A known pair stays if the reports confirm it (`believed`) or it
+        was not tried, unless one of its hosts has not answered.
 
         Args:
             tried: for each host that has answered, the peers that it had to try.

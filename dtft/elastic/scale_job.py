@@ -27,11 +27,12 @@ def scale(observer: Observer, replicas: int, limit_s: float) -> dict[str, Any]:
         limit_s: seconds after which the call fails.
 
     Returns:
-        `replicas`, `before` (replicas before) and `hosts` (their number). If the last
-        attempt changed the size, also `step` (restored), `bytes_from_peers`,
-        `bytes_from_storage` and `seconds` since the request. `asked_again`: whether an
-        earlier attempt of this call failed; it may have changed the size, and `before`
-        is then `replicas`.
+        `replicas`, `before` (the number before the last attempt), `hosts` (number of
+        hosts with a slot), `leader` (the leader's host) and `asked_again` (whether an
+        earlier attempt of this call failed). If the last attempt changed the size, also
+        `step` (restored), `bytes_from_peers`, `bytes_from_storage` and `seconds` since
+        the request. An earlier attempt may have changed the size although the attempt
+        failed; then `before` equals `replicas`.
 
     Raises:
         ScaleRefused: the job cannot have this number of replicas, or serves processes

@@ -1,10 +1,11 @@
-"""The differences between launched jobs and jobs whose processes the user starts.
+"""The differences between launched jobs and served jobs.
 
-Both kinds of jobs use the same leader, rendezvous and host code. A `SeatPolicy` decides
-which host fills which slot, and how the job reacts when hosts or processes join, leave
-or fail. The slot of a user's process is its index in the user's own job
-(`fill_by_process`). `Admission` decides which process may attach; `missing` lists the
-processes that are not attached.
+Agents start the trainers of a launched job; the user starts the processes of a served
+job (`--serve-only`). Both kinds of jobs use the same leader, rendezvous and host code.
+A `SeatPolicy` decides which host fills which slot, and how the job reacts when hosts or
+processes join, leave or fail. The slot of a user's process is its index in the user's
+own job (`fill_by_process`). `Admission` decides which process may attach; `missing`
+lists the processes that are not attached.
 """
 
 import json
@@ -86,7 +87,8 @@ class Admission:
         """Returns why a process may not attach, or None if it may.
 
         Args:
-            message: the process's hello, with `terms`, `process` (index) and `pid`.
+            message: the process's `attach` message, with `terms`, `process` (index) and
+                `pid`.
         """
         who = f"job {self.job!r}, agent of host {self.host}"
         try:
@@ -178,7 +180,8 @@ class Seating:
     usable: Sequence[HostRecord]
     """Hosts that may be given a slot."""
     replies: Mapping[str, Mapping[str, Any]]
-    """Host to its report of the copies that it holds (`holdings`) in this round."""
+    """Host to its report (`holdings`) of the copies that it holds, in this attempt to
+    form the job."""
     num_slots: int
     """Number of slots at the start of the job."""
     choose_size: Callable[[int, Layout | None], int]
@@ -245,7 +248,7 @@ class SeatPolicy:
     attached: bool
     """Whether trainers are processes that the user starts. Such processes decide when
     to save and restore, may request a step for other shardings, and may wait until a
-    step is replicated or stored."""
+    step is committed or stored."""
     fill: Callable[[Seating], Filled]
     """Returns the host of each slot."""
     waiting_line: Callable[[str, int, str, str], str]
@@ -259,11 +262,11 @@ class SeatPolicy:
     """Whether the job ends when all trainers have finished or an error would repeat.
     Otherwise the trainers get the reason, and the job waits for new trainers."""
     reads_copies: bool
-    """Whether hosts read and verify their copies at the start of every round."""
+    """Whether hosts read and verify their copies in every attempt to form the job."""
     has_coordination_service: bool
     """Whether the leader starts JAX's coordination service for each formation."""
     reports: Mapping[str, Mapping[str, Check]]
-    """Fields and checks of the reports that a host may send."""
+    """Op of each report that a host may send, to the checks of its fields."""
     exit_report: Callable[[int], ExitReport]
     """Makes the report of a trainer's end from the code of the "trainer_exit" event
     (see `Trainers`)."""

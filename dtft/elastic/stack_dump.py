@@ -3,7 +3,7 @@
 A trainer that has called `accept_requests` writes the Python stacks of all its threads
 on SIGUSR1, even if its interpreter hangs. A process that cannot run (stopped, or in
 uninterruptible sleep) cannot write stacks; instead its state from /proc is written to
-its log. A process that does not catch SIGUSR1 would die of this signal, so the signal
+its log. A process that does not catch SIGUSR1 could die of this signal, so the signal
 is not sent. Linux only.
 """
 

@@ -46,9 +46,9 @@ def presses(signals: Sequence[tuple[float, int]]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StopProgress:
-    """A job's progress as the launching process sees it.
+    """A job's progress, as the launching process reads it.
 
-    Neither the store nor the leader is asked.
+    It is read without a call to the store or the leader.
     """
 
     finished: Mapping[str, int] = field(default_factory=dict)
@@ -64,9 +64,9 @@ class StopProgress:
     exporting: int = 0
     """The step that is being written to storage; 0 for none."""
     reforming: bool = False
-    """Whether a formation is in progress."""
+    """Whether the job is being formed: hosts get slots, trainers start and restore."""
     reason: str = ""
-    """Reason of the last formation."""
+    """Why the job was last formed; "" if unknown."""
     missing: tuple[int, ...] = ()
     """Slots without a host, if the job waits for hosts; else ()."""
     store_serves: bool = True
@@ -105,7 +105,10 @@ def waits_for(progress: StopProgress) -> str:
 
 
 def second_line(progress: StopProgress, left_s: float) -> str:
-    """Makes the line that a second Ctrl-C prints."""
+    """Makes the line that a second Ctrl-C prints.
+
+    `left_s` is the time in seconds until the job is ended by force.
+    """
     return (
         f"stopping; waiting for {waits_for(progress)}. {_safe(progress)} The job is "
         f"ended by force in {max(left_s, 0):.0f} s. Ctrl-C once more ends it now, "

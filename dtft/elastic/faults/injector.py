@@ -1,10 +1,11 @@
-"""Plays faults on a local cluster, from outside, by signals and cuts.
+"""Plays a drill's faults on a local cluster, from outside.
 
 The injector finds a fault's moment in the hosts' progress boards (shared memory with
-the current steps of each host). For a kill, it first stops the victims' processes and
-checks that the moment has not passed. It undoes a stop, cut or pause when its duration
-is over, also while later faults are pending. The injector knows nothing of models and
-takes no part in the recovery.
+the current steps of each host). Before a kill of hosts or trainers, it stops the
+victims' processes; if the boards show the kill's phase, it then checks that this phase
+has not ended. It undoes a stop, cut or pause when its duration is over, also while
+later faults are pending. The injector knows nothing of models and takes no part in the
+recovery.
 """
 
 import functools
@@ -32,10 +33,11 @@ from dtft.elastic.store import EtcdStore, StoreUnavailable, job_key
 
 POLL_S = 0.0003
 STORE_AWAY_S = 5.0
-FIRST_EXPORT_S = 50.0  # below `timeouts.stage`, so held trainers do not count as hung
+FIRST_EXPORT_S = 50.0  # below `timeouts.stage`, the limit between two snapshots
 SCALE_S = 240.0
 HEALED_S = 5.0
-"""Seconds from the end of all stops, cuts and pauses to a fault of phase `healed`."""
+"""Fewest seconds from the end of all earlier stops, cuts and pauses with a duration to
+a fault of phase `healed`."""
 SAMPLE_S = 0.05
 WARM_STEPS = 10
 """Number of first steps left out of measured speeds, because of compilation and cold
@@ -56,23 +58,26 @@ class InjectedFault:
     fault: Fault
     hosts: tuple[str, ...] = ()
     at: float = 0.0
-    """Wall-clock time of the fault."""
+    """Wall-clock time of the fault in seconds."""
     finished: int = 0
     """Last step that any trainer had finished at the time of the fault. `computing` and
-    `committed`: the last dispatched and the last committed step at that time."""
+    `committed`: the last dispatched and the last committed step at that time; for a
+    `scale`, `computing` is 0."""
     computing: int = 0
     committed: int = 0
     steps_seen: tuple[int, int] = (0, 0)
     """kill-store: last finished step when the store was killed and when it was
     restarted."""
     until: float | None = None
-    """Wall-clock time at which a stop, cut or pause was undone; None if not yet."""
+    """Wall-clock time in seconds at which a stop, cut or pause was undone; None before
+    that and for other faults."""
     gone_s: float | None = None
-    """Seconds from the fault until all processes that it stopped had been killed; None
-    if they were not."""
+    """Seconds from the fault until all processes that it stopped had ended; None if
+    some are alive, and for faults that stop no process."""
     steps_per_s: float | None = None
-    """pause-store: steps per second before the pause, over an equally long time; None
-    for other faults or if too few steps were seen."""
+    """pause-store: steps per second before the pause, in an interval as long as the
+    pause. `steps_per_s_during`: steps per second during the pause. Both are None for
+    other faults, until the pause is over, or if too few steps were seen."""
     steps_per_s_during: float | None = None
     corrupted_bytes: int = 0
     reply: dict[str, Any] = field(default_factory=dict)
@@ -98,13 +103,15 @@ class FaultInjector(threading.Thread):
         Args:
             cluster: the local cluster that the faults hit.
             faults: faults in any order.
-            seed: seed of the random delay, up to 50 ms, of faults without a phase.
+            seed: seed of the random delay of up to 50 ms before a fault without a phase
+                that kills hosts or trainers, stops processes, cuts hosts off or pauses
+                the store.
             rejoin_s: seconds after which a killed host is started again, or after which
                 a new host replaces a host that is stopped or cut off for ever; None:
                 neither happens.
             network: the hosts' namespaces; needed for cuts.
-            fail_marker: file that exists once a trainer has raised the exception of a
-                `fail`.
+            fail_marker: file that a trainer makes just before it raises the exception
+                of a `fail` without `always`.
             last_step: last step of the run; speeds are measured up to this step.
         """
         super().__init__(daemon=True)
@@ -176,7 +183,7 @@ class FaultInjector(threading.Thread):
 
     @property
     def held(self) -> frozenset[str]:
-        """Hosts that are stopped or cut for ever.
+        """Hosts that are stopped or cut off for ever.
 
         The drill does not wait until these hosts end.
         """
@@ -310,11 +317,13 @@ class FaultInjector(threading.Thread):
     def _try(self, fault: Fault, corrupting: Sequence[Fault]) -> bool:
         """Carries out a fault whose moment has been reached.
 
-        Before a kill, stops the victims (SIGSTOP) and checks the moment again.
+        Before a kill of hosts or trainers, stops the victims (SIGSTOP). If the phase is
+        in `_PHASE_FIELD` and no `corrupt` precedes the kill, then checks that the phase
+        has not ended.
 
         Returns:
-            False if the moment has passed or a victim's agent is not running; the
-            victims then continue.
+            False if the phase has ended, or if a victim was killed by an earlier fault
+            and has not been started again; the victims then continue.
         """
         if fault.kind == "scale":
             self._scale(fault)
@@ -378,7 +387,7 @@ class FaultInjector(threading.Thread):
                 os.kill(pid, signal.SIGCONT)
 
     def _failed_at(self, fault: Fault) -> float:
-        """Returns the wall-clock time of a trainer's `fail`; 0.0 if not yet.
+        """Returns the wall-clock time of a trainer's `fail`; 0.0 before the failure.
 
         The time is that of the marker file, or else that at which the exception was
         found in the trainer's log.
@@ -407,9 +416,9 @@ class FaultInjector(threading.Thread):
         )
 
     def _hold_until_stored(self, victims: tuple[str, ...]) -> None:
-        """Stops the victims' trainers and waits for a completed export.
+        """Stops the victims' trainers and waits until the run has completed an export.
 
-        The agents are not stopped, so the export continues.
+        The agents are not stopped, so an export continues.
 
         Raises:
             TimeoutError: no export completed within `FIRST_EXPORT_S`.

@@ -1,8 +1,8 @@
 """Reversible faults of a drill: stopped processes, cut hosts, a paused store.
 
-Each interruption is a pair of actions, one that begins and one that undoes the fault.
-The actions use signals or the hosts' network namespaces. The `injector` decides the
-victims and the moment.
+`begin` begins a fault and returns an `Interruption`, whose `end` undoes the fault. Both
+use signals or the hosts' network namespaces. The `injector` decides the victims and the
+moment.
 """
 
 import contextlib

@@ -2,12 +2,12 @@
 
 Every host has two interfaces, on two bridges of this machine: one leads to the other
 hosts, one to the store. So a host can be cut off from the store alone. A cut drops
-packets silently, like a partition of a real network. To cut both directions, an
-interface leaves its bridge. To cut one direction, neighbour entries name an unused
-hardware address. Interfaces stay up and addresses stay resolved, so a sender gets no
-error, only no answer. Needs Linux, root and `ip` (iproute2). Names of namespaces
-contain the pid of the process that made them; `remove_leftovers` removes the namespaces
-of processes that have ended.
+packets silently, like a partition of a real network. To cut a host off in both
+directions, its interfaces leave their bridges. To cut one direction, or two hosts from
+each other, neighbour (ARP) entries name an unused hardware address. Interfaces stay up
+and addresses stay resolved, so a sender gets no error, only no answer. Needs Linux,
+root and `ip` (iproute2). Names of namespaces contain the pid of the process that made
+them; `remove_leftovers` removes the namespaces of processes that have ended.
 """
 
 import contextlib
@@ -102,7 +102,7 @@ class HostNamespaces:
         Args:
             host: the host.
             reach: "all": all packets; "store": those to and from the store; "out" or
-                "in": those in one direction.
+                "in": those in one direction. "pair" drops nothing; see `part`.
         """
         found = self._hosts[host]
         match reach:
@@ -236,7 +236,8 @@ def remove_leftovers() -> None:
 
 
 def sweep_namespaces() -> None:
-    """As `remove_leftovers`; does nothing on a machine without namespaces."""
+    """Calls `remove_leftovers`; does nothing without root, or if `ip` is missing or
+    fails."""
     with contextlib.suppress(NoNamespacesError):
         check_namespaces()
         remove_leftovers()

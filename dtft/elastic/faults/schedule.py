@@ -3,11 +3,12 @@
 ``KIND[:WHOM]@STEP[:OPTION...]``, for example ``kill-host:1@150``,
 ``kill-host:0+2@40:replicate``, ``stop-agent:leader@20:10`` or ``cut:1@30:store:20``.
 WHOM is a slot, several slots joined by ``+``, or a role at the moment of the fault:
-``leader``, or ``follower``. Of the hosts that do not lead, the follower has the lowest
-slot; a cut of a pair hits those of the two lowest slots. An option is a phase, a number
-of seconds, the reach of a cut, or ``always``; `RULES` has the options that each kind
-allows. Without seconds a stop or a cut lasts for ever. This module only parses;
-`injector` carries the faults out.
+``leader`` or ``follower``. The follower is the host that has the lowest slot of those
+that do not lead; a cut of a pair hits the two such hosts with the lowest slots. For
+``scale`` WHOM is a number of replicas. An option is a phase, a number of seconds, the
+reach of a cut, or ``always``; `RULES` has the options that each kind allows. Without
+seconds a stop or a cut lasts for ever. This module only parses; `injector` carries the
+faults out.
 """
 
 import re
@@ -42,7 +43,8 @@ Phase = Literal[
     "healed",
 ]
 """The job's activity at the moment of the fault. stored: an export has completed.
-healed: all earlier stops, cuts and pauses have been undone for a while."""
+healed: `injector.HEALED_S` seconds have passed since all earlier stops, cuts and pauses
+with a duration were undone."""
 Reach = Literal["all", "store", "out", "in", "pair"]
 """The packets that a cut drops: all of a host, those to and from the store, those that
 a host sends, those that a host receives, or those between two hosts."""
@@ -62,7 +64,7 @@ _SECONDS = re.compile(r"\d+(\.\d+)?")
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What WHOM may be and which options are allowed for a kind of fault."""
+    """The notation that one kind of fault allows: its WHOM and its options."""
 
     whom: Literal["none", "slots", "slots or role", "replicas"] = "none"
     phase: bool = False
@@ -97,7 +99,7 @@ RULES: dict[str, Rule] = {
     "empty-store": Rule(phase=True),
     "fail": Rule(whom="slots", always=True),
 }
-"""Kind of fault to the notation that it allows.
+"""Maps each kind of fault to the notation that the kind allows.
 
 A new kind also needs its effect (`injector`; `interruptions` if the effect is undone
 later; `dtft.train.drill_failure` if it acts in the trainer), and a line in the help of
@@ -109,9 +111,10 @@ later; `dtft.train.drill_failure` if it acts in the trainer), and a line in the 
 class Fault:
     """One fault: kind, victims, step and duration.
 
-    A `corrupt` takes effect with the next fault, if that fault kills hosts or trainers:
-    before the kill, bytes are inverted in every copy that the hosts of `slots` hold.
-    Otherwise it has no effect.
+    A `corrupt` takes effect with the next fault of another kind, if that fault kills
+    hosts or trainers. Before the kill, one byte in every 4 KiB of the memory in which
+    the hosts of `slots` keep copies is inverted. A `corrupt` before any other fault has
+    no effect.
     """
 
     kind: Kind
@@ -289,8 +292,9 @@ def check_together(faults: Sequence[Fault]) -> None:
     """Checks that one run can play these faults together.
 
     Raises:
-        ValueError: there is more than one `fail`, or a `fail` of several slots; or no
-            kill of a host or trainer follows a `corrupt`.
+        ValueError: there is more than one `fail`, or a `fail` of several slots; or the
+            fault after a `corrupt` is missing, or is neither a kill of a host or
+            trainer nor another `corrupt`.
     """
     ordered = in_order(faults)
     for index, fault in enumerate(ordered):

@@ -125,14 +125,14 @@ class Intervals:
         return text
 
     def news(self) -> str | None:
-        """The message about a newly chosen interval; returned once for each change,
+        """Returns the message about a newly chosen interval, once for each change;
         otherwise None."""
         news, self._news = self._news, None
         return news
 
 
 def _slowest(windows: Sequence[Window]) -> Window:
-    """The measurements of the slowest host, for which all other hosts wait.
+    """Returns the measurements of the slowest host, for which all other hosts wait.
 
     This is the host with the fewest steps without replication; of equal hosts, the host
     whose snapshot blocked training longest.
@@ -204,8 +204,8 @@ class CommitCoordinator:
         self._failures = 0
         self._failed: dict[int, int] = {}
         self.overdue: int | None = None
-        """The newest step whose export was due during another step's export; None if
-        none was."""
+        """The newest step that was due for export while the export ordered last was in
+        progress; None if there is none."""
         self._passed = 0
         """The newest step after which trainers went on before the store had recorded
         its commit; 0 if there is none."""
@@ -284,8 +284,10 @@ class CommitCoordinator:
         self._record(self.pending)
 
     def waiting_for(self) -> str:
-        """Text for people: the snapshots and copies that the oldest incomplete step
-        lacks; "the next step" if no step is incomplete."""
+        """Describes the snapshots and copies that the oldest incomplete step lacks.
+
+        Returns "the next step" if no step is incomplete.
+        """
         if not self._trackers:
             return "the next step"
         step = min(self._trackers)
@@ -359,9 +361,9 @@ class CommitCoordinator:
     def export(self, step: int) -> None:
         """Orders the fewest hosts that hold every slice to write a step to storage.
 
-        Orders nothing while another step is written. Orders nothing either if trainers
-        went on after a later step whose commit was delayed: hosts have then dropped the
-        copies of `step`.
+        Orders nothing while an export is in progress, or if the hosts lack some slice.
+        Orders nothing either if trainers went on after a later step whose commit was
+        delayed: hosts have then dropped the copies of `step`.
         """
         if self._export is None and step >= self._passed:
             self._order_export(step, set(self._assignment.slots), self._held(step))
@@ -381,9 +383,10 @@ class CommitCoordinator:
         return self._order_export(step, alive, held)
 
     def _held(self, step: int) -> dict[str, dict[str, bytes]] | None:
-        """Host -> slice key -> digest, of the slices that each host copied of a step.
+        """Returns host -> slice key -> digest, of the slices of a step that each host
+        copied.
 
-        None if every host has all slices of its slot.
+        Returns None if every host has all slices of its slot.
         """
         tracker = self._complete.get(step)
         if tracker is None:
@@ -478,8 +481,8 @@ class CommitCoordinator:
         return True
 
     def silent_export(self) -> tuple[int, str] | None:
-        """The step of an export that is past its deadline, and the names of the hosts
-        that have not answered; None if no export is late."""
+        """Returns the step of an export that is past its deadline, and the names of the
+        hosts that have not answered; None if no export is late."""
         if self._export is None or self._clock() < self._export_until:
             return None
         return self._export[0], ", ".join(sorted(self._export[1]))
@@ -491,5 +494,6 @@ class CommitCoordinator:
         return self._health.may_try(self._clock())
 
     def export_failures(self, step: int) -> int:
-        """The number of failed exports of a step since the last successful export."""
+        """Returns how often the export of a step has failed since the last successful
+        export of any step."""
         return self._failed.get(step, 0)

@@ -129,7 +129,7 @@ def borrowed(
     held: Held | None,
     alive: Collection[str],
 ) -> tuple[SliceTransfer, ...] | None:
-    """The transfers that give every writer all slices of its slot.
+    """Plans the transfers that give every writer all slices of its slot.
 
     Args:
         layout: the layout of the state.
@@ -163,7 +163,7 @@ def borrowed(
 def digests_for(
     loans: Sequence[SliceTransfer], held: Held | None, host: str
 ) -> dict[str, bytes]:
-    """Slice key to digest, of the slices that `host` fetches in `loans`."""
+    """Returns slice key to digest, of the slices that `host` fetches in `loans`."""
     return {
         region.old.key: (held or {})[loan.source][region.old.key]
         for loan in loans

@@ -35,7 +35,7 @@ class ExportRequests:
         return bool(self._waiting)
 
     def add(self, committed: int, answer: Answer) -> None:
-        """Adds a requester, whom an export of step `committed` or later answers."""
+        """Adds a requester; an export of step `committed` or later answers it."""
         self._waiting.append((committed, answer))
 
     def outcome(self, step: int, ok: bool, error: str) -> None:
@@ -59,7 +59,7 @@ class ExportRequests:
         self._waiting.clear()
 
     def close(self) -> None:
-        """Tells all waiting requesters to ask the new leader."""
+        """Replies to all waiting requesters that they must ask the new leader."""
         self.refuse("this host does not lead any more; ask again", moved=True)
 
 
@@ -68,8 +68,8 @@ def serve_export(
 ) -> None:
     """Serves one export request: replies on `channel` when the export is over.
 
-    If the export is not over after `timeouts.export` plus `timeouts.stage` seconds, the
-    reply is an error.
+    The reply is an error if the request is refused, if the export fails, or if it is
+    not over after `timeouts.export` plus `timeouts.stage` seconds.
 
     Args:
         channel: the connection of the requester.
@@ -159,8 +159,10 @@ class StorageExports:
             self._journal.say(line)
 
     def wanted(self, committed: int, answer: Answer) -> None:
-        """Adds a requester, whom an export of step `committed` or later answers; orders
-        no export."""
+        """Adds a requester; an export of step `committed` or later answers it.
+
+        Orders no export.
+        """
         self._requests.add(committed, answer)
 
     def has(self, step: int) -> None:
@@ -173,5 +175,5 @@ class StorageExports:
         self._requests.refuse(reason)
 
     def close(self) -> None:
-        """Tells all waiting requesters to ask the new leader."""
+        """Replies to all waiting requesters that they must ask the new leader."""
         self._requests.close()

@@ -3,8 +3,8 @@
 `FailureBudget` is a small value that a leader writes to the store, so that its
 successor continues the count. `judge` takes all failures of one attempt to train, finds
 their cause, and returns the next budget and a `RetryDecision`: retry at once, retry
-after a pause, retry without the restored commit, or end the job. Time and hosts are
-arguments.
+after a pause, retry without the restored commit, or end the job. The time is an
+argument.
 """
 
 import dataclasses
@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 ALLOWED = 2
-"""Default number of occurrences of the same exception or exit code, without a commit
-beyond its step in between, that ends the job."""
+"""Default of `judge`: the job ends when the same exception or exit code has occurred
+this often without a commit beyond its step in between."""
 FRUITLESS = 10
 """Number of failed attempts to train in a row, without a new highest committed step,
 that ends the job."""
@@ -34,9 +34,9 @@ _TRACEBACK_BYTES = 8 << 10
 
 Kind = Literal["exception", "exit", "lost", "late", "stuck", "restore", "copy"]
 """exception: a trainer reported an exception. exit: a trainer ended without a report.
-lost: a host was lost. late: trainers or JAX's coordination service did not start in
-time. stuck: a step did not complete. restore: a host could not restore the state. copy:
-a copy has the bytes of another step than its label."""
+lost: a host was lost. late: trainers did not start in time, or JAX's coordination
+service did not start. stuck: a step did not complete. restore: a host could not restore
+the state. copy: a copy has the bytes of another step than its label."""
 
 KILLS = (-9, -15)
 """Return codes of processes that were killed by SIGKILL or SIGTERM."""
@@ -123,7 +123,7 @@ class Failure:
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def text(self) -> str:
-        """The failure as a one-line message.
+        """Formats the failure as a one-line message.
 
         >>> Failure(kind="exit", host="b", slot=1, step=7, code=-9).text()
         'trainer of slot 1 on b was killed by signal 9 at step 7'
@@ -140,7 +140,8 @@ class Failure:
 
 
 def is_broken_collective(error: str) -> bool:
-    """Whether an error is a JAX exception caused by the end of another process.
+    """Whether an error is an exception of JAX, or `AgentGone`, that was caused by the
+    end of another process.
 
     >>> is_broken_collective("JaxRuntimeError: UNKNOWN: Gloo all-reduce failed: [x]")
     True
@@ -152,7 +153,7 @@ def is_broken_collective(error: str) -> bool:
 
 
 def cause(failures: Sequence[Failure]) -> Failure | None:
-    """The failure that caused the others of one attempt; None without failures.
+    """Returns the failure that caused the others of one attempt; None without failures.
 
     The end of one trainer breaks the collectives of all others. These trainers fail as
     well, and their failures may be reported first. So a broken collective, or a process
@@ -202,8 +203,10 @@ class FailureBudget:
     """Steps whose commits are no longer restored from memory."""
 
     def committed(self, step: int) -> "FailureBudget":
-        """The budget after a commit. A new highest step clears `fruitless`, and
-        `recurring` failures of earlier steps.
+        """Returns the budget after a commit.
+
+        A new highest step clears `fruitless`, and `recurring` failures of earlier
+        steps.
 
         >>> FailureBudget(highest=7, fruitless=3).committed(7).fruitless
         3
@@ -216,11 +219,11 @@ class FailureBudget:
         return dataclasses.replace(self, highest=step, fruitless=0, recurring=kept)
 
     def trained(self) -> "FailureBudget":
-        """The budget once every slot trains: `restores` is cleared."""
+        """Returns the budget once every slot trains: `restores` is cleared."""
         return dataclasses.replace(self, restores={}) if self.restores else self
 
     def to_json(self) -> str:
-        """The budget as JSON for the store; inverse of `from_json`."""
+        """Encodes the budget as JSON for the store; inverse of `from_json`."""
         told = dataclasses.asdict(self)
         told["restores"] = sorted(self.restores.items())
         told["quarantined"] = sorted(self.quarantined)
@@ -348,7 +351,7 @@ def judge(
 
 
 def pause_after(fruitless: int) -> float:
-    """The seconds to wait after `fruitless` failed attempts in a row.
+    """Returns the seconds to wait after `fruitless` failed attempts in a row.
 
     >>> [pause_after(n) for n in (1, 2, 3, 4, 7, 1000)]
     [0.0, 1.0, 2.0, 4.0, 30.0, 30.0]
@@ -435,7 +438,7 @@ def _fruitless_text(budget: FailureBudget, found: Failure, attempt: Attempt) -> 
 
 
 def _evidence(found: Failure) -> str:
-    """The end of the traceback and the path of the log, each on a new line."""
+    """Returns the end of the traceback and the path of the log, each on a new line."""
     lines = [f"log of {found.host}: {found.log}"] if found.log else []
     if found.traceback:
         lines.insert(0, found.traceback[-_TRACEBACK_BYTES:].rstrip())

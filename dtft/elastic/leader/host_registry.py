@@ -23,11 +23,11 @@ from dtft.elastic.store import View
 
 FIRST_ASK_S = 5.0
 LONGEST_ASK_S = 300.0
-"""Longest pause in seconds between two questions to a host that cannot be used; the
-first pause is `FIRST_ASK_S`."""
+"""Longest pause in seconds between two checks whether an unusable host can be used by
+now; the first pause is `FIRST_ASK_S`."""
 NOBODY_S = 2.0
 """Seconds without a usable host after which a job that cannot begin ends. Shorter than
-`FIRST_ASK_S`, after which unusable hosts are asked again."""
+`FIRST_ASK_S`, after which unusable hosts are checked again."""
 STRAY_S = 0.5
 """Seconds for which a new leader waits for hosts that have a slot in the last
 assignment but are not in the store: they may be cut off from the store alone."""
@@ -57,8 +57,8 @@ class HostRegistry:
         until it reports that it can have one."""
         self._asked_at: dict[str, float] = {}
         self._pause_s: dict[str, float] = {}
-        """Host to the pause in seconds until an unusable host is asked again;
-        `_asked_at` has the time at which it was last asked."""
+        """Host to the pause in seconds until an unusable host is checked again;
+        `_asked_at` has the time of its last check."""
         self._gone: dict[str, str] = {}
         """Lost host to the identity of its agent process (`process_of`)."""
         self._grace_until, self._stray_until = now + grace_s, now + STRAY_S
@@ -109,7 +109,7 @@ class HostRegistry:
             self._away.setdefault(host, now)
 
     def overdue(self, now: float, limit_s: float) -> list[str]:
-        """The hosts that have been away for longer than `limit_s` seconds."""
+        """Returns the hosts that have been away for longer than `limit_s` seconds."""
         return sorted(host for host, at in self._away.items() if now > at + limit_s)
 
     def lose(self, host: str) -> bool:
@@ -123,8 +123,8 @@ class HostRegistry:
 
     @property
     def lost_hosts(self) -> set[str]:
-        """The hosts that had a slot when this host began to lead, or were connected
-        since, and are lost. They may be alive, and come back."""
+        """The hosts that had a slot when this host began to lead, or have been
+        connected since, and are not registered now. They may be alive and reconnect."""
         return {*self._gone, *self._former} - self._records.keys()
 
     def leave_out(self, host: str) -> None:
@@ -136,10 +136,11 @@ class HostRegistry:
         self._silent.discard(host)
 
     def to_ask_again(self, now: float) -> list[str]:
-        """The connected, unusable hosts to ask again now; marks each as asked.
+        """Returns the connected, unusable hosts that are due for another check.
 
-        The pause of a host doubles with every question, up to `LONGEST_ASK_S`, because
-        some hosts can never have a slot.
+        The pause of a host doubles with every check, up to `LONGEST_ASK_S`, because
+        some hosts can never have a slot. The first call with an unusable host starts
+        its first pause.
         """
         found = []
         for host in [*self.unfit, *self._silent]:
@@ -152,7 +153,7 @@ class HostRegistry:
         return sorted(found)
 
     def expected(self, registered: Mapping[str, HostRecord], now: float) -> set[str]:
-        """The hosts that must answer before a formation is decided."""
+        """Returns the hosts that must answer before a formation is decided."""
         hosts = {*self._records, *registered, *self._former}
         return {host for host in hosts if self.is_expected(host, registered, now)}
 
@@ -176,7 +177,7 @@ class HostRegistry:
         return former is not None and gone != process_of(former)
 
     def usable(self) -> list[HostRecord]:
-        """The records of the hosts that may be given a slot, by name."""
+        """Returns the records of the hosts that may be given a slot, by name."""
         hosts = self.connected - self._silent - set(self.unfit)
         return [self._records[host] for host in sorted(hosts)]
 
@@ -188,9 +189,9 @@ class HostRegistry:
         return len(self._records) - len(unusable & self._records.keys())
 
     def why_nobody(self) -> str:
-        """Why no host can have a slot; "" if some host may, or if none is registered.
+        """Returns why no host can have a slot; "" if one may or none is registered.
 
-        A lost host that was not unfit may return and have a slot.
+        A lost host that was not unfit counts as one that may have a slot.
         """
         hosts = self._records.keys() | self._gone.keys()
         if not self._records or hosts - self.unfit.keys():
@@ -198,7 +199,7 @@ class HostRegistry:
         return "; ".join(f"{host}: {why}" for host, why in sorted(self.unfit.items()))
 
     def unusable(self) -> dict[str, str]:
-        """Registered hosts that can have no slot, each with the reason."""
+        """Returns the registered hosts that can have no slot now, with the reasons."""
         why = {host: "it does not answer" for host in self._silent}
         why |= {host: "its connection is cut" for host in self._away}
         why |= self.unfit
@@ -298,7 +299,7 @@ class HostMonitor:
             self._registry.disconnect(record.host, self._loop.now())
 
     def tick(self) -> None:
-        """Drops hosts that were away for too long and asks unusable hosts again.
+        """Drops hosts that were away for too long and checks unusable hosts again.
 
         Also forms a served job, whose processes the user starts, once all processes
         have attached.
@@ -376,10 +377,11 @@ class HostMonitor:
             self._rendezvous.form(f"{host} can be used again")
 
     def _ask_again(self, host: str) -> None:
-        """Asks an unusable host again, in case it can have a slot by now.
+        """Sends another order to an unusable host, in case it can have a slot by now.
 
-        A host that was left out is asked only while the job waits for hosts or a
-        formation is decided. An unfit host counts as fit if no layout is known.
+        A host that was left out is ordered to report its copies, but only while the job
+        waits for hosts or a formation is being decided. An unfit host is ordered to
+        allocate memory; if no layout is known, it counts as fit at once.
         """
         if host not in self._registry.unfit:
             if self._rendezvous.phase == "waiting" or self._rendezvous.is_deciding:

@@ -54,7 +54,7 @@ phase restarts the deadline for the next snapshot."""
 
 
 class Leader:
-    """Forms and re-forms the job; see the module's docstring."""
+    """The event handlers of the leading agent; see the module's docstring."""
 
     def __init__(
         self,
@@ -192,8 +192,9 @@ class Leader:
         return handlers
 
     def handle_report(self, host: str, message: dict[str, Any]) -> None:
-        """Handles a host's report; drops malformed and outdated reports.
+        """Handles a host's report; drops a malformed report.
 
+        A report of an earlier round is dropped, too, unless it is `fit` or `unfit`.
         While a round gathers, an outdated report of a trainer's failure still counts as
         a cause of the round.
         """
@@ -576,8 +577,8 @@ class Leader:
             self._fail(f"no host can have a slot: {why}", FATAL_INPUT)
 
     def _end_without_store(self) -> None:
-        """Sends the job's result to the hosts if the store has not recorded it in
-        time."""
+        """Sends the job's result to the hosts and ends this agent, if the store has not
+        recorded the result in time."""
         result = self._shutdown.result_without_store()
         if result:
             for host in self._registry.connected - {self._config.host}:
@@ -603,12 +604,12 @@ class Leader:
 
 
 def _slots_of(assignment: SlotAssignment | None) -> Mapping[str, int]:
-    """Host to slot; empty without an assignment."""
+    """Returns host to slot; empty without an assignment."""
     return assignment.slot_of if assignment is not None else {}
 
 
 def _with_evidence(message: Mapping[str, Any]) -> str:
-    """The text of a fatal report, with its traceback and log, if present."""
+    """Returns the text of a fatal report, with its traceback and log, if present."""
     told = [message["message"], message.get("traceback", "").rstrip()]
     if message.get("log"):
         told.append(f"log: {message['log']}")

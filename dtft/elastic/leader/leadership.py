@@ -3,8 +3,8 @@
 A host that gets the key first reads the recorded commits from the store, on a thread.
 If the store does not answer, the host retries, and releases the key after one lease; no
 host leads meanwhile. A leader whose key has expired continues, and takes the key again
-without a new formation. Its time ends when another host has led, when the store has
-lost data, or when this host releases the key.
+without a new formation. The leader is closed when another host leads or has led, when
+the store has lost data, or when this host releases the key.
 """
 
 import logging
@@ -113,7 +113,7 @@ class Leadership:
         if self._loop.now() >= self._let_go_at:
             self.let_go(view, str(error))
             return
-        logger.warning("cannot lead yet, trying again: %s", error)
+        logger.warning("cannot lead yet, the commits are read again: %s", error)
         self._loop.call_later(RETRY_S, self._read, view.term)
 
     def let_go(self, view: View, why: str) -> None:
@@ -126,7 +126,7 @@ class Leadership:
             view: the view of the store in which this host holds the key.
             why: the reason, for the log.
         """
-        logger.warning("letting go of the leader key: %s", why)
+        logger.warning("releasing the leader key: %s", why)
         self._taking, self._given_up = 0, view.term
         self._not_before = self._loop.now() + 3 * self._lease_s
         self._membership.let_go(view)

@@ -71,11 +71,11 @@ class ReReplication:
         self._held.add((source, target))
 
     def targets(self, source: int) -> list[int]:
-        """The slots to which a slot sends its copies again."""
+        """Returns the slots to which a slot sends its slices again."""
         return [push.target for push in self.pushes if push.source == source]
 
     def degraded_line(self, wanted: int) -> str:
-        """The message while copies are missing; `wanted` is the full number of
+        """Formats the message while copies are missing; `wanted` is the full number of
         copies."""
         targets = {push.target for push in self.pushes}
         return (
@@ -85,7 +85,7 @@ class ReReplication:
         )
 
     def healthy_line(self, wanted: int, committed: int, now: float) -> str:
-        """The message when all copies exist.
+        """Formats the message when all copies exist.
 
         `committed` is the newer committed step that ended the re-replication, or 0.
         """
@@ -238,7 +238,8 @@ class ReReplicator:
 
 
 def _restored(round_: Round, located: Located) -> dict[str, bytes]:
-    """Slice key to digest: as hosts read it after the restore, else as committed.
+    """Returns slice key to digest: as hosts read it after the restore, else as
+    committed.
 
     Hosts report digests only after a change of size, because their slices are new then.
     """

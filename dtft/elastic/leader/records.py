@@ -33,7 +33,7 @@ _WAITS = {
     "assignment": "training stands still, as a new assignment of slots waits",
     "result": "the job has ended, its result waits",
 }
-"""Label of a waiting write to the effect of the unreachable store, for people."""
+"""Maps the label of a waiting write to what the silent store delays, for people."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -93,17 +93,17 @@ class Records:
         self._waiting: list[_Write] = []
         self._numbers = itertools.count(1)
         self._told = 0
-        """Sequence number of the newest write that was reported as delayed."""
+        """Sequence number of the newest commit's write that was reported as delayed."""
         self._busy = self._closed = self._away = self._fenced_off = False
 
     @property
     def last_step(self) -> int:
-        """The newest committed step; 0 if none is committed."""
+        """The newest step in `commits`; 0 without a commit."""
         return max((commit.step for commit in self.commits), default=0)
 
     def learn(self, commits: Sequence[Commit]) -> None:
-        """Adds the commits in `commits`, which hosts have reported, that are newer than
-        the newest commit known here.
+        """Adds commits that hosts have reported, if they are newer than the newest
+        commit known here.
 
         Each such commit was complete: all its copies existed. Either the store has lost
         it, or the store did not answer the leader that made it. A commit of an earlier
@@ -124,8 +124,8 @@ class Records:
 
     @property
     def away(self) -> bool:
-        """Whether the store has not answered a write in time, and has applied no write
-        since then."""
+        """Whether the store failed to answer a write, or was late to record a commit,
+        and has answered no write since."""
         return self._away
 
     def put(self, label: str, value: Any, name: str, text: str) -> None:
@@ -142,8 +142,9 @@ class Records:
     def commit(self, commit: Commit) -> None:
         """Queues the write of a commit.
 
-        The commit is reported as delayed if it is not recorded after `PATIENCE_S`; at
-        once if the store is `away`.
+        The commit is reported as delayed if it is not recorded after `PATIENCE_S`
+        seconds, or earlier if the store fails to answer; at once if the store is
+        `away`.
         """
         self.commits = [commit, *self._recorded][:KEPT_COMMITS]
         self._on_committing(commit.step)

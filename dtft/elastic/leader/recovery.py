@@ -41,7 +41,8 @@ class RecoveryDecision:
     """The slices that each host fetches, with senders; set when the source is
     memory."""
     passed_over: tuple[str, ...] = ()
-    """A reason for each newer commit that cannot be restored."""
+    """A reason for each newer commit that cannot be restored; none for quarantined
+    commits, which are not tried."""
 
     @property
     def sent(self) -> dict[str, int]:
@@ -148,7 +149,12 @@ def _from_memory(
 
 
 def layout_on(layout: Layout, num_slots: int) -> Layout:
-    """The layout on `num_slots` slots, with proportionally more or fewer replicas."""
+    """Computes the layout on `num_slots` slots, with proportionally more or fewer
+    replicas.
+
+    Raises:
+        ValueError: the state cannot be resized; see `resized`.
+    """
     before = layout.mesh.num_slots
     if num_slots == before:
         return layout
@@ -180,7 +186,7 @@ class RecoveryReport:
     """The number of slots before the recovery, 0 if unknown; `slots` is the number
     after the recovery."""
     senders: Mapping[str, int] = field(default_factory=dict)
-    """Host to the bytes to be fetched from its memory."""
+    """Host to the bytes that other hosts fetch from its memory."""
 
     @property
     def steps_lost(self) -> int:
@@ -189,7 +195,7 @@ class RecoveryReport:
         return max(0, self.last_finished_step - self.restored_step)
 
     def line(self) -> str:
-        """The line printed after a recovery."""
+        """Formats the line that is printed after a recovery."""
         where = {
             "memory": f"{size_text(self.bytes_from_peers)} from peers' memory, "
             f"{size_text(self.bytes_from_own_memory)} from own memory",
@@ -222,7 +228,7 @@ def _from_storage(num_bytes: int) -> str:
 def fetches_for(
     plan: RestorePlan, addresses: Mapping[str, str], host: str
 ) -> dict[str, list[dict]]:
-    """The fields `transfers` and `regions` of one host's `prepare` order.
+    """Computes the fields `transfers` and `regions` of one host's `prepare` order.
 
     Whole slices are named by their keys. If any slice of the host is assembled from
     pieces, all slices of the host are given as regions, including those in its own
@@ -237,8 +243,8 @@ def fetches_for(
 def transfers_to(
     transfers: Sequence[SliceTransfer], addresses: Mapping[str, str], host: str
 ) -> list[dict]:
-    """The whole slices that one host fetches: a dict per source, with its address and
-    the slice keys."""
+    """Lists the whole slices that one host fetches: a dict per source, with the
+    source's address and the slice keys."""
     return [
         {
             "host": transfer.source,
@@ -253,8 +259,8 @@ def transfers_to(
 def regions_to(
     plan: RestorePlan, addresses: Mapping[str, str], host: str
 ) -> list[dict]:
-    """The pieces of one host's new slices: a dict per source, with its address and the
-    regions to read."""
+    """Lists the pieces of one host's new slices: a dict per source, with the source's
+    address and the regions to read. The host itself is the first source."""
     sources = [(host, plan.own(host))]
     sources += [(it.source, it.regions) for it in plan.transfers_to(host)]
     return [

@@ -66,10 +66,10 @@ class Rendezvous:
         deadline: end of the phase in seconds, on the monotonic clock.
         current: the newest round; None before the first.
         previous: the last assignment before the current round's; None if there is none.
-        assignment: the current round's assignment, once recorded.
+        assignment: the current round's assignment, once recorded; None before.
         failures: counts the failures and decides whether to retry.
-        coordinator: commits the steps of the last recorded assignment; None until a
-            trainer has announced the layout.
+        coordinator: commits and exports the steps of the last recorded assignment; None
+            until `open_coordinator` is called for this assignment.
         frozen: whether the job ends, so that no round begins any more.
     """
 
@@ -182,9 +182,9 @@ class Rendezvous:
         return self.assignment.slot_of if self.assignment is not None else {}
 
     def _to_reach(self, host: str, round_: Round) -> dict[str, str]:
-        """Peer to address, of the peers to which a host must try to connect.
+        """Returns the peers to which a host must try to connect, with their addresses.
 
-        Empty in a served job, and if no network cut between hosts is suspected or
+        Returns {} in a served job, and if no network cut between hosts is suspected or
         known.
         """
         doubted = self._reach.is_to_be_tried or self.failures.may_be_a_cut
@@ -219,7 +219,7 @@ class Rendezvous:
         """Decides the formation if every expected host has answered.
 
         Does nothing in other phases than "gathering", while storage is being listed, or
-        while a complete step is being recorded.
+        while a store that answers records the commit of a complete step.
         """
         round_, registered = self.current, self._records.view.hosts
         if self.phase != "gathering" or round_ is None or not self._storage.settled:
@@ -244,7 +244,7 @@ class Rendezvous:
             self._assign(round_, present, aside)
 
     def _set_aside(self, hosts: list[str]) -> list[str]:
-        """The hosts in `hosts` that get no slot, so that all others reach each
+        """Returns the hosts in `hosts` that get no slot, so that all others reach each
         other."""
         slots = self.previous.slots if self.previous is not None else ()
         return set_aside(hosts, slots, self._reach.apart, self._config.host)
@@ -267,6 +267,8 @@ class Rendezvous:
 
         Returns:
             Whether the round may go on now; False if the job ends or a pause begins.
+            The failures do not end the job if a network cut between hosts with slots
+            was just found.
         """
         if self._end is None and (
             self._judged == round_.ballot or not self._seats.ends_by_itself
@@ -471,7 +473,8 @@ class Rendezvous:
         self._journal.say(f"rung 3: restoring step {chosen.step} from {source}")
 
     def delayed(self, ballot: tuple[int, int]) -> None:
-        """Tells people that training waits for the store to record the assignment."""
+        """Prints that training waits until the store has recorded the assignment;
+        ignores the assignment of an older round."""
         round_ = self.current
         if round_ is not None and round_.ballot == ballot:
             self._journal.say_once(
@@ -505,7 +508,11 @@ class Rendezvous:
         self.form(text)
 
     def coordination_ready(self, ballot: tuple[int, int], address: str) -> None:
-        """Orders hosts to prepare, once the coordination service serves."""
+        """Orders hosts to prepare, once the coordination service serves.
+
+        Begins another round instead if a host of the assignment is not registered any
+        more.
+        """
         round_ = self.current
         if round_ is None or round_.ballot != ballot or self.phase != "assigning":
             return

@@ -44,7 +44,7 @@ class RoundReason:
 def lost(
     host: str, *assignments: SlotAssignment | None, how: str = "was lost"
 ) -> RoundReason:
-    """The reason for a round after the loss of a host.
+    """Makes the reason for a round after the loss of a host.
 
     The text has the host's slot in the first of `assignments` that contains the host.
 
@@ -59,7 +59,7 @@ def lost(
 
 
 def death(slots: Mapping[str, int], host: str, code: int) -> RoundReason:
-    """The reason for a round after the end of a trainer; `slots` maps host to slot.
+    """Makes the reason for a round after a trainer ended; `slots` maps host to slot.
 
     >>> death({"a": 0, "b": 1}, "b", -9).text
     'trainer of slot 1 on b killed by signal 9'
@@ -72,7 +72,7 @@ def death(slots: Mapping[str, int], host: str, code: int) -> RoundReason:
 
 
 def causes(reasons: Sequence[RoundReason]) -> list[RoundReason]:
-    """The reasons of the earliest kind, in the order of `Cause`, that occurs."""
+    """Returns the reasons of the first kind in `Cause` that occurs; [] for none."""
     of_cause = {
         cause: [reason for reason in reasons if reason.cause == cause]
         for cause in get_args(Cause)
@@ -104,9 +104,9 @@ class Round:
     """Copies that did not match their digests, in this round or in the failed rounds
     before this one."""
     read: bool = False
-    """Whether hosts re-read and verify their copies before they offer the copies. If
-    False, hosts offer copies that were verified on arrival, and the receiver verifies
-    each copy again during the transfer."""
+    """Whether hosts re-read and verify their copies for the report. If False, the last
+    verification of each copy counts, and the reader of a copy verifies it again during
+    the restore."""
     last_finished: int = 0
     restore_begun: float = 0.0
     restore_s: float = 0.0
@@ -115,8 +115,8 @@ class Round:
 
     @property
     def answers(self) -> tuple[dict[str, tuple[str, ...]], dict[str, list[str]]]:
-        """Two maps of each host that has reported: to the peers to which the host had
-        to connect, and to the peers that it did not reach."""
+        """Two maps with an entry for each host that has reported: host to the peers to
+        which it had to connect, and host to the peers that it did not reach."""
         tried = {host: self.tried.get(host, ()) for host in self.replies}
         missed = {host: it.get("missed", []) for host, it in self.replies.items()}
         return tried, missed
@@ -151,8 +151,8 @@ class Round:
         return {layout.digest: layout for layout in found}
 
     def layout_of(self, commits: Sequence[Commit]) -> Layout | None:
-        """The layout of the newest commit with a known layout, else any known layout,
-        else None."""
+        """Returns the layout of the newest commit whose layout is known, else any known
+        layout, else None. `commits` are newest first."""
         known = self.layouts
         chosen = [known[it.layout] for it in commits if it.layout in known]
         return next(iter([*chosen, *known.values()]), None)
@@ -301,10 +301,11 @@ def orders(
 def export_addresses(
     round_: Round, assignment: SlotAssignment, hosts: Mapping[str, HostRecord]
 ) -> dict[str, str]:
-    """Host to the host:port at which it serves an export's coordination service.
+    """Computes the host:port at which each host would serve an export's coordination
+    service.
 
-    Only the host of rank 0 serves one. Contains the hosts of the assignment that are in
-    `hosts`.
+    Only the host of rank 0 serves one. Hosts of the assignment that are not in `hosts`
+    are left out.
     """
     told = {**round_.replies, **round_.prepared}  # between formations the former only
     ports = {host: known.get("export_port", 0) for host, known in told.items()}
@@ -357,7 +358,7 @@ def replaced(
     assignment: SlotAssignment,
     named: Collection[str],
 ) -> tuple[str, ...]:
-    """Texts for the slots that have another host than in `previous`.
+    """Returns a text for each slot that has another host than in `previous`.
 
     Leaves out the slots whose former host is in `named`: the reason for the round names
     these hosts. The reason lacks a loss if the leader that noticed the loss was lost,
@@ -381,7 +382,7 @@ def replaced(
 
 
 def main_reason(reasons: Sequence[RoundReason]) -> str:
-    """The text of the root causes, without their consequences.
+    """Returns the text of the root causes, without their consequences.
 
     A lost host breaks the collectives of all other hosts, whose trainers then end. A
     killed trainer does the same to its peers.

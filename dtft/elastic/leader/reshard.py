@@ -34,7 +34,7 @@ class ReshardPlans:
         """
         self._located, self._layout = located, layout
         self._staged: dict[int, dict[int, Sequence[bytes]]] = {}
-        """Step to slot to the digests of its slices."""
+        """Step -> slot -> the digests of the slot's slices."""
         self._newest: (
             tuple[Commit, CopyPlacement, dict[int, Sequence[bytes]]] | None
         ) = None
@@ -92,7 +92,8 @@ class ReshardPlans:
         addresses: Mapping[str, str],
         domains: Mapping[str, str],
     ) -> dict[str, Any]:
-        """The fields of one host's `assemble` order: regions and old slices' digests.
+        """Computes the fields of one host's `assemble` order: step, regions, and the
+        digests of the old slices.
 
         Args:
             host: the host of one of the slots.

@@ -1,9 +1,9 @@
 """Scaling: changes the number of replicas on request and answers the requests.
 
 The requested size is kept in the store, so the next leader continues with it; the
-requester asks that leader again. `Scaling` decides when a running job is re-formed for
-another size. `prove` compares the digests of the state on the new mesh with the digests
-of the commit, leaf by leaf.
+requester repeats the request to that leader. `Scaling` decides when a running job is
+re-formed for another size. `prove` compares the digests of the state on the new mesh
+with the digests of the commit, leaf by leaf.
 """
 
 import dataclasses
@@ -43,8 +43,8 @@ class Proof:
     committed_root: str
     """The digest over all slices, from the commit record."""
     restored_root: str
-    """The digest over the slices that hosts read again on the new mesh; equals
-    `committed_root` if the leaves are divided as before."""
+    """The digest over the slices that hosts read again on the new mesh. Equals
+    `committed_root` if the leaves are divided as before and none of them differs."""
     leaves: int
     """The number of compared leaves."""
     differing: tuple[str, ...]
@@ -54,6 +54,8 @@ class Proof:
 
 def prove(located: Located, layout: Layout, restored: Iterable[Digests]) -> Proof:
     """Compares every leaf of a restored state with the commit.
+
+    Slices for which the commit has no digest are compared only between hosts.
 
     Args:
         located: the commit, with the digests of its slices.
@@ -115,7 +117,8 @@ class Scaling:
         """Handles a request for `replicas` replicas.
 
         Answers at once if the request is refused or the job has this number. Otherwise
-        `trained` answers, once the job trains with this number or will not.
+        `trained` answers once the job trains with this number or will not. `close`
+        answers if this host stops leading before.
         """
         rendezvous, coordinator = self._rendezvous, self._rendezvous.coordinator
         if rendezvous.frozen or coordinator is None or rendezvous.phase != "running":
@@ -154,8 +157,8 @@ class Scaling:
         return self._rendezvous.available
 
     def due(self) -> str:
-        """Why the job is to be re-formed for another size at this commit; "" if it need
-        not be."""
+        """Returns why the job is to be re-formed for another size at this commit; "" if
+        it need not be."""
         rendezvous, coordinator = self._rendezvous, self._rendezvous.coordinator
         round_ = rendezvous.current
         if coordinator is None or round_ is None or round_.assignment is None:
@@ -258,7 +261,7 @@ class Scaling:
             self._waiting.remove(one)
 
     def close(self) -> None:
-        """Tells all waiting requesters to ask the next leader."""
+        """Replies to all waiting requesters that they must ask the next leader."""
         for one in self._waiting:
             one.answer({"error": AGAIN, "again": True})
         self._waiting.clear()
@@ -267,8 +270,9 @@ class Scaling:
 def serve_scaling(channel: Channel, ask: Callable[[int, Answer], None]) -> None:
     """Serves one request for a number of replicas: replies when the job trains with it.
 
-    The reply is an error if the request is refused, if the job will not train with the
-    number, or if the requester's time limit is over.
+    The reply is an error if the request is malformed or refused, if the job will not
+    train with the number, if this host stops leading, or if the requester's time limit
+    (at most a day) is over.
 
     Args:
         channel: the connection of the requester.

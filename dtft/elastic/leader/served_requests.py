@@ -151,7 +151,7 @@ class Requests:
     # --------------------------------------------------------- other shardings
 
     def _newest(self) -> ReshardPlans:
-        """The reshard plans of the current formation."""
+        """Returns the reshard plans of the current formation; makes them if needed."""
         round_ = self._rendezvous.current
         assert round_ is not None
         if self._remapping is None or self._remapping[0] != round_.ballot:

@@ -1,8 +1,9 @@
 """Ends a job as done, stopped or failed.
 
-First the last committed step is exported to storage. If hosts are missing and the
-others cannot export it, the job ends with the newest step in storage. `Shutdown` reads
-the state of rendezvous and commit coordinator and has the result recorded.
+First the last committed step is exported, unless storage has it. If hosts are missing
+and the others cannot export it, the job ends with the newest step in storage.
+`Shutdown` reads the state of rendezvous and commit coordinator and has the result
+recorded.
 """
 
 import dataclasses
@@ -27,8 +28,9 @@ EXPORT_FAILURES = 3
 RESULT_LEASES = 2
 """Leases for which the result of an ended job waits for a store that is away."""
 RESULT_LEASES_LOST = 12
-"""The same while a host is lost: if it comes back after all others have left, it learns
-the result from the store only, and would wait for the others for ever."""
+"""Leases for which the result waits for the store while a host is lost. Such a host may
+come back after all others have left; without a result it would wait for them for ever.
+"""
 
 
 class Shutdown:
@@ -100,7 +102,7 @@ class Shutdown:
             self._end_with_what_is_stored()
 
     def _as_committed(self, previous: SlotAssignment, layout: Layout) -> SlotAssignment:
-        """The assignment under which the newest commit was made.
+        """Returns the assignment under which the newest commit was made.
 
         This is `previous`, or after a change of size an assignment with the commit's
         holders as hosts.
@@ -172,19 +174,20 @@ class Shutdown:
     def conclude_for_others(self) -> None:
         """Ends a finished job whose other hosts have already left.
 
-        A host that was away when the job ended may find a store that has lost the
-        result. It would wait for the other hosts for ever. It ends the job if storage
-        has the job's last step.
+        If this host was away when the job ended, and the store has lost the result, it
+        would wait for the other hosts for ever. So it ends the job if storage has the
+        job's last step.
         """
         last = self._config.last_step
         if last and self._rendezvous.phase == "waiting" and last in self._storage.steps:
             self.end("done", step=last)
 
     def result_without_store(self) -> str:
-        """The result of an ended job as JSON, if the store did not record it in time.
+        """Returns an ended job's result if the store has not recorded it in time.
 
-        In time: within `RESULT_LEASES`, or `RESULT_LEASES_LOST` while a host is lost.
-        "" otherwise, and while a host that would miss the result is not connected.
+        The result is JSON. The time is `RESULT_LEASES` leases, or `RESULT_LEASES_LOST`
+        while a host is lost. Returns "" otherwise, and while a host that would miss the
+        result is not connected.
         """
         leases = RESULT_LEASES_LOST if self._registry.lost_hosts else RESULT_LEASES
         late = self._loop.now() > self._ended_at + leases * self._config.timeouts.lease
@@ -214,7 +217,7 @@ class Shutdown:
 
 
 def _result_json(status: str, step: int, message: str, code: int) -> str:
-    """The value of a job's result key; `code` is every agent's exit code."""
+    """Encodes the value of a job's result key; `code` is every agent's exit code."""
     return json.dumps(
         {"status": status, "step": step, "message": message, "code": code}
     )

@@ -87,8 +87,8 @@ class JobSizes:
                 self.give_up(chosen, str(error))
 
     def forewarn(self, layout: Layout) -> None:
-        """Prints a warning if the job may not have `min_replicas` replicas
-        (`size_for`)."""
+        """Prints a warning if the job may not shrink to `min_replicas` replicas
+        (`size_for`). Does nothing if `min_replicas` is 0."""
         limits = self._config.sizes
         if limits.min_replicas:
             try:
@@ -134,7 +134,7 @@ class JobSizes:
             self._journal.say(f"the job cannot train on {slots} hosts: {why}")
 
     def why_not(self, slots: int) -> str:
-        """Why a number of slots was excluded by `give_up`; "" if it was not."""
+        """Returns why `give_up` excluded a number of slots; "" if it did not."""
         return self._unfit.get(slots, "")
 
     def asked_for(self, size: WantedSize) -> None:

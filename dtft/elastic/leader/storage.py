@@ -43,7 +43,7 @@ _ADVICE = (
 
 
 def advice(error: str) -> str:
-    """The advice for a failed export, chosen by words in the error message.
+    """Returns the advice for a failed export, chosen by words in the error message.
 
     >>> advice("OSError: [Errno 30] Read-only file system: '/nfs/run'")
     'mount it for writing'
@@ -108,9 +108,10 @@ class StorageHealth:
         )
 
     def overdue(self, due: int, now: float) -> str | None:
-        """The message when step `due` is due during an export of `SLOW_S` or longer.
+        """Returns a message if an export has taken `SLOW_S` or longer, else None.
 
-        Returned once for each slow export, otherwise None.
+        Returns None also after the first message about the same step. `due` is the step
+        whose export is due meanwhile.
         """
         if self._begun is None:
             return None
@@ -126,7 +127,7 @@ class StorageHealth:
 
 
 def _short(error: str) -> str:
-    """The error's first line; a long line is shortened in the middle, because Orbax
+    """Returns the error's first line; shortens a long line in the middle, because Orbax
     repeats paths."""
     line = error.partition("\n")[0]
     return line if len(line) <= 240 else f"{line[:100]} ... {line[-130:]}"
@@ -208,7 +209,8 @@ class StorageWatch:
         self._written.add(step)
 
     def news(self) -> str | None:
-        """The message when storage stops or begins to answer; None otherwise."""
+        """Returns a message if storage has stopped or begun to answer since the last
+        call, else None."""
         if self.silent == self._told:
             return None
         self._told = self.silent
@@ -223,7 +225,8 @@ class StorageWatch:
 
 
 def newest_stored(directory: Path, limit_s: float = PATIENCE_S) -> int:
-    """The newest step in storage; 0 if storage holds none or does not answer in time.
+    """Returns the newest step in storage; 0 if storage holds none, cannot be listed, or
+    does not answer in time.
 
     For commands, which have no event loop. `limit_s` is the deadline in seconds.
     """

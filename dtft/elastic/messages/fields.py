@@ -1,7 +1,7 @@
 """Checks of single fields of the messages between hosts.
 
-A check takes a value decoded by msgpack and returns whether the value is allowed in a
-field. Checks do not raise.
+A check takes the value of a field and returns whether the field may have this value.
+Checks do not raise.
 """
 
 import functools
@@ -17,7 +17,7 @@ from dtft.elastic.assignment import SlotAssignment
 
 Check = Callable[[object], bool]
 Table = Mapping[str, Mapping[str, Check]]
-"""Op to its fields and the check of each field."""
+"""Maps the op of a message to the message's fields and the check of each field."""
 
 _LARGEST = 1 << 63
 _MISSING = object()
@@ -39,7 +39,8 @@ def number_or_minus_one(value: object) -> bool:
 
 
 def code(value: object) -> bool:
-    """Whether a value is a 32-bit int: an exit code or a negative signal number."""
+    """Whether a value is an int of magnitude below 2**31: an exit code, or minus the
+    number of a signal."""
     return type(value) is int and abs(value) < 1 << 31
 
 
@@ -74,8 +75,10 @@ def binary(value: object) -> bool:
 
 
 def digests(value: object) -> bool:
-    """Whether a value is bytes that may be the concatenated digests of a slice's
-    chunks: a multiple of `DIGEST_BYTES` long."""
+    """Whether a value is bytes whose length is a multiple of `DIGEST_BYTES`.
+
+    A slice has one digest per chunk; the value is their concatenation.
+    """
     return isinstance(value, bytes) and len(value) % DIGEST_BYTES == 0
 
 
@@ -156,25 +159,28 @@ def or_empty(check: Check) -> Check:
 
 
 items: Check = map_of(text, anything)
-"""Check for the items of a step: values that are saved besides its arrays."""
+"""Check for a dict with str keys: the items of a step, saved besides its arrays."""
 
 
 @functools.lru_cache(maxsize=4)
 def known_layout(text: str) -> Layout:
-    """Parses a layout; the cache helps because all hosts send the same layout."""
+    """Parses a layout from JSON that passes the check `layout`.
+
+    The last four layouts are cached, because all hosts send the same one. Other text
+    can raise any exception.
+    """
     return Layout.from_json(text)
 
 
 _known_assignment = functools.lru_cache(maxsize=4)(SlotAssignment.from_json)
 _known_commit = functools.lru_cache(maxsize=4)(Commit.from_json)
-"""Parses a commit, with a cache."""
 
 
 @functools.lru_cache(maxsize=4)
 def _readable(value: str) -> bool:
-    """Whether a text is a layout that can be parsed and divided into slices.
+    """Whether a text is the JSON of a layout whose slices can be computed.
 
-    Its slots must be numbered from 0 without gaps.
+    The slots of the layout must be numbered from 0 without gaps.
     """
     try:
         read = known_layout(value)

