@@ -1,9 +1,9 @@
 """Accepts the public names from before 24 November 2026, with a warning.
 
 An import hook serves the old module paths. `renamed` makes a function accept the old
-names of its arguments, and a package with old names calls `warn`. The warning is a
-FutureWarning, because Python hides a DeprecationWarning from most users. This module
-imports only the standard library, so that importing `dtft` stays fast.
+names of its arguments. `dtft.optim` serves its own old names and calls `warn`. The
+warning is a FutureWarning, because Python hides a DeprecationWarning from most users.
+This module imports only the standard library, so that importing `dtft` stays fast.
 """
 
 import functools
@@ -42,7 +42,7 @@ _NAMES = {"dtft.train.calibrate.measure": "measure_devices"}
 
 
 def warn(former: str, now: str, stacklevel: int = 3) -> None:
-    """Emits a FutureWarning that `former` is called `now`.
+    """Emits a FutureWarning that `former` is an old name of `now`.
 
     `stacklevel` is that of `warnings.warn`.
     """
@@ -51,7 +51,9 @@ def warn(former: str, now: str, stacklevel: int = 3) -> None:
 
 
 def renamed(**former: str) -> Callable[[_Function], _Function]:
-    """Decorator: the function also accepts arguments under their former names.
+    """Returns a decorator that makes a function accept old names of its arguments too.
+
+    Each use of an old name emits a FutureWarning.
 
     Args:
         **former: old name of an argument to its current name.
@@ -79,9 +81,10 @@ def renamed(**former: str) -> Callable[[_Function], _Function]:
 
 
 def renamed_fields(**former: str) -> Callable[[type[_Kind]], type[_Kind]]:
-    """`renamed` for the fields of a dataclass, as arguments of its `__init__`.
+    """Returns a class decorator that makes a dataclass accept old names of its fields.
 
-    Also sets the class attribute `former_fields`, a dict from old name to new name.
+    It applies `renamed` to the class's `__init__`, and sets the class attribute
+    `former_fields`, a dict from old name to current name.
     """
 
     def wrap(kind: type[_Kind]) -> type[_Kind]:
@@ -95,7 +98,12 @@ def renamed_fields(**former: str) -> Callable[[type[_Kind]], type[_Kind]]:
 def in_full(
     what: str, given: Mapping[str, Any], former: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Maps the given arguments to their current names, with a warning per old name.
+    """Returns the given arguments by their current names; warns of each old name.
+
+    Args:
+        what: name of the function, for messages.
+        given: arguments by old or current name.
+        former: old name to current name.
 
     Raises:
         TypeError: an argument is given under both its old and its current name.
@@ -112,7 +120,7 @@ def in_full(
 
 
 class _Module(ModuleType):
-    """A module under an old path that forwards its names to the package of today."""
+    """A module under an old path that gets its attributes from the current package."""
 
     def __getattr__(self, name: str) -> Any:
         former = f"{self.__name__}.{name}"
@@ -127,7 +135,7 @@ class _Module(ModuleType):
         return found
 
     def __call__(self, *args: Any, **given: Any) -> Any:
-        """Calls the function with this module's name in the parent package."""
+        """Calls the parent package's function that has the same name as this module."""
         return self._hidden(*args, **given)
 
     @property

@@ -27,8 +27,8 @@ def check_version(version: str | None = None) -> None:
     """Checks that dtft was tested with a version of JAX; by default the installed one.
 
     Raises:
-        RuntimeError: the version was not tested; the message has it and the tested
-            versions.
+        RuntimeError: the version was not tested; the message names this version and
+            the tested versions.
     """
     found = version or jax.__version__
     numbers = tuple(int(part) for part in found.split(".")[:2])
@@ -49,7 +49,7 @@ def start_coordination_service(
     Args:
         address: host:port at which the service listens.
         num_processes: size of the world.
-        heartbeat_s: heartbeat timeout of JAX, in seconds; rounded up to whole seconds.
+        heartbeat_s: heartbeat timeout of JAX in seconds, rounded up to whole seconds.
     """
     check_version()
     from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
@@ -81,7 +81,7 @@ def join_world(
         address: host:port of the coordination service.
         process_id: index of this process, 0 to num_processes - 1.
         num_processes: size of the world, fixed for the life of the service.
-        heartbeat_s: heartbeat timeout of JAX, in seconds.
+        heartbeat_s: heartbeat timeout of JAX in seconds, rounded up to whole seconds.
         timeout_s: longest wait for the service, in seconds.
     """
     check_version()
@@ -109,12 +109,12 @@ def join_world(
 def told_by_first(key: str, text: str, timeout_s: float) -> str:
     """Broadcasts the text of process 0 to every process, by the coordination service.
 
-    A collective would time out after seconds; here process 0 may take up to
+    Uses no collective, which would time out after seconds: process 0 may take up to
     `timeout_s` to produce the text. Returns the text of process 0. In a process that is
     not connected to a service, returns `text`.
 
     Args:
-        key: key of the text, used once in the life of the service.
+        key: name of the text; may be used only once in the life of the service.
         text: the text to broadcast; connected processes other than process 0 ignore it.
         timeout_s: longest wait of the other processes, in seconds.
     """
@@ -131,10 +131,11 @@ def told_by_first(key: str, text: str, timeout_s: float) -> str:
 
 
 def cpu_buffer(array: jax.Array) -> memoryview:
-    """The bytes of a ready single-device CPU array, without taking a reference.
+    """Returns the bytes of a CPU array as a view that holds no reference to the array.
 
-    `np.asarray` would keep a view on the array, and a view cancels donation. The result
-    is valid only while the array is neither deleted nor donated: use it at once.
+    The array must be computed already, and be on a single device. `np.asarray` would
+    keep a reference to the array, which cancels donation. The view is valid only until
+    the array is deleted or donated: use it at once.
     """
     size = array.size * array.dtype.itemsize
     address = array.unsafe_buffer_pointer()
@@ -188,9 +189,10 @@ def compile_module(
 
 
 def scan_arguments(eqn: Any) -> tuple[int, int]:
-    """The numbers of constants and of carried values among the arguments of a `scan`.
+    """Counts the constants and the carried values among the arguments of a `scan`.
 
-    The constants come first, then the carry. Older versions of JAX have both numbers as
+    `eqn` is the equation of the `scan` in a jaxpr. The constants are its first
+    arguments, followed by the carry. Older versions of JAX have both numbers as
     parameters of the equation; newer versions have the trees of the arguments (0.12:
     `ft_in`).
     """
@@ -201,7 +203,7 @@ def scan_arguments(eqn: Any) -> tuple[int, int]:
 
 
 def _is_placed(module: Any, ir: Any) -> tuple[list[bool], list[bool]]:
-    """Whether a sharding is given, for each argument and each result of a module."""
+    """Returns for each argument, and for each result, whether it has a sharding."""
     main = next(
         op for op in module.body.operations if op.attributes["sym_name"].value == "main"
     )

@@ -1,7 +1,6 @@
 """Loads the public names of a package on first use, so that its import is fast.
 
-`dtft.optim` implements the same loading separately, because it works without the rest
-of dtft.
+`dtft.optim` does not use this module: it implements the same loading itself.
 """
 
 import importlib

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
     """Formats a table as lines; each column is as wide as its widest cell.
 
-    A column of numbers only is aligned to the right.
+    A column whose cells are all numbers is aligned to the right.
 
     >>> for line in table(("step", "size"), [(5, "1 KiB"), (120, "2 KiB")]):
     ...     print(line)

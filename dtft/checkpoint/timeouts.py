@@ -20,9 +20,11 @@ class Timeouts:
 
     lease: float = 5.0
     """Seconds of silence, or without a connection, after which a host counts as dead. A
-    host whose connection was closed counts as dead at once if its port is dead, too."""
+    host whose connection was closed counts as dead at once if its port refuses
+    connections."""
     connect: float = 5.0
-    """Limit of opening a connection to a peer or to the store, in seconds."""
+    """Limit of opening a connection to another host, in seconds. Also how long a new
+    leader waits for the registered hosts to connect."""
     step: float | None = None
     """Limit of one training step, in seconds; a trainer that takes longer counts as
     stuck. None: the larger of 10 s and 20 times the median step. Until 3 steps have

@@ -1,4 +1,4 @@
-"""Decisions about replication: pure functions of values, without I/O and without JAX.
+"""Decisions about replication, computed from values, without I/O and without JAX.
 
 * `copy_placement`: assigns copies of slices to slots, and spares to lost slots, so that
   copies stay in different failure domains.

@@ -24,12 +24,13 @@ MAX_SUSPECTS = 16
 def adding_up(root: str, claims: Claims) -> dict[str, bytes] | None:
     """Chooses one reported digest per slice, so that together they match `root`.
 
-    First tries the digests that most hosts report. If their root digest differs, the
-    choice is repeated without the reports of one host, in turn for each host with a
-    disputed slice (at most `MAX_SUSPECTS`). So one wrong host is found even with two
-    copies per slice, which have no majority. A flipped bit causes no dispute, because
-    hosts report the digests that they recorded when the bytes were written. A dispute
-    arises if a host keeps the bytes of another step under the commit's step.
+    A slice is disputed if hosts report different digests for it. First tries the
+    digests that most hosts report. If their root digest differs, the choice is repeated
+    without the reports of one host, in turn for each host that reports a disputed slice
+    (at most `MAX_SUSPECTS`). So one wrong host is found even with two copies per slice,
+    which have no majority. A flipped bit causes no dispute, because hosts report the
+    digests that they recorded when the bytes were written. A dispute arises if a host
+    keeps the bytes of another step under the commit's step.
 
     Args:
         root: the commit's digest over the digests of all slices.
@@ -58,9 +59,10 @@ def adding_up(root: str, claims: Claims) -> dict[str, bytes] | None:
 
 
 def _most(claims: Claims, without: str) -> dict[str, bytes]:
-    """The digest of each slice that most hosts report, not counting the host `without`.
+    """Chooses the digest that most hosts report for each slice, without one host.
 
-    `without` is ignored for a slice of which all hosts report the same digest.
+    The reports of the host `without` are not counted. They are counted for a slice of
+    which all hosts report the same digest.
     """
     return {
         key: max(told, key=lambda value: sum(host != without for host in told[value]))
@@ -71,7 +73,7 @@ def _most(claims: Claims, without: str) -> dict[str, bytes]:
 
 
 def dissenters(claims: Claims, chosen: Mapping[str, bytes]) -> tuple[str, ...]:
-    """The hosts whose reported digest of at least one slice is not the chosen digest.
+    """Returns the hosts that report another digest than the chosen one for some slice.
 
     >>> dissenters({"v": {b"3": ["a"], b"2": ["b"]}}, {"v": b"2"})
     ('a',)
@@ -92,7 +94,7 @@ Share = Literal["full", "divided"]
 
 @dataclass(frozen=True, kw_only=True)
 class Commit:
-    """Records that all copies of a step exist, so that the step can be restored."""
+    """The record that all copies of a step exist, so that the step can be restored."""
 
     step: int
     generation: int
@@ -129,7 +131,7 @@ class MemoryCommitLog:
     _commits: list[Commit] = field(default_factory=list)
 
     def append(self, commit: Commit) -> None:
-        """Records a commit."""
+        """Records a commit as the newest."""
         self._commits.insert(0, commit)
 
     def forget(self, step: int) -> None:
@@ -137,7 +139,7 @@ class MemoryCommitLog:
         self._commits = [known for known in self._commits if known.step != step]
 
     def commits(self) -> tuple[Commit, ...]:
-        """The recorded commits, the last recorded first."""
+        """Returns the recorded commits, the last recorded first."""
         return tuple(self._commits)
 
 
@@ -293,7 +295,10 @@ class StepTracker:
         return ", ".join(parts)
 
     def root(self) -> str:
-        """The root digest over the slices reported so far; over all when `complete`."""
+        """Computes the root digest over the slices reported so far.
+
+        These are all slices once the step is `complete`.
+        """
         return digest_root(self.digests.items())
 
 
@@ -422,7 +427,7 @@ class CommitHealth:
         return "healthy" if self.copies[0] >= self.wanted else "degraded"
 
     def slices_on(self, host: str) -> int:
-        """The number of slices of which `host` has a copy; 0 if the commit is lost."""
+        """Counts the slices of which `host` has a copy; 0 if the commit is lost."""
         return sum(host in piece.hosts for piece in self.slices)
 
 

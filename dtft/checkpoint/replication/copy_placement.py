@@ -103,7 +103,7 @@ class CopyPlacement:
         return tuple(self._push(*route) for route in self._routes)
 
     def pushes_of(self, source: int) -> tuple[Push, ...]:
-        """The pushes from one slot."""
+        """Returns the pushes from one slot; () if the slot pushes nothing."""
         return self._by_source.get(source, ())
 
     @functools.cached_property
@@ -124,7 +124,10 @@ class CopyPlacement:
         return {piece: slots + targets[piece] for piece, slots in owners}
 
     def hosted(self, target: int) -> tuple[Slice, ...]:
-        """The slices that other slots push to a slot, by source, then in push order."""
+        """Returns the slices that other slots push to a slot.
+
+        They are sorted by source, then in the order of `Push.slices`.
+        """
         routes = [route for route in self._routes if route[1] == target]
         return tuple(piece for route in routes for piece in self._push(*route).slices)
 
@@ -134,11 +137,11 @@ def place_copies(
 ) -> CopyPlacement:
     """Chooses the slots that keep copies of each slice.
 
-    The owners of a replicated slice count as copies. Slots are divided into groups of
-    `copies` slots. An owner sends additional copies to slots in failure domains without
-    a copy: first to slots of its own group, then to any slots. If the number of slots
-    is no multiple of `copies`, the last whole group and the remaining slots form a
-    ring, in which an owner sends first to the next slots.
+    Each owner of a slice has a copy. If the owners are in fewer than `copies` failure
+    domains, one of them sends copies to slots in other domains. Slots are divided into
+    groups of `copies` slots. The sender prefers slots of its own group to other slots.
+    If the number of slots is no multiple of `copies`, the last whole group and the
+    remaining slots form a ring, in which a sender prefers the slots that follow it.
 
     Args:
         layout: mesh and leaves.
@@ -244,7 +247,7 @@ class _Chooser:
         return len({self._domains[slot] for slot in owners}) < self._wanted
 
     def targets(self, source: int, owners: tuple[int, ...]) -> tuple[int, ...]:
-        """The slots to which `source` sends copies of slices that `owners` own.
+        """Returns the slots to which `source` sends copies of slices of `owners`.
 
         Owners and these slots together are in `wanted` failure domains.
         """
@@ -366,7 +369,7 @@ def _placed(layout: Layout, copies: int, domains: tuple[str, ...]) -> CopyPlacem
 
 
 def copy_groups(placement: CopyPlacement) -> Groups:
-    """The sets of slots that keep copies of the same slices, owners included."""
+    """Returns the sets of slots with copies of the same slices, owners included."""
     mesh = placement.layout.mesh
     found: dict[tuple[int, ...], None] = {}
     for table in placement.tables:
@@ -377,7 +380,7 @@ def copy_groups(placement: CopyPlacement) -> Groups:
 
 
 def domains_reached(groups: Groups, domains: Sequence[str]) -> int:
-    """The smallest number of failure domains in which a slice has copies.
+    """Computes the smallest number of failure domains that any slice has copies in.
 
     Returns 0 without groups.
 
@@ -410,8 +413,8 @@ def choose_spares(
         wanted: number of domains in which every slice should have a copy.
 
     Returns:
-        The position of each slot's spare; None if the slot has a host or no spare is
-        left.
+        For each slot, the position of its spare in `spares`; None if the slot has a
+        host or no spare is left.
 
     >>> choose_spares(((0, 1),), ["a", None], ["a", "b"], 2)
     (None, 1)
@@ -449,10 +452,11 @@ class Shares:
 
     A slice with d owners is copied by only `copies` of the owners at each snapshot, or
     by more if needed for enough failure domains. The copying owners rotate from
-    snapshot to snapshot. So each owner does about copies/d of the copying, and within
-    ceil(d / copies) snapshots the bytes of each owner are compared with those of the
-    owners that copy at the same snapshot. If all owners together are in too few failure
-    domains, all copy the slice, and it is also pushed to other slots.
+    snapshot to snapshot. So each owner copies the slice at about copies/d of the
+    snapshots. If `copies` is 2 or more, within ceil(d / copies) snapshots the bytes of
+    each owner are compared with those of the owners that copy at the same snapshot. If
+    all owners together are in too few failure domains, all copy the slice, and it is
+    also pushed to other slots.
 
     >>> from dtft.checkpoint.state.slices import Leaf, MeshLayout
     >>> mesh = MeshLayout(axis_names=("replica",), axis_sizes=(3,), slots=(0, 1, 2))
@@ -491,9 +495,10 @@ class Shares:
         self._begins = _begins(layout)
 
     def of(self, slot: int, turn: int) -> np.ndarray:
-        """Whether the slot copies each of its slices at a snapshot: [slices] bool.
+        """Returns whether a slot copies each of its slices at a snapshot.
 
-        `turn` counts the snapshots. All owners copy a slice without bytes.
+        The result is [slices] bool. `turn` is the number of the snapshot. All owners
+        copy a slice without bytes.
         """
         slices, turns = self.layout.slices(slot), self._turns(slot)
         return np.array(
@@ -508,10 +513,10 @@ class Shares:
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 (lives as long as the host's layout)
     def _turns(self, slot: int) -> tuple[tuple[tuple[int, ...], int], ...]:
-        """For each slice of a slot, its owners in order of copying, and an offset.
+        """Returns each slice's owners in the order of copying, and an offset.
 
-        The offset, modulo the number of owners, is the first owner that copies at turn
-        (snapshot) 0.
+        The slices are those of the slot. The offset, modulo the number of owners, is
+        the position of the first owner that copies at turn (snapshot) 0.
         """
         found = {}
         for spec, leaves in leaves_by_spec(self.layout).items():
@@ -528,10 +533,10 @@ class Shares:
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019
     def _copiers(self, owners: tuple[int, ...], begin: int) -> frozenset[int]:
-        """The owners that copy a slice: consecutive owners, cyclically from `begin`.
+        """Chooses the owners that copy a slice, cyclically from position `begin`.
 
-        Takes owners until there are `copies` of them in as many failure domains as
-        wanted, or all are taken.
+        Takes owners until there are `copies` of them in enough failure domains, or all
+        are taken.
         """
         chosen: list[int] = []
         domains: set[str] = set()
@@ -544,9 +549,10 @@ class Shares:
 
 
 def _begins(layout: Layout) -> list[int]:
-    """For each leaf, the offset of the owner that copies its first slice at snapshot 0.
+    """Chooses for each leaf which owner copies its first slice at snapshot 0.
 
-    The offsets are chosen so that all owners copy about equally many bytes.
+    Returns the position of this owner among the owners of the slice, for each leaf. The
+    positions are chosen so that all owners copy about equally many bytes.
     """
     begins = [0] * len(layout.leaves)
     loads: dict[int, list[int]] = {}

@@ -80,7 +80,9 @@ def parse_domain_label(text: str) -> dict[str, str]:
 
 
 def parse_domain_file(text: str) -> FailureDomains:
-    """Parses a file with a host and its label on each line; `#` begins a comment.
+    """Parses the text of a file that has a host, a space and the host's label per line.
+
+    `#` begins a comment.
 
     >>> parse_domain_file("h0 power=p1 rack=r1  # left\\nh1 power=p1 rack=r2\\n").names
     {'h0': 'p1/r1', 'h1': 'p1/r2'}
@@ -128,7 +130,7 @@ def domains_from_labels(labels: Mapping[str, str]) -> FailureDomains:
 def separate_copies(
     domains: FailureDomains, slots: Sequence[str], copies: int
 ) -> Separation:
-    """Chooses the widest level with enough domains for all copies; else the hosts.
+    """Chooses the widest level with at least `copies` domains; else the level "host".
 
     At a narrower level `place_copies` still prefers different domains of the wider
     levels.
@@ -161,7 +163,7 @@ def separate_copies(
 def domains_at(
     domains: FailureDomains, hosts: Sequence[str], level: str
 ) -> tuple[str, ...]:
-    """The domain of each host at one level, with its wider domains as a prefix.
+    """Returns the domain of each host at one level, prefixed with its wider domains.
 
     If the labels do not name `level`, e.g. "host", each host is its own domain.
 

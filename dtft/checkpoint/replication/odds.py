@@ -199,7 +199,7 @@ def _ring_sets(ring: int, size: int, lost: int) -> int:
 
 
 def _holders(num_hosts: int, copies: int, domains: Sequence[str] | None) -> np.ndarray:
-    """[hosts, copies] int: the hosts with a copy of each host's slice.
+    """Returns the hosts with a copy of each host's slice: [hosts, copies] int.
 
     The placement is that of `place_copies` for a state divided over all hosts.
     """

@@ -1,10 +1,10 @@
 """Plans the transfers that give every host its slices of any layout.
 
-All restores use `plan_restore`: after a loss, onto another mesh, and for exports. A
-slice is identified by leaf path, global index range and dtype. `Inventory` has the
-verified holders of every slice. `find_needs` computes which overlaps of old and new
-slices each host needs. Leaves with the same partition are planned together, so a plan
-takes a second or two at 10,000 hosts.
+`plan_restore` plans restores from memory, after a loss or onto another mesh, and the
+fetches for an export. A slice is identified by leaf path, global index range and dtype.
+`Inventory` has the verified holders of every slice. `find_needs` computes which
+overlaps of old and new slices each host needs. Leaves with the same partition are
+planned together, so a plan takes a second or two at 10,000 hosts.
 """
 
 import functools
@@ -184,7 +184,8 @@ def find_needs(
     Args:
         holdings: verified holders, in the layout of the commit.
         new_layout: the layout to restore.
-        hosts: all hosts, ascending; positions in the result refer to `hosts`.
+        hosts: all holders and all hosts in `slots`, ascending; positions in the result
+            refer to `hosts`.
         slots: the host of each slot of the new layout; None if the slot needs no
             slices.
         alive: hosts that can send.
@@ -413,7 +414,7 @@ class SliceTransfer:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RestorePlan:
-    """For every byte that a host needs, its source: own memory or one other host.
+    """A plan with one source for each byte a host needs: its own memory or a peer.
 
     The plan is stored as arrays; the regions of a host are computed on demand. Leaves
     without elements are not part of the plan. The methods raise ValueError for a host
@@ -432,7 +433,7 @@ class RestorePlan:
     """
 
     def own(self, host: str) -> tuple[Region, ...]:
-        """The regions that a host takes from its own memory."""
+        """Returns the regions that a host takes from its own memory."""
         wanted, rows = self.own_cells, self._own_rows(host)
         return _ordered(
             region
@@ -443,7 +444,10 @@ class RestorePlan:
         )
 
     def read_by(self, host: str) -> list[str]:
-        """Keys of the committed slices from which a host's slices are assembled."""
+        """Returns the keys of the committed slices that a host's slices are made of.
+
+        The keys are sorted.
+        """
         fetched = (it for one in self.transfers_to(host) for it in one.regions)
         return sorted({region.old.key for region in (*self.own(host), *fetched)})
 
@@ -456,7 +460,7 @@ class RestorePlan:
         )
 
     def transfers_to(self, host: str) -> tuple[SliceTransfer, ...]:
-        """The transfers to a host, sorted by source."""
+        """Returns the transfers to a host, sorted by source."""
         at = self._at(host)
         first, last = np.searchsorted(self._targets, [at, at + 1])
         found: dict[int, list[Region]] = {}

@@ -180,7 +180,7 @@ def route(needs: Needs, domains: np.ndarray) -> Routes:
     of its share.
 
     Args:
-        needs: the cells that hosts lack.
+        needs: the cells that hosts lack; at least one.
         domains: [hosts, levels] int64: the failure domain of every host, widest level
             first, numbered so that equal numbers mean the same domain.
     """
@@ -245,9 +245,10 @@ def _groups(needs: Needs, domains: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _streams(needs: Needs) -> np.ndarray:
-    """[needs] float64: each need's share of its target's `MAX_SOURCES` senders.
+    """Divides `MAX_SOURCES` senders of each target over the target's needs.
 
-    The shares of a target are proportional to the bytes of its needs.
+    Returns [needs] float64: the number of senders of each need, proportional to its
+    bytes.
     """
     of_target = np.bincount(needs.target, weights=needs.nbytes)[needs.target]
     return MAX_SOURCES * needs.nbytes / of_target

@@ -29,7 +29,8 @@ class Cadence:
     """
 
     interval: int = 1
-    """Steps from one snapshot to the next; fewer before a multiple of `period`."""
+    """Steps from one snapshot to the next; the last interval of a period may have
+    fewer."""
     period: int = 1
     """Steps after which counting starts again. With a period equal to the interval, all
     intervals are equal."""
@@ -51,7 +52,7 @@ class Cadence:
         return step % self.period % self.interval == 0
 
     def following(self, step: int) -> int:
-        """The first step after `step` that is followed by a snapshot."""
+        """Returns the first step after `step` that is followed by a snapshot."""
         begin = step - step % self.period
         within = (step - begin) // self.interval * self.interval + self.interval
         return begin + min(within, self.period)
@@ -100,7 +101,7 @@ class SnapshotSchedule:
         return self._in_force(step - 1).is_boundary(step)
 
     def following(self, step: int) -> int:
-        """The first boundary after `step`; `step` must be a boundary or 0.
+        """Returns the first boundary after `step`, which must be a boundary or 0.
 
         >>> schedule = SnapshotSchedule.of(Cadence(interval=2, period=8))
         >>> schedule = schedule.changed(4, after=2)
@@ -110,7 +111,7 @@ class SnapshotSchedule:
         return self._in_force(step).following(step)
 
     def interval(self, *, after: int) -> int:
-        """The interval in force after a step."""
+        """Returns the interval in force after a step."""
         return self._in_force(after).interval
 
     def _in_force(self, after: int) -> Cadence:
@@ -125,7 +126,7 @@ WARM_WINDOWS = 8
 """Number of windows (`Window`) before `next_interval` first changes the interval; the
 first steps are slow."""
 PROBE_STEPS = 16
-"""Interval, in steps, to which `next_interval` raises a shorter one in order to measure
+"""Interval, in steps, to which `next_interval` raises a shorter interval to measure
 quiet steps (steps that run without replication in the background)."""
 LEAST_MAXIMUM = 8
 """Least allowed `Automatic.maximum`, in steps. A shorter interval may have no quiet
@@ -241,7 +242,7 @@ class Experience:
 
 
 def _at_most(values: Sequence[float]) -> float:
-    """Upper estimate of the typical value: the median plus its standard error.
+    """Computes an upper estimate of the typical value: median plus standard error.
 
     The standard error is computed from the median absolute deviation, because outliers
     are frequent.
@@ -285,10 +286,11 @@ def next_interval(current: int, seen: Experience, allowed: Automatic) -> int:
     """Computes the next interval from the measurements.
 
     During the first `WARM_WINDOWS` windows the interval does not change. Without known
-    costs, or after `PROBE_EVERY` steps without a quiet step, the interval is raised to
-    `PROBE_STEPS` to measure quiet steps. Otherwise a longer interval is chosen if the
-    current one costs more than the budget. A shorter interval is chosen if it costs at
-    most `AIM` times the budget and is at most `WORTHWHILE` times the current one.
+    costs, or after `PROBE_EVERY` steps without a quiet step, a shorter interval is
+    raised to `PROBE_STEPS` (or `Automatic.maximum`, if less) to measure quiet steps.
+    Otherwise a longer interval is chosen if the current one costs more than the budget.
+    A shorter interval is chosen if it costs at most `AIM` times the budget and is at
+    most `WORTHWHILE` times the current one.
     """
     maximum, costs = allowed.maximum, seen.costs
     if len(seen.windows) < WARM_WINDOWS:

@@ -1,8 +1,8 @@
-"""Bytes and fingerprints of arrays on devices; keeps no reference to an array.
+"""Reads the bytes of arrays on devices, and computes fingerprints of arrays.
 
 `host_bytes` returns the bytes of an array on one device, in row-major order.
 `fingerprints` returns a checksum per array that does not depend on how the array is
-sharded.
+sharded. Neither keeps a reference to an array.
 """
 
 from collections.abc import Mapping
@@ -21,14 +21,14 @@ _LANES = ((0x9E3779B1, 0x85EBCA77), (0xC2B2AE3D, 0x27D4EB2F))
 def fingerprints(arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, str]:
     """Computes a fingerprint per array that does not depend on the array's sharding.
 
-    A fingerprint is a sum modulo 2**32 (in two lanes) over mixed words and positions.
-    A change of any single word always changes the fingerprint. Storage keeps a
-    fingerprint of every leaf that is not empty, because Orbax does not detect a flipped
-    bit in its files. For arrays that span processes, all these processes must make the
-    same call.
+    A fingerprint is two sums modulo 2**32 (lanes) over words that are mixed with their
+    positions. A change of any single word always changes the fingerprint. Storage keeps
+    a fingerprint of every leaf that is not empty, because Orbax does not detect a
+    flipped bit in its files. For arrays that span processes, all these processes must
+    make the same call.
 
     Returns:
-        Sixteen hex digits per array, equal for equal words in equal positions.
+        Key to 16 hex digits, equal for arrays with equal words in equal positions.
 
     >>> zero = np.zeros(1, np.float32)
     >>> fingerprints({"a": zero}) == fingerprints({"a": -zero})
@@ -125,12 +125,12 @@ def _mix(words: jax.Array, first: int, second: int) -> jax.Array:
 
 
 def host_bytes(array: jax.Array) -> memoryview:
-    """The bytes of a ready array on one device, in row-major order.
+    """Returns the bytes of an array on one device as a view, in row-major order.
 
-    The view is valid until the array is deleted or donated. The buffer of a CPU array
-    is read directly: `np.asarray` would keep a view of the array, and a view silently
-    cancels donation. Arrays on other devices, buffers that are not in row-major order
-    and dtypes smaller than a byte are copied.
+    The array must be computed already. Views the buffer of a CPU array directly:
+    `np.asarray` would keep a reference to the array, which silently cancels donation.
+    The view is valid until the array is deleted or donated. Arrays on other devices,
+    buffers that are not in row-major order and dtypes smaller than a byte are copied.
 
     >>> import jax.numpy as jnp
     >>> array = jax.block_until_ready(jnp.array([1, 258], jnp.int16))

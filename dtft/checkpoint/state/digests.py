@@ -18,7 +18,7 @@ _EMPTY = memoryview(bytearray())
 
 
 class Parts:
-    """Memory in several pieces that is addressed as if it were one.
+    """Memory in several pieces that is addressed like one contiguous piece.
 
     >>> parts = Parts([memoryview(b"abc"), memoryview(b"defg")])
     >>> [bytes(piece) for piece in parts.cut(2, 5)], bytes(parts), len(parts)
@@ -28,7 +28,7 @@ class Parts:
     __slots__ = ("_starts", "nbytes", "views")
 
     def __init__(self, views: Sequence[memoryview]) -> None:
-        """Joins views of bytes, in order; each view is one piece."""
+        """Stores the views of the pieces, in order; copies no bytes."""
         self.views = [view.cast("B") if view.nbytes else _EMPTY for view in views]
         self._starts = [0]
         for view in self.views:
@@ -42,7 +42,7 @@ class Parts:
         return b"".join(self.views)
 
     def cut(self, start: int, stop: int) -> list[memoryview]:
-        """Views of the bytes from `start` to before `stop`.
+        """Returns views of the bytes from `start` to before `stop`.
 
         There is one view for each piece in the range, or one empty view for an empty
         range.
@@ -70,7 +70,7 @@ class Parts:
             begun += view.nbytes
 
     def whole(self) -> memoryview:
-        """All bytes in one view: of the memory if it is one piece, else of a copy."""
+        """Returns a view of the memory if it is one piece; else a view of a copy."""
         return self.views[0] if len(self.views) == 1 else memoryview(bytes(self))
 
 
@@ -82,8 +82,8 @@ ABSENT = 255
 class Chunks:
     """The chunks of some slices, numbered slice by slice, and their places in memory.
 
-    A chunk never crosses slices, and a slice smaller than a chunk is one chunk. The
-    memory is a row of equal areas, each with a place for every chunk: buffer p of a
+    A chunk never crosses slices. A slice of at most `chunk_bytes` bytes is one chunk.
+    The memory is a row of equal areas, each with a place for every chunk: buffer p of a
     chunk is its place in area p. A step uses one buffer of each chunk. These buffers
     may be in different areas, because an unchanged chunk stays in its old buffer and
     each changed chunk gets a free one. Neighbouring chunks of a slice are contiguous if
@@ -93,7 +93,8 @@ class Chunks:
     slices: tuple[Slice, ...]
     chunk_bytes: int
     nbytes: int
-    """Bytes of one area, with the slices at the offsets of `offsets_of`."""
+    """Size of one area in bytes. Slices begin at the offsets that `offsets_of` gives.
+    """
     first: np.ndarray
     """[slices + 1] int64: number of each slice's first chunk, then the total number."""
     starts: np.ndarray
@@ -104,6 +105,8 @@ class Chunks:
     @classmethod
     def of(cls, slices: Sequence[Slice], chunk_bytes: int) -> "Chunks":
         """Cuts slices into chunks of `chunk_bytes` bytes.
+
+        The last chunk of a slice may be smaller. An empty slice has one empty chunk.
 
         >>> one = Slice(path="w", start=(0,), stop=(10,), dtype="uint8")
         >>> empty = Slice(path="e", start=(0,), stop=(0,), dtype="uint8")
@@ -140,31 +143,34 @@ class Chunks:
         return len(self.sizes)
 
     def numbers(self, index: int) -> slice:
-        """The chunk numbers of the slice at `index`, as a Python slice."""
+        """Returns the chunk numbers of the slice at `index`, as a Python slice."""
         return slice(int(self.first[index]), int(self.first[index + 1]))
 
     def numbers_of(self, indices: Sequence[int]) -> np.ndarray:
-        """[chunks of these slices] int64: the chunk numbers, slice by slice."""
+        """Returns the chunk numbers of the slices at `indices`, slice by slice."""
         found = [np.arange(self.first[i], self.first[i + 1]) for i in indices]
         return np.concatenate([np.arange(0), *found])
 
     def mask(self, indices: Sequence[int]) -> np.ndarray:
-        """[chunks] bool: whether a chunk belongs to one of these slices."""
+        """Returns whether each chunk is of one of the slices at `indices`.
+
+        The result is [chunks] bool.
+        """
         chosen = np.zeros(len(self.slices), bool)
         chosen[list(indices)] = True
         return np.repeat(chosen, np.diff(self.first))
 
     def owners_of(self, numbers: Sequence[int]) -> set[int]:
-        """The indices of the slices that contain the chunks with these numbers."""
+        """Returns the indices of the slices that contain the chunks `numbers`."""
         return set((np.searchsorted(self.first, numbers, side="right") - 1).tolist())
 
     def chunk(self, memory: memoryview, buffer: int, number: int) -> memoryview:
-        """The bytes of chunk `number` in one of its buffers, as a view of `memory`."""
+        """Returns chunk `number` in its buffer `buffer`, as a view of `memory`."""
         start = buffer * self.nbytes + int(self.starts[number])
         return memory[start : start + int(self.sizes[number])]
 
     def parts(self, memory: memoryview, buffers: np.ndarray, index: int) -> Parts:
-        """The memory of one slice at one step, in as few pieces as possible.
+        """Returns the memory of one slice at one step, in as few pieces as possible.
 
         Args:
             memory: all areas.
@@ -185,7 +191,7 @@ class Chunks:
 
 
 def pack_flags(flags: np.ndarray) -> bytes:
-    """Packs booleans into bits, for a message.
+    """Packs booleans into bytes, eight to a byte, for a message.
 
     >>> unpack_flags(pack_flags(np.array([True, False, True])), 3).tolist()
     [True, False, True]
@@ -194,7 +200,9 @@ def pack_flags(flags: np.ndarray) -> bytes:
 
 
 def unpack_flags(packed: bytes, count: int) -> np.ndarray:
-    """[count] bool: unpacks the bits of `pack_flags`; all False if `packed` is empty.
+    """Unpacks the first `count` flags of a result of `pack_flags`: [count] bool.
+
+    If `packed` is empty, all flags are False.
 
     Raises:
         ValueError: `packed` is not empty, and its size is not that of `count` flags.
@@ -254,7 +262,7 @@ def is_same(buffer: Buffer, digests: bytes, chunk_bytes: int) -> bool:
 def copy_and_digest(
     source: Buffer, destination: bytearray | memoryview, chunk_bytes: int
 ) -> bytes:
-    """Copies a buffer and digests the copy, block by block while it is in cache.
+    """Copies a buffer in blocks, and digests each copied block while it is in cache.
 
     Returns:
         The same as `chunk_digests(destination, chunk_bytes)` afterwards.
@@ -296,7 +304,7 @@ def copy_chunk(source: np.ndarray, target: memoryview) -> bytes:
 
 
 def verify_digests(buffer: Buffer, digests: bytes, chunk_bytes: int) -> tuple[int, ...]:
-    """The numbers of the chunks that do not match their digests.
+    """Returns the numbers of the chunks that do not match their digests.
 
     If `digests` has not one digest per chunk, all chunk numbers are returned.
 
@@ -308,9 +316,9 @@ def verify_digests(buffer: Buffer, digests: bytes, chunk_bytes: int) -> tuple[in
 
 
 def differing(actual: bytes, digests: bytes) -> tuple[int, ...]:
-    """The numbers of the chunks whose actual digests differ from `digests`.
+    """Returns the numbers of the chunks whose actual digests differ from `digests`.
 
-    If the number of digests differs, every chunk differs.
+    If `actual` and `digests` differ in length, all chunks of `actual` are returned.
 
     >>> differing(b"a" * 16 + b"b" * 16, b"a" * 16 + b"c" * 16)
     (1,)
@@ -338,7 +346,7 @@ def is_digest_right(parts: Parts, digests: bytes, chunk_bytes: int) -> bool:
 
 
 def digests_of_parts(views: Iterable[memoryview], chunk_bytes: int) -> bytes:
-    """The digests of all chunks of memory in pieces, concatenated.
+    """Computes the digests of all chunks of memory in pieces, concatenated.
 
     All pieces but the last must consist of whole chunks.
     """
@@ -346,7 +354,7 @@ def digests_of_parts(views: Iterable[memoryview], chunk_bytes: int) -> bytes:
 
 
 def equal_chunks(one: bytes, other: bytes) -> np.ndarray:
-    """[chunks] bool: whether two strings of chunk digests are equal at each chunk.
+    """Compares two strings of chunk digests; returns [chunks] bool, True where equal.
 
     Both strings must have the same length.
 
@@ -382,7 +390,10 @@ def check_copies(
 
 
 def digest_root(entries: Iterable[tuple[str, bytes]]) -> str:
-    """Computes one hex digest over the digests of many slices, in any order.
+    """Computes one hex digest over the digests of many slices.
+
+    An entry is a slice's key with the slice's digests. The order of entries has no
+    effect.
 
     >>> entries = [("a", b"1"), ("b", b"2")]
     >>> digest_root(entries) == digest_root(reversed(entries))

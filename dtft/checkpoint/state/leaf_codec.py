@@ -1,4 +1,4 @@
-"""Encodes leaves as bytes, and decodes them into arrays, PRNG keys and numbers.
+"""Encodes leaves as bytes, and decodes bytes into arrays, PRNG keys and numbers.
 
 The arguments of a restore become a `RestoreTarget` per item, checked against the saved
 record. The leaves are put into the user's tree, or into the tree that stock Orbax would
@@ -38,8 +38,8 @@ def copy_leaf(value: Any, record: LeafRecord, target: memoryview, chunk: int) ->
 
     The digests are concatenated, 16 bytes for each `chunk` bytes.
 
-    No reference to the leaf and no view of it is kept. np.asarray of a CPU array would
-    keep a view, and a view silently cancels donation.
+    Keeps neither a reference to the leaf nor a view of the leaf. `np.asarray` of a CPU
+    array would keep a view, and a view silently cancels donation.
     """
     parts = _parts(value, record)
     if isinstance(parts, memoryview):
@@ -72,7 +72,7 @@ def is_leaf_unchanged(
 
 
 def _words(array: np.ndarray) -> np.ndarray:
-    """[..., words] unsigned: views each element as integers of at most 8 bytes.
+    """Views each element as unsigned integers of at most 8 bytes: [..., words].
 
     As integers, two NaNs with the same bits are equal.
     """
@@ -93,7 +93,7 @@ def _same(one: np.ndarray, other: np.ndarray) -> bool:
 def _parts(
     value: Any, record: LeafRecord
 ) -> memoryview | list[tuple[tuple[slice, ...], np.ndarray]]:
-    """The bytes of a leaf; for a jax array in several distinct shards, the shards.
+    """Returns the bytes of a leaf; for a jax array in several shards, the shards.
 
     Each distinct shard is given once, as index in the global array and contents.
     """
@@ -192,12 +192,12 @@ def is_free_target(target: Any) -> bool:
 
 
 def stated_sharding(target: Any) -> Any:
-    """The sharding of a target; None if the target has none or is uncommitted."""
+    """Returns a target's sharding; None if the target has none or is uncommitted."""
     return None if is_free_target(target) else getattr(target, "sharding", None)
 
 
 def kind_wanted(target: Any, record: LeafRecord) -> str:
-    """The `Kind` to which a leaf is restored for the user's `target`.
+    """Returns the `Kind` to which a leaf is restored for the user's `target`.
 
     Raises:
         ValueError: a leaf cannot be restored to the type of the target.
@@ -323,9 +323,9 @@ def refuse_narrowed(found: Any, record: LeafRecord, expected: Any = None) -> Non
 
 
 def struct_of(record: LeafRecord, sharding: Any) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of a saved leaf, with a sharding, as a struct.
+    """Makes a struct with the shape and dtype of a saved leaf, and with `sharding`.
 
-    For a PRNG key these are of the typed key array, not of its uint32 data.
+    For a PRNG key, shape and dtype are of the typed key array, not of its uint32 data.
     """
     struct = jax.ShapeDtypeStruct(record.shape, np.dtype(record.dtype))
     if record.kind == "key":
@@ -335,7 +335,7 @@ def struct_of(record: LeafRecord, sharding: Any) -> jax.ShapeDtypeStruct:
 
 
 def default_sharding() -> jax.sharding.Sharding:
-    """The sharding of arrays without a stated sharding: the first local device."""
+    """Returns the sharding for arrays without a stated one: the first local device."""
     return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
 
@@ -351,7 +351,8 @@ class RestoreTarget:
     treedef: Any = None
     """Structure of the user's tree; None restores the tree that stock Orbax returns."""
     fallback: Any = None
-    """Sharding of leaves whose target has no sharding; None lets the caller choose."""
+    """Sharding of leaves whose target has no sharding. None: the argument `shardings`
+    of `restore_result` has these shardings."""
 
 
 def restore_targets(record: Record, args: Any) -> dict[str, RestoreTarget | None]:
@@ -449,6 +450,9 @@ def restore_result(
         wanted: the result of `restore_targets`.
         shardings: for each leaf, the sharding if neither the target nor its fallback
             gives one.
+
+    Raises:
+        ValueError: as `as_wanted`.
     """
     items: dict[str, Any] = {}
     for name, item in wanted.items():
@@ -473,9 +477,10 @@ def restore_result(
 
 
 def item_metadata(record: Record, shardings: Sequence[Any]) -> Any:
-    """A `jax.ShapeDtypeStruct` for every leaf, in the saved tree.
+    """Returns the saved tree with a `jax.ShapeDtypeStruct` for every leaf.
 
-    For a save of named items, returns a Composite of such trees.
+    For a save of named items, returns a Composite of such trees, without the JSON
+    items.
     """
     structs = [
         struct_of(leaf, sharding)

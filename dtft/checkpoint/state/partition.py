@@ -1,7 +1,7 @@
 """Partitions of leaves over a mesh, and the overlaps of two partitions.
 
-Partitions and overlaps are computed once per partition spec, not once per slice, with
-vectorised operations. `LeafBundle` finds where an overlap can be cut into regions.
+A partition is computed once per partition spec, and overlaps once per pair of specs,
+with vectorised operations. `LeafBundle` finds where an overlap can be cut into regions.
 `move_regions` copies the bytes of a region from an old slice to a new slice.
 """
 
@@ -66,7 +66,7 @@ class Partition:
         return tuple(owners)
 
     def slice_of(self, leaf: Leaf, part: int) -> Slice:
-        """The slice of a leaf for a part."""
+        """Returns the slice of a leaf that is the part with number `part`."""
         start, stop = [0] * len(leaf.shape), list(leaf.shape)
         for dim, index in enumerate(self.index(part)):
             width = leaf.shape[dim] // self.counts[dim]
@@ -76,7 +76,7 @@ class Partition:
         )
 
     def index(self, part: int) -> tuple[int, ...]:
-        """The index of a part along each dim of `counts`."""
+        """Returns the index of a part along each dim of `counts`."""
         index = []
         for count in reversed(self.counts):
             part, rest = divmod(part, count)
@@ -85,7 +85,7 @@ class Partition:
 
 
 def normal_spec(mesh: MeshLayout, leaf: Leaf) -> Spec:
-    """The spec of a leaf without the axes that divide nothing.
+    """Returns the spec of a leaf without the axes that divide nothing.
 
     Axes of size 1, the axes of dims without elements and trailing undivided dims are
     left out. So two leaves of the same shape have the same slice on every device if,
@@ -132,7 +132,7 @@ def leaves_by_spec(layout: Layout) -> dict[Spec, list[int]]:
 
 
 def partition_of(mesh: MeshLayout, spec: Spec) -> Partition:
-    """The partition of leaves of a normal spec over a mesh.
+    """Computes how leaves with the normal spec `spec` are divided over a mesh.
 
     >>> mesh = MeshLayout(
     ...     axis_names=("replica", "fsdp"), axis_sizes=(2, 2), slots=(0, 1, 2, 3)
@@ -156,7 +156,7 @@ def partition_of(mesh: MeshLayout, spec: Spec) -> Partition:
 
 
 def nbytes_of(leaf: Leaf) -> int:
-    """Size of a whole leaf in bytes."""
+    """Computes the size of a whole leaf in bytes."""
     return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
 
 
@@ -166,8 +166,8 @@ def nbytes_of(leaf: Leaf) -> int:
 
 
 EVEN_ROWS = 64
-"""Least extent of a dim that `LeafBundle.rows` prefers for cuts: so many rows can be
-cut into pieces of about equal size."""
+"""Least extent, in elements, of a dim that `LeafBundle.rows` prefers for cuts: that
+many rows can be cut into pieces of about equal size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +195,7 @@ class Cells:
     """
 
     units: tuple[int, ...]
-    """Units per dim: the least common multiple of the parts of both partitions."""
+    """Units per dim: the least common multiple of both partitions' numbers of parts."""
     old: np.ndarray
     """[cells] int64: number of the part of the old partition."""
     new: np.ndarray
@@ -295,7 +295,7 @@ class LeafBundle:
         return shapes, units
 
     def rows(self, leaf: np.ndarray, cell: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The dim along which a leaf's cell is cut, and the cell's extent in this dim.
+        """Chooses the dim along which a leaf's cell is cut; returns also its extent.
 
         The dim is the first with an extent of at least `EVEN_ROWS`, else the longest.
 
@@ -304,7 +304,7 @@ class LeafBundle:
             cell: [n] position in `cells`.
 
         Returns:
-            [n] dim, [n] extent in elements.
+            [n] dim, [n] extent of the cell along this dim, in elements.
         """
         shapes, units = self._shapes
         width = np.ones((len(cell), len(units)), np.int64)
@@ -400,7 +400,7 @@ Span = tuple[int, int]
 
 
 def span_of(regions: Sequence[Region], chunk_bytes: int) -> Span:
-    """The span of whole chunks of one old slice that contains all these regions.
+    """Computes the span of whole chunks of one old slice that contains all regions.
 
     Args:
         regions: not empty, all cut from the same old slice.
@@ -426,7 +426,10 @@ def span_of(regions: Sequence[Region], chunk_bytes: int) -> Span:
 
 
 def digests_in(digests: bytes, span: Span, chunk_bytes: int) -> bytes:
-    """The digests of a slice's chunks in a span from `span_of`."""
+    """Returns the digests of the chunks in a span, from the digests of the slice.
+
+    `span` is a result of `span_of`.
+    """
     first, last = span[0] // chunk_bytes, -(-span[1] // chunk_bytes)
     return digests[first * DIGEST_BYTES : last * DIGEST_BYTES]
 
@@ -459,7 +462,7 @@ def _within(place: Sequence[int], outer: Slice) -> tuple[int, ...]:
 
 
 def _flat(place: Sequence[int], shape: Sequence[int]) -> int:
-    """The position of an element with index `place`, in row-major order."""
+    """Computes the row-major position of the element with index `place`."""
     at = 0
     for index, extent in zip(place, shape, strict=True):
         at = at * extent + index

@@ -84,7 +84,7 @@ def _pieces(sizes: Sequence[int], step: int) -> Iterator[Part]:
 
 
 def range_memory(range_: Range, wanted: Sequence[WantedSlice]) -> list[memoryview]:
-    """Views of the wanted slices' memory that a range is received into, in order."""
+    """Returns views of the memory that a range is received into, in order."""
     return [
         piece
         for part in range_
@@ -93,7 +93,7 @@ def range_memory(range_: Range, wanted: Sequence[WantedSlice]) -> list[memoryvie
 
 
 def not_right(range_: Range, wanted: Sequence[WantedSlice], chunk_bytes: int) -> Range:
-    """The chunks of a range whose bytes in memory do not match their digests.
+    """Returns the chunks of a range whose bytes in memory do not match their digests.
 
     >>> memory = bytearray(b"abcdef")
     >>> good = digests.chunk_digests(memory, 2)
@@ -119,7 +119,7 @@ def not_right(range_: Range, wanted: Sequence[WantedSlice], chunk_bytes: int) ->
 
 
 def cut_lent(pieces: Sequence[tuple[int, int]], part: Part) -> list[tuple[int, int]]:
-    """The pieces of a peer's memory that hold the bytes of a part, for an RDMA read.
+    """Cuts out the pieces of a peer's memory that hold a part, for an RDMA read.
 
     `pieces` is the memory of the whole slice, which the peer lends. `pieces` and the
     result are lists of (address, size in bytes).

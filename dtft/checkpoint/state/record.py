@@ -1,8 +1,8 @@
 """The record of one save: its items, its leaves and the structures of its trees.
 
 The arguments of `save` become a record and a flat list of leaves. The record is stored
-as JSON beside the leaves' bytes. It contains the structure of each tree in Orbax's form
-of dicts and lists (`Structure`).
+as JSON beside the leaves' bytes. The record contains the structure of each tree in
+Orbax's form of dicts and lists (`Structure`).
 """
 
 import functools
@@ -27,7 +27,9 @@ for empty nodes of other types, such as `optax.EmptyState`."""
 
 @functools.lru_cache(maxsize=32)
 def structure_of(treedef: Any) -> tuple[Structure, tuple[str, ...]]:
-    """The structure of a tree in Orbax's form, and each leaf's path in tree order.
+    """Returns the structure of a tree in Orbax's form, and the path of each leaf.
+
+    The paths are in tree order.
 
     Raises:
         ValueError: Orbax would give two leaves one name.
@@ -75,7 +77,7 @@ def leaves_of(
 
 
 def shifted(structure: Structure, by: int) -> Structure:
-    """The structure with every leaf number increased by `by`."""
+    """Returns the structure with every leaf number increased by `by`."""
     return _mapped(structure, lambda number: ("x", number + by))
 
 
@@ -110,7 +112,7 @@ def escaped(name: str) -> str:
 
 
 def unescaped(name: str) -> str:
-    """The original key of an `escaped` key.
+    """Returns the original key of an `escaped` key.
 
     >>> unescaped(escaped("50%2F/a"))
     '50%2F/a'
@@ -192,14 +194,16 @@ class Record:
         return cls(**{**raw, "leaves": tuple(leaves)})
 
     def tree(self, name: str, values: Sequence[Any] | Mapping[int, Any]) -> Any:
-        """The tree of one item, as stock Orbax returns it, with `values` as leaves."""
+        """Builds one item's tree as stock Orbax returns it, with `values` as leaves."""
         return build(self.structures[name], values)
 
 
 def record_of(
     args: Any, metrics: Any = None, custom_metadata: Any = None
 ) -> tuple[Record, list[Any]]:
-    """The record of a save with Orbax's arguments, and the leaves in record order.
+    """Makes the record of a save from Orbax's arguments; returns also the leaves.
+
+    The leaves are in the order of `Record.leaves`.
 
     Raises:
         ValueError: an argument, a leaf or a name cannot be saved; the message names the
@@ -241,7 +245,9 @@ def record_of(
 def experiment_record(
     arrays: Mapping[str, jax.Array], items: Mapping[str, Any]
 ) -> tuple[Record, list[Any]]:
-    """The record of an experiment's step, and its arrays in the record's order.
+    """Makes the record of an experiment's step; returns also the arrays.
+
+    The arrays are in the order of `Record.leaves`.
 
     Args:
         arrays: leaf path to array.
@@ -268,7 +274,7 @@ def is_experiment(record: Record) -> bool:
 
 
 def leaf_path(path: str) -> str:
-    """The record's path of a leaf, from its path in an experiment's state.
+    """Returns a leaf's path in the record, from its path in an experiment's state.
 
     >>> leaf_path("params/100%/w"), state_path(leaf_path("params/100%/w"))
     ('state/params/100%25/w', 'params/100%/w')
@@ -277,7 +283,7 @@ def leaf_path(path: str) -> str:
 
 
 def state_path(path: str) -> str:
-    """The path of a leaf in an experiment's state, from the record's path."""
+    """Returns a leaf's path in an experiment's state, from its path in the record."""
     return "/".join(map(unescaped, path.split("/")[1:]))
 
 

@@ -1,7 +1,8 @@
 """JSON values that are saved beside the arrays of a step, with their own digest.
 
-`sealed` computes the digest (xxh3-128) of the stored text, `json_digest` that of a
-value, whatever the order of its keys. Arrays have chunk digests instead.
+`sealed` computes the digest (xxh3-128) of the stored text. `json_digest` computes the
+digest of a value, which the order of keys does not change. Arrays have chunk digests
+instead.
 """
 
 import json

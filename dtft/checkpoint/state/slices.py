@@ -106,7 +106,10 @@ class MeshLayout:
         return {slot: tuple(found) for slot, found in positions.items()}
 
     def positions(self, slot: int) -> tuple[tuple[int, ...], ...]:
-        """The mesh coordinates of the devices of `slot`, in mesh order."""
+        """Returns the mesh coordinates of the devices of `slot`, in mesh order.
+
+        Returns () for a slot without devices.
+        """
         return self._positions.get(slot, ())
 
 
@@ -130,7 +133,11 @@ class Layout:
         return {}
 
     def slices(self, slot: int) -> tuple[Slice, ...]:
-        """The distinct slices that a slot owns, in leaf order then mesh order."""
+        """Returns the distinct slices that a slot owns, in leaf order then mesh order.
+
+        Raises:
+            ValueError, KeyError: as `slice_at`.
+        """
         # Cached per slot: one of thousands of hosts needs only its own slices.
         if slot not in self._slices_by_slot:
             self._slices_by_slot[slot] = _distinct(
@@ -183,10 +190,11 @@ class Layout:
 
 
 def slice_at(mesh: MeshLayout, leaf: Leaf, position: Sequence[int]) -> Slice:
-    """The slice of a leaf on the device at a mesh position.
+    """Returns the slice of a leaf on the device at a mesh position.
 
     Raises:
         ValueError: a dim cannot be divided evenly by its mesh axes.
+        KeyError: the mesh lacks an axis of the leaf's spec.
     """
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     coordinate = dict(zip(mesh.axis_names, position, strict=True))
@@ -206,9 +214,10 @@ def slice_at(mesh: MeshLayout, leaf: Leaf, position: Sequence[int]) -> Slice:
 
 
 def offsets_of(slices: Sequence[Slice]) -> tuple[tuple[int, ...], int]:
-    """The offset of each slice in memory that has room for all, and the memory's size.
+    """Computes where slices lie in memory one after the other, and the memory's size.
 
-    Slices follow one another. Offsets and size are in bytes, multiples of `ALIGNMENT`.
+    Returns the offset of each slice, and the size. All are in bytes, and multiples of
+    `ALIGNMENT`.
 
     >>> a = Slice(path="a", start=(0,), stop=(3,), dtype="uint8")
     >>> offsets_of([a, a])

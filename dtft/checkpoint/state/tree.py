@@ -1,8 +1,8 @@
-"""Leaves of a state tree by path, and typed PRNG keys as uint32 words.
+"""Converts state trees to leaves by path, and typed PRNG keys to uint32 words.
 
 A path joins dict keys, attribute names and sequence indices with "/". A typed key array
-has a dtype of JAX's own. In copies, in messages and in storage the array is replaced by
-its key data: uint32 words with one more dim.
+has a dtype of JAX's own. In copies, in messages and in storage the key array is
+replaced by its key data: uint32 words with one dim more than the key array.
 """
 
 import functools
@@ -33,7 +33,7 @@ def to_paths(tree: Any) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=16)
 def _paths(structure: Any) -> tuple[str, ...]:
-    """The path of each leaf of a treedef; cached, because treedefs are reused."""
+    """Returns each leaf's path in a treedef; cached, because treedefs are reused."""
     paths: dict[str, None] = {}
     numbers = jax.tree_util.tree_unflatten(structure, range(structure.num_leaves))
     for keys, _ in jax.tree_util.tree_flatten_with_path(numbers)[0]:
@@ -132,7 +132,7 @@ def _name(key: Any) -> str:
 def with_plain_keys(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """Replaces every typed PRNG key array by its uint32 words.
 
-    Waits until the words are computed. For a struct of keys, gives a struct of words.
+    Waits until the words are computed. A struct of keys becomes a struct of words.
 
     Args:
         leaves: path to array or to `jax.ShapeDtypeStruct`.

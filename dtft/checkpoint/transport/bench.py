@@ -3,7 +3,7 @@
 Fetches and raw transfers alternate, so that a noisy machine disturbs both alike. Both
 move the same bytes from another process into preallocated memory, over at most
 `streams` connections at a time. The fetch checks the digests of all chunks and can
-encrypt; the raw sockets only receive. The benchmark sets no target.
+encrypt; the raw sockets only receive. The benchmark only measures; no limit is checked.
 """
 
 import json

@@ -88,7 +88,10 @@ class SocketStream:
             raise WouldBlock(select.POLLIN) from None
 
     def poll(self, event: int, timeout_s: float) -> bool:
-        """Waits for `event` or an error of the socket; False if `timeout_s` passed."""
+        """Waits for `event` or an error of the socket.
+
+        Returns False if neither has occurred after `timeout_s` seconds.
+        """
         poller = select.poll()
         poller.register(self.socket, event)
         return bool(poller.poll(max(timeout_s, 0) * 1000))
@@ -232,15 +235,16 @@ Sink = Callable[[Header, int], Memory | None]
 in one or more pieces. If it returns None, the payload is discarded."""
 
 SILENCE_MS = 10_000
-"""Longest time in milliseconds without an acknowledgement of sent bytes from the peer's
-kernel; the connection then ends."""
+"""Longest time in milliseconds for which the peer's kernel acknowledges no sent bytes;
+after that the connection ends."""
 SILENCE_S = 10.0
-"""Longest pause in seconds in the middle of a frame; the channel is then closed."""
+"""Longest pause in seconds in the middle of a received frame; after that the channel is
+closed."""
 _SCRATCH_BYTES = 1 << 20
 
 
 def no_payload(_: Header, size: int) -> None:
-    """A sink that accepts only frames without a payload.
+    """Refuses a frame that has a payload; a `Sink` for frames without payload.
 
     Raises:
         WireError: the frame has a payload.
@@ -262,7 +266,7 @@ class Unsent:
         """Packs the header; the caller may change the header afterwards.
 
         Raises:
-            ValueError: the header is too large.
+            ValueError: the header is too large or has too many values.
         """
         self.plain = protocol.encode_header(header, 0)
         self.rest: memoryview | None = None
@@ -316,8 +320,9 @@ class Channel:
         Raises:
             ChannelClosed: the connection has ended.
             TimeoutError: the frame was not sent in time. If some of its bytes were
-                sent, the channel is closed.
-            ValueError: header or payload is too large.
+                sent, or under TLS may have been sent, the channel is closed.
+            ValueError: header or payload is too large, or the header has too many
+                values.
         """
         deadline = time.monotonic() + timeout_s
         parts = [memoryview(p).cast("B") for p in payload if memoryview(p).nbytes]
@@ -397,8 +402,9 @@ class Channel:
 
         Args:
             timeout_s: limit for the whole frame, in seconds.
-            sink: called once per frame, also for an empty payload; returns memory of
-                the payload's size. Without a sink, small payloads get new memory.
+            sink: called once, also for an empty payload; returns memory of the
+                payload's size. Without a sink, a payload of at most `MAX_UNPLACED`
+                bytes gets new memory.
             begin_s: limit until the frame's first byte, in seconds; `timeout_s` if
                 that is less.
             max_header: largest header that is accepted, in bytes; also limits the
@@ -414,6 +420,7 @@ class Channel:
                 the channel is closed.
             WireError: the peer sent an invalid frame, or without a sink a payload above
                 `MAX_UNPLACED`; the channel is closed.
+            ValueError: the sink gave memory of another size; the channel is closed.
         """
         now = time.monotonic()
         wait_s = timeout_s if begin_s is None else min(timeout_s, begin_s)
@@ -499,7 +506,8 @@ class Channel:
 
         Raises:
             ChannelClosed: the connection has ended.
-            TimeoutError: the monotonic clock has passed `deadline`.
+            TimeoutError: the monotonic clock has passed `deadline`; the channel is
+                closed as in `send`.
         """
         buffers = [memoryview(part) for part in parts if len(part)]
         at, begun = 0, False

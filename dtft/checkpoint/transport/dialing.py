@@ -173,9 +173,9 @@ def _ask(host: str, port: int, flags: int) -> Found:
 
 
 def unreachable(host: str) -> str | None:
-    """The reason why peers cannot connect to `host`, an address of this host.
+    """Returns why peers cannot connect to `host`, an address or name of this host.
 
-    Returns None if peers may be able to connect, and for every name.
+    Returns None for a name, and for an address that peers may be able to connect to.
 
     >>> unreachable("::")
     'it stands for all addresses'

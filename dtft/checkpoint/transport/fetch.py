@@ -49,9 +49,9 @@ answer. After that the connection is opened again."""
 READ_S = 30.0
 """Limit of one read of a peer's lent memory, in seconds."""
 TRIES = 4
-"""Number of connections in a row without a received byte of a slice, after which no
-further connection is opened. Also the number of wrong copies of a chunk after which the
-chunk's slice is reported as corrupt."""
+"""Number of connections in a row that bring no whole range and no verified chunk, after
+which no further connection is opened. Also the number of wrong copies of a chunk after
+which the chunk's slice is reported as corrupt."""
 _PAUSE_S = 0.05
 
 
@@ -201,7 +201,7 @@ class _Work:
         return gained
 
     def outcome(self) -> Fetched:
-        """The counts of the finished fetch.
+        """Returns the counts of the finished fetch.
 
         Raises:
             FetchError: slices are corrupt or incomplete.
@@ -254,7 +254,10 @@ def _stream(
                     _read(channel, work, offer, flying, gained, deadline)
                 else:
                     if work.nixl is not None:
-                        logger.info("%s has no NIXL: fetching over TCP", address)
+                        logger.info(
+                            "%s lends no memory through NIXL: fetching over TCP",
+                            address,
+                        )
                     _pump(channel, work, flying, gained, deadline)
         except (FetchError, NixlUnreleased) as error:
             work.cut((), tuple(flying), str(error))
@@ -398,6 +401,8 @@ def serve_fetches(
     Raises:
         WireError: the peer requests parts that are malformed, outside of the slices or
             too large.
+        ChannelClosed: the connection has ended before the first request, or while an
+            answer was sent.
         TimeoutError: the peer sends no request, or does not take an answer, in time.
     """
     request, _ = channel.receive(

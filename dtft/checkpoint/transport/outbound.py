@@ -74,7 +74,7 @@ class Outbound:
             has received the message.
 
         Raises:
-            ValueError: the message is larger than a header may be.
+            ValueError: the message is larger, or has more values, than a header may.
         """
         unsent = Unsent(message)
         with self._state:
@@ -134,7 +134,7 @@ class Outbound:
 
         Returns:
             The event to poll for before the next call (0: call again soon), or None if
-            the queue is empty.
+            the queue is empty, which it also is once the channel has ended.
         """
         while True:
             self._say()
@@ -161,9 +161,9 @@ class Outbound:
                     return event
 
     def due_in(self) -> float:
-        """Seconds until the deadline of the oldest queued message; 0 without messages.
+        """Returns the seconds until the deadline of the oldest queued message.
 
-        Negative after the deadline.
+        Negative after the deadline; 0 without messages.
         """
         with self._state:
             if not self._queue:

@@ -208,7 +208,7 @@ class Packed(list[Any]):
     """A list that is packed once, at creation, and used in many headers."""
 
     def __init__(self, values: Iterable[Any]) -> None:
-        """Packs the values."""
+        """Packs the values; later changes of the list are not packed."""
         super().__init__(values)
         self.data: bytes = msgpack.packb(list(self)) or b""
 

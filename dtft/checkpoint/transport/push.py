@@ -38,9 +38,9 @@ SPREAD = 0.5
 """Fraction of the time until the next snapshot over which a push is spread; the other
 half is for verification, the commit, and delays."""
 MOST_STEPS = 2
-"""Limit of the interval, in steps, from which `spread_rate` computes the rate. A longer
-push has a risk: if a host is lost before the push has ended, the steps since the
-previous snapshot are lost."""
+"""Limit of the interval, in steps, from which `spread_rate` computes the rate. It
+limits the time of a push: if a host is lost before the push has ended, the steps since
+the previous snapshot are lost."""
 LIMIT_PART = 0.25
 """Largest fraction of a push's deadline over which the push is spread."""
 SMALL_BYTES = 1 << 20
@@ -84,9 +84,10 @@ class Trial:
         return median(self.spread_s) <= GAIN * median(self.full_s)
 
     def text(self, rate: float) -> str:
-        """The result as text for the log, once both kinds were measured.
+        """Describes the result for the log.
 
-        `rate` is the rate of spread pushes, in bytes per second.
+        Both kinds must have been measured. `rate` is the rate of spread pushes, in
+        bytes per second.
         """
         how = f"spread, {rate / 1e6:.1f} MB/s" if self.spread else "at full speed"
         return (
@@ -131,7 +132,7 @@ def spread_rate(nbytes: int, step_s: float, interval: int, limit_s: float) -> fl
 
 
 class Bucket:
-    """Limits the common rate of senders by pauses in `sent`; thread-safe."""
+    """Limits the total rate of several senders by pauses in `sent`; thread-safe."""
 
     def __init__(
         self,
@@ -150,7 +151,10 @@ class Bucket:
             self._rate, self._free_at = rate, self._clock()
 
     def sent(self, nbytes: int) -> None:
-        """Pauses after `nbytes` were sent, to keep the rate; at most `LONGEST_S`."""
+        """Pauses after `nbytes` were sent, so that the rate is kept.
+
+        A pause is at most `LONGEST_S`, so single large sends can exceed the rate.
+        """
         with self._lock:
             if self._rate is None:
                 return

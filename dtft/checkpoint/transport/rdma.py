@@ -6,9 +6,9 @@ on the authenticated connection of `fetch`. `fetch` also checks digests and conf
 that the lender still lends its memory.
 
 NIXL's calls have no time limit of their own. They run one at a time on one thread, and
-their callers wait for a limited time. After a call that took too long, the next ones
-fail at once until it has ended; it is then undone. Calls that end something are made
-in any case, if need be later.
+their callers wait for a limited time. While a call is late, further calls fail at once.
+When the late call has ended, what it registered or prepared is released. Calls that
+release something are made in any case, if need be later.
 
 A read that timed out may still write to its targets until NIXL releases the transfer,
 so the target memory of a failed fetch must not be used. A machine that can send packets
@@ -87,8 +87,8 @@ class Nixl:
             slice, (address, size in bytes) of each piece.
 
         Raises:
-            NixlError: NIXL fails to register the memory. If it fails to deregister
-                it, a warning is logged.
+            NixlError: NIXL fails to register the memory. If NIXL fails to deregister
+                the memory, a warning is logged.
         """
         addresses = [
             [(_address(view), view.nbytes) for view in parts.views] for parts in slices
@@ -99,13 +99,14 @@ class Nixl:
 
     @contextmanager
     def borrow(self, offer: Mapping[str, Any]) -> Iterator[None]:
-        """Registers a peer that lends memory, while the context lasts.
+        """Makes a peer's lent memory readable while the context lasts.
 
         Args:
             offer: what the peer's `lend` yielded.
 
         Raises:
-            NixlError: NIXL rejects the offer.
+            NixlError: NIXL rejects the offer, or takes too long. If NIXL fails to
+                remove the peer afterwards, a warning is logged.
         """
         remove = partial(self._agent.remove_remote_agent, offer["name"])
         self._call(
@@ -139,7 +140,11 @@ class Nixl:
 
     @contextmanager
     def receiving(self, views: Sequence[memoryview]) -> Iterator[None]:
-        """Registers own memory as a target of `read` while the context lasts."""
+        """Registers own memory as a target of `read` while the context lasts.
+
+        Raises:
+            NixlError: as `lend`.
+        """
         with self._registered(views):
             yield
 
@@ -160,8 +165,10 @@ class Nixl:
 
         Raises:
             NixlError: the peer is unreachable, or does not lend the memory, or the
-                monotonic clock has passed `deadline`. The read is released.
-            NixlUnreleased: the same, and the read could not be released.
+                monotonic clock has passed `deadline`, or a call of NIXL took too long.
+                NIXL no longer writes to the targets.
+            NixlUnreleased: the read could not be released, whether it succeeded or not.
+                NIXL may still write to the targets.
         """
         here = [(_address(view), view.nbytes) for view in targets if view.nbytes]
         pairs = _paired([one for one in sources if one[1]], here)
@@ -204,7 +211,7 @@ class _OneThread:
     """Calls functions that may hang, one at a time, on a daemon thread.
 
     An executor's thread would be joined at exit, so a call that hangs would keep the
-    process.
+    process from ending.
     """
 
     def __init__(self) -> None:
@@ -254,7 +261,7 @@ class _OneThread:
 
         Raises:
             NixlError: the function raised an exception or did not end in time, or an
-                earlier one that did not end in time is still running.
+                earlier call that did not end in time is still running.
         """
         if self._hangs:
             raise NixlError(f"NIXL: {what} waits for an earlier call that hangs")
@@ -272,20 +279,21 @@ class _OneThread:
         return future.result()
 
     def end(self, what: str, function: Callable[..., Any], *arguments: Any) -> bool:
-        """Calls a function that ends something, even if its turn comes late.
+        """Calls a function that releases something, even if its turn comes late.
 
         Returns:
-            Whether it succeeded within `CALL_S`. If not, a warning is logged.
+            Whether the function succeeded within `CALL_S`, or at once if an earlier
+            call hangs. If not, a warning is logged.
         """
         hung = self._hangs
         future = self._begin(partial(function, *arguments))
         wait((future,), 0 if hung else CALL_S)
         if not future.done():
             self._late = self._late if hung else future
-            logger.warning("NIXL: %s waits for a call that hangs", what)
+            logger.warning("NIXL did not manage %s in time", what)
             return False
         if (error := future.exception()) is not None:
-            logger.warning("NIXL: %s failed: %r", what, error)
+            logger.warning("NIXL failed %s: %r", what, error)
             return False
         return True
 

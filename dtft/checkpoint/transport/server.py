@@ -151,6 +151,7 @@ def connect(
             server's answer to the hello.
 
     Raises:
+        ValueError: `address` is not "host:port", or a message is too large.
         ConnectionRefusedError: no server listens at the address.
         OSError: the host's name is not known, or the host cannot be reached.
         AuthenticationError: the secrets or the job names differ.
@@ -294,7 +295,7 @@ class TransportServer:
                     del self._strangers[oldest]
         if not admitted:
             connection.close()
-            logger.warning("refused peer %s: %d connections are open", address, count)
+            logger.warning("refused peer %s; open connections: %d", address, count)
         if oldest is not None:
             oldest.close()
 
