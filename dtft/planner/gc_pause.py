@@ -1,7 +1,8 @@
 """Pauses Python's cyclic garbage collector.
 
-The objects of a trace or a search live until its end. The collector scans all of these
-objects repeatedly, which takes a fifth of the time of tracing and searching.
+The objects that a trace or a search makes live until the trace or the search ends. The
+collector scans all of these objects repeatedly, which takes a fifth of the time of
+tracing and searching.
 """
 
 import contextlib

@@ -21,8 +21,8 @@ class Knobs:
     """The number of batch parts whose gradients are accumulated one after another."""
     remat: Remat = "none"
     zero: Literal[0, 1, 2, 3] = 0
-    """ZeRO stage: what the axis `fsdp` divides. 0 is nothing, 1 the optimizer state, 2
-    also gradients, 3 also parameters."""
+    """ZeRO stage: which arrays the axis `fsdp` divides, besides the batch. 0: none. 1:
+    the optimizer state. 2: also gradients. 3: also parameters."""
     offload: bool = False
     """Whether optimizer state is kept in host memory between updates (`Plan.host`)."""
     virtual_stages: int = 1
@@ -38,7 +38,8 @@ class Collective:
     kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"]
     axes: tuple[str, ...]
     num_bytes: int
-    """Bytes of the larger of a device's operand and its result, for one execution."""
+    """Bytes of one execution: of a device's operand or of its result, whichever is
+    larger."""
     trips: int
     """The number of executions in a step."""
     where: str
@@ -66,9 +67,9 @@ class Prediction:
     """Predicted seconds of one step, in total and by term, such as compute."""
 
     terms: Mapping[str, float]
-    """Seconds of each term: compute, collectives (exposed), bubble, optimizer, offload,
-    launch. The term bubble needs pipeline stages, the term offload needs state in host
-    memory."""
+    """Seconds of each term: compute, collectives (the part that computing does not
+    hide), bubble, optimizer, offload, launch. Bubble and offload are left out if they
+    are 0."""
     low_s: float
     high_s: float
     """Upper end of the prediction interval, in seconds; `low_s` is the lower end.
@@ -81,7 +82,7 @@ class Prediction:
 
     @property
     def step_s(self) -> float:
-        """Seconds of one step."""
+        """Seconds of one step: the sum of `terms`."""
         return sum(self.terms.values())
 
 
@@ -102,12 +103,13 @@ class Plan:
     """The result of the planner; a search with equal inputs gives equal plans."""
 
     entry: Literal["step", "loss"]
-    """Entry point that made the plan and can run the plan."""
+    """What `dtft.plan` was given: `loss` for a loss and an optimizer, `step` for a
+    whole training step. Only the same entry point can run the plan."""
     mesh: Mapping[str, int]
     """Map from axis name to size, slowest-varying (outermost on the fabric) first."""
     axes: Mapping[str, AxisUse] = field(default_factory=dict)
-    """Fabric levels and work share of each mesh axis; empty in plans of older
-    files."""
+    """Fabric levels and work share of each mesh axis larger than 1. Empty after a
+    change of the number of replicas, and in older files."""
     knobs: Knobs
     state: Mapping[str, Spec]
     """Map from the path of each state leaf (entry loss: of each parameter) to its spec.
@@ -129,7 +131,7 @@ class Plan:
     prediction: Prediction
     memory: Mapping[str, int]
     """Bytes that the plan needs on the fullest device, by term: parameters, gradients,
-    optimizer, activations, buffers, reserve."""
+    optimizer, activations, batch, reserve."""
     capacity_bytes: int
     """Memory of the fullest device, in bytes."""
     collectives: tuple[Collective, ...] = ()
@@ -137,8 +139,8 @@ class Plan:
     """Lower bound in seconds of the step time of any plan on this cluster."""
     alternatives: tuple[Alternative, ...] = ()
     runnable: bool = True
-    """Whether the entry point and backend can run the plan; false for what-if
-    plans."""
+    """Whether the entry point and backend can run the plan; false only for a plan that
+    was made under `what_if` and has a knob that they cannot run."""
     model_hash: str = ""
     cluster_hash: str = ""
     cluster: str = ""

@@ -48,7 +48,7 @@ def parse_once(text: str) -> Any:
     """Parses JSON and refuses duplicate keys.
 
     Raises:
-        Twice: a key is duplicate; the message names the keys of its object.
+        Twice: a key is duplicate; the message names this key and the object's keys.
         json.JSONDecodeError: the text is not JSON.
 
     >>> parse_once('{"mesh": {"replica": 2}}')
@@ -92,8 +92,9 @@ def build_typed(kind: Any, item: Any, where: str = "") -> Any:
         where: name of the value in errors, such as `knobs.zero`.
 
     Raises:
-        ValueError: the item does not have the type, lacks a field without default, or
-            has two keys that are the same number. The message names the place.
+        ValueError: the item does not have the type, lacks a field without default, has
+            an unknown field, or has two keys that are the same number. The message
+            names the place.
 
     >>> build_typed(tuple[int, ...], [1, 2], "sizes")
     (1, 2)
@@ -231,8 +232,7 @@ def read_versioned(
 
     Raises:
         ValueError: the text is not JSON, has another version, other fields or values,
-            or a duplicate key. The message names the first error and the allowed
-            values.
+            or a duplicate key. The message names the first error.
 
     >>> read_versioned('{"schema": 2}', dict, name="plan", schema=1, again="Replan.")
     Traceback (most recent call last):

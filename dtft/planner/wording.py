@@ -73,7 +73,7 @@ def signed(text: str) -> str:
 
 
 def percent(share: float) -> str:
-    """Formats a share of 1 as percent; a share below 0.01 % is `<0.01 %`.
+    """Formats a fraction as percent; a nonzero one below 0.01 % is `<0.01 %`.
 
     >>> percent(0.12345), percent(0.0), percent(2e-7), percent(-2e-7)
     ('12.35 %', '0 %', '<0.01 %', '-<0.01 %')
@@ -84,7 +84,10 @@ def percent(share: float) -> str:
 
 
 def change(value: float, reference: float) -> str:
-    """Formats the change from a reference, as percent or times; '' for reference 0.
+    """Formats the change from a reference to a value; '' for reference 0.
+
+    The text has the difference in percent. From `_MANY` times the reference on, it has
+    the ratio of both instead.
 
     >>> change(3.0, 2.0), change(1.0, 2.0), change(30.0, 2.0), change(1.0, 0.0)
     ('+50 %', '-50 %', '15 times', '')
@@ -98,7 +101,7 @@ def change(value: float, reference: float) -> str:
 
 
 def axes(names: Iterable[str]) -> str:
-    """Formats the names of mesh axes.
+    """Formats the names of mesh axes; `-` if there are none.
 
     >>> axes(("replica", "fsdp")), axes(())
     ('replica x fsdp', '-')
@@ -107,7 +110,7 @@ def axes(names: Iterable[str]) -> str:
 
 
 def mesh(sizes: Mapping[str, int]) -> str:
-    """Formats the axes and sizes of a mesh, outermost axis first.
+    """Formats the axes and sizes of a mesh in their order; `one device` without axes.
 
     >>> mesh({"fsdp": 4, "tensor": 2})
     'fsdp=4 x tensor=2'
@@ -116,7 +119,7 @@ def mesh(sizes: Mapping[str, int]) -> str:
 
 
 def text(sections: Iterable[Section]) -> str:
-    """Formats sections as plain text with aligned columns."""
+    """Formats sections as plain text with aligned columns, a blank line between two."""
     return "\n\n".join("\n".join(_lines(section)) for section in sections)
 
 

@@ -139,8 +139,8 @@ def passes(graph: Graph) -> dict[int, int]:
 
 
 def read_by_model(graph: Graph) -> set[int]:
-    """Value numbers of the arguments that the forward or backward pass reads, whole or
-    in slices."""
+    """Finds the arguments that the forward or backward pass reads, whole or in slices;
+    returns the numbers of their values."""
     inner = {inside: outer for loop in graph.loops for outer, inside in loop.sliced}
     found: set[int] = set()
     for operator in graph.operators:
@@ -158,11 +158,11 @@ def arrays_of_weights(
     """Finds the arrays with the dims of a parameter, each with its first divided dim.
 
     The first divided dim is the dim that the fewest parameters have: a layer's inner
-    width, not the width that all layers share. If an axis divides both dims, a layer's
-    two matmuls then work on the same part of the inner width. A gradient is divided as
-    its parameter, although JAX may give the gradient's dims in another order. If two
-    weights are divided differently, XLA gathers the array between the two weights, up
-    to 16 GiB in compiled steps.
+    width, not the width that all layers share. If one axis divides both widths, the two
+    matmuls of a layer then work on the same part of the inner width. Otherwise XLA
+    would gather the array between the two matmuls: up to 16 GiB in compiled steps. A
+    gradient is divided like its parameter, although JAX may give the gradient's dims in
+    another order.
 
     Args:
         parameters: dims of each parameter; dims of equal layers have one number.
@@ -208,18 +208,18 @@ class Workload:
     """Map from the path of each argument's leaf to its role: parameter, optimizer
     (state) or batch."""
     program: Graph
-    """Graph whose operators number the constraints: the loss alone (entry loss), or the
-    step itself (entry step)."""
+    """Graph whose operators `Plan.constraints` numbers: that of the loss alone (entry
+    loss), or `graph` itself (entry step)."""
     again: Callable[[Remat], Graph] | None = None
     """Function that traces the step with rematerialization; None for entry step."""
 
     def root(self, dim: int) -> int:
-        """The dim that represents a dim in equal layers."""
+        """Returns the dim that represents a dim in equal layers, or the dim itself."""
         return self.alias.get(dim, dim)
 
     @cached_property
     def groups(self) -> tuple[OpGroup, ...]:
-        """Groups of operators with equal cost."""
+        """Groups of operators whose cost is computed once for each group."""
         return group_operators(self.graph, self.alias)
 
     @cached_property
@@ -232,8 +232,8 @@ class Workload:
     def sequence_dims(self) -> tuple[int, ...]:
         """Dims that index positions in an example: the second dim of each batch leaf.
 
-        Dims of size 1 are left out. The dims are positions of tokens, rows of images,
-        or features of vectors.
+        Dims of size 1 and dims in `batch_dims` are left out. The dims are positions of
+        tokens, rows of images, or features of vectors.
         """
         known = set(self.batch_dims)
         return tuple(dim for dim in self._of_batch(1) if dim not in known)
@@ -254,7 +254,7 @@ class Workload:
 
     @cached_property
     def weight_dims(self) -> frozenset[int]:
-        """Dims of the parameters, without dims that only activations have."""
+        """Dims that a parameter has."""
         return frozenset(dim for dims in self._dims_of_parameters for dim in dims)
 
     @cached_property
@@ -290,15 +290,15 @@ class Workload:
         return frozenset(n for n, dim in enumerate(self.graph.dims) if dim.loop)
 
     def changes(self, path: str) -> bool:
-        """Whether a step changes the leaf of an argument.
+        """Returns whether a step changes the argument's leaf at a path.
 
-        False if the step's result has the unchanged leaf at the same path.
+        False if the step's result has the same value at this path.
         """
         return self.graph.outputs.get(path) != self.graph.inputs[path]
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the program and the roles: twelve hexadecimal digits."""
+        """Hash of the step's graph and the roles: twelve hexadecimal digits."""
         values = [(value.shape, value.dtype, value.dims) for value in self.graph.values]
         operators = [
             (op.primitive, op.inputs, op.outputs, op.flops, op.trips, op.summed,
@@ -309,10 +309,10 @@ class Workload:
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def rematerialized(self, remat: Remat) -> "Workload":
-        """The same workload with rematerialization in the loss.
+        """Returns the same workload with the loss rematerialized.
 
         Raises:
-            ValueError: the entry is `step`: the step is the user's own.
+            ValueError: the entry is `step`, whatever `remat` is.
         """
         if self.again is None:
             raise ValueError(
@@ -340,8 +340,8 @@ class Workload:
         return ShardingAssignment(axes=axes, first=self._first(division))
 
     def _first(self, division: ShardingAssignment) -> Arrays:
-        """Inputs and outputs of the program's expert layers, each with its expert dim;
-        empty if `division` divides no such array of `graph` by its expert dim."""
+        """Returns the inputs and outputs of the program's expert layers, each with its
+        expert dim; empty if no such array of `graph` is in `division.first`."""
         if division.first.keys().isdisjoint(self.expert_arrays):
             return {}
         program = self.program
@@ -357,8 +357,7 @@ class Workload:
         return same_dims(self.program, self.graph)
 
     def paths(self, role: Role) -> tuple[str, ...]:
-        """Paths of the leaves with a role (such as parameter), in the order of the
-        arguments."""
+        """Lists the paths of the leaves with a role, in the order of the arguments."""
         return tuple(path for path, found in self.roles.items() if found == role)
 
     def _of_batch(self, place: int) -> tuple[int, ...]:
@@ -374,8 +373,9 @@ class Workload:
 def of_step(step: Callable[..., Any], state: Any, batch: Any) -> Workload:
     """Traces a user's whole training step: `step(state, batch) -> (state, ...)`.
 
-    A leaf of the state that the forward or backward pass reads has the role parameter;
-    the other leaves have the role optimizer.
+    The step may also return the state alone. A leaf of the state that the forward or
+    backward pass reads has the role parameter; the other leaves have the role
+    optimizer.
     """
 
     def named(state: Any, batch: Any) -> Any:
@@ -444,7 +444,7 @@ def of_loss(
 def _prepared(
     loss: Callable[..., jax.Array], remat: Remat, params: Any, batch: Any
 ) -> Callable[..., jax.Array]:
-    """The loss that `make_step` differentiates, with rematerialization."""
+    """Returns the loss that `make_step` differentiates, with rematerialization."""
     if remat == "none":
         return loss
     program = jax.make_jaxpr(loss)(params, batch)

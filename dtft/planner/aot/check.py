@@ -32,7 +32,7 @@ class Memory:
 
     @property
     def floor(self) -> int:
-        """Bytes of arguments and outputs without aliased outputs; a step needs at least
+        """Bytes of arguments and of outputs that are not aliased; a step needs at least
         these bytes on every backend."""
         return self.arguments + self.outputs - self.aliased
 
@@ -115,10 +115,10 @@ def gate(
     *,
     reserve: float = 0.05,
 ) -> Verdict:
-    """Whether a plan fits: no estimate of its bytes is above the capacity.
+    """Decides whether a plan fits: no estimate of its bytes may exceed the capacity.
 
     One estimate is the analytic model's. The other, if the plan was compiled, is the
-    compiler's plus the reserve, without the arguments in host memory. Of a program
+    compiler's plus `reserve`, without the arguments in host memory. Of a program
     compiled for CPU only arguments and outputs count, because the temporaries of the
     CPU backend are not those of another backend. A plan that failed to compile does not
     fit.
@@ -164,13 +164,14 @@ def gate(
 
 
 def compare(plan: Plan, compiled: Compiled) -> tuple[Agreement, ...]:
-    """Bytes that the plan predicts and that the compiled program sends, for each kind
-    of collective and mesh axes, largest first.
+    """Compares the bytes that the plan predicts with those of the compiled program.
 
-    Bytes count all executions in a step, in the program's dtypes before widening. Where
-    the compiler replaced an all-reduce by a reduce-scatter of the same operand, or the
-    reverse, the predicted bytes count for the replacement. `Agreement.exceptions` lists
-    such replacements, widened dtypes, and loops with an unknown trip count.
+    Returns one entry for each kind of collective over the same mesh axes, largest
+    first. Bytes count all executions in a step, in the program's dtypes before
+    widening. Where the compiler replaced an all-reduce by a reduce-scatter of the same
+    operand, or the reverse, the predicted bytes count for the replacement.
+    `Agreement.exceptions` lists such replacements, widened dtypes, and loops with an
+    unknown trip count.
     """
     return agreements(plan.collectives, compiled)
 

@@ -4,8 +4,8 @@ This process traces and lowers a step over a mesh without devices. The result is
 module of StableHLO with shardings and donations, as `jit` would pass it to XLA. A child
 process with the devices (fake CPU devices, or XLA's GPU compiler) compiles the module
 and returns its collectives and memory. Several children run at a time, at most one per
-core. A child ends when its parent closes the pipe, is killed at the deadline, and is
-replaced if the compiler crashes.
+core and at most `_MAX_CHILDREN`. A child ends when its parent closes the pipe. It is
+killed at the deadline, and replaced if the compiler crashes.
 """
 
 import io
@@ -70,8 +70,8 @@ def lower(
         name: name of the candidate in results.
 
     Raises:
-        ValueError: JAX refuses the step, such as for a spec that does not divide its
-            array; or `target` is unknown.
+        ValueError: a spec does not divide its array, `specs` does not have one entry
+            per argument, or `target` is unknown.
     """
     platform = platform_of(target)
     devices = AbstractMesh(
@@ -89,7 +89,7 @@ def lower(
 
 
 def platform_of(target: str) -> str:
-    """JAX's name of the platform of a target: `cpu`, or `cuda` for a GPU.
+    """Returns JAX's name of the platform of a target: `cpu`, or `cuda` for a GPU.
 
     Raises:
         ValueError: the target is unknown.
@@ -118,8 +118,10 @@ def candidate(
 
 
 def place(tree: Any, specs: Any, mesh: Any) -> Any:
-    """ShapeDtypeStructs of the arrays of `tree`, with the shardings of `specs` on
-    `mesh`; `specs` is a prefix of `tree`."""
+    """Makes ShapeDtypeStructs of the arrays of `tree`, with shardings on `mesh`.
+
+    `specs` is a tree of PartitionSpecs that is a prefix of `tree`.
+    """
     shardings = _shardings(specs, mesh)
     return jax.tree.map(
         lambda sharding, part: jax.tree.map(
@@ -201,9 +203,10 @@ class _CompileQueue:
     def add(self, candidate: LoweredStep) -> None:
         """Gives a candidate to the child with the fewest candidates.
 
-        Keeps the candidate here if every child has two candidates. A candidate never
-        moves to another child, so each child gets only as many candidates as keep the
-        child busy until the next candidate is made.
+        Starts another child first if all children are busy and more are allowed. Keeps
+        the candidate here if every child has two candidates. A candidate never moves to
+        another child, so each child gets only as many candidates as keep the child busy
+        until the next candidate is made.
         """
         if self._lanes and self._lanes[0].devices != _devices(candidate):
             self.finish()
@@ -228,7 +231,7 @@ class _CompileQueue:
             lane.add(*self._held.popleft())
 
     def finish(self) -> None:
-        """Waits for the results of all candidates, in any order."""
+        """Waits until all candidates have results, in any order."""
         self._give(most=1)
         while busy := [lane for lane in self._lanes if lane.num_waiting]:
             wait_for_any([lane.child for lane in busy])

@@ -1,7 +1,6 @@
 """Reads the text of a compiled XLA program: operations, collectives, device groups.
 
-The functions are pure. They read the syntax of jax 0.10 to 0.12. A collective in loops
-has the product of their trip counts.
+The functions are pure. They read the syntax of jax 0.10 to 0.12.
 """
 
 import math
@@ -145,12 +144,12 @@ def _operation(line: str) -> Operation:
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    """Sizes from text such as `8,<=4`; a bounded dim has its upper bound."""
+    """Reads sizes from text such as `8,<=4`; a bounded dim has its upper bound."""
     return tuple(int(size.removeprefix("<=")) for size in text.split(",") if size)
 
 
 def _closing(text: str) -> int:
-    """Position after the parenthesis that closes the one at the start of the text."""
+    """Finds the position after the parenthesis that closes the text's first one."""
     depth = 0
     for found in re.finditer(r"[()]", text):
         depth += 1 if found[0] == "(" else -1
@@ -160,7 +159,7 @@ def _closing(text: str) -> int:
 
 
 def bits(dtype: str) -> int:
-    """Bits of an element of an XLA type; 0 for types without data.
+    """Returns the bits of an element of an XLA type; 0 for types without data.
 
     >>> bits("bf16"), bits("pred"), bits("f8e4m3fn")
     (16, 8, 8)
@@ -187,7 +186,7 @@ _PERMUTED = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?$")
 
 
 def groups_of(attributes: str, mesh: Mapping[str, int]) -> Groups:
-    """The device groups of a collective, or a permutation's (source, target) pairs.
+    """Reads the device groups of a collective, or a permutation's pairs of devices.
 
     >>> groups_of("channel_id=1, replica_groups={{0,1},{2,3}}, x=1", {"a": 4})
     ((0, 1), (2, 3))
@@ -195,6 +194,8 @@ def groups_of(attributes: str, mesh: Mapping[str, int]) -> Groups:
     ((0, 2), (1, 3))
     >>> groups_of("replica_groups=mesh['i'=2,'j'=2] {'i'}, x=1", {"a": 4})
     ((0, 2), (1, 3))
+
+    A pair has the source first.
 
     Args:
         attributes: the part of the operation's line after the operands.
@@ -225,10 +226,10 @@ def groups_of(attributes: str, mesh: Mapping[str, int]) -> Groups:
 def axes_of(
     groups: Groups, mesh: tuple[tuple[str, int], ...]
 ) -> tuple[tuple[str, ...], int]:
-    """The mesh axes along which members of a group differ, and the largest group size.
+    """Finds the mesh axes along which members of a group differ, and the largest size.
 
-    The size is smaller than the product of the axes' sizes if a group has only a part
-    of an axis. The size of a (source, target) pair is 2.
+    The size is that of the largest group: smaller than the product of the axes' sizes
+    if a group has only a part of an axis, and 2 for (source, target) pairs.
 
     >>> axes_of(((0, 2), (1, 3)), (("data", 2), ("tensor", 2)))
     (('data',), 2)
@@ -300,8 +301,8 @@ def _part(text: str) -> tuple[str, int, int]:
 
 
 def _devices(text: str | None, shape: Sequence[int]) -> np.ndarray:
-    """The device numbers of an XLA mesh, in its shape; ascending if the text gives no
-    order."""
+    """Reads the device numbers of an XLA mesh, in the mesh's shape; ascending if the
+    text gives no order."""
     found = _PERMUTED.match(text) if text else None
     if text and not found:
         return np.asarray(_numbers(text)).reshape(shape)
@@ -437,7 +438,7 @@ def _collective(
 def _own_bytes(
     program: HloProgram, lines: Mapping[str, Operation], line: Operation
 ) -> int:
-    """Bytes of the operands in the types that they had before XLA widened them."""
+    """Counts the operands' bytes in the types that they had before XLA widened them."""
     if "promoted" in line.attributes:  # XLA's mark of a sum in a wider type
         return sum(lines[name].num_bytes for name in line.operands) // 2
     return sum(
@@ -449,7 +450,7 @@ def _own_bytes(
 def _is_widened(
     program: HloProgram, lines: Mapping[str, Operation], maker: Operation
 ) -> bool:
-    """Whether a 32-bit value was converted from a 16-bit value.
+    """Returns whether a 32-bit value was converted from a 16-bit value.
 
     Looks through operations that only move elements (`_RENAMES`), and into fusions.
     """

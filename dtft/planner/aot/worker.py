@@ -44,7 +44,7 @@ _ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(.*)$", re.MULTILINE)
 
 
 def until_assigned(compiled: Callable[[Mapping[str, Any]], Any]) -> Any:
-    """Compiles in a fork, and kills the fork before machine code is made.
+    """Compiles in a fork, and kills the fork once XLA has assigned buffers.
 
     This process must not have a client of XLA with threads, such as the client of CPU
     devices, because a fork does not have the threads of its parent.
@@ -54,8 +54,8 @@ def until_assigned(compiled: Callable[[Mapping[str, Any]], Any]) -> Any:
             with `text`, `memory` and `seconds`, or the text of an error.
 
     Returns:
-        Such a dict, made from the files that XLA wrote before the kill, or the text of
-        an error; a text with the exit code if the fork crashed.
+        Such a dict, made from the files that XLA wrote. If XLA did not write all files,
+        the result of `compiled`, or a text with the exit code if the fork crashed.
     """
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="dtft-xla-") as name:
@@ -76,7 +76,7 @@ def until_assigned(compiled: Callable[[Mapping[str, Any]], Any]) -> Any:
 
 
 def assigned(text: str) -> dict[str, int]:
-    """Bytes of one device, from the text of XLA's buffer assignment.
+    """Reads the bytes of one device from the text of XLA's buffer assignment.
 
     >>> assigned("allocation 0: size 8, parameter 0, shape |f32[2]|, maybe-live-out:\\n"
     ...          "allocation 1: size 4, parameter 1, shape |f32[]|:\\n"
@@ -128,7 +128,7 @@ def _await(process: int, folder: Path) -> str:
 
 
 def _is_written(process: int, folder: Path) -> bool:
-    """Whether program and buffer assignment exist, and XLA has closed the files."""
+    """Returns whether XLA has written and closed the files of program and buffers."""
     found = [list(folder.glob(pattern)) for pattern in (_REPORT, _PROGRAM, _BUFFERS)]
     if not all(found) or len({len(files) for files in found}) > 1:
         return False
@@ -308,7 +308,7 @@ class Child:
             self._link.send((module, dict(mesh)))
 
     def has_answer(self) -> bool:
-        """Whether `receive` would return without waiting."""
+        """Returns whether `receive` would return without waiting."""
         try:
             return self._link.poll()
         except OSError:
@@ -348,9 +348,10 @@ def wait_for_any(children: Sequence[Child]) -> None:
 
 
 def environment(num_devices: int) -> dict[str, str]:
-    """Environment variables of a child: fake CPU devices, and huge pages for glibc.
+    """Makes the environment of a child: fake CPU devices, and huge pages for glibc.
 
-    Also makes this package importable. Other variables are copied from this process.
+    Also makes this package importable, and restricts JAX to CPU. Other variables,
+    except JAX_NUM_CPU_DEVICES, are copied from this process.
     """
     kept = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
     flags = [

@@ -218,7 +218,8 @@ def _link(
     shared_by: int = 1,
     all_reduce: float | None = None,
 ) -> Link:
-    """Builds a link; `all_reduce` is the GB/s of an all-reduce that the switch sums."""
+    """Builds a link; `all_reduce` is the GB/s of an all-reduce that the switch computes
+    (None if it does not)."""
 
     def curve(bandwidth: float) -> Curve:
         return Curve(
@@ -491,7 +492,7 @@ def link(name: str) -> Link:
 
 
 def torus_link(of: Machine, size: int) -> Link:
-    """The link along a torus dimension of a given size.
+    """Returns the link along a torus dimension of a given size.
 
     A dimension that is no ring has half the bandwidth: its end devices send in one
     direction only.

@@ -32,7 +32,7 @@ class Accuracy:
     1."""
 
     def scale(self, term: str) -> float:
-        """Correction factor of a prediction's term, fitted to past runs; 1 by default.
+        """Returns the factor of a term that was fitted to past runs; 1 by default.
 
         >>> learnt = Accuracy(scales={"compute": 1.5})
         >>> learnt.scale("compute"), learnt.scale("launch")
@@ -41,13 +41,16 @@ class Accuracy:
         return self.scales.get(term, 1.0)
 
     def interval_s(self, terms: Mapping[str, float]) -> tuple[float, float]:
-        """Interval of a step's time from the errors of its terms, in seconds.
+        """Computes the interval of a step's time from the errors of its terms.
 
-        The errors of `collectives` and of all other terms together are assumed to be
-        independent of each other.
+        The error of `collectives` and that of all other terms together are assumed to
+        be independent of each other.
 
         Args:
             terms: seconds by term.
+
+        Returns:
+            The lower end, at least 0, and the upper end, in seconds.
 
         >>> low, high = Accuracy().interval_s({"compute": 3.0, "collectives": 1.0})
         >>> round(low, 2), round(high, 2)
@@ -93,8 +96,8 @@ class Efficiency:
     memory: float = 0.85
     """Share of the memory bandwidth that a stream reaches."""
     cache_bytes: float = 0.0
-    """Largest number of bytes of an operator that come from a cache if they were used
-    recently."""
+    """Largest number of bytes of one operator that a cache serves, in place of memory,
+    if they were used recently."""
     cache_gain: float = 1.0
     """Ratio of the cache's bandwidth to the memory's bandwidth."""
     simple_s: float = 0.0
@@ -186,7 +189,7 @@ class DeviceType:
             )
 
     def peak(self, dtype: str) -> float:
-        """Peak FLOP/s of matmuls of a dtype.
+        """Returns the peak FLOP/s of matmuls of a dtype.
 
         A dtype that is not listed has the peak of a listed substitute: the other of
         float16 and bfloat16, else float32; another float for float8 and float4; int8
@@ -249,7 +252,7 @@ class Curve:
             )
 
     def seconds(self, num_bytes: Any) -> Any:
-        """Seconds of one message of a size in bytes, a number or an array.
+        """Computes the seconds of one message of a size in bytes, a number or an array.
 
         >>> Curve(latency_s=1e-6, bandwidth=1e9, half_bytes=1e3).seconds(1e3)
         3e-06
@@ -316,11 +319,11 @@ class Link:
             )
 
     def curve_of(self, kind: CollectiveKind, num_devices: float) -> Curve:
-        """Curve of a kind of collective among a number of devices of this link.
+        """Returns the curve of a kind of collective among a number of devices.
 
-        Between measured numbers of devices the curve is interpolated by the logarithm
-        of the number. Outside the measured range the nearest measured curve counts. A
-        kind without measured curves has the link's `curve`.
+        Between two measured numbers of devices, their curves are interpolated by the
+        logarithm of the number. Outside the measured range the nearest measured curve
+        counts. A kind without measured curves has the link's `curve`.
         """
         curves = self.measured.get(kind)
         if not curves:
@@ -329,7 +332,9 @@ class Link:
         return _between(curves[low], curves[high], share) if share else curves[low]
 
     def sync_skew_s(self, num_devices: float) -> float:
-        """Sync skew in seconds for a number of devices, interpolated from `meeting`.
+        """Interpolates the sync skew in seconds for a number of devices from `meeting`.
+
+        Returns 0 for one device, or if `meeting` is empty.
 
         >>> port = Curve(latency_s=1e-6, bandwidth=1e9)
         >>> seconds = {2: 1.0, 8: 2.0}
@@ -340,8 +345,10 @@ class Link:
         return _known(num_devices, self.meeting)
 
     def hidden(self, num_devices: float) -> float:
-        """Share of a gather that computation hides, for a number of devices,
-        interpolated from `ahead`; 0 if `ahead` is empty."""
+        """Interpolates the share of a gather that computation hides from `ahead`.
+
+        Returns 0 for one device, or if `ahead` is empty.
+        """
         return _known(num_devices, self.ahead)
 
 

@@ -39,8 +39,8 @@ from dtft.planner.cluster.hardware import (
 
 _POOLS = "pools"
 _OF_HOSTS = ("hosts", _POOLS)
-"""Names of levels outside hosts: if the innermost level has such a name, each host has
-one device."""
+"""Names of levels that join whole hosts: if the innermost level has such a name, each
+host has one device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,8 @@ class Pool:
     def words(self) -> str:
         """Shorthand of the pool, such as `64x8xh100`, outermost level first.
 
-        If each host has one device, the shorthand has a size of 1, as in `3x1xcpu`.
+        Levels of size 1 are left out. But if each host has one device, the shorthand
+        says so, as in `3x1xcpu`.
         """
         levels = [level for level in reversed(self.levels) if level.size > 1]
         sizes = [str(level.size) for level in levels]
@@ -106,8 +107,9 @@ class Pool:
     def fabric_words(self) -> str:
         """The pool's shorthand and kinds of links: `2x8xh100 by NVLink and InfiniBand`.
 
-        A pool parsed from a shorthand and the pool of such devices have the same text.
-        A pool of equally many devices on other kinds of links has another text.
+        For GPUs and CPUs, the pool of a shorthand with the name of the device type and
+        the pool of such devices (`Cluster.from_devices`) have the same text. A pool of
+        equally many devices on other kinds of links has another text.
         """
         kinds = dict.fromkeys(
             level.link.kind for level in self.levels if level.size > 1
@@ -138,12 +140,12 @@ class Cluster:
 
     @property
     def words(self) -> str:
-        """Name of the cluster, or the shorthands of its pools."""
+        """Name of the cluster; without a name, the shorthands of its pools."""
         return self.name or "+".join(pool.words for pool in self.pools)
 
     @property
     def uniform(self) -> Pool:
-        """The whole cluster as one pool; equal pools become its outermost level.
+        """The whole cluster as one pool; an outermost level joins several equal pools.
 
         Raises:
             ValueError: the pools are not equal.
@@ -181,8 +183,9 @@ class Cluster:
                 files is described in this module, above `read_cluster_file`.
 
         Raises:
-            ValueError: the text cannot be read, or names a device or machine that the
-                catalog lacks; the message lists the known names.
+            ValueError: the text or file cannot be read, or the sizes do not fit the
+                name; or the catalog lacks the device or machine, in which case the
+                message lists the known names.
         """
         if not isinstance(text, str):
             raise ValueError(
@@ -214,7 +217,7 @@ class Cluster:
         return cluster_of(devices, host_memory_bytes)
 
     def to_json(self) -> str:
-        """Writes the cluster as JSON, the text of a file that `parse` reads."""
+        """Writes the cluster as JSON: the text of a `.json` file that `parse` reads."""
         return json.dumps(_plain(self), indent=1)
 
 
@@ -330,7 +333,11 @@ def _hosts(
 def _host_sizes(
     text: str, sizes: list[int], found: Machine, of_hosts: bool
 ) -> tuple[int, int]:
-    """The number of hosts, and the number of devices of each host."""
+    """Finds the number of hosts and the number of devices of each host.
+
+    Raises:
+        ValueError: the devices do not fill hosts of the catalog's size.
+    """
     if len(sizes) == 2:
         return sizes[0], sizes[1]
     if of_hosts:  # the name of a machine counts machines
@@ -374,8 +381,12 @@ def _torus(text: str, sizes: list[int], found: Machine) -> tuple[Level, ...]:
 
 
 def _slices(text: str, number: int, found: Machine) -> tuple[int, list[int]]:
-    """The number of slices for a number of devices, and the most cubic torus of each
-    slice.
+    """Finds the number of slices for a number of devices, and each slice's torus.
+
+    Slices are as few as possible; a torus has sizes as equal as possible, ascending.
+
+    Raises:
+        ValueError: the devices do not divide into equal slices.
     """
     slices = -(-number // found.pod)
     if number % slices:
@@ -415,7 +426,7 @@ _CURVE = frozenset(field.name for field in fields(Curve))
 
 
 def is_cluster_path(text: str) -> bool:
-    """Whether a text is the path of a cluster file, by its suffix, not a shorthand."""
+    """Returns whether a text ends with the suffix of a cluster file."""
     return text.lower().endswith(_SUFFIXES)
 
 
@@ -423,8 +434,8 @@ def read_cluster_file(path: str | Path) -> Cluster:
     """Reads a cluster from a YAML or JSON file.
 
     Raises:
-        ValueError: the file is missing, is not YAML or JSON, or is not a cluster; the
-            message names the wrong key.
+        ValueError: the file cannot be read, is not YAML or JSON, or is not a cluster;
+            for a wrong key, the message names the key.
     """
     try:
         text = Path(path).read_text()
@@ -445,8 +456,8 @@ def cluster_from_text(text: str) -> Cluster:
     """Reads a cluster from YAML or JSON text (JSON is a subset of YAML).
 
     Raises:
-        ValueError: the text is not YAML, or not a cluster; the message names the wrong
-            key.
+        ValueError: the text is not YAML, or not a cluster; for a wrong key, the message
+            names the key.
 
     >>> cluster_from_text("{pools: [{shorthand: 2x8xa100}]}").num_devices
     16
@@ -502,7 +513,7 @@ def _checked(
 
 
 def _built(of: Any, items: Mapping[str, Any], where: str) -> Any:
-    """Builds a dataclass from its field values; text of numeric fields becomes numbers.
+    """Builds a dataclass from its field values; converts numeric fields from text.
 
     Nested values must already be built.
 
@@ -598,7 +609,7 @@ def _link(items: Any, where: str) -> Link:
     The mapping may have the figures of the curve in place of the key `curve`.
 
     Raises:
-        ValueError: it has both, a key is unknown, or a value is not allowed.
+        ValueError: the mapping has both, a key is unknown, or a value is not allowed.
     """
     if isinstance(items, str):
         return catalog.link(items)
@@ -629,7 +640,7 @@ def _by_number(
     """Builds a mapping from numbers of devices to values.
 
     Raises:
-        Twice: two keys are the same number.
+        ValueError: a key is no number, or two keys are the same number.
     """
     built = ((int(n), build(item, f"{where}.{n}")) for n, item in items.items())
     return serialization.mapping_once(built, where)
@@ -670,10 +681,10 @@ def cluster_of(devices: Sequence[Any], host_memory_bytes: int | None = None) -> 
 
 
 def _host(device: Any) -> int:
-    """Number of a device's host; devices with equal numbers are joined by fast links.
+    """Returns the number of a device's host; fast links join devices of equal numbers.
 
     On GPUs the number is JAX's `slice_index` if present (one host, or one NVLink domain
-    of several hosts). Elsewhere it is the process index.
+    of several hosts). Otherwise it is the process index.
     """
     if device.platform in ("gpu", "cuda", "rocm"):
         found = getattr(device, "slice_index", None)
@@ -705,7 +716,7 @@ def _found_pool(devices: Sequence[Any], num_hosts: int, memory: int) -> Pool:
 
 
 def _type(device: Any, memory: int) -> DeviceType:
-    """The catalog's device type of a JAX device, with the memory of this device.
+    """Looks up the device type of a JAX device, and sets the memory of this device.
 
     The memory is what the device reports (`bytes_limit`), else that of the catalog; on
     CPU it is `memory` bytes.

@@ -30,8 +30,8 @@ SCHEMA = 1
 class Calibration:
     """Measurements of `dtft calibrate` for one device type in one fabric.
 
-    A calibration holds only for its own cluster: scalars that rank plans well on one
-    cluster rank plans badly on another.
+    A calibration is valid only for its own cluster: scalars that rank plans well on one
+    cluster may rank plans badly on another.
     """
 
     device: str
@@ -59,7 +59,7 @@ class Calibration:
 
     @property
     def level(self) -> int:
-        """Level of the calibration: 1 is measured, 2 is also fitted to past runs.
+        """Level of the calibration: 1 if only measured, 2 if also fitted to past runs.
 
         Level 0, the catalog, has no file.
         """
@@ -78,8 +78,8 @@ class Calibration:
 
         With past runs, both errors are the residual of the fit to whole steps. Without
         past runs, `compute` is the larger residual of the fits `matmul` and `memory`,
-        and `collectives` the largest residual of the fits of collectives. A missing fit
-        of matmuls or collectives counts with its error in `UNCALIBRATED`.
+        and `collectives` the largest residual of the fits of collectives. The error in
+        `UNCALIBRATED` replaces the residual of a missing fit of matmuls or collectives.
         """
         if self.num_runs:
             return dict.fromkeys(UNCALIBRATED, self.residuals["runs"])
@@ -144,7 +144,9 @@ def _check(calibration: Calibration) -> None:
 
 
 def link_key(link: Link) -> str:
-    """Key of a catalog link: its kind, bandwidth and number of sharing devices.
+    """Returns the key of a catalog link: its kind, bandwidth and number of sharers.
+
+    Sharers are the devices that share a port; a number of 1 is left out.
 
     >>> from dtft.planner.cluster.catalog import link
     >>> link_key(link("ib-400g")), link_key(link("opa-100g-half"))
@@ -155,9 +157,10 @@ def link_key(link: Link) -> str:
 
 
 def apply_calibration(cluster: Cluster, calibration: Calibration) -> Cluster:
-    """Replaces the catalog's figures of a cluster by measured figures.
+    """Returns the cluster with measured figures in place of the catalog's figures.
 
-    Pools of other device types and links without a measurement stay unchanged.
+    Pools of other device types, links without a measurement, and the link between pools
+    (`Cluster.between`) stay unchanged.
 
     Raises:
         ValueError: no pool of the cluster has the device type; or the calibration and

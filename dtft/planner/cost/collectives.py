@@ -27,7 +27,7 @@ def collective_s(
     group: DeviceGroup,
     algorithm: Algorithm = "best",
 ) -> Any:
-    """Seconds of one collective in which every device of the group takes part.
+    """Computes the seconds of one collective among all devices of a group.
 
     Args:
         kind: all_reduce, all_gather, reduce_scatter, all_to_all or permute (a shift by
@@ -37,8 +37,9 @@ def collective_s(
         group: a result of `group_of`.
         algorithm: `best` is the fastest algorithm of the kind, or the kind's first
             algorithm if the group lies on one level with measured times of the kind.
-            `tree` and `gather` are only for all_reduce, `direct` is only for
-            all_to_all and permute.
+            `ring` is for all_reduce, all_gather and reduce_scatter; `tree` and `gather`
+            are for all_reduce; `direct` is for all_to_all and permute; `hierarchical`
+            is for all kinds but permute.
 
     Returns:
         Seconds, in the shape of `num_bytes`; 0 for one device or no bytes.
@@ -86,7 +87,7 @@ def collective_s(
 def collectives_s(
     kind: CollectiveKind, num_bytes: np.ndarray, groups: DeviceGroups, which: np.ndarray
 ) -> np.ndarray:
-    """Seconds of many collectives of one kind: see `collective_s`.
+    """Computes the seconds of many collectives of one kind, as `collective_s` does.
 
     Args:
         kind: the kind of collective.
@@ -128,10 +129,10 @@ class _Hop:
     curve: Curve
 
     def seconds(self, num_bytes: Any, senders: float = 1.0, alone: bool = False) -> Any:
-        """Seconds to send bytes through the ports of the sending devices.
+        """Computes the seconds to send bytes through the ports of the sending devices.
 
         Args:
-            num_bytes: bytes that all senders send together.
+            num_bytes: bytes that all senders of a part send together.
             senders: the number of sending devices of each part.
             alone: whether the other devices of the part do not use a port that they
                 share with the sender.
@@ -159,20 +160,21 @@ def _members(hops: _Hops) -> Any:
 
 
 def _alpha(hops: _Hops) -> float:
-    """Latency of the slowest hop: in every round the other hops wait for this hop."""
+    """Returns the largest latency of the hops: each round waits for the slowest hop."""
     return max(hop.curve.latency_s for hop in hops)
 
 
 def _most(times: list[Any]) -> Any:
-    """The longest of several times: all levels send at the same time."""
+    """Returns the longest of several times, which pass at the same time."""
     if any(isinstance(time, np.ndarray) for time in times):
         return np.maximum.reduce(np.broadcast_arrays(*times))
     return max(times)
 
 
 def _slowest(num_bytes: Any, hops: _Hops) -> Any:
-    """Seconds to send bytes through all levels at once; the slowest level counts.
+    """Computes the seconds to send bytes through all levels at once.
 
+    The result is the seconds of the slowest level.
     In each part (group of the level below), all devices send.
     """
     return _most([hop.seconds(num_bytes, hop.inner) for hop in hops])
@@ -194,16 +196,17 @@ def _tree(kind: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
 
 
 def _gather(kind: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
-    """Seconds to gather on one device and to broadcast the sum.
+    """Computes the seconds to gather arrays on one device and to broadcast their sum.
 
-    2 alpha + 2 n S / B, where B is the bandwidth of the port of this device.
+    2 alpha + 2 n S / B for S bytes of each of n devices, where alpha is the latency and
+    B the bandwidth of the port of this one device.
     """
     sent = _members(hops) * hops[-1].seconds(num_bytes, alone=True)
     return _rounds(kind) * (_alpha(hops) + sent)
 
 
 def _hierarchical(kind: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
-    """Seconds if devices communicate level by level, the innermost level first.
+    """Computes the seconds if devices communicate level by level, innermost first.
 
     On each further level, a device sends only its share of the bytes.
     On a torus each dimension is a level. The array is then split into as many parts as
@@ -220,7 +223,7 @@ def _hierarchical(kind: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
 
 
 def _passed(hop: _Hop) -> Any:
-    """The number of links that a byte passes on average.
+    """Returns the number of links that a byte passes on average.
 
     n / 4 on a torus ring of n links, but at least 1; 1 elsewhere.
     """
@@ -228,7 +231,7 @@ def _passed(hop: _Hop) -> Any:
 
 
 def _direct(_: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
-    """Seconds of an all-to-all in one stage: each device sends to all other devices.
+    """Computes the seconds of an all-to-all in one stage: each device sends to all.
 
     All levels send at once; the slowest level counts.
     """
@@ -238,7 +241,8 @@ def _direct(_: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
 
 
 def _staged(_: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
-    """Seconds of an all-to-all level by level: fewer messages but more bytes."""
+    """Computes the seconds of an all-to-all level by level: with fewer messages than in
+    `_direct`, but more bytes."""
     seconds: Any = 0.0
     for hop in hops:
         sent = (hop.size - 1) / hop.size * _passed(hop) * hop.seconds(num_bytes)
@@ -247,7 +251,10 @@ def _staged(_: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
 
 
 def _shift(_: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
-    """Seconds if each device sends to the next; one device of a part sends outside."""
+    """Computes the seconds of a shift: each device sends to the next device.
+
+    One device of each part sends to another part.
+    """
     return _most(
         [hop.curve.latency_s + hop.seconds(num_bytes, alone=True) for hop in hops]
     )
@@ -277,9 +284,10 @@ _WAYS: Mapping[CollectiveKind, Mapping[str, _Way]] = {
 
 
 def sync_skew_s(group: DeviceGroup) -> float:
-    """Sync skew in seconds: the wait until all devices of a group enter a collective.
+    """Returns the sync skew of a group in seconds: the largest of its levels.
 
-    The largest sync skew of the group's levels.
+    The sync skew is the wait until all devices of the group enter a collective. It is 0
+    for one device.
 
     Args:
         group: a result of `group_of`.
@@ -304,12 +312,13 @@ def sync_skews_s(groups: DeviceGroups) -> np.ndarray:
 
 
 def hidden(group: DeviceGroup) -> float:
-    """Share (0 to 1) of a gather that computation hides.
+    """Returns the share (0 to 1) of a gather that computation hides.
 
-    This is the share for a gather that waits for no computation.
+    The share is for a gather that waits for no computation. It is the smallest share of
+    the group's levels, and 0 for one device.
 
     Args:
-        group: a result of `group_of`; the level with the smallest share counts.
+        group: a result of `group_of`.
     """
     return _least(group.sizes, group.links)
 

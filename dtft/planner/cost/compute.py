@@ -17,12 +17,12 @@ from dtft.planner.workload import Workload
 
 
 def lower_bound_s(question: Workload, pool: Pool) -> float:
-    """Lower bound in seconds of a step's time on a pool, whatever the plan.
+    """Computes a lower bound in seconds of a step's time on a pool, for any plan.
 
-    The bound is the larger of two times. The first is the time of all matmuls and
-    convolutions at the peak flops of their dtype, divided evenly. The second is the
-    time to read and write every parameter and optimizer value once, each on one device.
-    Communication is not part of the bound: a plan for one device has none.
+    The bound is the larger of two times, with the work divided evenly over all devices.
+    The first is the time of all matmuls and convolutions at the peak flops of their
+    dtype. The second is the time to read and write all parameters and optimizer state
+    once. Communication is not part of the bound: a plan for one device has none.
 
     Args:
         question: the workload with the step's graph.
@@ -48,7 +48,7 @@ sums again, so smaller splits are slower."""
 def shape_factor(
     device: DeviceType, m: Any, n: Any, k: Any, batch: Any = 1, dtype: str = "bfloat16"
 ) -> Any:
-    """Efficiency of a matmul (m, k) by (k, n) in (0, 1], computed in whole tiles.
+    """Computes the efficiency (above 0, at most 1) of a matmul (m, k) by (k, n).
 
     Dims are padded to multiples of the tile, the last wave of tiles may leave cores
     idle, and rows that are not aligned are slower. If the result has at most half as
@@ -74,8 +74,8 @@ def shape_factor(
 
 
 def _aligned(device: DeviceType, n: Any, k: Any, dtype: str) -> Any:
-    """Efficiency factor of row alignment: `misaligned` if n or k is not aligned, else
-    1.
+    """Returns the efficiency factor of row alignment: `Efficiency.misaligned` if n or k
+    is not aligned, else 1.
 
     A size is aligned if its bytes are a multiple of `alignment_bytes`, or fewer: the
     tile pads a smaller size in any case.
@@ -88,8 +88,9 @@ def _aligned(device: DeviceType, n: Any, k: Any, dtype: str) -> Any:
 def matmul_s(
     device: DeviceType, m: Any, n: Any, k: Any, batch: Any = 1, dtype: str = "bfloat16"
 ) -> Any:
-    """Seconds of `batch` matmuls (m, k) by (k, n), at least their memory time.
+    """Computes the seconds of `batch` matmuls (m, k) by (k, n).
 
+    The result is at least the time to move operands and results through memory.
     The launch of the operator (`launch_s`) is not counted. A matrix-vector product is
     not tiled: its kernels read the matrix once, at memory bandwidth.
 
@@ -124,12 +125,12 @@ def matmul_s(
 
 
 def convolution_factor(device: DeviceType, columns: Any, depth: Any) -> Any:
-    """Ratio of a convolution's time to the time of a large matmul of as many flops.
+    """Computes the time of a convolution relative to a large matmul of equal flops.
 
     Args:
         device: the device type, whose efficiency has `c0` and `odd`.
-        columns: output channels of each patch, on one device.
-        depth: channels of a patch, on one device.
+        columns: the number of output channels on one device.
+        depth: the number of input channels on one device.
 
     >>> device = DeviceType(name="d", platform="cpu", memory_bytes=1, source="",
     ...     memory_bandwidth=1.0, peak_flops={"float32": 1},
@@ -143,8 +144,7 @@ def convolution_factor(device: DeviceType, columns: Any, depth: Any) -> Any:
 
 
 def element_s(efficiency: Efficiency, primitive: str) -> float:
-    """Seconds of one operation outside the matmul units: reduction, sort, gather or
-    scatter.
+    """Returns the seconds of one operation of a reduction, sort, gather or scatter.
 
     >>> element_s(Efficiency(simple_s=1e-9, window_s=5e-9), "reduce_window_max")
     5e-09
@@ -160,9 +160,9 @@ def element_s(efficiency: Efficiency, primitive: str) -> float:
 
 
 def memory_s(device: DeviceType, num_bytes: Any, *, cold: bool = False) -> Any:
-    """Seconds to read or write bytes in the device's memory.
+    """Computes the seconds to read or write bytes in the device's memory.
 
-    The first `cache_bytes` of an operator come from a faster cache.
+    Unless `cold`, the first `Efficiency.cache_bytes` come from a faster cache.
 
     Args:
         device: the device type, with its memory and cache.
@@ -190,15 +190,17 @@ def unfused_s(
     *,
     cold: bool = False,
 ) -> Any:
-    """Seconds of element-wise operators: the larger of memory and compute time.
+    """Computes the seconds of element-wise operators: memory or compute time, whichever
+    is larger.
 
     Args:
         device: the device type, with its memory and the share of bytes left by fusion.
         num_bytes: sum of the bytes that each operator reads and writes without fusion;
-            for an optimizer update, the bytes of the whole update.
+            with `cold`, the bytes after fusion.
         simple: the number of all operations, special functions included.
         special: the number of special functions, such as exp.
-        cold: whether this is an optimizer update, whose state was not used recently.
+        cold: whether the bytes were not used recently, as the state in an optimizer
+            update.
     """
     efficiency = device.efficiency
     share = 1.0 if cold else efficiency.fuse
@@ -208,12 +210,12 @@ def unfused_s(
 
 
 def launch_s(device: DeviceType, num_operators: Any) -> Any:
-    """Seconds to dispatch a step and launch its operators one after another."""
+    """Computes the seconds to dispatch a step and launch its operators in sequence."""
     return device.efficiency.dispatch_s + device.efficiency.launch_s * num_operators
 
 
 def added_s(efficiency: Efficiency, collective_s: Any, compute_s: Any) -> Any:
-    """Seconds that collectives add to the computation that overlaps them.
+    """Computes the seconds that collectives add to the computation that overlaps them.
 
     The result is the part of `collective_s` that the computation cannot hide, plus the
     slowdown of the computation that hides the rest. It is at most `collective_s`.

@@ -98,7 +98,7 @@ def fit(
 
 
 def _errors(jacobian: np.ndarray, off: np.ndarray) -> list[float]:
-    """Standard errors of the scalars' logarithms, from the inverse of J^T J.
+    """Computes standard errors of the scalars' logarithms from the inverse of J^T J.
 
     Args:
         jacobian: J, the derivatives of all residuals.
@@ -188,12 +188,12 @@ def fit_memory(
     """Fits a device's memory bandwidth, cache bandwidth and cache size.
 
     The launch time of an operator is fitted beside these figures and dropped. Small
-    arrays that are used repeatedly stay in a cache; other bytes go through the memory.
-    The cache size is the measured size with the best fit. If bandwidth alone explains
-    the times, there is no cache. At least two measured sizes are larger than the cache:
-    without measurements beyond it, a cache could not be told from noise. All devices
-    run in the measurement, so the figures are of one device's share of a cache and
-    memory that devices share.
+    arrays that are used repeatedly stay in a cache; other bytes are moved through the
+    memory. The cache size is the measured size with the smallest worst error. If
+    bandwidth alone explains the times, there is no cache. At least two measured sizes
+    are larger than the cache, because smaller sizes alone do not distinguish a cache
+    from noise. All devices run in the measurement, so the figures are of one device's
+    share of a cache and memory that devices share.
     """
     cache_bytes, found = _fit_memory(device, times, 0.0)
     sizes = sorted({float(time.num_bytes) for time in times})[:-_BEYOND]
@@ -379,7 +379,8 @@ def _fit_curve(
 def fit_overlap(
     given: Efficiency, times: Sequence[OverlapTime]
 ) -> tuple[Efficiency, float]:
-    """Fits the share of computation that collectives can overlap, and its slowdown.
+    """Fits the share of computation that collectives can overlap, and the slowdown of
+    the overlapped computation.
 
     Selects the best point of a grid; of about equally good points, the point with the
     smallest overlap.

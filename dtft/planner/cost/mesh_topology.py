@@ -18,10 +18,10 @@ class DeviceGroup:
     """The devices of one collective: how many of them each level of a pool joins."""
 
     sizes: tuple[float, ...]
-    """For each used level, innermost first, the number of these devices that a group of
-    the level joins (above the innermost, the number of groups of the level below); all
-    above 1. The number is a fraction if the devices do not fill the groups evenly (3
-    devices on hosts of 2)."""
+    """The number of parts that each used level joins, innermost first; all above 1. The
+    parts of the innermost used level are devices. The parts of the other levels are the
+    groups of the used level below. The number is a fraction if the devices do not fill
+    the groups evenly (3 devices on hosts of 2)."""
     links: tuple[Link, ...]
 
     @property
@@ -43,8 +43,8 @@ class DeviceGroups:
     """Many device groups as arrays; each row is a `DeviceGroup`."""
 
     sizes: np.ndarray
-    """Members per group of each level, innermost first; float [groups, levels]. The
-    number is 1 on a level that the group does not use."""
+    """The number of parts that each level joins (`DeviceGroup.sizes`), innermost first;
+    float [groups, levels]. The number is 1 on a level that the group does not use."""
     links: tuple[Link, ...]
     """Link of each level."""
 
@@ -72,7 +72,7 @@ class DeviceGroups:
 def group_of(
     pool: Pool, mesh: Mapping[str, int], axes: Sequence[str] | str
 ) -> DeviceGroup:
-    """Group of the devices that communicate along one or several mesh axes.
+    """Returns the group of devices that communicate along one or several mesh axes.
 
     Args:
         pool: the devices. Device numbers run through the innermost level first: the
@@ -82,7 +82,7 @@ def group_of(
         axes: the mesh axes of the collective; an axis of size 1 adds nothing.
 
     Returns:
-        The group. If the groups of the mesh differ, the group with the most members on
+        The group. If the groups of the mesh differ, the group with the most parts on
         the outermost level; of equal ones, on the next level, and so on.
 
     Raises:
@@ -112,7 +112,7 @@ def group_of(
 def members(
     levels: Sequence[int], sizes: np.ndarray, chosen: Sequence[bool]
 ) -> np.ndarray:
-    """Members per level of the groups along mesh axes, for many meshes: see `group_of`.
+    """Computes the number of parts per level of `group_of`'s group, for many meshes.
 
     Args:
         levels: the number of devices or groups that each level joins, innermost first.
@@ -120,7 +120,7 @@ def members(
         chosen: whether each axis takes part in the collective.
 
     Returns:
-        Members per group of each level; float [meshes, levels].
+        The number of parts that each level joins; float [meshes, levels].
 
     >>> members((8, 512), np.array([[4, 16], [16, 4]]), (False, True))
     array([[8., 2.],
@@ -152,7 +152,7 @@ def members(
 def _sizes(
     levels: tuple[int, ...], mesh: tuple[int, ...], chosen: tuple[bool, ...]
 ) -> tuple[float, ...]:
-    """Members per level of one mesh; see `group_of`."""
+    """Computes `members` of one mesh."""
     bounds = [math.prod(levels[:level]) for level in range(len(levels) + 1)]
     sizes = [1.0] * len(levels)
     stride = 1
@@ -186,7 +186,7 @@ def _aligned(bounds: Sequence[int], start: int, end: int) -> bool:
 def _counted(
     bounds: Sequence[int], mesh: tuple[int, ...], chosen: tuple[bool, ...]
 ) -> tuple[float, ...]:
-    """Members per level by counting devices, for axes that fill groups unevenly."""
+    """Counts parts per level device by device, for axes that fill groups unevenly."""
     order = [*np.flatnonzero(~np.array(chosen)), *np.flatnonzero(chosen)]
     members = math.prod(
         size for size, is_chosen in zip(mesh, chosen, strict=True) if is_chosen
@@ -224,12 +224,12 @@ class Orders:
 def extents(
     sizes: np.ndarray, strides: np.ndarray, capacity: int, used: np.ndarray
 ) -> np.ndarray:
-    """The number of neighbors along an axis that always lie in one group of the fabric.
+    """Computes the extent of each axis: how many devices along it share a group.
 
     The extent is the largest number m of devices so that each aligned run of m devices
-    along the axis lies inside one group. If one group holds the mesh, m is the axis
-    size. Otherwise m is the largest divisor of the axis size so that m * stride divides
-    the number of devices in the group, or 1 if there is none.
+    along the axis lies inside one group of the fabric. If one group holds the mesh, m
+    is the axis size. Otherwise m is the largest divisor of the axis size so that
+    m * stride divides the number of devices in the group, or 1 if there is none.
 
     Args:
         sizes: sizes of the axes.
@@ -304,7 +304,7 @@ def _follows(axes: list[int], wanted: list[int]) -> bool:
 def _undominated(
     sizes: np.ndarray, ways: np.ndarray, capacities: np.ndarray
 ) -> np.ndarray:
-    """Whether each order of each mesh is undominated; bool [meshes, ways]."""
+    """Computes whether each order of each mesh is undominated; bool [meshes, ways]."""
     used = sizes.prod(axis=1)
     keep = np.zeros((len(sizes), len(ways)), bool)
     if ways.shape[1] < 2 or not len(capacities):
@@ -333,8 +333,8 @@ def _undominated(
 
 
 def _first_of_equals(features: np.ndarray) -> np.ndarray:
-    """Whether each entry differs from all earlier entries of its row; bool [rows,
-    entries].
+    """Computes whether each entry differs from all earlier entries of its row; bool
+    [rows, entries].
 
     Args:
         features: non-negative integers; [rows, entries, features].
@@ -358,7 +358,8 @@ def _first_of_equals(features: np.ndarray) -> np.ndarray:
 
 
 def _maximal(features: np.ndarray) -> np.ndarray:
-    """Whether no other row is at least as large in every column; bool [rows].
+    """Computes for each row whether no other row is at least as large in every column;
+    bool [rows].
 
     Args:
         features: distinct rows; [rows, features].

@@ -37,20 +37,20 @@ _ELEMENT_BY_ELEMENT = ("reduction", "gather", "scatter", "sort")
 
 @dataclass(frozen=True, kw_only=True)
 class MeshSpeeds:
-    """Seconds of collectives along the axes of a mesh on a pool."""
+    """A mesh on a pool, with the seconds of collectives along the axes of the mesh."""
 
     pool: Pool
     mesh: Mapping[str, int]
     """Map from axis to size, slowest-varying first."""
 
     def axes(self, sent: CollectiveOp | Bundle) -> tuple[str, ...]:
-        """Mesh axes larger than 1 along which a collective communicates."""
+        """Returns the mesh axes larger than 1 along which a collective communicates."""
         return tuple(axis for axis in sent.axes if self.mesh.get(axis, 1) > 1)
 
     def sending_s(
         self, sent: CollectiveOp, sizes: Sizes, *, ahead: bool = False
     ) -> Any:
-        """Seconds of one collective, without sync skew; 0 among one device.
+        """Computes the seconds of one collective without sync skew; 0 for one device.
 
         Args:
             sent: the collective.
@@ -66,17 +66,19 @@ class MeshSpeeds:
         return left * collective_s(sent.kind, sent.amount.at(sizes), group)
 
     def sync_skew_s(self, sent: CollectiveOp | Bundle) -> float:
-        """Sync skew in seconds: the wait until all devices enter a collective."""
+        """Returns the sync skew in seconds: the wait until all devices enter the
+        collective. It is 0 for one device."""
         axes = self.axes(sent)
         return sync_skew_s(group_of(self.pool, self.mesh, axes)) if axes else 0.0
 
     def together_s(self, bundle: Bundle, num_bytes: float, sizes: Sizes) -> float:
-        """Seconds per step of a bundle of collectives that share one sync skew.
+        """Computes the seconds per step of a bundle of collectives.
 
-        The result has this sync skew once for each time that the bundle is sent, but
-        not for a bundle that waits for no computation (`ahead`). It also has the
-        seconds of sending if the backend combines the bundle into one message
-        (`is_one`). Otherwise `sending_s` computes these for each collective.
+        The result includes one sync skew for each time that the bundle is sent, but
+        none for a bundle that waits for no computation (`Bundle.ahead`). The result
+        includes the seconds of sending only if the backend combines the bundle into one
+        message (`Bundle.is_one`). Otherwise the caller adds `sending_s` of each
+        collective.
 
         Args:
             bundle: the collectives.
@@ -104,7 +106,7 @@ def computing_s(
     *,
     cold: bool = False,
 ) -> Any:
-    """Seconds of one execution of an operator on one device.
+    """Computes the seconds of one execution of an operator on one device.
 
     Args:
         graph: the graph with the operator.
@@ -135,7 +137,7 @@ def computing_s(
 
 
 def _across(work: OperatorWork, sizes: Sizes) -> Any:
-    """The number of elements that one device reads out of memory order.
+    """Computes the number of elements that one device reads out of memory order.
 
     The result of a transposed matmul counts (`OperatorWork.turned`) only if an axis
     divides the sum of the matmul, so that each device has a partial sum.
@@ -147,7 +149,8 @@ def _across(work: OperatorWork, sizes: Sizes) -> Any:
 
 
 def _copying_s(device: DeviceType, work: OperatorWork, sizes: Sizes) -> Any:
-    """Seconds to copy the left operand of a product into the layout of the product."""
+    """Computes the seconds to copy a product's left operand into the layout that the
+    product needs; 0 if no copy is needed."""
     if not work.operator.strided:
         return 0.0
     part = work.reads[0].at(sizes) / work.reads[0].total
@@ -155,9 +158,9 @@ def _copying_s(device: DeviceType, work: OperatorWork, sizes: Sizes) -> Any:
 
 
 def runs(work: OperatorWork, sizes: Sizes) -> Any:
-    """Factor on an operator's executions in a step.
+    """Returns the factor on an operator's executions in a step.
 
-    The number of microbatches if these divide the operator's work, else 1.
+    The factor is the number of microbatches if they divide the operator's work, else 1.
     """
     return parts((MICRO,), sizes) if MICRO in work.divided_by else 1
 
@@ -191,7 +194,7 @@ class Away:
     host_bytes: Any
     """Bytes in host memory."""
     device_bytes: Any
-    """The largest number of these bytes that is on the device at one time."""
+    """The largest number of bytes that copies of the state occupy on the device."""
     seconds: Any
     """Seconds that an update takes longer: the copies to the device and back."""
 

@@ -24,12 +24,13 @@ def pipeline_s(
     microbatches: Any,
     chunks: Any,
 ) -> Any:
-    """Seconds of all microbatches of a step through a pipeline.
+    """Computes the seconds of all microbatches of a step through a pipeline.
 
-    The formula is m max t + (sum t - max t) / chunks: the second term is the time to
-    fill and drain the pipeline. The formula is the same for all three schedules. It is
-    exact for GPipe, and for the other schedules if all stages take equally long. With
-    unequal stages 1F1B may be faster: stages before the slowest stage run ahead.
+    The formula is m max t + (sum t - max t) / chunks, for m microbatches that take t
+    seconds on each stage. The second term is the time to fill and drain the pipeline.
+    The formula is the same for all three schedules. It is exact for GPipe, and for the
+    other schedules if all stages take equally long. With unequal stages 1F1B may be
+    faster: stages before the slowest stage run ahead.
 
     Args:
         first_s: seconds of one microbatch on the first stage, forward and backward.
@@ -51,10 +52,10 @@ def pipeline_s(
 
 
 def in_flight(schedule: Schedule, stages: int, microbatches: int, chunks: int) -> float:
-    """The number of microbatches whose activations the first stage keeps at once.
+    """Returns the number of microbatches whose activations the first stage keeps.
 
-    The first stage is the fullest. GPipe and circular keep all microbatches. 1F1B keeps
-    at most p microbatches for p stages; with v chunks at most p + (p - 1) / v.
+    No stage keeps more than the first. GPipe and circular keep all microbatches. 1F1B
+    keeps at most p microbatches for p stages; with v chunks at most p + (p - 1) / v.
 
     >>> in_flight("gpipe", 4, 16, 1), in_flight("1f1b", 4, 16, 1)
     (16, 4)
@@ -69,6 +70,6 @@ def in_flight(schedule: Schedule, stages: int, microbatches: int, chunks: int) -
 
 
 def transfers(chunks: Any) -> Any:
-    """The number of sends of a stage per microbatch: activations and gradients of each
-    chunk (part of the stage's layers)."""
+    """Returns the number of sends of a stage per microbatch: the activations and the
+    gradients of each chunk (part of the stage's layers)."""
     return 2 * chunks

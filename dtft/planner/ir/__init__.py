@@ -1,6 +1,6 @@
 """The planner's intermediate representation of a training step, and its analyses.
 
-* `graph`: values, operators, loops and named dims of a traced step, without JAX types.
+* `graph`: values, operators, loops and dims of a traced step, without JAX types.
 * `tracing`: traces a Python function to a graph. `jaxprs`: walks and rebuilds jaxprs.
 * `dim_propagation`: derives the dims of an operator's results from its operands' dims.
   `flops`: classifies operators and counts their operations.

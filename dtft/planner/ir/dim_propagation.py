@@ -44,7 +44,7 @@ class Dims:
         return tuple(self.new(size) for size in shape)
 
     def find(self, number: int) -> int:
-        """The number that represents all dims joined with this dim."""
+        """Returns the number that represents all dims joined with this dim."""
         parent = self._parent
         while parent[number] != number:
             parent[number] = parent[parent[number]]
@@ -61,7 +61,7 @@ class Dims:
         self._loop[low] |= self._loop[high]
 
     def of(self, number: int) -> Dim:
-        """The sizes of a dim's set, and whether a loop slices any of its dims."""
+        """Returns the sizes of a dim's set, and whether any of its dims has `loop`."""
         root = self.find(number)
         return Dim(sizes=tuple(sorted(self._sizes[root])), loop=self._loop[root])
 
@@ -88,7 +88,7 @@ class Case:
         self.results = [tuple(atom.aval.shape) for atom in eqn.outvars]
 
     def kept(self, sources: Sequence[int | None], result: int = 0) -> Numbers:
-        """Dims of a result: the given numbers, with new dims in place of None."""
+        """Returns a result's dims: the given numbers, and new dims in place of None."""
         shape = self.results[result]
         return tuple(
             self.dims.new(size) if source is None else source
@@ -107,10 +107,11 @@ class Case:
 
 
 def contracted(eqn: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Positions of the contracted dims in both operands of a matmul or convolution.
+    """Returns the positions of the contracted dims in both operands of an equation.
 
-    For a convolution, these are the input channels, not the window dims. Both tuples
-    are empty for any other primitive.
+    For a `dot_general`, these are all contracted dims. For a convolution, these are the
+    input channels, not the window dims. Both tuples are empty for any other primitive,
+    such as `ragged_dot_general`.
     """
     if eqn.primitive.name == "conv_general_dilated":
         numbers = eqn.params["dimension_numbers"]
@@ -137,8 +138,8 @@ def dot(case: Case) -> Linked:
 def ragged_dot(case: Case) -> Linked:
     """Rule of a ragged matmul, whose groups of rows have a matrix each.
 
-    Handles the layout [rows, depth], [groups, depth, columns]; for other layouts all
-    operands are needed undivided.
+    Takes operands of ranks 2 and 3 as [rows, depth] and [groups, depth, columns]. For
+    other ranks all operands are needed undivided.
     """
     left, right, groups = case.operands[:3]
     if len(left) != 2 or len(right) != 3 or len(case.results[0]) != 2:
@@ -155,7 +156,8 @@ def convolution(case: Case) -> Linked:
     """Rule of a convolution: examples and channels keep their dims.
 
     Window dims are needed undivided, because a window reads elements of the next device
-    (halo). So are dims that are in groups, except in a depthwise convolution.
+    (halo). Channels or examples in groups are needed undivided too, except the channels
+    of a depthwise convolution.
     """
     numbers = case.params["dimension_numbers"]
     lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
@@ -292,7 +294,7 @@ def _alike(case: Case) -> Linked:
 
 
 def _repeats(shape: Sequence[int], result: Sequence[int]) -> bool:
-    """Whether a shape has the shape of a result, or broadcasts to it from size 1."""
+    """Whether a shape equals the shape of a result after a broadcast of size-1 dims."""
     if len(shape) != len(result):
         return False
     return all(size in (1, after) for size, after in zip(shape, result, strict=True))
@@ -327,7 +329,10 @@ def _squeeze(case: Case) -> Linked:
 def factor_groups(
     before: Sequence[int], after: Sequence[int]
 ) -> list[tuple[list[int], list[int]]]:
-    """Groups of dims of a reshape's operand, with the dims of the result they become.
+    """Groups the dims of a reshape's operand with the dims of the result they become.
+
+    Returns a pair of positions (in the operand, in the result) for each group. Dims of
+    size 1 at the end may be in no group.
 
     >>> factor_groups((2, 3, 4), (6, 2, 2))
     [([0, 1], [0]), ([2], [1, 2])]
@@ -352,10 +357,10 @@ def factor_groups(
 
 
 def _reshape(case: Case) -> Linked:
-    """Rule of a reshape: a merged dim is divided like the first dim (of size > 1) that
-    it consists of.
+    """Rule of a reshape: the first dims (of size > 1) of the operand and of the result
+    in a group of `factor_groups` are divided in the same way.
 
-    The other dims that it consists of are needed undivided.
+    The operand's other dims in the group are needed undivided.
     """
     before, after = case.shapes[0], case.results[0]
     if math.prod(before) == 0 or case.params.get("dimensions") is not None:
@@ -388,8 +393,8 @@ def _reduce(case: Case) -> Linked:
 
 
 def _along(case: Case, place: int) -> Linked:
-    """Rule of operators along the dim at `place`, which is needed undivided. Other dims
-    keep their numbers."""
+    """Rule of operators along the dim at `place`, which is needed undivided. Results
+    have the dims of the operands."""
     full = [i for i, shape in enumerate(case.shapes) if shape == case.results[0]]
     case.join_all(list(zip(*(case.operands[i] for i in full), strict=True)))
     operand = case.operands[full[0]]

@@ -3,8 +3,8 @@
 Convention. A multiplication or an addition of floating-point numbers is one operation.
 So is any other elementwise function (exp, tanh, max ...), as in XLA's and JAX's own
 counts; `PER_ELEMENT` holds the exceptions. Comparisons, selections, conversions and all
-operations on integers and booleans count 0. Matmuls of integers are an exception: they
-run on the same units and are counted.
+operations on integers and booleans count 0. Matmuls and convolutions of integers are an
+exception: they run on the same units as those of floats and are counted.
 
 A convolution counts its padding, but not the zeros between the elements of a dilated
 operand, so that both passes of a layer have equal cost. Sorting counts comparisons, and
@@ -32,7 +32,7 @@ class Shaped(Protocol):
 
 Arrays = Sequence[Shaped]
 Count = Callable[[Arrays, Arrays, Mapping[str, Any]], float]
-"""Counts operations from operands, results and the primitive's parameters."""
+"""A function from operands, results and the primitive's parameters to operations."""
 
 PER_ELEMENT: Mapping[str, float] = {
     "clamp": 2, "one_minus_square": 2,
@@ -99,7 +99,9 @@ _SCATTERS = ("scatter-add", "scatter-sub", "scatter-mul", "scatter_add", "scatte
 def count(
     primitive: str, operands: Arrays, results: Arrays, params: Mapping[str, Any]
 ) -> tuple[OperatorKind, float]:
-    """The class of a primitive, and the floating-point operations of one execution.
+    """Returns the kind of a primitive, and the operations of one execution.
+
+    A primitive without a rule is `opaque` with 0 operations.
 
     >>> import numpy as np
     >>> x, w, y = np.zeros((4, 8)), np.zeros((8, 16)), np.zeros((4, 16))
@@ -170,7 +172,7 @@ def _polynomial(operands: Arrays, results: Arrays, params: Mapping[str, Any]) ->
 
 
 def _product(operands: Arrays) -> int:
-    """Operations of one multiply-add: 2, or 8 for complex numbers."""
+    """Returns the operations of one multiply-add: 2, or 8 for complex numbers."""
     return 8 if _is_complex(operands[0]) else 2
 
 
@@ -181,7 +183,7 @@ def _dot(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
 
 
 def _ragged_dot(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
-    """Operations as of a matmul without groups: each row meets one group's matrix."""
+    """Counts as for a matmul without groups: each row is multiplied by one matrix."""
     numbers = params["ragged_dot_dimension_numbers"]
     (_, summed), (_, batch) = numbers.dot_dimension_numbers
     gone = {*summed, *batch, *numbers.rhs_group_dimensions}
@@ -231,7 +233,8 @@ def _top_k(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> floa
 
 
 def _fft(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
-    """5 n log2 n per transform (split radix: Van Loan 1992); half for real arrays."""
+    """Counts 5 n log2 n per transform of n elements (radix 2: Van Loan 1992), or half
+    if the operand or the result is real."""
     length = math.prod(params["fft_lengths"])
     rank = len(params["fft_lengths"])
     transforms = math.prod(operands[0].shape[:-rank])
@@ -240,7 +243,7 @@ def _fft(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
 
 
 def _matrix(each: Callable[[int, int], float]) -> Count:
-    """Makes a rule from a function of a matrix's longer and its shorter side.
+    """Makes a rule from `each`: operations by a matrix's longer and its shorter side.
 
     The counts are those of Golub and Van Loan (2013).
     """

@@ -1,9 +1,9 @@
-"""The graph of a training step: values, operators, loops and named dims.
+"""The graph of a training step: values, operators, loops and dims.
 
 The graph is the planner's representation of a program and contains no JAX types.
-`trace` builds it. Dims of values that must be divided in the same way share one number
-(`Dim`), found by propagation through every operator. So a sharding assigns mesh axes to
-these numbers.
+`trace` builds it. Dims that must be divided in the same way are one class (`Dim`) with
+one number. The classes are found by propagation through every operator. A sharding
+assigns mesh axes to the numbers.
 """
 
 import math
@@ -38,11 +38,12 @@ ITEM_BITS: Mapping[str, int] = {
     "complex64": 64, "complex128": 128, "key<fry>": 64, "key<rbg>": 128,
     "key<urbg>": 128, "float0": 0,
 }  # fmt: skip
-"""Bits of one element by dtype; for float8 and float4 types the name has the digits."""
+"""Bits of one element by dtype name. `item_bits` takes the bits of float8 and float4
+types from the names."""
 
 
 def item_bits(dtype: str) -> int:
-    """The number of bits of one element of a dtype, given by name.
+    """Returns the number of bits of one element of a dtype, given by name.
 
     Raises:
         ValueError: the name is unknown and contains no number; lists the known names.
@@ -63,12 +64,12 @@ def item_bits(dtype: str) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Value:
-    """An array of the program, undivided."""
+    """An array of the program: undivided, or one device's part inside a shard_map."""
 
     shape: tuple[int, ...]
     dtype: str
     dims: tuple[int, ...]
-    """For each dim of the array, the number of its `Dim`."""
+    """For each dim of the array, the index of its class in `Graph.dims`."""
 
     @property
     def size(self) -> int:
@@ -83,7 +84,7 @@ class Value:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operator:
-    """One primitive of the program."""
+    """One application of a primitive in the program."""
 
     primitive: str
     """JAX's name of the primitive."""
@@ -93,7 +94,7 @@ class Operator:
     outputs: tuple[int, ...]
     """Indices into `Graph.values` of the results."""
     flops: float
-    """Floating-point operations of one execution (multiply and add are two)."""
+    """Operations of one execution on all devices, counted as in the module `flops`."""
     special: float = 0.0
     """The part of `flops` in functions such as exp, which cost more than additions."""
     strided: float = 0.0
@@ -107,10 +108,12 @@ class Operator:
     """Executions in a step: the product of the lengths of the loops around it; 0 in
     every branch of a `cond` but the branch with the most flops."""
     summed: tuple[int, ...] = ()
-    """Dims that are summed over; dividing them among devices leaves partial results."""
+    """Dims that are summed or otherwise reduced; dividing them among devices leaves
+    partial results."""
     contracted: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-    """Positions of the contracted dims in the left and right operand of a matmul; for a
-    convolution, positions of the input channels."""
+    """Positions of the contracted dims in the left and right operand of a
+    `dot_general`; for a convolution, positions of the input channels. Empty for other
+    primitives."""
     whole: tuple[int, ...] = ()
     """Dims that this operator needs undivided (sorted along, rolled, indexed)."""
     again: bool = False
@@ -136,8 +139,8 @@ class CountedLoop:
     """Pairs: a value of the body, and the array outside of the loop that stacks the
     values of all iterations along its first dim."""
     carried: tuple[tuple[int, int, int, int], ...] = ()
-    """For each carried value its indices: before the loop, into the body, out of the
-    body, after the loop."""
+    """For each carried array, the indices of its values: before the loop, at the start
+    of the body, at the end of the body, after the loop."""
     again: bool = False
 
 
@@ -149,7 +152,8 @@ class Dim:
     """The distinct sizes of the dims, ascending. A reshape that merges or splits a dim
     gives a class several sizes: the larger dim is in the class of its first part."""
     loop: bool = False
-    """Whether a scan slices the dim, so that its parts are needed one after another."""
+    """Whether a scan slices or stacks arrays along the dim: each iteration needs
+    another part of the dim."""
 
     def divisible_by(self, parts: int) -> bool:
         """Whether every array with this dim can be divided into `parts` evenly."""
@@ -158,7 +162,7 @@ class Dim:
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """The graph of a traced step."""
+    """The graph of a traced program, such as a training step."""
 
     values: tuple[Value, ...]
     operators: tuple[Operator, ...]
@@ -172,16 +176,17 @@ class Graph:
     """Map from the path of each result's leaf to the index of its value."""
     unknown: Mapping[str, int] = field(default_factory=dict)
     """Map from a primitive of unknown cost to the bytes that it reads and writes in a
-    step. Has the primitives without a rule, and `while` if a trip count is unknown: of
-    such a loop, the bytes of one iteration count."""
+    step. Contains the primitives without a rule. Also contains `while` if a trip count
+    is unknown, with the bytes of one iteration."""
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of a step, including recomputation."""
+        """Operations of a step on all devices, including recomputation."""
         return sum(op.flops * op.trips for op in self.operators)
 
     def bytes_of(self, operator: Operator) -> int:
-        """Bytes that one execution of an operator reads and writes without fusion."""
+        """Returns the bytes that an operator without fusion reads and writes in one
+        execution."""
         num_bytes = self._num_bytes
         return sum([num_bytes[i] for i in (*operator.inputs, *operator.outputs)])
 

@@ -28,7 +28,7 @@ CALLS: Mapping[str, tuple[str, ...]] = {
     "while": ("cond_jaxpr", "body_jaxpr"),
     "cond": ("branches",),
 }
-"""Primitives that only call other programs, with the parameters that hold these."""
+"""Map from each primitive that only calls programs to the parameters with programs."""
 
 _PLAIN = frozenset({"jit", "pjit", "closed_call", "call", "eval_jaxpr"})
 """Calls that are equivalent to their inlined bodies."""
@@ -47,7 +47,7 @@ def bodies(eqn: JaxprEqn) -> Iterator[Jaxpr]:
 
 
 def with_bodies(eqn: JaxprEqn, change: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
-    """Applies `change` to each program of a call, in the order of `bodies`.
+    """Returns a copy of a call with `change` applied to each of its `bodies`.
 
     Args:
         eqn: an equation; an equation that is not a call is returned unchanged.
@@ -81,9 +81,9 @@ def operators(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 
 
 def uncut(jaxpr: Jaxpr, start: int = 0) -> Iterator[tuple[int, int]]:
-    """Ranges of operators that stay together when a program is cut into parts.
+    """Yields the ranges of operators that a cut of the program must not separate.
 
-    Yields a range [start, stop) of operator numbers for each call that is not
+    There is a range [start, stop) of operator numbers for each call that is not
     equivalent to its inlined body: a loop, a `cond` with all branches, a rematerialized
     part, a function with a custom derivative, and others. Calls inside of these have no
     range of their own.

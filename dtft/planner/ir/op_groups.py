@@ -1,7 +1,7 @@
 """Groups operators of equal cost, so that costs are computed once for each group.
 
-Includes memory traffic that no equation shows: copies of loops into and out of stacked
-arrays, and elements that are read with a stride because of a transpose.
+The groups include memory traffic that no equation shows: copies that loops make into
+and out of stacked arrays, and reads with a stride because of a transpose.
 """
 
 from collections import Counter, defaultdict
@@ -13,7 +13,7 @@ from dtft.planner.ir.graph import Graph, Operator, item_bits
 
 
 def awaited(graph: Graph, waits: Mapping[int, bool]) -> frozenset[int]:
-    """Values that a marked operator reads, directly or through unmarked operators.
+    """Returns the values that marked operators read, also through unmarked operators.
 
     Args:
         graph: the program.
@@ -101,7 +101,7 @@ def loop_copies(graph: Graph, fused: Container[str]) -> Iterator[tuple[Operator,
 
 
 def _copy(first: Operator, part: int, primitive: str) -> Operator:
-    """An operator that copies a slice in the loop whose first operator is `first`."""
+    """Makes an operator that copies a slice in the loop with first operator `first`."""
     return Operator(
         primitive=primitive,
         kind="layout",
@@ -208,11 +208,11 @@ def _reading(operator: Operator, size: float, over: tuple[int, ...]) -> Operator
 def _folded(
     graph: Graph, turned: Operator, product: Operator | None
 ) -> tuple[int, ...]:
-    """The contracted dims of a product, if XLA merges the product with its transpose.
+    """Returns the contracted dims of a product that XLA merges with its transpose.
 
     XLA exchanges the operands of a product of matrices, or of stacks of matrices, if
-    the transpose swaps rows and columns and nothing else reads the product. Empty if
-    XLA does not merge both.
+    the transpose swaps rows and columns and nothing else reads the product. Returns ()
+    if XLA does not merge product and transpose.
 
     Args:
         graph: the program.
@@ -243,7 +243,7 @@ def _copies_left(graph: Graph, operator: Operator) -> bool:
 
 
 def _fused(graph: Graph, index: int, makers: Mapping[int, Operator]) -> set[int]:
-    """The arrays that the copy of a value into another order reads.
+    """Returns the arrays that XLA reads when it copies a value into another order.
 
     XLA fuses the elementwise operators that compute the value into the copy, and
     recomputes them for other readers. Expensive functions (`_KEPT`) are not fused.
@@ -268,7 +268,7 @@ def _is_fused(maker: Operator) -> bool:
 
 
 def _turns(graph: Graph, operator: Operator) -> bool:
-    """Whether a transpose changes the last dim, ignoring dims of size one."""
+    """Whether an operator is a transpose that changes the last dim of size > 1."""
     if operator.primitive != "transpose":
         return False
     before, after = (
@@ -284,8 +284,10 @@ def _turns(graph: Graph, operator: Operator) -> bool:
 def _readers(
     graph: Graph, index: int, readers: Mapping[int, list[int]]
 ) -> list[int] | None:
-    """Numbers of the elementwise operators that read a value, also through operators in
-    `_SAME`. An operator in `_SAME` without readers counts as a reader. None if no
+    """Returns the numbers of the elementwise operators that read a value, also through
+    operators in `_SAME`.
+
+    An operator in `_SAME` without readers counts as a reader. Returns None if no
     operator reads the value."""
     if not readers.get(index):
         return None
@@ -311,7 +313,7 @@ CHEAP = ("elementwise", "layout", "random")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpGroup:
-    """A group of operators of equal cost."""
+    """A group of operators of equal cost, or of cheap operators over the same dims."""
 
     operator: Operator
     """A representative of the group."""
@@ -333,7 +335,10 @@ class OpGroup:
 
 
 def region(operator: Operator) -> str:
-    """The part of the step of an operator (forward, backward, update), by name stack.
+    """Returns the part of the step that an operator is in, from its name stack.
+
+    The part is forward, backward or update. Operators outside of differentiated
+    functions are in the update.
 
     >>> from dtft.planner.ir.graph import Operator
     >>> made = Operator(primitive="mul", kind="elementwise", inputs=(), outputs=(),
@@ -349,8 +354,8 @@ def region(operator: Operator) -> str:
 def group_operators(graph: Graph, alias: Mapping[int, int]) -> tuple[OpGroup, ...]:
     """Groups the operators of a program by cost.
 
-    Groups of equal operators come first, then groups of cheap operators that are
-    merged, then groups of loop copies.
+    Returns first the groups of equal operators, then the groups of cheap operators over
+    the same dims, then the groups of loop copies.
 
     Args:
         graph: the program.
@@ -387,7 +392,7 @@ def group_operators(graph: Graph, alias: Mapping[int, int]) -> tuple[OpGroup, ..
 
 
 def _copied(graph: Graph, alias: Mapping[int, int]) -> list[OpGroup]:
-    """Groups of the copies of loops; slices with the same dims form one group."""
+    """Groups the copies that loops make; slices with the same dims form one group."""
     alike: dict[object, list[tuple[Operator, int]]] = defaultdict(list)
     for operator, passes in loop_copies(graph, CHEAP):
         alike[_key(graph, operator, alias)].append((operator, passes))
@@ -412,7 +417,7 @@ def _waits(operator: Operator) -> bool:
 def _moved(
     graph: Graph, operators: list[Operator], readers: Mapping[int, int]
 ) -> float:
-    """Total bytes that cheap operators over the same dims read and write.
+    """Returns the total bytes that cheap operators over the same dims read and write.
 
     An update is one fused loop per array, so only values that enter or leave the loop
     count. In the other regions, other operators stand in between, so the bytes of each
@@ -444,7 +449,10 @@ def _roots(dims: tuple[int, ...], alias: Mapping[int, int]) -> tuple[int, ...]:
 
 
 def _merged(graph: Graph, operators: list[Operator], total: float) -> OpGroup:
-    """A group with the largest operator, and the bytes (`total`) and flops of all."""
+    """Makes a group of the largest operator with the bytes (`total`) and flops of all.
+
+    Its `times` is `total` divided by the bytes of the largest operator.
+    """
     largest = max(operators, key=graph.bytes_of)
     own = graph.bytes_of(largest)
     flops = sum(operator.flops * operator.trips for operator in operators)

@@ -63,11 +63,11 @@ def best_cuts(inside: Sequence[float], crossing: Sequence[float]) -> tuple[int, 
 def _cheapest(
     crossing: Sequence[float], upto: Sequence[float], limit: float
 ) -> tuple[float, tuple[int, ...]] | None:
-    """The cuts with the fewest crossing bytes, for blocks of at most `limit` bytes.
+    """Finds the cuts with the fewest crossing bytes for blocks of up to `limit` bytes.
 
-    A sliding window has the possible starts of the block that ends at an operator, the
-    cheapest first, so that thousands of operators take milliseconds. Returns the
-    crossing bytes and the cuts, or None if a single operator exceeds the limit.
+    Returns the crossing bytes and the cuts, or None if a single operator exceeds the
+    limit. A sliding window holds the possible starts of the block that ends at an
+    operator, the cheapest first, so that thousands of operators take milliseconds.
     """
     num = len(upto) - 1
     costs, before = [0.0], [0]
@@ -132,12 +132,12 @@ def rematerialized(
 
     Results and gradients are equal within rounding. Parts that the user's program
     already wraps in `jax.checkpoint`, and operators with effects, are not changed. The
-    last block is wrapped only with `last`.
+    last block is wrapped only with `last`, unless it is the body of a scan.
 
     Args:
         program: a traced loss.
         policy: selects the results that a block keeps, in addition to its inputs.
-        last: whether the last block is wrapped too.
+        last: whether the last block is wrapped too, if it is not the body of a scan.
         joined: function that says whether an equation must be in one block with the
             next equation.
     """
@@ -267,7 +267,7 @@ def _block(
 def _remat_equation(
     body: Jaxpr, results: Sequence[Var], policy: Policy, *, prevent_cse: bool
 ) -> JaxprEqn:
-    """The equation that `jax.checkpoint` would create for a program."""
+    """Makes the equation that `jax.checkpoint` would create for a program."""
     wrap = jax.checkpoint(lambda x: x, policy=policy, prevent_cse=prevent_cse)
     (eqn,) = jax.make_jaxpr(wrap)(0.0).eqns
     return eqn.replace(
@@ -278,9 +278,9 @@ def _remat_equation(
 
 
 def _last_uses(jaxpr: Jaxpr) -> dict[Var, int]:
-    """The index of the last equation that reads each variable.
+    """Maps each variable to the index of the last equation that reads the variable.
 
-    Results of the program have the number of equations as index.
+    Maps the results of the program to the number of equations.
     """
     uses: dict[Var, int] = {}
     for index, eqn in enumerate(jaxpr.eqns):

@@ -83,8 +83,7 @@ def _join(
 
 _HEAVY = ("matmul", "convolution")
 _NEXT = 16
-"""Largest number of equal matmuls or convolutions in one layer, for the layer to be
-found."""
+"""Layers with more equal matmuls or convolutions than this are not found."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +141,7 @@ def find_repeats(graph: Graph) -> RepeatClasses:
 
 
 class _Signatures:
-    """Numbers operators: equal operators on arrays of equal shapes share a number."""
+    """Numbers of operators; equal operators on equal shapes have equal numbers."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -167,7 +166,7 @@ def _dims(graph: Graph, op: Operator) -> Iterator[int]:
 
 
 def _periods(kinds: np.ndarray, heavy: np.ndarray) -> list[int]:
-    """Distances between equal heavy operators, ascending."""
+    """Returns the distances between equal heavy operators, ascending."""
     found: set[int] = set()
     for kind in np.unique(kinds[heavy]):
         places = np.flatnonzero(heavy & (kinds == kind))
@@ -177,9 +176,10 @@ def _periods(kinds: np.ndarray, heavy: np.ndarray) -> list[int]:
 
 
 def _runs(kinds: np.ndarray, periods: Iterable[int]) -> list[tuple[int, int, int]]:
-    """Runs of operators equal to the run one period later: start, length, period.
+    """Finds runs in which each operator equals the operator one period later.
 
-    Runs that cover the most operators come first; ties go to the shortest period.
+    Returns start, length and period of each run. Runs that cover the most operators are
+    first; of equal ones, those with the shortest period.
     """
     found: list[tuple[int, int, int]] = []
     for period in periods:
@@ -206,7 +206,7 @@ def _chained(graph: Graph, start: int, period: int) -> bool:
 def _pairs(
     graph: Graph, start: int, length: int, period: int
 ) -> Iterator[tuple[int, int]]:
-    """Pairs of a dim and the dim at the same position one period later."""
+    """Yields pairs of a dim and the dim at the same position one period later."""
     for number in range(start, start + length):
         one, other = graph.operators[number], graph.operators[number + period]
         yield from zip(_dims(graph, one), _dims(graph, other), strict=True)
@@ -290,7 +290,8 @@ class LayerStack:
     boundary: tuple[int, ...]
     """Values that one layer passes to the next layer."""
     readers: Mapping[int, frozenset[Part]]
-    """The parts that read each argument; arguments without readers are left out."""
+    """Map from an argument's value to the parts that read it. Arguments that neither
+    the forward nor the backward pass reads are left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -361,7 +362,7 @@ def _run(graph: Graph, count: int, start: int, stop: int, period: int) -> _Layer
 
 
 def _region(graph: Graph, run: _LayerRun) -> str:
-    """The part of the step with most of a run's floating-point operations."""
+    """Returns the part of the step with most of a run's floating-point operations."""
     found: dict[str, float] = {}
     for operator in graph.operators[run.start : run.stop]:
         where = region(operator)
@@ -387,7 +388,7 @@ def _parts(
 
 
 def _boundary(graph: Graph, run: _LayerRun) -> tuple[int, ...]:
-    """The values that cross from one layer to the next.
+    """Returns the values that cross from one layer to the next.
 
     For a loop, these are the carried values that its body computes. For other layers,
     the cut with the fewest bytes is selected.

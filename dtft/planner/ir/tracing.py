@@ -1,9 +1,10 @@
 """Traces a step or loss with JAX and converts its jaxpr to a `Graph`.
 
 `trace` is the entry point. Tracing computes nothing and allocates no array, so
-arguments may be `jax.ShapeDtypeStruct`s of any size. The body of a loop is entered once
-and its trips are counted (`trips`). The count is the length of a scan. For a while loop
-it is known if the program shows the counter's start, step and bound.
+arguments may be `jax.ShapeDtypeStruct`s of any size. The body of a loop is entered
+once, and its operators are counted once for each iteration (`Operator.trips`). A scan
+has a known number of iterations. A while loop has one if the program contains the
+start, the step and the bound of a counter as literals; otherwise one iteration counts.
 """
 
 import math
@@ -62,7 +63,7 @@ class Step:
 
 
 class Drafts:
-    """Collects the values, operators, loops and dims of a graph during the walk."""
+    """The values, operators, loops and dims of a graph, collected during the walk."""
 
     def __init__(self) -> None:
         self.dims = Dims()
@@ -70,7 +71,8 @@ class Drafts:
         self.steps: list[Step] = []
         self.loops: list[CountedLoop | None] = []
         self.endless: Counter[str] = Counter()
-        """Bytes of one iteration of loops with an unknown trip count, by primitive."""
+        """Bytes that loops with an unknown trip count read and write in a step, by
+        primitive. Each of these loops counts as one iteration."""
         self._dtypes: dict[Any, str] = {}
 
     def value(self, aval: Any, dims: Numbers | None = None) -> int:
@@ -82,7 +84,7 @@ class Drafts:
         return len(self.values) - 1
 
     def held(self, known: Known) -> int:
-        """The index of an array's value; a literal becomes a new value."""
+        """Returns the index of an array's value; adds a value for a literal."""
         return self.value(known.aval) if isinstance(known, Literal) else known
 
     def copy(self, index: int) -> int:
@@ -120,14 +122,15 @@ class Drafts:
             self.dims.join(left, right)
 
     def numbers(self, known: Known) -> Numbers:
-        """The dims of an array; a literal gets new dims."""
+        """Returns the dims of an array; adds new dims for a literal."""
         if isinstance(known, Literal):
             shape: tuple[int, ...] = getattr(known.aval, "shape", ())
             return self.dims.news(shape)
         return self.values[known].dims
 
     def bytes_since(self, start: int) -> int:
-        """Bytes that operators from `start` on read and write in one execution each."""
+        """Returns the bytes that the operators from number `start` on read and write,
+        each in one execution."""
         found = 0
         for step in self.steps[start:]:
             for index in (*step.inputs, *step.outputs):
@@ -149,16 +152,17 @@ _MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "ne": "ne"}
 
 
 def while_trip_count(eqn: JaxprEqn, known: Sequence[Any]) -> int | None:
-    """The trip count of a while loop that counts from a known start to a known bound.
+    """Returns the trip count of a while loop with a known start, step and bound.
 
     Args:
         eqn: the loop.
         known: for each operand its number if the operand is a literal, else None.
 
     Returns:
-        The trip count. None if it is unknown: the condition is not a single comparison
-        of a counter with a bound, a number is known at run time only, or the counter
-        never stops the loop.
+        The trip count. None if the condition is not a single comparison (other than
+        `eq`) of a counter with a bound, if the body does not add a literal number to
+        the counter or subtract one, if start or bound is not a literal, or if the
+        counter never stops the loop.
     """
     condition, body = bodies(eqn)
     num_condition, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
@@ -184,14 +188,12 @@ def while_trip_count(eqn: JaxprEqn, known: Sequence[Any]) -> int | None:
 
 
 class _CarryPosition:
-    """A position of the loop's carry."""
-
     def __init__(self, index: int) -> None:
         self.index = index
 
 
 class _Carry:
-    """Analyses how the body of a loop updates each position of the carry."""
+    """The carry of a loop, and how the loop's body updates each position."""
 
     def __init__(
         self, body: Jaxpr, num_consts: int, init: Sequence[Any], consts: Sequence[Any]
@@ -206,11 +208,12 @@ class _Carry:
         }
 
     def constant(self, index: int) -> Any:
-        """The initial number at a position that the body does not change; else None."""
+        """Returns the initial number at a position; None if unknown or if the body
+        changes the position."""
         return self.init[index] if self.outs[index] is self.ins[index] else None
 
     def step(self, index: int) -> Any:
-        """The number added to a position in each iteration; None if unknown."""
+        """Returns the number that an iteration adds to a position; None if unknown."""
         out = self.outs[index]
         made = None if isinstance(out, Literal) else self.made.get(out)
         if made is None or made.primitive.name not in ("add", "sub"):
@@ -225,9 +228,10 @@ class _Carry:
 
 
 def _comparison(condition: Jaxpr, consts: Sequence[Any]) -> Any:
-    """Name and both sides of a condition that is a single comparison; else None.
+    """Returns the name and both sides of a condition that is a single comparison.
 
-    A side is a number, a `_CarryPosition`, or None if unknown.
+    A side is a number, a `_CarryPosition`, or None if unknown. Returns None for other
+    conditions and for `eq`.
     """
     if len(condition.eqns) != 1 or condition.eqns[0].outvars != condition.outvars:
         return None
@@ -251,10 +255,10 @@ def _comparison(condition: Jaxpr, consts: Sequence[Any]) -> Any:
 
 
 def _count(compare: str, start: Any, limit: Any, step: Any) -> int | None:
-    """Trip count of a counter that runs while `compare` holds with `limit`.
+    """Returns the trip count of a loop that runs while `counter compare limit` holds.
 
-    None if the counter never stops the loop, such as a counter that misses the limit of
-    `ne`.
+    Returns None if the counter never stops the loop, such as a counter that misses the
+    limit of `ne`.
     """
     distance, step = float(limit) - float(start), float(step)
     if compare in ("gt", "ge"):
@@ -287,13 +291,13 @@ class Frame(NamedTuple):
     """Number of devices that run the equations, each on its part (shard_map)."""
     name: str = ""
     recomputes: bool = False
-    """Whether the equations are the backward pass of a rematerialized function."""
+    """Whether the equations are in the backward pass of a rematerialized function."""
     again: bool = False
     """Whether all equations of the frame are recomputed."""
 
 
 class Walk:
-    """Walks a program and collects its graph."""
+    """A walk through a program that collects its graph."""
 
     def __init__(self) -> None:
         self.found = Drafts()
@@ -455,7 +459,8 @@ class Walk:
     ) -> list[Known]:
         """Walks a shard_map, whose arrays are one device's parts.
 
-        Dims that its specs divide get new numbers inside and outside.
+        An array that enters or leaves keeps the numbers of its dims, except the dims
+        that its spec divides: they get new numbers.
         """
         params, (body,) = eqn.params, bodies(eqn)
         manual = params.get("newly_manual_axes", params.get("manual_axes", ()))
@@ -471,8 +476,8 @@ class Walk:
         """Adds a value for each array that enters or leaves a shard_map.
 
         Args:
-            outside: the arrays on one side (on entry outside, on exit inside).
-            atoms: the variables of the same arrays on the other side.
+            outside: the arrays before they enter or leave.
+            atoms: the variables of the same arrays after they enter or leave.
             specs: the shard_map's spec of each array.
         """
         return [
@@ -484,7 +489,7 @@ class Walk:
         ]
 
     def _undivided(self, dims: Numbers, shape: Sequence[int], spec: Any) -> Numbers:
-        """Dims of a converted array, with new dims for dims that the spec divides."""
+        """Returns an array's dims, with new dims for dims that the spec divides."""
         parts = (*spec, *(None,) * (len(dims) - len(tuple(spec))))
         return tuple(
             self.found.dims.new(size) if part else number
@@ -544,7 +549,7 @@ def trace(fn: Callable[..., Any], /, *args: Any, **keywords: Any) -> Graph:
 
 
 def _paths(tree: Any) -> list[str]:
-    """The path of each leaf in tree order: its keys, joined with "/".
+    """Returns the path of each leaf in tree order: its keys, joined with "/".
 
     Raises:
         ValueError: two leaves have the same path.
@@ -603,7 +608,7 @@ def _graph(found: Drafts, inputs: dict[str, int], outputs: dict[str, int]) -> Gr
 
 
 class _Numbers:
-    """Assigns final numbers to dims, in the order of their first occurrence."""
+    """The final numbers of dims, assigned in the order of their first occurrence."""
 
     def __init__(self, dims: Dims) -> None:
         self._dims = dims

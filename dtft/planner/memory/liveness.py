@@ -20,7 +20,7 @@ ALIASES = ("reshape", "squeeze", "transpose", "copy", "optimization_barrier")
 _NEVER_SAVED = (*ALIASES, "convert_element_type", "broadcast_in_dim")
 """Operators whose result the policy of `dtft.parallel.fsdp` does not save.
 
-It saves their operand instead.
+The policy saves the operand instead.
 """
 _IN_MATMULS = ("max", "min", "neg", "convert_element_type")
 """Operators that XLA fuses into the matmul that reads their result, such as a cast."""
@@ -56,7 +56,7 @@ class InMemory:
         self._resolve()
 
     def root(self, value: int) -> frozenset[int]:
-        """The values whose buffers are read where the program reads this value.
+        """Finds the values whose buffers are read where the program reads a value.
 
         A value without a buffer is an alias, or is fused: its readers compute it again
         from these values.
@@ -64,13 +64,13 @@ class InMemory:
         return self.roots.get(value, frozenset((value,)))
 
     def all_roots(self, operator: Operator) -> frozenset[int]:
-        """The roots of all operands of an operator."""
+        """Finds the roots of all operands of an operator."""
         return frozenset(r for index in operator.inputs for r in self.root(index))
 
     def operands_like(self, index: int) -> list[int]:
-        """Operands of a value's operator with as many elements as the value.
+        """Lists operands of a value's operator with as many elements as the value.
 
-        Leaves out bool arrays (masks) and broadcasts.
+        Leaves out bool arrays (masks) and results of broadcasts.
         """
         maker, values = self.makers.get(index), self.graph.values
         return [
@@ -99,7 +99,7 @@ class InMemory:
         return kept
 
     def _read_by_matmul(self, index: int) -> int:
-        """The value that needs a buffer because a matmul reads the value `index`.
+        """Finds the value that needs a buffer because a matmul reads the value `index`.
 
         A rectifier or a cast of one array is fused into the matmul. A cast of a value
         that is computed from several arrays is fused too, but its operand has a buffer.
@@ -117,9 +117,10 @@ class InMemory:
         return before
 
     def _folded(self) -> set[int]:
-        """Values of scatters into zeros whose result is only added to another array.
+        """Finds the scatters into zeros whose result is only added to another array.
 
-        XLA scatters directly into the other array, so these values have no buffer.
+        Returns their results and the zeros. XLA scatters directly into the other array,
+        so these values have no buffer.
         """
         readers: dict[int, list[str]] = defaultdict(list)
         for operator in self.graph.operators:
@@ -135,9 +136,10 @@ class InMemory:
         return found
 
     def _saved(self) -> set[int]:
-        """Values of the forward pass outside of loops that the backward pass reads.
+        """Finds values of the forward pass outside of loops that the backward pass
+        reads.
 
-        Results of operators in `_NEVER_SAVED` are replaced by the operand.
+        The operand replaces the result of an operator in `_NEVER_SAVED`.
         """
         found: set[int] = set()
         for operator in self.graph.operators:
@@ -153,7 +155,7 @@ class InMemory:
         return found
 
     def _find_twins(self) -> dict[int, int]:
-        """Values computed from constants only, mapped to the first equal value.
+        """Maps values that are computed from constants only to the first equal value.
 
         For example, XLA computes a mask of positions once and keeps it for all layers.
         """
@@ -207,7 +209,7 @@ class InMemory:
 
 
 def laid_anew(graph: Graph, memory: InMemory, loop: CountedLoop) -> Iterator[int]:
-    """Arrays that get another layout before a loop slices them.
+    """Yields the arrays that get another layout before a loop slices them.
 
     XLA transposes such an array once for all iterations. It does so in three cases: a
     matmul of the loop reads the slice, and the matmul's batch dims are not the first
@@ -236,7 +238,7 @@ def laid_anew(graph: Graph, memory: InMemory, loop: CountedLoop) -> Iterator[int
 
 
 def _against_the_grain(graph: Graph, product: Operator) -> Iterator[int]:
-    """Operands of a matmul whose batch dims are not their first dims."""
+    """Yields the operands of a matmul in which batch dims are not the first dims."""
     made = graph.values[product.outputs[0]]
     rank = sum(len(graph.values[index].shape) for index in product.inputs[:2])
     for index, summed in zip(product.inputs, product.contracted, strict=False):
@@ -252,7 +254,7 @@ def _against_the_grain(graph: Graph, product: Operator) -> Iterator[int]:
 
 
 def _is_transposed(memory: InMemory, index: int) -> bool:
-    """Whether a transpose lies between a value and the product that computes it."""
+    """Returns whether a transpose lies between a value and the matmul that made it."""
     seen = False
     while (maker := memory.makers.get(index)) and maker.kind in CHEAP:
         seen = seen or maker.primitive == "transpose"
@@ -267,7 +269,7 @@ def _is_transposed(memory: InMemory, index: int) -> bool:
 
 
 ROW = 16384
-"""Length of the longest row for which XLA compiles a softmax to one kernel.
+"""Number of elements of the longest row for which XLA makes a softmax one kernel.
 
 In compiled steps, rows of 16384 had one kernel; rows of 32768 had several.
 """
@@ -350,7 +352,7 @@ class _Walk:
         yield from self._scope((), 0, len(self.graph.operators))
 
     def _find_last(self) -> dict[int, int]:
-        """The number of the last operator that needs each value in memory.
+        """Finds the number of the last operator that needs each value in memory.
 
         A value from outside of a loop that the loop reads lives until the loop ends.
         Operands of a backward matmul live until the next backward matmul
@@ -389,7 +391,7 @@ class _Walk:
         return maker is not None and maker.again
 
     def _next_products(self) -> dict[int, int]:
-        """Maps operators that are backward matmuls to the next matmul of the same body.
+        """Maps each backward matmul to the next backward matmul of the same loop body.
 
         Two products of one cotangent can run in either order, because XLA may swap
         them. So the operands of the first product stay alive until the second.
@@ -482,10 +484,10 @@ class _Walk:
             yield Event(value=value, kind="complete")
 
     def _takes_place(self, before: int, first: int) -> bool:
-        """Whether a value carried by a loop takes the buffer of its initial value.
+        """Returns whether a value carried by a loop takes its initial value's buffer.
 
-        It does so if the initial value has its own buffer, which is no argument's
-        buffer, and is not read after the loop's first operator (`first`).
+        It does so if the initial value (`before`) has its own buffer, which is no
+        argument's buffer, and is not read after the loop's first operator (`first`).
         """
         alone = self.memory.root(before) == frozenset((before,))
         return alone and before not in self._outer and self._last[before] <= first
@@ -493,17 +495,20 @@ class _Walk:
     def _replaced(
         self, operator: Operator, value: int, number: int
     ) -> tuple[int | None, tuple[int, ...]]:
-        """The operand whose buffer a result reuses: of equal size, at its last read.
+        """Finds the operand whose buffer a result reuses: of equal size, at its last
+        read.
 
-        Only cheap operators (`CHEAP`) and scatters reuse buffers. A cheap operator that
-        also reads a sum over the operand (softmax and its gradient) is part of one
-        kernel that processes row by row, so its result has a new buffer. This needs
-        rows of at most `ROW` elements on one device. With `keeps_all`, the backward
-        pass has no such kernels.
+        Only cheap operators (`CHEAP`) and scatters reuse buffers. A scatter reuses the
+        buffer that it scatters into.
 
-        A scatter reuses the buffer that it scatters into, and is a kernel of its own.
-        So in the gradient of a loss with respect to the logits, only the softmax is a
-        row kernel.
+        A cheap operator that also reads a sum (softmax and its gradient) is part of one
+        kernel that processes row by row, so its result has a new buffer. With
+        `keeps_all`, the backward pass has no such kernels.
+
+        The result of a scatter, a kernel of its own, is reused by scatters only. An
+        operator that reads such a result and a sum (gradient of a loss with respect to
+        the logits) reuses the buffer of another operand, if its rows have more than
+        `ROW` elements or an axis divides them.
 
         Returns:
             The operand, or None; and dims, one of which an axis must divide for the
@@ -539,7 +544,7 @@ class _Walk:
 
 
 def _forget(going: _Going, value: int) -> bool:
-    """Removes a value from the pending frees `going`; returns whether it was found."""
+    """Removes a value from the pending frees `going`; returns whether it was there."""
     for values in going.values():
         if value in values:
             values.remove(value)

@@ -75,7 +75,7 @@ class Timeline:
         return replace(self, below=self)
 
     def root(self, dim: int) -> int:
-        """The dim that represents the class of a dim."""
+        """Returns the dim that represents a dim in equal layers, or the dim itself."""
         return self.alias.get(dim, dim)
 
     @cached_property
@@ -88,7 +88,7 @@ class Timeline:
         return follow(self.scheduled, keeps_all=self.below is not None)
 
     def read_from(self, index: int) -> frozenset[int]:
-        """The values whose buffers are read where the program reads this value.
+        """Finds the values whose buffers are read where the program reads a value.
 
         A value without a buffer is an alias, or is fused: its readers compute it again
         from these values.
@@ -171,7 +171,7 @@ What = Literal["plain", "gradient", "kept", "waiting", "sums", "part"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """Arrays of one category that the same mesh axes divide, whatever the sharding."""
+    """Arrays of one category that every sharding divides by equal mesh axes."""
 
     what: What
     value: int
@@ -209,7 +209,8 @@ class ReusedBuffer:
     """An array whose buffer another value takes if an axis divides a dim in `rows`."""
 
     moment: int
-    """The moment when the other value is allocated; the array is not alive then."""
+    """The moment when the other value is allocated. If that value takes the buffer, the
+    array is not alive at this moment."""
     kind: int
     num_bytes: int
     rows: tuple[int, ...]
@@ -254,7 +255,8 @@ class LivenessTrace:
 
     @cached_property
     def gradients(self) -> tuple[tuple[int, int], ...]:
-        """Sets of gradients of equal division and bytes: one gradient, and a count."""
+        """Pairs of a gradient and the number of gradients with equal division and
+        bytes."""
         first: dict[object, int] = {}
         counts: Counter[int] = Counter()
         for index in self.timeline.gradients:
@@ -306,9 +308,9 @@ class LivenessTrace:
     def _follow_gradient(self, event: Event) -> None:
         """Follows an event of a gradient.
 
-        At ZeRO 2 and 3, a complete gradient is divided like its parameter at rest.
-        Before that it is whole, unless a loop computes it part by part. The gradient of
-        a microbatch is added to the sum when it is complete.
+        At ZeRO 2 and 3, a complete gradient is divided like its parameter between
+        steps. Before that it is whole, unless a loop computes it part by part. With
+        microbatches, a gradient is added to the sum when it is complete.
         """
         index = event.value
         part_by_part = index in self.timeline.from_loops
@@ -376,7 +378,7 @@ class LivenessTrace:
         return place
 
     def _array(self, index: int) -> int:
-        """A number that arrays share if every division divides them in the same way."""
+        """Returns a number that arrays share if every sharding divides them alike."""
         if index not in self._arrays:
             value = self._graph.values[index]
             key = value.shape, value.dtype, self._roots(value.dims)
@@ -449,7 +451,7 @@ class PeakModel:
         """Bytes before division; float [moments, totals]."""
 
     def divisors(self) -> set[Axes]:
-        """Sets of axes; the bytes depend on the product of the sizes of each set."""
+        """Lists the sets of axes whose products of sizes determine the bytes."""
         found: set[Axes] = {(ZERO_AXIS,), (MICRO,)}
         for _, axes, index in self.totals:
             found.add(axes)
@@ -466,9 +468,9 @@ class PeakModel:
         return PeakEval(self, sizes)
 
     def _columns(self) -> list[int]:
-        """For each kind of array, the column of `matrix` that counts its bytes.
+        """Finds the column of `matrix` that counts the bytes of each kind of array.
 
-        -1 for parts of arguments that microbatches do not divide.
+        The column is -1 for parts of arguments that microbatches do not divide.
         """
         found: list[int] = []
         alike: dict[object, int] = {}
@@ -502,7 +504,7 @@ class PeakModel:
                 yield self._total(("plain", sent.amount.axes, -1)), sent.amount.total
 
     def _moments(self, columns: Sequence[int], beside: Sequence[_Beside]) -> np.ndarray:
-        """Bytes of each total before division; float [moments, totals]."""
+        """Computes the bytes of each total before division; float [moments, totals]."""
         into = np.zeros((len(columns), len(self.totals)))
         for kind, total in enumerate(columns):
             if total >= 0:
@@ -553,9 +555,9 @@ class PeakEval:
         self._places: dict[int, tuple[Spec, np.ndarray]] = {}
 
     def peak(self, zero: int) -> Peak:
-        """Bytes of activations and gradients at the moment when their sum is largest.
+        """Computes the bytes of activations and gradients when their sum is largest.
 
-        The program's arguments are not counted, except a microbatch's parts of them.
+        The program's arguments are not counted, except their parts for one microbatch.
 
         Args:
             zero: ZeRO level.
@@ -589,7 +591,8 @@ class PeakEval:
         return self._fullest(self._shares_divided(_OF_GRADIENTS))
 
     def _shares_divided(self, kinds: Container[What]) -> np.ndarray:
-        """As `_shares`, with totals of the given categories divided as at rest."""
+        """Computes `_shares` with totals of the given categories divided further, like
+        their parameters between steps."""
         shares, fsdp = self._shares.copy(), np.asarray(self._sizes[ZERO_AXIS])
         for (kind, _, index), row in self._moments.totals.items():
             if index >= 0 and kind in kinds:
@@ -645,7 +648,7 @@ class PeakEval:
         return np.where(divides > 1, total + 3 * largest / divides, 0.0)
 
     def _laid_anew(self) -> Any:
-        """Bytes of transposed copies of parameters that are gathered along later dims.
+        """Computes the bytes of transposed copies of gathered parameters.
 
         If `fsdp` divides another dim than the first, XLA keeps a copy of a device's
         part with that dim first, from the first gather to the last.
@@ -660,11 +663,11 @@ class PeakEval:
         return total
 
     def _place(self, index: int) -> tuple[Spec, np.ndarray]:
-        """The spec of a gradient in use, and the dim that `fsdp` divides at rest.
+        """Finds the spec with which a gradient is computed, and the dim by which `fsdp`
+        divides it further (ZeRO).
 
-        In use: while operators use it. At rest: while it is stored (ZeRO). The dim is
-        given by its position, as an array with one entry per mesh; -1 for a mesh where
-        `fsdp` divides no dim.
+        The dim is given by its position, as an array with one entry per mesh; -1 for a
+        mesh where `fsdp` divides no dim.
         """
         if index not in self._places:
             value, loops = self._values[index], self._trace.timeline.loop_dims

@@ -11,12 +11,13 @@ _HEAVY = ("matmul", "convolution", "scatter")
 def scheduled(graph: Graph) -> Graph:
     """Moves products that compute parameter gradients to the end of the backward pass.
 
-    These are backward products on whose results no other product depends. Their
-    all-reduces overlap with computation: XLA's scheduler delays the products, and runs
-    each beside the all-reduce of another one. In each loop body, and in the program
-    around the loops, they follow the other operators of the backward pass. The operands
-    of the products stay alive until then: in a compiled perceptron, all activations and
-    their cotangents are alive at once.
+    These are backward matmuls and convolutions on whose results no other matmul,
+    convolution or scatter depends. Their all-reduces overlap with computation: XLA's
+    scheduler delays the products, and runs each beside the all-reduce of another one.
+    In each loop body, and in the program around the loops, the products follow the
+    other operators of the backward pass. The operands of the products stay alive until
+    then: in a compiled perceptron, all activations and their cotangents are alive at
+    once.
     """
     ends = _ends(graph)
     order = list(_ordered(graph, (), 0, len(graph.operators), ends))
@@ -38,7 +39,7 @@ def scheduled(graph: Graph) -> Graph:
 
 
 def _ends(graph: Graph) -> set[int]:
-    """Numbers of backward products on whose results no other product depends."""
+    """Finds the numbers of the backward products that `scheduled` moves."""
     leads: set[int] = set()  # values that a product reads, directly or indirectly
     ends: set[int] = set()
     size = -1
@@ -71,7 +72,7 @@ def _ordered(
 ) -> Iterator[int]:
     """Yields the numbers of a body's operators in XLA's order.
 
-    An inner loop is ordered in the same way, and stays in one piece.
+    An inner loop is ordered in the same way, and its operators stay together.
     """
     units = list(_units(graph, within, start, stop))
     backward = [u for u in units if region(graph.operators[u[0]]) == "backward"]

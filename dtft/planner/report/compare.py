@@ -1,6 +1,7 @@
 """Compares two plans: decisions, seconds and bytes, and the terms that differ most.
 
-Every number is a number of one of the plans, or the difference of two such numbers.
+Every number is a number of one of the plans, or the difference or ratio of two such
+numbers.
 """
 
 import re
@@ -29,7 +30,7 @@ def diff(plan: Plan, other: Plan) -> str:
 
 
 def sections(plan: Plan, other: Plan) -> tuple[Section, ...]:
-    """All sections of a comparison."""
+    """Compares two plans in tables: decisions, shardings, time, memory, collectives."""
     return (
         decisions(plan, other),
         shardings(plan, other),
@@ -40,7 +41,7 @@ def sections(plan: Plan, other: Plan) -> tuple[Section, ...]:
 
 
 def decisions(plan: Plan, other: Plan) -> Section:
-    """Table of the mesh, knobs, entry point, cluster and model that differ."""
+    """Tabulates the mesh, knobs, entry point, cluster and model, where they differ."""
     ours, theirs = _decided(plan), _decided(other)
     rows = tuple(
         (name, ours[name], theirs[name]) for name in ours if ours[name] != theirs[name]
@@ -63,7 +64,8 @@ def _decided(plan: Plan) -> dict[str, str]:
 
 
 def shardings(plan: Plan, other: Plan) -> Section:
-    """Table of arrays with different shardings; equal arrays of layers share a row."""
+    """Tabulates the arrays with different shardings; arrays of several layers share a
+    row if both plans divide them alike."""
     found: Counter[tuple[str, str, str]] = Counter()
     for tree in _ARRAYS:
         ours, theirs = getattr(plan, tree), getattr(other, tree)
@@ -83,7 +85,7 @@ def shardings(plan: Plan, other: Plan) -> Section:
 
 
 def layered(path: str) -> str:
-    """A path in which `*` replaces numbers of layers.
+    """Replaces each part of a path that is a number, such as a layer's, by `*`.
 
     >>> layered("blocks/11/up/kernel")
     'blocks/*/up/kernel'
@@ -92,7 +94,7 @@ def layered(path: str) -> str:
 
 
 def spec_text(spec: Spec) -> str:
-    """The mesh axes that divide each dim of an array, as text.
+    """Formats the mesh axes that divide each dim of an array.
 
     >>> spec_text((("replica", "fsdp"), ()))
     '(replica x fsdp, -)'
@@ -105,7 +107,7 @@ def _spec(specs: Mapping[str, Spec], path: str) -> str:
 
 
 def terms(plan: Plan, other: Plan) -> Section:
-    """Table of both plans' seconds of a step: each term, the step, the difference."""
+    """Tabulates both plans' seconds of a step by term and in total, and differences."""
     ours, theirs = (
         {**one.prediction.terms, "step": one.prediction.step_s} for one in (plan, other)
     )
@@ -121,8 +123,8 @@ def terms(plan: Plan, other: Plan) -> Section:
 
 
 def memory(plan: Plan, other: Plan) -> Section:
-    """Table of both plans' bytes on their fullest device: each term, the total, the
-    capacity, and the difference."""
+    """Tabulates the bytes of both plans' fullest devices by term and in total, the
+    capacities, and differences."""
     ours, theirs = (
         {**one.memory, "needed": one.memory_bytes, "capacity": one.capacity_bytes}
         for one in (plan, other)
@@ -136,15 +138,16 @@ def memory(plan: Plan, other: Plan) -> Section:
 
 
 def collectives(plan: Plan, other: Plan, *, only_changed: bool = False) -> Section:
-    """Table of the bytes and seconds of a step's collectives in both plans, by kind of
-    collective and mesh axes.
+    """Tabulates the bytes of a step's collectives in both plans, and the differences in
+    bytes and seconds, for each kind of collective over the same mesh axes.
 
-    Seconds include the parts that overlap with computing.
+    Seconds include the parts that overlap with computing. The row with the most added
+    seconds is first.
 
     Args:
         plan: this plan.
         other: the other plan.
-        only_changed: whether to leave out kinds and axes with equal bytes and seconds.
+        only_changed: whether to leave out rows with equal bytes and seconds.
     """
     ours, theirs = sent(plan), sent(other)
     found = []
@@ -172,13 +175,16 @@ def collectives(plan: Plan, other: Plan, *, only_changed: bool = False) -> Secti
 
 
 def largest_collective(plan: Plan, key: Key) -> Collective | None:
-    """The collective of one kind and axes with the most bytes in a step, or None."""
+    """Finds the collective of one kind and axes with the most bytes in a step.
+
+    Returns None if the plan has no such collective.
+    """
     found = [one for one in plan.collectives if (one.kind, one.axes) == key]
     return max(found, key=lambda one: one.num_bytes * one.trips, default=None)
 
 
 def sent(plan: Plan) -> dict[Key, tuple[int, float]]:
-    """Bytes and seconds of a step's collectives, by kind of collective and axes."""
+    """Sums the bytes and seconds of a step's collectives, by kind and axes."""
     num_bytes: Counter[Key] = Counter()
     took: dict[Key, float] = defaultdict(float)
     for one in plan.collectives:
@@ -197,12 +203,12 @@ up."""
 _WHOLE = 0.995
 """Least share of the work that an axis divides to count as dividing all work."""
 _AGAINST = 0.1
-"""`slower` also names a term that changes in the other direction if its change exceeds
-this share of the difference."""
+"""`slower` also names the term that changes most in the other direction, if its change
+exceeds this share of the difference."""
 
 
 def slower(plan: Plan, other: Plan) -> str:
-    """Text on the terms that make the other plan's step longer or shorter than the
+    """Describes the terms that make the other plan's step longer or shorter than the
     plan's; '' if both steps take the same time."""
     total = other.prediction.step_s - plan.prediction.step_s
     if not total:
@@ -221,7 +227,7 @@ def slower(plan: Plan, other: Plan) -> str:
 
 
 def larger(plan: Plan, other: Plan) -> str:
-    """Text on the memory term that grows most in the other plan; '' if none grows."""
+    """Describes the memory term that grows most in the other plan; '' if none grows."""
     more = _differences(plan.memory, other.memory)
     name = max(more, key=lambda name: more[name])
     if more[name] <= 0:
@@ -244,8 +250,8 @@ def _term(name: str, more_s: float, plan: Plan, other: Plan) -> str:
 
 
 def _collectives(plan: Plan, other: Plan) -> str:
-    """Text on the kind of collective and axes whose seconds grow most, or shrink most
-    if the seconds of all collectives shrink."""
+    """Describes the kind of collective and axes whose seconds grow most; if the term
+    `collectives` does not grow, those whose seconds shrink most."""
     name = "collectives"
     grows = other.prediction.terms[name] > plan.prediction.terms[name]
     ours, theirs = sent(plan), sent(other)
@@ -291,7 +297,8 @@ def _compute(plan: Plan, other: Plan) -> str:
 
 
 def _divided(plan: Plan) -> str:
-    """The axes that divide work, with the divided share of work if below 1."""
+    """Describes the axes that divide work, with the share of an axis that divides only
+    a part of the work."""
     whole = [axis for axis, use in plan.axes.items() if use.work >= _WHOLE]
     found = [" x ".join(f"{axis}={plan.mesh[axis]}" for axis in sorted(whole))]
     found += [
@@ -332,4 +339,4 @@ _CAUSES: Mapping[str, Callable[[Plan, Plan], str]] = {
     "offload": _offload,
     "launch": _launch,
 }
-"""Map from a term to a function for a text on why the term differs."""
+"""Map from a term to a function of two plans, which describes why the term differs."""

@@ -2,7 +2,7 @@
 
 Each change doubles one figure: the bandwidth of a kind of link, the memory capacity,
 the memory bandwidth, the peak flops, or the size of the outermost level of the fabric,
-such as the number of hosts. One more change halves this size.
+such as the number of hosts. One more change halves this size, if it is above 1.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,7 +29,7 @@ class Effect:
 
 
 def effects(decision: Decision) -> tuple[Effect, ...]:
-    """Plans again for each change of the cluster."""
+    """Plans again for each change of the cluster, with the decision's pins."""
     return tuple(
         _effect(decision, change, pool)
         for change, pool in _changes(decision.cluster.uniform)
@@ -37,12 +37,12 @@ def effects(decision: Decision) -> tuple[Effect, ...]:
 
 
 def sensitivity(decision: Decision) -> str:
-    """The table of the step time and best plan for each changed cluster, as text."""
+    """Tabulates the step time and best plan for each changed cluster, as text."""
     return wording.text([sensitivity_section(decision.plan, effects(decision))])
 
 
 def sensitivity_section(plan: Plan, found: tuple[Effect, ...]) -> Section:
-    """The table of the best plan for each changed cluster, compared with this plan."""
+    """Tabulates the best plan for each changed cluster, compared with this plan."""
     columns = ("change", "step", "difference", "", "best plan then")
     rows = [("none", seconds(plan.prediction.step_s), "", "", _shown(plan))]
     for effect in found:
@@ -131,7 +131,7 @@ def _faster(link: Link) -> Link:
 
 
 def _double(curve: Curve) -> Curve:
-    """A curve with twice the bandwidth for all message sizes, and the same latency."""
+    """Returns a curve with twice the bandwidth for all sizes, and the same latency."""
     return replace(curve, bandwidth=2 * curve.bandwidth)
 
 

@@ -97,15 +97,15 @@ def waterfall(terms: Mapping[str, float], words: Sequence[str]) -> str:
 
 
 def _margin(labels: Iterable[str]) -> float:
-    """Left end of the bars in px, with room for the longest label."""
+    """Computes the left end of the bars in px, with room for the longest label."""
     return 16 + _LETTER * max(map(len, labels), default=0)
 
 
 def divided(spec: Spec, shape: Sequence[int], mesh: Mapping[str, int]) -> str:
     """Draws an array as a box with cuts along its last two dims.
 
-    The part of one device is filled. Other divided dims are listed as text after the
-    box.
+    The part of one device is filled. More than 16 parts of a dim are drawn without
+    cuts. Other divided dims are listed as text after the box.
 
     Args:
         spec: mesh axes that divide each dim.
@@ -130,7 +130,10 @@ def divided(spec: Spec, shape: Sequence[int], mesh: Mapping[str, int]) -> str:
 
 
 def _sides(shape: Sequence[int]) -> tuple[int, int]:
-    """Width and height of a box in px, in the ratio of two dims, limited to 3."""
+    """Computes the width and height of a box in px, in the ratio of two dims.
+
+    The longer side is at most 3 times the shorter.
+    """
     rows, columns = (max(1, size) for size in shape)
     ratio = min(3.0, max(1 / 3, columns / rows))
     return round(40 * math.sqrt(ratio)), round(40 / math.sqrt(ratio))
@@ -185,8 +188,8 @@ def report_html(
     Args:
         plan: the plan to report.
         decision: the decision that selected the plan. Without a decision (a plan from a
-            file), the report lacks the terms of alternatives, the shapes of arrays, the
-            costs of pins and the lints.
+            file), the report lacks the memory terms of alternatives, the shapes of
+            arrays, the costs of pins and the lints.
         checked: further sections, such as the compiler's check of the plan.
     """
     title = f"Plan for {plan.cluster}"
@@ -212,7 +215,7 @@ def report_html(
 
 
 def report_text(sections: Iterable[Section], console: Console | None = None) -> None:
-    """Prints sections as tables on a terminal."""
+    """Prints sections on a terminal; a section without rows is printed as lines."""
     console = console or Console()
     for section in sections:
         if section.rows:
@@ -229,7 +232,7 @@ def report_text(sections: Iterable[Section], console: Console | None = None) -> 
 
 
 def lint_section(found: Sequence[Lint]) -> Section:
-    """Lints as a table."""
+    """Tabulates lints, one per row."""
     return Section(
         title="What a small change would save",
         columns=("kind", "what"),
@@ -261,10 +264,10 @@ def _label(one: Alternative) -> str:
 
 
 def _memory_of(one: Alternative, decision: Decision | None) -> Mapping[str, float]:
-    """Bytes of an alternative by term.
+    """Returns the bytes of an alternative by term.
 
-    Only the sum of the terms if there is no decision, or its search lacks the
-    alternative.
+    Returns only the sum of the terms if there is no decision, or the decision's search
+    lacks the alternative.
     """
     if decision is not None and (known := decision.found.get(one.knobs.remat)):
         space = known.priced.space
@@ -277,7 +280,7 @@ def _memory_of(one: Alternative, decision: Decision | None) -> Mapping[str, floa
 
 
 def _baselines(plan: Plan, decision: Decision | None) -> str:
-    """Table of the seconds that a step takes longer by each baseline than by the plan.
+    """Tabulates how many seconds longer each baseline's step takes than the plan's.
 
     Returns '' if the plan lists no baseline.
     """
@@ -302,7 +305,8 @@ def _baselines(plan: Plan, decision: Decision | None) -> str:
 
 
 def _arrays(plan: Plan, decision: Decision | None) -> str:
-    """Table with a picture of each array; equal arrays of layers share a row."""
+    """Renders a table with a picture of each array; equal arrays of layers share a
+    row."""
     found: dict[tuple[str, Spec, tuple[int, ...]], int] = defaultdict(int)
     shapes = _shapes(decision)
     for tree in ("state", "optimizer", "batch"):
@@ -324,7 +328,8 @@ def _arrays(plan: Plan, decision: Decision | None) -> str:
 
 
 def _shapes(decision: Decision | None) -> dict[tuple[str, str], tuple[int, ...]]:
-    """Map from the tree and path of an array in the plan to its shape."""
+    """Maps the tree and path of each array in the plan to its shape; {} without a
+    decision."""
     if decision is None:
         return {}
     question, found = decision.question, {}

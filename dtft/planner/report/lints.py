@@ -37,12 +37,13 @@ device is compared."""
 
 @dataclass(frozen=True, kw_only=True)
 class Nearby:
-    """A batch size, and the best plan for it."""
+    """A batch size, and the best plan with a mesh that divides it."""
 
     batch: int
     plan: Plan
+    """The plan; its prediction is for the workload's own batch, not for `batch`."""
     step_s: float
-    """Seconds of a step of this batch."""
+    """Seconds of a step of `batch` examples."""
 
     @property
     def sample_s(self) -> float:
@@ -51,9 +52,10 @@ class Nearby:
 
 
 def batches(decision: Decision) -> tuple[Nearby, ...]:
-    """Plans for the multiples of the device count next below and next above the batch.
+    """Finds the best plans for nearby batches that all devices divide.
 
-    Empty if the batch is a multiple of the device count, or the device count is a
+    These are the multiples of the device count next below and next above the batch.
+    Returns () if the batch is a multiple of the device count, or the device count is a
     multiple of the batch. A batch for which the pins leave no mesh is left out. Compute
     seconds are scaled with the batch; all other terms stay the same.
     """
@@ -81,12 +83,15 @@ def _at(decision: Decision, asked: int, batch: int) -> Nearby | None:
 
 
 def batch_text(decision: Decision) -> tuple[str, float]:
-    """Text on nearby batches (`batches`), and the step seconds that the best one saves.
+    """Describes nearby batches (`batches`); returns a text, and seconds of a step.
 
-    If a pin leaves no mesh that divides the batch, the seconds are those that padding
-    rows cost. If there are no nearby batches, the text is about unused devices only,
-    and the seconds are 0. The text is empty if all devices are used, none repeats the
-    work of others, and no nearby batch is faster per example.
+    The seconds are those that the best nearby batch saves, at the workload's own number
+    of examples; 0 if it saves none. The text is '' if all devices are used, none
+    repeats the work of others, and no nearby batch is faster per example.
+
+    If a pin leaves no mesh that divides the batch, the text is on padding rows, and the
+    seconds are those that the padding costs. If there are no nearby batches, the text
+    is on unused devices ('' if all are used), and the seconds are 0.
     """
     asked, there = max(1, decision.question.batch_size), decision.cluster.num_devices
     plan, rows = decision.plan, decision.candidate.batch
@@ -121,8 +126,7 @@ def batch_text(decision: Decision) -> tuple[str, float]:
 
 
 def _fewer_text(decision: Decision) -> str:
-    """Text on unused devices, for a batch that is a multiple or a divisor of the device
-    count."""
+    """Describes unused devices, where no nearby batches are compared."""
     plan, there = decision.plan, decision.cluster.num_devices
     used = math.prod(plan.mesh.values())
     return (
@@ -132,7 +136,7 @@ def _fewer_text(decision: Decision) -> str:
 
 
 def _on_all(decision: Decision) -> str:
-    """Text on the step seconds of the best searched plan that uses all devices.
+    """Describes the step seconds of the fastest searched plan that uses all devices.
 
     Returns '' if the plan uses all devices or no such plan fits.
     """
@@ -158,7 +162,7 @@ def _listed(known: tuple[Nearby, ...]) -> str:
 
 
 def alone_text(decision: Decision) -> tuple[str, float]:
-    """Text on a plan for one device, and the step seconds that it saves.
+    """Plans for one device without pins; returns a text, and the step seconds saved.
 
     Returns "" and 0.0 if this plan saves nothing or does not fit. Also returns these,
     without planning, if the decision's plan uses one device, or if launches and
@@ -185,7 +189,8 @@ LEAST = 0.005
 """Least share of a step's seconds that a matmul's size must waste to be reported."""
 _LEAST_BYTES = 2**20
 _SHARE = 0.01
-"""Least share of a tree's bytes, or of a step's flops, to be reported."""
+"""Least share to be reported: of a tree's bytes for an array, of a step's flops for a
+dim."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +202,7 @@ class Lint:
     ]
     text: str
     cost_s: float = 0.0
-    """Seconds of a step that the finding costs; 0 if unknown."""
+    """Seconds of a step that the finding costs; 0 if none or unknown."""
     num_bytes: int = 0
     """Bytes of each device that the finding costs; 0 if none."""
 
@@ -206,8 +211,8 @@ class Lint:
 
 
 def find_lints(decision: Decision) -> tuple[Lint, ...]:
-    """All findings without duplicates: repeated work first, then batches, matmul sizes,
-    indivisible dims and replicated arrays."""
+    """Lists all findings without duplicates: repeated work first, then batches, matmul
+    sizes, indivisible dims and replicated arrays."""
     found = (
         *repeated(decision.plan),
         *batch(decision),
@@ -222,8 +227,8 @@ def find_lints(decision: Decision) -> tuple[Lint, ...]:
 
 
 def products(decision: Decision) -> tuple[Lint, ...]:
-    """Findings on matmuls whose sizes are not multiples of the device's alignment or
-    tile, costliest first."""
+    """Finds matmuls whose sizes are not multiples of the device's alignment or tile,
+    costliest first."""
     lost: dict[tuple[str, str], float] = defaultdict(float)
     where: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for group, done, sizes in _works(decision):
@@ -304,10 +309,10 @@ def _times(shape: Iterable[int]) -> str:
 
 
 def indivisible(decision: Decision) -> tuple[Lint, ...]:
-    """Findings on dims of large matmuls that the axis `tensor` cannot divide.
+    """Finds dims of large matmuls and convolutions that axis `tensor` cannot divide.
 
-    If the plan's mesh has no `tensor`, its size is taken to be the smallest factor
-    above 1 of the device count.
+    If the plan's mesh has no axis `tensor`, the size of the axis is taken to be the
+    smallest factor above 1 of the device count. Returns () for one device.
     """
     parts = decision.plan.mesh.get("tensor", 1)
     if parts == 1:
@@ -322,10 +327,11 @@ def indivisible(decision: Decision) -> tuple[Lint, ...]:
 
 
 def undivided(question: Workload, parts: int) -> tuple[str, ...]:
-    """Texts on dims of large matmuls and convolutions that `parts` does not divide.
+    """Describes dims of large matmuls and convolutions that `parts` does not divide.
 
-    Each text has the reason. Dims of examples and positions are left out, because other
-    axes divide them.
+    There is one text per dim, with the reason; the dim with the most flops is first.
+    Dims of examples and positions are left out, because other axes divide them. So are
+    dims of at most `parts` elements, and dims that a loop slices.
     """
     graph, seen = question.graph, {}
     data = {*question.batch_dims, *question.sequence_dims}
@@ -348,7 +354,7 @@ def undivided(question: Workload, parts: int) -> tuple[str, ...]:
 
 
 def undivided_text(question: Workload, parts: int) -> str:
-    """Sentence on the dims of `undivided`; '' if there are none."""
+    """Describes the first four dims of `undivided`; '' if there are none."""
     found = undivided(question, parts)
     return f"tensor={parts} cannot divide {'; '.join(found[:4])}" if found else ""
 
@@ -368,9 +374,12 @@ def _smallest_factor(number: int) -> int:
 
 
 def replicated(decision: Decision) -> tuple[Lint, ...]:
-    """Findings on parameters and optimizer state that no axis divides although the mesh
-    has axes that could (`_dividing`). Arrays below `_LEAST_BYTES`, or below `_SHARE` of
-    the bytes of all parameters (or optimizer state), are left out."""
+    """Finds large parameters and optimizer state that no axis divides although the mesh
+    has axes that could (`_dividing`).
+
+    Arrays below `_LEAST_BYTES`, or below `_SHARE` of the bytes of all parameters (or of
+    all optimizer state), are left out.
+    """
     question, plan = decision.question, decision.plan
     found: dict[str, list[int]] = defaultdict(list)
     levels: dict[Role, int] = {"parameter": 3, "optimizer": 1}
@@ -390,8 +399,8 @@ def replicated(decision: Decision) -> tuple[Lint, ...]:
 
 
 def _dividing(plan: Plan, level: int) -> tuple[str, ...]:
-    """Axes of the mesh, of size above 1, that could divide an array: tensor, and fsdp
-    if the plan's ZeRO level is at least `level`."""
+    """Selects the mesh axes, of size above 1, that could divide an array: tensor, and
+    fsdp if the plan's ZeRO level is at least `level`."""
     names = ("fsdp", "tensor") if plan.knobs.zero >= level else ("tensor",)
     return tuple(axis for axis in names if plan.mesh.get(axis, 1) > 1)
 
@@ -417,15 +426,15 @@ def _collect(
 
 
 def _spec(plan: Plan, path: str) -> Spec:
-    """Spec of a leaf of the parameters or optimizer state between steps."""
+    """Returns the spec of a leaf of the parameters or optimizer state between steps."""
     tree, _, rest = path.partition("/")
     specs = plan.optimizer if tree == "optimizer" and plan.optimizer else plan.state
     return specs[rest]
 
 
 def batch(decision: Decision) -> tuple[Lint, ...]:
-    """Findings on batches that the devices do not divide, and on steps that one device
-    alone would run faster."""
+    """Finds batches that the devices do not divide, unused devices, and steps that one
+    device alone would run faster."""
     known = (batch_text(decision), alone_text(decision))
     return tuple(
         Lint(kind="batch", text=text, cost_s=cost_s) for text, cost_s in known if text
@@ -433,7 +442,7 @@ def batch(decision: Decision) -> tuple[Lint, ...]:
 
 
 def repeated(plan: Plan) -> tuple[Lint, ...]:
-    """Findings on axes that divide no array or little work: the devices of such an axis
+    """Finds axes that divide no array or little work: the devices of such an axis
     repeat the same work."""
     specs = (plan.state, plan.optimizer, plan.batch, plan.constraints)
     used = {

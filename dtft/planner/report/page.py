@@ -21,7 +21,7 @@ svg { display: block; max-width: 100% } svg text { font-size: 12px; fill: #333 }
 
 
 def page_html(title: str, parts: Iterable[str]) -> str:
-    """Renders a whole HTML page.
+    """Renders a whole HTML page, with its style inline.
 
     Args:
         title: title of the page, as plain text.
@@ -40,12 +40,12 @@ def section_html(one: Section, level: int = 2) -> str:
 
 
 def block_html(title: str, *parts: str) -> str:
-    """Joins a heading and parts of HTML."""
+    """Joins a heading (plain text) and parts that already are HTML."""
     return f"<h2>{escape(title)}</h2>{''.join(parts)}"
 
 
 def table_html(section: Section) -> str:
-    """Renders the rows and notes of a section as HTML."""
+    """Renders the rows and notes of a section as HTML, without the title."""
     notes = "".join(f"<p>{escape(note)}</p>" for note in section.notes)
     if not section.rows:
         return notes

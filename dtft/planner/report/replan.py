@@ -37,7 +37,7 @@ def pin_prices(decision: Decision) -> tuple[PinPrice, ...]:
 
 
 def pin_section(decision: Decision) -> tuple[Section, ...]:
-    """The table of what each pin costs, as the only section; empty without pins."""
+    """Tabulates what each pin costs, in a single section; () without pins."""
     prices = pin_prices(decision)
     if not prices:
         return ()
@@ -79,8 +79,10 @@ def _row(plan: Plan, price: PinPrice) -> tuple[str, ...]:
 
 
 def why_not(decision: Decision, **pins: Any) -> str:
-    """Text on the seconds of each term that other knobs would cost, or on why no plan
-    can have the knobs.
+    """Explains what other knobs would cost, or why no plan can have the knobs.
+
+    The text compares the best plan with these knobs with the decision's plan: seconds
+    by term and collectives. If the best plan does not fit, it compares bytes by term.
 
     Args:
         decision: the decision to compare with.
@@ -88,7 +90,8 @@ def why_not(decision: Decision, **pins: Any) -> str:
             decision's pin of the same name.
 
     Raises:
-        ValueError: `pins` is empty.
+        ValueError: `pins` is empty. An unknown knob raises no error: the text lists the
+            known knobs.
     """
     if not pins:
         raise ValueError(
@@ -99,7 +102,7 @@ def why_not(decision: Decision, **pins: Any) -> str:
 
 
 def sections(decision: Decision, pins: Mapping[str, Any]) -> tuple[Section, ...]:
-    """The sections of the answer of `why_not`."""
+    """Makes the sections of the text of `why_not`."""
     asked = ", ".join(f"{name}={value}" for name, value in pins.items())
     plan = decision.plan
     if all(_has(plan, name, value) for name, value in pins.items()):
@@ -119,7 +122,8 @@ def sections(decision: Decision, pins: Mapping[str, Any]) -> tuple[Section, ...]
 
 
 def _found(decision: Decision, pins: Mapping[str, Any]) -> Decision:
-    """The best plan with the pins; on fewer devices if no mesh of all devices has them.
+    """Finds the best plan with the pins, which replace the decision's pins of the same
+    names. If no mesh of all devices has the pins, meshes of fewer devices are searched.
 
     Raises:
         ValueError: no mesh has the pins, or only a mesh of fewer devices, some of
@@ -156,7 +160,8 @@ def _has(plan: Plan, name: str, value: Any) -> bool:
 
 
 def _notes(found: Decision, pins: Mapping[str, Any]) -> list[str]:
-    """Notes on unused rows and devices, and on dims that `tensor` cannot divide."""
+    """Lists notes on the batch, on devices that repeat the work of others, and on dims
+    that `tensor` cannot divide."""
     notes = [one.text for one in (*batch(found), *repeated(found.plan))]
     if found.idle:
         notes.append(

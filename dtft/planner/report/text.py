@@ -56,7 +56,7 @@ REMAT: Mapping[str, str] = {
 
 
 def knobs_in_words(knobs: Knobs) -> tuple[str, ...]:
-    """Texts on the ZeRO level, and on remat and microbatches unless at their default.
+    """Describes the ZeRO level; remat and microbatches only if not at their default.
 
     >>> knobs_in_words(Knobs(zero=1))
     ('zero=1: optimizer state is divided along fsdp',)
@@ -77,9 +77,9 @@ _LITTLE = 0.5
 
 
 def mesh_sections(plan: Plan) -> tuple[Section, ...]:
-    """Table of the fabric levels, work and arrays of each mesh axis.
+    """Tabulates the fabric levels, work and arrays of each mesh axis.
 
-    Empty for a plan without mesh axes.
+    Returns () if the plan has no `axes`.
     """
     if not plan.axes:
         return ()
@@ -105,7 +105,7 @@ def mesh_sections(plan: Plan) -> tuple[Section, ...]:
 
 
 def _sequence(plan: Plan) -> tuple[str, ...]:
-    """Note on the dims that the axis `sequence` divides; empty without this axis."""
+    """Describes the dims that the axis `sequence` divides; () without this axis."""
     if "sequence" not in plan.axes:
         return ()
     return (
@@ -115,9 +115,9 @@ def _sequence(plan: Plan) -> tuple[str, ...]:
 
 
 def lies_on(plan: Plan, axes: Sequence[str]) -> str:
-    """The levels of the fabric that axes communicate over, such as `8 by NVLink`.
+    """Describes the fabric levels that axes communicate over, such as `8 by NVLink`.
 
-    Axes with unknown levels are left out.
+    Axes that are not in `Plan.axes` are left out.
     """
     found = [
         f"{wording.number(number)} by {kind}"
@@ -129,7 +129,7 @@ def lies_on(plan: Plan, axes: Sequence[str]) -> str:
 
 
 def _arrays_divided(plan: Plan, axis: str) -> str:
-    """Numbers of arrays of each tree that an axis divides, as text."""
+    """Counts the arrays of each tree that an axis divides, as text."""
     trees: Mapping[str, Mapping[str, Spec]] = {
         "parameters" if plan.entry == "loss" else "state": plan.state,
         "optimizer": plan.optimizer,
@@ -144,8 +144,8 @@ def _arrays_divided(plan: Plan, axis: str) -> str:
 
 
 def little(plan: Plan) -> tuple[tuple[str, str], ...]:
-    """Pairs of an axis that divides less than `_LITTLE` of the work, and a text on the
-    axis."""
+    """Finds the axes that divide less than `_LITTLE` of the work; returns pairs of an
+    axis and a text on it."""
     return tuple(
         (
             axis,
@@ -160,10 +160,10 @@ def little(plan: Plan) -> tuple[tuple[str, str], ...]:
 
 
 NUM_COLLECTIVES = 12
-"""Number of collectives, those with the most bytes, that have a row each in a table."""
+"""Number of collectives that have a row each in a table: those with the most bytes."""
 NUM_ALTERNATIVES = 10
-"""Number of alternatives, the fastest, that have a row each in a table; the best form
-of each baseline has a row too."""
+"""Number of alternatives that have a row each in a table: the first of the ranking. The
+best form of each baseline has a row too."""
 _WIDTH = 24
 """Length of all bars of the table of step seconds together, in characters."""
 
@@ -174,7 +174,7 @@ def explain(plan: Plan) -> str:
 
 
 def plan_sections(plan: Plan) -> tuple[Section, ...]:
-    """The sections of an explanation, most important first."""
+    """Makes the sections of an explanation, most important first."""
     return (
         summary(plan),
         *mesh_sections(plan),
@@ -187,7 +187,7 @@ def plan_sections(plan: Plan) -> tuple[Section, ...]:
 
 
 def knobs_text(knobs: Knobs) -> str:
-    """The knobs beside the mesh, as text; rarely used knobs only if not at default.
+    """Describes microbatches, remat and zero; other knobs only if not at their default.
 
     >>> knobs_text(Knobs(microbatches=4, zero=1))
     'microbatches=4, remat=none, zero=1'
@@ -201,12 +201,12 @@ def knobs_text(knobs: Knobs) -> str:
 
 
 def name_of(alternative: Alternative) -> str:
-    """Name of the baseline that an alternative is; `-` if it is none."""
+    """Returns the name of the baseline that an alternative is; `-` if it is none."""
     return alternative.name or "-"
 
 
 def summary(plan: Plan) -> Section:
-    """Mesh, knobs, step time, memory, and source of the cost model's constants."""
+    """Describes mesh, knobs, step time, memory, and the source of cost constants."""
     found = plan.prediction
     left = plan.capacity_bytes - plan.memory_bytes
     fits = f"{size(left)} are left" if plan.fits else f"{size(-left)} too much"
@@ -230,7 +230,7 @@ def summary(plan: Plan) -> Section:
 
 
 def waterfall(plan: Plan) -> Section:
-    """Table of a step's seconds by term, with a bar for each term.
+    """Tabulates a step's seconds by term, with a bar for each term.
 
     Each bar begins where the bar above it ends.
     """
@@ -262,8 +262,8 @@ def _bar(start: float, value: float, total: float) -> str:
 
 
 def memory(plan: Plan) -> Section:
-    """Table of the bytes of the fullest device: each term, the total and the capacity,
-    with their shares of the capacity."""
+    """Tabulates the bytes of the fullest device, and their shares of the capacity: each
+    term, the total and the capacity."""
     has = plan.capacity_bytes
     terms = {**plan.memory, "needed": plan.memory_bytes, "capacity": has}
     rows = [
@@ -280,7 +280,10 @@ def memory(plan: Plan) -> Section:
 def collectives(
     found: Iterable[Collective], num_listed: int = NUM_COLLECTIVES
 ) -> Section:
-    """Table of the collectives of a step, most bytes first, with their total."""
+    """Tabulates the collectives of a step, most bytes first, with their total.
+
+    Collectives after the first `num_listed` share one row.
+    """
     ranked = sorted(found, key=lambda one: -one.num_bytes * one.trips)
     rows = [_collective(one) for one in ranked[:num_listed]]
     rest = ranked[num_listed:]
@@ -320,7 +323,7 @@ def _totals(found: Iterable[Collective]) -> tuple[str, str]:
 
 
 def bound(plan: Plan) -> Section:
-    """The lower bound of a step's seconds, and the plan's distance to the bound."""
+    """Compares the plan's seconds of a step with their lower bound."""
     if not plan.bound_s:
         return Section(title="Lower bound", notes=("none is known",))
     step_s = plan.prediction.step_s
@@ -336,8 +339,8 @@ def bound(plan: Plan) -> Section:
 
 
 def alternatives(plan: Plan) -> Section:
-    """Table of the fastest alternatives and the best form of each baseline, in the
-    order of the plan's ranking."""
+    """Tabulates the first alternatives and the best form of each baseline (`shown`), in
+    the order of the plan's ranking."""
     rows = [_alternative(plan, place, one) for place, one in shown(plan)]
     columns = ("", "mesh", "knobs", "baseline", "step", "against plan", "memory", "")
     return Section(
@@ -349,8 +352,8 @@ def alternatives(plan: Plan) -> Section:
 
 
 def shown(plan: Plan) -> list[tuple[int, Alternative]]:
-    """The first `NUM_ALTERNATIVES` alternatives and the best form of each baseline,
-    with their ranks from 1."""
+    """Selects the first `NUM_ALTERNATIVES` alternatives and the best form of each
+    baseline; returns each with its rank, from 1."""
     named = {""}
     found = []
     for place, one in enumerate(plan.alternatives, start=1):
@@ -375,8 +378,8 @@ def _alternative(plan: Plan, place: int, one: Alternative) -> tuple[str, ...]:
 
 
 def tied(plan: Plan) -> tuple[Alternative, ...]:
-    """Alternatives that fit and whose step takes no longer than the upper end of the
-    plan's prediction interval; without the plan itself."""
+    """Selects the alternatives that fit and whose step takes no longer than the upper
+    end of the plan's prediction interval; leaves out the plan itself."""
     return tuple(
         one
         for one in plan.alternatives
@@ -387,7 +390,7 @@ def tied(plan: Plan) -> tuple[Alternative, ...]:
 
 
 def tied_text(plan: Plan) -> str:
-    """Note on the number of alternatives that `tied` returns."""
+    """Writes a note on the number of alternatives that `tied` returns."""
     return (
         f"{len(tied(plan))} of {len(plan.alternatives)} alternatives (the best, and "
         f"the baselines) are tied with the plan, "

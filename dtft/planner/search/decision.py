@@ -71,7 +71,7 @@ class Remedy:
 def unfit_text(
     leanest: Plan, cluster: Cluster, pins: Mapping[str, Any], best: Best
 ) -> str:
-    """The text of the error for a model that does not fit on a cluster.
+    """Returns the text of the error for a model that does not fit on a cluster.
 
     Args:
         leanest: the leanest plan (`best_of`), which does not fit.
@@ -130,7 +130,8 @@ def remedies(cluster: Cluster, pins: Mapping[str, Any], best: Best) -> Iterator[
 def _tried(
     best: Best, cluster: Cluster, pins: Mapping[str, Any], what_if: bool
 ) -> Plan | None:
-    """The plan of `best`; None if `best` raises ValueError or its plan does not fit."""
+    """Returns the plan of `best`, or None if `best` raises ValueError or the plan does
+    not fit."""
     try:
         plan = best(cluster, pins, what_if)
     except ValueError:
@@ -157,7 +158,7 @@ def _larger(pool: Pool) -> Iterator[Pool]:
 
 
 def _tried_devices(pool: Pool) -> str:
-    """Words for an error: the larger device counts tried, or why none were tried."""
+    """Says which larger numbers of devices were tried, or why none were tried."""
     if any(_larger(pool)):
         return f"up to {MOST} times as many devices"
     return "more devices not among it, as no link joins them in the cluster's file"
@@ -166,11 +167,11 @@ def _tried_devices(pool: Pool) -> str:
 Fewer = Literal["never", "if faster", "always"]
 """When meshes of fewer devices than all are searched.
 
-* `never`: no smaller mesh is searched, because each device belongs to another process.
+* `never`: no smaller mesh is searched, as for devices that belong to several processes.
 * `if faster`: smaller meshes are searched only if the best plan fits, but some of its
   devices repeat the work of others. The best plan of this second search is selected if
-  it is faster and no device repeats work.
-* `always`: smaller meshes are searched, for pins that no mesh of all devices meets.
+  it is faster than the first plan and none of its devices repeats work.
+* `always`: smaller meshes are searched too, for pins that no mesh of all devices meets.
 
 With the other two values, meshes of fewer devices are also searched if no mesh of all
 devices divides the batch (details: `MeshRules.fewer`).
@@ -230,7 +231,8 @@ def decide(
         pins: knobs that are pinned, such as `{"tensor": 8}`.
         what_if: searches all knobs that can be priced, including knobs that this entry
             point or backend cannot run. A plan with such knobs is not `runnable`.
-        whole: uses all devices, for example because each belongs to another process.
+        whole: searches only meshes of all devices, as for devices that belong to
+            several processes.
 
     Raises:
         ValueError: the devices are not equal, JAX does not run on them, the pins cannot
@@ -303,9 +305,10 @@ def _best_of(
     batch: int,
     fewer: tuple[int, ...] | None,
 ) -> Decision:
-    """Selects the best plan; `fewer` has smaller numbers of devices to search too.
+    """Selects the best plan.
 
-    If `fewer` is None, only meshes of all devices are candidates.
+    `fewer` has smaller numbers of devices, whose meshes are searched too. If it is
+    None, only meshes of all devices are candidates.
     """
     pool = cluster.uniform
     runs_on = backend(pool)
@@ -344,7 +347,7 @@ def _with_offload(found: Mapping[Remat, RematVariant]) -> dict[Remat, RematVaria
 
 
 def next_best(decision: Decision, num: int) -> tuple[Decision, ...]:
-    """The decisions for the `num` best plans that fit, by `Priced.worth_s`."""
+    """Returns the decisions for the up to `num` best plans that fit, best first."""
     ranked = sorted(
         (*_order_of(one, at), place, number)
         for number, one in enumerate(decision.found.values())
@@ -380,15 +383,16 @@ def _worth(found: Any) -> bool:
 
 
 def _first(one: RematVariant) -> tuple[bool, bool, float]:
-    """The sort key (`_order_of`) of the best candidate of a remat policy."""
+    """Returns the sort key (`_order_of`) of the best candidate of a remat policy."""
     return _order_of(one, int(one.priced.ranking[0]))
 
 
 def _order_of(one: RematVariant, at: int) -> tuple[bool, bool, float]:
-    """Sort key of a candidate; the best candidate has the smallest key.
+    """Returns the sort key of a candidate; the best candidate has the smallest key.
 
-    Candidates that fit in memory come first, by `Priced.worth_s`. The others follow by
-    whether devices are idle (repeat the work of others), then by bytes on a device.
+    Candidates that fit in memory are first, by `Priced.worth_s`. Of the others, those
+    without idle devices (devices that repeat the work of others) are first. Both groups
+    are ordered by bytes on a device.
     """
     priced = one.priced
     if priced.fits[at]:
@@ -446,8 +450,8 @@ def _priced(
 ) -> dict[Remat, RematVariant]:
     """Prices candidates for one remat policy of `order` after another.
 
-    Ends when no further policy may help (`_worth`). Leaves out candidates if another
-    candidate has a smaller batch (less padding).
+    Ends when no further policy may help (`_worth`). Leaves out candidates with a larger
+    batch (more padding) than another candidate.
     """
     if not len(space):
         return {}

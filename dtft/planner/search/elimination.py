@@ -40,12 +40,12 @@ def elimination_order(
 ) -> list[int] | None:
     """Orders the variables for elimination so that no table exceeds its limit.
 
-    The order is greedy: the next variable adds the fewest edges when eliminated (fill).
-    Edges join variables that share a table. Equal fill above 0 goes to the smallest
-    table. Remaining ties go to the highest number. On a tree whose parents have lower
-    numbers than their children, such as a chain that is numbered from end to end, the
-    order is the reverse of the numbers. Returns None if the greedy order exceeds a
-    limit.
+    Returns None if the order exceeds a limit. The order is greedy: the next variable
+    adds the fewest edges when eliminated (fill). Edges join variables that share a
+    table. Of variables with equal fill above 0, the one with the smallest table is
+    next. Of variables that are still equal, the one with the highest number is next. On
+    a tree whose parents have lower numbers than their children, such as a chain that is
+    numbered from end to end, the order is the reverse of the numbers.
 
     Args:
         sizes: the number of values of each variable; variables with one value are
@@ -135,8 +135,8 @@ def eliminate(
 ) -> tuple[list[int], float]:
     """Finds the assignment of least cost, and its cost, by variable elimination.
 
-    The cost is +inf if every assignment is forbidden. Ties go to the assignment that is
-    lexicographically smallest in the reverse of `order`.
+    The cost is +inf if every assignment is forbidden. Of assignments of equal cost,
+    finds the one that is lexicographically smallest in the reverse of `order`.
 
     Args:
         sizes: the number of values of each variable.
@@ -220,7 +220,7 @@ def eliminate_each(
 
 
 def _lines(bucket: list[Table], variable: int, values: np.ndarray) -> np.ndarray:
-    """Costs of each value of a variable in a bucket; float [rows, values].
+    """Adds up the costs of each value of a variable in a bucket; float [rows, values].
 
     Args:
         bucket: the tables to add up.
@@ -242,8 +242,7 @@ def _squeezed(scope: tuple[int, ...], costs: np.ndarray) -> Table:
 
 
 def _added(bucket: list[Table]) -> Table:
-    """The sum of tables over all their variables; the widest table's variables come
-    first."""
+    """Adds up tables over all their variables, those of the widest table first."""
     wide = bucket[0][0]
     for scope, _ in bucket:
         if len(scope) > len(wide):
@@ -261,7 +260,8 @@ def _added(bucket: list[Table]) -> Table:
 def _aligned(
     scope: tuple[int, ...], costs: np.ndarray, wide: tuple[int, ...]
 ) -> np.ndarray:
-    """A view of a table over the variables `wide`; new variables get dims of size 1."""
+    """Returns a view of a table over the variables `wide`; variables that the table
+    lacks get dims of size 1."""
     if scope == wide:
         return costs
     if len(scope) > 1:
@@ -272,11 +272,11 @@ def _aligned(
 def _substituted(
     sizes: Sequence[int], buckets: list[list[Table]], order: Sequence[int]
 ) -> list[int]:
-    """The assignment of least cost, by back-substitution.
+    """Finds the assignment of least cost by back-substitution.
 
-    A bucket has the tables that were added up to eliminate its variable. Goes from the
-    last eliminated variable to the first, so that all other variables of a bucket
-    already have values.
+    A bucket has the tables that were added up to eliminate its variable. The variables
+    get their values in the reverse of `order`. So all other variables of a bucket have
+    values before its own variable.
     """
     index: list[Any] = [0] * len(sizes)
     for bucket, variable in zip(reversed(buckets), reversed(order), strict=True):
@@ -292,7 +292,7 @@ def _substituted(
 
 
 _SHOWN = 8
-"""The most variables that an error names; further variables are counted."""
+"""Largest number of variables that an error names; further variables are counted."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -371,17 +371,17 @@ class CostProblem:
                 )
 
     def name(self, variable: int) -> str:
-        """The name of a variable in errors."""
+        """Returns the name of a variable in errors."""
         return self.names[variable] if self.names else f"variable {variable}"
 
     def words(self, variables: Iterable[int]) -> str:
-        """The names of variables, joined; beyond `_SHOWN` names only their count."""
+        """Returns up to `_SHOWN` names of variables, and the count of the others."""
         names = [self.name(variable) for variable in variables]
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         return ", ".join(names[:_SHOWN]) + more
 
     def cost(self, values: Sequence[int]) -> float:
-        """The cost of an assignment; +inf if any factor forbids the assignment.
+        """Returns the cost of an assignment; +inf if any factor forbids the assignment.
 
         >>> pair = Factor(variables=(0, 1), costs=np.array([[1.0, 5.0], [2.0, 0.5]]))
         >>> CostProblem(sizes=(2, 2), factors=(pair,)).cost((1, 1))
@@ -395,7 +395,7 @@ class CostProblem:
         )
 
     def factors_of_variables(self) -> list[list[int]]:
-        """For each variable, the positions in `factors` of the factors over it."""
+        """Returns for each variable the positions in `factors` of its factors."""
         around: list[list[int]] = [[] for _ in self.sizes]
         for at, factor in enumerate(self.factors):
             for variable in factor.variables:

@@ -41,7 +41,7 @@ _MAX_MICROBATCHES = 64
 
 
 def backend(pool: Pool) -> Backend:
-    """The backend of JAX that runs programs on the devices of a pool.
+    """Returns the backend of JAX that runs programs on the devices of a pool.
 
     Raises:
         ValueError: JAX runs no programs on these devices.
@@ -59,7 +59,9 @@ def backend(pool: Pool) -> Backend:
 def choices_of(
     question: Workload, pool: Pool, can: Capabilities, batch: int
 ) -> Choices:
-    """The values that each knob may take for a workload, except the remat policy.
+    """Returns the values that each knob may take for a workload.
+
+    The remat policy is not included: `Choices.remat` has its default.
 
     Args:
         question: the workload of a step.
@@ -94,8 +96,8 @@ def check_offload(pins: Mapping[str, Any], can: Capabilities, pool: Pool) -> Non
     """Checks that a pinned offload can be done.
 
     Raises:
-        ValueError: offload is pinned, and the entry point cannot offload or the pool
-            has no link to the host.
+        ValueError: offload is pinned to True, and the entry point cannot offload or the
+            pool has no link to the host.
     """
     if pins.get("offload") and (not can.offload or pool.host_link is None):
         lacks = "this entry point cannot" if not can.offload else "no link to the host"
@@ -106,9 +108,9 @@ def check_offload(pins: Mapping[str, Any], can: Capabilities, pool: Pool) -> Non
 
 
 def remats(can: Capabilities, pins: Mapping[str, Any]) -> tuple[Remat, ...]:
-    """Remat policies to price, by increasing memory savings and time.
+    """Returns the remat policies to price, by increasing memory savings and time.
 
-    If `can` has the pinned policy, only that policy.
+    If `can` has the pinned policy, returns only that policy.
     """
     if pins.get("remat") in can.remat:
         return (pins["remat"],)
@@ -133,9 +135,10 @@ def enumerate_space(choices: Choices, pins: Mapping[str, Any] | None = None) -> 
     Baselines (meshes of common rules of thumb) stay even without room, unless a pin
     rules them out. Their meshes are combined with all values of the other knobs.
 
-    If no mesh of all devices divides the batch, candidates with a rounded-up batch
-    (`MeshRules.workable`) and with fewer devices (`MeshRules.fewer`) are added. Meshes
-    with the numbers of devices in `choices.fewer` are added if they divide the batch.
+    If no mesh of all devices divides the batch into two or more parts, candidates with
+    a rounded-up batch (`MeshRules.workable`) and with fewer devices (`MeshRules.fewer`)
+    are added. Meshes with the numbers of devices in `choices.fewer` are added if they
+    divide the batch.
 
     Args:
         choices: the values that each knob may take.
@@ -144,9 +147,9 @@ def enumerate_space(choices: Choices, pins: Mapping[str, Any] | None = None) -> 
             fabric, outermost first.
 
     Returns:
-        The candidates. Empty if no candidate has room, or if nothing is pinned and the
-        choices allow no candidate. `Space.reasons` has the number of candidates that
-        each rule left.
+        The candidates. Empty if there is no baseline and no candidate has room, or if
+        nothing is pinned and the choices allow no candidate. `Space.reasons` has the
+        number of candidates that each rule left.
 
     Raises:
         ValueError: the name or value of a pin is never allowed (`check_pins`), or the
@@ -313,7 +316,7 @@ def _sizes(columns: _Columns) -> np.ndarray:
 
 
 def _numbers(columns: _Columns, known: list[Baseline]) -> np.ndarray:
-    """The baseline of each candidate: a position in `BASELINES`, 0 for no baseline."""
+    """Finds each candidate's baseline: a position in `BASELINES`, 0 for no baseline."""
     sizes = _sizes(columns)
     numbers = np.zeros(len(sizes), np.int64)
     for baseline in reversed(known):  # the first match wins
@@ -405,7 +408,7 @@ def _impossible(choices: Choices, pins: Mapping[str, Any]) -> ValueError:
 
 
 def _values_near(space: Space, name: str, value: Any) -> str:
-    """Values of a knob in a space, in words; of numbers the three nearest to `value`.
+    """Lists the values of a knob in a space; of numbers the three nearest to `value`.
 
     Only candidates with the most devices count. Returns '' for the knob `order`, and
     for an empty space.
@@ -432,7 +435,7 @@ are added to the search."""
 def worthwhile(
     question: Workload, pins: Mapping[str, Any], num_devices: int, batch: int
 ) -> tuple[int, ...]:
-    """The largest device counts below `num_devices` that can divide the work evenly.
+    """Returns the largest device counts below all devices that divide the work evenly.
 
     These counts divide the product of the batch and the size of a dim of a weight.
     Returns at most `_MOST` counts.

@@ -1,4 +1,4 @@
-"""Memory of many candidates at once: arrays at rest, peak memory, offloaded state."""
+"""Memory of many candidates at once: state, batch, peak memory, offloaded state."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -44,8 +44,8 @@ from dtft.planner.spmd import (
 )
 from dtft.planner.workload import Role, Workload
 
-# State at rest. Equal arrays of equal layers are evaluated once. `spmd.zero` selects
-# the dim that `fsdp` divides, here for all sizes of axes together.
+# State between uses. Equal arrays of equal layers are evaluated once. `spmd.zero`
+# selects the dim that `fsdp` divides, here for all sizes of axes together.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +60,10 @@ class Alike:
 
 
 class Resting:
-    """Bytes of arrays at rest, and the collectives that gather them, for many points.
+    """Bytes of state and batch, and the gathers of parameters, for many points.
 
-    A point is a mesh and a number of microbatches. At rest means between uses: ZeRO may
-    divide an array further than computing does.
+    A point is a mesh and a number of microbatches. State is parameters and optimizer
+    state. Between its uses, ZeRO may divide an array further than computing does.
     """
 
     def __init__(self, prices: Prices) -> None:
@@ -100,16 +100,15 @@ class Resting:
     def num_bytes(
         self, role: Role, division: ShardingAssignment, divided: bool
     ) -> Total:
-        """Bytes on each device of all arrays of a role, for each point.
+        """Computes the bytes on each device of all arrays of a role, for each point.
 
-        A point is a mesh and a number of microbatches. For role `batch` this is the
-        whole batch, because all its microbatches are in memory from the start of a
-        step.
+        For role `batch` the bytes are of all microbatches, because all are in memory
+        from the start of a step.
 
         Args:
             role: the role of the arrays.
             division: which axes divide which dims while computing.
-            divided: whether `fsdp` divides the arrays at rest.
+            divided: whether `fsdp` divides the arrays between uses.
         """
         total = Total()
         for cases, count, each in self.each(role, division, divided):
@@ -168,7 +167,7 @@ class Resting:
     def copying_s(
         self, division: ShardingAssignment, points: np.ndarray, zero: np.ndarray
     ) -> np.ndarray:
-        """Seconds per step of copies that transpose gathered parameters, by point.
+        """Computes the seconds per step of copies that transpose gathered parameters.
 
         A compiler that keeps every array in the order of its dims copies an array that
         was gathered along its last dim (`turned_place`).
@@ -177,6 +176,9 @@ class Resting:
             division: which axes divide which dims while computing.
             points: indices of points of the columns.
             zero: ZeRO level of each point.
+
+        Returns:
+            Seconds; float [points].
         """
         found = np.zeros(len(points))
         each = self._columns.pool.device.efficiency.strided_s
@@ -187,9 +189,9 @@ class Resting:
         return found
 
     def _turned(self, division: ShardingAssignment, zero: int) -> Total:
-        """For each point, the elements of gathered parameters that are transposed.
+        """Counts by point the elements of gathered parameters that are transposed.
 
-        They are counted per step; at level 3, per microbatch.
+        Counts per microbatch at level 3, and per step at other levels.
         """
         total = Total()
         for alike, count in self.arrays["parameter"].items():
@@ -212,7 +214,7 @@ class Resting:
         count: int,
         how: Gathered,
     ) -> tuple[Cases, np.ndarray]:
-        """Seconds per step, by case, of gathering `count` equal arrays one by one.
+        """Computes the seconds per step, by case, of gathering equal arrays one by one.
 
         Args:
             alike: the arrays.
@@ -239,7 +241,7 @@ class Resting:
     def sums(
         self, division: ShardingAssignment
     ) -> tuple[list[ShardingAssignment], np.ndarray]:
-        """Finds divisions that divide gradients like parameters at rest (ZeRO 2, 3).
+        """Finds divisions that divide gradients as ZeRO level 3 divides parameters.
 
         Args:
             division: which axes divide which dims while computing.
@@ -267,7 +269,9 @@ class Resting:
     def _placed(
         self, value: Value, division: ShardingAssignment
     ) -> tuple[Cases, Axes, np.ndarray]:
-        """Axes that divide an array in use, and the dim that `fsdp` divides at rest.
+        """Finds the axes that divide an array in use, and the dim for `fsdp`.
+
+        ZeRO divides this dim by `fsdp` between uses of the array.
 
         Returns:
             The cases (points with equal sizes of the dividing axes), the axes, and for
@@ -329,7 +333,7 @@ def _away(
     division: ShardingAssignment,
     rows: np.ndarray,
 ) -> Away:
-    """Bytes and seconds of offloading for candidates that share one division.
+    """Computes bytes and seconds of offloading for candidates that share one division.
 
     Args:
         space: the candidates.
@@ -374,7 +378,7 @@ class Peaks:
         points: np.ndarray,
         zero: np.ndarray,
     ) -> dict[str, np.ndarray]:
-        """Bytes of activations and gradients on a device at the moment of peak memory.
+        """Computes the bytes of activations and gradients on a device at peak memory.
 
         Args:
             division: the division that all of these candidates share.
@@ -410,7 +414,7 @@ class Peaks:
 def _peaks(
     moments: PeakModel, columns: Columns, points: np.ndarray, zero: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of activations and of gradients at peak memory, for each of `points`."""
+    """Computes bytes of activations and of gradients at peak memory, by point."""
     alike = columns.divided(moments.divisors()).of[points]
     first, of = distinct([alike])
     sizes = {axis: column[points[first]] for axis, column in columns.sizes.items()}

@@ -36,11 +36,11 @@ class Meshes:
         return self.sizes.prod(axis=1)
 
     def where(self, mask: np.ndarray) -> "Meshes":
-        """The meshes that a mask or indices select."""
+        """Returns the meshes that a mask or indices select."""
         return Meshes(sizes=self.sizes[mask], batch=self.batch[mask])
 
     def joined(self, other: "Meshes") -> "Meshes":
-        """The meshes of both objects, sorted and without duplicates."""
+        """Returns the meshes of both objects, sorted and without duplicates."""
         rows = np.concatenate([self._rows, other._rows])
         rows = np.unique(rows, axis=0)
         return Meshes(sizes=rows[:, :-1], batch=rows[:, -1])
@@ -52,7 +52,7 @@ class Meshes:
 
 @functools.lru_cache(maxsize=4096)
 def divisors(number: int) -> tuple[int, ...]:
-    """All divisors of a positive number, ascending.
+    """Returns all divisors of a positive number, ascending.
 
     >>> divisors(12)
     (1, 2, 3, 4, 6, 12)
@@ -62,7 +62,7 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def factorisations(number: int, allowed: Sequence[Sequence[int]]) -> np.ndarray:
-    """All ways to write a number as a product with one factor from each set.
+    """Finds all ways to write a number as a product with one factor from each set.
 
     Returns:
         int64 [ways, factors], in lexicographic order.
@@ -81,9 +81,9 @@ def factorisations(number: int, allowed: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 def num_factorisations(number: int, num_factors: int) -> int:
-    """The number of ways to write a number as a product of `num_factors` factors.
+    """Counts the ways to write a number as a product of `num_factors` factors.
 
-    Products of the same factors in another order count too.
+    Each order of the same factors counts as another way.
 
     >>> num_factorisations(4096, 6), num_factorisations(12, 2)
     (6188, 6)
@@ -117,11 +117,11 @@ class MeshRules:
     """Sizes of axes that are pinned."""
 
     def allowed(self, num_devices: int) -> list[tuple[int, ...]]:
-        """The allowed sizes of each of `AXES` in a mesh of `num_devices` devices."""
+        """Returns the allowed sizes of each of `AXES` for `num_devices` devices."""
         return [self.sizes_of(axis, num_devices) for axis in AXES]
 
     def sizes_of(self, axis: str, num_devices: int) -> tuple[int, ...]:
-        """The allowed sizes of an axis in a mesh of `num_devices` devices."""
+        """Returns the allowed sizes of an axis in a mesh of `num_devices` devices."""
         sizes = (1,)
         if axis in self.divides:
             sizes = divisors(math.gcd(num_devices, *self.divides[axis]))
@@ -129,7 +129,7 @@ class MeshRules:
         return sizes if pin is None else tuple(size for size in sizes if size == pin)
 
     def slots(self, sizes: np.ndarray) -> np.ndarray:
-        """The number of parts into which each mesh divides the batch; int64 [meshes].
+        """Counts the parts into which each mesh divides the batch; int64 [meshes].
 
         Args:
             sizes: sizes of the axes; int64 [meshes, axes].
@@ -137,7 +137,10 @@ class MeshRules:
         return sizes[:, [AXES.index(axis) for axis in self.data_axes]].prod(axis=1)
 
     def all(self, num_devices: int) -> Meshes:
-        """All meshes of `num_devices` devices, with the batch rounded up for each."""
+        """Returns all meshes of `num_devices` devices that the rules allow.
+
+        The batch of each mesh is rounded up to a multiple of its `slots`.
+        """
         return self.rounded_up(factorisations(num_devices, self.allowed(num_devices)))
 
     def rounded_up(self, sizes: np.ndarray) -> Meshes:
@@ -146,12 +149,12 @@ class MeshRules:
         return Meshes(sizes=sizes, batch=-(-self.batch // slots) * slots)
 
     def exact(self, num_devices: int) -> Meshes:
-        """Meshes of `num_devices` devices that divide the batch without padding."""
+        """Returns the meshes of `num_devices` devices that divide the batch exactly."""
         meshes = self.all(num_devices)
         return meshes.where(meshes.batch == self.batch)
 
     def workable(self) -> Meshes:
-        """Meshes of all devices that divide the batch, or whose batch is rounded up.
+        """Returns meshes of all devices; each divides the batch or a rounded-up batch.
 
         Meshes whose batch is rounded up are returned only if no mesh divides the batch
         into enough parts (`_enough`), as with five devices and a prime batch. Of these,
@@ -165,15 +168,17 @@ class MeshRules:
         return meshes.where((meshes.batch == self.batch) | (slots <= self.batch))
 
     def fewer(self) -> Meshes:
-        """Meshes of as many devices as possible, but not all, that divide the batch.
+        """Returns meshes of fewer devices than all that divide the batch, if needed.
 
-        Meshes must divide the batch into two or more parts, unless one part is enough
-        (`_enough`). Empty if a mesh of all devices does so. If no number of devices
-        does so (a prime batch), the batch may stay undivided: meshes of the largest
-        power of two are then returned, if it is below the number of all devices. A
-        power of two divides dims of most models, unlike, say, five. If there are no
-        such meshes, the result has the largest possible number of devices, or is empty
-        if this number is all devices.
+        They are not needed if a mesh of all devices divides the batch into enough parts
+        (`_enough`): the result is then empty. Otherwise the result has the largest
+        number of devices with a mesh that divides the batch into enough parts.
+
+        If there is no such number (a large prime batch), the batch may stay undivided.
+        The result is then the meshes of the largest power of two, unless this is the
+        number of all devices: a power of two divides dims of most models, unlike, say,
+        five. If the rules allow no mesh of this size, the result is the meshes of the
+        largest allowed number of devices. It is empty if this number is all devices.
         """
         exact = self.exact(self.num_devices)
         if self._enough(exact):
@@ -224,12 +229,13 @@ class Baseline:
 
 
 def baselines(rules: MeshRules, host_size: int) -> list[Baseline]:
-    """Pure data parallelism, FSDP over all devices, and the Megatron rule with either.
+    """Makes the meshes of data parallelism, FSDP, and the Megatron rule with either.
 
-    The Megatron rule takes the largest allowed size of `tensor` within a host, and data
-    parallelism or FSDP over the other devices. The rule is left out if this size is
-    one. If the size of `replica` or `fsdp` does not divide the batch, the batch is
-    rounded up. If there are fewer samples than this size, a smaller size is used.
+    Data parallelism and FSDP use all devices. The Megatron rule takes the largest
+    allowed size of `tensor` within a host, and data parallelism or FSDP over the other
+    devices. The rule is left out if the size of `tensor` is one. If the size of
+    `replica` or `fsdp` does not divide the batch, the batch is rounded up. If there are
+    fewer samples than the size of `replica` or `fsdp`, a smaller size is used.
 
     Args:
         rules: the allowed sizes; baselines that contradict its pins are left out.
@@ -258,7 +264,7 @@ _PLACES = tuple((axis, at) for at, axis in enumerate(AXES))
 
 
 def _mesh(rules: MeshRules, tensor: int, axis: str) -> np.ndarray:
-    """Sizes of a mesh with `tensor` and one more axis over the remaining devices.
+    """Makes the sizes of a mesh with `tensor` and one more axis.
 
     The other axis takes as many of the remaining devices as the rules allow.
     """

@@ -2,9 +2,10 @@
 
 Used for problems whose tables would become too large for variable elimination. The
 formulation uses local marginals (Wainwright and Jordan, Foundations and Trends in
-Machine Learning 1, 2008, section 4.1): a binary for every value, a weight for every
-allowed combination of a factor's values, and weights that add up to the binaries. Its
-linear relaxation is exact on trees. HiGHS solves the program through SciPy.
+Machine Learning 1, 2008, section 4.1). It has a binary for every value, and a weight
+for every allowed combination of the values of a factor with two or more variables. The
+weights of all combinations with a value add up to the value's binary. The linear
+relaxation is exact on trees. HiGHS solves the program through SciPy.
 """
 
 import math

@@ -28,7 +28,7 @@ _ELSEWHERE: Mapping[str, str] = {
     "zero_stage": "zero", "micro_batches": "microbatches", "checkpoint": "remat",
     "accumulation": "microbatches", "gradient_accumulation": "microbatches",
 }  # fmt: skip
-"""Names of these knobs in other frameworks, each with its name in dtft."""
+"""Map from names of knobs in other frameworks to the names in dtft."""
 
 _ABSENT = {
     "stage": "; it needs layers that are alike, and what_if",
@@ -56,7 +56,7 @@ def check_pins(pins: Mapping[str, Any]) -> None:
 
 
 def did_you_mean(name: str) -> str:
-    """A suggestion of the knob that an unknown name may mean; '' if none is similar.
+    """Returns a suggestion of the knob that an unknown name means; '' if none is near.
 
     >>> did_you_mean("tp"), did_you_mean("tesnor"), did_you_mean("colour")
     (" Did you mean 'tensor'?", " Did you mean 'tensor'?", '')
@@ -67,7 +67,7 @@ def did_you_mean(name: str) -> str:
 
 
 def _allowed(name: str, value: Any) -> str:
-    """The allowed values of a knob, in words; '' if `value` is allowed."""
+    """Returns the allowed values of a knob, in words; '' if `value` is allowed."""
     if name == "remat":
         return "" if value in REMATS else ", ".join(REMATS)
     if name == "schedule":
@@ -88,7 +88,7 @@ def _allowed(name: str, value: Any) -> str:
 
 
 def why_not(choices: Choices, name: str, value: Any) -> str:
-    """The reason why a pin alone cannot be met, with numbers; '' if none is found."""
+    """Returns the reason why a pin alone cannot be met; '' if no reason is found."""
     if name in AXES:
         return _why_not_axis(choices, name, value)
     if name == "microbatches" and value > choices.max_microbatches:
@@ -116,7 +116,7 @@ def _why_not_axis(choices: Choices, axis: str, size: int) -> str:
 
 
 def nearest(values: np.ndarray, value: int) -> list[int]:
-    """The three values nearest to `value`, ascending.
+    """Returns the (up to) three values nearest to `value`, ascending.
 
     >>> nearest(np.array([1, 2, 4, 8, 16]), 6)
     [2, 4, 8]

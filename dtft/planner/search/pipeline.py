@@ -46,7 +46,7 @@ def layers_of(question: Workload, device: DeviceType) -> LayerStack | None:
 def handed_on(
     question: Workload, layers: LayerStack, division: ShardingAssignment
 ) -> tuple[CollectiveOp, ...]:
-    """The messages that a stage sends to the next stage for a microbatch.
+    """Returns the messages that a stage sends to the next stage for a microbatch.
 
     Gradients return in messages of the same sizes.
     """
@@ -81,7 +81,7 @@ class Staged:
     def terms(
         self, division: ShardingAssignment, space: Space, rows: np.ndarray, whole: Terms
     ) -> Terms:
-        """Seconds of a step by term, for candidates that share one division.
+        """Computes the seconds of a step by term, for candidates that share a division.
 
         Candidates with one stage keep the seconds of `whole`.
 
@@ -110,7 +110,7 @@ class Staged:
         }
 
     def memory(self, space: Space, rows: np.ndarray, whole: Terms) -> Terms:
-        """Bytes on each device of the stage that needs the most memory, by term.
+        """Computes for each term the bytes on a device of the stage with the most.
 
         Candidates with one stage keep the bytes of `whole`.
 
@@ -143,7 +143,7 @@ class Staged:
         }
 
     def _sent_s(self, division: ShardingAssignment) -> np.ndarray:
-        """Seconds per step of a stage's sends to other stages; float [points].
+        """Computes the seconds per step of a stage's sends; float [points].
 
         A point is a mesh and a number of microbatches. The seconds are for one chunk
         (group of layers) per stage.
@@ -158,7 +158,7 @@ class Staged:
         return total
 
     def _held(self, num: np.ndarray) -> np.ndarray:
-        """Largest share of the parameter bytes on one stage, for each number of stages.
+        """Computes the largest share of parameter bytes on one stage, for each `num`.
 
         Args:
             num: numbers of stages.

@@ -105,17 +105,17 @@ class Columns:
         return len(self.first)
 
     def parts(self, axes: Axes) -> np.ndarray:
-        """The product of the sizes of several axes (also `MICRO`); int64 [points]."""
+        """Returns the product of the sizes of several axes; int64 [points].
+
+        `MICRO` counts as an axis whose size is the number of microbatches.
+        """
         if axes not in self._parts:
             ones = np.ones(len(self), np.int64)
             self._parts[axes] = ones * parts(axes, self.sizes)
         return self._parts[axes]
 
     def lies(self, axes: Axes) -> tuple[np.ndarray, DeviceGroups]:
-        """The distinct device groups along some axes, and the group of each point.
-
-        For each level of the fabric, a device group has the number of devices that the
-        level joins, of those that communicate along these axes.
+        """Finds the distinct device groups along some axes, and each point's group.
 
         Returns:
             Indices of groups, int [points]; and the distinct groups.
@@ -211,7 +211,7 @@ class Total:
         self.tables[cases] = values if known is None else known + values
 
     def at(self, points: np.ndarray) -> np.ndarray:
-        """The sums at the given points; float [points]."""
+        """Returns the sums at the given points; float [points]."""
         found = np.zeros(len(points))
         for cases, values in self.tables.items():
             found += values[cases.of[points]]
@@ -280,7 +280,7 @@ class Message:
 
 
 class Rates:
-    """Computes and caches seconds of operators and collectives, for each point.
+    """A cache that computes the seconds of operators and collectives for each point.
 
     A point is a mesh and a number of microbatches, an entry of `columns`.
     Programs with different remat policies can share one object.
@@ -294,7 +294,7 @@ class Rates:
         self._axes_used: dict[Axes, np.ndarray] = {}
 
     def repeats(self, repeats: Repeats) -> Table:
-        """How often work with these repeats is done per step, by case of the points."""
+        """Computes how often work with these repeats is done per step, by case."""
         cases = self.columns.divided(repeats)
         times = np.ones(len(cases.first))
         for axes in repeats:
@@ -304,10 +304,10 @@ class Rates:
     def computing(
         self, graph: Graph, key: Hashable, done: OperatorWork, *, cold: bool
     ) -> Table:
-        """Seconds that each device computes an operator, by case of the points.
+        """Computes the seconds of an operator on a device, by case of the points.
 
         The seconds are of one execution. If microbatches divide the operator's work,
-        they are of one execution for each microbatch, added up.
+        they are the sum of one execution for each microbatch.
 
         Args:
             graph: the program with the operator.
@@ -334,7 +334,7 @@ class Rates:
         return self._computing[key]
 
     def sending(self, asked: Sequence[Message]) -> list[Table]:
-        """Seconds of all repeats of each collective, by case of the points."""
+        """Computes the seconds of all repeats of each collective, by case."""
         alike: dict[object, list[Message]] = defaultdict(list)
         for one in dict.fromkeys(asked):
             if one not in self._sending:
@@ -365,7 +365,7 @@ class Rates:
     def together_s(
         self, asked: Sequence[tuple[Mapping[Bundle, Total], np.ndarray]]
     ) -> list[np.ndarray]:
-        """Seconds per step of bundles that `sending` does not count.
+        """Computes the seconds per step of bundles that `sending` does not count.
 
         A bundle is a set of collectives that the compiler may combine. For a bundle
         sent as one message, the seconds are its transfer and its sync skew. For a
@@ -419,7 +419,7 @@ class Rates:
     def _joined(
         self, together: Mapping[Bundle, Total], points: np.ndarray
     ) -> list["_Joined"]:
-        """The bytes of each bundle at the given points.
+        """Computes the bytes of each bundle at the given points.
 
         If two bundles join (`Bundle.joins`) and use the same axes at a point, the first
         bundle gets the bytes of both at this point, and the second bundle gets 0.
@@ -439,7 +439,7 @@ class Rates:
         return [joined for joined, _ in found]
 
     def _used(self, names: Axes) -> np.ndarray:
-        """A bit mask of the given axes that are larger than one; int [points]."""
+        """Returns bit masks of the axes in `names` larger than one; int [points]."""
         if names not in self._axes_used:
             used = np.zeros(len(self.columns), np.int64)
             for axis in names:
@@ -459,7 +459,7 @@ class _Joined:
 
 
 def repeats_of(done: OperatorWork) -> Repeats:
-    """The axes over which work is repeated: microbatches, if they divide the work."""
+    """Returns the axes over which work is repeated: `MICRO` if it divides the work."""
     return ((MICRO,),) if MICRO in done.divided_by else ()
 
 
@@ -474,7 +474,7 @@ _KNOWN: WeakKeyDictionary[Workload, "Works"] = WeakKeyDictionary()
 
 
 def works_of(question: Workload) -> "Works":
-    """The `Works` of a workload, the same object on every call."""
+    """Returns the `Works` of a workload, the same object on every call."""
     if question not in _KNOWN:
         _KNOWN[question] = Works(question)
     return _KNOWN[question]
@@ -494,22 +494,22 @@ class Works:
         self._known: dict[GroupKey, OperatorWork] = {}
 
     def dims(self, number: int) -> tuple[int, ...]:
-        """Dims of the operator of a group; equal layers share their dims."""
+        """Returns the dims of a group's operator; equal layers share their dims."""
         return self._instances[number].dims
 
     def key(self, number: int, division: ShardingAssignment) -> GroupKey:
-        """The cache key of a group's work: equal keys mean equal work."""
+        """Returns the cache key of a group's work: equal keys mean equal work."""
         return number, self._instances[number].key(division)
 
     def pattern(self, key: GroupKey) -> tuple[Pattern, PatternKey]:
-        """A key that is equal for groups with the same pattern and the same divisions.
+        """Returns a key that groups with equal patterns and divisions share.
 
         Such groups may differ in their dims and in their numbers of operations.
         """
         return self._instances[key[0]].pattern, key[1]
 
     def at(self, key: GroupKey) -> OperatorWork:
-        """The work of one execution of a group's operator."""
+        """Returns the work of one execution of a group's operator."""
         if key not in self._known:
             self._known[key] = self._instances[key[0]].work(key[1])
         return self._known[key]
@@ -567,11 +567,11 @@ class Prices:
         self._ways: dict[Hashable, PricedOp] = {}
 
     def priced_ops(self, division: ShardingAssignment) -> list[PricedOp]:
-        """The prices of each group of operators under a division of dims by axes."""
+        """Prices each group of operators under a division of dims by axes."""
         return self.all([(n, division) for n in range(len(self.question.groups))])
 
     def all(self, asked: Sequence[tuple[int, ShardingAssignment]]) -> list[PricedOp]:
-        """The prices of groups of operators, each given by number and division."""
+        """Prices groups of operators, each given by its number and a division."""
         keys = [self.works.key(number, division) for number, division in asked]
         new = [key for key in dict.fromkeys(keys) if key not in self._ways]
         self._ways |= zip(new, self._priced(new), strict=True)
@@ -625,7 +625,7 @@ class Prices:
     def _bundled(
         self, group: OpGroup, done: OperatorWork, sent: CollectiveOp, cases: Cases
     ) -> tuple[Bundle, Table] | None:
-        """The bundle of a group's collective, and the collective's bytes in the bundle.
+        """Finds the bundle of a group's collective, and the collective's bytes in it.
 
         The bytes are counted by case, each time the bundle is sent. Returns None if the
         collective is sent alone.
@@ -641,7 +641,7 @@ class Prices:
 def bundle_of(
     platform: str, group: OpGroup, done: OperatorWork, sent: CollectiveOp
 ) -> Bundle | None:
-    """The bundle that a group's collective is sent in; None if it is sent alone."""
+    """Returns the bundle in which a group's collective is sent; None if sent alone."""
     if not group.last:
         return None
     place = group.operator.within, group.region == "update"
@@ -658,8 +658,8 @@ def _times(number: float, table: Table) -> Table:
 class Sums:
     """Totals over the operators of a program, for each point (mesh, microbatches).
 
-    `optimizer` is the seconds per step of the update's operators, `compute` of all
-    others. `starts` counts the operators launched in a step.
+    `optimizer` has the seconds per step of the update's operators, `compute` those of
+    all other operators. `starts` counts the operators launched in a step.
     """
 
     compute: Total

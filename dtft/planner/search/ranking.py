@@ -48,11 +48,11 @@ class Priced:
     capacity: int
 
     def division_of(self, at: int) -> ShardingAssignment:
-        """The division of a candidate: which axes divide which dims."""
+        """Returns the division of a candidate: which axes divide which dims."""
         return self.divisions[self.division[at]]
 
     def where(self, rows: np.ndarray) -> "Priced":
-        """The candidates that indices or a mask select."""
+        """Returns the candidates that indices or a mask select."""
 
         def some(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
             return {name: column[rows] for name, column in columns.items()}
@@ -95,9 +95,9 @@ class Priced:
     def ranking(self) -> np.ndarray:
         """Positions of the candidates, best first; int [candidates].
 
-        Candidates that fit come first, by `worth_s`. Candidates that do not fit follow
-        by their bytes, ascending, with idle candidates last. Ties go to fewer bytes,
-        then to fewer microbatches, then to the first in the space.
+        Candidates that fit are first, by `worth_s`. Candidates that do not fit follow
+        by their bytes, ascending, with idle candidates last. Equal candidates are
+        ordered by bytes, then by microbatches, then as in the space.
         """
         first = np.where(self.fits, self.worth_s, self.memory_bytes)
         keys = (

@@ -61,14 +61,15 @@ Part = tuple[ShardingAssignment, np.ndarray]
 def sending_s(
     resting: Resting, parts: Sequence[Part], sums: Sequence[Sums], zero: np.ndarray
 ) -> list[np.ndarray]:
-    """Seconds per step of collectives, before overlap with computation (`added_s`).
+    """Computes the seconds per step of collectives, before overlap with computation.
 
     Counts the collectives of operators and the all-gathers of parameters, but not the
     sends between pipeline stages. For all-gathers sent one by one ahead of computation,
     the share that computation hides (`Link.ahead`) is already left out.
+    `cost.added_s` takes the overlap into account.
 
     Args:
-        resting: prices the gathers of arrays that are divided at rest.
+        resting: prices of the gathers of parameters that ZeRO divides.
         parts: divisions with their candidates.
         sums: totals of the operators of each division.
         zero: ZeRO level of each candidate.
@@ -102,7 +103,7 @@ candidates with an axis below this share count as idle."""
 
 
 def memory_floor(question: Workload, pool: Pool) -> MemoryFloor:
-    """Bytes for a lower bound of the state's memory on a device, for any division.
+    """Returns the bytes of a workload's state and of a device, for a lower bound.
 
     Gradients count as 0 bytes.
     """
@@ -121,7 +122,7 @@ def memory_floor(question: Workload, pool: Pool) -> MemoryFloor:
 
 
 class PlanSearch:
-    """Prices the candidates of one workload on one pool."""
+    """A search that prices the candidates of one workload on one pool."""
 
     def __init__(self, question: Workload, pool: Pool, *, scatters: bool) -> None:
         """Builds the `Timeline` of the workload; `price` does the pricing.
@@ -189,10 +190,11 @@ class PlanSearch:
         return priced
 
     def with_offload(self, priced: Priced, best_s: float) -> Priced:
-        """Adds candidates whose optimizer state rests in host memory.
+        """Adds copies of candidates with their optimizer state in host memory.
 
-        Adds only candidates that could be the best: offload slows down a candidate that
-        fits without it.
+        Adds only copies that could be the best. A copy of a candidate that fits could
+        not, because offload slows the candidate down. Returns `priced` itself if there
+        is no copy to add, or no link to the host.
 
         Args:
             priced: candidates priced by this search.
@@ -212,7 +214,7 @@ class PlanSearch:
     def works(
         self, division: ShardingAssignment
     ) -> tuple[tuple[OpGroup, OperatorWork], ...]:
-        """The groups of operators, each with its work under a division."""
+        """Returns the groups of operators, each with its work under a division."""
         known = works_of(self.question)
         return tuple(
             (group, known.at(known.key(number, division)))
@@ -222,7 +224,7 @@ class PlanSearch:
     def moved(
         self, division: ShardingAssignment, mesh: Mapping[str, int], zero: int
     ) -> list[Moved]:
-        """The collectives that gather divided parameters.
+        """Returns the collectives that gather the parameters that ZeRO divides.
 
         Args:
             division: which axes divide which dims while computing.
@@ -249,13 +251,13 @@ class PlanSearch:
         mesh: Mapping[str, int],
         divides: bool,
     ) -> tuple[StateArray, ...]:
-        """The arrays of a role, each with its divisions in use and at rest.
+        """Returns the arrays of a role, with their divisions in use and between uses.
 
         Args:
             role: the role of the arrays.
             division: which axes divide which dims while computing.
             mesh: sizes of the axes.
-            divides: whether `fsdp` divides the arrays at rest.
+            divides: whether `fsdp` divides the arrays between uses.
         """
         graph, loops = self.question.graph, self.question.loop_dims
         values = {
@@ -264,7 +266,7 @@ class PlanSearch:
         return zero_leaves(values, division, mesh, divides, loops)
 
     def _base(self, space: Space) -> ShardingAssignment:
-        """Which axes divide which dims, for all axes except `tensor` and `stage`."""
+        """Decides which dims each axis divides, except `tensor` and `stage`."""
         question = self.question
         first = question.weights
         by_expert = bool((space.columns["expert"] > 1).any())
@@ -324,7 +326,7 @@ class PlanSearch:
         space: Space,
         rows: np.ndarray,
     ) -> dict[str, np.ndarray]:
-        """Bytes on a device by term, for candidates that share one division.
+        """Computes bytes on a device by term, for candidates that share one division.
 
         The terms are parameters, optimizer, batch, activations and gradients.
         """
@@ -344,9 +346,10 @@ class PlanSearch:
 
 
 def _busy(ways: Sequence[PricedOp]) -> set[str]:
-    """Axes that divide at least `NEARLY_NONE` of the operations of products.
+    """Returns the axes that divide a share of `NEARLY_NONE` or more of all products.
 
-    Products are matmuls and convolutions. If the program has none, all operators count.
+    Products are matmuls and convolutions; the share is of their operations. If the
+    program has no products, all operators count.
     """
     heavy = [way for way in ways if way.group.operator.kind in _HEAVY] or ways
     shares: dict[str, float] = {}
@@ -363,8 +366,8 @@ def _with_sums(
 ) -> list[tuple[ShardingAssignment, np.ndarray]]:
     """Splits candidates of one layout (division of dims) by how gradients are divided.
 
-    From ZeRO level 2, gradients are divided like their parameters at rest. Returns each
-    distinct division with the indices of its candidates.
+    From ZeRO level 2, gradients are divided as level 3 divides their parameters.
+    Returns each distinct division with the indices of its candidates.
     """
     divided = space.columns["zero"][rows] >= 2
     found = [(layout, rows[~divided])]

@@ -80,12 +80,13 @@ def prune(problem: CostProblem) -> Pruned:
 
 
 def _by_value(costs: np.ndarray, place: int) -> np.ndarray:
-    """Costs with a row per value of one variable, a column per other combination."""
+    """Returns costs as a matrix: a row for each value of one variable, a column for
+    each combination of the other variables' values."""
     return np.moveaxis(costs, place, 0).reshape(costs.shape[place], -1)
 
 
 def _undominated(tables: Sequence[np.ndarray], num_values: int) -> np.ndarray:
-    """The values of a variable that `prune` keeps, ascending.
+    """Returns the values of a variable that `prune` keeps, ascending.
 
     Args:
         tables: costs by factor, with one row for each value.
@@ -155,8 +156,9 @@ def solve(
         max_entries: limit of the entries of the largest table that elimination creates.
 
     Raises:
-        ValueError: every assignment is forbidden; names the variables of a minimal set
-            of factors that forbid every assignment together.
+        ValueError: every assignment is forbidden; names variables of a set of factors
+            that forbid every assignment together. The set is minimal if elimination
+            can find it within its limits.
         TimeoutError: no allowed assignment was found in the time. Cannot happen if no
             combination is forbidden.
         RuntimeError: HiGHS failed.
@@ -288,7 +290,7 @@ def _programmed(problem: CostProblem, deadline_s: float) -> Assignment:
 def _cut_short(
     problem: CostProblem, found: tuple[int, ...] | None, bound: float, deadline_s: float
 ) -> Assignment:
-    """The better of a local optimum and the assignment that HiGHS found in its time.
+    """Returns the better of a local optimum and the assignment that HiGHS found.
 
     Raises TimeoutError if neither is allowed.
     """
@@ -308,7 +310,8 @@ def _cut_short(
 def _descended(problem: CostProblem) -> tuple[int, ...]:
     """Finds a local optimum by coordinate descent.
 
-    Each variable in turn takes its cheapest value, until no variable changes.
+    Each variable in turn takes its cheapest value, until no variable changes or after
+    `_MAX_SWEEPS` sweeps.
     """
     around = problem.factors_of_variables()
     index: list[Any] = [0] * len(problem.sizes)

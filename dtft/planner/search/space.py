@@ -75,7 +75,7 @@ PLATFORMS: Mapping[str, Backend] = {
 
 
 def everything(rematerializes: bool) -> Capabilities:
-    """All knobs that can be priced, including knobs that no entry point runs.
+    """Returns all knobs that can be priced, including knobs that no entry point runs.
 
     Args:
         rematerializes: whether rematerialized programs can be traced.
@@ -92,7 +92,7 @@ def everything(rematerializes: bool) -> Capabilities:
 def unsupported(
     entry: Entry, backend: Backend, mesh: Mapping[str, int], knobs: Knobs
 ) -> tuple[str, ...]:
-    """The knobs that cannot be run, in words; empty if the plan can be run.
+    """Says which knobs of a plan cannot be run; empty if the plan can be run.
 
     >>> unsupported("step", "cpu", {"replica": 8}, Knobs(microbatches=4))
     ('microbatches=4: entry step on cpu runs microbatches=1',)
@@ -169,7 +169,7 @@ class MemoryFloor:
     """Bytes of a device that are available for this state."""
 
     def bytes_of(self, sizes: np.ndarray, zero: np.ndarray) -> np.ndarray:
-        """The least bytes on each device, if all allowed axes divide every array.
+        """Computes the least bytes on each device: all allowed axes divide each array.
 
         All axes except `replica` and `fsdp` may divide any array. `fsdp` divides the
         optimizer state from ZeRO level 1, gradients from 2 and parameters from 3.
@@ -202,8 +202,8 @@ class Choices:
     levels: tuple[int, ...] = ()
     """The number of members that each level of the fabric joins, innermost first.
 
-    The first level is a host and joins devices; the others join groups. () stands for
-    one level."""
+    The first level is a host and joins devices; the others join groups. () means one
+    level."""
     max_microbatches: int = 1
     remat: tuple[Remat, ...] = ("none",)
     zero: tuple[int, ...] = (0, 3)
@@ -304,12 +304,12 @@ class Space:
         return np.stack([self.columns[axis] for axis in AXES], axis=1)
 
     def with_remat(self, remat: Remat) -> "Space":
-        """Sets one remat policy for all candidates."""
+        """Returns these candidates with one remat policy for all."""
         numbers = np.full(len(self), REMATS.index(remat))
         return replace(self, columns={**self.columns, "remat": numbers})
 
     def with_offload(self) -> "Space":
-        """Puts the optimizer state of all candidates in host memory."""
+        """Returns these candidates with their optimizer state in host memory."""
         columns = {**self.columns, "offload": np.ones(len(self), np.int64)}
         return replace(self, columns=columns)
 
@@ -339,7 +339,7 @@ class Space:
         return replace(self, columns=columns)
 
     def joined(self, other: "Space") -> "Space":
-        """These candidates, followed by other candidates with the same orders."""
+        """Returns these candidates, followed by others that have the same `orders`."""
         columns = {
             name: np.concatenate([column, other.columns[name]])
             for name, column in self.columns.items()
@@ -347,6 +347,6 @@ class Space:
         return replace(self, columns=columns)
 
     def where(self, mask: np.ndarray) -> "Space":
-        """The candidates that a mask or indices select."""
+        """Returns the candidates that a mask or indices select."""
         columns = {name: column[mask] for name, column in self.columns.items()}
         return Space(columns=columns, orders=self.orders, reasons=self.reasons)

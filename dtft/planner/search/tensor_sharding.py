@@ -32,7 +32,10 @@ Tables = dict[tuple[int, ...], dict[tuple[int, ...], list[PricedOp]]]
 
 
 def candidates(question: Workload) -> tuple[int, ...]:
-    """Dims that an axis can usefully divide: weight dims of matmuls and convolutions.
+    """Returns the dims that an axis can usefully divide.
+
+    These are the weight dims of matmuls and convolutions, by the number that represents
+    equal dims of equal layers (`Workload.root`).
 
     Excludes dims of examples and positions, which other axes divide, and dims of loops,
     which no axis divides. Also excludes dims that only intermediate values have, such
@@ -55,7 +58,7 @@ def candidates(question: Workload) -> tuple[int, ...]:
 
 
 class Chooser:
-    """Selects the dims of a program that one axis divides, for all points at once.
+    """A selector of the dims of a program that one axis divides, for all points.
 
     A point is a mesh and a number of microbatches.
     """
@@ -108,7 +111,7 @@ class Chooser:
         return divisions, which.ravel()[alike.of]
 
     def _tables(self, free: Sequence[int]) -> Tables:
-        """The priced operators of each set of dims, by which dims are divided."""
+        """Prices the operators of each set of dims, for each choice of divided dims."""
         prices, allowed = self._prices, set(free)
         asked: list[tuple[int, ShardingAssignment]] = []
         with_dims = cache(self._with)
@@ -126,7 +129,10 @@ class Chooser:
         return found
 
     def _respects(self, tables: Tables) -> Iterable[Cases]:
-        """The partitions of every table; points with equal cases have equal costs."""
+        """Returns the partitions of every table.
+
+        Points in the same case of each partition have equal costs.
+        """
         found = {self._prices.columns.divided([(self._axis,)]): None}
         for choices in tables.values():
             for way in itertools.chain(*choices.values()):
@@ -134,14 +140,15 @@ class Chooser:
         return found
 
     def _fits(self, dim: int) -> bool:
-        """Whether the axis can divide a dim on any point, and no other axis does."""
+        """Whether the axis can divide a dim on some point, and no other axis divides
+        the dim."""
         known = self._prices.question.graph.dims[dim]
         parts = np.unique(self._prices.columns.sizes[self._axis]).tolist()
         fits = any(part > 1 and known.divisible_by(part) for part in parts)
         return fits and not self._base.of(dim)
 
     def _possible(self, dim: int, variable: int, alike: Cases) -> Factor:
-        """A factor that forbids dividing a dim on points that cannot divide its sizes.
+        """Makes a factor that forbids dividing a dim on points that cannot divide it.
 
         Points on which the axis has size one forbid the division too.
         """
@@ -160,7 +167,7 @@ class Chooser:
 def _costs(
     choices: Mapping[tuple[int, ...], list[PricedOp]], alike: Cases
 ) -> np.ndarray:
-    """Seconds of operators on the same dims; float [2, ..., 2, cases].
+    """Adds up the seconds of operators on the same dims; float [2, ..., 2, cases].
 
     There is one dim of size 2 (undivided, divided) for each dim of the operators.
     """

@@ -42,7 +42,7 @@ from dtft.planner.types import Spec
 def axes_used(
     search: PlanSearch, candidate: SearchCandidate, division: ShardingAssignment
 ) -> dict[str, AxisUse]:
-    """The fabric levels and the share of work of each mesh axis larger than one.
+    """Returns the fabric levels and the share of work of each mesh axis above size 1.
 
     Args:
         search: the search, with the program and the devices.
@@ -64,9 +64,10 @@ def axes_used(
 
 
 def work_divided(search: PlanSearch, division: ShardingAssignment) -> dict[str, float]:
-    """The share of the flops of matmuls and convolutions that each axis divides.
+    """Computes the share of the flops of matmuls and convolutions that an axis divides.
 
-    In a program without matmuls and convolutions, the share of all flops.
+    Returns the shares by axis; an axis that divides nothing is left out. In a program
+    without matmuls and convolutions, the shares are of all flops.
     """
     works = search.works(division)
     heavy = [pair for pair in works if pair[0].operator.kind in PRODUCTS] or works
@@ -100,7 +101,7 @@ class _Listed:
 def collectives(
     search: PlanSearch, candidate: SearchCandidate, division: ShardingAssignment
 ) -> tuple[Collective, ...]:
-    """The collectives of a step, in descending order of their bytes per step.
+    """Lists the collectives of a step, in descending order of their bytes per step.
 
     Equal collectives of one place in the program are merged.
 
@@ -224,7 +225,8 @@ def as_plan(
         priced: the priced candidates.
         at: the index of the candidate in `priced`.
         cluster: the cluster that the plan is for.
-        num_ranked: the number of best candidates to list as alternatives.
+        num_ranked: the number of best candidates to list as alternatives, beside the
+            baselines.
     """
     question, candidate = search.question, priced.space[at]
     division = priced.division_of(at)
@@ -266,7 +268,7 @@ def as_plan(
 def _on_host(
     optimizer: Sequence[StateArray], names: Mapping[str, str], mesh: Mapping[str, int]
 ) -> tuple[str, ...]:
-    """Paths of the optimizer leaves large enough to keep in host memory (`offload`)."""
+    """Returns the paths of optimizer leaves that are large enough for host memory."""
     return tuple(
         names[leaf.path]
         for leaf in optimizer
@@ -275,19 +277,19 @@ def _on_host(
 
 
 def real(spec: Spec, mesh: Container[str]) -> Spec:
-    """A spec without the axes that are not in a mesh: axes of size one, and `MICRO`."""
+    """Returns a spec without axes that a mesh lacks: axes of size one, and `MICRO`."""
     return tuple(tuple(axis for axis in axes if axis in mesh) for axes in spec)
 
 
 def constraints(
     graph: Graph, division: ShardingAssignment, mesh: Mapping[str, int]
 ) -> dict[int, Spec]:
-    """Specs for the results of operators, by the operator's number in the program.
+    """Returns specs for results of operators, by the operator's number in the program.
 
     Covers the first result of every operator that a compiler does not fuse (whose kind
     is not in `CHEAP`), if the result is not a scalar. At ZeRO levels 2 and 3, a
-    gradient from the backward pass of a user's step is divided like its parameter at
-    rest (`ShardingAssignment.rest`).
+    gradient from the backward pass of a user's step is divided as level 3 divides its
+    parameter (`ShardingAssignment.rest`).
     """
     found = {}
     for number, operator in enumerate(graph.operators):
@@ -304,7 +306,7 @@ def constraints(
 def _divided_further(
     value: Value, spec: Spec, division: ShardingAssignment, mesh: Mapping[str, int]
 ) -> Spec:
-    """The spec of a gradient, divided further like its parameter at rest.
+    """Divides the spec of a gradient further, as ZeRO level 3 divides its parameter.
 
     Leaves out axes that do not divide the size of their dim.
     """
@@ -334,10 +336,10 @@ def _prediction(priced: Priced, at: int, cluster: Cluster) -> Prediction:
 
 
 def _alternatives(priced: Priced, num_ranked: int) -> tuple[Alternative, ...]:
-    """The best candidates and every baseline, in the order of the ranking.
+    """Lists the best candidates and every baseline, in the order of the ranking.
 
     Leaves out candidates with idle devices unless the best candidate has idle devices,
-    because candidates with idle devices would be listed as faster than the best.
+    because candidates with idle devices could be listed as faster than the best.
     """
     ranking = priced.ranking
     shown = (priced.space.columns["baseline"] > 0)[ranking]

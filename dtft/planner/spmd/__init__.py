@@ -3,8 +3,8 @@
 * `partitioner`: work and collectives of each operator, as in XLA's SPMD partitioner.
 * `op_signature`: groups operators that differ only in their dims, so that each pattern
   is partitioned once.
-* `zero`: how parameters, gradients and optimizer state are divided at rest, and the
-  collectives that gather parameters.
+* `zero`: how parameters, gradients and optimizer state are divided between steps, and
+  the collectives that gather parameters.
 * `collective_combiner`: the collectives that XLA combines into one.
 """
 

@@ -55,18 +55,19 @@ class Bundle:
     each other."""
 
     def on(self, sizes: Sizes) -> "Bundle":
-        """The bundle on one mesh, without axes of size one.
+        """Returns the bundle as it is on one mesh: without axes of size one, and
+        `repeated` only with several microbatches.
 
-        Equal results mean that the collectives are combined on this mesh.
+        If two results are equal, the collectives are combined on this mesh.
         """
         axes = tuple(axis for axis in self.axes if sizes.get(axis, 1) > 1)
         repeated = self.repeated and sizes.get(MICRO, 1) > 1
         return replace(self, axes=axes, repeated=repeated)
 
     def joins(self, other: "Bundle") -> bool:
-        """Whether two bundles have equal kind, place and times.
+        """Returns whether two bundles have equal kind, place and times.
 
-        Such bundles are combined on a mesh if both communicate among the same devices.
+        Such bundles are combined on a mesh where `on` makes them equal.
         """
         alike = self.kind, self.place, self.times
         return alike == (other.kind, other.place, other.times)
@@ -75,9 +76,16 @@ class Bundle:
 def bundle(
     platform: str, sent: CollectiveOp, times: float, repeated: bool, place: Hashable
 ) -> Bundle | None:
-    """The `Bundle` of a collective; None for a kind that XLA never combines.
+    """Makes the `Bundle` of a collective; None for a kind that XLA never combines.
 
     XLA combines the collectives whose bundles are equal on a mesh (`Bundle.on`).
+
+    Args:
+        platform: the platform of the devices.
+        sent: the collective.
+        times: how often it is sent: for each microbatch if `repeated`, else in a step.
+        repeated: whether `times` counts per microbatch.
+        place: the place in the program; see `Bundle.place`.
     """
     if sent.kind not in _TOGETHER:
         return None
@@ -92,11 +100,11 @@ def bundle(
 
 
 def messages(platform: str, kind: CollectiveKind, num_bytes: Any) -> Any:
-    """The number of messages in which combined collectives are sent.
+    """Computes the number of messages in which combined collectives are sent.
 
     Args:
         platform: the platform of the devices.
-        kind: the kind of the collectives.
+        kind: the kind of the collectives; one that has a limit on the platform.
         num_bytes: bytes of all the collectives together; a number or an array.
 
     >>> messages("cuda", "all_reduce", np.array([1e6, 40e6])).tolist()

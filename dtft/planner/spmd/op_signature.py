@@ -30,7 +30,7 @@ takes its axes first; axes that divide each result further (`rest`); `spare`.
 """
 
 _KNOWN: WeakValueDictionary[Hashable, "Pattern"] = WeakValueDictionary()
-"""Patterns of the programs that are alive."""
+"""Patterns by their operator and values, while an `Instance` refers to them."""
 
 
 class Pattern:
@@ -51,7 +51,10 @@ class Pattern:
         self._known: dict[PatternKey, OperatorWork] = {}
 
     def work(self, key: PatternKey) -> OperatorWork:
-        """The work of one execution of the pattern's operator, by key of a division."""
+        """Returns the work of one execution of the pattern's operator under a division.
+
+        Equal keys give the same object.
+        """
         if key not in self._known:
             division = self._division(*key)
             self._known[key] = work_of(self._graph, self._operator, division)
@@ -97,8 +100,8 @@ class Instance:
     """Dims of each operand and result."""
 
     def key(self, division: ShardingAssignment) -> PatternKey:
-        """The cache key of the operator under a division: equal keys mean equal
-        work."""
+        """Computes the cache key of the operator under a division: equal keys mean
+        equal work."""
         axes = division.axes
         own = tuple([axes.get(dim, ()) for dim in self.dims])
         first: tuple[int | None, ...] = ()
@@ -116,7 +119,7 @@ class Instance:
         return own, division.scatters, first, further, division.spare
 
     def work(self, key: PatternKey) -> OperatorWork:
-        """The work of one execution under divisions with the given key."""
+        """Returns the work of one execution under divisions with the given key."""
         return replace(self.pattern.work(key), operator=self.operator)
 
 

@@ -39,12 +39,12 @@ class ShardedSize:
     axes: tuple[str, ...] = ()
 
     def at(self, sizes: Sizes) -> Any:
-        """The share of each device, for given sizes of the axes."""
+        """Computes the share of each device, for given sizes of the axes."""
         return self.total / parts(self.axes, sizes)
 
 
 def parts(axes: tuple[str, ...], sizes: Sizes) -> Any:
-    """The product of the sizes of several axes; axes that are missing have size one.
+    """Multiplies the sizes of several axes; axes that are missing have size one.
 
     >>> parts(("replica", "tensor"), {"replica": np.array([2, 4]), "tensor": 2})
     array([4, 8])
@@ -116,7 +116,9 @@ def product_sizes(
     outputs: Sequence[Value],
     divides: Mapping[str, tuple[str, ...]],
 ) -> tuple[ShardedSize, ...]:
-    """Rows (m), columns (n), depth (k) and batch (b) of one matmul.
+    """Computes rows (m), columns (n), depth (k) and batch (b) of one matmul.
+
+    Returns () if `divides` is empty, or the matmul has no operations.
 
     Args:
         operator: the matmul, with 2 b m n k operations.
@@ -145,7 +147,7 @@ def convolution_sides(
     root: Callable[[int], int],
     kept: Mapping[str, int | None],
 ) -> tuple[ShardedSize, ShardedSize] | None:
-    """Columns and depth of a convolution, written as a product of patches.
+    """Computes columns and depth of a convolution, written as a product of patches.
 
     The columns are the output channels of the kernel; the depth is the number of input
     channels at each position of the kernel. In the backward pass, the array in the
@@ -181,9 +183,9 @@ def convolution_sides(
 
 
 class WorkDims:
-    """The dim along which each mesh axis divides the work of one operator.
+    """The dim along which each mesh axis divides the work of one operator (`kept`).
 
-    The division gives the axes that divide each dim of the operands and results.
+    A `ShardingAssignment` gives the axes that divide the operands and results.
     """
 
     def __init__(
@@ -205,9 +207,9 @@ class WorkDims:
         return list(dict.fromkeys(a for spec in specs for axes in spec for a in axes))
 
     def _keep(self, axis: str) -> int | None:
-        """The dim along which an axis divides the work; None if it divides no work.
+        """Finds the dim along which an axis divides the work.
 
-        Without such a dim, all devices along the axis repeat the work.
+        Returns None if there is none: then all devices along the axis repeat the work.
 
         For a matmul, XLA's partitioner first takes a dim that needs no comparison of
         costs: a dim along which the axis divides both operands, or one operand and the
@@ -226,7 +228,8 @@ class WorkDims:
         return min(dims, key=lambda dim: self._price(axis, dim), default=None)
 
     def _places(self, axis: str) -> list[int]:
-        """The dims that an axis divides, one for each operand or result it divides."""
+        """Lists the dims that an axis divides: one for each operand and result that it
+        divides."""
         values = (*self.inputs, *self.outputs)
         specs = (*self.in_specs, *self.out_specs)
         found = [
@@ -236,7 +239,7 @@ class WorkDims:
         return [self.division.root(v.dims[at]) for v, at in found if at is not None]
 
     def _price(self, axis: str, dim: int) -> tuple[float, int]:
-        """Sort key of a dim along which an axis may divide the work, cheapest first.
+        """Computes the sort key of a dim along which an axis may divide the work.
 
         The key is the bytes (of whole arrays) to gather, reshard or reduce if the axis
         divides the work along this dim; then the dim.
@@ -255,7 +258,7 @@ class WorkDims:
         return price, dim
 
     def is_partial(self, dim: int) -> bool:
-        """Whether dividing the work along a dim leaves partial sums."""
+        """Returns whether dividing the work along a dim leaves partial sums."""
         if dim not in self.summed:
             return False
         if dim not in self.made:
@@ -264,7 +267,7 @@ class WorkDims:
         return self.op.kind == "matmul" and not self._free(0, dim) | self._free(1, dim)
 
     def _free(self, index: int, dim: int) -> bool:
-        """Whether a matmul's operand has `dim` uncontracted, and divided by an axis."""
+        """Returns whether a matmul's operand has `dim` uncontracted, and divided."""
         if self.op.kind != "matmul" or index > 1:
             return False
         spec, value = self.in_specs[index], self.inputs[index]
@@ -276,9 +279,9 @@ class WorkDims:
         )
 
     def fits(self, index: int, axis: str) -> bool:
-        """Whether an axis divides an operand along the same dim as the work.
+        """Returns whether an axis divides an operand along the same dim as the work.
 
-        Also true if the axis does not divide the operand.
+        Also returns True if the axis does not divide the operand.
         """
         spec, value = self.in_specs[index], self.inputs[index]
         at = position(spec, axis)
@@ -295,12 +298,12 @@ class WorkDims:
         return not (index == 1 and self._free(0, dim) and self.twice(dim))
 
     def twice(self, dim: int) -> bool:
-        """Whether a dim occurs twice in the result, as its rows and as its columns."""
+        """Returns whether a dim occurs twice in the result: as rows and as columns."""
         return [self.division.root(d) for d in self.outputs[0].dims].count(dim) > 1
 
 
 def position(spec: Spec, axis: str) -> int | None:
-    """The position of the dim that an axis divides; None for no dim."""
+    """Finds the position of the dim that an axis divides; None for no dim."""
     return next((at for at, part in enumerate(spec) if axis in part), None)
 
 
@@ -341,15 +344,15 @@ class ShardingAssignment:
     devices."""
 
     def of(self, dim: int) -> Axes:
-        """The axes that divide a dim."""
+        """Returns the axes that divide a dim; () for none."""
         return self.axes.get(self.root(dim), ())
 
     def root(self, dim: int) -> int:
-        """The dim that represents the class of a dim."""
+        """Returns the dim whose axes a dim shares (`alias`), or the dim itself."""
         return self.alias.get(dim, dim)
 
     def spec(self, value: Value) -> Spec:
-        """The spec of a value: the axes of each dim; dims of size one have no axes.
+        """Returns the spec of a value: the axes of each dim, () for dims of size one.
 
         If several dims of the value have the same axis, only the first of them is
         divided by the axis. A dim in `first` comes before all other dims.
@@ -373,21 +376,24 @@ class ShardingAssignment:
         return tuple(spec)
 
     def _early(self, value: Value) -> int | None:
-        """The position of the dim that takes its axes first; None for no such dim."""
+        """Finds the position of the dim that takes its axes first; None for none."""
         roots = [self.root(dim) for dim in value.dims]
         dim = self.first.get(frozenset(roots))
         return None if dim is None else roots.index(dim)
 
 
 def flat(spec: Sequence[Axes]) -> Axes:
-    """All axes of a spec, in the order of its dims."""
+    """Lists all axes of a spec, in the order of its dims."""
     return tuple(axis for part in spec for axis in part)
 
 
 def work_of(
     graph: Graph, operator: Operator, division: ShardingAssignment
 ) -> OperatorWork:
-    """Computes the work of each device in one execution of an operator."""
+    """Computes the work of each device in one execution of an operator.
+
+    The result has the collectives that the operator needs under this division.
+    """
     return _Placed(graph, operator, division).work()
 
 
@@ -426,7 +432,7 @@ class _Placed(WorkDims):
         )
 
     def _turned_by(self) -> Axes:
-        """Axes that leave partial sums in transposed products read by the operator."""
+        """Lists the mesh axes that divide the dims `turned_over` of the operator."""
         axes = flat([self.division.of(dim) for dim in self.op.turned_over])
         return tuple(dict.fromkeys(axis for axis in axes if axis != MICRO))
 
@@ -436,9 +442,9 @@ class _Placed(WorkDims):
     def _send_operand(self, index: int) -> None:
         """Adds the collectives that reshard an operand to the division of the work.
 
-        If an axis divides the operand along another dim than the work, the operand is
-        exchanged along the axis (all-to-all) if it has the dim of the work. Otherwise
-        the operand is gathered along the axis (all-gather).
+        They are along the axes that divide the operand along another dim than the work.
+        If the operand has the dim of the work, it is exchanged along the axis
+        (all-to-all). Otherwise it is gathered along the axis (all-gather).
         """
         value, spec = self.inputs[index], self.in_specs[index]
         moved = [axis for axis in flat(spec) if not self.fits(index, axis)]
@@ -460,7 +466,8 @@ class _Placed(WorkDims):
             self._add("all_to_all", exchanged, amount)
 
     def _further(self, value: Value) -> Axes:
-        """Axes that divide a summed value further (`ShardingAssignment.rest`)."""
+        """Lists the axes that divide a summed value further; see
+        `ShardingAssignment.rest`."""
         dims = frozenset(map(self.division.root, value.dims))
         return tuple(
             a for axes in self.division.rest.get(dims, {}).values() for a in axes
@@ -512,10 +519,11 @@ class _Placed(WorkDims):
             value: the result.
             wanted: axes that divide the sum afterwards.
             partial: axes along which each device has a partial sum. On a backend with
-                reduce-scatter (`ShardingAssignment.scatters`), the axes that are also
-                in `wanted` are reduce-scattered. On another backend, these axes of a
-                product without spare axes have one all-reduce, before they divide the
-                sum. The sum is all-reduced over all other axes.
+                reduce-scatter (`ShardingAssignment.scatters`), the sum is
+                reduce-scattered over those that are also in `wanted`. On another
+                backend, it is all-reduced over them at once, before they divide it, if
+                the operator is a product and has no spare axes. Over all other axes,
+                the sum is all-reduced afterwards.
         """
         rest = tuple(axis for axis in wanted if axis not in partial)
         scattered = tuple(axis for axis in partial if axis in wanted)
@@ -542,10 +550,8 @@ class _Placed(WorkDims):
         return [tuple(a for a in axes if self.kept[a] == dim) for dim in dims]
 
     def _divides(self) -> dict[str, Axes]:
-        """Axes along rows (m), columns (n), depth (k) and batch (b) of a matmul.
-
-        Empty for other operators.
-        """
+        """Finds the axes along rows (m), columns (n), depth (k) and batch (b) of a
+        matmul; {} for other operators."""
         if self.op.kind != "matmul" or len(self.inputs) < 2:
             return {}
         left, right = (

@@ -1,7 +1,9 @@
-"""Divides parameters, gradients and optimizer state at rest, as ZeRO does.
+"""Divides parameters, gradients and optimizer state between steps, as ZeRO does.
 
 Selects the dim of each array that the axis `fsdp` divides, and the collectives that
-gather divided parameters for use.
+gather divided parameters for use. An array has two specs: in use (`used`), with which
+the step computes, and between steps (`rest`). If ZeRO divides the array, `rest` has the
+axes of `used` and `fsdp`; otherwise both are equal.
 """
 
 import math
@@ -32,11 +34,12 @@ _UNDIVIDED = 2**60
 def rest_spec(
     value: Value, spec: Spec, sizes: Mapping[str, int], loops: Container[int] = ()
 ) -> Spec:
-    """Adds the axis `fsdp` to the largest dim of a spec that `fsdp` can divide, if any.
+    """Adds the axis `fsdp` to the largest dim of a spec that `fsdp` can divide.
 
     Dims that no axis divides are preferred. Of equally large dims the first one is
     selected. A dim that a loop slices is never selected, because XLA would gather the
-    whole array before the loop.
+    whole array before the loop. Returns the spec unchanged if `fsdp` can divide no dim
+    or already divides one.
 
     Args:
         value: the array.
@@ -59,7 +62,7 @@ def rest_spec(
 def rest_place(
     value: Value, spec: Spec, sizes: Sizes, loops: Container[int] = ()
 ) -> np.ndarray:
-    """The position of the dim that `rest_spec` divides by `fsdp`; -1 for no dim.
+    """Finds the position of the dim that `rest_spec` divides by `fsdp`; -1 for no dim.
 
     Args:
         value: the array.
@@ -87,7 +90,7 @@ def rest_place(
 
 
 def turned_place(value: Value) -> int:
-    """The position of the dim whose gather leaves elements in transposed order.
+    """Finds the position of the dim whose gather leaves elements in transposed order.
 
     An all-gather along a dim stores the result as if that dim were the first. If that
     dim is the last one, the elements of a row are then far apart; otherwise only whole
@@ -103,7 +106,7 @@ def turned_place(value: Value) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StateArray:
-    """An array of the state, with its divisions in use and at rest."""
+    """An array of the state, with its specs in use and between steps."""
 
     path: str
     value: Value
@@ -126,13 +129,14 @@ def zero_leaves(
     divides: bool,
     loops: Container[int],
 ) -> tuple[StateArray, ...]:
-    """The given arrays, each with its spec in use and its spec at rest.
+    """Finds the specs of arrays in use and between steps.
 
     Args:
         values: path to value.
         division: which axes divide which dims while computing.
         sizes: sizes of the axes.
-        divides: whether `fsdp` divides the arrays at rest.
+        divides: whether `fsdp` divides the arrays between steps; otherwise both specs
+            are equal.
         loops: dims that loops slice.
     """
     found = []
@@ -174,25 +178,26 @@ class Moved:
 
 
 def loop_slices(value: Value, loops: Container[int]) -> int:
-    """The number of slices that loops take from an array, one after another."""
+    """Counts the slices that loops take from an array; 1 if no loop slices it."""
     along = (s for s, dim in zip(value.shape, value.dims, strict=True) if dim in loops)
     return math.prod(along)
 
 
 def times_gathered(passes: int, changes: bool, zero: int, num_slices: int) -> Gathered:
-    """How often a divided parameter is gathered, and whether for each microbatch.
+    """Computes how often a parameter is gathered, and whether for each microbatch.
 
     At level 3, a parameter is gathered for every pass that reads it: the backward pass
     gathers again (see `dtft.parallel.fsdp`). A loop over layers gathers the slice of
-    each layer. At levels 1 and 2, a parameter is gathered once, after the update. A
-    parameter that the step does not change is then not gathered, because it is still
-    whole on every device.
+    each layer. At levels 1 and 2, a parameter is gathered once, after the update. If
+    the step does not change the parameter, it is not gathered at these levels, because
+    it is still whole on every device. At level 0, nothing is gathered.
 
     Args:
         passes: the number of passes of the model that read the parameter.
         changes: whether the step changes the parameter.
         zero: ZeRO level.
-        num_slices: the number of slices that loops take from it (`loop_slices`).
+        num_slices: the number of slices that loops take from the parameter
+            (`loop_slices`).
 
     >>> [times_gathered(2, True, zero, 12).messages for zero in (0, 1, 3)]
     [0, 1, 24]
@@ -207,7 +212,10 @@ def times_gathered(passes: int, changes: bool, zero: int, num_slices: int) -> Ga
 
 
 def gather_bundle(platform: str, sent: CollectiveOp, how: Gathered) -> Bundle | None:
-    """The bundle in which a gather of a parameter is sent; None if it is sent alone."""
+    """Makes the bundle in which a gather of a parameter is sent.
+
+    Returns None for a kind of collective that XLA never combines.
+    """
     place = "parameters", how.slices
     found = bundle(platform, sent, how.messages, how.per_microbatch, place)
     return found and replace(found, ahead=how.ahead)
@@ -216,10 +224,10 @@ def gather_bundle(platform: str, sent: CollectiveOp, how: Gathered) -> Bundle | 
 def zero_gathers(
     parameters: Iterable[StateArray], times: Mapping[str, Gathered]
 ) -> list[Moved]:
-    """The all-gathers of divided parameters.
+    """Lists the all-gathers of divided parameters.
 
     Args:
-        parameters: the parameters, with their divisions.
+        parameters: the parameters, with their specs.
         times: path to how often each parameter is gathered (`times_gathered`).
     """
     found = []
@@ -238,7 +246,8 @@ def further_division(
     division: ShardingAssignment,
     loops: Container[int],
 ) -> dict[frozenset[int], dict[int, tuple[str, ...]]]:
-    """The `ShardingAssignment.rest` that divides gradients like parameters at rest.
+    """Makes the `ShardingAssignment.rest` that divides gradients like their parameters
+    between steps.
 
     Inside a loop over layers, a gradient lacks the dim that the loop slices.
     """

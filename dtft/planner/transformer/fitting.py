@@ -104,17 +104,18 @@ def leave_one_out(
 def concordance(
     predicted: np.ndarray, measured: np.ndarray, apart: float
 ) -> tuple[float, int]:
-    """Share of correctly ordered pairs of rows, and the number of pairs.
+    """Computes the share of pairs of rows that the predictions order correctly.
 
     Only pairs whose measured seconds differ by more than `apart` count.
 
     Args:
         predicted: Predicted seconds; a pair with equal predictions counts half.
         measured: Measured seconds of the same rows.
-        apart: Least difference relative to the smaller of both seconds.
+        apart: Difference that a pair must exceed, relative to the smaller of both
+            seconds.
 
     Returns:
-        The share (1 without pairs) and the number of pairs.
+        The share (1 without pairs) and the number of pairs that count.
 
     >>> concordance(np.array([1.0, 2.0, 2.5]), np.array([1.0, 1.2, 1.1]), 0.05)
     (0.6666666666666666, 3)
@@ -131,7 +132,7 @@ def concordance(
 
 
 def regret(predicted: np.ndarray, measured: np.ndarray, top: int) -> float:
-    """Ratio of the best measured time of the `top` rows that are predicted fastest to
+    """Divides the best measured time of the `top` rows that are predicted fastest by
     the best measured time of all rows.
 
     >>> regret(np.array([1.0, 2.0, 3.0]), np.array([1.1, 1.0, 3.0]), 1)
@@ -144,7 +145,10 @@ def regret(predicted: np.ndarray, measured: np.ndarray, top: int) -> float:
 def judge(
     predicted: np.ndarray, measured: np.ndarray, ranked: Sequence[bool] | np.ndarray
 ) -> PredictionAccuracy:
-    """Computes errors over all rows, and concordance over the `ranked` rows."""
+    """Computes errors over all rows, and concordance over the rows marked in `ranked`.
+
+    `ranked` has one bool per row.
+    """
     errors = np.abs(predicted / measured - 1)
     keep = np.asarray(ranked, bool)
     near, num_near = concordance(predicted[keep], measured[keep], 0.05)
@@ -187,8 +191,12 @@ class PredictedLayout:
 
 
 def layouts(shape: Shape, like: ParallelLayout) -> Iterator[ParallelLayout]:
-    """All layouts on as many devices as `like`, with the batch and other knobs of
-    `like`; `tp` is at most `LARGEST_TENSOR`."""
+    """Yields layouts with the devices, global batch and options of `like`.
+
+    All sizes of `tp` (up to `LARGEST_TENSOR`), `pp` and `dp` are yielded that divide
+    the model and the batch into equal parts, with each `micro_batch` and number of
+    `virtual_stages` that `_pipelines` allows.
+    """
     for tp in divisors(shape.heads):
         if tp > LARGEST_TENSOR or like.gpus % tp or shape.hidden % tp:
             continue
@@ -202,7 +210,8 @@ def layouts(shape: Shape, like: ParallelLayout) -> Iterator[ParallelLayout]:
 def _pipelines(shape: Shape, split: ParallelLayout) -> Iterator[ParallelLayout]:
     """Yields the layouts of a split with all microbatch sizes and virtual stages.
 
-    Interleaving needs a number of microbatches that is a multiple of pp.
+    Microbatches have at most `LARGEST_MICRO_BATCH` sequences. Interleaving needs a
+    number of microbatches that is a multiple of pp.
     """
     of_replica = split.global_batch // split.dp
     for micro_batch in divisors(of_replica):
@@ -221,7 +230,8 @@ def search(
     """Finds all layouts that fit the pool's devices with headroom, fastest first.
 
     Raises:
-        ValueError: no layout fits; the message has the needed and available memory.
+        ValueError: no layout exists; or no layout fits, in which case the message has
+            the needed and the available memory.
     """
     found = list(layouts(shape, like))
     sizes = [sum(memory(shape, layout).values()) for layout in found]
@@ -245,7 +255,7 @@ def search(
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """Divisors of a number, ascending.
+    """Lists the divisors of a number, ascending.
 
     >>> divisors(12)
     (1, 2, 3, 4, 6, 12)

@@ -13,7 +13,8 @@ from typing import Literal
 
 
 Recompute = Literal["full", "selective", "none"]
-"""Recomputation in the backward pass: of layers, of the attention core, or none."""
+"""Recomputation in the backward pass: `full` of whole layers, `selective` of the
+attention core, or none."""
 
 RECOMPUTE: tuple[Recompute, ...] = ("full", "selective", "none")
 ITEM_BYTES = 2
@@ -27,7 +28,8 @@ FORWARD_KERNELS, BACKWARD_KERNELS = 16, 30
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A decoder-only transformer; the feed-forward part is 4 x `hidden` wide."""
+    """The shape of a decoder-only transformer; feed-forward parts are 4 x `hidden`
+    wide."""
 
     hidden: int
     layers: int
@@ -57,7 +59,9 @@ class Shape:
         return self.layers * self.layer_parameters + self.embedding_parameters + rest
 
     def flops(self, sequences: int, recompute: Recompute) -> float:
-        """Flops of a step, with recomputation (`experiments/data/README.md`).
+        """Computes the flops of a step, with recomputation.
+
+        The formula is that of the published tables (`experiments/data/README.md`).
 
         With full recomputation 96 B s L h^2 (1 + s/6h + V/16Lh), where B is
         `sequences`, s `seq_len`, L `layers`, h `hidden` and V `vocab`. Without
@@ -120,13 +124,13 @@ class ParallelLayout:
         return self.global_batch // (self.micro_batch * self.dp)
 
     def layers_of(self, shape: Shape) -> tuple[int, ...]:
-        """The number of layers of each stage, first to last."""
+        """Returns the number of layers of each stage, first to last."""
         return self.stage_layers or (shape.layers // self.pp,) * self.pp
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matmul:
-    """Products of `batch` pairs of matrices, [m, k] by [k, n], done `trips` times."""
+    """A batched matmul, run `trips` times: `batch` products of [m, k] by [k, n]."""
 
     m: int
     n: int
@@ -137,7 +141,7 @@ class Matmul:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorCollective:
-    """Collective over `tp`; bytes are of the larger of operand and result."""
+    """A collective over `tp`; `num_bytes` is of the larger of operand and result."""
 
     kind: Literal["all_reduce", "all_gather", "reduce_scatter"]
     num_bytes: int
@@ -240,7 +244,7 @@ def _layer_bytes(shape: Shape, layout: ParallelLayout, passes: int) -> float:
 
 
 def _accumulate_bytes(layout: ParallelLayout) -> int:
-    """Bytes per parameter to read a microbatch's gradient and add it to the sum."""
+    """Counts the bytes per parameter to read a gradient and add it to the sum."""
     return ITEM_BYTES + 2 * layout.sum_bytes
 
 
@@ -263,7 +267,7 @@ def _trained(product: Matmul, passes: int) -> Iterator[Matmul]:
 
 
 def _attention(shape: Shape, layout: ParallelLayout) -> tuple[Matmul, ...]:
-    """Matmuls of attention scores and context, without a saving for causal masks.
+    """Lists the matmuls of attention, with no saving for causal masks.
 
     Unfused kernels compute the masked half. Fused kernels skip the masked half, and
     lose about as much time to a lower rate.
@@ -285,8 +289,10 @@ def _attention(shape: Shape, layout: ParallelLayout) -> tuple[Matmul, ...]:
 def _between(
     shape: Shape, layout: ParallelLayout, *, forward: int, backward: int
 ) -> tuple[TensorCollective, ...]:
-    """Collectives over `tp`: all-reduces, or with sequence parallelism all-gathers and
-    reduce-scatters; empty with `tp` 1."""
+    """Lists the collectives over `tp`; () with `tp` 1.
+
+    They are all-reduces, or with sequence parallelism all-gathers and reduce-scatters.
+    """
     if layout.tp == 1:
         return ()
     size = _tokens(layout, shape) * shape.hidden * ITEM_BYTES
@@ -322,7 +328,7 @@ FRAGMENTATION = 0.05
 
 
 def memory(shape: Shape, layout: ParallelLayout) -> Mapping[str, int]:
-    """Bytes by term of a device of the pipeline stage that needs the most memory.
+    """Computes the bytes of a device, by term, of the stage that needs the most memory.
 
     >>> shape = Shape(hidden=4096, layers=36, heads=32, seq_len=2048, vocab=51200)
     >>> layout = ParallelLayout(tp=4, pp=1, dp=32, micro_batch=16, global_batch=512)
@@ -335,7 +341,7 @@ def memory(shape: Shape, layout: ParallelLayout) -> Mapping[str, int]:
 
 
 def stage_memory(shape: Shape, layout: ParallelLayout, stage: int) -> Mapping[str, int]:
-    """Bytes of each device of one pipeline stage, by term."""
+    """Computes the bytes of each device of one pipeline stage, by term."""
     held = stage_parameters(shape, layout, stage)
     parts = [layout.dp if layout.zero >= level else 1 for level in (3, 2, 1)]
     activations = _activations(shape, layout, stage)
@@ -355,7 +361,7 @@ def stage_memory(shape: Shape, layout: ParallelLayout, stage: int) -> Mapping[st
 
 
 def stage_parameters(shape: Shape, layout: ParallelLayout, stage: int) -> float:
-    """The number of parameters on each device of a stage, before ZeRO.
+    """Counts the parameters on each device of a stage, before ZeRO divides them.
 
     The first stage and the last stage each hold the embedding.
     """
@@ -369,7 +375,7 @@ def stage_parameters(shape: Shape, layout: ParallelLayout, stage: int) -> float:
 
 
 def kept_layers(shape: Shape, layout: ParallelLayout, stage: int) -> float:
-    """Number of layers whose activations a stage keeps at its peak.
+    """Counts the layers whose activations a stage keeps at its peak.
 
     A layer counts once for each microbatch. 1F1B keeps at most pp - stage microbatches.
     With v `virtual_stages` above 1, the first stage keeps at most pp + (pp - 1) / v
@@ -384,13 +390,14 @@ def kept_layers(shape: Shape, layout: ParallelLayout, stage: int) -> float:
 
 
 def _activations(shape: Shape, layout: ParallelLayout, stage: int) -> float:
-    """Bytes of the activations that a device of a stage keeps (arXiv 2205.05198).
+    """Computes the bytes of activations on a device of a stage (arXiv 2205.05198).
 
     A layer has s b h (10 + 24/t + 5 a s/(h t)) bytes, where s is `seq_len`, b
     `micro_batch`, h `hidden`, a `heads` and t `tp`. With sequence parallelism 34/t
     replaces 10 + 24/t; with flash attention the last summand is 0. Selective
     recomputation keeps the last summand for one layer only. Full recomputation keeps
-    the inputs of layers, and everything of one layer.
+    the inputs of layers, and everything of one layer. The first stage also has dropout
+    masks of the embedding, the last stage also the logits and their gradient.
     """
     rows = layout.micro_batch * shape.seq_len * shape.hidden
     tp, whole = layout.tp, layout.tp if layout.sequence_parallel else 1
@@ -416,7 +423,7 @@ def _activations(shape: Shape, layout: ParallelLayout, stage: int) -> float:
 
 
 def _buffers(shape: Shape, layout: ParallelLayout, held: float) -> float:
-    """Bytes of buffers: stage transfers, ZeRO buckets and gathered layers."""
+    """Computes the bytes of buffers: stage transfers, ZeRO buckets, gathered layers."""
     rows = layout.micro_batch * shape.seq_len * shape.hidden
     total = 4 * rows * ITEM_BYTES if layout.pp > 1 else 0
     if layout.zero == 0 or layout.dp == 1:

@@ -69,7 +69,7 @@ class Scales:
     """Factor on sends to the next pipeline stage, inside or between hosts."""
 
     def vector(self) -> np.ndarray:
-        """The scalars as an array, in the order of the fields."""
+        """Returns the scalars as an array, in the order of the fields."""
         return np.array(astuple(self))
 
     @classmethod
@@ -83,7 +83,7 @@ class Scales:
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """The names of the fields."""
+        """Returns the names of the fields, in the order of `vector`."""
         return tuple(field.name for field in fields(cls))
 
 
@@ -118,10 +118,10 @@ prior."""
 
 
 def elsewhere(fitted: Scales) -> Scales:
-    """Scalars for another cluster with the same device type, and another program.
+    """Returns scalars for other clusters and programs on the same device type.
 
-    Only the scalars of the device, `matmul` and `memory`, are kept. Scalars of links
-    and kernel launches are 1: their fits hold for one fabric and one program.
+    Keeps the scalars of the device, `matmul` and `memory`. Scalars of links and of
+    kernel launches become 1: their fits hold for one fabric and one program.
     """
     return Scales(matmul=fitted.matmul, memory=fitted.memory)
 
@@ -136,9 +136,9 @@ those of the H100."""
 
 
 def scales_of(*names: str) -> Scales:
-    """The scalars of the first name that is in `FITTED`.
+    """Returns the scalars of the first name that is in `FITTED`.
 
-    Without such a name, `elsewhere` of the scalars fitted on A100.
+    Without such a name, returns `elsewhere` of the scalars fitted on A100.
 
     Args:
         names: Machine, then device type, in the catalog's spelling.
@@ -193,12 +193,13 @@ class StepCost:
     """Factor on the time of computation that hides a collective."""
 
     def terms(self, scales: np.ndarray) -> dict[str, np.ndarray]:
-        """Seconds by term, given `Scales.vector`.
+        """Computes the seconds of a step by term, given `Scales.vector`.
 
+        The terms of `STAGE_TERMS` are those of an average stage, for all microbatches.
         `bubble` is the wait for pipeline fill and drain and for slower stages. With m
-        microbatches and stages of t seconds, a 1F1B step takes (m - 1) max t + sum t.
-        With v virtual stages, fill and drain take 1/v of their time. `data` also has
-        what the ZeRO 2 and 3 collectives of microbatches add.
+        microbatches and stages that take t seconds per microbatch, a 1F1B step takes
+        (m - 1) max t + sum t. With v virtual stages, fill and drain take 1/v of their
+        time. `data` also has what the ZeRO 2 and 3 collectives of microbatches add.
         """
         seconds = self.stages * scales[self.stage_scales][..., None, :]
         exposed = self._exposed(seconds, scales)
@@ -217,13 +218,16 @@ class StepCost:
         return found
 
     def step_s(self, scales: np.ndarray) -> np.ndarray:
-        """Seconds of the step, for each row of stacked costs."""
+        """Computes the seconds of the step, for each row of stacked costs."""
         return np.add.reduce(list(self.terms(scales).values()))
 
     def _exposed(self, seconds: np.ndarray, scales: np.ndarray) -> np.ndarray:
-        """Seconds per microbatch that ZeRO 2 and 3 collectives add to each kind of
-        stage: the part that computation does not hide, and the slowdown of the
-        computation that hides the rest."""
+        """Computes the seconds that ZeRO 2 and 3 collectives add to a microbatch, for
+        each kind of stage.
+
+        They are the part that computation does not hide, and the slowdown of the
+        computation that hides the rest.
+        """
         wanted = self.gathered * scales[self.step_scales][..., :1]
         hidden = np.minimum(wanted, seconds[..., :3].sum(-1))
         return wanted - hidden + (self.overlap_slowdown[..., None] - 1) * hidden
@@ -299,12 +303,12 @@ class _Fabric:
         return cls(pool=pool, layout=layout, groups=groups)
 
     def seconds(self, kind: CollectiveKind, num_bytes: float, axis: str) -> float:
-        """Seconds of one collective along an axis."""
+        """Computes the base seconds of one collective along an axis."""
         return collective_s(kind, num_bytes, self.groups[axis])
 
     def ends_s(self, num_bytes: float) -> float:
-        """Base seconds of an all-reduce between the first and the last pipeline stage;
-        0 with one stage."""
+        """Computes the base seconds of an all-reduce between the first and the last
+        pipeline stage; 0 with one stage."""
         rest = self.layout.dp * self.layout.tp
         if self.layout.pp == 1:
             return 0.0
@@ -312,7 +316,8 @@ class _Fabric:
         return collective_s("all_reduce", num_bytes, group_of(self.pool, mesh, "ends"))
 
     def scale_name(self, axis: str) -> str:
-        """Scalar of an axis: `network` if the axis spans hosts, else `fast_link`."""
+        """Names the scalar of an axis: `network` if the axis has a link of `NETWORKS`,
+        else `fast_link`."""
         far = any(link.kind in NETWORKS for link in self.groups[axis].links)
         return "network" if far else "fast_link"
 
@@ -340,7 +345,7 @@ def _work_row(
 
 
 def _pipeline_s(shape: Shape, fabric: _Fabric) -> float:
-    """Seconds of a stage to send a microbatch's activations and their gradients.
+    """Computes the seconds of a stage to send a microbatch's activations and gradients.
 
     Activations are sent to the next stage, gradients to the stage before.
 
@@ -356,8 +361,9 @@ def _pipeline_s(shape: Shape, fabric: _Fabric) -> float:
 
 
 def _gathered_s(shape: Shape, fabric: _Fabric) -> float:
-    """Seconds of ZeRO gathers and reduce-scatters, for a layer and a microbatch; 0
-    below ZeRO 2.
+    """Computes the seconds of ZeRO collectives for a layer and a microbatch.
+
+    They are gathers of parameters and a reduce-scatter of gradients; 0 below ZeRO 2.
 
     ZeRO 3 gathers parameters for the forward and for the backward pass. ZeRO 2 gathers
     once and keeps the parameters between both passes.
@@ -372,8 +378,10 @@ def _gathered_s(shape: Shape, fabric: _Fabric) -> float:
 
 
 def _data_s(shape: Shape, fabric: _Fabric) -> float:
-    """Seconds per step to reduce gradients over `dp` (ZeRO 0 and 1; ZeRO 1 also gathers
-    parameters), and the embedding's gradients between first and last stage.
+    """Computes the seconds per step to reduce gradients, after the last microbatch.
+
+    ZeRO 0 and 1 reduce gradients over `dp`; ZeRO 1 also gathers parameters. With
+    several stages, the first and the last also reduce the embedding's gradients.
     """
     layout = fabric.layout
     held = max(stage_parameters(shape, layout, s) for s in {0, layout.pp - 1})
@@ -389,7 +397,7 @@ def _data_s(shape: Shape, fabric: _Fabric) -> float:
 
 
 def _optimizer_s(shape: Shape, fabric: _Fabric) -> float:
-    """Seconds of the Adam update: memory traffic of state, gradients and parameters."""
+    """Computes the seconds of the Adam update from its memory traffic."""
     layout = fabric.layout
     held = max(stage_parameters(shape, layout, s) for s in {0, layout.pp - 1})
     moved = 2 * OPTIMIZER_BYTES + ITEM_BYTES + 14
@@ -421,7 +429,7 @@ class RowPrediction:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step."""
+        """Seconds of a step: the sum of `terms`."""
         return sum(self.terms.values())
 
     @property
@@ -493,15 +501,17 @@ def predict_table(text: str, cluster: str) -> tuple[Table, tuple[RowPrediction, 
 
 
 def habits_of(device: DeviceType) -> Habits:
-    """Default options of programs for a device, for empty cells of a table."""
+    """Returns the default options of programs for a device, for empty cells of a
+    table."""
     return Habits(fused=any(name.startswith("float8") for name in device.peak_flops))
 
 
 def pool_of(cluster: str, gpus: int) -> Pool:
-    """Pool with at least `gpus` devices; a bare name gives exactly `gpus` devices.
+    """Makes a pool with at least `gpus` devices; for a bare name with exactly `gpus`.
 
     Raises:
-        ValueError: the cluster is unknown, has several pools, or fewer devices.
+        ValueError: the cluster is unknown, has unlike pools, or fewer devices; or the
+            devices do not divide into equal TPU pods.
 
     >>> pool_of("a100", 24).words, pool_of("4x8xH100", 16).words
     ('3x8xa100', '4x8xh100')

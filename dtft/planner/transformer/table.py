@@ -20,8 +20,8 @@ COUNTS = (
 """Columns that every row must fill with a whole number above 0."""
 REQUIRED = (*COUNTS, "recompute")
 OPTIONAL = ("zero", "sequence_parallel", "flash_attention", "gradient_bytes")
-"""Columns that a table may have. An empty cell has the default of `Habits`; for `zero`
-the default is 0."""
+"""Columns that a table may have. An empty cell or a missing column has the default of
+`Habits`; for `zero` the default is 0."""
 
 _YES_NO: Mapping[str, bool] = {
     "true": True, "yes": True, "1": True, "false": False, "no": False, "0": False,
@@ -33,18 +33,20 @@ class Habits:
     """Default options of training programs from the time of a device type."""
 
     fused: bool = False
-    """Whether programs use flash attention and fp32 gradient sums (Hopper and later).
-    Earlier programs use fp16 gradients and unfused attention. Without recomputation
-    flash attention is assumed: unfused attention would not fit at these sizes."""
+    """Whether programs use flash attention, sequence parallelism and fp32 gradient sums
+    (Hopper and later). Earlier programs use fp16 gradients and unfused attention. But
+    flash attention is always assumed without recomputation: unfused attention would not
+    fit at these sizes."""
 
     def flash_attention(self, recompute: Recompute) -> bool:
-        """Whether flash attention is the default, with scores on the chip."""
+        """Returns whether flash attention, with scores on the chip, is the default."""
         return self.fused or recompute == "none"
 
     def sequence_parallel(self, recompute: Recompute) -> bool:
-        """Whether sequence parallelism is the default.
+        """Returns whether sequence parallelism is the default.
 
-        It was published together with selective recomputation (arXiv 2205.05198).
+        Without `fused` it is, unless recomputation is full: it was published together
+        with selective recomputation (arXiv 2205.05198).
         """
         return self.fused or recompute != "full"
 
@@ -96,7 +98,11 @@ class Table:
         return cls(header=header, cells=tuple(cells))
 
     def with_columns(self, columns: Mapping[str, Sequence[object]]) -> "Table":
-        """Adds columns to the table, or replaces columns of the same name."""
+        """Returns a table with more columns; columns of the same name are replaced.
+
+        Args:
+            columns: name to values, one value per row.
+        """
         header = tuple(dict.fromkeys((*self.header, *columns)))
         cells = tuple(
             {**row, **{name: str(values[number]) for name, values in columns.items()}}
@@ -163,10 +169,10 @@ def _row(where: str, cells: Mapping[str, str], habits: Habits) -> Row:
 
 
 def _check(where: str, shape: Shape, layout: ParallelLayout, gpus: int) -> None:
-    """Checks that the layout divides the sizes of the model and has `gpus` devices.
+    """Checks that a layout divides the model and the batch, and has `gpus` devices.
 
     Raises:
-        ValueError: it does not; the message names row and column.
+        ValueError: the layout does not; the message names row and column.
     """
     tp, pp, dp, parts = layout.tp, layout.pp, layout.dp, layout.virtual_stages
     if layout.gpus != gpus:
