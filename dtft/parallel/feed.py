@@ -45,7 +45,10 @@ class Prepared:
         self._prepared[step] = self._read(step)
 
     def take(self, step: int) -> Batch:
-        """Returns the batch of step `step`, and reads it if it is not prepared."""
+        """Returns the batch of step `step`, and reads it if it is not prepared.
+
+        The batch is not kept, so a second call reads it again.
+        """
         if step not in self._prepared:
             self.prepare(step)
         return self._prepared.pop(step)
@@ -54,11 +57,11 @@ class Prepared:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Stops threads that read ahead, if the feed has any."""
+        """Stops threads that read ahead; this base class has none."""
 
 
 class Feed(Prepared):
-    """Makes batches with equal numbers of rows for all data slots (positions on the
+    """Feed whose batches have equally many rows for each data slot (a position on the
     mesh axes that divide rows)."""
 
     def __init__(
@@ -107,7 +110,7 @@ class Feed(Prepared):
         return rows_of(step - 1, start // self._width, slots, self._global_batch)
 
     def _indices(self, step: int) -> list[int]:
-        """The global row indices that this process reads for a step, part by part."""
+        """Returns the global row indices that this process reads, part by part."""
         return [row for start in self._parts[0] for row in self._part(step, start)]
 
     def _columns(self, step: int, indices: list[int]) -> dict[str, np.ndarray]:

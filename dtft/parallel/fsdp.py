@@ -34,7 +34,7 @@ gathered parameter that was cast or reshaped, which should not stay in memory.""
 
 @dataclass(kw_only=True, eq=False)
 class Gathering:
-    """Inserts gathers into one program; `policy` recomputes gathered parameters."""
+    """Gathers for one program; `policy` makes the backward pass recompute them."""
 
     mesh: Mesh
     _seen: set[tuple[Any, ...]] = field(default_factory=set)
@@ -56,7 +56,7 @@ class Gathering:
         return ClosedJaxpr(self.body(program.jaxpr, divided), program.consts)
 
     def policy(self, primitive: Any, *avals: Any, **params: Any) -> bool:
-        """The policy for `jax.checkpoint`: whether to keep the result of a primitive.
+        """Returns, as a `jax.checkpoint` policy, whether to keep a primitive's result.
 
         Gathered parameters and the results of `_LAYOUT` are recomputed; all other
         results are kept.
@@ -66,7 +66,7 @@ class Gathering:
         return primitive.name not in _LAYOUT
 
     def gathers(self, eqn: JaxprEqn) -> bool:
-        """Whether an equation is a gather that this object inserted before a use.
+        """Returns whether an equation is a gather that this object inserted.
 
         Remat must keep such an equation in one block with the equation after it.
         """
@@ -131,10 +131,11 @@ class _Level:
     def add(self, eqn: JaxprEqn) -> None:
         """Appends an equation, after gathers of the divided variables that it reads.
 
-        In calls (`_ENTERED`) the gathers are inserted into the body instead. So are
-        those in a scan over the first dim of a variable that is divided in other dims.
-        A cast, slice or squeeze that works on shards is appended without a gather, and
-        its result counts as divided.
+        For a call (`_ENTERED`) the gathers are inserted into the call's body instead.
+        For a scan the gather of a variable is inserted into the scan's body if the scan
+        runs over the variable's first dim and this dim is not divided. A cast, slice or
+        squeeze that works on shards is appended without a gather, and its result counts
+        as divided.
         """
         specs = [self.divided.get(a) if is_var(a) else None for a in eqn.invars]
         if not any(specs):
@@ -199,10 +200,11 @@ class _Level:
 
 
 def _still_divided(eqn: JaxprEqn, spec: Spec | None) -> Spec | None:
-    """The spec of an equation's result if each device can compute its shard, else None.
+    """Returns the spec of a result that each device can compute from its shard.
 
-    This holds for casts to a dtype of no more bits, slices that keep divided dims
-    whole, and squeezes. None also if `spec`, the spec of the first operand, is None.
+    Such results are those of casts to a dtype of no more bits, of slices that keep
+    divided dims whole, and of squeezes. Returns None for other results, and if `spec`,
+    the spec of the first operand, is None.
     """
     if spec is None:
         return None

@@ -40,10 +40,9 @@ class FunctionalModel:
     def mean_loss(
         self, params: Any, statistics: Any, batch: dict[str, jax.Array]
     ) -> tuple[jax.Array, tuple[Metrics, Any]]:
-        """The function to differentiate: mean loss, means of metrics, new statistics.
+        """Computes the mean loss in training mode, as a function to differentiate.
 
-        Returns `(mean loss, (means of loss and metrics, statistics))`, in training
-        mode.
+        Returns `(mean loss, (means of loss and metrics, new statistics))`.
         """
         read = {"params": params, "statistics": statistics}
         values, statistics = self.losses(read, batch, True)

@@ -30,9 +30,10 @@ def accumulated(
 ) -> Callable[[Any, Any], tuple[tuple[jax.Array, Any], Any]]:
     """Makes a `jax.value_and_grad(loss, has_aux=True)` that runs part by part.
 
-    The function differentiates the loss on one part of the batch after another. Loss,
-    aux and gradients are weighted means over the parts. If there are several parts, and
-    aux has an array that is not floating-point, the function raises ValueError.
+    The returned function differentiates the loss on one part of the batch after
+    another. Loss, aux and gradients are weighted means over the parts. If there are
+    several parts, and aux has an array that is not floating-point, the returned
+    function raises ValueError.
 
     Args:
         loss: the function to differentiate, with respect to its first argument.

@@ -101,8 +101,8 @@ def over(step: Step, optim: OptimConfig, mesh: Mesh, abstract: Any) -> Step:
 
 
 def evaluated(params: Any) -> Any:
-    """The parameters for evaluation: means over replicas if marked `PerReplica`, else
-    as given."""
+    """Returns the parameters for evaluation: means over replicas if marked
+    `PerReplica`, else `params` itself."""
     if not isinstance(params, PerReplica):
         return params
     return jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), params.rows)

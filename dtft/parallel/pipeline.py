@@ -233,7 +233,7 @@ def _chosen(leaf_C: jax.Array, chunk: jax.Array) -> jax.Array:
 
 
 def _routes(pipeline: Pipeline) -> list[tuple[int, int]]:
-    """Pairs of sending and receiving stage, for `ppermute`.
+    """Returns pairs of sending and receiving stage, for `ppermute`.
 
     Each stage sends to the next stage; with several chunks the last sends to the first.
     """
@@ -249,8 +249,8 @@ def pipelined_step(experiment: Experiment, mesh: Mesh) -> TrainStep:
         mesh: a mesh from `make_mesh`, with several stages.
 
     Raises:
-        ValueError: the experiment cannot run with stages, the model's layers are not
-            equal, or their number is not what the config gives.
+        ValueError: the experiment cannot run with stages (`check_stages`), or the model
+            is not supported (`in_stages`).
     """
     check_stages(experiment, MeshConfig(**mesh.shape))
     layers = experiment.model.layers
@@ -306,7 +306,7 @@ def in_stages(
     def on_a_stage(
         layers_SCL: Any, ends: Any, batch: dict[str, jax.Array], training: bool
     ) -> Metrics:
-        """Losses and metrics of the slice of rows that `shared_out` gives to this
+        """Computes losses and metrics of the rows that `shared_out` gives to this
         stage."""
 
         def layer(params: Any, rows: jax.Array) -> jax.Array:
@@ -358,7 +358,8 @@ def _graphs(config: ModelConfig, seed: int, layers: EqualLayers) -> tuple[Any, A
     """Returns the NNX graph definitions of a model without its layers, and of a layer.
 
     Raises:
-        ValueError: as for `in_stages`.
+        ValueError: the layers are not equal, their number is not what the config gives,
+            or the model keeps running statistics.
     """
     model = nnx.eval_shape(lambda: config.build(nnx.Rngs(seed)))
     graphs = [nnx.split(layer) for layer in getattr(model, layers.name)]

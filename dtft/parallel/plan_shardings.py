@@ -90,7 +90,7 @@ def sharding_tree(
 
 
 def signature(tree: Any) -> Any:
-    """A hashable key of a tree: its structure, and the shape and dtype of each leaf.
+    """Returns a hashable key of a tree: its structure, and each leaf's shape and dtype.
 
     The key has the type of a Python number in place of a dtype. Trees with equal keys
     can be arguments of the same compiled program.
@@ -234,8 +234,8 @@ def insertable(fn: Callable[[Any], Any], var: Var) -> tuple[Var, JaxprEqn]:
 
 
 class _Insertion:
-    """Inserts sharding constraints while it walks over a program and numbers its
-    operators."""
+    """One walk over a program, which numbers its operators and inserts sharding
+    constraints."""
 
     def __init__(self, constraints: Mapping[int, Spec], mesh: Mesh) -> None:
         self.number = 0

@@ -35,7 +35,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any]) -> Mesh:
 
 
 def spec_of(shape: tuple[int, ...], fsdp: int, tensor: int) -> PartitionSpec:
-    """The PartitionSpec of an array of the state, by the sizes of two mesh axes.
+    """Returns the PartitionSpec of a state's array, by the sizes of two mesh axes.
 
     An array with two or more dims is divided over `tensor` in its last dim, if the size
     of this dim is a multiple of `tensor`. `fsdp` divides the largest remaining dim

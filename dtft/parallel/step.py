@@ -154,7 +154,7 @@ class TrainStep:
 
     @property
     def state_bytes_per_device(self) -> int:
-        """Bytes of the state's shards of one device, also of shards in host memory."""
+        """Bytes of one device's shards of the state, with those in host memory."""
         leaves = jax.tree.leaves(self.abstract_state)
         shapes = [leaf.sharding.shard_shape(leaf.shape) for leaf in leaves]
         return sum(
@@ -240,7 +240,8 @@ def sharded_step(experiment: Experiment, mesh: Mesh) -> TrainStep:
         mesh: a mesh from `make_mesh`.
 
     Raises:
-        ValueError: the model or the optimizer cannot run on this mesh.
+        ValueError: the model is not supported (`functional`), or the optimizer cannot
+            run on this mesh.
     """
     model = gathering(functional(experiment.model, experiment.seed), mesh)
 

@@ -57,7 +57,9 @@ def resolve_mesh(mesh: MeshConfig, hosts: int, devices_per_host: int) -> MeshCon
 def scaled_mesh(
     experiment: Experiment, slots: int, devices_per_host: int
 ) -> MeshConfig:
-    """The config's mesh, without -1, with as many replicas as fit `slots` hosts.
+    """Returns the config's mesh with the number of replicas that fills `slots` hosts.
+
+    The result has no size -1.
 
     Args:
         experiment: the config, whose mesh is for `cluster.hosts` hosts.
@@ -72,7 +74,7 @@ def scaled_mesh(
 
 
 def row_parts(experiment: Experiment) -> int:
-    """The number that must divide the rows of each data slot; 1 without stages.
+    """Returns the number that must divide the rows of a data slot; 1 without stages.
 
     A data slot is one of the `replica` x `fsdp` equal parts of a batch.
     """

@@ -101,11 +101,12 @@ def place(
             `activation`) to the node, device type or platform that must run it. A
             primitive's pin takes precedence over its kind's pin. A pin of an operator
             that the program lacks only adds a note.
-        order: order in which tasks are placed: `rank` is by upward rank (the longest
-            path in seconds from a task to the end of the program), `traversal` is the
-            order of the program.
+        order: order in which tasks are placed. `rank` tries orders by upward rank (the
+            longest path in seconds from a task to the end of the program) and the order
+            of the program; `traversal` tries only the order of the program.
         grain: `operator`: each operator is a task; or `block`: each of a row of equal
-            layers is a task. A loop is always one task.
+            layers is a task, and so is each operator outside them. A loop is never
+            split.
         together: operators that stay on one node, as pairs of the first operator and
             the operator after the last.
         backward: whether the step also has the backward pass of this program. Each task
@@ -170,7 +171,11 @@ class PricedTasks:
     ) -> "PricedTasks":
         """Makes the tasks of a program, and computes their seconds on each node.
 
-        Arguments and errors are the same as of `place`.
+        The arguments are those of `place`.
+
+        Raises:
+            ValueError: an argument is not allowed, a task has no node with its kernels,
+                or a pin cannot be met.
         """
         check_program(graph, cluster)
         check_choice("grain", grain, Grain)
@@ -202,8 +207,8 @@ def place_tasks(
 ) -> Placement:
     """Places tasks whose seconds on each node are known.
 
-    `of` maps the tasks to the operators of a program; None if there is no program. The
-    other arguments are the same as of `place`.
+    `of` maps the tasks to the operators of a program; None if there is no program.
+    `weights`, `order`, `microbatches` and `moves` are those of `place`.
 
     Raises:
         ValueError: an argument is not allowed, all nodes that can run a task have

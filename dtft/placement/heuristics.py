@@ -1,9 +1,10 @@
 """Heuristics of placement: greedy rules, baselines, then moves of single tasks.
 
 The greedy rule is earliest finish in the order of upward ranks (HEFT), on all nodes and
-on only the faster nodes. The baselines are all tasks on one node, contiguous stretches
-of the program, and random nodes. The baselines are candidates too, so the result is
-never slower than a baseline. The search is deterministic.
+on only the faster nodes, or with each kind of tasks on its fastest node type. The
+baselines are all tasks on one node, contiguous stretches of the program, and random
+nodes. The baselines are candidates too, so the result is never slower than a baseline.
+The search is deterministic.
 """
 
 import itertools
@@ -55,9 +56,9 @@ def split(
     num_bytes: Floats | None = None,
     capacity: Floats | None = None,
 ) -> tuple[Stretch, ...] | None:
-    """Splits a row of items over nodes with the fewest seconds of the slowest stretch.
+    """Splits a row of items over nodes so that the slowest stretch takes least time.
 
-    The split is the best one if there are few kinds of nodes (see `_MOST_STATES`).
+    The split is optimal if there are few kinds of nodes (see `_MOST_STATES`).
 
     Args:
         seconds: `[items, nodes]`, infinite where a node cannot run an item.
@@ -108,7 +109,7 @@ class _Row:
         self.capacity = np.asarray(most, float)
 
     def kinds(self) -> list[list[int]]:
-        """Groups of nodes with equal seconds and capacity."""
+        """Returns groups of nodes with equal seconds and capacity."""
         found: dict[bytes, list[int]] = {}
         for node in range(self.seconds.shape[1]):
             key = self.seconds[:, node].tobytes() + self.capacity[node].tobytes()
@@ -116,7 +117,7 @@ class _Row:
         return list(found.values())
 
     def reach(self, node: int, start: int, limit: float) -> int:
-        """First item after the longest stretch from `start` that a node can run.
+        """Returns the first item after the longest stretch from `start` on a node.
 
         The stretch takes at most `limit` seconds, fits into the node's memory, and ends
         before an item that the node cannot run. Returns `start` if not even one item is
@@ -165,7 +166,7 @@ class _Row:
         return None
 
     def slowest(self, stretches: Sequence[Stretch]) -> float:
-        """Seconds of the slowest stretch."""
+        """Returns the seconds of the slowest stretch."""
         return max(
             float(self.upto[one.stop, one.node] - self.upto[one.start, one.node])
             for one in stretches
@@ -191,7 +192,9 @@ class _Row:
 
 
 def _next_infinite(seconds: Floats) -> NDArray[np.int64]:
-    """For each item and node the first item at or after it that the node cannot run.
+    """Finds, for each item and node, the next item that the node cannot run.
+
+    This may be the item itself.
 
     The shape is `[items + 1, nodes]`. The entry is the number of items if the node can
     run all further items.
@@ -215,7 +218,10 @@ def _back(
 
 
 def _orders(seconds: Floats) -> Iterator[Sequence[int]]:
-    """Yields some orders of nodes: fastest first, fastest last, and random orders."""
+    """Yields orders of nodes: fastest first, fastest last, and random orders.
+
+    A node that can run fewer items counts as slower.
+    """
     finite = np.where(np.isfinite(seconds), seconds, np.nan)
     lacking = np.isnan(finite).sum(0)
     mean = np.nansum(finite, axis=0) / np.maximum(len(seconds) - lacking, 1)
@@ -235,8 +241,8 @@ def _orders(seconds: Floats) -> Iterator[Sequence[int]]:
 _MOST_ENDS = 6
 
 Step = Callable[[Sequence[int]], float]
-"""Function from the node of each task to the seconds of a step; infinite if memory does
-not suffice."""
+"""Function from the node of each task to the number that `Climb` minimises, such as the
+seconds of a step; infinite if the placement is not allowed."""
 
 
 class Climb:
@@ -325,7 +331,7 @@ class Climb:
 def _neighbours(
     problem: Problem, groups: Sequence[Sequence[int]]
 ) -> list[tuple[int, int]]:
-    """Pairs of groups that share a value, as producer and reader or as readers.
+    """Returns pairs of groups that share a value, as producer and reader or as readers.
 
     Values whose producer and readers are more than `_MOST_ENDS` tasks are skipped.
     """
@@ -348,10 +354,10 @@ tasks."""
 
 
 def speed_table(problem: Problem) -> Speeds:
-    """Seconds of all tasks of a kind on the fastest node of a type, by kind and type.
+    """Returns the seconds of all tasks of a kind on the fastest node of a type.
 
-    A type without a kernel for a task of the kind is left out. A kind for which no type
-    has all kernels is left out too.
+    Types without a node that can run all tasks of the kind are left out. A kind without
+    any type is left out too.
     """
     types, kinds = problem.nodes.alike(), np.array(problem.tasks.kinds)
     found: dict[str, dict[str, float]] = {}
@@ -384,7 +390,7 @@ def faster(problem: Problem) -> Iterator[list[int]]:
 
 
 def _pace(problem: Problem) -> list[float]:
-    """Time of each node relative to the fastest node, over the tasks it can run.
+    """Returns each node's time for the tasks it can run, relative to the fastest node.
 
     The fastest node is chosen for each task, so 1 is the least possible value. The time
     is infinite for a node that can run no task.
@@ -412,7 +418,7 @@ skipped unless a number of moves is given, and `squeeze` has this number of trie
 _DRAWS = 10
 _TRAVERSAL = "earliest finish in the order of the program"
 _STARTS = 6
-"""Largest number of candidates from which `improve` tries moves, the fastest first."""
+"""Largest number of candidates of `seen` from which `improve` tries moves."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -442,11 +448,11 @@ class Search:
         """Map from a candidate (the node of each task) to its least step seconds."""
         self.orders = [as_they_come(problem), *(some for _, some in self._orders())]
         self.is_tight = False
-        """Whether memory did not suffice for a candidate."""
+        """Whether `see` got None, because memory did not suffice for a candidate."""
         self.how = ""
 
     def step_s(self, found: Schedule) -> float:
-        """Seconds of a step of several microbatches.
+        """Computes the seconds of a step of several microbatches.
 
         The first microbatch takes the makespan. Each further microbatch adds the busy
         seconds of the busiest node or port.
@@ -490,7 +496,7 @@ class Search:
             self.see(schedule(self.problem, as_they_come(self.problem)), _TRAVERSAL)
 
     def without_slow(self) -> dict[str, float]:
-        """Places each task where it ends first, once for each list of `faster` nodes.
+        """Places each task where it ends first, for each list of nodes from `faster`.
 
         Returns:
             Step seconds by the names of the nodes left out, for each list whose memory
@@ -572,9 +578,9 @@ class Search:
         return None
 
     def _bytes_of(self, group: Sequence[int]) -> float:
-        """Bytes that a group of tasks adds to its node if nothing is freed.
+        """Returns the bytes of a group's arguments and of the values that it makes.
 
-        These are the arguments that the group reads and the values that it makes.
+        Values that the group reads from other groups are not counted.
         """
         problem, inside = self.problem, set(group)
         values = {v for task in group for v in problem.made[task] + problem.read[task]}
@@ -671,8 +677,8 @@ def find_placement(
 
     Args:
         problem: tasks and nodes.
-        order: order in which tasks are placed: `rank` (HEFT), or `traversal`, the
-            order of the program.
+        order: order in which tasks are placed: `rank` (HEFT, and the order of the
+            program), or `traversal` (only the order of the program).
         microbatches: the number of microbatches of a step.
         moves: the number of tries to move tasks to other nodes; None: 20,000 divided
             by the number of tasks, or 0 if this is below 20.

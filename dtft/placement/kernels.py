@@ -1,7 +1,7 @@
 """Kernels of devices for operators, pins of operators to nodes, and checks of names.
 
 Registries (`DeviceType.kernels`, `Kernels.registered`) list the operators for which
-devices have kernels. For JAX's platforms, lowering shows too whether a kernel exists
+devices have kernels. For JAX's platforms, lowering also shows whether a kernel exists
 (`dtft.parallel.mpmd` lowers the operators). For other platforms the registries are the
 only source. Pins are the entries of `affinity` of `place`: an operator, and the nodes
 that may run it.
@@ -25,7 +25,8 @@ CLASSES: Mapping[str, str] = {
 """Map from a word that registries and pins may use to the kind of operators
 (`OperatorKind`) that the word means."""
 CUSTOM = frozenset({"pallas_call", "ffi_call", "custom_call"})
-"""Primitives that lower on every platform and run only with a registered kernel."""
+"""Primitives for which lowering does not show whether a kernel exists. On JAX's
+platforms they run only with a kernel in `Kernels.registered`."""
 PLATFORMS: Mapping[str, tuple[str, ...]] = {"gpu": ("cuda", "rocm")}
 """Map from a word that registries and pins may use to the JAX platforms it means."""
 
@@ -42,7 +43,7 @@ class Kernels:
     """Map from a JAX platform to the numbers of operators that do not lower on it."""
 
     def has(self, device: DeviceType, operator: Operator, number: int) -> bool:
-        """Whether a device has a kernel for operator number `number` of the program.
+        """Returns whether a device has a kernel for the program's operator `number`.
 
         A kernel in `registered` suffices. Otherwise `DeviceType.kernels` must have the
         operator; None there means all operators on JAX's platforms, and none on the
@@ -80,18 +81,18 @@ class Kernels:
 
 
 def names_of(operator: Operator) -> frozenset[str]:
-    """Names of an operator in registries and pins."""
+    """Returns the names that registries and pins may use for an operator."""
     words = [word for word, kind in CLASSES.items() if kind == operator.kind]
     return frozenset((operator.primitive, operator.kind, *words))
 
 
 def platforms_of(device: DeviceType) -> tuple[str, ...]:
-    """Names of a device's platform in registries and pins."""
+    """Returns the names that registries and pins may use for a device's platform."""
     return words_of_platform(device.platform)
 
 
 def words_of_platform(platform: str) -> tuple[str, ...]:
-    """Names of a platform in registries and pins: its name, and words of `PLATFORMS`.
+    """Returns a platform's name, and the words of `PLATFORMS` that mean it.
 
     >>> words_of_platform("cuda"), words_of_platform("cpu")
     (('cuda', 'gpu'), ('cpu',))
@@ -100,7 +101,9 @@ def words_of_platform(platform: str) -> tuple[str, ...]:
 
 
 def places_of(name: str, device: DeviceType) -> tuple[str, ...]:
-    """Names of a node in pins: node name, device type (or its first part), platform.
+    """Returns a node's names in pins: its own, its device type's, its platform's.
+
+    The first part of the device type's name is a name too.
 
     >>> from dtft.planner.cluster.catalog import device_type
     >>> places_of("fpga-u280:0", device_type("fpga-u280"))
@@ -112,10 +115,10 @@ def places_of(name: str, device: DeviceType) -> tuple[str, ...]:
 def pinned(
     affinity: Mapping[str, str], operator: Operator, nodes: Nodes
 ) -> frozenset[int] | None:
-    """Numbers of the nodes that a pin allows for an operator; None without a pin.
+    """Returns the nodes that a pin allows for an operator; None without a pin.
 
-    The primitive's pin takes precedence over the pin of its kind or of a word of
-    `CLASSES`.
+    The primitive's pin takes precedence over other pins. Of the pins of its kind and of
+    words of `CLASSES`, the first in alphabetical order counts.
     """
     names = sorted(names_of(operator) & affinity.keys())
     if not names:
@@ -136,10 +139,10 @@ def pinned(
 def check_kernels(
     kernels: Kernels, nodes: Nodes, operators: Sequence[Operator]
 ) -> None:
-    """Checks that registered kernels name known operators, devices and platforms.
+    """Checks that kernels name known operators, devices and platforms.
 
     Args:
-        kernels: the registered kernels.
+        kernels: the kernels to check.
         nodes: the nodes, whose device types may list kernels too.
         operators: the operators of the program.
 
@@ -268,7 +271,7 @@ def _known(operators: Sequence[Operator]) -> frozenset[str]:
 
 @cache
 def _of_jax() -> frozenset[str]:
-    """Operator names known without a program: JAX's primitives, kinds, words of
-    `CLASSES`."""
+    """Returns the operator names known without a program: JAX's primitives, kinds,
+    words of `CLASSES`."""
     public = {p.name for p in vars(primitives).values() if isinstance(p, Primitive)}
     return frozenset((*public, *COUNTED, *CUSTOM, *CLASSES, *get_args(OperatorKind)))

@@ -29,7 +29,7 @@ class Line:
         return sum(self.ends) - sum(self.starts)
 
     def free(self, ready: float, seconds: float) -> float:
-        """The first moment from `ready` on with a free gap of `seconds`."""
+        """Finds the first time from `ready` on at which a gap of `seconds` is free."""
         ends = self.ends
         if not ends or ready >= ends[-1]:
             return ready
@@ -41,7 +41,7 @@ class Line:
         return ready
 
     def take(self, begin: float, end: float) -> None:
-        """Adds a busy interval in a free gap; its length must be above 0."""
+        """Adds a busy interval, which must be longer than 0 and lie in a free gap."""
         starts, ends = self.starts, self.ends
         place = (
             len(ends) if not ends or begin >= ends[-1] else bisect_right(ends, begin)
@@ -97,7 +97,10 @@ class Held:
 
 
 def _peak(changes: list[tuple[float, float]]) -> float:
-    """Highest running sum of changes; at equal times, releases count first."""
+    """Returns the highest running sum of changes, which are pairs of time and bytes.
+
+    Of changes at the same time, decreases count first.
+    """
     if not changes:
         return 0.0
     changes.sort()
@@ -139,7 +142,7 @@ def schedule(
     *,
     among: Sequence[int] | None = None,
 ) -> Schedule | None:
-    """Simulates tasks on nodes.
+    """Simulates the tasks and transfers of one microbatch.
 
     Returns None if a node's memory does not suffice, or if `node_of` is None and a task
     has no kernel on the nodes in `among`.
@@ -149,7 +152,7 @@ def schedule(
         order: all tasks, each after the tasks whose values it reads.
         node_of: node of each task, which must have the kernels; None: each task takes
             the node where it ends first.
-        among: nodes that tasks may take if `node_of` is None; default: all.
+        among: nodes that may run tasks if `node_of` is None; default: all.
     """
     state = _State(problem, among)
     for task in order:
@@ -193,7 +196,9 @@ class _State:
         self.group_at: dict[int, int] = {}
 
     def best_node(self, task: int) -> int | None:
-        """Node with kernel and room on which a task ends first; None if there is none.
+        """Returns the node on which a task ends first; None if no node can run it.
+
+        A node that can run the task has its kernel and enough free memory.
 
         If another task of the same group has a node, that node is the only choice.
         """
@@ -219,10 +224,11 @@ class _State:
         return best
 
     def _ways(self, task: int) -> list[tuple[float, int]]:
-        """Lower bounds of a task's end, with their nodes, for nodes that have a kernel.
+        """Returns a lower bound of a task's end for each node that may run the task.
 
-        The bound assumes idle ports. `best_node` simulates the transfers only of nodes
-        whose bound is below the best end so far.
+        The entries are pairs of bound and node. The bound assumes idle ports.
+        `best_node` simulates the transfers only of nodes whose bound is below the best
+        end so far.
         """
         of, ready = self.of, self.open
         for value in of.read[task]:
@@ -244,8 +250,8 @@ class _State:
         return ways
 
     def has_room(self, task: int, node: int) -> bool:
-        """Whether a task's outputs, and the inputs that a node lacks, fit into the free
-        memory of the node."""
+        """Returns whether a task's outputs, and the inputs that a node lacks, fit into
+        the free memory of the node."""
         of = self.of
         more = of.made_bytes[task]
         for value in of.read[task]:
@@ -283,8 +289,8 @@ class _State:
         self._keep(task, node, end)
 
     def _keep(self, task: int, node: int, end: float) -> None:
-        """Adds a task's outputs to its node's memory; frees values that no other task
-        will read."""
+        """Adds a task's outputs to its node's memory; frees values without further
+        readers."""
         of = self.of
         for value in of.made[task]:
             self.home[value] = node
@@ -304,8 +310,8 @@ class _State:
                 self.live[node] -= self.of.held_bytes[value]
 
     def _local(self, task: int, node: int) -> float:
-        """Time when the last of a task's inputs on a node arrived there; 0.0 without
-        such inputs."""
+        """Returns the time when the last of the task's inputs on a node was there; 0.0
+        if the node has none of the inputs."""
         return max((self.at[v].get(node, 0.0) for v in self.of.read[task]), default=0.0)
 
     def _bring(self, task: int, node: int) -> list[Sent]:
@@ -326,7 +332,7 @@ class _State:
         return [self._send(value, node, since) for since, value in missing]
 
     def _whole(self, value: int) -> int:
-        """The number of the value that is held and sent in place of a value.
+        """Returns the number of the value that is held and sent in place of a value.
 
         For a part of a gradient this is one part on the same node, to which all other
         parts on the node are added. For any other value this is the value itself.
@@ -339,8 +345,8 @@ class _State:
     def _added(self, missing: list[tuple[float, int]]) -> list[tuple[float, int]]:
         """Replaces the parts of a gradient (one per reader) on one node by their sum.
 
-        `missing` and the result have pairs of the time when a value is ready and its
-        number. The sum is ready when the last part is ready.
+        `missing` and the result are pairs of the time when a value is ready and the
+        value's number. The sum is ready when the last part is ready.
         """
         found: dict[int, float] = {}
         for since, value in missing:
@@ -394,7 +400,7 @@ class _State:
         )
 
     def _memory(self) -> list[float]:
-        """Peak bytes of each node, from the simulated times of tasks and transfers."""
+        """Computes each node's peak bytes from the times of tasks and transfers."""
         of, held = self.of, Held()
         for task, node in enumerate(self.node_of):
             for value in of.made[task]:
@@ -420,7 +426,7 @@ TAKEN: tuple[Taken, ...] = ("mean", "max", "min")
 
 
 def by_rank(problem: Problem, taken: Taken) -> list[int]:
-    """Tasks, highest upward rank first, before their nodes are known.
+    """Orders tasks by upward rank, highest first, before their nodes are known.
 
     The seconds of a task are the `taken` (mean, max or min) over the nodes that can run
     it. Transfers take the mean latency and the mean seconds per byte over all pairs of
@@ -437,7 +443,7 @@ def by_rank(problem: Problem, taken: Taken) -> list[int]:
 
 
 def by_rank_on(problem: Problem, node_of: Sequence[int]) -> list[int]:
-    """Tasks, highest upward rank first, if each task's node is given."""
+    """Orders tasks by upward rank, highest first, for given nodes of the tasks."""
     seconds = [row[node] for row, node in zip(problem.seconds, node_of, strict=True)]
 
     def sending_s(value: int, reader: int) -> float:
@@ -448,7 +454,7 @@ def by_rank_on(problem: Problem, node_of: Sequence[int]) -> list[int]:
 
 
 def as_they_come(problem: Problem) -> list[int]:
-    """Tasks in the order of the program."""
+    """Returns the numbers of the tasks in the order of the program."""
     return list(range(len(problem.seconds)))
 
 

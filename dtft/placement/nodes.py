@@ -20,7 +20,7 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Nodes:
-    """Names, memory, link speeds and ports of the nodes of a placement."""
+    """The nodes of a placement: names, memory, links, ports and device types."""
 
     names: tuple[str, ...]
     memory_bytes: Floats
@@ -37,7 +37,7 @@ class Nodes:
 
     @classmethod
     def of(cls, cluster: Cluster, *, reserve: float = 0.0) -> "Nodes":
-        """The nodes of a cluster, named by type and number: `h100:0`.
+        """Makes the nodes of a cluster, named by type and number: `h100:0`.
 
         Args:
             cluster: each of its devices is a node.
@@ -98,14 +98,14 @@ class Nodes:
         return len(self.names)
 
     def alike(self) -> list[str]:
-        """Name of each node's device type; the node's own name if types are unknown."""
+        """Returns each node's device type; the node's own name if types are unknown."""
         if not self.devices:
             return list(self.names)
         return [device.name for device in self.devices]
 
 
 class _Routes:
-    """Builds the tables of link speeds and ports, from the innermost links outwards."""
+    """Tables of link speeds and ports, filled from the innermost links outwards."""
 
     def __init__(self, num: int) -> None:
         self.empty_s, self.byte_s = np.zeros((num, num)), np.zeros((num, num))

@@ -51,11 +51,10 @@ class Problem:
         self.sum_of = [
             tasks.gradient_of.get(value, -1) for value in range(len(tasks.passed))
         ]
-        """For each part of a gradient (the contribution of one reader) the number of
-        the value that the gradient is of; for other values -1."""
+        """For each value that is a part of a gradient (the contribution of one
+        reader), the index of the value that the gradient is of; -1 for other values."""
         self.adds = [any(self.sum_of[v] >= 0 for v in read) for read in self.read]
-        """For each task whether it reads a part of a gradient, so that parts must be
-        added."""
+        """For each task, whether it reads a part of a gradient."""
         self.stays = [
             value.is_kept or value.producer < 0 or not frees for value in tasks.passed
         ]
@@ -71,21 +70,21 @@ class Problem:
         self.capacity: list[float] = nodes.memory_bytes.tolist()
 
     def send_s(self, value: int, source: int, target: int) -> float:
-        """Seconds of sending a value between two nodes while no port is busy; 0 from a
-        node to itself."""
+        """Computes the seconds of sending a value between two nodes while no port is
+        busy; 0 from a node to itself."""
         if source == target:
             return 0.0
         each = self.byte_s[source][target]
         return self.empty_s[source][target] + each * self.num_bytes[value]
 
     def roomy(self) -> "Problem":
-        """The same problem on nodes with unlimited memory."""
+        """Returns the same problem on nodes with unlimited memory."""
         made = copy(self)
         made.capacity = [np.inf] * len(self.capacity)
         return made
 
     def with_seconds(self, seconds: Floats) -> "Problem":
-        """The same problem with other seconds of the tasks, `[tasks, nodes]`.
+        """Returns the same problem with other seconds of the tasks, `[tasks, nodes]`.
 
         A node cannot run a task for which its seconds are infinite.
         """
@@ -98,7 +97,7 @@ _ROUNDS = 60
 
 
 def bound_s(problem: Problem, microbatches: int = 1) -> float:
-    """A lower bound on the seconds of a step.
+    """Computes a lower bound on the seconds of a step.
 
     The bound of the first microbatch is the larger of two figures: the longest path
     through the tasks, with each task on its fastest node and free transfers; and
@@ -120,7 +119,7 @@ def bound_s(problem: Problem, microbatches: int = 1) -> float:
 
 
 def shared_s(seconds: Floats) -> float:
-    """A lower bound on the seconds of the busiest node, for any assignment of tasks.
+    """Computes a lower bound on the busiest node's seconds in any assignment of tasks.
 
     For any weights y of nodes that add up to 1, the busiest node takes at least the sum
     over tasks of the min over nodes of y * seconds (the dual of assigning divisible

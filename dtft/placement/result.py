@@ -26,7 +26,7 @@ _PICTURES = (".png", ".svg", ".pdf")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduledTask:
-    """One task in the schedule."""
+    """The node of one task, and the task's start and end within the microbatch."""
 
     task: int
     node: int
@@ -67,7 +67,7 @@ class Placement:
     kinds: tuple[str, ...]
     """Kind of each task: an `OperatorKind`, `loop` or `block`."""
     node_of: tuple[int, ...]
-    """Node of each task."""
+    """Number of each task's node, an index into `nodes`."""
     operators: tuple[tuple[int, int], ...] = ()
     """First operator of each forward task, and the operator after its last. Empty if
     the tasks are of no program."""
@@ -88,14 +88,15 @@ class Placement:
     """Given weight of each node, by which the seconds of its tasks were divided."""
     baselines: Mapping[str, float]
     """Step seconds of each baseline: `one node` (the fastest node that can run all
-    tasks), `contiguous`, `random`. Baselines that cannot run are left out."""
+    tasks), `contiguous` (stretches of the program), `random` (a random node for each
+    task). Baselines that cannot run are left out."""
     dropped: Mapping[str, float] = field(default_factory=dict)
     """Step seconds of greedy placements that leave out the slower nodes, by the names
     of the nodes left out."""
     speeds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Map from a kind of tasks to a map from a node type to the seconds of all these
-    tasks on the fastest node of the type. A type that lacks one of their kernels is
-    left out."""
+    tasks on the fastest node of the type. A type without a node that can run all of
+    them is left out."""
     memory_bytes: tuple[int, ...]
     """Peak bytes of each node: values that it made or received, and arguments."""
     capacity_bytes: tuple[int, ...]
@@ -136,17 +137,19 @@ class Placement:
         )
 
     def table(self) -> str:
-        """All tables of the placement, as text."""
+        """Returns all tables of the placement as text."""
         from dtft.planner import wording
 
         return wording.text(sections(self))
 
     def html(self) -> str:
-        """An HTML page with a picture of the schedule and all tables."""
+        """Returns an HTML page with a picture of the schedule and all tables."""
         return html(self)
 
     def save_picture(self, path: str | Path, title: str = "") -> None:
-        """Draws the schedule: a lane per node, with received values at the lower edge.
+        """Draws the schedule to a file, with a lane for each node.
+
+        Received values are at the lower edge of a lane.
 
         Args:
             path: file to write, with the ending `.png`, `.svg` or `.pdf`.
@@ -159,7 +162,7 @@ class Placement:
         figure([(title, self)]).savefig(path, dpi=120)
 
     def to_json(self) -> str:
-        """The placement as versioned JSON; equal placements give equal text."""
+        """Returns the placement as versioned JSON; equal placements give equal text."""
         return serialization.write_versioned(self, SCHEMA)
 
     @classmethod
@@ -262,7 +265,7 @@ def bars(placement: Placement, least_s: float = 0.0) -> list[Bar]:
 
 
 def svg(placement: Placement) -> str:
-    """The schedule as inline SVG, after a legend of its colors."""
+    """Returns the schedule as inline SVG, after a legend of its colors."""
     total = placement.makespan_s or 1.0
     begin = 16 + _LETTER * max(map(len, placement.nodes))
     scale = _WIDTH / total
@@ -299,7 +302,7 @@ def svg(placement: Placement) -> str:
 
 
 def figure(placements: Sequence[tuple[str, Placement]]) -> "Figure":
-    """Schedules as a matplotlib figure, one below the other, on the same time axis.
+    """Draws schedules one below the other, on the same time axis.
 
     Args:
         placements: pairs of a title and a placement.
@@ -360,7 +363,7 @@ def _joined(some: Iterable[Bar], least_s: float) -> Iterable[Bar]:
 
 
 def sections(placement: Placement) -> tuple[Section, ...]:
-    """All tables of a placement."""
+    """Returns all tables of a placement, the summary first."""
     return (
         summary(placement),
         nodes(placement),
@@ -371,7 +374,7 @@ def sections(placement: Placement) -> tuple[Section, ...]:
 
 
 def summary(placement: Placement) -> Section:
-    """Table of the seconds of a step, the lower bound, and the gap."""
+    """Makes the table of the seconds of a step, the lower bound, and the gap."""
     rows = [
         ("step", seconds(placement.step_s)),
         ("one microbatch", seconds(placement.makespan_s)),
@@ -394,7 +397,7 @@ def summary(placement: Placement) -> Section:
 
 
 def nodes(placement: Placement) -> Section:
-    """Table of the tasks, busy seconds and peak memory of each node."""
+    """Makes the table of the tasks, busy seconds and peak memory of each node."""
     counts = Counter(placement.node_of)
     rows = []
     for node, (name, busy) in enumerate(
@@ -410,8 +413,8 @@ def nodes(placement: Placement) -> Section:
 
 
 def others(placement: Placement) -> Section:
-    """Table of other placements' step seconds: greedy ones that leave out the slower
-    nodes, and the baselines."""
+    """Makes the table of other placements' step seconds: greedy ones that leave out the
+    slower nodes, and the baselines."""
     rows = [
         (f"without {name}", seconds(step), change(step, placement.step_s))
         for name, step in placement.dropped.items()
@@ -430,7 +433,7 @@ def others(placement: Placement) -> Section:
 
 
 def classes(placement: Placement) -> Section:
-    """Table of kinds of tasks: seconds and number of placed tasks by node type."""
+    """Makes the table of each kind's seconds and number of tasks, by node type."""
     types = list(dict.fromkeys(placement.types))
     on = Counter(
         (placement.kinds[task], placement.types[node])
@@ -460,7 +463,7 @@ def classes(placement: Placement) -> Section:
 
 
 def sent(placement: Placement) -> Section:
-    """Table of the values and bytes sent between nodes in one microbatch."""
+    """Makes the table of the values and bytes that nodes send in one microbatch."""
     found: dict[tuple[int, int], list[float]] = {}
     for one in placement.transfers:
         row = found.setdefault((one.source, one.target), [0, 0.0, 0.0])
@@ -481,7 +484,7 @@ def sent(placement: Placement) -> Section:
 
 
 def html(placement: Placement) -> str:
-    """An HTML page with the schedule and all tables. It loads no scripts or files."""
+    """Makes an HTML page with the schedule and all tables. It loads no other files."""
     first, *rest = sections(placement)
     parts = [
         section_html(first, level=1),

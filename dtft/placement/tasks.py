@@ -25,14 +25,15 @@ class Passed:
 
     producer: int
     """Task that makes the value; -1 for an argument. An argument starts on the node of
-    its first reader, and is sent to other nodes in every step."""
+    its first reader. In every microbatch it is sent to the nodes of its other
+    readers."""
     num_bytes: float
     readers: tuple[int, ...]
     is_kept: bool = False
     """Whether the value is a result of the program and stays in memory to the end."""
     has_gradient: bool = True
-    """Whether the backward pass makes a gradient of the value. Integers have none, and
-    neither have values that are not on a path from parameters to the loss."""
+    """Whether the backward pass makes a gradient of the value. Only floating and
+    complex values on a path from the parameters to the loss have one."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,7 +44,7 @@ class Tasks:
     kinds: tuple[str, ...]
     """Kind of each task: an `OperatorKind`, `loop` or `block`."""
     seconds: Floats
-    """`[tasks, nodes]`; infinite where a node has no kernel for a task."""
+    """`[tasks, nodes]`; infinite where a node cannot run a task."""
     passed: tuple[Passed, ...]
     groups: tuple[int, ...] = ()
     """Group number of each task; tasks of a group share a node. Default: one group per
@@ -85,7 +86,7 @@ class Tasks:
         return list(found.values())
 
     def weighted(self, weights: Sequence[float] | Floats) -> "Tasks":
-        """Tasks whose seconds are divided by each node's weight.
+        """Returns the tasks with their seconds divided by each node's weight.
 
         A node of weight 0 has infinite seconds.
         """
@@ -94,8 +95,9 @@ class Tasks:
         return replace(self, seconds=_product(self.seconds, factors[None, :]))
 
     def with_backward(self, factors: Sequence[float] | Floats) -> "Tasks":
-        """Adds the backward pass: each task again, on the same node, in reverse order.
+        """Returns the tasks followed by one backward task for each, in reverse order.
 
+        A backward task runs on the node of its forward task and reads the same values.
         For each value that has a gradient and that a task reads from another task, the
         backward task of the reader sends a gradient of the same size to the backward
         task of the producer. Gradients of arguments stay on the node that makes them.
@@ -137,12 +139,12 @@ class Tasks:
 
 
 def _again(value: Passed, behind: Sequence[int]) -> tuple[int, ...]:
-    """Readers of a value, and the backward tasks of these readers."""
+    """Returns the readers of a value, and the backward tasks of these readers."""
     return (*value.readers, *(behind[reader] for reader in reversed(value.readers)))
 
 
 def _product(seconds: Floats, factors: Floats) -> Floats:
-    """Multiplies seconds by factors; 0 times infinity gives infinity."""
+    """Multiplies seconds by factors; an infinite factor gives infinity even for 0 s."""
     with np.errstate(invalid="ignore"):
         found = seconds * factors
     return np.where(np.isinf(factors), np.inf, found)
@@ -193,7 +195,8 @@ def _made_and_read(
 ) -> tuple[dict[int, int], dict[int, list[int]]]:
     """Maps each value to the task that makes it, and to the tasks that read it.
 
-    The values inside a loop belong to the loop's task. Arguments have no maker.
+    The values inside a loop belong to the loop's task. Arguments are not in the first
+    map.
     """
     task_of = [
         t for t, (start, stop) in enumerate(operators) for _ in range(start, stop)
@@ -272,7 +275,7 @@ computes two."""
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TaskGraph:
-    """Tasks with the operators and values of the program that the tasks consist of."""
+    """The tasks of a program, their operators, and the values between tasks."""
 
     tasks: Tasks
     operators: tuple[tuple[int, int], ...]
@@ -301,18 +304,19 @@ def tasks_of(
         graph: the program.
         nodes: the nodes of a cluster, with device types.
         kernels: kernels of devices, in addition to those of the device types.
-        affinity: map from an operator (primitive, kind, or word of `kernels.CLASSES`)
-            to the node, device type or platform that must run it.
+        affinity: map from an operator (primitive, kind, or word of `CLASSES`) to the
+            node, device type or platform that must run it.
         grain: `operator`: each operator is a task; or `block`: each of a row of equal
-            layers is a task. A loop is always one task.
+            layers is a task, and so is each operator outside them. A loop is never
+            split.
         together: operators that stay on one node, as pairs of the first operator and
             the operator after the last: calls that the executor cannot cut
             (`dtft.planner.ir.uncut`).
         params: path of the argument that is differentiated; default: the first one.
 
     Raises:
-        ValueError: no node has a kernel for an operator, a pin cannot be met, or a
-            name is unknown; the message has the operator and the allowed names.
+        ValueError: no node has the kernels of a task, a pin cannot be met, a pair of
+            `together` is not within the program, or a name is unknown.
     """
     pins = {} if affinity is None else affinity
     check_kernels(kernels, nodes, graph.operators)
@@ -341,7 +345,8 @@ def _intervals(
 ) -> Iterator[tuple[int, int]]:
     """Yields each task's first operator and the operator after its last, in order.
 
-    Overlapping loops, layers and pairs of `together` become one task.
+    Overlapping loops, layers and pairs of `together` become one task. Raises ValueError
+    if a pair of `together` is not within the program.
     """
     joined = [loop.operators for loop in graph.loops] + [*map(tuple, together)]
     if grain == "block":
@@ -368,7 +373,7 @@ def _intervals(
 
 
 def _copies(graph: Graph) -> list[tuple[int, int]]:
-    """First operator of each of the equal layers, and the operator after its last.
+    """Returns the first operator of each equal layer, and the operator after its last.
 
     If rows of equal layers overlap, only the row with the most operators counts.
     """
@@ -386,8 +391,7 @@ def _copies(graph: Graph) -> list[tuple[int, int]]:
 
 
 class _Seconds:
-    """Computes the seconds of operators on each device type, once for equal
-    operators."""
+    """Seconds of operators on each device type, computed once for equal operators."""
 
     def __init__(
         self, graph: Graph, nodes: Nodes, kernels: Kernels, pins: Mapping[str, str]
@@ -398,7 +402,7 @@ class _Seconds:
         self._known: dict[Any, Floats] = {}
 
     def of(self, start: int, stop: int) -> Floats:
-        """Seconds of a task on each node, `[nodes]`; infinite where it cannot run.
+        """Returns a task's seconds by node, `[nodes]`; infinite where it cannot run.
 
         A task cannot run on a node without a kernel for each operator, or if a pin
         forbids the node. Raises ValueError if no node is left.
@@ -414,7 +418,9 @@ class _Seconds:
         return self._at_pins(found, numbers) if self.pins else found
 
     def backward(self, start: int, stop: int) -> float:
-        """Seconds of a task's backward pass relative to its forward pass: 1 to 2.
+        """Computes a task's seconds backward relative to its seconds forward.
+
+        The result is between 1 and 2.
 
         Matrix multiplications and convolutions count twice, other operators once, each
         with its seconds on the fastest device type.
@@ -425,7 +431,7 @@ class _Seconds:
         return 1.0 + (twice / sum(each) if sum(each) else 0.0)
 
     def _speeds(self, number: int) -> Floats:
-        """Seconds of all executions of one operator on each device type, `[types]`."""
+        """Returns the seconds of all runs of an operator by device type, `[types]`."""
         op, values = self.graph.operators[number], self.graph.values
         arrays = tuple(
             (values[v].shape, values[v].dtype) for v in (*op.inputs, *op.outputs)
@@ -515,7 +521,7 @@ def _seconds(graph: Graph, device: DeviceType, done: Any) -> float:
 
 
 def _name(graph: Graph, start: int, stop: int) -> str:
-    """Name of a task, such as `12 dot_general`, `3-40 loop`, `41-60 block`."""
+    """Returns a task's name, such as `12 dot_general`, `3-40 loop`, `41-60 block`."""
     if stop - start == 1:
         return f"{start} {graph.operators[start].primitive}"
     return f"{start}-{stop - 1} {_kind(graph, start, stop)}"

@@ -1,7 +1,7 @@
 """Records the current shares in checkpoints, prints them, and logs them.
 
-Each round prints a line and appends a record to `balance.jsonl`. This module does not
-import JAX.
+The begin of a run and the end of each round print a line and append a record to
+`balance.jsonl`. This module does not import JAX.
 """
 
 import json
@@ -172,7 +172,8 @@ class Cost:
     """Seconds of timed and untimed steps in a round, measured in one process."""
 
     step_s: float | None
-    """Mean seconds of a step that was not timed; None if all steps were timed."""
+    """Mean seconds of a step that was not timed, without this process's first step;
+    None if there was no such step."""
     probe_s: float
     """Mean seconds of a timed step."""
     probes: int
@@ -192,9 +193,9 @@ class Cost:
 
 
 class BalanceLog:
-    """Prints a line and appends a record to `balance.jsonl` for each event.
+    """Log of shares: a printed line and a record in `balance.jsonl` for each event.
 
-    Only the leading process does so. A failed write prints a warning.
+    Only the leading process prints and writes. A failed write prints a warning.
     """
 
     def __init__(
@@ -288,7 +289,7 @@ class BalanceLog:
 
 
 def begin_line(step: int, begin: Begin, sharing: Sharing) -> str:
-    """A line with the first shares of a run and whether a checkpoint recorded them."""
+    """Makes a line with a run's first shares, and whether they were recorded."""
     why = f"recorded at step {step}" if begin.is_recorded else "to begin with"
     new = ""
     if step and begin.unknown:
@@ -309,8 +310,8 @@ def round_line(
     cost: Cost,
     names: Sequence[str],
 ) -> str:
-    """A line with the shares of a round, each node's mean milliseconds of waiting for
-    the slowest node, and the shares of the next round or the reason to keep them."""
+    """Makes a line with the shares of a round, each node's mean milliseconds of waiting
+    for the slowest node, and the next shares or the reason to keep these."""
     judged = after.judgement
     assert judged is not None
     longest = float(busy_s.max(1).mean())

@@ -48,7 +48,8 @@ class Timing(Protocol):
 class Balancer:
     """Runs the steps of `load_balanced_step`, and changes the shares after rounds.
 
-    A round is `BalanceConfig.every` steps, the last of which are timed.
+    A round is `BalanceConfig.every` steps, the last `BalanceConfig.probes` of which are
+    timed.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ Sums = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SharedGradients:
-    """Computes gradients of batches with uneven shares.
+    """Function that computes the means over a batch with uneven shares.
 
     The arrays of a batch have `Sharing.room` rows for each replica. Only the first
     `rows_each * counts[replica]` rows are used; the batch array named
@@ -196,7 +196,7 @@ def _varying(tree: Any) -> Any:
 
 
 class SharedFeed(Prepared):
-    """Makes batches for a step of `load_balanced_step`, with the current shares.
+    """Feed for a step of `load_balanced_step`, with the current shares.
 
     Each replica has `Sharing.room` rows in the batch. Rows beyond a replica's share are
     zeros, which the step does not use.
@@ -276,11 +276,11 @@ class TimedStep:
     ended: float
     """Time when the new state was ready, in seconds (`time.perf_counter()`)."""
     busy_s: tuple[float, ...]
-    """For each of this process's replicas the seconds of its local sums and update."""
+    """For each replica of this process, the seconds of its local sums and update."""
 
 
 class Probe:
-    """Runs timed steps, each as three programs: local sums, reduction and update.
+    """Runner of timed steps, each as three programs: local sums, reduction, update.
 
     The compiled programs are kept.
     """
@@ -383,7 +383,7 @@ class Probe:
 
 
 def own_replicas(mesh: Mesh) -> tuple[int, ...]:
-    """The numbers of the replicas with at least one device of this process."""
+    """Returns the numbers of the replicas that have a device of this process."""
     here = jax.process_index()
     return tuple(
         replica
@@ -420,13 +420,13 @@ def gathered(mesh: Mesh, values: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _gather(mesh: Mesh) -> Any:
-    """A jitted function that replicates its argument over a mesh; cached by mesh."""
+    """Makes a jitted function that replicates its argument over a mesh."""
     everywhere = NamedSharding(mesh, PartitionSpec())
     return jax.jit(lambda rows: rows, out_shardings=everywhere)
 
 
 def _given_by(compiled: Any) -> Any:
-    """Shapes, dtypes and shardings of a compiled program's results."""
+    """Returns ShapeDtypeStructs, with shardings, of a compiled program's results."""
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=sharding

@@ -169,8 +169,11 @@ class PlacedStep:
         return self._layout.homes
 
     def predicted(self, placement: Placement) -> dict[Task, float]:
-        """Map from each forward and backward task of the first microbatch to the start
-        time that a placement predicts, in seconds."""
+        """Maps each forward and backward task of the first microbatch to the start time
+        that a placement predicts, in seconds.
+
+        Tasks that the placement lacks are left out.
+        """
         active = self._feed.gradients.active
         return predicted_starts(placement, self.cut, self.order, active)
 

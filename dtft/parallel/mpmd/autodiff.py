@@ -22,7 +22,10 @@ from dtft.planner.ir import is_var
 
 
 def check(cut: Cut, params: Sequence[int], num_microbatches: int) -> None:
-    """Checks that loss and parameters have gradients, and results can be averaged.
+    """Checks that loss and parameters have gradients, and the results are allowed.
+
+    Each result must be computed by the program. With several microbatches it must also
+    be floating-point or complex, so that it can be averaged.
 
     Args:
         cut: the cut of a program whose first result is the loss.
@@ -65,7 +68,9 @@ def check(cut: Cut, params: Sequence[int], num_microbatches: int) -> None:
 
 
 def between(cut: Cut, params: Sequence[int]) -> frozenset[int]:
-    """Numbers of the floating-point values on a path from a parameter to the loss.
+    """Finds the numbers of the values on a path from a parameter to the loss.
+
+    Only floating-point and complex values count.
 
     Raises:
         ValueError: the loss depends on no floating-point parameter.
@@ -92,12 +97,12 @@ def between(cut: Cut, params: Sequence[int]) -> frozenset[int]:
 
 
 def is_float(aval: Any) -> bool:
-    """Whether an abstract value has a gradient: it is floating-point or complex."""
+    """Returns whether an abstract value is floating-point or complex."""
     return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 class Split:
-    """Makes a segment's forward program with residuals, and its backward program.
+    """A segment's forward program with residuals, and its backward program.
 
     The backward program is from `jax.vjp`, so custom derivative rules apply. Its
     residuals are kept and not recomputed. A residual that the segment also reads or
@@ -163,7 +168,7 @@ class Split:
     def forward(
         self, num_writes: int, kept: Sequence[Key], residuals: Sequence[Key]
     ) -> ClosedJaxpr:
-        """The forward program, from the reads to the writes and the new residuals.
+        """Makes the forward program, from reads to writes and new residuals.
 
         Args:
             num_writes: number of the segment's writes.
@@ -183,7 +188,7 @@ class Split:
         arriving: Sequence[Sequence[int]],
         earlier: Sequence[int | None],
     ) -> ClosedJaxpr:
-        """The backward program, from residuals and cotangents to cotangents of `used`.
+        """Makes the program from residuals and cotangents of `made` to those of `used`.
 
         Args:
             likes: shapes of the program's arguments.
@@ -240,7 +245,7 @@ def _transposable(
 
 
 def struct(atom: Any) -> jax.ShapeDtypeStruct:
-    """ShapeDtypeStruct, with weak type, of a variable or literal of a program."""
+    """Makes the ShapeDtypeStruct, with weak type, of a variable or literal."""
     aval = atom.aval
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
@@ -256,9 +261,9 @@ _SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ends:
-    """Makes the calls that are made once in a step, before or after the microbatches.
+    """The calls that are made once in a step, before or after the microbatches.
 
-    Calls before: send parameters, set sums of gradients to zero. Calls after: add the
+    Calls before send parameters, and set sums of gradients to zero. Calls after add the
     sums of all nodes, and compute the means of gradients and results.
     """
 
@@ -288,7 +293,7 @@ class Ends:
         return (*self._reduce(), *self._finish(), *self._results())
 
     def _begin(self, node: int) -> NodeCall:
-        """A call that sends parameters to other readers, and sets sums to zero."""
+        """Makes a call that sends parameters to other nodes, and sets sums to zero."""
         mine = [n for n in self.homes if self.homes[n] == node]
         summed = [n for n in self.homes if node in self.summing[n]]
         likes = [self.like[n] for n in summed]
@@ -305,7 +310,7 @@ class Ends:
         )
 
     def _reduce(self) -> list[NodeCall]:
-        """Calls that send sums of gradients to the home nodes of the parameters."""
+        """Makes the calls that send sums of gradients to the parameters' home nodes."""
         calls: list[NodeCall] = []
         for node in self._nodes:
             away = [
@@ -321,8 +326,8 @@ class Ends:
         return calls
 
     def _finish(self) -> list[NodeCall]:
-        """Calls that compute gradients: add the nodes' sums, divide by the total
-        weight."""
+        """Makes the calls that compute gradients: add the nodes' sums, divide by the
+        total weight."""
         calls: list[NodeCall] = []
         for node in self._nodes:
             mine = [n for n in self.homes if self.homes[n] == node]
@@ -345,7 +350,7 @@ class Ends:
         return calls
 
     def _results(self) -> list[NodeCall]:
-        """Calls that compute weighted means of the results over microbatches."""
+        """Makes the calls that compute weighted means of results over microbatches."""
         places: dict[int, list[int]] = defaultdict(list)
         for place, (_, node) in enumerate(self.results):
             places[node].append(place)
@@ -596,7 +601,7 @@ class _Differentiation:
         )
 
     def _cotangents(self, number: int) -> list[Key]:
-        """Keys of the arrays whose sum is the cotangent of a value.
+        """Returns the keys of the arrays whose sum is the cotangent of a value.
 
         The cotangent of the loss is the weight of the microbatch.
         """
@@ -608,7 +613,7 @@ class _Differentiation:
         ]
 
     def _earlier(self, index: int, number: int, node: int) -> Key | None:
-        """Key of the sum to which a backward call adds its cotangent of a value.
+        """Returns the key of the sum to which a backward call adds a value's cotangent.
 
         Returns None if the call is the node's first backward call with a cotangent of
         the value. For a parameter the key is never None: its sum is over microbatches
@@ -620,7 +625,7 @@ class _Differentiation:
         return Key("partial", number, later[0], EACH) if later else None
 
     def _later(self, index: int, number: int, node: int) -> Key:
-        """Key of the sum that a backward call writes for a value.
+        """Returns the key of the sum that a backward call writes for a value.
 
         The node's last backward call for the value writes a `cotangent`. Earlier calls
         write a `partial`. For a parameter all calls write a `sum`.

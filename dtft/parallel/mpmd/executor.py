@@ -77,9 +77,9 @@ class Node:
 
         Args:
             tasks: the tasks, in order.
-            store: map from keys to arrays on the device. Results of tasks are added;
-                arrays other than `_KEPT` are dropped after their last use. Afterwards
-                the store has the arrays of `wanted`.
+            store: map from keys to arrays on the device. Results of tasks and received
+                arrays are added. Arrays of other kinds than `_KEPT` are dropped after
+                their last use. Afterwards the store has the arrays of `wanted`.
             exchange: sends arrays to and receives arrays from other nodes.
             deadline: time (`time.monotonic()`) at which waiting ends.
             wanted: keys of arrays that stay in the store.
@@ -209,7 +209,7 @@ class Hub:
         self._failed: BaseException | None = None
 
     def exchange(self, node: int) -> Exchange:
-        """The `Exchange` of a node."""
+        """Returns the `Exchange` of a node."""
         return _Port(self, node)
 
     def send(self, key: Key, array: Any, node: int) -> None:
@@ -249,7 +249,8 @@ class Hub:
 
         Raises:
             Exception: the error of the node that failed first.
-            TimeoutError: a node still computes `_GRACE_S` seconds after the deadline.
+            TimeoutError: a node still computes `_GRACE_S` seconds or more after the
+                deadline.
         """
         found: dict[int, list[Span]] = {}
 

@@ -29,7 +29,7 @@ def lacking(
 
     Returns:
         Map from a platform to the numbers of the operators (as in
-        `dtft.planner.trace`). Platforms that can lower all operators are left out.
+        `dtft.planner.trace`). Platforms without such operators are left out.
 
     Raises:
         ValueError: a name is not a platform that JAX lowers for.
@@ -78,7 +78,7 @@ def _lowers(fn: Callable[..., Any], args: Iterable[Any], platform: str) -> bool:
 
 
 def _key(eqn: JaxprEqn) -> Any:
-    """A key of an equation: its primitive, operand types and parameters."""
+    """Returns a key of an equation: its primitive, operand types and parameters."""
     avals = tuple(str(atom.aval) for atom in eqn.invars)
     return eqn.primitive.name, avals, str(eqn.params)
 
@@ -95,6 +95,6 @@ def _alone(eqn: JaxprEqn) -> Callable[..., Any]:
 
 
 def _shapes(eqn: JaxprEqn) -> list[jax.ShapeDtypeStruct]:
-    """Shape and dtype of each variable that an equation reads, without literals."""
+    """Returns the shape and dtype of each variable that an equation reads."""
     avals: list[Any] = [a.aval for a in eqn.invars if not isinstance(a, Literal)]
     return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]

@@ -117,7 +117,7 @@ def cut(
 
 
 class _Flat:
-    """Flattens a program: inlines calls, with new variables that are written once."""
+    """A program with inlined calls, and with new variables that are written once."""
 
     def __init__(self, nodes: Sequence[int], seconds: Sequence[float]) -> None:
         self.units: list[Unit] = []
@@ -308,8 +308,8 @@ class _Cutting:
         return sorted(group)
 
     def _changes(self) -> list[int]:
-        """For each unit the largest number of changes of node on a path of readers
-        after it."""
+        """Computes, for each unit, the largest number of changes of node on a path of
+        readers after the unit."""
         found = [0] * len(self._units)
         for index in range(len(self._units) - 1, -1, -1):
             node = self._units[index].node
@@ -361,7 +361,7 @@ def where(
 
 
 def seconds_of(placement: Placement) -> tuple[float, ...]:
-    """Seconds of each operator's forward pass, from the schedule of a placement.
+    """Returns the seconds of each operator's forward pass, by a placement's schedule.
 
     A task of a placement is a range of operators; its seconds are divided equally
     between them.
@@ -377,9 +377,9 @@ def seconds_of(placement: Placement) -> tuple[float, ...]:
 def nodes_of_scopes(graph: Graph, table: Mapping[str, int]) -> tuple[int, ...]:
     """Assigns operators to nodes by the `jax.named_scope` that they are in.
 
-    This can divide layers into stages. In nested scopes the innermost scope counts. An
-    operator outside of all scopes gets the node of the operator before it. Operators
-    before the first scope get the node of the first scope.
+    This can divide layers into stages. Only scopes in `table` count, and of nested ones
+    the innermost. An operator outside of these scopes gets the node of the operator
+    before it. Operators before the first scope get the node of the first scope.
 
     Args:
         graph: the traced loss (`dtft.planner.trace`).
@@ -422,8 +422,8 @@ def devices_of(placement: Placement, table: Mapping[Any, Any]) -> dict[int, Any]
         placement: a placement, whose nodes have names, types and platforms.
         table: map from a node's number, name (`h100:0`), type (`fpga-u280`, or `fpga`)
             or platform (`cuda`, `gpu`) to a device. Numbers take precedence over names,
-            names over types, and types over platforms. A CPU device is allowed for
-            every type.
+            names over types, and types over platforms. Any device is allowed for any
+            type, such as a CPU device for `fpga`.
 
     Raises:
         ValueError: the table has no device for a node with operators, or has a key
@@ -468,8 +468,8 @@ def check_microbatches(placement: Placement, microbatches: int) -> None:
 
 
 def _words(placement: Placement, node: int) -> tuple[str, ...]:
-    """Names of a node in a device table: its name, type, first part of the type,
-    platforms."""
+    """Returns the keys of a node in a device table: its name, type, first part of the
+    type, platforms."""
     kind = placement.types[node]
     platforms = _platforms(placement, node)
     return (placement.nodes[node], kind, kind.split("-")[0], *platforms)
@@ -484,7 +484,7 @@ def _platforms(placement: Placement, node: int) -> tuple[str, ...]:
 def predicted_starts(
     placement: Placement, cut: Cut, order: CallOrder, active: Collection[int]
 ) -> dict[Task, float]:
-    """Start times that a placement predicts for the first microbatch, in seconds.
+    """Returns the start times that a placement predicts for the first microbatch.
 
     The start of a segment is the earliest start of its operators. For a backward task
     only operators with differentiated results count.
@@ -496,7 +496,8 @@ def predicted_starts(
         active: numbers of the values that are differentiated.
 
     Returns:
-        Map from a task of microbatch 0 to its predicted start.
+        Map from a task of microbatch 0 to its predicted start in seconds. Tasks that
+        the placement lacks are left out.
     """
     starts = {run.task: run.start_s for run in placement.schedule}
     task_of = _tasks(placement.operators)

@@ -144,7 +144,7 @@ class Calls:
     """Map from the key of each array that is sent to its bytes."""
 
     def then(self, more: "Calls") -> "Calls":
-        """Appends the `end` calls of `more`, and adds their `num_bytes`."""
+        """Returns these calls, with the `end` calls and `num_bytes` of `more` added."""
         return replace(
             self,
             end=(*self.end, *more.end),
@@ -176,7 +176,7 @@ class Calls:
 def sends(
     keys: Iterable[Key], node: int, wanted: Mapping[Key, Sequence[int]]
 ) -> tuple[tuple[Key, int], ...]:
-    """Pairs of a key and another node that needs the key's array.
+    """Returns pairs of a key and another node that needs the key's array.
 
     Args:
         keys: keys of the arrays that a node makes.
@@ -239,7 +239,7 @@ class CallOrder:
     """Expected end of the last forward or backward task, in seconds."""
 
     def without(self, calls: Calls) -> "CallOrder":
-        """Removes the tasks of `calls.end`, such as the calls of the update."""
+        """Returns the order without the tasks of `calls.end`, such as the update's."""
         return replace(
             self,
             by_node={
@@ -276,7 +276,7 @@ def order(calls: Calls, num_microbatches: int, seconds: Sequence[float]) -> Call
 
 
 class _Simulation:
-    """Simulates the forward and backward tasks of all nodes, to find their order."""
+    """A simulation of the forward and backward tasks of all nodes, for their order."""
 
     def __init__(
         self, calls: Sequence[NodeCall], num_microbatches: int, seconds: Sequence[float]
@@ -331,7 +331,7 @@ class _Simulation:
         return starts, max(free.values(), default=0.0)
 
     def _followers(self) -> list[set[int]]:
-        """For each call the set of calls whose earliest start may depend on its end.
+        """Returns, for each call, the calls whose earliest start may depend on its end.
 
         A call is in its own set, because its next microbatch follows.
         """
@@ -369,10 +369,10 @@ class _Simulation:
         return start, index
 
     def _ready(self, index: int) -> float | None:
-        """The time when a call can start for its next microbatch, in seconds.
+        """Returns the time when a call can start for its next microbatch, in seconds.
 
-        None if the call has no next microbatch, or if an input, or the older microbatch
-        that `_let_in` waits for, is not yet scheduled.
+        Returns None if the call has no next microbatch, or if an input, or the older
+        microbatch that `_let_in` waits for, is not yet scheduled.
         """
         part = self._next[index]
         if part == self._parts:
@@ -383,7 +383,7 @@ class _Simulation:
         return None if None in ends else max((e for e in ends if e), default=0.0)
 
     def _let_in(self, index: int, part: int) -> float | None:
-        """The time from which a segment may begin microbatch `part`, in seconds.
+        """Returns the time from which a segment may begin a microbatch, in seconds.
 
         A segment has a limit of microbatches in flight (between its forward and its
         backward call). At the limit an older microbatch must first end its backward
@@ -401,7 +401,7 @@ class _Simulation:
 
 
 def _most_in_flight(calls: Sequence[NodeCall]) -> dict[int, int]:
-    """Map from a segment to its largest number of microbatches in flight.
+    """Maps each segment to its largest number of microbatches in flight.
 
     A microbatch is in flight between the segment's forward and backward call. The limit
     is the number of different nodes of the segment and all later segments.

@@ -125,7 +125,8 @@ def check_values(name: str, arrays: Any) -> None:
     """Checks that no leaf is a ShapeDtypeStruct.
 
     Raises:
-        ValueError: a leaf is; the message names the path of the first such leaf.
+        ValueError: a leaf is a ShapeDtypeStruct; the message names the path of the
+            first such leaf.
     """
     for path, leaf in to_paths(arrays).items():
         if isinstance(leaf, jax.ShapeDtypeStruct):

@@ -145,7 +145,7 @@ class _Where:
 
 
 class _Making:
-    """Makes the calls of an update from the segments of an optimizer's program."""
+    """The calls of an update, made from the segments of an optimizer's program."""
 
     def __init__(
         self, divided: Cut, keys: Sequence[Key], homes: Sequence[int], state: list[int]
@@ -209,8 +209,8 @@ class _Making:
         return node if isinstance(number, int) else number.val
 
     def _arguments(self, wanted: dict[Key, list[int]]) -> list[NodeCall]:
-        """Calls that send gradients, parameters and optimizer state to other nodes that
-        read them."""
+        """Makes the calls that send gradients, parameters and optimizer state to other
+        nodes that read them."""
         away: dict[int, list[tuple[Key, int]]] = {}
         for number in self._cut.arguments:
             key, node = self._keys[number], self._at[number]
@@ -244,7 +244,7 @@ class _Making:
         )
 
     def _free(self, index: int, segment: Segment) -> list[int]:
-        """Positions of a segment's reads whose arrays its node does not need later."""
+        """Returns the positions of the reads that the node does not need later."""
         later = {
             number
             for other in self._cut.segments[index + 1 :]

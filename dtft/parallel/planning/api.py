@@ -90,7 +90,7 @@ class RunnablePlan(Plan):
         return wording.text(self.sections())
 
     def sections(self) -> tuple[Section, ...]:
-        """The sections of `explain()`, for display in other formats."""
+        """Returns the sections of `explain()`, for display in other formats."""
         parts = plan_sections(self)
         if self.decision is None:
             return parts
@@ -117,8 +117,11 @@ class RunnablePlan(Plan):
         return why_not(self._decision("why_not"), **pins)
 
     def sensitivity(self) -> str:
-        """Plans again for faster links, more memory or more hosts; returns a table of
-        the step times and best plans as text.
+        """Plans again for changed clusters; returns a table of the step times and best
+        plans as text.
+
+        The changes are faster links, more memory, faster memory, a higher peak of
+        operations a second, and twice and half the number of hosts or devices.
 
         Raises:
             ValueError: the plan was read from a file.
@@ -135,7 +138,7 @@ class RunnablePlan(Plan):
         return find_lints(self._decision("lints"))
 
     def html(self) -> str:
-        """The report of the plan as one HTML page with embedded pictures."""
+        """Returns the report of the plan as one HTML page with embedded pictures."""
         return report_html(self, self.decision)
 
     def _decision(self, name: str) -> Decision:
@@ -187,8 +190,8 @@ class RunnablePlan(Plan):
                 variables (`nnx.state(model)`) or Linen boxes.
 
         Raises:
-            ValueError: no array has logical names, or the plan lacks an array with
-                logical names.
+            ValueError: no array has logical names, the plan lacks an array with logical
+                names, or an array does not have one name per dim.
         """
         names = logical_names(params, self.state)
         shapes = {
@@ -331,7 +334,8 @@ def _cluster(cluster: Any) -> Cluster:
 
 
 def _of_this_job(cluster: Cluster) -> bool:
-    """Whether this job has several processes and as many devices as the cluster."""
+    """Returns whether this job has several processes, and as many devices as the
+    cluster."""
     if not jax.distributed.is_initialized() or jax.process_count() == 1:
         return False
     return cluster.num_devices == jax.device_count()

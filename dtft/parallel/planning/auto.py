@@ -82,8 +82,9 @@ def automatic(experiment: Experiment, devices: Sequence[Any]) -> Plan:
         devices: devices in mesh order.
 
     Raises:
-        ValueError: no plan fits, the planner does not know the devices, the calibration
-            is of other devices, or the config cannot be planned (`asked_of`).
+        ValueError: no plan fits, the planner does not know the device type, the devices
+            or the hosts differ, the calibration is of other devices, or the config
+            cannot be planned (`asked_of`).
     """
     cluster = Cluster.from_devices(devices)
     if experiment.calibration:
@@ -93,10 +94,10 @@ def automatic(experiment: Experiment, devices: Sequence[Any]) -> Plan:
 
 
 def is_of(plan: Plan, experiment: Experiment) -> bool:
-    """Whether a plan was made for the model, optimizer and batch of a config.
+    """Returns whether a plan is for the model, optimizer and batch of a config.
 
-    False also for a config that cannot be planned: `asked_of` or the tracing of the
-    step raises ValueError.
+    Returns False also for a config that cannot be planned: `asked_of` or the tracing of
+    the step raises ValueError.
     """
     try:
         return plan.model_hash == _workload(experiment).fingerprint

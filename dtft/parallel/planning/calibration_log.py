@@ -1,7 +1,8 @@
 """The calibration log: predicted and measured step times of planned runs.
 
-A planned run appends a line to `plan_times.jsonl` in its run directory. The planner's
-cost model is fitted to these lines (`dtft.planner.cost.learn`).
+A planned run appends a line to `plan_times.jsonl` in its run directory, if the plan's
+prediction is for the devices of the run. The planner's cost model is fitted to these
+lines (`dtft.planner.cost.learn`).
 """
 
 from collections.abc import Sequence
@@ -22,8 +23,8 @@ PLAN_TIMES_FILE = "plan_times.jsonl"
 def past_run(plan: Plan, mesh: Mesh, step_s: Sequence[float]) -> PastRun | None:
     """Makes one entry of the log from the measured times of a run.
 
-    Returns None if the planner does not know the devices, or if they are of several
-    types.
+    Returns None if the planner does not know the device type, or if the devices or the
+    hosts differ.
 
     Args:
         plan: the plan that was run.

@@ -45,7 +45,7 @@ class PlanChoice:
     number that the plan uses."""
     here: str = ""
     """Devices of the run in words (`Pool.fabric_words`); empty if the planner does not
-    know the devices, or if they are of several types."""
+    know the device type, or if the devices or the hosts differ."""
 
     @property
     def is_predicted(self) -> bool:
@@ -128,7 +128,7 @@ def choose(
         ConfigError: the plan file cannot be read or holds no plan, or the plan does not
             fit the number of devices or the batch.
         ValueError: `decide` raised it in this process, for example because no plan
-            fits.
+            fits; or the recorded plan has another version.
     """
     asked = experiment.plan
     if not asked:
@@ -161,14 +161,15 @@ def choose(
 
 
 def used(plan: Plan) -> int:
-    """The number of devices of a plan's mesh."""
+    """Returns the number of devices of a plan's mesh."""
     return math.prod(plan.mesh.values())
 
 
 def _planned_for(plan: Plan) -> int:
-    """The number of devices of the cluster that a plan was made for.
+    """Returns the number of devices of the cluster that a plan was made for.
 
-    Returns the number that the plan uses if `plan.cluster` cannot be parsed.
+    Returns the number that the plan uses if that is larger, or if `plan.cluster` cannot
+    be parsed.
     """
     try:
         return max(Cluster.parse(plan.cluster).num_devices, used(plan))
@@ -218,7 +219,7 @@ def _check_batch(plan: Plan, batch: int) -> None:
 
 def _words(devices: Sequence[Any]) -> str:
     """Describes devices by `Pool.fabric_words`; empty if the planner does not know the
-    devices, or if they are of several types."""
+    device type, or if the devices or the hosts differ."""
     try:
         return Cluster.from_devices(devices).uniform.fabric_words
     except ValueError:

@@ -53,8 +53,8 @@ def entry_of(given: Mapping[str, Any]) -> str:
 
 
 def _lacks(given: Mapping[str, Any]) -> str:
-    """Text on missing and unexpected arguments; "" if both or none of step and loss are
-    given."""
+    """Returns text on missing and unexpected arguments; "" if both or none of step and
+    loss are given."""
     meant = [names for entry, names in ENTRIES.items() if entry in given]
     if len(meant) != 1:
         return ""
@@ -185,7 +185,7 @@ def _difference(
 
 
 def _form(leaf: Any) -> str:
-    """Dtype and shape of a leaf as text, such as `float32[2, 3]`.
+    """Returns the dtype and shape of a leaf as text, such as `float32[2, 3]`.
 
     The dtype is JAX's canonical one: by default 32 bits in place of 64. For a leaf that
     is no array the text is its type, such as `a str`.
@@ -224,9 +224,10 @@ def _check_rows(batch: Any) -> None:
 
 
 def checked_loss(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Wraps a loss; the wrapper raises ValueError unless the result is differentiable.
+    """Wraps a loss; the wrapper raises ValueError unless the result is a scalar.
 
-    Allowed results are a floating-point scalar, or a pair of such a scalar and aux.
+    The scalar must be floating-point or complex. A pair of such a scalar and aux is
+    allowed too.
     """
 
     @functools.wraps(loss)
@@ -298,7 +299,7 @@ def _dtype(leaf: Any) -> Any:
 
 
 def _is_real(leaf: Any) -> bool:
-    """Whether a leaf has a gradient: its dtype is floating-point or complex."""
+    """Returns whether a leaf's dtype is floating-point or complex."""
     return jnp.issubdtype(_dtype(leaf), jnp.inexact)
 
 
@@ -322,14 +323,14 @@ class _Named:
 
 
 def logical_names(params: Any, planned: Iterable[str]) -> dict[str, Names]:
-    """Map from an array's path to the logical names of its dims.
+    """Maps the path of each array to the logical names of its dims.
 
     Arrays without logical names are left out.
 
     Args:
         params: a tree with NNX variables (`nnx.state(model)`) or Linen boxes.
-        planned: the plan's paths. If the plan was made for the tree without boxes, its
-            paths lack the box's last part, `value`.
+        planned: the plan's paths. If the plan was made for the tree without boxes, the
+            plan's paths lack the last part `value` of a box's path.
 
     Raises:
         ValueError: no array has names.

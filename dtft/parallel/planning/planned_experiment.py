@@ -22,7 +22,7 @@ from dtft.planner.types import Spec
 
 
 def planned_mesh(plan: Plan, devices: Sequence[Any]) -> Mesh:
-    """The plan's mesh; axes of `AXES` that the plan lacks get size 1.
+    """Makes the plan's mesh; axes of `AXES` that the plan lacks get size 1.
 
     Args:
         plan: the plan of the `PlanChoice` that `choose` returned.
@@ -44,8 +44,10 @@ def planned_train_step(experiment: Experiment, mesh: Mesh, plan: Plan) -> TrainS
         plan: a plan for this experiment.
 
     Raises:
-        ValueError: the plan cannot be run here, or was made for another state; or the
-            optimizer communicates between replicas, which no plan describes.
+        ValueError: the plan cannot be run here, was made for another state, or divides
+            the rows of the batch in several ways; the model is not supported
+            (`functional`); or the optimizer communicates between replicas, which no
+            plan describes.
     """
     check_runnable(plan, "loss", mesh.devices.flat[0].platform)
     if experiment.optim.reduces_itself:
@@ -102,7 +104,7 @@ def _gradients_of(model: FunctionalModel, update: Update) -> Gradients:
 
 
 def rows_of(plan: Plan) -> tuple[str, ...]:
-    """The mesh axes that divide the rows of the batch.
+    """Returns the mesh axes that divide the rows of the batch.
 
     Raises:
         ValueError: the axes are not the same for every array of the batch, or no array

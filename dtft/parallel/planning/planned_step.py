@@ -427,8 +427,9 @@ def make_step(
     Rematerialization: by block, see `dtft.planner.ir.remat`.
 
     ZeRO: level 1 updates each parameter on the devices that hold its optimizer state.
-    Level 2 also divides gradients in this way. Level 3 gathers parameters over `fsdp`
-    at each use, and gathers again in the backward pass, see `dtft.parallel.fsdp`.
+    Level 2 also divides gradients in this way, except those of vectors over `fsdp`.
+    Level 3 gathers parameters over `fsdp` at each use, and gathers again in the
+    backward pass, see `dtft.parallel.fsdp`.
 
     Args:
         loss: `(params, batch) -> scalar` or `-> (scalar, aux)`, a mean over the batch.

@@ -62,6 +62,9 @@ class Runner:
             given: the arguments of `dtft.plan`: `step`, `state`, `batch`; or `loss`,
                 `optimizer`, `params`, `batch`. ShapeDtypeStructs are replaced by arrays
                 of numbers.
+
+        Raises:
+            ValueError: the plan does not fit the devices here or the arguments.
         """
         self.plan, self._state = plan, None
         mesh = mesh_of(plan.mesh)
@@ -83,7 +86,8 @@ class Runner:
         """Runs `num` steps, waits for the results of each, returns the mean seconds of
         a step.
 
-        Every process returns the seconds that process 0 measured.
+        `start` must be called before. Every process returns the seconds that process 0
+        measured.
         """
         begin = time.perf_counter()
         for _ in range(num):
@@ -92,9 +96,9 @@ class Runner:
         return agreed((time.perf_counter() - begin) / num)
 
     def num_steps(self, seconds: float) -> int:
-        """The number of steps that take at least `seconds`; the same in every process.
+        """Estimates from one timed step how many steps take at least `seconds`.
 
-        Runs one step to find out.
+        The result is the same in every process.
         """
         return max(1, math.ceil(seconds / self.step_s(1)))
 
@@ -137,13 +141,13 @@ def try_plans(
     Args:
         decision: the decision with all candidates.
         given: the arguments of `dtft.plan`, as for `Runner`.
-        num: the number of plans to run: those with the shortest predicted step times
-            among the plans that fit and that dtft can run.
+        num: the number of best plans among those that fit. Those of them that dtft
+            cannot run are left out.
 
     Raises:
-        ValueError: `num` is below 1, dtft can run none of these plans, or the
-            decision's cluster has devices of another platform than JAX has here, or
-            more of them.
+        ValueError: `num` is below 1, dtft can run none of these plans, the decision's
+            cluster has devices of another platform than JAX has here, or a plan does
+            not fit the number of devices here.
     """
     if num < 1:
         raise ValueError(f"trial={num}: give the number of plans to run, 1 or more.")
@@ -170,7 +174,7 @@ def try_plans(
 
 
 def trial_section(tried: Sequence[TriedPlan]) -> Section:
-    """Report section with a table of predicted and measured step times."""
+    """Makes the report section with a table of predicted and measured step times."""
     rows = [
         (
             " ".join(f"{axis}={size}" for axis, size in one.plan.mesh.items()),

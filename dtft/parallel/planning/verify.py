@@ -1,8 +1,8 @@
 """Verifies plans: compiles the best few, for devices that this machine need not have.
 
 The compiled programs are those that `make_step` and `jit_plan` would run. If no
-compiled plan fits, plans that need less memory are compiled. The fastest plan that fits
-as compiled is selected. Tables compare predicted with compiled memory and collectives.
+compiled plan fits, plans that need less memory are compiled. The best plan that fits as
+compiled is selected. Tables compare predicted with compiled memory and collectives.
 """
 
 import math
@@ -54,8 +54,8 @@ class Verified:
     verdict: Verdict
     held_back: float = 0.0
     """Memory that had to stay free when the plan was selected, as a share of the plan's
-    predicted bytes: the largest relative excess of compiled over predicted bytes among
-    the plans compiled before. 0 for the plans that are compiled first."""
+    predicted bytes. The share is the largest relative excess of compiled over predicted
+    bytes among the plans compiled before; 0 for the plans that are compiled first."""
 
     @property
     def needed_bytes(self) -> int | None:
@@ -95,12 +95,14 @@ def verified(
         decision: the decision whose best plans are verified.
         asked: the arguments of `dtft.plan`: `step`, `state` and `batch`, or `loss`,
             `optimizer`, `params` and `batch`.
-        num: the largest number of plans that are compiled at a time, at least 1. Plans
-            that cannot be run (`Plan.runnable`) are not compiled.
+        num: the largest number of plans in the first round of compilations and in each
+            further round, at least 1. Plans that cannot be run (`Plan.runnable`) are
+            not compiled.
         deadline_s: seconds for all compilations; by default `num` times `SECONDS_EACH`.
 
     Returns:
-        The compiled plans: the best ones, fastest first, then plans with less memory.
+        The plans with the results of compilation: first the best plans, best first,
+        then plans with less memory.
 
     Raises:
         ValueError: `num` is below 1.
@@ -172,7 +174,10 @@ def candidate_of(
 
 
 def _excess(found: Sequence[Verified]) -> float:
-    """The largest ratio of compiled to predicted bytes; 0.0 if nothing was compiled."""
+    """Returns the largest ratio of compiled to predicted bytes.
+
+    Plans that failed to compile are left out; without other plans the result is 0.0.
+    """
     ratios = [
         one.needed_bytes / one.predicted_bytes for one in found if one.needed_bytes
     ]
@@ -195,7 +200,7 @@ def leaner(
         num: the largest number of plans.
 
     Returns:
-        Decisions for plans that were not compiled yet, fastest first. Empty if no
+        Decisions for plans that were not compiled yet, best first. Empty if no
         compiled program exceeded its prediction, if no plan fits the reduced memory, or
         if all plans found were compiled already.
     """
@@ -244,19 +249,19 @@ def _with_capacity(one: Decision, original: Decision, capacity: int) -> Decision
 
 
 def target_of(decision: Decision) -> str:
-    """The compilation target: the cluster's GPU if XLA can compile for it here, else
-    `cpu`."""
+    """Returns the compilation target: the cluster's GPU if XLA can compile for it here,
+    else `cpu`."""
     name = decision.cluster.uniform.device.name
     return name if name in GPU_TARGETS and is_gpu_compiler_installed() else "cpu"
 
 
 def first_fitting(found: Sequence[Verified]) -> Verified:
-    """Returns the fastest plan that fits as compiled.
+    """Returns the first plan that fits as compiled, which is the best one.
 
     Raises:
         ValueError: no plan fits; the message gives the missing bytes and the changes
             that would make a plan fit. If no plan could be compiled, the message gives
-            the reasons.
+            the reasons. Also if `found` is empty.
     """
     for one in found:
         if one.verdict.fits:
@@ -277,7 +282,7 @@ def first_fitting(found: Sequence[Verified]) -> Verified:
 
 
 def _unfit(found: Sequence[Verified]) -> str:
-    """The error text if no compiled plan fits.
+    """Makes the error text if no compiled plan fits.
 
     The text gives the missing bytes of the plan that needs the least memory, and the
     changes that would make the plan fit.
@@ -299,8 +304,8 @@ def _unfit(found: Sequence[Verified]) -> str:
 
 
 def verify_sections(found: Sequence[Verified]) -> tuple[Section, ...]:
-    """Report sections: memory of all compiled plans, and collectives of the selected
-    plan if one fits."""
+    """Makes the report sections: memory of all compiled plans, and collectives of the
+    selected plan if one fits."""
     columns = ("mesh", "knobs", "compiled for", "predicted", "compiled", "verdict")
     chosen = next((one for one in found if one.verdict.fits), None)
     memory = Section(
@@ -316,9 +321,8 @@ def _notes(found: Sequence[Verified], chosen: Verified | None) -> Iterator[str]:
     """Yields notes for the table of memory.
 
     If all plans were compiled for CPU, a note says which bytes are compiled and which
-    predicted. If a faster plan did not fit, the notes give the selected plan, its
-    additional seconds per step, and the share of memory that it was selected to keep
-    free.
+    predicted. If a better plan did not fit, the notes give the selected plan, its
+    additional seconds per step, and its `held_back`.
     """
     compiled = [one for one in found if one.needed_bytes is not None]
     if compiled and not any(
@@ -362,8 +366,8 @@ def _row(one: Verified) -> tuple[str, ...]:
 
 
 def _collectives(one: Verified) -> Section:
-    """A table of predicted and compiled bytes of collectives in a step, by kind and
-    axes."""
+    """Makes a table of predicted and compiled bytes of collectives in a step, by kind
+    and axes."""
     if not isinstance(one.compiled, Compiled):
         return Section(title="Verified: collectives", notes=("nothing was compiled",))
     rows = tuple(
