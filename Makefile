@@ -4,6 +4,9 @@ PYTHON ?= python3
 STAMP := .venv/.dtft-stamp
 AOT_STAMP := .venv/aot/.dtft-stamp
 
+# Bytecode is kept: a drill starts dozens of processes, each of which would compile dtft.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test drills wheel-test test-newest simulation lint bench nixl clean
 
 $(STAMP): pyproject.toml constraints.txt

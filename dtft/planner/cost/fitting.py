@@ -12,7 +12,6 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from scipy.optimize import least_squares
 
 from dtft.planner.cluster import CollectiveKind, Curve, DeviceType, Efficiency, Link
 from dtft.planner.cost.collectives import collective_s
@@ -68,6 +67,8 @@ def fit(
         raise ValueError(
             f"measured={list(measured)}. Allowed: one time or more, all above 0 s."
         )
+    from scipy.optimize import least_squares  # slow to import; a trainer fits nothing
+
     names = list(start)
     first = np.array([start[name] for name in names])
 

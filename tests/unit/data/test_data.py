@@ -1,10 +1,14 @@
 """Every row once, whatever reads it."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dtft.data import datasets
 from dtft.data.datasets import DIGITS_SHA256, CharsConfig, DigitsConfig
 from dtft.data.rows import Source, make_datasets, rows_of
 
@@ -47,6 +51,24 @@ def test_digits_are_the_known_ones_and_split_once() -> None:
     batch = data.test.batch(range(359))
     assert batch["image"].shape == (359, 8, 8, 1) and batch["image"].max() == 1
     assert list(batch["id"]) == list(range(359))
+
+
+def test_what_a_trainer_imports_has_no_scipy() -> None:
+    code = (
+        "import sys\nimport dtft.train.worker\nimport dtft.train.loop\n"
+        "from dtft.data.datasets import DigitsConfig\nDigitsConfig().load()\n"
+        "print({'scipy', 'sklearn', 'matplotlib'} & set(sys.modules))"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_digits_that_are_not_installed_are_named(monkeypatch) -> None:
+    missing = "sklearn/datasets/data/missing.csv.gz"
+    monkeypatch.setattr(datasets, "DIGITS_FILE", missing)
+    with pytest.raises(ValueError, match="digits are not at .*missing.csv.gz"):
+        DigitsConfig().load()
 
 
 def test_chars_are_ascii_windows_that_join() -> None:
