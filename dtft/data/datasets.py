@@ -191,7 +191,6 @@ class CharsConfig(DataConfig):
         return _part(columns, 0, cut), _part(columns, cut, number)
 
 
-@functools.cache
 def _read_digits() -> Any:
     """Reads scikit-learn's digits: one row per image, 64 pixels and then the label.
 
@@ -215,6 +214,7 @@ def _read_digits() -> Any:
         ) from None
 
 
+@functools.cache
 def _topics() -> bytes:
     from pydoc_data import topics
 
