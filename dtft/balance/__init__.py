@@ -1,7 +1,8 @@
 """Load balancing: divides load between nodes by measured seconds.
 
-* `balance`: `Balance`, one value per round: divide, train, measure, judge; the rules
-  for accepting a division (the load of each node).
+* `balance`: `Balance` holds the division (the load of each node) in force and its
+  measurements; each round of steps makes a new `Balance`. `Rules` decide when a new
+  division is accepted.
 * `speed_estimator`: seconds of a unit of load on each node, estimated from measured
   divisions, and the drift of these seconds.
 * `load_shares`: divisible work: microbatches of replicas, layers of pipeline stages.

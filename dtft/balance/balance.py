@@ -99,15 +99,18 @@ class StepTimes:
         return StepTimes(took={**took, load: here})
 
     def gain(self, here: Load, there: Load) -> float | None:
-        """Share of a step under load `here` that load `there` saves, by measured steps;
-        below 0 if `there` is slower. None if either load has no measured steps."""
+        """Returns the share of a step under load `here` that load `there` saves.
+
+        The share is computed from measured steps; it is below 0 if `there` is slower,
+        and None if either load has no measured steps.
+        """
         if here not in self.took or there not in self.took:
             return None
         return 1 - self.took[there].step_s / self.took[here].step_s
 
     def fastest(self, here: Load) -> tuple[Any, float] | None:
-        """The division (load of each node) with the fastest measured steps, and the
-        share of a step that it saves relative to load `here`; None if `here` has no
+        """Returns the division (load of each node) with the fastest measured steps, and
+        the share of a step that it saves relative to load `here`; None if `here` has no
         measured steps."""
         if here not in self.took:
             return None
@@ -123,8 +126,8 @@ Division = TypeVar("Division")
 class Work(Protocol[Division]):
     """Work that can be divided between nodes.
 
-    A division is a way to divide it, such as the number of microbatches of each node. A
-    unit of load is a microbatch, or a second of the cost model.
+    A division is one way to divide the work, such as the number of microbatches of each
+    node. A unit of load is a microbatch, or a second of the cost model.
     """
 
     @property
@@ -133,23 +136,24 @@ class Work(Protocol[Division]):
         ...
 
     def by_weight(self, weights: Floats) -> Division:
-        """The division for nodes whose relative speeds are the weights, `[n]`."""
+        """Returns a division for nodes whose relative speeds are the weights, `[n]`."""
         ...
 
     def best(self, unit_s: Floats, fixed_s: Floats | None = None) -> Division:
-        """The division (load of each node) with the shortest step if each node takes
-        `unit_s` seconds per unit of load, and `fixed_s` more seconds per step; `[n]`
-        each."""
+        """Returns the division (load of each node) with the shortest step if each node
+        takes `unit_s` seconds per unit of load, and `fixed_s` more seconds per step;
+        `[n]` each."""
         ...
 
     def load(self, division: Division) -> Floats:
-        """Units that each node has to work on in a step, `[n]`."""
+        """Returns the units that each node has to work on in a step, `[n]`."""
         ...
 
     def seconds(
         self, division: Division, unit_s: Floats, fixed_s: Floats | None = None
     ) -> float:
-        """Seconds until the last node is done with a step."""
+        """Returns the seconds of a step of a division; `unit_s`, `fixed_s` as in
+        `best`."""
         ...
 
 
@@ -182,7 +186,7 @@ class Rules:
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
     """Result of a round: seconds that nodes waited for the slowest node, the gain of
-    the candidate (the division that the policy proposes), and whether it was
+    the candidate (the division that the policy proposes), and whether the candidate was
     accepted."""
 
     max_wait_s: float
@@ -328,11 +332,11 @@ def _exact(now: Balance[Division], _: Floats) -> tuple[Division, Floats, float, 
 def _gain(
     now: Balance[Division], candidate: Division, speeds: Speeds
 ) -> tuple[float, float]:
-    """Share of a step that a candidate saves by the seconds of nodes, and its error.
+    """Returns the share of a step that a candidate saves, and the error of the share.
 
-    The error is the larger of the relative standard errors of the seconds in the two
-    divisions. Measured seconds are used if `SpeedEstimator.measured` has both
-    divisions, else estimates.
+    The share is computed from seconds of nodes: measured ones if
+    `SpeedEstimator.measured` has both divisions, else estimates. The error is the
+    larger of the relative standard errors of the seconds in the two divisions.
     """
     loads = [now.work.load(it) for it in (now.division, candidate)]
     here, there = (now.tried.measured(load) for load in loads)

@@ -81,9 +81,10 @@ class Microbatches:
         _check_bounds(self.total, np.array(most), self.low, self.num_nodes)
 
     def by_weight(self, weights: Floats) -> Counts:
-        """Shares in proportion to weights, within `low` and `cap`.
+        """Returns shares in proportion to weights, within `low` and `cap`.
 
-        A node of weight 0 takes `low` and what the caps of all others leave.
+        A node of weight 0 takes `low` microbatches, and more only if the caps of all
+        other nodes leave some.
         """
         if self.cap is None:
             return by_weight(weights, self.total, low=self.low)
@@ -93,17 +94,17 @@ class Microbatches:
         return allocate(unit_s, self.total, cap=self.cap, low=self.low)
 
     def best(self, unit_s: Floats, fixed_s: Floats | None = None) -> Counts:
-        """The shares with the fewest seconds until the last node is done."""
+        """Returns the shares with the fewest seconds until the last node is done."""
         return allocate(unit_s, self.total, fixed_s=fixed_s, cap=self.cap, low=self.low)
 
     def load(self, division: Counts) -> Floats:
-        """Microbatches of each node."""
+        """Returns the microbatches of each node, `[n]`, as floats."""
         return check_division(division, self.num_nodes, self.total).astype(float)
 
     def seconds(
         self, division: Counts, unit_s: Floats, fixed_s: Floats | None = None
     ) -> float:
-        """Seconds until the last node is done."""
+        """Returns the seconds until the last node is done."""
         shares = check_division(division, self.num_nodes, self.total)
         return makespan(shares, unit_s, fixed_s)
 
@@ -131,19 +132,22 @@ def check_division(division: ArrayLike, num_nodes: int, total: int) -> Counts:
 def makespan(
     shares: ArrayLike, unit_s: ArrayLike, fixed_s: ArrayLike | None = None
 ) -> float:
-    """Seconds until the last node has worked through its share."""
+    """Returns the seconds until the last node has worked through its share."""
     fixed = np.zeros(()) if fixed_s is None else np.asarray(fixed_s, float)
     return float(np.max(fixed + np.asarray(shares) * np.asarray(unit_s, float)))
 
 
 def waits(busy_s: ArrayLike) -> Floats:
-    """Seconds that each node waits for the slowest node; the last axis is nodes."""
+    """Returns the seconds that each node waits for the slowest node.
+
+    The last dim of `busy_s` and of the result is the nodes.
+    """
     busy = np.asarray(busy_s, float)
     return busy.max(-1, keepdims=True) - busy
 
 
 def even(total: int, num_nodes: int) -> Counts:
-    """Equal shares; the first nodes take the remainder.
+    """Divides `total` into equal shares; the first nodes take the remainder.
 
     >>> even(10, 4)
     array([3, 3, 2, 2])
@@ -168,7 +172,9 @@ def _checked_weights(weights: ArrayLike) -> Floats:
 
 
 def by_weight(weights: ArrayLike, total: int, *, low: int = 1) -> Counts:
-    """Shares in proportion to weights, rounded by largest remainder, none below `low`.
+    """Returns shares in proportion to weights, rounded by largest remainder.
+
+    No share is below `low`, so nodes of larger weight may get less than their part.
 
     >>> by_weight([2.0, 1.0, 1.0], 9)
     array([5, 2, 2])
@@ -192,7 +198,7 @@ def by_weight(weights: ArrayLike, total: int, *, low: int = 1) -> Counts:
 def _before_makespan(
     seconds: Floats, fixed: Floats, total: int, most: Counts, low: int
 ) -> Counts:
-    """The largest shares with which all nodes end just before the least makespan.
+    """Finds the largest shares with which all nodes end just before the least makespan.
 
     No share is below `low`. The sum of the shares is at most `total`.
     """
@@ -314,7 +320,7 @@ class Layers:
     activation_bytes: Floats | None = None
     """Bytes of one microbatch that each layer keeps for the backward, `[layers]`."""
     capacity_bytes: Floats | None = None
-    """Bytes of memory of each node, `[stages]`."""
+    """Bytes of memory of each node, `[stages]`; None: no limit."""
 
     def __post_init__(self) -> None:
         for name in _ARRAYS:
@@ -355,14 +361,18 @@ class Layers:
         return self.layer_s.shape[1]
 
     def by_weight(self, weights: Floats) -> Counts:
-        """The best split if the speed of each node is its weight."""
+        """Returns the best split if the speed of each node is its weight.
+
+        Raises as `best`, and a ValueError if a weight is not a finite number of 0 or
+        more.
+        """
         each = f"each of {self.num_nodes} stages"
         given = np.array(numbers("weights", weights, each))
         with np.errstate(divide="ignore", over="ignore"):
             return self.best(1 / given)
 
     def best(self, unit_s: Floats, fixed_s: Floats | None = None) -> Counts:
-        """The split with the shortest step for given real seconds of the stages.
+        """Finds the split with the shortest step for given real seconds of the stages.
 
         Args:
             unit_s: Real seconds for each second of the cost model, `[stages]`; infinite
@@ -397,7 +407,7 @@ class Layers:
         return best
 
     def load(self, division: Counts) -> Floats:
-        """Seconds of each stage in a step by the cost model, `[stages]`."""
+        """Returns the seconds of each stage in a step by the cost model, `[stages]`."""
         nominal = self._sums(np.ones(self.num_nodes))
         counts = check_division(division, self.num_nodes, len(self.layer_s))
         return self.microbatches * _of_stages(nominal, counts)
@@ -405,7 +415,7 @@ class Layers:
     def seconds(
         self, division: Counts, unit_s: Floats, fixed_s: Floats | None = None
     ) -> float:
-        """Seconds of a step of a 1F1B pipeline with these layers of each stage."""
+        """Returns the seconds of a 1F1B pipeline's step with these layers per stage."""
         sums = self._with(fixed_s, self._sums(np.asarray(unit_s, float)))
         counts = check_division(division, self.num_nodes, len(self.layer_s))
         return self._step_s(_of_stages(sums, counts))
@@ -414,7 +424,8 @@ class Layers:
         return float((self.microbatches - 1) * stage_s.max() + stage_s.sum())
 
     def _sums(self, unit_s: Floats) -> Floats:
-        """Seconds of layers `[start, stop)` on each stage, `[stages, start, stop]`.
+        """Sums the seconds of layers `[start, stop)` on each stage: an array
+        `[stages, start, stop]`.
 
         Seconds are of one microbatch, and infinite where a stage cannot run one of the
         layers.
@@ -436,8 +447,8 @@ class Layers:
         return sums + np.where(has, each, 0.0)
 
     def _costs(self, unit_s: Floats) -> Floats:
-        """`_sums`, but infinite for ranges with fewer than `low` layers, and for ranges
-        that exceed the stage's memory."""
+        """Returns `_sums`, but infinite for ranges with fewer than `low` layers, and
+        for ranges that exceed the stage's memory."""
         costs = self._sums(unit_s)
         places = np.arange(len(self.layer_s) + 1)
         number = places[None, :] - places[:, None]
@@ -467,7 +478,7 @@ def _array(rows: Sequence[Any]) -> Any:
 
 
 def _upto(rows: Floats) -> Floats:
-    """Cumulative sums: entry n is the sum of the first n rows, n from 0."""
+    """Returns cumulative sums: entry n is the sum of the first n rows, n from 0."""
     return np.concatenate([np.zeros((1, rows.shape[1])), np.cumsum(rows, axis=0)])
 
 
@@ -477,8 +488,8 @@ def _of_stages(sums: Floats, division: Counts) -> Floats:
 
 
 def _least_sum(costs: Floats) -> Counts | None:
-    """The number of layers of each stage with the least sum of `costs` (see `_sums`);
-    None if no sum is finite."""
+    """Returns the number of layers of each stage with the least sum of `costs` (see
+    `_sums`); None if no sum is finite."""
     num_stages, num_places, _ = costs.shape
     least = np.full(num_places, np.inf)
     least[0] = 0.0

@@ -64,7 +64,8 @@ class Operators:
         return self.nodes.num
 
     def by_weight(self, weights: Floats) -> Placement:
-        """The best placement found if the relative speed of each node is its weight."""
+        """Returns the best placement that `place_tasks` finds for relative speeds of
+        nodes that are the weights."""
         return place_tasks(
             self.tasks,
             self.nodes,
@@ -76,7 +77,8 @@ class Operators:
         )
 
     def best(self, unit_s: Floats, fixed_s: Floats | None = None) -> Placement:
-        """The best placement found if a node takes `unit_s` times the modelled seconds.
+        """Returns the best placement found if nodes take `unit_s` times the modelled
+        seconds.
 
         With `fixed_s`, each node takes these seconds more per step. The tasks are then
         placed several times, each time with weights from the loads of the placement
@@ -93,7 +95,7 @@ class Operators:
         return min(ways, key=lambda way: self.seconds(way, unit, fixed_s))
 
     def load(self, division: Placement) -> Floats:
-        """Seconds of each node in a step by the cost model, `[n]`."""
+        """Returns the seconds of each node in a step by the cost model, `[n]`."""
         each = self.tasks.seconds[np.arange(len(self.tasks.names)), division.node_of]
         sums = np.bincount(division.node_of, each, minlength=self.num_nodes)
         return self.microbatches * sums.astype(float)
@@ -101,8 +103,8 @@ class Operators:
     def seconds(
         self, division: Placement, unit_s: Floats, fixed_s: Floats | None = None
     ) -> float:
-        """Seconds of a step of a placement, including waits for transfers; infinite if
-        the placement exceeds a node's memory."""
+        """Returns the seconds of a step of a placement, including waits for transfers;
+        infinite if the placement exceeds a node's memory."""
         weights = 1 / self._with_load(division, np.asarray(unit_s, float), fixed_s)
         copies = min(self.microbatches, self.num_nodes)
         for frees in (True, False):
@@ -118,8 +120,8 @@ class Operators:
     def _with_load(
         self, division: Placement, unit_s: Floats, fixed_s: Floats | None
     ) -> Floats:
-        """Seconds of each node per second of the cost model, `fixed_s` included, `[n]`;
-        `unit_s` for a node without load."""
+        """Returns the seconds of each node per second of the cost model, `fixed_s`
+        included, `[n]`; `unit_s` for a node without load."""
         if fixed_s is None:
             return unit_s
         load = self.load(division)

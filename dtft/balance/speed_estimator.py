@@ -53,14 +53,15 @@ class UnitTimes:
     variance: Floats
     """Variance between steps of the seconds per unit."""
     rise: Floats
-    """Evidence that the node became slower relative to the others since its estimate, a
-    cumulative sum of standard errors (CUSUM)."""
+    """Evidence that the node became slower than its estimate, relative to the other
+    nodes: a cumulative sum of standard errors (CUSUM)."""
     fall: Floats
-    """Evidence that the node became faster, a cumulative sum like `rise`."""
+    """Evidence that the node became faster than its estimate, a cumulative sum like
+    `rise`."""
 
     @classmethod
     def unknown(cls, num_nodes: int) -> "UnitTimes":
-        """Unit times without measurements."""
+        """Makes unit times without measurements."""
         zeros = np.zeros(num_nodes)
         return cls(
             num_steps=np.zeros(num_nodes, np.int64),
@@ -88,8 +89,8 @@ class UnitTimes:
 
         Args:
             busy_s: Seconds of local work, `[steps, n]`.
-            load: Units of each node in each of the steps, `[n]`; a node without load
-                keeps its estimate.
+            load: Units of each node in each of the steps, `[n]`. A node without load
+                keeps its estimate, scaled by `shared_level` of the other nodes.
 
         Raises:
             ValueError: shapes do not fit, or a node with load has seconds that are not
@@ -106,13 +107,13 @@ class UnitTimes:
         return seen._pooled(mean, variance, steps, loaded)
 
     def scaled(self, level: float) -> "UnitTimes":
-        """Unit times if all nodes took `level` times as long."""
+        """Returns the unit times if all nodes took `level` times as long."""
         return replace(
             self, mean_s=level * self.mean_s, variance=level**2 * self.variance
         )
 
     def without(self, nodes: Sequence[int]) -> "UnitTimes":
-        """Unit times without the measurements of some nodes."""
+        """Returns the unit times without the measurements of some nodes."""
         known = np.ones(self.num_steps.size, bool)
         known[list(nodes)] = False
         return UnitTimes(
@@ -161,10 +162,11 @@ class UnitTimes:
 
 
 def shared_level(ratio: Floats) -> float:
-    """Factor by which all nodes became slower: the value of `ratio` closest to 1.
+    """Returns the factor by which all nodes became slower.
 
-    `ratio` is each node's seconds now, relative to its seconds before. The factor is 1
-    if some nodes became slower and others faster, and if `ratio` is empty.
+    `ratio` is each node's seconds now, relative to its seconds before. The factor is
+    the value of `ratio` closest to 1. It is 1 if some nodes became slower and others
+    faster, and if `ratio` is empty.
 
     >>> shared_level(np.array([1.5, 1.2])), shared_level(np.array([1.5, 0.9]))
     (1.2, 1.0)
@@ -175,18 +177,20 @@ def shared_level(ratio: Floats) -> float:
 
 
 def drifted(before: UnitTimes, after: UnitTimes, load: ArrayLike) -> tuple[int, ...]:
-    """Nodes with load whose measurements in `before` are not in `after`, because the
-    nodes drifted."""
+    """Returns the nodes with load that have no more steps in `after` than in `before`.
+
+    The nodes drifted: `UnitTimes.after` has dropped their earlier measurements.
+    """
     begun = (np.asarray(load) > 0) & (before.num_steps > 0)
     begun &= after.num_steps <= before.num_steps
     return tuple(np.flatnonzero(begun).tolist())
 
 
 def _trimmed(unit_s: Floats) -> tuple[Floats, Floats]:
-    """Trimmed mean over the steps, and a variance of one step (winsorized).
+    """Returns the trimmed mean over the steps, and a variance of one step (winsorized).
 
-    The variance divided by the number of steps is the variance of the mean. It is 0 if
-    there is one step.
+    The variance divided by the number of steps is the variance of the mean. The
+    variance is 0 if there is one step.
     """
     steps = unit_s.shape[0]
     cut = int(TRIM * steps)
@@ -245,8 +249,8 @@ the one with which the node was measured last: these seconds may have changed fo
 reasons other than load."""
 
 LIKELY_FIXED = 0.15
-"""Likely size of a node's fixed seconds (the seconds of a step that do not depend on
-load), as a share of the node's shortest measured seconds, as long as no node was
+"""Assumed size of a node's fixed seconds (the seconds of a step that do not depend on
+load), as a share of the node's shortest measured seconds. Used until a node was
 measured with different loads."""
 
 MOST_FIXED = 0.5
@@ -256,8 +260,8 @@ the node's shortest measured seconds."""
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """Measured or estimated seconds of nodes in a step, `fixed_s + load * unit_s`; each
-    `[n]`."""
+    """Measured or estimated seconds of nodes in a step, `fixed_s + load * unit_s`, with
+    `fixed_s` and `unit_s` of shape `[n]`."""
 
     fixed_s: Floats
     unit_s: Floats
@@ -266,12 +270,12 @@ class Speeds:
     measurement."""
 
     def needed(self, load: ArrayLike) -> Floats:
-        """Seconds of each node in a step with a load, `[n]`."""
+        """Returns the seconds of each node in a step with a load, `[n]`."""
         return self.fixed_s + np.asarray(load, float) * self.unit_s
 
     def weights(self, load: Floats) -> Floats:
-        """Mean seconds per unit of all nodes, divided by the seconds per unit of each
-        node under this load, `[n]`."""
+        """Returns the mean seconds per unit of all nodes, divided by the seconds per
+        unit of each node under this load, `[n]`."""
         loaded = np.where(load > 0, load, np.inf)
         each = self.unit_s + self.fixed_s / loaded
         return each.mean() / each
@@ -285,15 +289,16 @@ class SpeedEstimator:
     num_nodes: int
     times: Mapping[Load, UnitTimes] = field(default_factory=dict)
     """Units of each node (the load) to the measured seconds per unit under that load.
-    The load that was measured last comes last."""
+    The load that was measured last is the last key."""
     level: float = 1.0
     """Factor by which all nodes were slower in the last round than estimated."""
 
     def measured(self, load: Floats) -> Speeds | None:
-        """Measured seconds of nodes under a load; estimates for nodes without load.
+        """Returns the measured seconds of nodes under a load; estimates for nodes
+        without load.
 
-        None if `times` lacks the load, or if a node with load has drifted since the
-        measurement.
+        Returns None if `times` lacks the load, or if a node with load has drifted since
+        the measurement.
         """
         found = self.times.get(key_of(load))
         if found is None or (found.num_steps[load > 0] == 0).any():
@@ -332,8 +337,9 @@ class SpeedEstimator:
         return SpeedEstimator(num_nodes=self.num_nodes, times=times, level=level), gone
 
     def _level(self, here: UnitTimes, load: Floats) -> float:
-        """Factor by which all nodes are slower in `here` than `speeds` estimates for
-        the load; 1 without estimates, or if only some nodes are slower."""
+        """Returns the factor by which all nodes are slower in `here` than `speeds`
+        estimates for the load; 1 without estimates, or if only some nodes are
+        slower."""
         known = (load > 0) & self.known
         expected = self.speeds().needed(load)
         return shared_level(here.mean_s[known] * load[known] / expected[known])
@@ -364,8 +370,8 @@ class SpeedEstimator:
         return Speeds(fixed_s=fixed_s, unit_s=unit_s, error=float(error.max()))
 
     def _rows(self) -> tuple[Floats, Floats, Floats]:
-        """Load, busy seconds, and relative standard error of the seconds, of each load
-        of `times` and each node, `[divisions, n]` each.
+        """Returns load, busy seconds, and relative standard error of the seconds, of
+        each load of `times` and each node, `[divisions, n]` each.
 
         The error is infinite where a node was not measured.
         """
@@ -399,7 +405,7 @@ class _Rows:
         self.newest, self.newest_s = load[last, nodes], busy[last, nodes]
 
     def fitted(self) -> tuple[Floats, Floats, Floats]:
-        """Fixed seconds, seconds per unit, and an error, `[n]` each.
+        """Returns fixed seconds, seconds per unit, and an error, `[n]` each.
 
         The error is the relative standard error of a node's seconds under the load with
         which the node was measured last.
@@ -414,7 +420,7 @@ class _Rows:
         return fixed, unit, np.sqrt(variance) / self.newest_s
 
     def _likely(self) -> Floats:
-        """Likely size of the fixed seconds of each node, `[n]`.
+        """Estimates the likely size of the fixed seconds of each node, `[n]`.
 
         The size is a share of a node's shortest seconds. The share is estimated by
         moments from nodes measured with different loads; else it is `LIKELY_FIXED`.

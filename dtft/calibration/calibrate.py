@@ -84,7 +84,7 @@ class BenchmarkSizes:
     share cores times a frequent kind (`_OFTEN`). 0: each collective is timed alone."""
 
     def among(self, num_processes: int) -> "BenchmarkSizes":
-        """The sizes that a job of several processes measures.
+        """Returns the sizes that a job of `num_processes` processes measures.
 
         If processes share cores (`behind` is above 0), compiling a collective takes
         longer than running many, so only every third size of `collectives` is measured,
@@ -103,7 +103,8 @@ class BenchmarkSizes:
 
 
 def _powers(first: int, last: int, num: int) -> tuple[int, ...]:
-    """Sizes from `first` to `last`, evenly spaced on a log scale, multiples of 1024."""
+    """Returns sizes from `first` to `last`: multiples of 1024, evenly spaced on a log
+    scale."""
     ratio = (last / first) ** (1 / (num - 1))
     return tuple(round(first * ratio**n / 1024) * 1024 for n in range(num))
 
@@ -411,9 +412,9 @@ def _ahead(
 
 
 def _group_sizes(size: int) -> list[int]:
-    """Group sizes to measure on a level: divisors of its size.
+    """Chooses the group sizes to measure on a level of `size` members.
 
-    The sizes are the smallest divisor above 1, the level's size, and the divisor
+    They are the smallest divisor of `size` above 1, `size` itself, and the divisor
     nearest to their geometric mean.
 
     >>> _group_sizes(8), _group_sizes(2), _group_sizes(6), _group_sizes(256)

@@ -1,12 +1,12 @@
 """Times single operations on the local devices: matmuls, convolutions, collectives.
 
 All devices run an operation at once, as in a step, so times include contention for
-shared cores and buses. An operation runs many times in a loop of one program. The time
-of a program with one turn is subtracted, so the host's time to start a program does not
-count. Convolutions are timed without a loop. In a job of several processes, all
-processes make the same calls and begin a program together. The time of the last process
-to end counts: if processes share cores, the first process to end had more than its
-share.
+shared cores and buses. An operation runs many times in a loop of one program. `timed`
+subtracts the time of a program with one turn, so the host's time to start a program
+does not count. Convolutions are timed without a loop. In a job of several processes,
+all processes make the same calls and begin a program together. The time of the last
+process to end counts: if processes share cores, the first process to end had more than
+its share.
 """
 
 import math
@@ -41,7 +41,7 @@ class BenchmarkPace:
     """Number of timings of a loop; the median counts."""
 
     def among(self, num_processes: int) -> "BenchmarkPace":
-        """The pace for a job of several processes: longer loops, fewer timings.
+        """Returns the pace for a job of several processes: longer loops, fewer timings.
 
         Longer loops average out two effects: processes begin milliseconds apart, and
         some turns run while a process has a core without others.
@@ -65,7 +65,10 @@ class TimedProgram:
 
 
 def make_mesh(devices: Sequence[Any], inner: int, group: int) -> Mesh:
-    """A mesh (outer, group, inner); members of a group are `inner` devices apart."""
+    """Makes a mesh (outer, group, inner) of `devices`.
+
+    Neighbours in a group are `inner` devices apart.
+    """
     shape = (-1, group, inner)
     return Mesh(np.array(devices).reshape(shape), ("outer", "group", "inner"))
 
@@ -116,7 +119,7 @@ def timed(
     dtype: Any,
     pace: BenchmarkPace,
 ) -> TimedProgram:
-    """Seconds of one turn of a loop.
+    """Times one turn of a loop, without the time to start the program.
 
     Args:
         mesh: mesh of `make_mesh`; all devices of the mesh run the loop.
@@ -136,8 +139,8 @@ def timed(
 
 
 def _turns(run: Callable[[int], float], budget_s: float) -> int:
-    """A number of turns that takes at least `budget_s` seconds, at most `MOST_TURNS`;
-    equal on all processes."""
+    """Finds a number of turns that takes at least `budget_s` seconds; at most
+    `MOST_TURNS`, and equal on all processes."""
     turns = 2
     while True:
         seconds = run(turns)
@@ -148,7 +151,7 @@ def _turns(run: Callable[[int], float], budget_s: float) -> int:
 
 
 def agreed(seconds: float) -> float:
-    """The seconds that process 0 measured, broadcast to every process."""
+    """Returns the seconds that process 0 measured, in every process."""
     if jax.process_count() == 1:
         return seconds
     found = multihost_utils.broadcast_one_to_all(np.float32(seconds))
@@ -156,7 +159,7 @@ def agreed(seconds: float) -> float:
 
 
 def slowest(seconds: float) -> float:
-    """The most seconds on any process; waits for all processes."""
+    """Returns the largest `seconds` of any process; waits for all processes."""
     if jax.process_count() == 1:
         return seconds
     return float(np.max(multihost_utils.process_allgather(np.float32(seconds))))
@@ -201,7 +204,7 @@ def matmul_s(
 
 
 def stream_s(mesh: Mesh, num_bytes: int, pace: BenchmarkPace) -> TimedProgram:
-    """Times an update that reads four arrays and writes three, as Adam.
+    """Times an update that reads four arrays and writes three, like that of Adam.
 
     `num_bytes` is the sum of bytes read and written on one device.
     """
@@ -242,9 +245,9 @@ def element_wise_s(
 
 
 def strided_s(mesh: Mesh, side: int, pace: BenchmarkPace) -> float:
-    """Extra seconds to read one element of a transposed array, out of memory order.
+    """Measures the extra seconds per element to read an array out of memory order.
 
-    An update reads a gradient this way if a matmul made the gradient transposed.
+    An update reads a gradient this way if a matmul has made the transposed gradient.
     Both arrays change in every turn; otherwise XLA would transpose before the loop.
     """
 
@@ -276,7 +279,7 @@ _SIDE = 3
 def convolution_s(
     mesh: Mesh, rows: int, side: int, channels: int, pace: BenchmarkPace
 ) -> float:
-    """Seconds of one 3 by 3 convolution of (rows, side, side, channels).
+    """Measures the seconds of one 3 by 3 convolution of (rows, side, side, channels).
 
     The time is the mean over the forward and backward passes of several in a row.
     """
@@ -299,7 +302,7 @@ def convolution_s(
 def first_s(
     mesh: Mesh, rows: int, side: int, channels: int, pace: BenchmarkPace
 ) -> float:
-    """Seconds of one 3 by 3 convolution, forward, of (rows, side, side, `COLOURS`).
+    """Measures the seconds of one 3 by 3 convolution of images, in the forward pass.
 
     Args:
         mesh: mesh of `make_mesh`.
@@ -322,7 +325,7 @@ def first_s(
 def windows_s(
     mesh: Mesh, rows: int, side: int, channels: int, pace: BenchmarkPace
 ) -> tuple[float, float]:
-    """Seconds per window element of 3 by 3 max pooling, and of its backward pass.
+    """Times 3 by 3 max pooling and its backward pass, in seconds per window element.
 
     The input is (rows, side, side, channels). The forward pass has stride 1. The
     backward pass has stride 2, as in layers that reduce the size of images.
@@ -360,7 +363,7 @@ def _once_s(
     shapes: Sequence[tuple[int, ...]],
     pace: BenchmarkPace,
 ) -> float:
-    """Median seconds of a program without a loop.
+    """Measures the median seconds of a program without a loop.
 
     XLA's CPU backend computes convolutions inside loops many times slower.
     """
@@ -410,7 +413,7 @@ def collective_s(
 
 
 def _local(kind: CollectiveKind, num_bytes: int, members: int) -> int:
-    """Elements of float32 of a device's operand, for a collective of `num_bytes`.
+    """Computes the number of float32 elements of a device's operand.
 
     `num_bytes` is the bytes of a device's operand; for an all-gather, of the result.
     """
@@ -441,7 +444,7 @@ def collective(kind: CollectiveKind, x: jax.Array, members: int) -> jax.Array:
 def overlap_s(
     mesh: Mesh, side: int, num_bytes: int, dtype: Any, pace: BenchmarkPace
 ) -> TimedProgram:
-    """Times a turn: a square matmul, and an independent all-reduce of `num_bytes`."""
+    """Times a square matmul together with an independent all-reduce of `num_bytes`."""
     members = mesh.shape["group"]
 
     def body(x: jax.Array, by: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
@@ -458,7 +461,10 @@ def behind_s(
     kind: CollectiveKind = "all_reduce",
     num: int = 1,
 ) -> list[float]:
-    """Seconds that a collective adds to a loop of matmuls that depend on it.
+    """Measures the seconds that a collective adds to a loop of matmuls.
+
+    The collective of a turn depends on the matmuls of the turn; the next turn's matmuls
+    depend on the collective.
 
     Each round times a loop of matmuls alone, then a loop with each size of collective,
     so that slow phases of the machine affect all loops.

@@ -291,7 +291,8 @@ def export(source: "CheckpointFlags", step: int | None, to: str) -> int:
     """Runs `dtft checkpoint export`; returns the exit code 0.
 
     Copies a stored step to the directory `to`. A live job writes its next commit to its
-    storage; if the user starts its processes (--serve-only), its newest commit.
+    storage. A job whose processes the user starts (--serve-only) writes its newest
+    commit.
 
     Raises as `ls`, and a ValueError if `to` is missing for a directory, if `to` or
     `step` is given for a job, or if the step cannot be copied or written.
@@ -347,7 +348,7 @@ def _storage_of(directory: Path) -> Path:
     Raises:
         FileNotFoundError: `directory`, or the one that config.json names, does not
             exist.
-        ValueError: this directory is that of one step, or an item in one.
+        ValueError: the directory is that of one step, or of an item in a step.
     """
     from dtft.train import recorded_storage
 

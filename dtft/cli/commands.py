@@ -263,7 +263,7 @@ class BenchCommand:
     """File to write the figures to."""
 
     def run(self, words: list[str]) -> int:
-        """Runs and compares the experiments; returns the exit code."""
+        """Runs the rounds and compares the step times; returns the exit code."""
         from dtft.drills import run_bench
 
         return run_bench(self, words)
@@ -560,7 +560,7 @@ WITH_KEYS = {
     "bench transport": BenchTransportCommand,
     "plan": PlanCommand,
 }
-"""Name to command, for commands that pass unknown flags on, such as config keys."""
+"""Maps a name to its command, for commands that pass unknown flags on (config keys)."""
 WITHOUT_KEYS = {
     "plan predict": PredictCommand,
     "calibrate": CalibrateCommand,
@@ -571,8 +571,8 @@ WITHOUT_KEYS = {
     "checkpoint export": CheckpointExportCommand,
     "checkpoint odds": CheckpointOddsCommand,
 }
-"""Name to command, for commands that refuse unknown flags."""
+"""Maps a name to its command, for commands that refuse unknown flags."""
 COMMANDS: dict[str, type] = {**WITH_KEYS, **WITHOUT_KEYS}
 BARE = {"plan": {"--verify": "4"}}
-"""Command to its flags that may be given without a value, each with the value that it
-then has."""
+"""Maps a command to its flags that may be given without a value, each with the value
+that the flag then has."""

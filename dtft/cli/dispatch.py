@@ -126,6 +126,7 @@ def _tell_keys(name: str, words: Sequence[str]) -> None:
 
     Raises:
         SystemExit: the help was printed (0), or CONFIG is wrong (2).
+        ValueError: with `agent --serve-only`, a flag of the job is wrong or missing.
     """
     without = [word for word in words if word not in _HELP]
     try:
@@ -136,7 +137,7 @@ def _tell_keys(name: str, words: Sequence[str]) -> None:
 
 
 def _in_full(words: Sequence[str], bare: dict[str, str]) -> Iterator[str]:
-    """Adds its value to each flag of `bare` that no number follows.
+    """Adds the value in `bare` to each flag of `bare` that no number follows.
 
     tyro does not support flags with an optional value.
 

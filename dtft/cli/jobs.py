@@ -251,6 +251,7 @@ def serve(options: "ServeCommand", words: list[str]) -> int:
     Raises:
         ValueError: a flag is wrong, the job refuses the host, or etcd cannot be
             reached.
+        SystemExit: the value of a word is wrong (2), or help was printed (0).
     """
     log_to_stderr()
     config = _serving_config(options, words)
@@ -385,8 +386,9 @@ def launch(command: "LaunchCommand", words: list[str]) -> int:
         The exit code of `supervise`.
 
     Raises:
-        ValueError: wrong input, another run uses the run directory, or etcd does not
-            start.
+        ValueError: wrong input, another run uses the run directory or the storage
+            directory, or etcd does not start.
+        FileNotFoundError: there is no etcd executable.
         SystemExit: CONFIG or a key of it is wrong (see `load_experiment`).
     """
     overrides = [*words, *command.run_flags.keys()]

@@ -66,8 +66,8 @@ def all_reduce(
     the bytes; `check_vma=False` saves this all-gather.
 
     Reverse-mode differentiation works for mean and sum with every algorithm (the
-    transposed program uses the same algorithm). ``max`` is not differentiable: JAX has
-    no differentiation rule for `lax.pmax`.
+    transposed program uses the same algorithm). ``max`` with ``native`` is not
+    differentiable: JAX has no differentiation rule for `lax.pmax`.
 
     Args:
         x: an array or a pytree of arrays of any shape, each reduced separately.
@@ -110,6 +110,10 @@ def bytes_sent(num_bytes: int, num_devices: int, algorithm: Algorithm) -> int:
     ``native`` is counted as a ring, which backends use for large arrays. In ``gather``
     the busiest device is device 0, which also *receives* (p-1) times num_bytes. The
     extra all-gather of `check_vma=True` is not counted.
+
+    Raises:
+        ValueError: the algorithm is unknown, `num_bytes` is below 0, or `num_devices`
+            is below 1.
 
     >>> {a: bytes_sent(8000, 8, a) for a in ("ring", "tree", "gather")}
     {'ring': 14000, 'tree': 24000, 'gather': 24000}

@@ -52,9 +52,9 @@ def cholesky_encode(
     the diagonal (in float32 at least 1e-31), for i = 0 to 5 until the factorization
     succeeds, separately for each matrix of a batch. So a singular matrix (also all
     zeros) is encoded as a nearby matrix, and the field `jitter` holds the shift. `ok`
-    is False for a matrix that is more indefinite or not finite. `ok` is also False if
-    the wire dtype cannot hold the factor (float16: elements of D above 4e9, say). No
-    field ever holds NaN.
+    is False for a matrix that is not finite, or not positive definite even with the
+    largest shift. `ok` is also False if the wire dtype cannot hold the factor (float16:
+    elements of D above 4e9, say). No field ever holds NaN.
 
     Not differentiable in reverse mode, because of a loop of unknown length.
 
@@ -67,8 +67,8 @@ def cholesky_encode(
             factorization.
 
     Raises:
-        ValueError: matrix is not square or not floating, jitter is not positive, or
-            wire_dtype is not floating.
+        ValueError: matrix is not square or not floating, jitter is not a positive
+            Python number, or wire_dtype is not floating.
 
     >>> code = cholesky_encode(jnp.array([[4.0, 2.0], [2.0, 5.0]]))
     >>> cholesky_decode(code.packed, 2).tolist(), bool(code.ok), float(code.jitter)

@@ -10,7 +10,7 @@
 
 XLA compiles the data flow: if a model's layers are unrolled, `device` and `layer` are
 the same program to XLA. XLA's all-reduce combiner then decides whether reductions are
-between backward operations (on CPU they are only with
+between backward operations (on CPU only with
 `XLA_FLAGS=--xla_disable_hlo_passes=cpu-all-reduce-combiner`). If layers are stacked in
 a `lax.scan`, the two programs differ under any flag: see `reduce_in_backward`.
 """
@@ -29,8 +29,9 @@ from dtft.collectives.host_command import HostCommanded
 from dtft.collectives.shares import Loss, ValueAndGradients, over_shares
 
 Trigger = Literal["host", "device", "layer"]
-"""What starts the reduction of gradients: the host's command, or on each device the end
-of the computation of all gradients, or of one leaf's. See the module docstring."""
+"""What starts the reduction of gradients: a command of the host (`host`), the end of
+the computation of all gradients on a device (`device`), or of a leaf's gradient on a
+device (`layer`). See the module docstring."""
 
 
 def reduced_gradients(

@@ -16,9 +16,11 @@ from dtft.collectives.shares import Loss, ValueAndGradients, over_shares
 
 
 class HostCommanded:
-    """Computes value and gradients of a loss; a second program then averages them.
+    """A function from (params, batch) to (value, gradients) that runs two programs.
 
-    The host commands the second program after all devices have finished the first.
+    The first program computes the local value and gradients of each position of the
+    axis, the second averages them. The host starts the second program after all devices
+    have finished the first.
 
     A call has three steps, which are public so that a caller can time each step or act
     between two steps. `local_gradients` starts the first program. `await_command`
@@ -95,8 +97,8 @@ class HostCommanded:
     def await_command(self, rows: ValueAndGradients) -> None:
         """Blocks until `rows`, of `local_gradients`, is ready on the whole mesh.
 
-        In a job of several processes also until the commanding host has sent its
-        command.
+        If the mesh has devices of several processes, blocks until the command of the
+        commanding host has arrived, too.
         """
         jax.block_until_ready(rows)  # only this host's devices can be observed
         if self._alone:

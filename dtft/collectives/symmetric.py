@@ -72,8 +72,8 @@ def all_reduce_symmetric(
 
     Returns:
         [..., n, n] of matrix's dtype. With ``cholesky`` the jitter of `cholesky_encode`
-        is added to a singular matrix, and a matrix that cannot be encoded makes the
-        whole result NaN.
+        is added to a singular matrix. A matrix that cannot be encoded on one device
+        makes the result for this matrix NaN, but not for other matrices of the batch.
 
     Raises:
         ValueError: the matrix is not square, an option is unknown, options are

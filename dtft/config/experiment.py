@@ -41,7 +41,7 @@ class BalanceConfig:
     """Number of steps at the end of a round that are timed. At each of these steps the
     devices wait for the host."""
     patience: int = Rules.patience
-    """Number of rounds without a change after which shares are final."""
+    """Number of rounds without a change after which the log calls shares settled."""
     least_gain: float = Rules.least_gain
     """`exact`: shares change only to save more than this fraction of a step."""
     noise_factor: float = Rules.noise_factor
@@ -72,7 +72,7 @@ class BalanceConfig:
             raise ValueError(f"balance.{error}") from None
 
     def rules(self, policy: Policy) -> Rules:
-        """Returns the rules by which a policy changes shares and makes them final."""
+        """Returns the rules by which a policy changes shares and calls them settled."""
         return Rules(
             policy=policy,
             least_gain=self.least_gain,
@@ -213,9 +213,10 @@ class MeshConfig:
     stage: int = 1
     """Number of pipeline stages, which divide the model's layers (`pipeline`)."""
     fsdp: int = 1
-    """Number of parts that the state and the batch are divided into."""
+    """Number of parts that the state and each replica's rows are divided into."""
     tensor: int = 1
-    """Number of parts that the last dimension of every matrix is divided into."""
+    """Number of parts that the last dimension of matrices is divided into; a dimension
+    whose size is no multiple of this number is not divided."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -256,7 +257,8 @@ class ClusterConfig:
     """Fewest replicas with which the job continues when hosts are lost and no spare is
     left; 0: the job waits for a host."""
     failure_budget: int = 2
-    """The job ends when the same exception has occurred this many times at one step."""
+    """The job ends when the same exception has occurred this many times without a
+    commit beyond its step in between."""
 
     def __post_init__(self) -> None:
         if self.failure_budget < 1:

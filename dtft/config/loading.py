@@ -108,7 +108,8 @@ _STAGES = ("pipeline.virtual_stages", "pipeline.layers")
 """Keys that decide the layers of each pipeline stage, and so the shape of the state if
 mesh.stage is above 1."""
 _ELSEWHERE = ("data.path", "data.threads")
-"""Keys of `data.` that do not change the data itself, which data_identity describes."""
+"""Keys of `data.` that do not change the samples. `data_identity` describes the
+samples."""
 _FORMER_NAMES = {
     "dtft.models.base.CNNConfig": "cnn",
     "dtft.models.base.ResNetConfig": "resnet",
@@ -122,12 +123,12 @@ _FORMER_NAMES = {
     "dtft.train.optimizers.SGDConfig": "sgd",
     "dtft.train.shampoo.ShampooConfig": "shampoo",
 }
-"""Class names in `config.json` of runs before 24 November 2026, to today's short names.
-So runs and checkpoints of that time can be resumed."""
+"""Maps class names in `config.json` of runs before 24 November 2026 to today's short
+names. So runs and checkpoints of that time can be resumed."""
 
 
 class ConfigError(ValueError):
-    """The user's input is wrong; the message says what to change.
+    """An error in the user's input; the message says what to change.
 
     Commands print the message and exit with code 2.
     """
@@ -286,7 +287,9 @@ def to_json(experiment: Experiment) -> str:
 
 
 def diff_configs(old: str, new: str) -> list[str]:
-    """Lists the keys whose values differ between two configs, texts of `to_json`.
+    """Lists the keys whose values differ between two configs, with both values.
+
+    The configs are texts of `to_json`. Former class names count as today's names.
 
     >>> diff_configs('{"optim": {"b1": 0.9}}', '{"optim": {"b1": 0.8}}')
     ['optim.b1: 0.9 -> 0.8']

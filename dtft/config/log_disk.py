@@ -1,7 +1,7 @@
-"""Writes of log files to a disk that may become full or read-only during a run.
+"""Writes log files to a disk that may become full or read-only during a run.
 
-If a write fails, a warning is printed and training continues. Data that training needs
-is written elsewhere.
+If a write fails, a warning is printed and training continues. Other modules write the
+data that training needs.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ ROOM_BYTES = 1 << 20
 
 
 class Disk:
-    """Writes log files in one directory.
+    """The directory of a run's log files.
 
     A failed write prints a warning instead of raising.
     """
@@ -27,7 +27,8 @@ class Disk:
     def attempt(self, write: Callable[[], object]) -> None:
         """Calls `write`. An OSError is caught, and printed as a warning.
 
-        No warning is printed if one was printed since the last successful `attempt`.
+        No warning is printed if this object has printed one since the last successful
+        `attempt`.
         """
         try:
             write()

@@ -39,8 +39,8 @@ Box = tuple[float, float, float, float]
 def random_box(width: int, height: int, random: "np.random.Generator") -> Box:
     """Returns a crop with a random area (AREA), aspect ratio (ASPECT) and position.
 
-    If no crop of ten tries fits the image, returns the largest centred crop with an
-    allowed aspect ratio.
+    If none of ten random crops fits into the image, returns the largest centred crop
+    with an allowed aspect ratio.
     """
     low, high = math.log(ASPECT[0]), math.log(ASPECT[1])
     for _ in range(10):
@@ -69,7 +69,8 @@ def open_image(path: Path) -> "Image.Image":
     """Opens an image file and converts its pixels to RGB.
 
     Raises:
-        ValueError: the file cannot be read as an image; the text names the file.
+        ValueError: the file cannot be read as an image (the text names the file), or
+            Pillow is not installed.
     """
     reader = pillow()
     try:
@@ -104,8 +105,8 @@ def _centred(width: int, height: int, wide: float, tall: float) -> Box:
 
 
 SUFFIXES = (".jpeg", ".jpg", ".png")
-"""Suffixes, in any case, of the files that `ImageFolderConfig` reads as samples; other
-files are ignored."""
+"""Suffixes, in upper or lower case, of the files that `ImageFolderConfig` reads as
+samples; other files are ignored."""
 VIEW_VERSION = 1
 """Version of the crops in `ImageFolderConfig.identity`; to be incremented when the same
 file, seed and row no longer give the same bytes."""
@@ -144,7 +145,11 @@ class ImageFolderConfig(DataConfig):
             )
 
     def count_classes(self) -> int:
-        """Returns the number of class folders in `train`."""
+        """Returns the number of class folders in `train`.
+
+        Raises:
+            ValueError: `train` is missing or has no class folders.
+        """
         return len(_classes(Path(self.path) / "train"))
 
     def check(self) -> None:
@@ -163,7 +168,7 @@ class ImageFolderConfig(DataConfig):
             _classes(Path(self.path) / split)
 
     def identity(self) -> str:
-        """Returns a name with a hash of all file names and sizes, and the settings.
+        """Returns a name with a hash of file names and sizes, and the crop settings.
 
         File contents are not read, because there may be millions of files. So a file
         that changes but keeps its size does not change the identity. The folder is
@@ -209,7 +214,7 @@ class ImageFiles:
     ) -> None:
         """Stores the file names ("class/file") of `folder`; opens no file.
 
-        `training` chooses random crops instead of centre crops.
+        `training` chooses random crops and flips instead of centre crops.
         """
         self._config, self._folder, self._names = config, folder, names
         self._training = training
@@ -296,7 +301,7 @@ class SyntheticImages:
     num_threads = 1
 
     def __init__(self, config: SyntheticImagesConfig, number: int) -> None:
-        """Makes the block of noise from a fixed seed, for `number` samples."""
+        """Makes the block of noise from a fixed seed; `number` counts the samples."""
         import numpy as np
 
         self._config, self._number = config, number

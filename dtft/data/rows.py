@@ -32,7 +32,7 @@ class RowOrder:
     [0, 2^b). The cipher is applied to a value until the result is below the number of
     samples, which gives a permutation of the samples (Black and Rogaway, "Ciphers with
     arbitrary finite domains", 2002; the cipher uses Simon's round function, eprint
-    2013/404).
+    2013/404). `permuted` names the exceptions: 2^16 + 1 samples, for example.
 
     >>> order = RowOrder(num_samples=5, seed=7)
     >>> sorted(order.samples(np.arange(5, 10)).tolist())
@@ -234,7 +234,7 @@ def rows_of(step: int, data_slot: int, num_data_slots: int, global_batch: int) -
 
 
 class Source:
-    """Reads rows by global index, as batches of numpy arrays with the sample's `id`."""
+    """A data set whose rows are read by global index, as batches of numpy arrays."""
 
     def __init__(
         self, samples: Columns | Samples, *, shuffle_seed: int | None = None
@@ -342,7 +342,8 @@ class Datasets:
 
 
 def make_datasets(config: DataConfig, seed: int) -> Datasets:
-    """Loads the data of `config`; `seed` decides the order of the training rows."""
+    """Loads the data of `config`; `seed` decides the order of the training rows, and
+    the random crops of images."""
     train, test = config.load()
     return Datasets(
         train=Source(train, shuffle_seed=seed),

@@ -1,9 +1,11 @@
 """`dtft bench`: the memory tier's cost, as wall time per step with the tier off and on.
 
 Runs the same job repeatedly on a local cluster, with the tier off and on in turn, so
-that noise of the machine affects both alike. Prints medians and their ratio. The runs
-with the tier on use the config's snapshot interval, so `--checkpoint.interval auto`
-measures the cost of the automatic interval. No figure is compared with a target.
+that noise of the machine affects both alike. Prints the median step times, and the
+median of the rounds' ratios (tier on to tier off). The runs with the tier on use the
+config's snapshot interval, so `--checkpoint.interval auto` measures the cost of the
+automatic interval. Periodic writes to storage are off in all runs. No figure is
+compared with a target.
 """
 
 import json
@@ -31,13 +33,14 @@ def run_bench(options: "BenchCommand", words: list[str]) -> int:
     """Runs the benchmark and prints its figures; returns the exit code 0.
 
     Args:
-        options: CONFIG and rounds.
+        options: CONFIG, number of rounds, and a file for the figures.
         words: overrides of config keys, as typed on the command line.
 
     Raises:
         ValueError: wrong input, or etcd does not start.
-        SystemExit: CONFIG or a key of it is wrong, or a run did not end within
-            `DEADLINE_S`.
+        FileNotFoundError: there is no etcd executable.
+        SystemExit: CONFIG or a key of it is wrong, or a run ended without a result or
+            did not end within `DEADLINE_S`.
     """
     experiment, overrides = for_clusters(options, words, "dtft bench")
     steps = experiment.stop.steps
@@ -55,7 +58,7 @@ def run_bench(options: "BenchCommand", words: list[str]) -> int:
 
 
 def tier_off(steps: int) -> list[str]:
-    """Config overrides that turn the memory tier off.
+    """Returns the config overrides that turn the memory tier off.
 
     Only the last step is then copied to the hosts' memory. These overrides must follow
     all others, because the last value of a key counts.
@@ -69,7 +72,7 @@ def tier_off(steps: int) -> list[str]:
 def measure_tier(
     experiment: Experiment, runs: Mapping[str, Sequence[str]], rounds: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """Runs several variants of one experiment in turns.
+    """Runs several variants of one experiment in turns; prints each run's step time.
 
     Args:
         experiment: the experiment; its name, cluster and checkpoint settings are used.
@@ -80,8 +83,9 @@ def measure_tier(
         Name to the parsed summary.json of each run, in the order of the rounds.
 
     Raises:
-        ValueError: the arena directory does not exist, or etcd does not start.
-        SystemExit: a run did not end within `DEADLINE_S`.
+        ValueError: etcd does not start.
+        FileNotFoundError: there is no etcd executable.
+        SystemExit: a run ended without a result, or did not end within `DEADLINE_S`.
     """
     seen: dict[str, list[dict[str, Any]]] = {name: [] for name in runs}
     for number in range(rounds):

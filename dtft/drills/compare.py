@@ -28,16 +28,16 @@ from dtft.elastic.leader import read_events
 from dtft.parallel.load_balancing import BALANCE_FILE
 
 Span = tuple[float, float]
-"""Wall-clock times: begin and end."""
+"""Wall-clock times of start and end."""
 
 
 def fault_fields(strike: InjectedFault) -> dict[str, Any]:
-    """Record fields of a stop, cut or pause; empty for other faults.
+    """Returns the record fields of a stop, cut or pause; {} for other faults.
 
     `until`: wall-clock time at which the fault was undone. `stopped_s`: seconds until
-    then. Both are None if the fault was not undone. `killed_after_s`: seconds until the
-    stopped processes had been killed; only if they were. `steps_per_s`,
-    `steps_per_s_during`: speed before and during a `pause-store`.
+    then. Both are None if the fault was not undone. `killed_after_s`: seconds until all
+    stopped processes had been killed; missing if some were not. `steps_per_s`,
+    `steps_per_s_during`: steps per second before and during a `pause-store`.
     """
     if strike.fault.kind not in INTERRUPTIONS:
         return {}
@@ -56,12 +56,12 @@ def fault_fields(strike: InjectedFault) -> dict[str, Any]:
 def agents(
     faulted: Path, injected: Sequence[InjectedFault]
 ) -> dict[str, dict[str, Any]]:
-    """The longest call of each host's event loop: host to `longest_call`.
+    """Maps host to the longest call of its agent's event loop (see `longest_call`).
 
     Time in which a fault had stopped the agent does not count. Agents write
     `loop-HOST.json` when they end. A host whose file is missing or unreadable is left
     out. The file has the `host` and its longest `calls`. A call has `what`, `seconds`,
-    and `at`, the wall-clock time of its begin.
+    and `at`, the wall-clock time of its start.
     """
     found: dict[str, dict[str, Any]] = {}
     for path in sorted(faulted.glob("loop-*.json")):
@@ -73,7 +73,7 @@ def agents(
 
 
 def _stops(host: str, injected: Sequence[InjectedFault]) -> list[Span]:
-    """The time spans in which a host's agent was stopped."""
+    """Lists the time spans in which a host's agent was stopped."""
     return [
         (strike.at, strike.until or float("inf"))
         for strike in injected
@@ -84,9 +84,10 @@ def _stops(host: str, injected: Sequence[InjectedFault]) -> list[Span]:
 def longest_call(
     calls: Sequence[dict[str, Any]], stops: Sequence[Span]
 ) -> dict[str, Any]:
-    """The longest of an event loop's calls, without the time its process was stopped.
+    """Finds an event loop's longest call, without the time its process was stopped.
 
-    Without calls `longest_call_s` is 0 and `what` is "".
+    Returns its seconds as `longest_call_s`, and `what`. Without calls these are 0 and
+    "".
 
     >>> calls = [{"what": "tick", "seconds": 10.5, "at": 100.25},
     ...          {"what": "view", "seconds": 0.75, "at": 90.0}]
@@ -148,13 +149,13 @@ Record = dict[str, Any]
 
 
 def attempts(directory: Path) -> list[Record]:
-    """The attempts of a run with load balancing, one per start of trainers.
+    """Lists the attempts of a run with load balancing, one per start of trainers.
 
     Empty for a run without load balancing. `step`: the step that the attempt restored.
     `shares`: microbatches of each replica when the attempt began. `replayed`: whether
     these shares were in force at `step`; also true if the number of replicas changed.
-    `unknown`: the replicas without measured times at the begin of the attempt. `found`:
-    the shares at the end of the attempt.
+    `unknown`: the replicas without measured times when the attempt began. `found`: the
+    shares at the end of the attempt.
     """
     path = directory / BALANCE_FILE
     lines = path.read_text().splitlines() if path.exists() else []
@@ -162,7 +163,7 @@ def attempts(directory: Path) -> list[Record]:
 
 
 def judged(records: Sequence[Record]) -> list[Record]:
-    """The attempts of a run (see `attempts`), from the records of its `balance.jsonl`.
+    """Lists a run's attempts (see `attempts`) from the records of `balance.jsonl`.
 
     >>> begin = {"event": "begin", "step": 0, "shares": [2, 2], "unknown": []}
     >>> moved = {"event": "round", "step": 4, "next": [3, 1]}
@@ -192,7 +193,7 @@ def judged(records: Sequence[Record]) -> list[Record]:
 def shares_lines(record: Record) -> list[str]:
     """Formats each restart of a run with load balancing as a line.
 
-    The line has the shares (microbatches of each replica) at the begin and at the end
+    The line has the shares (microbatches of each replica) at the start and at the end
     of the attempt.
     """
     said = []
@@ -264,8 +265,8 @@ def compare_losses(control: Path, faulted: Path, segments: Segments) -> dict[str
     """Compares the losses of the surviving steps with the undisturbed run's losses.
 
     Differences are fractions of the undisturbed run's first loss. `missing`: steps
-    without a loss in one of the runs. `largest_difference` is infinite if every step is
-    missing.
+    without a loss in one of the runs. `largest_difference` is infinite if no step has a
+    loss in both runs.
     """
     expected = {step: loss for (_, step), loss in _losses(control).items()}
     found = _losses(faulted)
@@ -397,7 +398,7 @@ def _is_good(record: dict[str, Any]) -> bool:
 
 
 def expected_status(injected: Sequence[InjectedFault]) -> str:
-    """The job's expected final status.
+    """Returns the job's expected final status.
 
     "error" if a fault makes a step fail at every attempt, else "done".
     """
@@ -405,7 +406,7 @@ def expected_status(injected: Sequence[InjectedFault]) -> str:
 
 
 def _stored(run: Path) -> Path:
-    """Storage directory of a drill's run; `for_clusters` refuses any other."""
+    """Returns the storage directory of a drill's run; `for_clusters` refuses others."""
     return CheckpointConfig().storage_path(run)
 
 
@@ -444,7 +445,7 @@ def _summary(directory: Path) -> dict[str, Any]:
 def _recoveries(
     events: Events, injected: Sequence[InjectedFault]
 ) -> list[dict[str, Any]]:
-    """The recoveries, with times counted from the injected fault.
+    """Lists the recoveries, with times counted from the injected fault.
 
     The job's own report counts from the detection, as only the drill knows when the
     fault was injected. If several faults were injected since the recovery before, the
@@ -471,7 +472,7 @@ def _recoveries(
 
 
 def _replicated(recovery: dict[str, Any], events: Events) -> dict[str, Any]:
-    """Time and bytes of the re-replication after a recovery.
+    """Finds time and bytes of the re-replication after a recovery.
 
     `replicated_s`: seconds until every slice had its copies again.
     `bytes_re_replicated`: bytes pushed for this. `healthy`: whether separate failure
@@ -509,7 +510,7 @@ def _strike(strike: InjectedFault, events: Events) -> dict[str, Any]:
 
 
 def _outage(strike: InjectedFault, events: Events) -> dict[str, int]:
-    """Numbers of steps and commits during a store outage, and of commits after it."""
+    """Counts the steps and commits during a store outage, and the commits after it."""
     back = strike.at + STORE_AWAY_S
     commits = [event["time"] for event in events if event["event"] == "commit"]
     return {
@@ -522,7 +523,7 @@ def _outage(strike: InjectedFault, events: Events) -> dict[str, int]:
 def surviving_segments(
     events: Events, last: int
 ) -> list[tuple[tuple[int, int], int, int]]:
-    """The steps of each attempt that no later attempt repeats.
+    """Lists the steps of each attempt that no later attempt repeats.
 
     Each entry is (epoch, step before the first, last step), where the epoch is
     (generation, attempt).
@@ -613,7 +614,7 @@ def say(record: dict[str, Any]) -> None:
 
 
 def _likeness(record: dict[str, Any]) -> str:
-    """Text on how the final state compares with the undisturbed run's."""
+    """Describes how the final state compares with the undisturbed run's."""
     if record["bit_identical"]:
         return "are equal bit for bit to the undisturbed run's"
     if record.get("loss_curve", {}).get("within_tolerance"):

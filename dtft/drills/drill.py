@@ -1,7 +1,8 @@
-"""`dtft drill`: an undisturbed run and a faulted run with one seed, compared.
+"""`dtft drill`: compares a faulted run with an undisturbed run of the same experiment.
 
 Runs both on local clusters, injects the faults at their steps, and judges the runs'
-files with `compare`. The drill does not take part in the recovery.
+files with `compare`. A finished undisturbed run that fits is used again. The drill does
+not take part in the recovery.
 """
 
 import contextlib
@@ -66,6 +67,7 @@ def run_drill(options: "DrillCommand", words: list[str]) -> int:
     Raises:
         ValueError: wrong input, such as a fault that cannot be read; or etcd does not
             start.
+        FileNotFoundError: there is no etcd executable.
         SystemExit: CONFIG or a key of it is wrong, or the undisturbed run did not end
             within `DEADLINE_S`.
     """
@@ -126,7 +128,7 @@ def _faults(experiment: Experiment, options: "DrillCommand") -> list[Fault]:
 
 
 def _memory_limits(options: "DrillCommand") -> dict[str, int]:
-    """Host to its memory limit in MiB, from --host-memory.
+    """Maps host to its memory limit in MiB, from --host-memory.
 
     Raises:
         ValueError: the flag cannot be parsed, this process is not root, or the program
@@ -163,7 +165,7 @@ def _usable(control: Path, experiment: Experiment, *, every_loss: bool) -> bool:
 
 
 def _decisive(resolved: str) -> dict[str, Any]:
-    """The sections of a config (JSON text) that decide the final state.
+    """Returns the sections of a config (JSON text) that decide the final state.
 
     These are all but `log`, `timeouts` and `checkpoint`.
     """
@@ -246,9 +248,9 @@ def _wait(cluster: LocalCluster, injector: FaultInjector, deadline_s: float) -> 
 
 
 def _failures(faults: Sequence[Fault], marker: Path) -> dict[str, str]:
-    """Environment variables for the first fault of kind `fail`; {} if there is none.
+    """Returns the environment variables that make a trainer raise inside a step.
 
-    They make a trainer raise inside a step.
+    They are for the first fault of kind `fail`; {} if there is none.
     """
     for fault in faults:
         if fault.kind == "fail":
@@ -281,7 +283,7 @@ def _network(
 def _placed(
     settings: ClusterOptions, network: HostNamespaces | None, limits: dict[str, int]
 ) -> ClusterOptions:
-    """The cluster's options with each host's network and memory limit."""
+    """Returns the cluster's options with each host's network and memory limit."""
     place = partial(
         _place, network=network, limits=limits, memory=settings.arena_directory
     )

@@ -50,7 +50,7 @@ def of_job(job: str, arena_directory: Path, run_directory: Path) -> list[str]:
 
 
 def _marked(job: str) -> list[int]:
-    """Ids of the processes whose environment variable `MARK` has the job's name.
+    """Lists the ids of processes whose environment variable `MARK` is the job's name.
 
     Processes with an unreadable environment are left out.
     """
@@ -63,7 +63,7 @@ def _marked(job: str) -> list[int]:
 
 
 def _sockets(job: str) -> list[str]:
-    """Unix sockets whose name contains the job's name."""
+    """Lists the names of Unix sockets that contain the job's name."""
     lines: Sequence[str] = Path("/proc/net/unix").read_text().splitlines()
     return sorted({line.split()[-1] for line in lines if job in line})
 

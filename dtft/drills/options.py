@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def handed_on(flags: "HostFlags") -> list[str]:
-    """The flags that a cluster passes to its agents, with absolute paths.
+    """Returns the flags that a cluster passes to its agents, with absolute paths.
 
     These are --domain-file, --tls-cert, --tls-key and --nixl, if given.
 
@@ -49,7 +49,7 @@ def handed_on(flags: "HostFlags") -> list[str]:
 
 
 def tls_of(flags: "HostFlags") -> Tls | None:
-    """The certificate of --tls-cert and --tls-key; None if neither is given.
+    """Returns the certificate of --tls-cert and --tls-key; None if neither is given.
 
     Both files are read once, as a check.
 
@@ -102,7 +102,7 @@ def own_certificate(flags: "HostFlags", directory: Path) -> list[str]:
 
 
 def settings(flags: "HostFlags", place: "PlaceFlags", host: str) -> dict[str, Any]:
-    """The fields of one host's `AgentConfig` that the flags decide.
+    """Returns the fields of one host's `AgentConfig` that the flags decide.
 
     Raises:
         ValueError: a flag or a file has an invalid value.
@@ -115,14 +115,14 @@ def settings(flags: "HostFlags", place: "PlaceFlags", host: str) -> dict[str, An
 
 
 def domain_of(flags: "HostFlags", place: "PlaceFlags", host: str) -> str:
-    """The label of a host's failure domains, from --domain or --domain-file.
+    """Returns the label of a host's failure domains, from --domain or --domain-file.
 
-    Has the form LEVEL=NAME,LEVEL=NAME; "" if neither flag is given, or if the file has
-    no levels.
+    The label has the form LEVEL=NAME,LEVEL=NAME. It is "" if neither flag is given, or
+    if the file has no levels.
 
     Raises:
-        ValueError: both are given, the label cannot be read, or the file has no line
-            for the host.
+        ValueError: both are given, the label or the file cannot be read, or the file
+            has no line for the host.
     """
     if place.domain and flags.domain_file:
         raise ValueError("give either --domain or --domain-file, not both.")
@@ -158,9 +158,9 @@ def for_clusters(
 ) -> tuple[Experiment, list[str]]:
     """Loads the experiment; returns it with the overrides for the runs' clusters.
 
-    The overrides leave out the run directory, because each run gets a separate one.
-    SIGTERM and SIGHUP raise SystemExit from now on, so that clusters are closed and
-    their memory is freed.
+    The overrides leave out the flag of the run directory, because each run gets a
+    separate one. After the call, SIGTERM and SIGHUP raise SystemExit, so that clusters
+    are closed and their memory is freed.
 
     Args:
         command: CONFIG and sizes.
@@ -206,7 +206,7 @@ def prepare_run(experiment: Experiment) -> tuple[Path, list[str]]:
 
 
 def store_address(job: "JobFlags") -> StoreAddress:
-    """The address of etcd, from --store and the flags that begin with --store-.
+    """Returns the address of etcd, from --store and the flags that begin with --store-.
 
     Raises:
         ValueError: a flag has an invalid value or lacks a flag that it requires, or the
@@ -226,10 +226,10 @@ def store_address(job: "JobFlags") -> StoreAddress:
 
 
 def host_name(place: "PlaceFlags") -> str:
-    """The name from --host-name; by default the machine's name and this process's id.
+    """Returns the name from --host-name; by default machine name and process id.
 
     Raises:
-        ValueError: the name is not allowed for a host.
+        ValueError: the name in --host-name is not allowed.
     """
     if place.host_name is None:
         return f"{socket.gethostname()}-{os.getpid()}"
@@ -238,11 +238,13 @@ def host_name(place: "PlaceFlags") -> str:
 
 
 def read_secret(job: "JobFlags") -> bytes:
-    """The job's secret, from --secret-file or DTFT_SECRET_FILE.
+    """Returns the job's secret, from the file of --secret-file or DTFT_SECRET_FILE.
+
+    White space before and after the secret is removed.
 
     Raises:
-        ValueError: neither is given, or the file cannot be read or has fewer than 16
-            bytes.
+        ValueError: neither is given, the file cannot be read, or the secret has fewer
+            than 16 bytes.
     """
     name = job.secret_file or os.environ.get("DTFT_SECRET_FILE", "")
     if not name:
@@ -264,14 +266,13 @@ def read_secret(job: "JobFlags") -> bytes:
 def cluster_options(
     experiment: Experiment, arguments: list[str], spares: int, directory: Path
 ) -> "ClusterOptions":
-    """The options of a local cluster that runs an experiment.
+    """Returns the options of a local cluster that runs an experiment.
 
     Args:
         experiment: the experiment.
         arguments: CONFIG and overrides, for each agent.
         spares: number of spare hosts.
         directory: the run directory.
-
     """
     from dtft.elastic.local_cluster import ClusterOptions, job_name
 

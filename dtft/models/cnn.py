@@ -13,7 +13,7 @@ class CNN(nnx.Module):
     """3x3 convolutions, all but the first with stride 2, then two dense layers."""
 
     def __init__(self, config: CNNConfig, rngs: nnx.Rngs) -> None:
-        """Makes the layers of `config`."""
+        """Makes the layers of `config` for 8x8 images with one channel."""
         widths = (1, *config.channels)
         self.convolutions = nnx.List(
             [

@@ -34,7 +34,7 @@ class ResNet(nnx.Module):
     """A convolution, stages of bottleneck blocks, mean over positions, classifier."""
 
     def __init__(self, config: ResNetConfig, rngs: nnx.Rngs) -> None:
-        """Makes the layers of `config`."""
+        """Makes the layers of `config` for images with three channels."""
         self.dtype = jnp.dtype(config.compute_dtype)
         self.stem = NormalizedConv(3, config.width, 7, 2, dtype=self.dtype, rngs=rngs)
         blocks, channels = [], config.width
@@ -130,7 +130,7 @@ class NormalizedConv(nnx.Module):
         )
 
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
-        """Convolves, then normalizes in float32; returns the dtype of `x_BHWC`."""
+        """Convolves, then normalizes in float32; the result has the input's dtype."""
         return self.norm(self.conv(x_BHWC)).astype(x_BHWC.dtype)
 
 

@@ -36,7 +36,7 @@ class Block(nnx.Module):
     """Attention and a two-layer perceptron, both residual with normalized inputs."""
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs) -> None:
-        """Makes the layers of one block."""
+        """Makes the layers; the perceptron's inner width is 4 x `config.width`."""
         self.norm_attention = nnx.RMSNorm(config.width, rngs=rngs)
         self.attention = Attention(config, rngs)
         self.norm_mlp = nnx.RMSNorm(config.width, rngs=rngs)
@@ -53,7 +53,7 @@ class Transformer(nnx.Module):
     """Token and position embeddings, blocks, a norm and a projection to logits."""
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs) -> None:
-        """Makes the layers of `config`."""
+        """Makes the layers; sequences have up to `config.context` tokens."""
         self.tokens = nnx.Embed(config.vocabulary, config.width, rngs=rngs)
         self.positions = nnx.Embed(config.context, config.width, rngs=rngs)
         self.blocks = nnx.List([Block(config, rngs) for _ in range(config.num_layers)])

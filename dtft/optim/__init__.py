@@ -1,9 +1,9 @@
 """Optimizers as optax transforms.
 
 Importing this package loads jax and optax, but not `dtft.collectives`. The transforms
-that communicate between replicas need `dtft.collectives`; their names load on first
-use. Shampoo, and `skip_outlier_gradients` with an `axis_name`, load `dtft.collectives`
-in their first update.
+that communicate between replicas need `dtft.collectives`; their modules are imported
+when one of their names is first used. Shampoo, and `skip_outlier_gradients` with an
+`axis_name`, import `dtft.collectives` in their first update.
 """
 
 import importlib

@@ -1,8 +1,9 @@
-"""Checks the hyperparameters of optimizers; a failed check raises a ValueError.
+"""Checks hyperparameters, parameters and gradients of optimizers.
 
-Of a traced value (`optax.inject_hyperparams` under `jit`) only the dtype is checked,
-because the number is not known. Of an array that is not traced, the smallest and the
-largest element are checked.
+A failed check raises a ValueError. Of an array, the smallest and the largest element
+are checked. The number of a traced value (`optax.inject_hyperparams` under `jit`) is
+not known, so at most the dtype is checked. The same applies to an array of which this
+process has neither all shards nor a full copy.
 """
 
 import operator
@@ -154,7 +155,7 @@ def check_schedule(name: str, value: Any) -> None:
 def check_flags(**values: Any) -> None:
     """Raises a ValueError unless every value is a bool.
 
-    A string such as "no" would count as True.
+    So a string such as "no" is refused; Python would treat the string as true.
     """
     for name, value in values.items():
         if not isinstance(value, bool):

@@ -25,8 +25,9 @@ def average_params(
 ) -> Any:
     """Averages parameters over the replicas when `count` is a multiple of `every`.
 
-    At other updates the parameters are returned unchanged. Call the function after the
-    update is applied, because an optax transform can only add to parameters.
+    At other updates the parameters are returned unchanged, unless `sync` commands the
+    average. Call the function after the update is applied, because an optax transform
+    can only add to parameters.
 
     Args:
         params: this replica's parameters, after the update.
@@ -37,7 +38,8 @@ def average_params(
         sync: a value other than 0 commands the average, see `sync_moments`.
 
     Raises:
-        ValueError: `every` is not a whole number of 0 or more, or an axis is not bound.
+        ValueError: `every` is not a Python int of 0 or more, the algorithm is unknown,
+            or an axis is not bound.
     """
     period = checks.whole("every", every)
     if period is None or period < 0:
@@ -54,7 +56,8 @@ def average_params(
 def due(count: jax.Array, every: int, sync: jax.Array | None) -> jax.Array:
     """Whether an exchange is due at update `count`; a scalar bool array.
 
-    An exchange is due if `every` is not 0 and divides `count`, or if `sync` is not 0.
+    An exchange is due if `every` is not 0 and divides `count`, or if `sync` is given
+    and is not 0.
     """
     now = count % every == 0 if every else jnp.zeros([], bool)
     return now if sync is None else now | (jnp.asarray(sync) != 0)

@@ -25,8 +25,8 @@ class SkipOutliersState(NamedTuple):
     """State of `skip_outlier_gradients`; its counters are meant for alerts."""
 
     norms: jax.Array
-    """Norms of the last accepted gradients, latest last, float32 [history]; -1 in the
-    leading elements while fewer gradients were accepted."""
+    """Norms of the last accepted gradients, latest last, float32 [history]. While fewer
+    than `history` gradients were accepted, the leading elements are -1."""
     outliers: jax.Array
     """Steps rejected for their norm so far, int32."""
     outliers_in_a_row: jax.Array
@@ -46,7 +46,7 @@ def skip_outlier_gradients(
     max_consecutive: int = 8,
     axis_name: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Skips the step of `inner` if the gradient's norm is not finite or an outlier.
+    """Skips the step of `inner` if the gradient's norm is an outlier or not finite.
 
     A gradient is an outlier if its global norm exceeds `max_norm_ratio` times the
     median of the last `history` accepted norms. A rejected gradient gives zero updates
@@ -93,7 +93,8 @@ def skip_outlier_gradients(
         `optax.tree.get(state, "outliers")` and `"nonfinite"` find the counters.
 
     Raises:
-        ValueError: an argument is out of range; in `update`, an axis is not bound.
+        ValueError: `inner` is no optax transform, or another argument is out of range.
+            In `update`: an axis is not bound.
 
     >>> solver = skip_outlier_gradients(optax.sgd(1.0), warmup=2)
     >>> state = solver.init(jnp.zeros(1))
@@ -228,8 +229,8 @@ def _remember(norms: jax.Array, norm: jax.Array, restart: jax.Array) -> jax.Arra
 def _if(accept: jax.Array, new: Any, old: Any) -> Any:
     """Selects `new` if `accept` is true, else `old`, leaf by leaf.
 
-    Where `new` has no array or number (float0 and other objects), the leaf of `new` is
-    returned in any case. XLA fuses each select with the computation of the leaf.
+    A leaf of `new` that is not an array or a number, or has dtype float0, is returned
+    in any case. XLA fuses each select with the computation of the leaf.
     """
 
     def chosen(a: Any, b: Any) -> Any:

@@ -19,7 +19,7 @@ _EXACT = jax.lax.Precision.HIGHEST
 
 
 class Blocks(NamedTuple):
-    """How one array is cut into blocks of equal shape, with little padding."""
+    """The division of one array into blocks of equal shape, with little padding."""
 
     shape: tuple[int, ...]
     """Shape of the array."""
@@ -52,7 +52,10 @@ class Blocks(NamedTuple):
         return blocks.reshape(self.number, rows, columns)
 
     def join(self, blocks_BMN: jax.Array, like: jax.Array) -> jax.Array:
-        """Inverse of `cut`: joins blocks to an array with the sharding of `like`."""
+        """Joins the blocks of `cut` to an array of the original shape.
+
+        If the mesh of `like` has Explicit axes, the array gets the sharding of `like`.
+        """
         (down, across), (rows, columns) = self.grid, self.block
         blocks = blocks_BMN.reshape(down, across, rows, columns).swapaxes(1, 2)
         matrix_XY = blocks.reshape(down * rows, across * columns)
@@ -62,7 +65,7 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(shape: tuple[int, ...], block_size: int) -> Blocks | None:
-    """Plans how an array is cut into blocks; None if the array is not a matrix.
+    """Plans how an array is cut into blocks; returns None if it is not a matrix.
 
     All dims but the last are merged: a convolution kernel HWIO becomes (H W I, O).
     Vectors, scalars and arrays whose merged matrix has a dim of 0 or 1 do not count as
@@ -97,7 +100,7 @@ def inverse_root(
     exponent: jax.typing.ArrayLike,
     eps: jax.typing.ArrayLike,
 ) -> jax.Array:
-    """Returns (A + eps a I)^-exponent of each block A with largest eigenvalue a.
+    """Returns (A + eps a I)^-exponent of each block A; a is its largest eigenvalue.
 
     Uses an eigendecomposition, in float64 if JAX has float64 enabled, else in float32.
     Negative eigenvalues, which come from rounding or from a narrow wire dtype, count

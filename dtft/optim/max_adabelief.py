@@ -61,8 +61,9 @@ def scale_by_max_belief(
             with 0 the second moment is made of `eps_root` alone, and a gradient of 1
             gives a step of 3e6 times the learning rate.
         b2: Decay rate of the second moment, 0 <= b2 < 1. A traced number is not
-            checked: 1 gives updates of 0; more than 1 makes `nu_max` 0, so that `eps`
-            alone divides and steps reach 1e15 times the learning rate.
+            checked: with 1 updates are 0 (if `bias_correct_max`). Above 1 a gradient of
+            1 leaves `nu_max` at 0, so `eps` alone divides, and the step is 1e16 times
+            the learning rate.
         eps: Term added to the denominator outside of the square root. If `eps` and
             `eps_root` are both 0, a gradient that has always been 0 gives 0/0, as in
             optax.
@@ -128,9 +129,10 @@ def max_adabelief(
 ) -> optax.GradientTransformationExtraArgs:
     r"""The Max-AdaBelief optimizer: AdaBelief with AMSGrad's maximum.
 
-    AdaBelief divides by the distance between gradients and their prediction, the first
-    moment. If gradients hardly change over many steps, this distance decays, and steps
-    grow by orders of magnitude. Max-AdaBelief divides by the largest distance so far.
+    AdaBelief divides each step by the distance between gradients and their prediction,
+    the first moment. If gradients hardly change over many steps, this distance decays,
+    and steps grow by orders of magnitude. Max-AdaBelief divides each step by the
+    largest distance so far.
 
     With :math:`g_t` the gradient, :math:`\alpha_t` the learning rate and
     :math:`\lambda` the weight decay, from :math:`m_0 = s_0 = s^{\max}_0 = 0`:
@@ -158,8 +160,9 @@ def max_adabelief(
             with 0 the second moment is made of `eps_root` alone, and a gradient of 1
             gives a step of 3e6 times the learning rate.
         b2: Decay rate of the second moment, 0 <= b2 < 1. A traced number is not
-            checked: 1 gives updates of 0; more than 1 makes `nu_max` 0, so that `eps`
-            alone divides and steps reach 1e15 times the learning rate.
+            checked: with 1 updates are 0 (if `bias_correct_max`). Above 1 a gradient of
+            1 leaves `nu_max` at 0, so `eps` alone divides, and the step is 1e16 times
+            the learning rate.
         eps: Term added to the denominator outside of the square root. If `eps` and
             `eps_root` are both 0, a gradient that has always been 0 gives 0/0, as in
             optax.
@@ -285,7 +288,7 @@ def max_adabelief(
 def decoupled_decay(
     weight_decay: optax.ScalarOrSchedule | None, mask: Any
 ) -> list[optax.GradientTransformation]:
-    """Returns [the transform that adds the weight decay]; [] for a decay of None.
+    """Makes a list of the transform that adds the decay; [] for a decay of None.
 
     Raises:
         ValueError: the decay is out of range, or the mask is not of booleans or is
@@ -433,8 +436,9 @@ def _scaled_first_moment(
     """Divides the first moment by the root of the maximum, both corrected for bias.
 
     Args:
-        updates: The gradients that were last added to the moments. The result has the
-            dtypes of the gradients; `nesterov` also reads the values.
+        updates: The gradients that were last added to the moments. Each result has the
+            dtype of its gradient, but is complex if the first moment is complex.
+            Only with `nesterov` are the values of the gradients read.
         state: The result of `_updated_moments`.
         b1: See `scale_by_max_belief`.
         b2: See `scale_by_max_belief`.

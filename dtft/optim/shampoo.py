@@ -101,9 +101,10 @@ def scale_by_shampoo(
 
     Raises:
         ValueError: a size or period is below 1, `precondition_frequency` is not a
-            multiple of `statistics_every`, or another hyperparameter that is not traced
-            is out of range. In `update`: `local_gradients` has another tree structure
-            than `updates`, or `exchange` changes the tree structure.
+            multiple of `statistics_every`, another hyperparameter that is not traced is
+            out of range, or `exchange` is not a function. In `update`:
+            `local_gradients` has another tree structure than `updates`, or `exchange`
+            changes the tree structure.
 
     .. note:: A gradient that is not finite makes the statistics NaN for ever, like the
         moments of other optimizers. If such gradients can occur, use

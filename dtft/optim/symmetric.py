@@ -35,12 +35,13 @@ def exchange_symmetric(
     The rank of one replica's G G^T is at most the rank of G. A singular G G^T has no
     Cholesky factor, so `cholesky_encode` adds a jitter to the diagonal: 1e-6 of the
     mean diagonal element, times the smallest power of ten with which the factorization
-    succeeds. The mean of the statistics then contains the mean jitter, which raises the
-    smallest eigenvalues like `root_eps`; the larger of the two has the larger effect.
+    succeeds. If 10^5 does not suffice, the mean is NaN. The mean of the statistics
+    contains the mean jitter, which raises the smallest eigenvalues like `root_eps`; the
+    larger of the two has the larger effect.
     Factors cannot be summed, so they are gathered, and each replica receives bytes in
     proportion to the number of replicas. With a narrow `wire_dtype` the result of
     `cholesky` has no negative eigenvalue. The result of `packed` in bfloat16 can have
-    some; `inverse_root` sets them to 0 and so loses their information.
+    negative eigenvalues; `inverse_root` sets these to 0.
 
     Args:
         axis_name: Replica axis, inside `jax.shard_map`; None for one replica.
@@ -88,7 +89,9 @@ def average_gradients(
     axis_name: str | None,
     algorithm: Algorithm = "native",
 ) -> optax.GradientTransformationExtraArgs:
-    """Passes the mean gradient to `inner`, and the local one as `local_gradients`.
+    """Makes a transform that averages gradients over the replicas for `inner`.
+
+    `inner` gets the mean gradient, and the local gradient as `local_gradients`.
 
     Args:
         inner: An optimizer that contains `scale_by_shampoo`, such as `shampoo`.

@@ -61,7 +61,9 @@ period of 1.
 def reduce_updates(
     axis_name: str | None, algorithm: Algorithm = "native"
 ) -> optax.GradientTransformation:
-    """Replaces updates by their mean over the replicas; chain it before an optimizer.
+    """Makes a transform that replaces updates by their mean over the replicas.
+
+    Chain the transform before an optimizer.
 
     Args:
         axis_name: the replica axis; None for a single replica.
@@ -116,8 +118,9 @@ def sync_moments(
             mode "operands" also at update 1 and by `refresh_above`). In mode "operands"
             `every` must name every operand of the update. Default: a period of 1 for
             all operands, or in mode "state" for the moments of Max-AdaBelief.
-        op: field to "mean" (default) or "max". With "max" the maximum decreases on no
-            replica, and is never smaller than with "mean".
+        op: field of the state to its reduction, "mean" (default) or "max". `nu_max`
+            reduced by "max" is never smaller than reduced by "mean", and with
+            `mode="state"` decreases on no replica.
         algorithm: how arrays are reduced, see `dtft.collectives`.
         commanded: whether `update` takes the argument `sync`, an int32 scalar that is
             **equal on all replicas**. A value other than 0 exchanges all fields of

@@ -35,7 +35,8 @@ class DrillFailure:
         """Parses the variable's value.
 
         Raises:
-            ValueError: the value has another format, or `once` has no PATH.
+            ValueError: SLOT or STEP is no number, WHEN is not `once` or `always`, or
+                `once` has no PATH.
 
         >>> DrillFailure.parse("1:20:once:/tmp/failed").step
         20

@@ -207,7 +207,8 @@ class Watch:
         `should_save(step)` is called for every step below `stop.steps`.
 
         Raises:
-            ConfigError: the checkpoint has another data position or data identity.
+            ConfigError: the checkpoint's data position or data identity is not this
+                run's.
         """
         self._experiment, self._identity = experiment, identity
         self._should_save = should_save

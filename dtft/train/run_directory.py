@@ -31,7 +31,7 @@ def with_run_dir(experiment: Experiment) -> Experiment:
 
 
 def recorded_storage(directory: Path) -> Path:
-    """Returns the storage directory of the run that made a run directory.
+    """Returns the storage directory of the run whose config.json is in `directory`.
 
     Raises:
         FileNotFoundError: the directory has no config.json.
@@ -94,7 +94,7 @@ def make_directory(directory: Path, flag: str = "log.run_dir") -> None:
 
 
 _MARK = ".run"
-"""Name of the folder of a storage directory whose lock a run holds. Exporters lock the
+"""Name of the folder in a storage directory that a run locks. Exporters lock the
 storage directory itself for every step that they write."""
 
 

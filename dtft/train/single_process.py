@@ -76,7 +76,7 @@ def train(config: str, overrides: Sequence[str]) -> int:
 
 
 def resume_command(config: str, overrides: Sequence[str], made: str) -> str:
-    """Returns the command line that continues a run: the same words and the directory.
+    """Returns the command line that continues a run: the same words and its directory.
 
     Args:
         config: path or name of the config.
@@ -138,7 +138,8 @@ class LocalRuntime:
         )
 
     def mesh(self, experiment: Experiment) -> Any:
-        """Makes the mesh of the plan; without `plan`, the experiment's mesh.
+        """Chooses the plan and makes its mesh; without `plan` in the config, makes the
+        experiment's mesh.
 
         Raises:
             ConfigError: the requested plan cannot be found, or cannot run here.

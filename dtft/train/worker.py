@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 
 AHEAD = 2
-"""Steps dispatched ahead: at the dispatch of step s, step s - AHEAD has finished."""
+"""Number of steps dispatched ahead: at the dispatch of step s, step s - AHEAD has
+finished."""
 
 
 class WindowClock:
@@ -200,11 +201,14 @@ class AgentRuntime:
         return self._start["storage_step"] or self._start["items"].get("step", 0)
 
     def restore(self, abstract_state: Any) -> tuple[Any, dict[str, Any]] | None:
-        """Restores state and items of the step that the leader chose; None for step 0.
+        """Restores state and items of the step that the leader chose.
+
+        Returns None if the job starts from the initial state.
 
         Raises:
             ConfigError: the checkpoint was made by a config that differs in the model
                 or another key that must be equal.
+            ValueError: the leaves in storage are not those of `abstract_state`.
             CorruptCopy: a copy in this host's memory is corrupt.
             CheckpointUnreadable: the step in storage cannot be read.
             TimeoutError: the agent sent no restore order in time.
@@ -390,9 +394,11 @@ def main(arguments: Sequence[str]) -> None:
     try:
         _import_everything(experiment)
         hello(link, {})
-        logger.info("warm, waiting for a slot")
+        logger.info("imports are done; waiting for a slot")
         start = link.receive()
-        logger.info("slot %d, generation %d", start["slot"], start["generation"])
+        logger.info(
+            "takes slot %d in generation %d", start["slot"], start["generation"]
+        )
         trainer.train(start)
         link.wait_closed()  # the agent ends this process
     except LinkClosed:
@@ -471,7 +477,7 @@ def _last_words(link: AgentLink, op: str, **fields: Any) -> None:
 
 
 class TrainerProcess:
-    """Trains in the slot that the agent assigns."""
+    """The trainer of this process, which trains in the slot that the agent assigns."""
 
     def __init__(
         self, experiment: Experiment, link: AgentLink, arguments: Sequence[str]

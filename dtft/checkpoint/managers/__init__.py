@@ -5,8 +5,9 @@
   implementation for a job of several processes; `save_clock`: measures the cost of
   saves for an automatic interval.
 * `agent_client`: the trainer's client of the memory tier, through the host's agent;
-  `agent_link`: the Unix socket between trainer and agent; `progress`: the progress of
-  both in shared memory. Agents import `agent_link` and `progress`, which import no JAX.
+  `agent_link`: the Unix socket between trainer and agent; `progress`: a board in shared
+  memory on which both write their progress. Agents import `agent_link` and `progress`,
+  which import no JAX.
 
 The agent's side is in `dtft.elastic`.
 """

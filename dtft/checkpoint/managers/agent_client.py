@@ -38,8 +38,8 @@ class SaveArgs:
     """The arrays and items of one save."""
 
     arrays: Mapping[str, jax.Array | np.ndarray]
-    """Leaf path to a ready global array, or to a numpy array that every process has
-    whole."""
+    """Maps leaf path to a ready global array, or to a numpy array that every process
+    has whole."""
     items: Mapping[str, Any] = field(default_factory=dict)
     """The items of the step as JSON values: data position and so on."""
     window: Window | None = None
@@ -52,15 +52,15 @@ class RestoreArgs:
     """The leaves to restore."""
 
     abstract: Mapping[str, jax.ShapeDtypeStruct]
-    """Leaf path to shape, dtype and sharding."""
+    """Maps leaf path to shape, dtype and sharding."""
 
 
 class AgentCheckpointManager:
-    """Saves steps into the memory of several hosts, and restores a step.
+    """A trainer's checkpoint manager: steps in the memory of several hosts.
 
-    The agent of this host replicates the step that the trainer has copied into the
-    host's arena. A step is safe once every host has copied its slices, and all copies
-    on other hosts are verified; the leader then releases the step.
+    The trainer copies a step into this host's arena (memory shared with the agent), and
+    the agent replicates the step. A step is safe once every host has copied its slices,
+    and all copies on other hosts are verified; the leader then releases the step.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class AgentCheckpointManager:
 
         Raises:
             TimeoutError: the agent did not answer in time.
-            AgentGone: the agent has ended.
+            AgentGone: the agent has ended, or has detached this process.
         """
         self._dialogue = Dialogue(link, deadline_s)
         self._slot, self._chunk_bytes = slot, chunk_bytes
@@ -128,7 +128,7 @@ class AgentCheckpointManager:
 
         Raises:
             TimeoutError: the agent did not answer in time.
-            AgentGone: the agent has ended.
+            AgentGone: the agent has ended, or has detached this process.
         """
         self._plan = SnapshotPlan(layout, self._slot, self._chunk_bytes)
         self._dialogue.send("layout", layout=layout.to_json())
@@ -176,14 +176,17 @@ class AgentCheckpointManager:
     # ------------------------------------------------------------- Orbax's shape
 
     def latest_step(self) -> int | None:
-        """The newest committed step, else the step of the restore order.
+        """Returns the newest committed step, else the step of the restore order.
 
         None if the job starts from the initial state and has committed no step yet.
         """
         return self._committed or None
 
     def all_steps(self) -> tuple[int, ...]:
-        """The restorable steps: the last commit and the stored steps, ascending."""
+        """Returns the restorable steps, ascending.
+
+        These are the steps in storage and the step of `latest_step`.
+        """
         stored = storage_steps(self._storage_directory)
         return tuple(sorted({*stored, self._committed} - {0}))
 
@@ -197,7 +200,7 @@ class AgentCheckpointManager:
             return self._schedule.is_boundary(step)
 
     def interval(self) -> int:
-        """The snapshot interval after the last saved step, in steps."""
+        """Returns the snapshot interval after the last saved step, in steps."""
         with self._dialogue.condition:
             return self._schedule.interval(after=self._saved)
 
@@ -208,9 +211,10 @@ class AgentCheckpointManager:
         arrays may be donated when this method has returned.
 
         Returns:
-            True.
+            Always True.
 
         Raises:
+            ValueError: a slice of the layout is not on this host's devices.
             TimeoutError: the agent has named no buffers in time.
             AgentGone: the agent has ended, or has detached this process.
         """
@@ -262,10 +266,9 @@ class AgentCheckpointManager:
             initial state.
 
         Raises:
-            ValueError: `step` is not the step that the leader chose, or the leaves in
-                storage differ from `args`.
-            CorruptCopy: a copy in this host's memory is corrupt. All hosts must then
-                restore anew, and the corrupt copy is not offered again.
+            ValueError: `step` is not the step that the leader chose, storage does not
+                have the step, or the leaves in storage differ from `args`.
+            CorruptCopy: a copy in this host's memory is corrupt.
             CheckpointUnreadable: the step in storage cannot be read.
         """
         order = self._order
@@ -322,7 +325,7 @@ class AgentCheckpointManager:
     def wait_until_mapped(self) -> None:
         """Waits until a thread has mapped all pages of the arena into this process.
 
-        An earlier save is slower, because it maps the pages that it writes.
+        A save before that is slower, because it maps the pages that it writes.
 
         Raises:
             TimeoutError: the pages were not mapped in time.
@@ -342,7 +345,7 @@ class AgentCheckpointManager:
     # ---------------------------------------------------------------- for the loop
 
     def stop_at(self) -> int | None:
-        """The step after which all hosts stop; None if no stop was requested."""
+        """Returns the step after which all hosts stop; None without a stop request."""
         with self._dialogue.condition:
             return self._stop_at
 
@@ -353,11 +356,11 @@ NONE = -1
 
 
 class NotHeld(LookupError):
-    """The agent of this host has no copy of the requested step, or dropped its copy."""
+    """The agent of this host has no copy of the requested step."""
 
 
 class NotBrought(RuntimeError):
-    """The agents could not bring the slices that the requested shardings need."""
+    """The agents could not provide the slices that the requested shardings need."""
 
 
 class AttachedMemory(AgentCheckpointManager):
@@ -374,7 +377,8 @@ class AttachedMemory(AgentCheckpointManager):
         """Waits until every process of the job has attached.
 
         Raises:
-            TimeoutError: some processes did not attach in time; names these processes.
+            TimeoutError: some processes did not attach in time. The message names these
+                processes, if the agent has reported them.
             AgentGone: the agent has ended, or has detached this process.
         """
         self._attached = attached
@@ -385,7 +389,7 @@ class AttachedMemory(AgentCheckpointManager):
         self._flushed: dict[int, str] = {}
         self._tokens = itertools.count()
         self.storage_errors: list[str] = []
-        """Messages of failed writes to storage, until a caller takes them to raise."""
+        """Messages of failed writes to storage that were not raised yet."""
         super().__init__(
             attached.link,
             None,
@@ -480,10 +484,16 @@ class AttachedMemory(AgentCheckpointManager):
     # ------------------------------------------------------------------ restore
 
     def locate(self, step: int) -> dict[str, Any]:
-        """Finds a committed step: its arena, buffers, digests, layout and items.
+        """Asks the agent for a committed step.
+
+        Returns:
+            Fields of the agent's answer: `arena` (path), `buffers`, `digests`, `layout`
+            and `items` of the step.
 
         Raises:
             NotHeld: this host's agent does not hold the step.
+            TimeoutError: the agent did not answer in time.
+            AgentGone: the agent has ended, or has detached this process.
         """
         self._located = None
         self._dialogue.send("locate", step=step)
@@ -496,9 +506,9 @@ class AttachedMemory(AgentCheckpointManager):
     def read(
         self, found: Mapping[str, Any], abstract: Mapping[str, jax.ShapeDtypeStruct]
     ) -> dict[str, Any]:
-        """Reads the leaves of a located step; every byte is verified.
+        """Reads the leaves in `abstract` from a step that `locate` has found.
 
-        See `SnapshotPlan.read`.
+        Every byte is verified. Returns and raises: see `SnapshotPlan.read`.
         """
         plan = self._plan_of(found["layout"])
         buffers = np.frombuffer(found["buffers"], np.uint8)
@@ -509,7 +519,7 @@ class AttachedMemory(AgentCheckpointManager):
     ) -> dict[str, Any]:
         """Reads a step onto another layout than that of the save.
 
-        The agents bring the slices of this process into a temporary arena, which is
+        The agents fetch the slices of this process into a temporary arena, which is
         freed after the read.
 
         Args:
@@ -518,9 +528,11 @@ class AttachedMemory(AgentCheckpointManager):
             abstract: leaf path to shape, dtype and sharding.
 
         Raises:
-            NotBrought: the agents could not bring the slices: a host was lost, memory
-                is short, or a copy is corrupt.
+            NotBrought: the agents could not provide the slices, for instance because
+                a host was lost, memory is short, or a copy is corrupt.
             CorruptCopy: a slice was corrupt when it was read from the arena.
+            TimeoutError: the agent did not answer in time.
+            AgentGone: the agent has ended, or has detached this process.
         """
         self._assembled, text = None, layout.to_json()
         self._dialogue.send("want", step=step, layout=text)
@@ -564,8 +576,8 @@ class AttachedMemory(AgentCheckpointManager):
         """Waits until a step is committed, and with `store` until it is in storage.
 
         A later step in storage counts, too. With `store`, the leader orders an export
-        of the newest commit if storage has neither. An export that is already running
-        is waited for, also without `store`.
+        of the newest commit if storage has neither the step nor a later step. An export
+        that is already running is waited for, also without `store`.
 
         Returns:
             "", or with `store` the reason why an export failed during the wait.
@@ -584,16 +596,19 @@ class AttachedMemory(AgentCheckpointManager):
 
         Returns:
             The number that identifies the agent's answer.
+
+        Raises:
+            AgentGone: the agent has ended, or has detached this process.
         """
         token = next(self._tokens)
         self._dialogue.send("flush", token=token, step=step, store=store)
         return token
 
     def leave(self) -> None:
-        """Detaches from the agent; committed steps stay in memory.
+        """Detaches from the agent; committed steps stay in the agents' memory.
 
-        Waits first until the step saved last is safe, for at most `LEAVE_S` seconds,
-        because the step never becomes safe if peers have ended.
+        Waits first until the step saved last is safe, for at most `LEAVE_S` seconds. If
+        peers have ended, the step never becomes safe.
         """
         with contextlib.suppress(AgentGone, TimeoutError):
             what = f"step {self._saved}"

@@ -1,10 +1,11 @@
 """The link between a trainer and the agent of its host: discovery and messages.
 
-`attach` finds and attaches to an agent for a user's process; a trainer started by the
-agent calls `hello`. Each side first checks that the other process belongs to the same
-user or to root. A message is one msgpack map after a 4-byte length; the bytes of the
-state are in the arena and are never sent over the link. `Dialogue` is the trainer's
-side: every wait has a limit, and ends at once when the agent has ended.
+`attach` finds an agent for a user's process and attaches to it; a trainer started by
+the agent calls `hello`. Before any message, the agent and `attach` check that the
+process at the other end belongs to the same user or to root. A message is one msgpack
+map after a 4-byte length; the bytes of the state are in the arena and are never sent
+over the link. `Dialogue` is the trainer's side: every wait has a limit, and ends at
+once when the agent has ended.
 """
 
 import contextlib
@@ -30,9 +31,9 @@ from dtft.checkpoint.memory import DEFAULT_DIRECTORY
 # Both ends of a Unix socket must belong to the same user, or to root.
 #
 # A process follows the orders of its agent, and an agent gives its memory to the
-# attached process. So each side checks the other's user before it sends a message: by
-# the owner of the socket's file and directory, and by the kernel's credentials of the
-# process at the other end.
+# attached process. So an agent checks the user of the process at the other end, by the
+# kernel's credentials, before it takes a message. A user's process checks these
+# credentials of the agent, and the owner of the socket's file and directory.
 
 
 _CREDENTIALS = struct.Struct("3i")
@@ -42,8 +43,9 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 class ForeignSocket(PermissionError):
     """A socket path that cannot be trusted.
 
-    It is no socket, or others can write to its directory. Or the socket, its directory
-    or the process behind it belongs to a user other than this one or root.
+    The path is no socket, or other users can write to its directory. Or the socket, its
+    directory or the listening process belongs neither to this process's user nor to
+    root.
     """
 
 
@@ -52,8 +54,9 @@ def check_path(path: Path) -> None:
 
     Raises:
         FileNotFoundError: no file exists at `path`.
-        ForeignSocket: `path` is no socket, the socket or its directory belongs to a
-            user other than this one or root, or other users can write to the directory.
+        ForeignSocket: `path` is no socket, the socket or its directory belongs neither
+            to this process's user nor to root, or other users can write to the
+            directory.
     """
     directory = path.parent.stat()
     found = path.stat()  # after its directory, so an exchanged directory is noticed
@@ -79,7 +82,7 @@ def check_path(path: Path) -> None:
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """Process id and user id at the other end of a connected Unix socket.
+    """Returns process id and user id at the other end of a connected Unix socket.
 
     For the connecting side these are the ids of the listening process.
     """
@@ -90,7 +93,9 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
 
 
 def foreign_peer(uid: int) -> str | None:
-    """The reason to refuse a process of a user; None for this user and for root.
+    """Returns the reason to refuse a process of user `uid`, or None.
+
+    None if `uid` is the user of this process or root.
 
     >>> foreign_peer(os.geteuid())
     """
@@ -104,7 +109,7 @@ def foreign_peer(uid: int) -> str | None:
 
 
 def user(uid: int) -> str:
-    """Formats a user's name and id as text.
+    """Formats a user's name and id as text; a user without a name has only the id.
 
     >>> user(0)
     'user root (0)'
@@ -125,7 +130,7 @@ _LARGEST = 256 << 20
 
 @contextlib.contextmanager
 def _address(path: Path) -> Iterator[str]:
-    """A short address of a Unix socket, valid while the context lasts.
+    """Yields a short address of a Unix socket, valid while the context lasts.
 
     An address has at most 107 bytes, but the path of a socket may be longer.
     """
@@ -137,7 +142,11 @@ def _address(path: Path) -> Iterator[str]:
 
 
 def listen_for_links(path: Path) -> socket.socket:
-    """Creates a listening Unix socket at `path`."""
+    """Creates a listening Unix socket at `path`.
+
+    Raises:
+        OSError: a file exists at `path`, or its directory does not exist.
+    """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with _address(path) as address:
         listener.bind(address)
@@ -148,7 +157,9 @@ def listen_for_links(path: Path) -> socket.socket:
 def serve_links(
     listener: socket.socket, hear: Callable[["AgentLink"], None], send_s: int = 0
 ) -> None:
-    """Accepts connections on a background thread until the listener is closed.
+    """Accepts connections on a background thread until `accept` fails.
+
+    Shutting the listener down ends a waiting `accept`; closing alone does not.
 
     Args:
         listener: from `listen_for_links`.
@@ -185,7 +196,7 @@ def packed(op: str, fields: Mapping[str, Any]) -> bytes:
 class LinkClosed(ConnectionError):
     """The link is unusable: either end closed it, or a message was too long.
 
-    A process that ends closes its end.
+    A process that ends closes its end. Also raised for a send that takes too long.
     """
 
 
@@ -223,8 +234,9 @@ class AgentLink:
         """Sends one message.
 
         Raises:
-            LinkClosed: either end is closed.
+            LinkClosed: either end is closed, or a limit that `receive` has set passes.
             NotReading: the other end does not read within the limit of `serve_links`.
+            TypeError, ValueError, OverflowError: msgpack cannot encode a field.
         """
         self.send_packed(packed(op, fields))
 
@@ -239,7 +251,7 @@ class AgentLink:
             raise LinkClosed(f"sending failed: {error}") from error
 
     def receive(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """Waits for the next message, until the other end is closed.
+        """Waits for the next message and decodes it.
 
         Args:
             timeout_s: limit of every wait for bytes, in seconds; None for no limit. The
@@ -297,7 +309,7 @@ class AgentLink:
 
 
 class Outbox:
-    """Sends messages in order on a background thread, so that callers never wait.
+    """A queue of messages that a thread sends in order, so that callers never wait.
 
     A send wakes the other process, which on a busy machine may run before the sender
     continues. A send to a process that does not read blocks, and an event loop must not
@@ -322,11 +334,11 @@ class Outbox:
         self._thread.start()
 
     def send(self, op: str, **fields: Any) -> None:
-        """Queues one message; raises for a value that `packed` cannot encode."""
+        """Queues one message; raises the errors of `packed`."""
         self._messages.put(packed(op, fields))
 
     def close(self, *, link: bool = False) -> None:
-        """Ends the thread once all queued messages are sent.
+        """Makes the thread end once it has sent all queued messages; does not wait.
 
         With `link`, the thread then closes the link.
         """
@@ -357,8 +369,8 @@ class Outbox:
 AGENT_SOCKET = "agent.sock"
 AGENT_SOCKET_VARIABLE = "DTFT_AGENT_SOCKET"
 TAKEN_S = 2.0
-"""Seconds for which `attach` tries again if no agent is free. An agent's former process
-may just have ended."""
+"""Seconds for which `attach` tries again if its agent is taken, or if it finds no agent
+or not exactly one free agent. An agent's former process may just have ended."""
 ATTACHED = "attached"
 """The answer of an agent that accepts a process; the other answer is `refused`."""
 ANSWER_S = 10.0
@@ -376,7 +388,7 @@ class NoAgent(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class SeenAgent:
-    """An agent's description of itself, in its answer to `ask`."""
+    """An agent's description of itself, which `ask` returns."""
 
     path: Path
     job: str
@@ -406,7 +418,8 @@ def attach(given: str | None, terms: Mapping[str, Any]) -> Attached:
             processes of the job; see `distributed.terms_of`.
 
     Raises:
-        NoAgent: no agent was found, or the agent refuses; the message gives the remedy.
+        NoAgent: no agent answers, several are free and none is named, or the agent
+            refuses. The message gives the remedy.
     """
     until = time.monotonic() + TAKEN_S
     path = _found(given, until)
@@ -444,7 +457,7 @@ def _ask_in(path: Path, terms: Mapping[str, Any]) -> tuple[AgentLink, dict[str, 
         The link, and the agent's answer.
 
     Raises:
-        NoAgent: no agent answers, or the socket belongs to another user.
+        NoAgent: no agent answers, or the socket cannot be trusted.
     """
     link = _connect(path)
     try:
@@ -485,7 +498,7 @@ def find(given: str | None, environment: Mapping[str, str]) -> Path:
     socket of the only free agent on this machine.
 
     Raises:
-        NoAgent: the path is not given, and no agent or more than one is free.
+        NoAgent: no path is named, and no agent or more than one is free.
     """
     named = given or environment.get(AGENT_SOCKET_VARIABLE)
     if named:
@@ -494,16 +507,16 @@ def find(given: str | None, environment: Mapping[str, str]) -> Path:
 
 
 def seen_here(directory: Path) -> list[SeenAgent]:
-    """The agents whose sockets lie in `directory` and that answer, ordered by path.
+    """Asks all agents below `directory`, and returns those that answer, by path.
 
-    A socket is searched as `dtft-*/agent.sock`.
+    The socket of an agent is `dtft-*/agent.sock`.
     """
     found = [ask(path) for path in sorted(directory.glob(f"dtft-*/{AGENT_SOCKET}"))]
     return [seen for seen in found if seen is not None]
 
 
 def only_free(agents: Iterable[SeenAgent]) -> Path:
-    """The socket of the only agent without an attached process.
+    """Returns the socket of the only agent without an attached process.
 
     Raises:
         NoAgent: there is no such agent, or more than one.

@@ -1,4 +1,4 @@
-"""The steps of a job of several processes: all in host memory, some in storage.
+"""The steps of a job of several processes: in host memory, and some in storage.
 
 `JobSteps` implements `ReplicatedCheckpointManager` in a `jax.distributed` job. Every
 process makes the same calls. The module converts trees to slices and back, and decides
@@ -65,7 +65,7 @@ Numbered = tuple[int, int]
 
 
 def shardings_json(shardings: Sequence[Sharding | None]) -> dict[str, Any]:
-    """Encodes the shardings of leaves on meshes of all processes as JSON values.
+    """Encodes the shardings of leaves as JSON values.
 
     Args:
         shardings: the sharding of each leaf; None for a leaf that is no jax.Array.
@@ -188,7 +188,7 @@ def renumbered(
 def placed(
     record: Record, wanted: Mapping[str, RestoreTarget | None]
 ) -> dict[str, RestoreTarget | None]:
-    """Adds the saved sharding to each array target without a sharding.
+    """Returns `wanted`, with saved shardings for array targets without a sharding.
 
     Targets of an item with a fallback sharding, and leaves saved without a sharding,
     stay as they are.
@@ -325,7 +325,7 @@ def wanted_structs(
 
 
 def _wanted_sharding(leaf: LeafRecord, target: Any, fallback: Any, saved: Leaf) -> Any:
-    """The sharding onto which a leaf is read; None to read the whole leaf into numpy.
+    """Returns the sharding onto which a leaf is read; None for a whole numpy array.
 
     Raises:
         ValueError: the leaf was saved divided over processes, and neither the target
@@ -349,7 +349,7 @@ logger = logging.getLogger(__name__)
 
 
 class JobSteps:
-    """Implements `ReplicatedCheckpointManager` for a job of several processes."""
+    """The implementation of `ReplicatedCheckpointManager` for several processes."""
 
     def __init__(self, directory: epath.Path, options: ReplicatedOptions) -> None:
         """Attaches to this host's agent and waits for the other processes.
@@ -382,9 +382,9 @@ class JobSteps:
     # -------------------------------------------------------------------- steps
 
     def all_steps(self, read: bool = False) -> list[int]:
-        """The steps in memory and in storage, ascending.
+        """Returns the steps in memory and in storage, ascending.
 
-        Waits until the step saved last has all its copies on other hosts.
+        Waits first until the step saved last has all its copies on other hosts.
 
         Every call lists the directory, whatever the value of `read`.
         """
@@ -394,7 +394,7 @@ class JobSteps:
         return sorted({*self._in_storage(), *([] if here is None else [here])})
 
     def _in_storage(self) -> tuple[int, ...]:
-        """The stored steps; if the listing fails, the steps of the last listing."""
+        """Lists the stored steps; if this fails, returns those of the last listing."""
         try:
             self._listed = self._stored.steps()
         except OSError as error:
@@ -402,7 +402,7 @@ class JobSteps:
         return self._listed
 
     def newest(self) -> int | None:
-        """The step saved last, or the newest step that can be restored; else None.
+        """Returns the step saved last, else the newest restorable step, or None.
 
         Used by `should_save`. Does not wait for copies or for other processes.
         """
@@ -411,7 +411,7 @@ class JobSteps:
         return max(self._in_storage(), default=None)
 
     def best_step(self) -> int | None:
-        """The newest step, because a job has no `best_fn`; None without steps."""
+        """Returns the newest step or None, because a job has no `best_fn`."""
         return max(self.all_steps(), default=None)
 
     def _chosen(self, step: int | None) -> int:
@@ -425,11 +425,12 @@ class JobSteps:
     ) -> None:
         """Copies this process's slices of a step into the memory of its agent.
 
-        Waits first until the agents have replicated the step saved before.
+        Waits first until the agents have replicated the step saved before. With
+        `at_once`, requests at the end that the step is written to storage.
 
         Raises:
-            ValueError: the step is not above the newest step, or the tree or a sharding
-                differs from the first save.
+            ValueError: the step is not above the newest step, `args` or `metrics`
+                cannot be saved, or the tree or a sharding differs from the first save.
             AgentGone: the agent has ended, or has detached this process.
             TimeoutError: the agent did not answer in time.
         """
@@ -485,7 +486,8 @@ class JobSteps:
     def restore(self, step: int | None, args: Any) -> Any:
         """Restores a step: from memory if it is the commit there, else from storage.
 
-        Agents bring slices from peers if the requested shardings need other slices.
+        If the requested shardings need slices that a process did not save, the agents
+        fetch these slices from peers.
         """
         chosen = self._chosen(step)
         if chosen != self._memory.in_memory:
@@ -513,10 +515,10 @@ class JobSteps:
         """Reads the leaves in `abstract` from memory.
 
         A process reads only the memory of its own agent if all processes have the
-        slices that their shardings need. Otherwise the agents bring slices from peers.
+        slices that their shardings need. Otherwise the agents fetch slices from peers.
 
         Raises:
-            NotBrought: the agents could not bring the slices; the message names the
+            NotBrought: the agents could not provide the slices; the message names the
                 first leaf that needs other slices.
             CorruptCopy: a slice does not match its digests.
         """
@@ -551,7 +553,7 @@ class JobSteps:
         return stored[0] if stored else None
 
     def item_metadata(self, step: int) -> Any:
-        """A `jax.ShapeDtypeStruct` for every leaf, with the leaf's saved sharding.
+        """Returns a `jax.ShapeDtypeStruct` for every leaf, with its saved sharding.
 
         The sharding is None if none was saved, or if this run lacks devices of its
         mesh. For a step that stock Orbax wrote, the result is Orbax's item metadata.
@@ -563,7 +565,7 @@ class JobSteps:
         return item_metadata(record, shardings_had(record))
 
     def metadata(self, step: int | None) -> Any:
-        """Orbax's metadata of a step; of the directory if `step` is None."""
+        """Returns Orbax's metadata of a step; of the directory if `step` is None."""
         record = None if step is None else self._record(self._chosen(step))
         if step is None or record is None:
             with self._stored.manager() as manager:
@@ -575,7 +577,7 @@ class JobSteps:
         )
 
     def metrics(self, step: int) -> Any:
-        """The metrics that were saved with a step, or None."""
+        """Returns the metrics that were saved with a step, or None."""
         record = self._record(self._chosen(step))
         return record.metrics if record else None
 

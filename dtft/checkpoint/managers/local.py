@@ -1,8 +1,8 @@
-"""The steps of one process: every step in its own memory, some steps in storage.
+"""The steps of one process: saved into its own memory, and some of them into storage.
 
 `LocalSteps` implements `ReplicatedCheckpointManager` for one process. `Reader` chooses
-the copy of a step to read. `Storing` decides which steps go to storage and when,
-without blocking training.
+the copy of a step to read. `Storing` decides which steps are written to storage and
+when, without blocking training.
 """
 
 import contextlib
@@ -45,13 +45,13 @@ logger = logging.getLogger(__name__)
 
 
 class StorageFailed(RuntimeError):
-    """A step did not reach storage, or not in time; training and memory continue."""
+    """A step was not written to storage, or not in time; memory still has its steps."""
 
 
 class Storing:
-    """Writes steps from memory to storage with an exporter process.
+    """The writer of steps from memory to storage, through an exporter process.
 
-    The caller of every method except `end` holds `condition`.
+    The caller of every public method except `end` and `score` holds `condition`.
 
     One step is written at a time. Of the steps that become due meanwhile, only the
     newest step waits and keeps its memory.
@@ -115,9 +115,10 @@ class Storing:
     def write_newest(self) -> None:
         """Queues the newest step in memory for storage.
 
-        Does nothing if storage has the step, or if it is queued or being written. The
-        newest step is written before an older waiting step. The older step is written
-        after a success, if retention keeps the older step.
+        Queues nothing if memory has no step, if storage has the newest step, or if the
+        newest step is queued or being written. The newest step is written before an
+        older waiting step. The older step is written after a success, if retention
+        keeps the older step.
         """
         self._closing = True
         newest = max(self._versions.steps, default=None)
@@ -141,7 +142,7 @@ class Storing:
         self._waiting.append(version)
 
     def _drop_waiting(self, below: int | None = None) -> int:
-        """Drops the waiting steps, or only the steps before `below`.
+        """Drops the waiting steps; with `below`, only those of a smaller number.
 
         Returns:
             The number of dropped steps.
@@ -186,9 +187,9 @@ class Storing:
             self._done(f"{type(error).__name__}: {error}")
 
     def _exporter_for(self, version: Version) -> ExporterProcess:
-        """The running exporter if it was opened for this tree, else a new exporter.
+        """Returns an exporter that was opened for the tree of `version`.
 
-        A running exporter for another tree is ended.
+        A running exporter for another tree is ended, and a new exporter is started.
         """
         record = version.record
         layout = dataclasses.replace(record.layout, config=config_of(record))
@@ -226,7 +227,7 @@ class Storing:
             exporter.close()
 
     def _going(self, step: int) -> tuple[int, ...]:
-        """The stored steps to delete once `step` is stored.
+        """Returns the stored steps to delete once `step` is stored.
 
         Empty, with a warning, if metrics cannot be read or `best_fn` fails.
         """
@@ -235,7 +236,7 @@ class Storing:
             return superfluous(self._options, stored, self.scores(stored))
         except Exception as error:  # from `best_fn`, or from reading storage
             logger.warning(
-                "step %d is written to storage, no step is deleted: %s", step, error
+                "step %d will be stored, but no stored step deleted: %s", step, error
             )
             return ()
 
@@ -316,7 +317,11 @@ class Storing:
     # ------------------------------------------------------------------- metrics
 
     def metrics(self, step: int) -> Any:
-        """The metrics that were saved with a step, or None."""
+        """Returns the metrics that were saved with a step, or None.
+
+        Raises:
+            CheckpointUnreadable: the step's record in storage cannot be read.
+        """
         if step in self._versions.steps:
             return self._versions.get(step).record.metrics
         if step not in self._metrics:
@@ -334,13 +339,17 @@ class Storing:
         """Maps each step to its score, None for a step without metrics.
 
         Empty if the options have no `best_fn`.
+
+        Raises:
+            ValueError: `best_fn` fails for the metrics of a step.
+            CheckpointUnreadable: a step's record in storage cannot be read.
         """
         if self._options.best_fn is None:
             return {}
         return {step: self.score(step, self.metrics(step)) for step in steps}
 
     def score(self, step: int, metrics: Any) -> float | None:
-        """The score of a step with these metrics; None without metrics or `best_fn`.
+        """Computes a step's score from metrics; None without metrics or `best_fn`.
 
         Raises:
             ValueError: `best_fn` fails for these metrics.
@@ -397,9 +406,10 @@ def _short(error: str) -> str:
 
 
 class Reader:
-    """Reads steps from memory, else from storage; the caller holds `condition`.
+    """A reader of steps: from memory, or from storage if memory lacks the step.
 
-    A copy in memory with a wrong byte is refused.
+    The caller of every method holds the condition of `storing`. A copy in memory with a
+    wrong byte is never returned.
     """
 
     def __init__(self, versions: Versions, storing: Storing) -> None:
@@ -407,7 +417,7 @@ class Reader:
         self._versions, self._storing = versions, storing
 
     def steps(self) -> list[int]:
-        """The steps in memory and in storage, ascending."""
+        """Returns the steps in memory and in storage, ascending."""
         return sorted({*self._versions.steps, *self._storing.steps})
 
     @property
@@ -416,7 +426,7 @@ class Reader:
         return listed([str(step) for step in self.steps()])
 
     def chosen(self, step: int | None) -> int:
-        """The requested step, or the newest step of `steps` for None.
+        """Returns the requested step; for None, the newest step of `steps`.
 
         Raises:
             FileNotFoundError: `steps` does not have the step, or is empty.
@@ -454,7 +464,7 @@ class Reader:
         return restore_result(record, values, items, wanted, [None] * len(values))
 
     def item_metadata(self, step: int) -> Any:
-        """A `jax.ShapeDtypeStruct` for every leaf, in the saved tree or trees.
+        """Returns a `jax.ShapeDtypeStruct` for every leaf, in the saved tree or trees.
 
         Only leaves of steps in memory have shardings. For a step that stock Orbax
         wrote, the result is Orbax's item metadata.
@@ -469,7 +479,7 @@ class Reader:
         return self._storing.stored.stock_metadata(step)
 
     def metadata(self, step: int | None) -> Any:
-        """Orbax's metadata of a step; of the directory if `step` is None."""
+        """Returns Orbax's metadata of a step; of the directory if `step` is None."""
         if step is not None and self.chosen(step) in self._versions.steps:
             record = self._versions.get(step).record
             return ocp.metadata.StepMetadata(
@@ -485,13 +495,17 @@ class Reader:
 
 
 class LocalSteps:
-    """Implements `ReplicatedCheckpointManager` for one process; see its methods."""
+    """The implementation of `ReplicatedCheckpointManager` for a job of one process.
+
+    `ReplicatedCheckpointManager` documents the methods.
+    """
 
     def __init__(self, directory: epath.Path, options: ReplicatedOptions) -> None:
         """Lists the directory; memory is reserved by the first save.
 
         Raises:
-            ValueError: the option `agent` is set.
+            ValueError: the option `agent` is set, or `memory_to_keep` is too large.
+            OSError: the directory cannot be listed.
         """
         if options.agent is not None:
             raise ValueError(
@@ -508,18 +522,21 @@ class LocalSteps:
         self._reader = Reader(self._versions, self._storing)
 
     def all_steps(self, read: bool = False) -> list[int]:
-        """The steps in memory and in storage; `read` lists the directory again."""
+        """Returns the steps in memory and in storage, ascending.
+
+        With `read`, the directory is listed again.
+        """
         with self._condition:
             if read:
                 self._storing.reload()
             return self._reader.steps()
 
     def newest(self) -> int | None:
-        """The newest step of `all_steps`, for `should_save`; None without steps."""
+        """Returns the newest step of `all_steps`, or None, for `should_save`."""
         return max(self.all_steps(), default=None)
 
     def best_step(self) -> int | None:
-        """The step with the best metrics, without `best_fn` the newest step.
+        """Returns the step with the best metrics; without `best_fn` the newest step.
 
         None if there is no step, or if with `best_fn` no step has metrics.
         """
@@ -535,7 +552,8 @@ class LocalSteps:
         """Copies a step into memory; queues it for storage if it is due or `at_once`.
 
         Raises:
-            ValueError: the step exists, or `args` or `metrics` cannot be saved.
+            ValueError: the step exists, `args` or `metrics` cannot be saved, or
+                `best_fn` fails.
             OSError: too little memory for the step.
         """
         record, values = record_of(args, metrics, custom_metadata)
@@ -563,17 +581,17 @@ class LocalSteps:
             return self._reader.restore(step, args)
 
     def item_metadata(self, step: int) -> Any:
-        """A `jax.ShapeDtypeStruct` for every leaf, in the saved tree or trees."""
+        """Returns a `jax.ShapeDtypeStruct` for every leaf, in the saved trees."""
         with self._condition:
             return self._reader.item_metadata(step)
 
     def metadata(self, step: int | None) -> Any:
-        """Orbax's metadata of a step; of the directory if `step` is None."""
+        """Returns Orbax's metadata of a step; of the directory if `step` is None."""
         with self._condition:
             return self._reader.metadata(step)
 
     def metrics(self, step: int) -> Any:
-        """The metrics that were saved with a step, or None."""
+        """Returns the metrics that were saved with a step, or None."""
         with self._condition:
             return self._storing.metrics(self._reader.chosen(step))
 
@@ -616,5 +634,8 @@ class LocalSteps:
                 self._versions.close()
 
     def leave(self) -> None:
-        """The same as `close`. Called when the interpreter exits, or after an error."""
+        """Does the same as `close`.
+
+        Called when the interpreter exits, or after an error in the user's `with` block.
+        """
         self.close()

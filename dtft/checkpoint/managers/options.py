@@ -1,7 +1,7 @@
 """Options of the checkpoint manager, and the decisions that follow from the options.
 
 From step numbers and metrics alone this module decides which steps are saved, which
-steps go to storage, which stored steps are deleted, and which step is the best.
+steps are written to storage, which stored steps are deleted, and which step is best.
 """
 
 import math
@@ -30,7 +30,9 @@ _WORDS: Mapping[str, Mapping[Any, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicatedOptions:
-    """Intervals, retention and limits; options with Orbax's meaning have Orbax's names.
+    """Intervals, retention and limits of a `ReplicatedCheckpointManager`.
+
+    Options that Orbax has, too, have Orbax's names.
 
     >>> ReplicatedOptions(max_to_keep=0)
     Traceback (most recent call last):
@@ -42,20 +44,23 @@ None for all. Set ReplicatedOptions(max_to_keep=...).
     """`save` copies the first step and every multiple of this number into memory.
     `auto`: the shortest interval that `stall_budget` allows, from measured saves."""
     stall_budget: float = Automatic.budget
-    """With `auto`: the fraction of the wall time that saves may cost."""
+    """With `auto`: the wall time that saves may add, as a fraction of the steps' own
+    wall time."""
     max_interval_steps: int = Automatic.maximum
-    """With `auto`: the most steps between saves; its multiples are always saved."""
+    """With `auto`: the largest number of steps between two saves. Every multiple of
+    this number is saved."""
     storage_interval_steps: int = 100
     """A saved step is due for storage if a multiple of this number was reached or
-    passed since the last due step. At first, the newest step in storage counts as the
-    last due step; if storage has no step, the first saved step is due."""
+    passed since the last due step; in a job of several processes, since the last stored
+    step. At first, the newest step in storage counts as the last due step; if storage
+    has no step, the first saved step is due."""
     max_to_keep: int | None = 3
     """The number of steps that storage keeps: the newest steps, or with `best_fn` the
     best steps. The newest step is always kept, too. None: storage keeps all steps."""
     memory_to_keep: int = 1
     """The number of steps that memory keeps: the steps saved last. The step of the
-    largest number is always kept, too. Memory needs room for two more steps, and for a
-    third while a step waits for storage."""
+    largest number is always kept, too. Memory needs room for two more steps, or for
+    three more while a step waits for storage."""
     best_fn: Callable[[Any], float] | None = None
     """Computes from the metrics given to `save` the number that ranks the step."""
     best_mode: Literal["max", "min"] = "max"
@@ -63,8 +68,8 @@ None for all. Set ReplicatedOptions(max_to_keep=...).
     chunk_bytes: int = 4 << 20
     """Size of a chunk in bytes; every chunk has its own digest."""
     storage_timeout_s: float = 300.0
-    """Limit of one write to storage in seconds. Training never waits for a write;
-    `close` does."""
+    """Limit of one write to storage in seconds. `save` never waits for a write;
+    `wait_until_finished` and `close` do."""
     agent: str | None = None
     """Path of the agent's socket, in a job of several processes. By default
     $DTFT_AGENT_SOCKET, else the socket of the only free agent on this machine."""
@@ -100,10 +105,14 @@ None for all. Set ReplicatedOptions(max_to_keep=...).
         return Automatic(budget=self.stall_budget, maximum=self.max_interval_steps)
 
     def score(self, metrics: Any) -> float | None:
-        """The score of a step from its metrics; higher is better in both `best_mode`s.
+        """Computes the score of a step from its metrics, with `best_fn`.
 
         Returns:
-            None without metrics or without `best_fn`.
+            The score, which is higher for a better step in both `best_mode`s; None
+            without metrics or without `best_fn`.
+
+        Raises:
+            Exception: `best_fn` fails, or its result cannot be converted to a float.
         """
         if self.best_fn is None or metrics is None:
             return None
@@ -210,7 +219,7 @@ def superfluous(
     stored: Collection[int],
     scores: Mapping[int, float | None],
 ) -> tuple[int, ...]:
-    """The stored steps that retention deletes, ascending.
+    """Returns the stored steps that retention deletes, ascending.
 
     The newest step is never deleted, because training resumes from it. A step without a
     score ranks below every step with a score.
@@ -231,7 +240,7 @@ def superfluous(
 
 
 def chosen_step(step: int | None, steps: Collection[int], places: str) -> int:
-    """The requested step, or the newest of `steps`.
+    """Returns the requested step; for None, the newest of `steps`.
 
     Args:
         step: the requested step; None for the newest step.
@@ -254,7 +263,7 @@ def chosen_step(step: int | None, steps: Collection[int], places: str) -> int:
 
 
 def best(steps: Collection[int], scores: Mapping[int, float | None]) -> int | None:
-    """The step with the best score; of equal scores the newest step.
+    """Returns the step with the best score; of equal scores, the newest step.
 
     Returns:
         None if no step has a score.
@@ -267,5 +276,5 @@ def best(steps: Collection[int], scores: Mapping[int, float | None]) -> int | No
 
 
 def _rank(score: float | None) -> float:
-    """The score for sorting: minus infinity for NaN and for None."""
+    """Returns the score for sorting: minus infinity for NaN and for None."""
     return float("-inf") if score is None or score != score else score

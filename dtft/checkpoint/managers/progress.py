@@ -1,7 +1,8 @@
 """A host's progress board: a few numbers in shared memory, written without a syscall.
 
-The trainer and its agent write their progress. The agent reads it to detect hangs and
-for its reports, and drills read it to inject a fault in a given phase.
+The trainer and its agent write their progress to the board. The agent reads the board
+to detect a hung trainer and for its reports. Drills read it to inject a fault at a
+given progress, and commands to report the newest committed step.
 """
 
 import mmap
@@ -26,21 +27,23 @@ ProgressField = Literal[
 ]
 """Cells of the board; 0 means none.
 
-Steps: `computing` is the last dispatched step, `finished` the last one known to have
-finished, and `staged` the last one in this host's memory. `replicating` is a staged
-step without all its copies on other hosts yet. `committing` is a step that this host is
-committing as the leader, and `exporting` a step that it is writing to storage.
-`committed` is the newest committed step.
+Steps: `computing` is the last dispatched step, and `finished` the last step known to
+have finished. `staged` is the last step that the trainer has copied into this host's
+memory. `replicating` is the staged step while copies on other hosts are missing.
+`committing` is the step that this host is committing as the leader. `exporting` is the
+step that this host is writing to storage. `committed` is the newest committed step;
+before the first commit of a trainer, it is the step from which the trainer started.
 
 Other cells: `generation` and `attempt` number the job's assignments of slots to hosts;
 `recovering` is 1 while this host recovers; `trainer_pid` is the trainer's process id;
 for `phase` see `ProgressBoard.enter`."""
 
 Phase = Literal["", "start", "compile", "data", "step", "evaluate", "save"]
-"""Phase of a trainer. "": a phase without a timeout; start: imports, joining the
-processes of `jax.distributed`, restoring; compile: tracing and compiling; data: reading
-rows; step: computing, and waiting for the devices; evaluate: evaluating a batch; save:
-waiting until the last snapshot has its copies on other hosts, then copying the next."""
+"""Phase of a trainer. "": no phase, because no trainer runs or training has ended;
+start: imports, joining the processes of `jax.distributed`, restoring; compile: tracing
+and compiling; data: reading rows; step: computing, and waiting for the devices;
+evaluate: evaluating a batch; save: waiting until the last snapshot has its copies on
+other hosts, then copying the next snapshot."""
 
 FIELDS: tuple[str, ...] = get_args(ProgressField)
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -54,7 +57,12 @@ class ProgressBoard:
     """A board of 8-byte cells, each read and written atomically, without a lock."""
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
-        """Maps the board at `path`; with `create` the file is created or emptied."""
+        """Maps the board at `path`; with `create` the file is created or emptied.
+
+        Raises:
+            OSError: the file cannot be opened or created.
+            ValueError: the file is smaller than a board.
+        """
         flags = os.O_RDWR | (os.O_CREAT | os.O_TRUNC if create else 0)
         descriptor = os.open(path, flags, 0o600)
         try:
@@ -65,11 +73,11 @@ class ProgressBoard:
             os.close(descriptor)
 
     def set(self, field: ProgressField, value: int) -> None:
-        """Writes one cell."""
+        """Writes one cell; `value` must be from 0 to 2**64 - 1."""
         _FORMAT.pack_into(self._memory, _FORMAT.size * _INDEX[field], value)
 
     def get(self, field: ProgressField) -> int:
-        """Reads one cell."""
+        """Reads one cell; 0 means none."""
         return _FORMAT.unpack_from(self._memory, _FORMAT.size * _INDEX[field])[0]
 
     def enter(self, phase: Phase, now_ns: int) -> None:
@@ -79,15 +87,15 @@ class ProgressBoard:
         moment with the time of another.
 
         Args:
-            phase: the phase that starts now; "" for a phase without a timeout.
+            phase: the phase that starts now; for "" no start time is written.
             now_ns: `time.monotonic_ns()`, a clock shared by all processes of a machine.
         """
         self.set("phase", now_ns << _PHASE_BITS | _NUMBER[phase] if phase else 0)
 
     def phase(self) -> tuple[Phase, int]:
-        """The trainer's phase, and its start time in ns by `time.monotonic_ns()`.
+        """Reads the trainer's phase, and its start time in ns (`time.monotonic_ns`).
 
-        ("", 0) in a phase without a timeout.
+        Returns ("", 0) if the trainer is in no phase.
         """
         cell = self.get("phase")
         number = cell & (1 << _PHASE_BITS) - 1

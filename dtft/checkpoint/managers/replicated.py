@@ -1,4 +1,4 @@
-"""The public checkpoint manager: every saved step in memory, some of them in storage.
+"""The public checkpoint manager: saves steps into memory, some of them into storage.
 
 The manager implements Orbax's `AbstractCheckpointManager`, so it replaces
 `ocp.CheckpointManager` in an existing loop. `LocalSteps` does the work in a job of one
@@ -28,8 +28,8 @@ LARGEST = 2**63 - 1
 def step_number(step: Any) -> int:
     """Converts a step to a plain int.
 
-    A step becomes a directory's name, a key, JSON and msgpack, which encode numpy and
-    jax scalars differently.
+    Steps are stored and sent as JSON and msgpack, which cannot encode numpy and jax
+    scalars.
 
     Args:
         step: an int, or a numpy or jax integer scalar.
@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 
 
 class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
-    """Saves every step into memory and some steps into storage; restores from both.
+    """A checkpoint manager that keeps steps in memory and some of them in storage.
 
     `save` returns when the bytes are copied to memory: the arrays may then be donated.
     Every `storage_interval_steps` steps, a separate process writes a step to
@@ -110,7 +110,7 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
             AgentGone: in a job of several processes, the agent has ended or has
                 detached this process.
             TimeoutError: in a job of several processes, some processes did not attach
-                in time; the message names these processes.
+                in time. The message names these processes, if they are known.
         """
         text = os.fspath(directory)
         self._directory = epath.Path(text if "://" in text else os.path.abspath(text))
@@ -152,7 +152,7 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         return self._directory
 
     def all_steps(self, read: bool = False) -> list[int]:
-        """The steps in memory and in storage, ascending.
+        """Returns the steps in memory and in storage, ascending.
 
         With `read`, the directory is listed again.
 
@@ -163,11 +163,11 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         return self._work.all_steps(read)
 
     def latest_step(self) -> int | None:
-        """The newest step of `all_steps`, or None; waits as `all_steps` does."""
+        """Returns the newest step of `all_steps`, or None; waits like `all_steps`."""
         return max(self.all_steps(), default=None)
 
     def best_step(self) -> int | None:
-        """The step with the best metrics; without `best_fn` the newest step.
+        """Returns the step with the best metrics; without `best_fn` the newest step.
 
         None if there is no step, or if with `best_fn` no step has metrics.
         """
@@ -185,10 +185,11 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         return ocp.utils.reached_preemption(step_number(step))
 
     def should_save(self, step: int) -> bool:
-        """Whether `save` saves a step: it is due, or `reached_preemption` is True.
+        """Whether `save` saves `step` without `force`.
 
-        `ReplicatedOptions.save_interval_steps` decides which steps are due. False for
-        a step at or below the newest step.
+        True for a step that is due (see `ReplicatedOptions.save_interval_steps`) or for
+        which `reached_preemption` is True. False for a step at or below the newest
+        step.
         """
         step, latest = step_number(step), self._work.newest()
         if is_due(self._clock.cadence, step, latest):
@@ -223,8 +224,9 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
 
         Raises:
             ValueError: `step` is not a valid number or exists already, `args` or
-                `metrics` cannot be saved, or the manager is closed. In a job of several
-                processes also: `step` is below the newest step.
+                `metrics` cannot be saved, `best_fn` fails, or the manager is closed. In
+                a job of several processes also: `step` is below the newest step, or the
+                tree or a sharding differs from the first save.
             OSError: in a job of one process, too little memory for the step; the steps
                 saved before remain.
             TimeoutError: in a job of several processes, the agent did not answer in
@@ -263,8 +265,11 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
             ValueError: `args` does not fit the saved step; or (`Corrupt`) the only copy
                 of `step` is corrupt.
             RuntimeError: in a job of several processes, this host's copy is corrupt
-                (`CorruptCopy`, `CorruptItems`), or the agents could not bring slices
-                for other shardings (`NotBrought`).
+                (`CorruptCopy`, `CorruptItems`), the agents could not provide slices
+                for other shardings (`NotBrought`), or the agent has ended or has
+                detached this process (`AgentGone`).
+            TimeoutError: in a job of several processes, the agent did not answer in
+                time.
             CheckpointUnreadable: the step is in storage, but cannot be read.
         """
         self._refuse_closed()
@@ -273,7 +278,7 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
     # ----------------------------------------------------------------- metadata
 
     def item_metadata(self, step: int) -> Any:
-        """A `jax.ShapeDtypeStruct` for every leaf, in the saved tree.
+        """Returns a `jax.ShapeDtypeStruct` for every leaf, in the saved tree.
 
         The result can be used as the target of a restore. In a job of one process, only
         leaves of steps in memory have shardings. In a job of several processes, leaves
@@ -283,11 +288,11 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         return self._work.item_metadata(step_number(step))
 
     def metadata(self, step: int | None = None) -> Any:
-        """Orbax's metadata of a step; of the directory if `step` is None."""
+        """Returns Orbax's metadata of a step; of the directory if `step` is None."""
         return self._work.metadata(None if step is None else step_number(step))
 
     def metrics(self, step: int) -> Any:
-        """The metrics that were saved with a step, or None."""
+        """Returns the metrics that were saved with a step, or None."""
         return self._work.metrics(step_number(step))
 
     # ---------------------------------------------------------- waiting and ending
@@ -331,7 +336,10 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
 
         Raises:
             FileNotFoundError: `all_steps()` does not have the step.
-            ValueError: in a job of several processes, the step is the newest in memory.
+            ValueError: the manager is closed; or in a job of several processes, the
+                step is the newest in memory.
+            StorageFailed: in a job of one process, pending writes to storage took too
+                long.
         """
         self._refuse_closed()
         self._work.delete(step_number(step))

@@ -1,8 +1,8 @@
 """Measures the cost of saves in a loop of one process, for an automatic interval.
 
-The time from the end of one save until the next state to save is computed counts as
-steps. The time from then until this state is saved counts as a save. The interval is
-chosen by `dtft.checkpoint.replication.snapshot_interval`.
+A save begins when the arrays to save are computed, and ends when they are saved. The
+time between two saves counts as the time of steps. The interval is chosen by
+`dtft.checkpoint.replication.snapshot_interval`.
 """
 
 import time
@@ -23,7 +23,7 @@ from dtft.checkpoint.replication import (
 
 
 class SaveClock:
-    """Decides after which steps a save is due, and adapts an automatic interval.
+    """The interval between saves; an automatic interval is adapted to measured saves.
 
     With a fixed interval nothing is measured.
     """
@@ -67,12 +67,12 @@ class SaveClock:
     def saving(self, step: int, args: Any) -> Iterator[None]:
         """Measures the save in the body of a `with`, and adapts an automatic interval.
 
-        First waits until the arrays of the step are computed, so that this time counts
-        as steps. With a fixed interval only the body runs.
+        Waits first until the arrays of the step are computed: this wait counts as the
+        time of steps. With a fixed interval only the body runs.
 
         Args:
             step: the step that is saved.
-            args: the arguments of Orbax's `save`.
+            args: the argument `args` of `save`, with the arrays of the step.
         """
         if not self._automatic:
             yield
@@ -99,7 +99,7 @@ class SaveClock:
 
 
 def _arrays(args: Any) -> list[jax.Array]:
-    """The jax arrays of all items, except deleted arrays, which `save` refuses."""
+    """Collects the jax arrays of all items, except deleted arrays."""
     parts = args.values() if isinstance(args, ocp.args.Composite) else [args]
     leaves = jax.tree.leaves([getattr(part, "item", None) for part in parts])
     arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]

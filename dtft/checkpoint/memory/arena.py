@@ -87,7 +87,8 @@ class Arena:
         A new arena is mapped in the background; see `prefault`.
 
         Raises:
-            OSError: too little memory; names the bytes needed and available.
+            OSError: too little memory (the message has the bytes needed and available),
+                or a file exists at `path`.
         """
         if before is not None and before.size >= size:
             return before
@@ -113,7 +114,7 @@ class Arena:
             os.close(descriptor)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """A writable view of `nbytes` bytes of the arena from `offset`.
+        """Returns a writable view of `nbytes` bytes of the arena from `offset`.
 
         Raises:
             ValueError: the bytes are not inside the arena, or the arena is closed.
@@ -195,7 +196,7 @@ export, because a host exports only its own slices."""
 
 
 def arena_bytes(layout: Layout, slot: int, placement: CopyPlacement) -> int:
-    """Bytes of the whole arena of one slot's host, computed without cutting chunks."""
+    """Computes the bytes of the arena of the host in `slot`, without cutting chunks."""
     incoming = [p.slices for p in placement.pushes if p.target == slot]
     hosted = sum(offsets_of(slices)[1] for slices in incoming)
     return OWN_BUFFERS * offsets_of(layout.slices(slot))[1] + HOSTED_BUFFERS * hosted
@@ -244,7 +245,7 @@ _HUGE_PAGE = 2 << 20
 
 
 class AlignedAllocator:
-    """Allocates memory for restored arrays, in huge pages where the system has them.
+    """An allocator of memory for restored arrays, in huge pages if the system has them.
 
     The first write to new memory maps it page by page while training waits; with huge
     pages (2 MiB), far fewer pages are mapped. Arrays are cut from slabs, each allocated
@@ -259,7 +260,7 @@ class AlignedAllocator:
         self._slab = np.empty(0, np.uint8)
 
     def take(self, nbytes: int) -> np.ndarray:
-        """[nbytes] uint8, aligned for XLA, with unspecified contents.
+        """Allocates [nbytes] uint8, aligned for XLA, with unspecified contents.
 
         >>> allocator = AlignedAllocator(total=300)
         >>> taken = [allocator.take(100), allocator.take(200)]
@@ -275,8 +276,10 @@ class AlignedAllocator:
 
 
 def _new_slab(nbytes: int) -> np.ndarray:
-    """Allocates at least `nbytes` bytes; a slab of a huge page or more is aligned to
-    huge pages.
+    """Allocates a slab of at least `nbytes` bytes.
+
+    A slab of a huge page or more is aligned to huge pages, a smaller one to
+    `ALIGNMENT`.
 
     Returns:
         [bytes] uint8.

@@ -1,9 +1,8 @@
-"""A pool of chunk buffers: each chunk has several, so a new copy can be staged while
-the last commit is kept.
+"""A pool of chunk buffers, with several buffers for each chunk.
 
-`ChunkPool` holds copies of some slices. A `Copy` holds the buffer number of each of its
-chunks, and copies share equal chunks. `BufferRefCounts` counts the references to each
-buffer.
+So a new copy can be staged while the last commit is kept. `ChunkPool` has the buffers
+of the chunks of some slices. A `Copy` holds the buffer number of each of its chunks,
+and copies share equal chunks. `BufferRefCounts` counts the references to each buffer.
 """
 
 from collections.abc import Callable, Iterator
@@ -147,8 +146,8 @@ class ChunkPool:
         self.ref_counts = BufferRefCounts(chunks.num_chunks, num_buffers)
         self.index = {piece: at for at, piece in enumerate(chunks.slices)}
         self.rotten: set[tuple[int, int]] = set()
-        """(buffer, chunk) of corrupt bytes; an entry stays until the next `acquire`
-        of that buffer."""
+        """(buffer number, chunk number) of each chunk found corrupt; an entry stays
+        until the next `acquire` of that buffer."""
 
     def acquire(self, numbers: np.ndarray) -> np.ndarray | None:
         """Takes free buffers for chunks to write: see `BufferRefCounts.acquire`.
@@ -161,21 +160,21 @@ class ChunkPool:
         return found
 
     def rotten_in(self, copy: Copy) -> list[int]:
-        """The numbers of a copy's chunks that were found corrupt."""
+        """Returns the numbers of a copy's chunks that were found corrupt."""
         return [
             number for buffer, number in self.rotten if copy.buffers[number] == buffer
         ]
 
     def parts(self, copy: Copy, index: int) -> Parts:
-        """The bytes of one slice of a copy, in as few pieces as possible."""
+        """Returns the memory of one slice of a copy, in as few pieces as possible."""
         return self.chunks.parts(self._memory(), copy.buffers, index)
 
     def chunk(self, buffers: np.ndarray, number: int) -> memoryview:
-        """The bytes of one chunk of the copy with these buffers."""
+        """Returns the memory of one chunk of the copy with these buffers."""
         return self.at(int(buffers[number]), number)
 
     def at(self, buffer: int, number: int) -> memoryview:
-        """The bytes of one chunk in one of its buffers."""
+        """Returns the memory of one of the buffers of a chunk."""
         return self.chunks.chunk(self._memory(), buffer, number)
 
     def held(self, copy: Copy) -> Iterator[tuple[Slice, Parts, bytes]]:

@@ -1,4 +1,4 @@
-"""Receiving pushes from peers: which chunks have arrived, and where chunks are written.
+"""Receives pushes from peers, and records which of their chunks have arrived.
 
 A push sends slices of one slot at one step to this host. It announces the digests of
 all its chunks before it sends a chunk. A chunk that equals that of the newest copy from
@@ -95,7 +95,7 @@ class Receiving:
             return [self.pool.chunk(self.buffers, number) for number in numbers]
 
     def arrived(self, numbers: Sequence[int]) -> None:
-        """Verifies chunks that were written whole; marks corrupt chunks as lacking."""
+        """Verifies chunks that were written whole; marks each received or lacking."""
         for number in numbers:
             start = number * DIGEST_BYTES
             good = self._expected[start : start + DIGEST_BYTES]
@@ -111,7 +111,7 @@ class Receiving:
         """Releases the buffers; no connection may be writing.
 
         Args:
-            unverified_only: keep the buffers of verified chunks.
+            unverified_only: whether verified chunks keep their buffers.
         """
         going = self.states != _HERE if unverified_only else self.buffers != ABSENT
         self.pool.ref_counts.release(

@@ -103,7 +103,7 @@ class LeafMemory:
         return buffers
 
     def view(self, buffer: int, index: int) -> memoryview:
-        """The bytes of one leaf in one of its buffers."""
+        """Returns the memory of one leaf in one of its buffers."""
         arena = self._extents[buffer].arena
         return arena.view(self._offsets[index], self.slices[index].nbytes)
 
@@ -149,7 +149,7 @@ class Version:
     """The sharding of each leaf that is a jax array; None for other leaves."""
 
     def views(self) -> list[memoryview]:
-        """The bytes of each leaf."""
+        """Returns the memory of each leaf."""
         return [
             self.memory.view(buffer, index)
             for index, buffer in enumerate(self.buffers.tolist())
@@ -163,9 +163,9 @@ class Version:
 
 
 class Versions:
-    """Keeps the last `keep` committed steps, and always the step of the largest number.
+    """The steps that one process keeps in memory. Not thread-safe.
 
-    Not thread-safe.
+    The last `keep` committed steps, and always the step of the largest number.
     """
 
     def __init__(self, *, keep: int, chunk_bytes: int) -> None:
@@ -197,7 +197,11 @@ class Versions:
         return tuple(sorted(self._versions))
 
     def get(self, step: int) -> Version:
-        """The version of a step; its bytes are not checked."""
+        """Returns the version of a step in memory; its bytes are not checked.
+
+        Raises:
+            KeyError: the step is not in memory.
+        """
         return self._versions[step]
 
     def write(self, step: int, record: Record, values: Sequence[Any]) -> Version:
@@ -235,9 +239,9 @@ class Versions:
     ) -> Version:
         """Writes to `buffers` the leaves that may differ from the step written before.
 
-        A leaf that had changed in that step is copied and digested. A leaf that had not
-        is first compared with its saved digests or bytes, and copied only if it
-        differs. All leaves are copied if that step is not in `memory`, or after
+        A leaf that had changed in that step is copied and digested. Any other leaf is
+        first compared with its saved digests or bytes, and copied only if it differs.
+        All leaves are copied if that step is not in `memory`, or after
         `distrust`.
         """
         base = next(reversed(self._versions.values()), None)

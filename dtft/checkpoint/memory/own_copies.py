@@ -177,7 +177,7 @@ class Owning:
             copy.digests[index] = copy.digests[index] or digests.get(piece.key, b"")
 
     def pinned(self, pin: int) -> tuple[bytes, list[bytes]]:
-        """The buffer numbers of a pinned copy, one byte per chunk, and its digests.
+        """Returns the buffer numbers (a byte per chunk) and digests of a pinned copy.
 
         Raises:
             KeyError: the pin has ended.

@@ -37,11 +37,15 @@ class HeldCopies:
         self._own, self._hosting = own, hosting
 
     def steps(self) -> tuple[int, ...]:
-        """The steps with at least one copy on this host, ascending."""
+        """Returns the steps with at least one copy on this host, ascending."""
         return tuple(sorted({*self._own.copies, *self._hosting.copies}))
 
     def items(self, step: int) -> dict[str, Any]:
-        """The items (data position and so on) that came with the copies of `step`."""
+        """Returns the items of `step` (data position and so on).
+
+        Raises:
+            KeyError: this host has no copy of the step.
+        """
         found = self._own.items.get(step)
         return self._hosting.items[step] if found is None else found
 
@@ -63,10 +67,9 @@ class HeldCopies:
         ]
 
     def sendable(self, step: int) -> dict[str, Parts]:
-        """Every slice of `step` that can be sent to peers, also from pinned copies.
+        """Maps slice key to memory, for all slices of `step` that can be sent to peers.
 
-        Returns:
-            Slice key to memory, which is not read.
+        The memory is not read. Pinned copies are included.
         """
         found = {key: parts for key, parts, _ in self.listed(step)}
         for pinned, copy in self._own.pins.values():
@@ -116,7 +119,7 @@ class HeldCopies:
         return missing
 
     def _hosted_right(self, step: int) -> dict[tuple[str, bytes], Parts]:
-        """Reads and verifies the slices kept for peers that this host owns, too.
+        """Reads and verifies those slices kept for peers that are own slices, too.
 
         Returns:
             (slice key, digests) to the bytes, for the slices that match their digests.
@@ -137,8 +140,8 @@ class ReplicaStore:
     A slot is a position in the job; it owns some slices of the state. A push is the set
     of slices of one slot that are sent to a peer, which keeps a copy.
 
-    `own_parts`, `own_digests`, `own_buffers` and `push_chunks` raise KeyError for a
-    step without a copy of the own slices.
+    `own_parts`, `own_digests`, `all_own_digests`, `own_buffers` and `push_chunks` raise
+    KeyError for a step without a copy of the own slices.
     """
 
     def __init__(
@@ -215,30 +218,33 @@ class ReplicaStore:
             self._own.staged(step, digests, items, kept)
 
     def own_parts(self, step: int, piece: Slice) -> Parts:
-        """The memory of one own slice of a step, to read or to fetch into."""
+        """Returns the memory of one own slice of a step, to read or to fetch into."""
         with self._lock:
             pool = self._own.pool
             return pool.parts(self._own.copies[step], pool.index[piece])
 
     def own_digests(self, step: int, slices: Sequence[Slice]) -> list[bytes]:
-        """Digests of some own slices, 16 bytes per chunk; b"" for one not copied."""
+        """Returns digests of some own slices, 16 bytes per chunk.
+
+        The digests of a slice that was not copied are b"".
+        """
         with self._lock:
             known, index = self._own.copies[step].digests, self._own.pool.index
             return [known[index[piece]] for piece in slices]
 
     def all_own_digests(self, step: int) -> list[bytes]:
-        """Digests of all own slices of a staged or restored step."""
+        """Returns digests of all own slices of a staged or restored step."""
         return self.own_digests(step, self.own_slices)
 
     def own_buffers(self, step: int) -> bytes:
-        """Buffer numbers of the chunks of a step's own slices, one byte per chunk."""
+        """Returns the buffer numbers of a step's own slices, one byte per chunk."""
         with self._lock:
             return self._own.copies[step].buffers.tobytes()
 
     def push_chunks(
         self, step: int, push: Push, numbers: Sequence[int]
     ) -> list[memoryview]:
-        """The memory of some chunks that a push of this host sends.
+        """Returns the memory of some chunks that a push of this host sends.
 
         Args:
             step: the step.
@@ -250,7 +256,7 @@ class ReplicaStore:
             return [self._own.pool.chunk(buffers, int(sent[n])) for n in numbers]
 
     def items(self, step: int) -> dict[str, Any]:
-        """The items (data position and so on) that came with the copies of `step`.
+        """Returns the items of `step` (data position and so on).
 
         Raises:
             KeyError: this host has no copy of the step.
@@ -317,15 +323,18 @@ class ReplicaStore:
     # -------------------------------------------------------------- retention
 
     def keep_only(self, steps: set[int]) -> None:
-        """Drops all copies of all steps except `steps`."""
+        """Drops the copies of all steps except `steps`, also unfinished copies."""
         self._drop(lambda step: step in steps)
 
     def drop_after(self, step: int) -> None:
-        """Drops all copies of steps newer than `step`."""
+        """Drops the copies of all steps newer than `step`, also unfinished copies."""
         self._drop(lambda one: one <= step)
 
     def drop_before(self, step: int, keep: set[int]) -> None:
-        """Drops all copies of steps older than `step`, except the steps `keep`."""
+        """Drops the copies of all steps older than `step`, except the steps `keep`.
+
+        Unfinished copies are dropped, too.
+        """
         self._drop(lambda one: one >= step or one in keep)
 
     def _drop(self, needed: Callable[[int], bool]) -> None:
@@ -348,7 +357,7 @@ class ReplicaStore:
             self._own.unpin(pin)
 
     def pinned(self, pin: int) -> tuple[bytes, list[bytes]]:
-        """The buffer numbers of a pinned copy, one byte per chunk, and its digests.
+        """Returns the buffer numbers (a byte per chunk) and digests of a pinned copy.
 
         Raises:
             KeyError: the pin has ended.
@@ -361,8 +370,8 @@ class ReplicaStore:
 
         Returns:
             The memory of each missing slice, and the number of a second pin, which
-            keeps the memory even if `pin` ends. The caller fetches them into the memory
-            and then ends the second pin.
+            keeps the memory even if `pin` ends. The caller fetches the slices into the
+            memory and then ends the second pin.
 
         Raises:
             RuntimeError: a chunk has no free buffer.
@@ -391,8 +400,8 @@ class ReplicaStore:
 
         Args:
             read: whether every chunk is read and checked now, without blocking other
-                threads. Otherwise the last verification counts, and a later reader must
-                verify the bytes.
+                threads. Otherwise only chunks that an earlier read found corrupt count
+                as corrupt, and whoever reads the bytes later must verify them.
 
         Returns:
             step -> slice key -> digests of each good slice, and a description of each
@@ -405,7 +414,7 @@ class ReplicaStore:
             return self._held.recorded(), known
 
     def steps(self) -> tuple[int, ...]:
-        """The steps with at least one copy on this host, ascending."""
+        """Returns the steps with at least one copy on this host, ascending."""
         with self._lock:
             return self._held.steps()
 
@@ -418,7 +427,7 @@ class ReplicaStore:
             return self._held.listed(step)
 
     def find(self, step: int, keys: Sequence[str]) -> list[Parts]:
-        """The memory of the slices with these keys, from any copy of `step`.
+        """Returns the memory of the slices with these keys, from any copies of `step`.
 
         The memory is not read.
 

@@ -44,7 +44,7 @@ RANGE_BYTES = 16 << 20
 def copied_out(
     sources: Sequence[Parts], digests: Sequence[bytes], chunk_bytes: int
 ) -> tuple[list[np.ndarray], list[int]]:
-    """Copies slices into new memory and verifies the copies, on several threads.
+    """Copies slices into new memory and verifies them, on up to `THREADS` threads.
 
     Several threads are used because memory is faster than one core. Each copy is
     digested while it is in cache, so the verified bytes are those of the copy.
@@ -136,7 +136,7 @@ class CorruptCopy(RuntimeError):
 
 
 class SnapshotPlan:
-    """Copies the slices of a slot between devices and the arena.
+    """A plan for copying the slices of a slot between devices and the arena.
 
     The places of the slices are computed once per layout. `write` then only copies and
     digests.
@@ -177,6 +177,9 @@ class SnapshotPlan:
             base: the last snapshot, if the arena still holds it. Without it, all
                 chunks are copied.
             copied: [slices] bool, which slices to copy; by default all.
+
+        Returns:
+            The digests, and which chunks are unchanged.
 
         Raises:
             ValueError: a slice is not on this host's devices.
@@ -253,7 +256,7 @@ class SnapshotPlan:
         return unpack_flags(packed, len(self.slices)) if packed else None
 
     def recalled(self, step: int, digests: Sequence[bytes]) -> Snapshot:
-        """The snapshot of a restored step, in which every chunk counts as changed."""
+        """Makes the snapshot of a restored step; every chunk counts as changed."""
         kept = np.zeros(self.chunks.num_chunks, bool)
         return Snapshot(step=step, digests=tuple(digests), kept=kept)
 

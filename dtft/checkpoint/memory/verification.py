@@ -1,9 +1,9 @@
 """Reads one host's copies again, chunk by chunk, and records corrupt chunks.
 
-An unchanged chunk is kept by reference and never written or sent again. A flipped bit
-in it is therefore found only by a load, a fetch, an export or a verification. A copy
-that was found corrupt is never used again: the next step writes an own copy anew, and
-the peer sends a hosted copy again.
+An unchanged chunk is kept by reference and never written or sent again. Therefore only
+a load, a fetch, an export or a verification finds a flipped bit in such a chunk. A step
+never shares a chunk with a copy in which a verification found that chunk corrupt: the
+chunk is written or sent again.
 """
 
 import threading
@@ -37,7 +37,7 @@ class VerifiedCopies:
     """Result of reading all copies of one replica store."""
 
     copies: int
-    """The number of slices in all copies; a slice that steps share counts for each."""
+    """The number of slices in all copies; a shared slice counts for each step."""
     nbytes: int
     """Bytes read; a buffer that steps share is read once."""
     held: Mapping[int, Mapping[str, bytes]]
@@ -50,10 +50,10 @@ class VerifiedCopies:
 
 
 class CopyVerifier:
-    """Verifies all chunks of one replica store, numbered from 0. Thread-safe.
+    """A verifier of all chunks of one replica store. Thread-safe.
 
-    Chunks are read without the store's lock. Only a chunk that seems corrupt is read
-    again with the lock held.
+    The chunks are numbered from 0. They are read without the store's lock. Only a chunk
+    that seems corrupt is read again with the lock held.
     """
 
     def __init__(self, own: Owning, hosting: Hosting, lock: threading.RLock) -> None:
@@ -84,7 +84,7 @@ class CopyVerifier:
         return total
 
     def known(self) -> list[str]:
-        """The slices known to be corrupt and not dropped yet, as "step 12: KEY"."""
+        """Lists the slices known to be corrupt and not dropped, as "step 12: KEY"."""
         return _told(self._known())
 
     def _known(self) -> set[tuple[int, str]]:
@@ -194,7 +194,7 @@ class CopyVerifier:
         return [(step, key) for step in sorted(set(steps))]
 
     def _kept(self, source: int | None, pool: ChunkPool, number: int) -> Kept:
-        """The buffers of a chunk not known to be corrupt, with their right digests."""
+        """Finds a chunk's buffers not known to be corrupt, and their right digests."""
         (index,) = pool.chunks.owners_of([number])
         start = (number - int(pool.chunks.first[index])) * DIGEST_BYTES
         kept: Kept = {}

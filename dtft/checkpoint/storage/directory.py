@@ -38,10 +38,10 @@ class WrittenByAnother(RuntimeError):
 
 
 class StorageTier:
-    """Saves and restores the checkpoints of one directory; keeps the newest steps.
+    """A storage directory: saves and restores checkpoints, and keeps the newest steps.
 
-    In a world of several processes, all processes must make the same calls, which Orbax
-    synchronizes. Listing steps needs no other process.
+    In a JAX world of several processes, all processes must make the same calls, which
+    Orbax synchronizes. Listing steps needs no other process.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class StorageTier:
         read_only: bool = False,
         scored: bool = False,
     ) -> None:
-        """Sets the options; Orbax opens the directory at the first save.
+        """Sets the options; Orbax opens the directory at the first save or deletion.
 
         Args:
             directory: directory of the steps; the first save creates it.
@@ -89,8 +89,8 @@ class StorageTier:
             items: name to JSON value, for state that is not an array.
 
         Raises:
-            ValueError: two paths have the same name in Orbax, all leaves are empty, or
-                the storage tier is read-only.
+            ValueError: two paths have the same name in Orbax, all leaves are empty, an
+                array or an item cannot be saved, or the storage tier is read-only.
         """
         self.write(step, StepToStore(*experiment_record(arrays, items)))
 
@@ -154,8 +154,9 @@ class StorageTier:
             abstract: leaf path to shape, dtype and sharding.
 
         Raises:
-            ValueError: the directory has no such step, or the step's leaves differ from
-                `abstract` in path, shape or dtype; the message lists the differences.
+            ValueError: the directory has no such step; the step's leaves differ from
+                `abstract` in path, shape or dtype (the message lists the differences);
+                or jax would narrow a 64-bit leaf.
             CheckpointUnreadable: the step exists but cannot be read, or is not a step
                 of an experiment.
         """
@@ -174,7 +175,7 @@ class StorageTier:
         return arrays, items[ITEMS]
 
     def load_numpy(self, step: int) -> dict[str, np.ndarray]:
-        """Reads and verifies all leaves of a step; returns path to numpy array."""
+        """Reads and verifies all leaves of a step; see the function `load_numpy`."""
         record, prints = self._record(step)
         # Orbax reads a step of several processes only onto an explicit sharding.
         here = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
@@ -184,15 +185,21 @@ class StorageTier:
         return dict(sorted(zip(shown_paths(record), arrays, strict=True)))
 
     def items(self, step: int) -> dict[str, Any]:
-        """The JSON items that were saved with the arrays of an experiment's step."""
+        """Reads the JSON items that were saved with the arrays of an experiment's step.
+
+        Raises:
+            ValueError: the directory has no such step.
+            CheckpointUnreadable: the step's record cannot be read, or the step is not a
+                step of an experiment.
+        """
         return self._experiment(step)[0].json_items[ITEMS]
 
     def all_steps(self) -> tuple[int, ...]:
-        """The complete steps in the directory, ascending."""
+        """Lists the complete steps in the directory, ascending."""
         return self._stored.steps()
 
     def latest_step(self) -> int | None:
-        """The newest complete step, or None."""
+        """Returns the newest complete step, or None."""
         return max(self.all_steps(), default=None)
 
     def close(self) -> None:
@@ -230,7 +237,8 @@ def load_numpy(directory: Path | str, step: int) -> dict[str, np.ndarray]:
 
     Raises:
         ValueError: the directory does not have the step.
-        CheckpointUnreadable: the step cannot be read, or stock Orbax wrote it.
+        CheckpointUnreadable: the step cannot be read, is corrupt, or was written by
+            stock Orbax.
     """
     return StorageTier(directory, read_only=True).load_numpy(step)
 
@@ -238,7 +246,7 @@ def load_numpy(directory: Path | str, step: int) -> dict[str, np.ndarray]:
 def orbax_options(
     max_to_keep: int | None, timeout_s: int, *, scored: bool = False
 ) -> ocp.CheckpointManagerOptions:
-    """Makes the options of the Orbax manager of a storage directory."""
+    """Makes the options of an Orbax manager; arguments: see `StorageTier`."""
     return ocp.CheckpointManagerOptions(
         max_to_keep=max_to_keep,
         cleanup_tmp_directories=True,
@@ -297,9 +305,9 @@ def _fingerprints(record: Record, values: Iterable[Any]) -> dict[str, str]:
 
 
 def shown_paths(record: Record) -> list[str]:
-    """The path of each leaf for display, in the record's order.
+    """Returns the path of each leaf for display, in the record's order.
 
-    For an experiment's step, it is the leaf's path in the state.
+    For an experiment's step, these are the paths in the state.
     """
     paths = [leaf.path for leaf in record.leaves]
     return list(map(state_path, paths)) if is_experiment(record) else paths
@@ -349,7 +357,8 @@ def compare_steps(
 
     Raises:
         ValueError: a directory does not have the step.
-        CheckpointUnreadable: a step exists but cannot be read.
+        CheckpointUnreadable: a step exists but cannot be read, is corrupt, or was
+            written by stock Orbax.
     """
     a, b = load_numpy(directory_a, step_a), load_numpy(directory_b, step_b)
     return [p for p in sorted(a.keys() | b.keys()) if not _same(a.get(p), b.get(p))]

@@ -4,7 +4,8 @@
 answers with a JSON object per line on stdout. It saves one step at a time, each with a
 time limit. The exporters of a job form a JAX world of their own on CPU; a manager of
 one process has one exporter. An exporter maps the memory of the slices read-only and
-checks its digests, so that bytes corrupted in memory do not get valid fingerprints.
+checks the slices' digests, so that bytes corrupted in memory do not get valid
+fingerprints.
 """
 
 import contextlib
@@ -100,9 +101,10 @@ class Saver(Protocol):
 
 
 class SaveServer:
-    """Answers the messages of the process that started the exporter, one at a time.
+    """A server that answers the messages of the process that started the exporter.
 
-    The exporter process ends if the work of a message exceeds its time limit.
+    Messages are answered one at a time. The exporter process ends if the work of a
+    message exceeds its time limit.
     """
 
     def __init__(self, out: TextIO, opener: Callable[[dict[str, Any]], Saver]) -> None:
@@ -237,7 +239,7 @@ class Opening:
 
 
 class Exporter:
-    """Writes one slot's slices of each exported step from memory to storage."""
+    """The writer of one slot's slices of each exported step, from memory to storage."""
 
     def __init__(self, opening: Opening) -> None:
         """Joins the export world.
@@ -288,6 +290,7 @@ class Exporter:
         Raises:
             ValueError: the buffers are not in the memory, or the bytes do not match the
                 digests.
+            CorruptItems: `items` of a user's tree do not match their digest.
             StorageBusy: another process kept the lock of a shared directory.
             WrittenByAnother: a shared directory has a different step of this number.
         """
@@ -375,7 +378,7 @@ class Exporter:
         )
 
     def _turn(self) -> contextlib.AbstractContextManager[None]:
-        """A context that holds the lock of a shared directory.
+        """Returns a context that holds the lock of a shared directory.
 
         An object store (a directory with "://") has no locks; the context is then
         empty.
@@ -444,7 +447,7 @@ def _mesh(world: ExportWorld, rank: int) -> jax.sharding.Mesh:
 
 
 def _view(parts: Parts, piece: Slice) -> np.ndarray:
-    """A slice as an array: a view of the memory, or a copy of discontiguous chunks."""
+    """Returns a slice as an array: a view of the memory, or a copy if in pieces."""
     dtype = np.dtype(piece.dtype)
     if not piece.nbytes:
         return np.zeros(piece.shape, dtype)

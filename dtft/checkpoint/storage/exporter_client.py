@@ -18,13 +18,14 @@ from concurrent.futures import Future
 from typing import IO, Any
 
 EXPORTER_START_S = 60.0
-"""Seconds after the limit of a save at which an exporter that did not answer is killed.
-Gives a new exporter the time for its imports."""
+"""Seconds from the limit of a save until an exporter that has not answered is killed.
+A new exporter needs time for its imports."""
 
 Hear = Callable[["ExporterProcess", dict[str, Any]], None]
 """Callback that receives each answer, on other threads. Every answer has `ok`. A failed
-answer also has `error`. The answer to a message has `op`, and `step` if the message has
-a step. An answer with `ended` reports the end of the process."""
+answer also has `error`. An answer of the process has the message's `op`, and the
+message's `step` if there is one. An answer with `ended` reports the end of the
+process."""
 
 
 class ExporterProcess:
@@ -38,7 +39,7 @@ class ExporterProcess:
         open_log: Callable[[], IO[bytes]] | None = None,
         preexec_fn: Callable[[], None] | None = None,
     ) -> None:
-        """Starts the process on a thread; the process then opens its directory.
+        """Starts the process on a thread, and sends it the message "open".
 
         Starting a process can take long on a busy machine, so a thread does it. A
         process that cannot be started is reported as ended. All threads are started
@@ -82,7 +83,7 @@ class ExporterProcess:
         Args:
             fields: returns the arguments of `exporter.Exporter.save`. Called on a
                 thread, as it may have to fetch slices. An exception of `fields` is
-                reported as an answer.
+                reported as a failed answer without `op` and `step`.
             limit_s: limit of the save in seconds, from the return of `fields`.
         """
 

@@ -45,8 +45,8 @@ def missing_from(step: Path) -> str:
     """Describes the first missing or unreadable file of a step; "" if there is none.
 
     Checks file names and Orbax's metadata only, so the check is cheap; `verify_step`
-    reads values. Orbax names a step's directory when the step is complete. So missing
-    files point to an interrupted copy or to deleted files.
+    reads values. Orbax gives a step's directory its final name when the step is
+    complete. So missing files point to an interrupted copy or to deleted files.
     """
     names = items_in(step)
     if names is None:
@@ -64,7 +64,7 @@ def missing_from(step: Path) -> str:
 
 
 def _missing_file(item: Path, handler: str) -> str:
-    """The name of a missing or unreadable metadata file of an item; "" if all are good.
+    """Names a missing or unreadable metadata file of an item; "" if there is none.
 
     The file of a JSON item may have any name, because a user can configure it in Orbax.
     """
@@ -178,7 +178,7 @@ def describe_step(
         the leaves without fingerprints, and no items.
 
     Raises:
-        CheckpointUnreadable: the step is damaged.
+        CheckpointUnreadable: the step's record cannot be read.
     """
     from dtft.checkpoint.state import ITEMS, is_experiment
     from dtft.checkpoint.storage.directory import shown_paths
@@ -234,8 +234,8 @@ def verify_step(directory: Path, steps: Iterable[int]) -> dict[int, str]:
     """Reads all values of each step and compares fingerprints with the stored ones.
 
     Returns:
-        Step to a description of the error; "" if the step is intact. A step of stock
-        Orbax, which has no fingerprints, counts as an error.
+        Maps each step to a description of its error; "" if the step is intact. A step
+        of stock Orbax, which has no fingerprints, counts as an error.
     """
     from dtft.checkpoint.storage.stored_steps import CheckpointUnreadable
 

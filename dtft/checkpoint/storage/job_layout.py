@@ -71,7 +71,7 @@ def config_of(record: Record) -> str:
 
 
 def dynamic_part(record: Record) -> dict[str, Any]:
-    """The part of a record that may change from step to step, sealed with its digest.
+    """Encodes the part of a record that may change at each step, with its digest.
 
     The result is stored with each step.
     """
@@ -184,7 +184,7 @@ def _text(leaf: Leaf) -> str:
 def _mesh(
     leaves: Sequence[LeafRecord], shardings: Sequence[Sharding | None]
 ) -> jax.sharding.Mesh | None:
-    """The mesh shared by all leaves that are divided; None if no leaf is divided.
+    """Returns the mesh of all leaves that are divided; None if no leaf is divided.
 
     Raises:
         ValueError: a divided leaf has no NamedSharding, or two divided leaves are on

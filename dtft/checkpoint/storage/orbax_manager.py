@@ -20,10 +20,10 @@ from dtft.checkpoint.storage.step_directories import UNFINISHED
 
 
 class StorageMoved(OSError):
-    """A step must not be completed.
+    """A step was not completed, because its directory changed or its save failed.
 
-    The storage directory was replaced since the step was begun, or the step's save was
-    given up.
+    The storage directory was replaced or unmounted since the step was begun, or the
+    save had failed before.
     """
 
 
@@ -110,7 +110,8 @@ class OpenedDirectory:
 
         Args:
             step: the step.
-            items: item name to `ocp.args.StandardSave` or `JsonSave`; the last is JSON.
+            items: item name to `ocp.args.StandardSave` or `JsonSave`; the last item is
+                a `JsonSave`.
             metrics: metrics of the step; Orbax stores them if its options have a
                 `best_fn`.
             custom_metadata: metadata that Orbax stores with the step.
@@ -205,7 +206,7 @@ def said(error: Exception) -> str:
 
 
 def _identity(directory: epath.Path) -> tuple[int, int] | None:
-    """The device and inode number of a directory; None if it cannot be accessed."""
+    """Returns device and inode number of a directory; None if it cannot be accessed."""
     try:
         found = os.stat(directory)
     except OSError:

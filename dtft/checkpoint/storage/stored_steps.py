@@ -2,8 +2,8 @@
 
 A step that dtft wrote has the item `dtft` in addition to the user's items. This item
 has the `Record` and a fingerprint per leaf, which verifies the leaf's values. A step
-without a record was written by a job of commit 3d5ab71 or earlier, or by stock Orbax.
-Orbax reads the values of all steps.
+without this item was written by stock Orbax, or by dtft of git commit 3d5ab71 or
+earlier. Orbax reads the values of all steps.
 """
 
 import json
@@ -50,7 +50,7 @@ by path."""
 
 
 def former_items(value: Any) -> Any:
-    """The caller's items in the JSON item; None if it is not in the former format."""
+    """Returns the caller's items in a JSON item of the former format; else None."""
     is_former = isinstance(value, dict) and _ENTRIES <= value.keys()
     return value["items"] if is_former else None
 
@@ -100,22 +100,30 @@ _NUMBERS: Mapping[Kind, Any] = {"bool": False, "int": 0, "float": 0.0}
 
 
 class CheckpointUnreadable(RuntimeError):
-    """A step exists in a storage directory but cannot be read."""
+    """A step exists in a storage directory, but cannot be read or is corrupt."""
 
 
 class StoredSteps:
-    """Reads the steps in one directory."""
+    """A reader of the steps in one storage directory, which verifies their values."""
 
     def __init__(self, directory: epath.Path) -> None:
         """Stores the path; does not access the directory."""
         self.directory = directory
 
     def steps(self) -> tuple[int, ...]:
-        """The complete steps, ascending."""
+        """Lists the complete steps, ascending; none if the directory does not exist.
+
+        Raises:
+            OSError: the directory exists but cannot be listed.
+        """
         return storage_steps(self.directory)
 
     def record(self, step: int) -> tuple[Record, dict[str, str]] | None:
-        """Reads the record and fingerprints of a step; None if stock Orbax wrote it.
+        """Reads the record and the fingerprints of a step.
+
+        Returns:
+            The record, and fingerprints by leaf path. None if stock Orbax wrote the
+            step, or if there is no such step.
 
         Raises:
             CheckpointUnreadable: the step has a record that cannot be read.
@@ -157,11 +165,12 @@ class StoredSteps:
 
         Returns:
             Values by leaf number, and JSON values by item name. A value is a jax array
-            (of a PRNG key, its key data) or a numpy array; None for a leaf of another
-            item, unless the leaf is empty.
+            (of a PRNG key, its key data) or a numpy array. The value of a leaf of an
+            item that is not in `wanted` is None, unless the leaf is empty.
 
         Raises:
             CheckpointUnreadable: the step cannot be read, or is corrupt.
+            ValueError: jax would narrow a 64-bit leaf.
         """
         numbers = range(len(record.leaves))
         trees = {
@@ -225,7 +234,7 @@ class StoredSteps:
             raise self._unreadable(step, ValueError(f"corrupt leaves: {listed(bad)}"))
 
     def stock(self, step: int, args: Any) -> Any:
-        """Restores a step without a record by a stock Orbax manager, unverified."""
+        """Restores a step without a record with a stock Orbax manager, unverified."""
         with self.manager() as manager:
             return manager.restore(step, args=args)
 

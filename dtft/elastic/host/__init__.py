@@ -9,7 +9,7 @@
   and end processes; `memory_directory`: the host's directory in memory, and its lock.
 
 No module of an agent imports JAX; `coordination_process` is a separate process.
-`dtft.elastic.transfer` moves the bytes.
+`dtft.elastic.transfer` sends slices between hosts.
 """
 
 from typing import TYPE_CHECKING

@@ -1,8 +1,9 @@
 """One host's agent: an event loop between store, peers, leader and trainers.
 
-Passes events to `Follower` (this host's duties) and, while this host leads, to the
-`Leader` in `Leadership`. Decides nothing about the job itself. This module must never
-import JAX: a JAX client aborts its process when the coordination service dies.
+The agent passes events to `Follower` (this host's duties) and, while this host leads,
+to the `Leader` in `Leadership`. The agent itself decides nothing about the job. This
+module must never import JAX: a JAX client aborts its process when the coordination
+service dies.
 """
 
 import contextlib
@@ -29,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
 RANK_S = 0.02
-"""Seconds by which a host campaigns for leadership later than the host whose name sorts
-just before. The delay after the first host is at most 1 s."""
+"""Seconds by which a host delays its campaign for leadership, for each host whose name
+sorts before its own. The whole delay is at most 1 s."""
 
 
 class Agent:
@@ -48,7 +49,8 @@ class Agent:
         Args:
             config: settings of this host.
             store: the job's store.
-            trainers: trainers whose socket is open already; made here by default.
+            trainers: trainers whose socket is open already; made here by default. Not
+                used if `edges` is given.
             edges: access to time, network, files and processes; by default this
                 machine's.
 
@@ -135,7 +137,7 @@ class Agent:
     # --------------------------------------------------------------------- run
 
     def run(self) -> str:
-        """Serves until the job ends.
+        """Serves until the job ends or this host must leave.
 
         Returns:
             The job's result as JSON; "" if this host left before the end.
@@ -252,7 +254,8 @@ class Agent:
             self._leader_link.send(described(record))
 
     def describe(self, record: HostRecord) -> None:
-        """Publishes a changed record of this host in the store and to the leader."""
+        """Sends a changed record of this host to the leader; the next ticks write the
+        record to the store."""
         self._membership.describe(record)
         self._tell_record()
 
@@ -330,7 +333,8 @@ class Agent:
         return (view.term, leader) if leader is not None else None
 
     def _moved_message(self) -> Message | None:
-        """Message that names the newest leader if another host leads, else None."""
+        """Makes the message that names the newest leader; None if this host leads or no
+        leader is known."""
         newest = self._newest_leader()
         if newest is None or newest[1].host == self._config.host:
             return None

@@ -2,8 +2,8 @@
 
 ``python -m dtft.elastic.host.coordination_process`` does its imports, then waits for
 one line on stdin: ``ADDRESS NUM_PROCESSES HEARTBEAT_S``. The process prints one
-line when it serves, and ends when stdin closes, that is, with its agent. A new
-generation gets a new process. Only this module of `dtft.elastic` imports JAX.
+line when it serves, and ends when stdin closes, that is, with its agent. Each
+formation gets a new process. Only this module of `dtft.elastic` imports JAX.
 """
 
 import os
@@ -13,7 +13,7 @@ from dtft import _jax_internals
 
 
 def main() -> None:
-    """Serves the coordination service until stdin closes."""
+    """Serves the coordination service until stdin closes, then ends the process."""
     words = sys.stdin.readline().split()
     if not words:
         os._exit(0)

@@ -83,7 +83,8 @@ class CoordinationService:
         )
 
     def _take(self) -> subprocess.Popen:
-        """Takes the standby process and starts a new standby."""
+        """Takes the standby process and starts a new standby; a standby that has ended
+        is replaced first."""
         if self._waiting.poll() is not None:
             self._kill(self._waiting)
             self._waiting = self._spawn()

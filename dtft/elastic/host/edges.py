@@ -104,8 +104,8 @@ class Edges:
     list_steps: Callable[[Path], Iterable[int]]
     """Lists the steps in a storage directory."""
     close: Callable[[], None]
-    """Frees the progress board and removes the memory directory (this host's copies) at
-    the agent's end."""
+    """Unmaps the progress board, removes the memory directory (this host's copies), and
+    writes a record of the loop's longest calls; called at the agent's end."""
 
 
 class NoService:

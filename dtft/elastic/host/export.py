@@ -43,7 +43,7 @@ def save_fields(
     digests: Sequence[bytes],
     items: dict[str, Any],
 ) -> dict[str, Any]:
-    """The fields of the message that makes an exporter save a step.
+    """Returns the fields of the message that makes an exporter save a step.
 
     Args:
         step: the step.
@@ -76,9 +76,10 @@ class HostExports:
     ) -> None:
         """Starts no exporter yet.
 
-        `exported(step, ok, error)` is called when an export has ended or could not
-        begin. It is not called for an export that `close`, `stand_down` or the next
-        `begin` gives up.
+        `emit("exporter", exporter, message)` is called on other threads with each
+        message of an exporter. `exported(step, ok, error)` is called when an export has
+        ended or could not begin. It is not called for an export that `close`,
+        `stand_down` or the next `begin` gives up.
         """
         self._config, self._credentials, self._board = config, credentials, board
         self._emit, self._exported = emit, exported
@@ -88,11 +89,12 @@ class HostExports:
         self._lent: tuple[ReplicaStore, int] | None = None
 
     def begin(self, holder: ReplicaStore | None, order: dict[str, Any]) -> None:
-        """Pins a committed step of `holder` and starts the export that is ordered.
+        """Pins a committed step of `holder` and starts the export of a leader's order.
 
-        If `holder` is None or has dropped the step, `exported` is called with the
-        error. An export that still runs is given up. The leader orders one export at a
-        time, so the running export has already failed on another host.
+        If `holder` is None, only calls `exported` with an error. Otherwise first gives
+        up an export that still runs: the leader orders one export at a time, so that
+        export has already failed on another host. Then, if `holder` has dropped the
+        step, calls `exported` with an error.
         """
         step = order["step"]
         if holder is None:
@@ -110,9 +112,8 @@ class HostExports:
     def _save(
         self, exporter: ExporterProcess, holder: ReplicaStore, order: dict[str, Any]
     ) -> None:
-        """Hands a pinned step to the exporter, after fetching slices not copied
-        here.
-        """
+        """Sends a pinned step to the exporter; first fetches the slices that this host
+        did not copy."""
         step = order["step"]
         self._board.set("exporting", step)
         items = {**holder.items(step), "config": holder.layout.config}
@@ -178,10 +179,10 @@ class HostExports:
             self.close()
 
     def lend(self, holder: ReplicaStore | None, step: int) -> None:
-        """Pins a committed step until the next call, for peers to fetch; -1 pins none.
+        """Pins a committed step for peers to fetch; ends the pin of the call before.
 
-        A dropped step is not pinned; peers that fetch the step get an error. Without a
-        `holder` nothing changes.
+        A `step` of -1 only ends the pin. A dropped step is not pinned; peers that
+        fetch the step get an error. Without a `holder` nothing changes.
         """
         if holder is None:
             return

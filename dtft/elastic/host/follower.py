@@ -3,9 +3,10 @@ leader.
 
 Starts and ends the trainer, keeps the copies, replicates, restores and exports. A
 user's process (`SeatPolicy.attached`) decides itself when to save and restore: it
-receives the number of the restorable step at once, sends its layout at its first save,
-and requests each step that it restores. All methods run on the agent's event loop; long
-work runs on threads that report with events. The leader decides slot, step and peers.
+receives the number of the restorable step once its host has prepared its slot, sends
+its layout at its first save, and requests each step that it restores. All methods run
+on the agent's event loop; long work runs on threads that report with events. The leader
+decides slot, step and peers.
 """
 
 import functools
@@ -78,8 +79,8 @@ class HostParts:
     """Tries to connect to another host's port; see `Network.probe`."""
     free_port: Callable[[], int]
     observe: Callable[[int], Observation | None]
-    """State of the trainer with a process id, from the progress board and the kernel;
-    None if the process has ended."""
+    """Returns the state of the trainer with a process id, from the progress board and
+    the kernel; None if the process has ended."""
     dump_stack: Callable[[int, Path], str]
     """Makes a process write its stacks to a log file, and returns a message about it;
     takes about a second."""
@@ -125,9 +126,9 @@ class Follower:
         """Field `failures` of the last export order: number of exports that failed
         before in this formation."""
         self._obeyed: Mapping[str, Any] | None = None
-        """The last `prepare` order that this host carried out."""
+        """The last `prepare` order that this host accepted; None before the first."""
         self._commits: list[Commit] = []
-        """The newest commits that this host knows, newest first."""
+        """At most `KEPT_COMMITS` commits that this host knows, newest first."""
         self._warm_at = 0.0
         self._watch = ProgressWatch(config.timeouts)
         self._look_at = 0.0
@@ -140,8 +141,8 @@ class Follower:
         return self._task.epoch if self._task else (0, 0)
 
     def inbox(self) -> Inbox:
-        """Functions with which the transport's threads read this host's state and
-        report received slices."""
+        """Returns the functions with which the transport's threads read this host's
+        state and report received slices."""
         return Inbox(
             epoch=lambda: self.epoch,
             holder=lambda: self._copies.holder,
@@ -167,7 +168,7 @@ class Follower:
 
     @property
     def attachment(self) -> tuple[int, int]:
-        """(index in its job, ident) of the attached user's process; (-1, 0) for none.
+        """(index in the job, ident) of the attached user's process; (-1, 0) for none.
 
         The ident is the wall-clock time of attachment in ns.
         """
@@ -186,9 +187,9 @@ class Follower:
     # ------------------------------------------------------- orders of the leader
 
     def obey(self, message: dict[str, Any]) -> None:
-        """Calls the method for a leader's order, whose fields were checked before.
+        """Calls the method for a leader's order; does not check the order's fields.
 
-        An order with another `op` is passed to the trainer.
+        An order whose `op` has no method here is passed to the trainer (`pass_on`).
         """
         fields = {key: value for key, value in message.items() if key != "op"}
         if "ballot" in fields:
@@ -320,13 +321,15 @@ class Follower:
         try_all(self._parts.probe, reach, lambda missed: told(missed=missed))
 
     def _report_of(self, outcome: "Future[dict[str, Any]]") -> dict[str, Any]:
-        """The result of `Copies.report`. If it raised an exception, a report that lists
-        no copy and names all copies of this host as corrupt.
+        """Returns the result of `Copies.report`.
+
+        If `Copies.report` raised an exception, returns a report that lists no copy and
+        names all copies of this host as corrupt.
         """
         error = outcome.exception()
         if error is None:
             return outcome.result()
-        logger.error("the copies cannot be listed", exc_info=error)
+        logger.error("this host's copies cannot be listed", exc_info=error)
         lost = f"{self._config.host}: all copies: {error}"
         return {"layouts": [], "holdings": {}, "items": {}, "corrupt": [lost]}
 
@@ -416,8 +419,9 @@ class Follower:
         """Reports a restore's outcome: `prepared`, `prepare_failed`, or `unfit` without
         enough memory.
 
-        After success, sends the trainer the state's location. Does nothing if this
-        host's slot was given up or assigned anew since.
+        After success, sends the trainer the state's location (`_hand_over`), or the
+        user's process the step that it can restore. Does nothing if this host's slot
+        was given up or assigned anew since.
         """
         if task is not self._task:
             return
@@ -465,14 +469,16 @@ class Follower:
     ) -> None:
         """Drops copies older than a replicated step, except the last committed step.
 
-        Also reports the step to the trainer, and starts a standby trainer.
+        Also reports the step to the trainer, and starts a standby trainer. Without a
+        slot or copies, this host only remembers the commit.
 
         Args:
             step: the replicated step: each of its slices has enough copies on hosts.
             committed: whether the store has recorded the step; False while the store
                 does not answer.
-            commit: JSON of the commit that the store has or shall record. Its holders
-                are left out: they are the hosts in this host's `prepare` order.
+            commit: JSON of the commit that the store has recorded or will record; "" to
+                remember none. The JSON leaves out the commit's holders, because they
+                are the hosts in this host's `prepare` order.
             told: further fields, passed on to the trainer.
         """
         if commit:
@@ -494,7 +500,7 @@ class Follower:
 
     def _keep(self, commit: Commit) -> None:
         """Adds a commit to the remembered commits, with the hosts of this host's last
-        `prepare` order as holders. Ignores a commit of another epoch than that order.
+        `prepare` order as holders. Ignores a commit of another epoch than the order's.
         """
         obeyed, epoch = self._obeyed, (commit.generation, commit.attempt)
         if obeyed is not None and _epoch_of(obeyed) == epoch:
@@ -514,8 +520,9 @@ class Follower:
     def pass_on(self, op: str, **fields: Any) -> None:
         """Passes a message of the leader to the trainer.
 
-        An `assemble` order starts resharding instead. An `assemble` order with an
-        `error` is passed on as an `assembled` message.
+        An `assemble` order starts resharding instead: this host assembles the slices
+        that the user's process has requested. An `assemble` order with an `error` is
+        passed on as an `assembled` message.
         """
         if op != "assemble":
             self._trainers.send(op, **fields)
@@ -559,7 +566,8 @@ class Follower:
     def trainer_says(self, ident: int, message: dict[str, Any]) -> None:
         """Handles a message of the formation's trainer; ignores other trainers.
 
-        A trainer that sends an invalid message is ended.
+        A message with an unknown `op` is ignored, and so is a message while this host
+        has no slot. A trainer that sends an invalid message is ended.
         """
         if not self._trainers.is_active(ident):
             return
@@ -702,7 +710,7 @@ class Follower:
     def tick(self) -> None:
         """Checks the trainer's progress, at most once in `LOOK_S` seconds.
 
-        Reports the progress, and dumps the trainer's stacks, when each of these is due.
+        Reports the progress and dumps the trainer's stacks, each when it is due.
         Does nothing without a slot, or for a user's process.
         """
         task, now = self._task, self._loop.now()
@@ -756,7 +764,7 @@ class Follower:
         self._tell("exported", step=step, ok=ok, error=error, attempt=attempt)
 
     def close(self) -> None:
-        """Ends every process of this host and frees its memory."""
+        """Ends this host's trainers and exporter, and frees its copies' memory."""
         self._stand_down("this agent ends")
         self._holding.close()
         self._trainers.close()
@@ -822,16 +830,19 @@ def _epoch_of(order: Message) -> tuple[int, int]:
 
 
 def _why(error: BaseException) -> str:
-    """The reason why memory for a layout could not be allocated, as text."""
+    """Returns the reason why memory for a layout could not be allocated, as text.
+
+    Logs an unexpected exception.
+    """
     if isinstance(error, OSError):
         return str(error)
-    logger.error("no memory could be allocated", exc_info=error)
+    logger.error("memory for a slot could not be allocated", exc_info=error)
     return f"{type(error).__name__}: {error}"
 
 
 def _outcome(future: "Future[dict[str, Any]]") -> dict[str, Any]:
-    """The outcome of a restore that has ended; an unexpected exception becomes an
-    outcome with `error`."""
+    """Returns the outcome of a restore that has ended; makes an outcome with `error`
+    from an unexpected exception."""
     error = future.exception()
     if error is None:
         return future.result()
@@ -840,8 +851,8 @@ def _outcome(future: "Future[dict[str, Any]]") -> dict[str, Any]:
 
 
 def observe(board: ProgressBoard, pid: int) -> Observation | None:
-    """The trainer's phase and process state; None if `pid` is 0 or its process has
-    ended."""
+    """Reads the trainer's phase and process state; returns None if `pid` is 0 or the
+    process has ended."""
     state = process_state(pid) if pid else None
     if state is None:
         return None

@@ -30,8 +30,8 @@ def serve_inspection(channel: Channel, config: AgentConfig, inbox: Inbox) -> Non
     """Answers one inspection request.
 
     The request is {"verify": bool, "rate": bytes per second, 0 for no limit}. With
-    `verify` all copies are read, and {"progress": [bytes read, bytes of all copies]} is
-    sent first and then every `PROGRESS_S`, before the answer.
+    `verify`, reads all copies. Meanwhile sends {"progress": [bytes read, bytes of all
+    copies]}, at once and then every `PROGRESS_S` seconds; the answer follows.
 
     Raises:
         WireError: the rate is not an integer of 0 or more.
@@ -63,7 +63,7 @@ def _asked(channel: Channel) -> dict[str, Any]:
 
 
 def _recorded(holder: ReplicaStore) -> dict[str, Any]:
-    """Fields of the reply for copies that are not read.
+    """Returns the fields of the reply if copies are not read.
 
     `held` has the recorded digests by step and slice key. A slice that is known to be
     corrupt is in `corrupt` instead.
@@ -84,9 +84,9 @@ def _verified(
 ) -> dict[str, Any]:
     """Reads and verifies all copies of this host; returns fields of the reply.
 
-    `held` (digests by step) and `unread` (steps dropped meanwhile) are of the newest
-    formation's `holder`. `corrupt` and the totals count the copies of `former` holders
-    too, except holders whose memory was freed meanwhile.
+    `held` (digests by step and slice key) and `unread` (steps dropped meanwhile) are of
+    the newest formation's `holder`. `corrupt` and the totals also count the copies of
+    `former` holders, except holders whose memory was freed meanwhile.
 
     Raises:
         ConnectionAbortedError: the newest formation's memory was freed meanwhile.
@@ -110,8 +110,8 @@ def _verified(
     corrupt = [text for one in found.values() for text in one.corrupt]
     for text in corrupt:
         logger.warning(
-            "corrupt copy, %s: no longer sent to other hosts; written anew with the "
-            "next step",
+            "corrupt copy, %s: it is no longer sent to other hosts; the next step is "
+            "copied anew",
             text,
         )
     newest = found.get(holder) if holder else None

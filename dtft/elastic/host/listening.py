@@ -43,7 +43,8 @@ def listen(
         asked: handlers of users' requests; called on the loop.
 
     Raises:
-        ValueError: `config.bind` is not an address of this host, or its port is taken.
+        ValueError: `config.bind` is not an address of this host that peers can reach,
+            its port is taken, or the TLS certificate or key cannot be loaded.
     """
 
     try:

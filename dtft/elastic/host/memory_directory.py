@@ -1,12 +1,15 @@
 """A host's directory in memory: its name, its lock, and the sweep of dead agents.
 
 Job and host names become a directory name and keys in the store; names with characters
-that would change the path or key are refused. An agent holds a lock (flock) on the file
-`owner` in its directory until its process ends, also by SIGKILL. So a directory whose
-lock is free belongs to a dead agent, in whichever PID namespace the agent ran, and the
-next start on the machine removes it. A new directory is locked before one rename gives
-it its name. A sweep locks a directory that has a lock file before one rename takes its
-name away. So concurrent starts and sweeps do not race.
+that would change the path or key are refused. An agent locks (flock) the file `owner`
+in its directory. The lock is free once the agent has removed the directory or once the
+agent's process has ended, also by SIGKILL. So a directory whose lock is free belongs to
+a dead agent, in whichever PID namespace the agent ran, and the user's next start on the
+machine removes the directory.
+
+Starts and sweeps that run at the same time do not race: a new directory is locked
+before it is renamed to its final name, and a sweep locks a directory that has a lock
+file before it renames the directory.
 """
 
 import contextlib
@@ -33,12 +36,12 @@ _FRESH, _SWEPT = ".dtft-new-", ".dtft-swept-"
 """Name prefixes of directories that are being made, and of directories that are being
 removed."""
 TAKE_S = 2.0
-"""Seconds for which a starting agent tries to take a directory's name that exists. A
+"""Seconds for which a starting agent tries again if a directory of its name exists. A
 process that removes a dead agent's directory renames it first, so the name is soon
 free."""
 UNMARKED_S = 60.0
-"""A directory without a lock file, or whose creation or removal did not end, may be
-removed this many seconds after its last change."""
+"""A sweep may remove a directory that has no lock file, or whose creation or removal
+did not end, this many seconds after the directory's last change."""
 _held: dict[Path, int] = {}
 """Open lock files of this process, by directory: closing a file frees its lock."""
 _holding = threading.Lock()
@@ -54,7 +57,7 @@ def check_name(flag: str, name: str) -> None:
 of ASCII, one or more of them. Give another name.
 
     Raises:
-        ValueError: the name is empty or has other characters.
+        ValueError: the name is empty or has a character that is not allowed.
     """
     if _NAME.fullmatch(name):
         return
@@ -69,7 +72,7 @@ of ASCII, one or more of them. Give another name.
 def check_arena_directory(directory: Path) -> None:
     """Refuses an arena directory that does not exist.
 
-    A directory made here would lie on a disk, not in memory.
+    It is not created, because a new directory would be on a disk, not in memory.
 
     Raises:
         ValueError: the directory does not exist.
@@ -84,10 +87,12 @@ def check_arena_directory(directory: Path) -> None:
 
 
 def make_memory_directory(directory: Path) -> None:
-    """Makes a host's memory directory and locks it until this process ends.
+    """Makes a host's memory directory and locks it.
 
-    First removes dead agents' directories, which may occupy the needed memory, and
-    prints their names.
+    The lock is held until the directory is removed or this process ends. Before that,
+    removes dead agents' directories, which may occupy the needed memory, and prints
+    their names. Also removes a directory that this process has made at this path
+    earlier.
 
     Raises:
         ValueError: the arena directory does not exist, or a live agent has the
@@ -187,7 +192,7 @@ def sweep_memory(arena_directory: Path) -> list[Swept]:
 
 
 def swept_line(arena_directory: Path, swept: list[Swept]) -> str:
-    """The message about a sweep, for users; "" if nothing was removed.
+    """Formats the message about a sweep, for users; "" if nothing was removed.
 
     >>> swept_line(Path("/dev/shm"), [Swept(name="dtft-j-a", num_bytes=4096)])
     'dtft: removed 4,096 bytes of dead agents from /dev/shm: dtft-j-a'
@@ -204,7 +209,7 @@ def swept_line(arena_directory: Path, swept: list[Swept]) -> str:
 
 
 def _ours(arena_directory: Path) -> Iterator[Path]:
-    """Directories of this user whose names have a prefix of memory directories."""
+    """Yields this user's directories whose names have a memory directory's prefix."""
     with contextlib.suppress(OSError):
         for path in sorted(arena_directory.iterdir()):
             if not path.name.startswith((_PREFIX, _FRESH, _SWEPT)):
@@ -218,8 +223,8 @@ def _ours(arena_directory: Path) -> Iterator[Path]:
 def _remove_dead(path: Path) -> int | None:
     """Removes a dead agent's directory; returns the number of bytes freed.
 
-    Returns None if this call removed nothing: the agent may live, or another process
-    removed or replaced the directory.
+    Returns None if this call removed nothing: the agent may be alive, or another
+    process removed or replaced the directory.
     """
     try:
         lock = os.open(path / OWNER, os.O_RDWR | os.O_NOFOLLOW)

@@ -1,13 +1,15 @@
 """Salvage: writes the newest step in hosts' memory to storage, without the leader.
 
-Used at the forced end of a local cluster; needs no store and no trainers either. The
-process that started the hosts queries each host's copies, chooses a step (`choose`,
+It is for a local cluster that is ended by force, and needs neither store nor trainers.
+The process that started the hosts queries each host's copies, chooses a step (`choose`,
 pure) and fetches the step's slices; one exporter process writes the step. Hosts answer
-on separate threads, so salvage works with a stuck event loop, without the store and
-between two formations. A recorded commit can be chosen if its root digest follows from
-the digests of the hosts' copies. A step that was not recorded, because the store did
-not answer, can be chosen if the hosts of the newest formation hold all of its slices
-with equal digests.
+on threads of their port, so salvage also works while an agent's event loop hangs, and
+between two formations.
+
+A recorded commit can be chosen if the digests of the hosts' copies give its root digest
+(one digest over all slices). A step that was not recorded, because the store did not
+answer, can be chosen if the hosts of the newest formation with copies of the step hold
+all of its slices with equal digests.
 """
 
 import dataclasses
@@ -54,7 +56,8 @@ logger = logging.getLogger(__name__)
 ADDRESS = "address"
 """File in a host's memory directory that contains the host's address."""
 ASK_S = 2.0
-"""Seconds after which a host without an answer is left out."""
+"""Limit in seconds of connecting to a host, and of the host's answer. A host that
+exceeds either limit is left out."""
 CHUNK_BYTES = 4 << 20
 
 
@@ -72,9 +75,9 @@ def write_address(memory_directory: Path, address: str, *, tls: bool) -> None:
 
 
 def serve_salvage(channel: Channel, inbox: Inbox) -> None:
-    """Answers one salvage request with the recorded digests of all held copies.
+    """Answers one salvage request: sends layouts, items and digests of all copies here.
 
-    The copies' bytes are not read.
+    The digests are the recorded ones; the copies' bytes are not read.
     """
     holder = inbox.holder()
     holders = [it for it in (holder, *inbox.former()) if it is not None]
@@ -106,6 +109,7 @@ class Holding:
     host: str
     address: str
     epoch: tuple[int, int]
+    """(generation, attempt) of the host's slot; (0, 0) without a slot."""
     layout: str
     """The layout as JSON."""
     chunk_bytes: int
@@ -197,7 +201,7 @@ def _complete(
 
 
 def undivided(layout: Layout) -> Layout:
-    """Layout with the same leaves, each as one whole slice, in one slot.
+    """Returns a layout with the same leaves, each as one whole slice, in one slot.
 
     >>> from dtft.checkpoint.state.slices import Leaf
     >>> mesh = MeshLayout(axis_names=("fsdp",), axis_sizes=(2,), slots=(0, 1))
@@ -230,8 +234,8 @@ class Salvage:
     def run(self, roots: Mapping[int, str], limit_s: float) -> int:
         """Writes the newest complete step in the hosts' memory to storage.
 
-        If a slice cannot be fetched, queries the hosts and chooses again, until the
-        limit.
+        If a slice cannot be fetched, queries the hosts again and makes a new choice,
+        until the limit.
 
         Args:
             roots: see `choose`.
@@ -242,6 +246,7 @@ class Salvage:
 
         Raises:
             NotSalvaged: no step was written; the message has the reason.
+            ValueError: `scratch` cannot be made, see `make_memory_directory`.
         """
         end = time.monotonic() + limit_s
         make_memory_directory(self.scratch)
@@ -276,7 +281,7 @@ class Salvage:
                 told, _ = channel.receive(ASK_S)
                 channel.send({"done": True}, timeout_s=ASK_S)
         except (OSError, TimeoutError, ValueError) as error:
-            logger.warning("salvage goes on without host %s: %s", name, error)
+            logger.warning("salvage continues without host %s: %s", name, error)
             return []
         return [
             Holding(host=name, address=address, epoch=tuple(told["epoch"]), **held)

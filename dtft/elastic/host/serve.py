@@ -1,8 +1,8 @@
 """`dtft agent --serve-only`: keeps copies in a host's memory for the user's processes.
 
 Listens for the user's process. The first process that attaches to any host of the job
-decides the job's terms (the settings that all its processes share). From then on the
-host runs an `Agent`. This module only defines the order of these steps.
+decides the job's terms (the settings that all processes of the job share). From then on
+the host runs an `Agent`. This module only defines the order of these steps.
 """
 
 import contextlib
@@ -30,14 +30,15 @@ from dtft.elastic.seat_policy import Admission, Terms
 from dtft.elastic.store import Store, StoreUnavailable, claim, job_key
 
 LOOK_S = 0.5
-"""Seconds between two reads of the store, while it has no terms (settings that the
-job's first process decides)."""
+"""Seconds between two reads of the store, until it has the job's terms."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """Settings of `dtft agent --serve-only` that must be equal on all agents of a job;
-    every field is a flag."""
+    """Settings of `dtft agent --serve-only`; every field is a flag.
+
+    `copies` must be equal on all agents of a job.
+    """
 
     copies: int = 2
     """Number of copies of every slice, each on another host."""
@@ -57,8 +58,8 @@ class ServeConfig:
 def base_config(
     serve: ServeConfig, *, job: str, host: str, store: str, secret: bytes
 ) -> AgentConfig:
-    """An agent's settings that are known before a process has attached; `with_terms`
-    adds the others."""
+    """Returns the settings of an agent that are known before a process has attached;
+    `with_terms` adds the others."""
     return AgentConfig(
         job=job,
         host=host,
@@ -77,7 +78,7 @@ def base_config(
 
 
 def with_terms(config: AgentConfig, terms: Terms) -> AgentConfig:
-    """An agent's settings, completed with the job's terms: number of processes,
+    """Returns an agent's settings, completed with the job's terms: number of processes,
     storage, and bytes per chunk."""
     timeouts = dataclasses.replace(config.timeouts, export=terms.storage_timeout_s)
     return dataclasses.replace(
@@ -99,7 +100,7 @@ class ServingHost:
     def __init__(
         self, config: AgentConfig, store: Store, processes: int | None
     ) -> None:
-        """Checks host name and secret, and listens for the user's process.
+        """Checks whether this host may join the job; listens for the user's process.
 
         Args:
             config: the settings from `base_config`, with the run directory set.
@@ -157,7 +158,7 @@ class ServingHost:
 
         Raises:
             StoreUnavailable: the store does not answer at the agent's start.
-            JobMismatch: see `Agent.run`.
+            JobMismatch: see `Agent` and `Agent.run`.
             ValueError: the host's port cannot be opened.
         """
         config = self._config

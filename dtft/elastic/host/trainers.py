@@ -1,10 +1,11 @@
 """The trainers of one host: attaching, messages, formations and ending.
 
 A trainer attaches over the agent's Unix socket. A trainer is either a process that this
-agent has started (`Command`), or a process of the user's, which is accepted unless
-`Admission` objects. `Trainers.let_go` kills an agent's process, and sends a user's
-process the reason. Only `Trainers.close` waits for trainers: each trainer has a queue
-of outgoing messages, and a process that still runs after SIGKILL is given up.
+agent has started (`Command`), or a process of the user's. A user's process is accepted
+unless `Admission` objects or another of the user's processes is attached.
+`Trainers.let_go` kills an agent's process, and sends a user's process the reason. Only
+`Trainers.close` waits for trainers: each trainer has a queue of outgoing messages, and
+a process that still runs after SIGKILL is given up.
 """
 
 import contextlib
@@ -43,7 +44,8 @@ closed, and a process that the agent started is killed."""
 KILL_S = 10.0
 """Seconds after SIGKILL until a process that still runs is given up."""
 ABSENT = -1
-"""Value of an index or ident if there is no process."""
+"""Index if there is no user's process. Also the ident of a formation's trainer if no
+trainer could be taken."""
 
 Emit = Callable[..., None]
 
@@ -58,7 +60,7 @@ class Command:
 
     @classmethod
     def of(cls, config: AgentConfig) -> "Command":
-        """Builds the command of a launched job's host from its settings."""
+        """Builds the command from the settings of a host of a launched job."""
         return cls(
             arguments=config.trainer_command,
             environment={
@@ -112,7 +114,7 @@ class AttachedTrainer:
     or a user's process was sent the restorable step. The next formation cannot use this
     trainer."""
     left: bool = False
-    """Whether the trainer has sent `left`."""
+    """Whether the trainer has sent `left` (the process leaves the job)."""
     ended: threading.Event = field(default_factory=threading.Event)
 
     def send(self, op: str, fields: Mapping[str, Any]) -> None:
@@ -291,9 +293,8 @@ class Trainers:
         return trainer
 
     def _started(self, pid: int) -> AttachedTrainer | None:
-        """The unattached trainer of this agent with a process id; None if there is
-        none.
-        """
+        """Returns the running trainer that this agent has started as process `pid` and
+        that has not attached yet; None if there is none."""
         with self._lock:
             for trainer in self._known.values():
                 if trainer.process is not None and trainer.pid == pid:
@@ -311,13 +312,14 @@ class Trainers:
         )
 
     def _failed(self, trainer: AttachedTrainer, error: LinkClosed) -> None:
-        """Closes the link of a failed send; kills an agent's trainer that does not
-        read.
-        """
+        """Closes the link of a failed send; kills a trainer that this agent has started
+        and that does not read."""
         assert trainer.link is not None
         trainer.link.close()  # the receiving thread reports a user's process
         if trainer.process is not None and isinstance(error, NotReading):
-            logger.warning("trainer %d read nothing for %d s", trainer.pid, SEND_S)
+            logger.warning(
+                "trainer process %d read no message for %d s", trainer.pid, SEND_S
+            )
             with self._lock:
                 self._kill(trainer, trainer.process)
 
@@ -381,7 +383,7 @@ class Trainers:
         trainer.send("start", message)
 
     def formed(self, **fields: Any) -> None:
-        """Tells the user's process which step can be restored; the process then
+        """Sends the user's process the step that can be restored; the process then
         continues."""
         with self._lock:
             if self._trainer is not None:
@@ -389,8 +391,8 @@ class Trainers:
                 self._trainer.send("formed", fields)
 
     def is_active(self, ident: int) -> bool:
-        """Whether `ident` is that of the formation's trainer, whose exit `exited` has
-        not reported yet."""
+        """Whether `ident` is the ident of the formation's trainer and `exited` has not
+        reported this trainer's exit yet."""
         return ident == self._active != 0
 
     def send(self, op: str, **fields: Any) -> None:
@@ -399,7 +401,8 @@ class Trainers:
             trainer.send(op, fields)
 
     def note(self, text: str) -> None:
-        """Tells a waiting user's process the reason of the wait."""
+        """Sends a waiting user's process the reason of the wait; drops the text if no
+        user's process waits."""
         with self._lock:
             found = self._next
             if found is not None and found.process is None:
@@ -433,8 +436,10 @@ class Trainers:
             self._tell("trainer_exit", trainer.ident, code)
 
     def exited(self, ident: int) -> bool:
-        """Whether an ended trainer was the formation's trainer; True only once, since
-        the formation then has no trainer."""
+        """Returns whether the ended trainer `ident` was the formation's trainer.
+
+        After True the formation has no trainer, so a second call returns False.
+        """
         with self._lock:
             was_active = self.is_active(ident)
             self._active = 0 if was_active else self._active
@@ -447,7 +452,7 @@ class Trainers:
         the next formation instead.
 
         Args:
-            reason: the reason, for the user.
+            reason: the reason, which is sent to a user's process.
             waiting: whether the waiting trainer is ended too.
 
         Returns:
@@ -494,8 +499,8 @@ class Trainers:
             return
         logger.warning(
             "trainer process %d of %s still runs %.0f s after SIGKILL (state %s): it "
-            "is given up, and another takes its slot. Its devices and its memory are "
-            "not free until the process has ended.",
+            "is given up, and another trainer takes its slot. Its devices and its "
+            "memory are not free until the process has ended.",
             *(trainer.pid, self._host, KILL_S, state_letter(trainer.pid)),
         )
         self._ended(trainer, -signal.SIGKILL)
@@ -508,7 +513,11 @@ class Trainers:
         )
 
     def close(self) -> None:
-        """Stops listening and ends every trainer; waits for a bounded time."""
+        """Stops listening and ends every trainer.
+
+        Waits at most `KILL_S` seconds in all for killed processes, and at most `SEND_S`
+        for each user's process to receive the reason.
+        """
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # otherwise accepting goes on
         self._listener.close()
@@ -525,10 +534,10 @@ class Trainers:
 
 
 def start_message(config: AgentConfig, order: dict[str, Any]) -> dict[str, Any]:
-    """The `start` message to a trainer for the slot in a leader's `order`.
+    """Returns the fields of the `start` message to a trainer, for a `prepare` order.
 
-    `items` are the commit's items (no arrays) for a restore from memory; from storage,
-    the trainer reads the items itself.
+    `items` are the commit's items (no arrays) for a restore from memory. For a restore
+    from storage, `storage_step` is the step, and the trainer reads the items itself.
     """
     timeouts = config.timeouts
     return {

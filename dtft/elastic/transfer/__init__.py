@@ -1,13 +1,13 @@
 """Keeps copies of slices on one host, and transfers slices between hosts.
 
-* `copies`: the arenas that a host keeps over all formations; `side_arena`: a step on
+* `copies`: the arenas that a host keeps over all formations; `side_arena`: a step with
   other shardings, in a separate arena.
 * `replication` pushes every step to the peers that keep copies; `replica_server`
   receives pushes and answers fetches; `slot_task`: the leader's order and the pushers
   of one formation.
 * `restore_executor` carries out every restore plan.
 
-`dtft.elastic.leader` and `dtft.checkpoint` decide which slice goes where.
+`dtft.elastic.leader` and `dtft.checkpoint` decide which host gets which slice.
 """
 
 from typing import TYPE_CHECKING

@@ -1,9 +1,9 @@
 """The copies that this host keeps for the job, over all its formations.
 
-A formation with the same layout and slot reuses the arena of the formation before, so
-copies outlive the trainers. A formation with another layout or slot gets a new arena.
-The former arenas stay until the new formation has committed a step, because they may
-hold the only copies of the last commit.
+A formation with the same layout, slot and failure domains reuses the arena of the
+formation before, so copies outlive the trainers. Any other formation gets a new arena.
+Former arenas with copies of the restored step stay until the new formation has
+committed a step, because they may hold the only copies of the last commit.
 """
 
 import logging
@@ -29,7 +29,8 @@ class Copies:
         """Reserves no memory yet."""
         self._config = config
         self.holder: ReplicaStore | None = None
-        """Holder of the newest formation; None until the layout is known."""
+        """Holder of the newest formation. None until the layout is known, and after an
+        allocation that failed."""
         self._shares: dict[ReplicaStore, Shares] = {}
         self.former: tuple[ReplicaStore, ...] = ()
         """Holders of former formations. A restore of the last commit may need their
@@ -113,10 +114,11 @@ class Copies:
         )
 
     def share(self, turn: int) -> bytes:
-        """Which own slices this host copies at a turn (see `SlotTask.turn`).
+        """Chooses the own slices that this host copies at a turn (see `SlotTask.turn`).
 
         Returns:
-            A flag per own slice, from `pack_flags`; b"" if all are copied.
+            A flag per own slice, from `pack_flags`; b"" if all slices are copied at
+            every turn (`share` is "full").
         """
         holder = self.holder
         assert holder is not None
@@ -136,13 +138,13 @@ class Copies:
             self._drop(one)
 
     def holders(self) -> list[ReplicaStore]:
-        """All holders of this host's copies, the newest first."""
+        """Lists the holders of this host's copies, the newest formation's first."""
         return [it for it in (self.holder, *self.former) if it is not None]
 
     def holding(self, step: int, slot: int | None = None) -> ReplicaStore | None:
-        """A holder with copies of `step`, preferably of `slot`.
+        """Returns a holder with copies of `step`, preferably the holder of `slot`.
 
-        If there is none, the newest holder, which is None before the first layout.
+        If no holder has the step, returns `holder`, which may be None.
         """
         having = [it for it in self.holders() if step in it.steps()]
         fit = [it for it in having if it.slot == slot]
@@ -151,9 +153,9 @@ class Copies:
     def expect(self, layout: Layout, domains: Sequence[str] = ()) -> None:
         """Reserves memory for a slot of this layout; returns once it is allocated.
 
-        A spare host then takes a slot without this delay. Slots need about equal
-        memory; a slot that needs more than the reserve allocates new memory. Does
-        nothing if there is a holder or a reserve already.
+        So a spare host can take a slot without a wait for memory. Slots need about
+        equal memory; for a slot that needs more than the reserve, new memory is
+        allocated later. Does nothing if there is a holder or a reserve already.
 
         Raises:
             OSError: not enough memory; names bytes needed and available.
@@ -180,10 +182,16 @@ class Copies:
         return reserve
 
     def report(self, read: bool = True) -> dict[str, Any]:
-        """The report to the leader of all held copies.
+        """Makes the report to the leader of all copies on this host.
 
-        `read`: whether the copies are read and checked now; see
-        `ReplicaStore.holdings`.
+        Args:
+            read: whether the copies are read and checked now; see
+                `ReplicaStore.holdings`.
+
+        Returns:
+            `layouts` as JSON; `holdings`: step to slice key to digests; `complete`:
+            step to the slots of which all own slices are held; `items` by step; and
+            `corrupt`: a text for each corrupt copy.
         """
         holders = self.holders()
         held: dict[int, dict[str, bytes]] = {}
@@ -211,8 +219,8 @@ class Copies:
         }
 
     def located(self, step: int, in_memory: bool) -> dict[str, Any]:
-        """Path of the arena and, if `in_memory`, the buffers, digests and items of
-        `step`, for the trainer."""
+        """Returns where the trainer finds the state: the path of the arena and, if
+        `in_memory`, the buffers, digests and items of `step` (empty otherwise)."""
         holder = self.holder
         assert holder is not None
         return {
@@ -228,7 +236,10 @@ class Copies:
         credentials: Credentials,
         epoch: tuple[int, int],
     ) -> list[Pusher]:
-        """Makes a pusher for each copy that a peer keeps; `addresses` are by slot."""
+        """Makes a pusher for each peer that keeps copies of this host's slices.
+
+        `addresses` has the address of each slot's host.
+        """
         holder = self.holder
         assert holder is not None
         limit_s = self._config.timeouts.replicate

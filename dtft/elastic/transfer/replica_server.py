@@ -47,10 +47,9 @@ def cut_out(slices: Sequence[Parts], spans: object) -> list[Parts]:
 def find_copies(
     holders: Sequence[ReplicaStore | None], step: int, keys: Sequence[str]
 ) -> list[Parts]:
-    """The bytes of the named slices of a step, each from a holder with a copy.
+    """Returns the memory of the named slices of a step, each from a holder with a copy.
 
-    If several holders have a slice, the last one in `holders` is used. A caller with
-    the newest formation's holder passes it first, as it may still wait for the slice.
+    If several holders have a slice, the last one in `holders` is used.
 
     Raises:
         KeyError: a slice is not held here for that step.
@@ -66,7 +65,7 @@ def find_copies(
 class Inbox:
     """This host's current state, for the threads that serve its port.
 
-    `epoch`, `holder` and `former` are called for every message.
+    The threads call `epoch`, `holder` and `former` for every push and every fetch.
     """
 
     epoch: Callable[[], Epoch]

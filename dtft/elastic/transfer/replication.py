@@ -43,7 +43,7 @@ class Pusher:
     ) -> None:
         """Starts the thread; the connection is made with the first step.
 
-        A step that has not arrived after `deadline_s` seconds is given up.
+        Tries a step again until it has arrived, for at most `deadline_s` seconds.
         """
         self._holder, self._push, self._address = holder, push, address
         self.target = push.target
@@ -59,11 +59,11 @@ class Pusher:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one push of all slices."""
+        """Bytes of all slices that the pusher sends at a step."""
         return sum(piece.nbytes for piece in self._push.slices)
 
     def offer(self, step: int) -> None:
-        """Queues a staged step."""
+        """Queues a step of this host's memory to be sent."""
         self._steps.put(step)
 
     def close(self) -> None:
@@ -78,7 +78,9 @@ class Pusher:
             deadline = time.monotonic() + self._deadline_s
             while not self._closed.is_set() and not self._try(step, deadline):
                 if time.monotonic() > deadline:
-                    logger.warning("step %d did not reach %s", step, self._address)
+                    logger.warning(
+                        "step %d was not pushed to %s in time", step, self._address
+                    )
                     break
                 self._closed.wait(0.05)
         if self._channel is not None:
@@ -95,7 +97,9 @@ class Pusher:
         except (OSError, ChannelClosed, TimeoutError) as error:
             self._hang_up()
             if not self._closed.is_set():
-                logger.info("push of step %d to %s: %s", step, self._address, error)
+                logger.info(
+                    "push of step %d to %s failed: %s", step, self._address, error
+                )
             return False
 
     def _send(self, step: int, deadline: float) -> bool:
@@ -129,7 +133,7 @@ class Pusher:
 
 
 def share_pace(pushers: Sequence[Pusher], limit_s: float) -> PushPace:
-    """Makes pushers share one limit of their rate, before their first step.
+    """Makes pushers share one rate limit; must be called before their first step.
 
     Returns the pace, which sets the limit at each snapshot; before the first snapshot
     there is no limit. `limit_s` is the deadline of a push in seconds.

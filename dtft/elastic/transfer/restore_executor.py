@@ -4,7 +4,7 @@ Fills the memory of slices by the leader's order: whole slices by key, and regio
 committed slices if the host's slices are cut differently than in the commit. The
 host's correct copies stay; the other slices are fetched from all peers in parallel.
 Committed slices are read in whole chunks whose digests must be the commit's, so wrong
-bytes are never restored. Afterwards the leader compares the digests that all owners of
+bytes are never restored. Afterwards the leader compares the digests that the owners of
 an assembled slice report.
 """
 
@@ -48,10 +48,13 @@ logger = logging.getLogger(__name__)
 
 
 class FetchFailed(Exception):
-    """A fetch of slices failed; the message names the host and the reason."""
+    """Slices could not be fetched from a peer, or be taken from this host's copies.
+
+    The message names the host and the reason.
+    """
 
     def __init__(self, host: str, reason: str, corrupt: Sequence[str] = ()) -> None:
-        """Keeps the host and the corrupt copies, for the leader's new plan."""
+        """Stores the host and the corrupt copies, for the report to the leader."""
         super().__init__(f"from {host}: {reason}")
         self.host, self.corrupt = host, tuple(corrupt)
 
@@ -139,8 +142,9 @@ def restore_into(
 
     Args:
         holder: the holder of the slot in the order.
-        order: generation, attempt, step, digests, items, transfers and regions; `read`:
-            whether own copies are read and verified now or only when they are loaded.
+        order: the leader's order: generation, attempt, step, digests, items, transfers
+            and regions. Its field `read` says whether own copies are read and verified
+            now; otherwise the trainer verifies them when it loads them.
         host: this host's name.
         credentials: the job's credentials.
         limit_s: deadline of each fetch, in seconds.
@@ -148,9 +152,9 @@ def restore_into(
         former: this host's holders of former formations.
 
     Returns:
-        `own` and `peers` (bytes) and `s` (seconds); in a formation of another size
-        also `restored` (slice key to digests, computed from memory after the restore).
-        After a failure: `error`, `host` and `corrupt`.
+        `own` and `peers` (bytes) and `s` (seconds). If `order["resized"]` is True (the
+        layout is not the commit's), also `restored`: slice key to digests, computed
+        from memory after the restore. After a failure: `error`, `host` and `corrupt`.
     """
     begun = time.monotonic()
     try:
@@ -216,7 +220,7 @@ def _restore(
 
 
 def _planned(order: Mapping[str, Any], host: str) -> set[str]:
-    """Keys of the slices for which the order plans a fetch or an assembly."""
+    """Returns the keys of the slices for which an order has a fetch or an assembly."""
     planned = {key for transfer in order["transfers"] for key in transfer["keys"]}
     for source in order.get("regions", ()):
         for entry in source["regions"]:
@@ -323,8 +327,8 @@ def bring(
         Bytes fetched from peers, including the bytes of chunks outside the regions.
 
     Raises:
-        FetchFailed: a peer has gone or lacks a slice, or bytes of a peer or of this
-            host are corrupt.
+        FetchFailed: a peer has gone or has not answered in time, or a peer or this host
+            lacks a slice or has corrupt bytes of it.
     """
     memory = {piece.key: parts for piece, parts in new.items()}
     sources = [
@@ -364,8 +368,8 @@ def bring(
 
 
 def _whole(order: FetchOrder, memory: Mapping[str, Parts]) -> list[str]:
-    """Keys in `memory` of the slices that an order fetches whole: those in `keys`, and
-    those whose only region is a whole committed slice."""
+    """Returns the keys in `memory` of the slices that an order fetches whole: those in
+    `keys`, and those whose only region is a whole committed slice."""
     keys = [key for key in order.transfer.get("keys", ()) if key in memory]
     return keys + [old.key for old, them in order.regions(memory).items() if _one(them)]
 
@@ -382,8 +386,8 @@ def _asks(order: FetchOrder, memory: Mapping[str, Parts]) -> bool:
 def _flat(
     orders: Sequence[FetchOrder], memory: Mapping[str, Parts]
 ) -> dict[str, Parts]:
-    """`memory`, with a contiguous buffer for each slice that is assembled from regions
-    and has several buffers."""
+    """Returns `memory`, with a new contiguous buffer for each slice that is assembled
+    from regions and has several buffers."""
     flat = dict(memory)
     for order in orders:
         for regions in order.regions(memory).values():
@@ -447,7 +451,8 @@ def fetch_into(
         Verified bytes, including the bytes of chunks outside the regions.
 
     Raises:
-        FetchFailed: the peer has gone, lacks a slice, or sent corrupt bytes.
+        FetchFailed: the peer has gone, lacks a slice or sent corrupt bytes, or
+            `limit_s` has passed.
     """
     wanted = [
         WantedSlice(key=key, memory=memory[key], digests=order.digests[key])
@@ -499,5 +504,9 @@ def _fetch(
         corrupt = [f"{host} step {order.step}: {key}" for key in error.corrupt]
         raise FetchFailed(host, str(error), corrupt) from error
     if fetched.cuts:
-        logger.info("fetch from %s went on after %d cuts", host, fetched.cuts)
+        logger.info(
+            "the fetch from %s succeeded after %d failed connections",
+            host,
+            fetched.cuts,
+        )
     return fetched.nbytes

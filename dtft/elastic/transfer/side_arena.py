@@ -65,10 +65,10 @@ class SideArena:
         return {"arena": str(arena.path), "digests": digests}
 
     def free(self, path: str = "") -> None:
-        """Frees the arena; a process that has mapped the arena may go on reading.
+        """Frees the arena; a process that has mapped the arena can still read it.
 
         Args:
-            path: path of the arena to free; by default any arena.
+            path: frees the arena only if this is the arena's path; by default any.
         """
         arena = self._arena
         if arena is not None and path in ("", str(arena.path)):

@@ -62,7 +62,7 @@ class SlotTask:
         self._pushers = []
 
     def push(self, step: int, targets: Collection[int] | None = None) -> None:
-        """Sends a step in this host's memory to the peers that keep copies.
+        """Queues a step of this host's memory to be sent to peers that keep copies.
 
         Args:
             step: number of the step.
