@@ -179,6 +179,11 @@ class PricedTasks:
         """
         check_program(graph, cluster)
         check_choice("grain", grain, Grain)
+        if not graph.operators:
+            raise ValueError(
+                "graph has no operators: there is nothing to place. Trace a function "
+                "that computes something from its arguments."
+            )
         check_flag("backward", backward)
         found = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
         nodes = Nodes.of(found, reserve=RESERVE)

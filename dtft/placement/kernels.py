@@ -26,7 +26,8 @@ CLASSES: Mapping[str, str] = {
 (`OperatorKind`) that the word means."""
 CUSTOM = frozenset({"pallas_call", "ffi_call", "custom_call"})
 """Primitives for which lowering does not show whether a kernel exists. On JAX's
-platforms they run only with a kernel in `Kernels.registered`."""
+platforms they run only with a kernel in `Kernels.registered` or
+`DeviceType.kernels`."""
 PLATFORMS: Mapping[str, tuple[str, ...]] = {"gpu": ("cuda", "rocm")}
 """Map from a word that registries and pins may use to the JAX platforms it means."""
 
@@ -47,8 +48,8 @@ class Kernels:
 
         A kernel in `registered` suffices. Otherwise `DeviceType.kernels` must have the
         operator; None there means all operators on JAX's platforms, and none on the
-        platform `other`. On JAX's platforms the operator must also lower, and not be in
-        `CUSTOM`.
+        platform `other`. An operator of `CUSTOM` must be listed; on JAX's platforms
+        every other operator must also lower.
 
         >>> from dtft.planner.cluster.catalog import device_type
         >>> tanh = Operator(primitive="tanh", kind="elementwise", inputs=(),
@@ -70,14 +71,11 @@ class Kernels:
             listed = {CLASSES.get(name, name) for name in device.kernels}
             if not names & (listed | device.kernels):
                 return False
-        elif device.platform == "other":
+        elif device.platform == "other" or operator.primitive in CUSTOM:
             return False
-        if device.platform == "other":
+        if device.platform == "other" or operator.primitive in CUSTOM:
             return True
-        is_custom = operator.primitive in CUSTOM
-        return not is_custom and number not in self.lacking.get(
-            device.platform, frozenset()
-        )
+        return number not in self.lacking.get(device.platform, frozenset())
 
 
 def names_of(operator: Operator) -> frozenset[str]:

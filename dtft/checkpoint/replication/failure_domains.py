@@ -80,7 +80,7 @@ def parse_domain_label(text: str) -> dict[str, str]:
 
 
 def parse_domain_file(text: str) -> FailureDomains:
-    """Parses the text of a file that has a host, a space and the host's label per line.
+    """Parses the text of a file that has a host, blanks and the host's label per line.
 
     `#` begins a comment.
 
@@ -93,11 +93,13 @@ def parse_domain_file(text: str) -> FailureDomains:
     """
     labels: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), start=1):
-        host, _, label = line.partition("#")[0].strip().partition(" ")
+        words = line.partition("#")[0].split(maxsplit=1)
+        if not words:
+            continue
+        host, label = words[0], "".join(words[1:])
         if host in labels:
             raise ValueError(f"line {number}: host {host!r} has a line already.")
-        if host:
-            labels[host] = label
+        labels[host] = label
     return domains_from_labels(labels)
 
 

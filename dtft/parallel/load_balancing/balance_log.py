@@ -4,8 +4,8 @@ The begin of a run and the end of each round print a line and append a record to
 `balance.jsonl`. This module does not import JAX.
 """
 
+import itertools
 import json
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -53,12 +53,14 @@ def node_names(hosts_of: Sequence[Sequence[str]]) -> tuple[str, ...]:
     >>> node_names([["a"], ["b", "c"], ["d"], ["d"]])
     ('a', 'b+c', 'd', 'd.1')
     """
-    seen: Counter[str] = Counter()
-    names: list[str] = []
+    names: dict[str, None] = {}
     for hosts in hosts_of:
-        name = "+".join(dict.fromkeys(hosts))
-        names.append(f"{name}.{seen[name]}" if seen[name] else name)
-        seen[name] += 1
+        name = first = "+".join(dict.fromkeys(hosts))
+        for number in itertools.count(1):
+            if name not in names:
+                break
+            name = f"{first}.{number}"
+        names[name] = None
     return tuple(names)
 
 

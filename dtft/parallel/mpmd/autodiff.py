@@ -40,7 +40,8 @@ def check(cut: Cut, params: Sequence[int], num_microbatches: int) -> None:
     loss = cut.results[0]
     aval: Any = cut.variables[loss].aval if isinstance(loss, int) else None
     made = isinstance(loss, int) and loss in maker
-    if aval is None or not made or aval.shape or not is_float(aval):
+    is_real = aval is not None and jnp.issubdtype(aval.dtype, jnp.floating)
+    if aval is None or not made or aval.shape or not is_real:
         raise ValueError(
             f"loss returns {aval}: a floating-point scalar that it computes is "
             "needed. Return the mean over the batch."

@@ -214,7 +214,8 @@ class Hub:
 
     def send(self, key: Key, array: Any, node: int) -> None:
         """Starts the transfer of an array to a node's device."""
-        there = jax.device_put(array, self._devices[node])
+        # A copy also for a node on the same device: the sender may donate its array.
+        there = jax.device_put(array, self._devices[node], may_alias=False)
         with self._changed:
             self._arrived[node, key] = there
             self._changed.notify_all()

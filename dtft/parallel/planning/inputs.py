@@ -205,7 +205,7 @@ def _is_array(leaf: Any) -> bool:
 
 def _check_gradients(params: Any) -> None:
     for path, leaf in to_paths(params).items():
-        if not _is_real(leaf):
+        if not _has_gradient(leaf):
             raise ValueError(
                 f"{_named('params', path)} is {_dtype(leaf)}, which has no gradient. "
                 "Allowed: floating-point arrays. Keep it out of params: close over it, "
@@ -235,7 +235,8 @@ def checked_loss(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         result = loss(params, batch)
         is_pair = isinstance(result, tuple) and len(result) == 2
         value = result[0] if is_pair else result
-        if not (_is_array(value) and np.shape(value) == () and _is_real(value)):
+        is_scalar = _is_array(value) and np.shape(value) == ()
+        if not (is_scalar and jnp.issubdtype(_dtype(value), jnp.floating)):
             raise ValueError(
                 f"loss returned {_words(result)}. Allowed: a floating-point scalar, or "
                 "a pair of one and auxiliary values. Take the mean over the batch."
@@ -298,7 +299,7 @@ def _dtype(leaf: Any) -> Any:
     return leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.result_type(leaf)
 
 
-def _is_real(leaf: Any) -> bool:
+def _has_gradient(leaf: Any) -> bool:
     """Returns whether a leaf's dtype is floating-point or complex."""
     return jnp.issubdtype(_dtype(leaf), jnp.inexact)
 

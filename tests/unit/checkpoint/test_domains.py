@@ -90,6 +90,11 @@ def test_what_makes_no_sense_is_refused(text: str, reason: str) -> None:
         parse_domain_file(text)
 
 
+def test_a_host_and_its_label_may_be_separated_by_tabs() -> None:
+    found = parse_domain_file("h0\track=r1\n\n  h1 \t rack=r2 # left")
+    assert found.names == {"h0": "r1", "h1": "r2"}
+
+
 def test_a_host_without_a_label_is_named() -> None:
     with pytest.raises(ValueError, match="no failure domain is known for 'x'"):
         separate_copies(parse_domain_file(FILE), ["h00", "x"], 2)

@@ -226,6 +226,7 @@ def test_another_policy_goes_on_with_the_shares_but_is_open() -> None:
 
 def test_nodes_have_names() -> None:
     assert node_names([["x.y"], ["x.y"], ["x", "z"]]) == ("x.y", "x.y.1", "x+z")
+    assert node_names([["d"], ["d.1"], ["d"]]) == ("d", "d.1", "d.2")
 
 
 def test_a_probe_times_every_replica(job: Job) -> None:

@@ -292,6 +292,16 @@ def test_nodes_in_processes_of_their_own_do_the_same() -> None:
     assert {span.node for span in spans} == set(range(NODES))
 
 
+def test_a_node_that_shares_its_senders_device_keeps_what_the_sender_frees() -> None:
+    device = jax.devices()[0]
+    hub = Hub({0: device, 1: device})
+    sent = jax.device_put(jnp.arange(4.0), device)
+    hub.exchange(0).send(Key("value"), sent, 1)
+    sent.delete()  # as a program that donates it does
+    got = hub.exchange(1).receive(Key("value"), time.monotonic() + 5)
+    np.testing.assert_array_equal(got, np.arange(4, dtype=np.float32))
+
+
 class _Silent:
     def send(self, key: Key, array: Any, node: int) -> None:
         pass
@@ -338,6 +348,9 @@ def test_what_cannot_be_placed_is_refused() -> None:
 
     with pytest.raises(ValueError, match="does not depend"):
         placed([0, 0], constant)
+
+    with pytest.raises(ValueError, match="loss returns complex64"):
+        placed([0, 1], lambda params, batch: jnp.sum(params["unused"]).astype("complex64"))
 
     def counting(params: Any, batch: Any) -> Any:
         return jnp.sum(params["unused"]), jnp.sum(batch["token"])

@@ -156,6 +156,15 @@ def test_a_custom_kernel_runs_only_where_it_is_registered(lab: Cluster) -> None:
         place(changed, lab)
     placement = place(changed, lab, kernels=registered("gpu", "ffi_call"))
     assert on(placement, "ffi_call") == "h100:0"
+    listed = replace(lab.pools[0].device, kernels=frozenset({"ffi_call", "add"}))
+    named = replace(lab, pools=(replace(lab.pools[0], device=listed), *lab.pools[1:]))
+    assert on(place(changed, named), "ffi_call") == "h100:0"
+
+
+def test_a_program_without_operators_is_refused() -> None:
+    graph = trace(lambda x: x, shape(8, 8))
+    with pytest.raises(ValueError, match="graph has no operators"):
+        place(graph, "2xh100")
 
 
 @pytest.mark.parametrize("num_bytes, stays", [(0.5, False), (3.0, True)])
