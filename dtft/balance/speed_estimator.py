@@ -176,13 +176,16 @@ def shared_level(ratio: Floats) -> float:
     return max(1.0, float(ratio.min())) * min(1.0, float(ratio.max()))
 
 
-def drifted(before: UnitTimes, after: UnitTimes, load: ArrayLike) -> tuple[int, ...]:
-    """Returns the nodes with load that have no more steps in `after` than in `before`.
+def drifted(
+    before: UnitTimes, after: UnitTimes, load: ArrayLike, steps: int
+) -> tuple[int, ...]:
+    """Returns the nodes whose measurements in `before` a round of `steps` discarded.
 
-    The nodes drifted: `UnitTimes.after` has dropped their earlier measurements.
+    `after` is `before` with the round. A node with load that did not drift has `steps`
+    more measured steps in it.
     """
     begun = (np.asarray(load) > 0) & (before.num_steps > 0)
-    begun &= after.num_steps <= before.num_steps
+    begun &= after.num_steps < before.num_steps + steps
     return tuple(np.flatnonzero(begun).tolist())
 
 
@@ -329,7 +332,7 @@ class SpeedEstimator:
         """
         before = self.times.get(key_of(load), UnitTimes.unknown(self.num_nodes))
         here = before.after(busy_s, load)
-        gone = drifted(before, here, load)
+        gone = drifted(before, here, load, len(np.asarray(busy_s)))
         level = self._level(here, load)
         kept = [it for it in self.times.items() if it[0] != key_of(load)][-(MOST - 1) :]
         others = {other: took.scaled(level).without(gone) for other, took in kept}

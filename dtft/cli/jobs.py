@@ -263,6 +263,7 @@ def serve(options: "ServeCommand", words: list[str]) -> int:
 
 
 def _serving_config(options: "ServeCommand", words: list[str]) -> AgentConfig:
+    serving = _serve_config(words)  # first: --help needs no store and no secret
     address = store_address(options.job)
     secret = read_secret(options.job)
     if options.hosts is not None and options.hosts < 2:
@@ -270,7 +271,6 @@ def _serving_config(options: "ServeCommand", words: list[str]) -> AgentConfig:
             f"--hosts {options.hosts}: a job of several hosts has 2 or more. A process "
             "of its own needs no agent. Leave --hosts out to take any number."
         )
-    serving = _serve_config(words)
     directory = options.run_dir or Path("runs") / options.job.name
     host = host_name(options.place)
     return dataclasses.replace(

@@ -434,7 +434,7 @@ class ShampooConfig(OptimConfig):
     eps_root: float = 1e-16
     """Number added to Max-AdaBelief's second moment at every step."""
     beta_preconditioner: float = 0.999
-    """Decay of the statistics; 1: the statistics are a plain sum."""
+    """Decay of the statistics, above 0; 1: the statistics are a plain sum."""
     exponent: float = 0.25
     """Exponent e: the left and right statistics are raised to the power -e."""
     root_eps: float = 1e-6
@@ -460,8 +460,8 @@ class ShampooConfig(OptimConfig):
             "b1": (0 < self.b1 < 1, "0 < b1 < 1"),
             "b2": (0 <= self.b2 < 1, "0 <= b2 < 1"),
             "beta_preconditioner": (
-                0 <= self.beta_preconditioner <= 1,
-                "0 <= beta_preconditioner <= 1",
+                0 < self.beta_preconditioner <= 1,
+                "0 < beta_preconditioner <= 1",
             ),
             "exponent": (0 < self.exponent <= 1, "0 < exponent <= 1"),
             "root_eps": (0 < self.root_eps < 1, "0 < root_eps < 1"),

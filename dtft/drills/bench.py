@@ -139,7 +139,14 @@ def _one(experiment: Experiment, arguments: list[str]) -> dict[str, Any]:
             ends = [it for it in cluster.events() if it["event"] == "end"]
             why = ends[-1].get("message", "") if ends else "its hosts did not start"
             raise SystemExit(f"dtft: error: a run ended without a result: {why}")
-        return json.loads(summary.read_text())
+        found = json.loads(summary.read_text())
+        if "step_s" not in found:
+            raise SystemExit(
+                "dtft: error: a run was too short to be timed: it ended at step "
+                f"{found['step']}, and its first steps do not count. Set --stop.steps "
+                "to 100 or more."
+            )
+        return found
     finally:
         cluster.close()
         shutil.rmtree(directory, ignore_errors=True)

@@ -123,5 +123,8 @@ def add_groups(tree: Any, sources: Sequence[int]) -> Any:
     ]
     if not marked:
         return tree
-    present = jax.tree.leaves(marked[0])[0].shape[0]
+    rows = jax.tree.leaves(marked)
+    if not rows:
+        return tree
+    present = rows[0].shape[0]
     return assign_groups(tree, [*range(present), *sources])

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dtft.balance.balance import Balance, Policy, Rules
 from dtft.balance.load_shares import Counts, Microbatches, makespan
-from dtft.balance.speed_estimator import UnitTimes
+from dtft.balance.speed_estimator import SpeedEstimator, UnitTimes
 
 Floats = NDArray[np.float64]
 
@@ -218,3 +218,14 @@ def test_no_work_or_no_rules_are_refused_at_the_beginning() -> None:
         Balance.begin(work, wrong)
     with pytest.raises(ValueError, match=r"work='exact'. Allowed: Microbatches"):
         Balance.begin(wrong)
+
+
+def test_a_long_round_after_a_short_one_still_shows_a_drift() -> None:
+    load, known = np.array([4.0, 4.0, 4.0]), SpeedEstimator(num_nodes=3)
+    for other in (np.array([5.0, 4.0, 3.0]), load):
+        known, _ = known.after(np.tile(other, (2, 1)), other)
+    slower = np.tile([12.0, 4.0, 4.0], (5, 1))
+    after, gone = known.after(slower, load)
+    assert gone == (0,)
+    steps = [times.num_steps.tolist() for times in after.times.values()]
+    assert steps == [[0, 2, 2], [5, 7, 7]]

@@ -310,6 +310,9 @@ def test_the_help_of_an_agent_that_only_serves_explains_it(
     shown = capsys.readouterr().out
     assert "ReplicatedCheckpointManager" in shown and "CONFIG" not in shown
     assert "--min-replicas" not in shown
+    job = ["--job", "j", "--store", "127.0.0.1:1"]
+    assert code_of(["agent", "--serve-only", *job, "--help"]) == 0
+    assert "ReplicatedCheckpointManager" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ from dtft.config.optimizers import (
     MaxAdaBeliefConfig,
     OptimConfig,
     ScheduleConfig,
+    ShampooConfig,
 )
 from dtft.data.datasets import DataConfig
 from dtft.drills.bench import tier_off
@@ -360,6 +361,8 @@ def test_contradictions_are_refused() -> None:
         CheckpointConfig(interval=3)
     with pytest.raises(ValueError, match=r"optim.b1=0.0 makes"):
         MaxAdaBeliefConfig(b1=0.0)
+    with pytest.raises(ValueError, match=r"optim.beta_preconditioner=0.0 does not fit"):
+        ShampooConfig(beta_preconditioner=0.0)
 
 
 def test_each_class_has_a_name_of_its_own_and_former_names_mean_it() -> None:

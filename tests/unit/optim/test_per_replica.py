@@ -40,6 +40,8 @@ def test_a_new_group_copies_the_row_of_its_source() -> None:
     shrunk = assign_groups(state, [2, 1])
     assert shrunk["own"].rows.tolist() == [[4, 5], [2, 3]]
     assert add_groups({"all": jnp.ones(2)}, [1])["all"].shape == (2,)
+    with_empty = {"none": PerReplica({}), **state}
+    assert add_groups(with_empty, [2])["own"].rows.shape == (4, 2)
     for wrong in (3, -1):
         with pytest.raises(ValueError, match="but the state has 3"):
             add_groups(state, [wrong])

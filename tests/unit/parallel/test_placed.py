@@ -350,7 +350,9 @@ def test_what_cannot_be_placed_is_refused() -> None:
         placed([0, 0], constant)
 
     with pytest.raises(ValueError, match="loss returns complex64"):
-        placed([0, 1], lambda params, batch: jnp.sum(params["unused"]).astype("complex64"))
+        placed(
+            [0, 1], lambda params, batch: jnp.sum(params["unused"]).astype("complex64")
+        )
 
     def counting(params: Any, batch: Any) -> Any:
         return jnp.sum(params["unused"]), jnp.sum(batch["token"])

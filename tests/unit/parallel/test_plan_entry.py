@@ -253,7 +253,10 @@ def _mean(params: Any, batch: Any) -> Any:
     [
         ({"loss": "mse"}, r"loss='mse' cannot be called"),
         ({"loss": lambda p, b: b @ p["up"]}, r"loss returned float32\[8, 256\]"),
-        ({"loss": lambda p, b: _mean(p, b).astype("complex64")}, r"loss returned complex64\[\]"),
+        (
+            {"loss": lambda p, b: _mean(p, b).astype("complex64")},
+            r"loss returned complex64\[\]",
+        ),
         ({"loss": lambda p, b: None}, "loss returned NoneType. Allowed: a floating"),
         ({"loss": lambda p, b: (_mean(p, b), 1, 2)}, "loss returned 3 values"),
         ({"optimizer": optax.adam}, r"such as optax.adamw\(1e-3\), called"),
