@@ -1,8 +1,11 @@
-"""Data sets, and rows by global index.
+"""Data sets, and their rows by number.
+
+The rows of a run are numbered from 0 over all steps and epochs (the global index). A
+data slot is a position along the mesh axes that divide the batch.
 
 * `datasets`: the base class of data configs, and configs of small data sets.
 * `images`: configs of an image folder and of synthetic images.
-* `rows`: the order of samples, and the rows that each data slot reads.
+* `rows`: which sample each row is, and which rows each data slot reads at a step.
 
 `dtft.parallel.feed` puts rows on a mesh as arrays.
 """

@@ -26,13 +26,15 @@ _WORD = 0xFFFFFFFF
 class RowOrder:
     """The sample of each global row: a permutation of the samples for each epoch.
 
-    The order equals grain's `MapDataset.seed(s).shuffle().repeat()`, but is computed
-    for many rows at once. Grain calls a C++ function for each row; the fewer samples
-    there are, the more steps a call takes. A block cipher of 4 rounds permutes
-    [0, 2^b). The cipher is applied to a value until the result is below the number of
-    samples, which gives a permutation of the samples (Black and Rogaway, "Ciphers with
-    arbitrary finite domains", 2002; the cipher uses Simon's round function, eprint
-    2013/404). `permuted` names the exceptions: 2^16 + 1 samples, for example.
+    The order equals grain's `MapDataset.seed(seed).shuffle().repeat()`. Grain calls a
+    C++ function for each row; this class computes many rows at once.
+
+    As in grain, a block cipher of 4 rounds (with Simon's round function, eprint
+    2013/404) permutes the numbers of b bits, with b even and at least 16. It is applied
+    to a number again until the result is below the number of samples, which gives a
+    permutation of the samples (Black and Rogaway, "Ciphers with arbitrary finite
+    domains", 2002). With 2^16 + 1, 2^18 + 1, ... samples the order is no permutation:
+    one sample appears twice in an epoch, and another is missing (see `permuted`).
 
     >>> order = RowOrder(num_samples=5, seed=7)
     >>> sorted(order.samples(np.arange(5, 10)).tolist())

@@ -433,7 +433,12 @@ def others(placement: Placement) -> Section:
 
 
 def classes(placement: Placement) -> Section:
-    """Makes the table of each kind's seconds and number of tasks, by node type."""
+    """Makes the table of the kinds of tasks, with a column for each node type.
+
+    A cell has the seconds that the fastest node of the type would take for all tasks of
+    the kind, and in brackets how many of these tasks are placed on nodes of the type.
+    The last column names the type with the least seconds.
+    """
     types = list(dict.fromkeys(placement.types))
     on = Counter(
         (placement.kinds[task], placement.types[node])

@@ -301,13 +301,20 @@ def terms_of(
 def wanted_structs(
     record: Record, wanted: dict[str, RestoreTarget | None], layout: Layout
 ) -> dict[str, Any]:
-    """Maps leaf path to a `jax.ShapeDtypeStruct`, for each leaf of the restored items.
+    """Maps leaf path to a `jax.ShapeDtypeStruct`, for the leaves of `wanted`'s items.
 
     The sharding of a struct is None if the leaf is read as one whole numpy array.
 
+    Args:
+        record: the record of the saved step.
+        wanted: item name to its `RestoreTarget`, from `placed`; None for a JSON item,
+            which has no leaves.
+        layout: the layout of the saved step.
+
     Raises:
-        ValueError: a leaf was saved divided over processes, and neither its target nor
-            the fallback of its item has a sharding.
+        ValueError: a leaf was saved divided over processes, and it is to be restored as
+            a numpy array or a number, or neither its target nor
+            `RestoreTarget.fallback` has a sharding.
     """
     structs: dict[str, Any] = {}
     for name, item in wanted.items():

@@ -27,8 +27,8 @@ class Receiving:
         """Starts without chunks.
 
         Args:
-            pool: the pool of the sending slot.
-            digests: of each slice of the push, 16 bytes per chunk.
+            pool: this host's pool of buffers for the slices of the sending slot.
+            digests: the digests of each slice of the push, 16 bytes per chunk.
             lock: the lock that guards the pool.
         """
         self.pool, self.digests, self._lock = pool, digests, lock

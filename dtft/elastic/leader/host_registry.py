@@ -278,7 +278,7 @@ class HostMonitor:
     def _begin(self, host: str) -> None:
         count, need = self._registry.num_usable, self._config.num_slots
         if self._rendezvous.phase == "waiting":
-            self._journal.say(f"{host} is here, for which the job has waited")
+            self._journal.say(f"{host} has joined; the job was waiting for a host")
             self._rendezvous.form(f"{host} joined")
         elif count >= need:
             self._rendezvous.form("start of the job")

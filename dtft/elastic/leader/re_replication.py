@@ -56,12 +56,13 @@ class ReReplication:
         return self._by_pair.keys() <= self._held
 
     def held(self, step: int, source: int, target: int, root: str) -> None:
-        """Records that slot `target` holds a verified copy of slot `source`'s slices.
+        """Records that slot `target` holds a verified copy of `source`'s push.
 
-        Ignores other steps than the restored step.
+        Ignored if `step` is not the restored step.
 
         Raises:
-            Mislabelled: `root`, the copy's `push_root`, does not match the restored
+            Mislabelled: `root`, the digest over all slices of the copy (`push_root` in
+                `dtft.checkpoint.replication.commit`), is not that of the restored
                 slices.
         """
         if step != self.step:

@@ -118,8 +118,8 @@ class Shutdown:
         lost = self._records.last_step - stored
         if lost > 0:
             self._journal.say(
-                f"stopped while hosts are missing: storage has step {stored}; the "
-                f"{lost} steps committed after it end with the memory of the hosts"
+                f"the job ends, and its last commit was not exported: the newest step "
+                f"in storage is {stored}; the {lost} steps after it are lost"
             )
         if self._error is None:
             self.end("stopped", step=stored)

@@ -1,7 +1,11 @@
-"""Records the current shares in checkpoints, prints them, and logs them.
+"""Shares of the batch: their record in checkpoints, their log lines and their log file.
 
-The begin of a run and the end of each round print a line and append a record to
-`balance.jsonl`. This module does not import JAX.
+A share is the number of microbatches that a replica takes in a step. A round is a
+number of steps with the same shares; its last steps are timed, and the next shares are
+computed from these times. `to_items` makes the record for a checkpoint, and
+`begin_balance` makes the first shares of a run from the record. At the begin of a run
+and at the end of each round, `BalanceLog` prints a line and appends a record to
+`balance.jsonl`, on the leading process only. This module does not import JAX.
 """
 
 import itertools

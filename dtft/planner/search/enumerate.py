@@ -59,15 +59,16 @@ def backend(pool: Pool) -> Backend:
 def choices_of(
     question: Workload, pool: Pool, can: Capabilities, batch: int
 ) -> Choices:
-    """Returns the values that each knob may take for a workload.
+    """Returns the sizes of axes, microbatches and ZeRO levels to search for a workload.
 
-    The remat policy is not included: `Choices.remat` has its default.
+    `remat`, `memory` and `fewer` keep the defaults of `Choices`, for the caller to replace.
+    Offload is not part of `Choices`.
 
     Args:
         question: the workload of a step.
         pool: a pool of equal devices.
-        can: knobs to search.
-        batch: the batch that meshes must divide.
+        can: the knobs that may be searched.
+        batch: samples in a step; the data axes of each mesh must divide it.
     """
     divides: dict[str, tuple[int, ...]] = {"replica": (), "fsdp": (), "tensor": ()}
     if "sequence" in can.axes and question.sequence_dims:
