@@ -61,8 +61,8 @@ def choices_of(
 ) -> Choices:
     """Returns the sizes of axes, microbatches and ZeRO levels to search for a workload.
 
-    `remat`, `memory` and `fewer` keep the defaults of `Choices`, for the caller to replace.
-    Offload is not part of `Choices`.
+    `remat`, `memory` and `fewer` keep the defaults of `Choices`, for the caller to
+    replace. Offload is not part of `Choices`.
 
     Args:
         question: the workload of a step.
