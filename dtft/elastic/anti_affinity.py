@@ -173,15 +173,21 @@ def shortfall(
     slots: Sequence[str],
     domains: FailureDomains,
 ) -> tuple[int, str]:
-    """Computes the effective copies of a formation: copies in separate domains.
+    """Computes how many copies of every slice are in separate failure domains.
 
     Domains are those of the level over which copies are spread. If this level is the
     host although hosts have labels, domains are those of the narrowest level in the
     labels, because a rack fails as a whole.
 
+    Args:
+        spread: the requested copies, and the level over which they are spread.
+        placement: the slots that hold copies of each slice.
+        slots: the host of each slot.
+        domains: the failure domains of all hosts.
+
     Returns:
-        The number of effective copies, and a warning if it is below `spread.copies`,
-        else "".
+        The number for the slice with the fewest, at most `spread.copies`; and a warning
+        if it is below `spread.copies`, else "".
     """
     level = spread.level
     if level == "host" and domains.levels:

@@ -567,7 +567,8 @@ class Follower:
         """Handles a message of the formation's trainer; ignores other trainers.
 
         A message with an unknown `op` is ignored, and so is a message while this host
-        has no slot. A trainer that sends an invalid message is ended.
+        has no slot. A trainer that sends an invalid message is given up
+        (`_refuse_trainer`).
         """
         if not self._trainers.is_active(ident):
             return
@@ -581,7 +582,12 @@ class Follower:
                 self._refuse_trainer(f"{op}: {type(error).__name__}: {error}")
 
     def _refuse_trainer(self, fault: str) -> None:
-        """Ends a trainer that sent an invalid message, and reports its exit."""
+        """Gives up a trainer that sent an invalid message, and tells the leader.
+
+        Kills a process that this agent started; detaches a user's process, which is
+        sent the reason (`Trainers.let_go`). The leader is told at once that the trainer
+        has gone. `fault` says what is wrong with the message.
+        """
         logger.error("the trainer sent an invalid message: %s", fault)
         self._trainers.let_go(f"it sent a message that is none: {fault}")
         self._tell_exit(0 if self._seats.attached else 1, self._ballot)

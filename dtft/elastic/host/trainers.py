@@ -318,7 +318,9 @@ class Trainers:
         trainer.link.close()  # the receiving thread reports a user's process
         if trainer.process is not None and isinstance(error, NotReading):
             logger.warning(
-                "trainer process %d read no message for %d s", trainer.pid, SEND_S
+                "trainer process %d read nothing for %d s while a message for it "
+                "waited: it is killed",
+                *(trainer.pid, SEND_S),
             )
             with self._lock:
                 self._kill(trainer, trainer.process)

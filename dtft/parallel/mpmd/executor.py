@@ -200,7 +200,11 @@ time a node that waited for an array raises an error, which names the array."""
 
 
 class Hub:
-    """Holds arrays that were sent between threads, until the receiver takes them."""
+    """Runs the nodes of a step on one thread each, and passes arrays between them.
+
+    Holds an array that was sent to a node, on the node's device, until the node takes
+    it. Once a node has failed, every `receive` raises InterruptedError.
+    """
 
     def __init__(self, devices: Mapping[int, Any]) -> None:
         self._devices = devices

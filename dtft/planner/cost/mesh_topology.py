@@ -304,7 +304,19 @@ def _follows(axes: list[int], wanted: list[int]) -> bool:
 def _undominated(
     sizes: np.ndarray, ways: np.ndarray, capacities: np.ndarray
 ) -> np.ndarray:
-    """Computes whether each order of each mesh is undominated; bool [meshes, ways]."""
+    """Finds the orders to keep for each mesh: those that no other order dominates.
+
+    Of orders with equal extents only the first is kept. See `undominated_orders`.
+
+    Args:
+        sizes: sizes of the axes above 1, of meshes that have the same such axes;
+            int [meshes, axes].
+        ways: the orders, each a permutation of the axes' indices; int [ways, axes].
+        capacities: the number of devices in a group of each level but the last.
+
+    Returns:
+        Whether an order is kept; bool [meshes, ways].
+    """
     used = sizes.prod(axis=1)
     keep = np.zeros((len(sizes), len(ways)), bool)
     if ways.shape[1] < 2 or not len(capacities):

@@ -273,9 +273,18 @@ def _with_zero(
 def _with_knobs(
     meshes: Meshes, zero: np.ndarray, choices: Choices, pins: Mapping[str, Any]
 ) -> _Columns:
-    """Combines meshes and ZeRO levels with numbers of microbatches and remat policies.
+    """Combines meshes, each with its ZeRO level, with microbatches and remat policies.
 
-    Offload, virtual stages and schedule have one value: the pin, or the default.
+    Offload, virtual stages and schedule have one value each: the pin, or the default.
+
+    Args:
+        meshes: the meshes.
+        zero: the ZeRO level of each mesh; int [meshes].
+        choices: the values that may be combined.
+        pins: pinned values; other values of these knobs are left out.
+
+    Returns:
+        The candidates as columns: name to an array with one entry per candidate.
     """
     samples = meshes.batch // _rules(choices, pins).slots(meshes.sizes)
     parts = {part for each in np.unique(samples) for part in divisors(int(each))}

@@ -190,15 +190,17 @@ class PlanSearch:
         return priced
 
     def with_offload(self, priced: Priced, best_s: float) -> Priced:
-        """Adds copies of candidates with their optimizer state in host memory.
+        """Adds copies of candidates, with the optimizer state moved to host memory.
 
-        Adds only copies that could be the best. A copy of a candidate that fits could
-        not, because offload slows the candidate down. Returns `priced` itself if there
-        is no copy to add, or no link to the host.
+        Copies only candidates that do not fit: offload slows a candidate down, so a
+        copy of one that fits is never the best. Idle candidates (`Priced.idle`) are not
+        copied, nor those that do not fit even without optimizer state, nor those whose
+        step takes `best_s` or more before offload. Returns `priced` itself if there is
+        no copy to add, or no link to the host.
 
         Args:
             priced: candidates priced by this search.
-            best_s: seconds of a step of the best candidate that fits; infinity if no
+            best_s: `Priced.worth_s` of the best candidate that fits; infinity if no
                 candidate fits.
         """
         lean = priced.memory_bytes - priced.memory["optimizer"] <= priced.capacity
