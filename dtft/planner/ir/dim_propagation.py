@@ -125,31 +125,46 @@ def contracted(eqn: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def dot(case: Case) -> Linked:
     """Rule of a matmul: the result has the batch dims, then the free dims of the left
     operand, then those of the right operand."""
-    (left_sum, right_sum), (left_batch, right_batch) = case.params["dimension_numbers"]
+    return _product(case, case.params["dimension_numbers"])
+
+
+def _product(case: Case, numbers: Any, groups: Sequence[int] = ()) -> Linked:
+    """Rule of a matmul with dimension numbers of a `dot_general`; the right operand's
+    dims at the positions `groups` are not in the result."""
+    (left_sum, right_sum), (left_batch, right_batch) = numbers
     left, right = case.operands[:2]
     for i, j in zip((*left_sum, *left_batch), (*right_sum, *right_batch), strict=True):
         case.dims.join(left[i], right[j])
+    gone = (*right_sum, *right_batch, *groups)
     free_left = (n for i, n in enumerate(left) if i not in (*left_sum, *left_batch))
-    free_right = (n for i, n in enumerate(right) if i not in (*right_sum, *right_batch))
+    free_right = (n for i, n in enumerate(right) if i not in gone)
     outputs = (*(left[i] for i in left_batch), *free_left, *free_right)
     return Linked(outputs=(outputs,), summed=tuple(left[i] for i in left_sum))
 
 
 def ragged_dot(case: Case) -> Linked:
-    """Rule of a ragged matmul, whose groups of rows have a matrix each.
+    """Rule of a ragged matmul, such as of groups of rows that have a matrix each, or a
+    gradient of it.
 
-    Takes operands of ranks 2 and 3 as [rows, depth] and [groups, depth, columns]. For
-    other ranks all operands are needed undivided.
+    The dims are those of the matmul, but the ragged dim and the groups are needed
+    undivided. If the ragged dim is contracted, as in the gradient of the matrices, the
+    result has the groups as its first dim. If group sizes have several dims, all
+    operands are needed undivided.
     """
-    left, right, groups = case.operands[:3]
-    if len(left) != 2 or len(right) != 3 or len(case.results[0]) != 2:
+    numbers = case.params["ragged_dot_dimension_numbers"]
+    left, right, sizes = case.operands[:3]
+    if len(sizes) != 1:
         return Linked(
-            outputs=(case.dims.news(case.results[0]),), whole=(*left, *right, *groups)
+            outputs=(case.dims.news(case.results[0]),), whole=(*left, *right, *sizes)
         )
-    case.join_all([(left[1], right[1]), (right[0], groups[0])])
-    return Linked(
-        outputs=((left[0], right[2]),), summed=(left[1],), whole=(left[0], right[0])
-    )
+    case.join_all([(sizes[0], right[i]) for i in numbers.rhs_group_dimensions])
+    dot_numbers = numbers.dot_dimension_numbers
+    found = _product(case, dot_numbers, numbers.rhs_group_dimensions)
+    (ragged,) = numbers.lhs_ragged_dimensions
+    (made,) = found.outputs
+    if ragged in dot_numbers[0][0]:
+        made = (sizes[0], *made)
+    return Linked(outputs=(made,), summed=found.summed, whole=(left[ragged], sizes[0]))
 
 
 def convolution(case: Case) -> Linked:

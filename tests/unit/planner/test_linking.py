@@ -34,6 +34,10 @@ def ids(high: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(7).integers(0, high, shape).astype(np.int32)
 
 
+GROUPS = np.array([1, 3], np.int32)
+OF_ROWS = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
+OF_WEIGHTS = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+OF_BATCH = lax.RaggedDotDimensionNumbers((((2,), (2,)), ((0,), (0,))), [1], [1])
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], int]] = {
     # name: function, arguments, how many dims may be divided at least
     "elementwise": (lambda x, y: jnp.sin(x) * y, (f32(4, 6), f32(4, 6)), 2),
@@ -49,6 +53,16 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], int]] = {
     "batched dot": (
         lambda x, y: lax.dot_general(x, y, (((2,), (1,)), ((0,), (0,)))),
         (f32(2, 4, 6), f32(2, 6, 8)), 3),
+    "ragged dot": (lax.ragged_dot, (f32(4, 6), f32(2, 6, 8), GROUPS), 1),
+    "ragged dot, gradient of rows": (
+        lambda y, w, sizes: lax.ragged_dot_general(y, w, sizes, OF_ROWS),
+        (f32(4, 8), f32(2, 6, 8), GROUPS), 1),
+    "ragged dot, gradient of weights": (
+        lambda x, y, sizes: lax.ragged_dot_general(x, y, sizes, OF_WEIGHTS),
+        (f32(4, 6), f32(4, 8), GROUPS), 2),
+    "ragged dot of a batch": (
+        lambda x, w, sizes: lax.ragged_dot_general(x, w, sizes, OF_BATCH),
+        (f32(2, 4, 6), f32(2, 2, 6, 8), GROUPS), 2),
     "conv": (
         lambda x, k: lax.conv_general_dilated(
             x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")),
@@ -116,7 +130,13 @@ def test_halves_computed_apart_are_the_halves_of_the_result(name: str) -> None:
     assert len(free) >= least
 
 
-@pytest.mark.parametrize("name", ["dot", "sum", "batched dot", "embedding"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dot", "sum", "batched dot", "embedding", "ragged dot",
+        "ragged dot, gradient of rows",
+    ],
+)  # fmt: skip
 def test_partial_results_of_halves_of_a_summed_dim_add_up(name: str) -> None:
     fn, args, _ = CASES[name]
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
@@ -133,6 +153,20 @@ def test_partial_results_of_halves_of_a_summed_dim_add_up(name: str) -> None:
                 for half in (0, 1)
             ]
         np.testing.assert_allclose(halves[0] + halves[1], fn(*args), rtol=1e-4)
+
+
+def test_gradients_of_a_ragged_product_have_the_dims_of_its_operands() -> None:
+    def gradients(x, w, sizes, y):
+        return jax.vjp(lambda x, w: lax.ragged_dot(x, w, sizes), x, w)[1](y)
+
+    graph, (x, w, sizes, y), (dx, dw), summed, whole = follow(
+        gradients, f32(4, 6), f32(2, 6, 8), GROUPS, f32(4, 8)
+    )
+    rows, depth, columns = *x, w[2]
+    assert dx == (rows, depth) and dw == w == (sizes[0], depth, columns)
+    assert y == (rows, columns) and len({rows, depth, columns, sizes[0]}) == 4
+    assert graph.dims[depth].sizes == (6,) and graph.dims[columns].sizes == (8,)
+    assert summed == {rows, depth, columns} and whole == {rows, sizes[0]}
 
 
 def test_heads_are_divided_as_the_projection_that_makes_them() -> None:
