@@ -188,7 +188,8 @@ class MeshRules:
         if power < self.num_devices:
             best = exact.joined(self.exact(power))
         for num_devices in range(self.num_devices - 1, 0, -1):
-            if math.gcd(num_devices, self.batch) == 1 and len(best):
+            is_prime_to_batch = math.gcd(num_devices, self.batch) == 1
+            if self._least_parts > 1 and is_prime_to_batch and len(best):
                 continue  # no data axis larger than one divides the batch
             meshes = self.exact(num_devices)
             if self._enough(meshes):
@@ -197,7 +198,12 @@ class MeshRules:
         return best.where(best.devices_used < self.num_devices)
 
     def _enough(self, meshes: Meshes) -> bool:
-        """Whether any mesh divides the batch into two or more parts.
+        """Whether any mesh divides the batch into enough parts (`_least_parts`)."""
+        return bool((self.slots(meshes.sizes) >= self._least_parts).any())
+
+    @property
+    def _least_parts(self) -> int:
+        """The number of parts of the batch that is enough: two.
 
         One part is enough if the batch is one sample, or if pins or the rules allow no
         data axis.
@@ -207,8 +213,7 @@ class MeshRules:
             for axis in self.data_axes
             if axis in self.divides and self.pins.get(axis) != 1
         ]
-        least = 2 if free and self.batch > 1 else 1
-        return bool((self.slots(meshes.sizes) >= least).any())
+        return 2 if free and self.batch > 1 else 1
 
 
 DATA_PARALLEL, FSDP, MEGATRON, MEGATRON_FSDP = range(1, 5)

@@ -274,6 +274,22 @@ def test_nothing_is_left_where_an_axis_can_take_no_device() -> None:
     assert any("4 of 7 devices" in reason for reason in words)
 
 
+@pytest.mark.parametrize(
+    ("batch", "divides", "used"),
+    [
+        (1, {"replica": (), "tensor": (12,)}, 6),
+        (4, {"tensor": (20,)}, 5),
+    ],
+)
+def test_where_one_part_of_the_batch_is_enough_the_most_devices_are_used(
+    batch: int, divides: dict[str, tuple[int, ...]], used: int
+) -> None:
+    choices = Choices(num_devices=7, batch=batch, divides=divides)
+    space = enumerate_space(choices)
+    assert space.columns["devices_used"].max() == used
+    assert {"tensor": used} in [space[at].mesh for at in range(len(space))]
+
+
 def test_pins_without_room_give_the_reason_in_bytes() -> None:
     memory = MemoryFloor(parameters=100, gradients=100, optimizer=300, capacity=7)
     choices = Choices(num_devices=12, batch=24, divides=DATA_TENSOR, memory=memory)
