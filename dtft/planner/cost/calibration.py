@@ -17,7 +17,6 @@ from dtft.planner.cluster import (
     Accuracy,
     Cluster,
     Efficiency,
-    Level,
     Link,
     Pool,
 )
@@ -159,8 +158,8 @@ def link_key(link: Link) -> str:
 def apply_calibration(cluster: Cluster, calibration: Calibration) -> Cluster:
     """Returns the cluster with measured figures in place of the catalog's figures.
 
-    Pools of other device types, links without a measurement, and the link between pools
-    (`Cluster.between`) stay unchanged.
+    Pools of other device types and links without a measurement stay unchanged. The link
+    between pools (`Cluster.between`) is replaced like a pool's own links.
 
     Raises:
         ValueError: no pool of the cluster has the device type; or the calibration and
@@ -173,7 +172,11 @@ def apply_calibration(cluster: Cluster, calibration: Calibration) -> Cluster:
             f"the calibration is of {calibration.device}, the cluster {cluster.words} "
             f"has {names}. Measure there with `dtft calibrate`, or leave it out."
         )
+    between = cluster.between
     keys = {link_key(level.link) for pool in cluster.pools for level in pool.levels}
+    if between is not None:
+        keys.add(link_key(between))
+        between = _measured(between, calibration)
     if calibration.links and keys and not keys & set(calibration.links):
         raise ValueError(
             f"the calibration is of {', '.join(calibration.links)}, the cluster "
@@ -184,7 +187,7 @@ def apply_calibration(cluster: Cluster, calibration: Calibration) -> Cluster:
         _pool(pool, calibration) if fits else pool
         for pool, fits in zip(cluster.pools, like, strict=True)
     )
-    return replace(cluster, pools=pools)
+    return replace(cluster, pools=pools, between=between)
 
 
 def _pool(pool: Pool, calibration: Calibration) -> Pool:
@@ -195,7 +198,9 @@ def _pool(pool: Pool, calibration: Calibration) -> Pool:
         efficiency=calibration.efficiency,
         source=calibration.source,
     )
-    levels = tuple(_level(level, calibration) for level in pool.levels)
+    levels = tuple(
+        replace(level, link=_measured(level.link, calibration)) for level in pool.levels
+    )
     accuracy = Accuracy(
         source=calibration.source,
         errors=dict(calibration.term_errors),
@@ -204,9 +209,9 @@ def _pool(pool: Pool, calibration: Calibration) -> Pool:
     return replace(pool, device=device, levels=levels, accuracy=accuracy)
 
 
-def _level(level: Level, calibration: Calibration) -> Level:
-    link = calibration.links.get(link_key(level.link), level.link)
-    return replace(level, link=link)
+def _measured(link: Link, calibration: Calibration) -> Link:
+    """Returns the measured link in place of a link; the same link if none is."""
+    return calibration.links.get(link_key(link), link)
 
 
 # Level 2 of calibration. The log has one line per run: the predicted seconds by term

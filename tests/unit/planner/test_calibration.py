@@ -308,12 +308,26 @@ def test_a_calibration_replaces_what_was_measured_and_nothing_else() -> None:
     assert kept.uniform.trust == pool.trust
 
 
+def test_a_calibration_replaces_the_link_between_pools_too() -> None:
+    pair = Cluster.parse("8xh100+8xh100")
+    measured = replace(link("ib-400g"), curve=Curve(latency_s=2e-6, bandwidth=3e10))
+    made = calibration(links={link_key(link("ib-400g")): measured})
+    cluster = apply_calibration(pair, made)
+    assert cluster.between == measured
+    assert cluster.uniform.levels[-1].link == measured
+    single = apply_calibration(Cluster.parse("h100+h100"), made)
+    assert single.uniform.levels[0].link == measured
+    assert apply_calibration(pair, calibration()).between == pair.between
+
+
 def test_a_calibration_is_not_carried_elsewhere() -> None:
     with pytest.raises(ValueError, match="is of h100, the cluster 8xa100 has a100"):
         apply_calibration(Cluster.parse("8xa100"), calibration())
     other = calibration(links={"NVLink 1 GB/s": link("nvlink-4")})
     with pytest.raises(ValueError, match="Never carry a calibration to another fabric"):
         apply_calibration(H100, other)
+    with pytest.raises(ValueError, match="the cluster h100.h100 has InfiniBand 48 GB"):
+        apply_calibration(Cluster.parse("h100+h100"), other)
 
 
 def test_a_calibration_of_before_is_read() -> None:
