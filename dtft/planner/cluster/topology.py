@@ -531,31 +531,70 @@ def _built(of: Any, items: Mapping[str, Any], where: str) -> Any:
         )
     hints = {field.name: field.type for field in fields(of)}
     try:
-        made = {key: _number(key, value, hints[key]) for key, value in items.items()}
+        made = {key: _scalar(key, value, hints[key]) for key, value in items.items()}
         return of(**made)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from error
 
 
-def _number(name: str, value: Any, hint: Any) -> Any:
-    """Converts the value of an int or float field to a number.
+def _scalar(name: str, value: Any, hint: Any) -> Any:
+    """Converts the value of an int or float field to a number; checks a str field.
 
     The YAML loader reads 5e-6 and 64.0e9 as text. Values of other fields are returned
     unchanged.
 
     Raises:
-        ValueError: the value is no number, or no whole number for an int field.
+        ValueError: the value is no number, no whole number for an int field, or no text
+            for a str field.
     """
+    if hint is str and not isinstance(value, str):
+        raise ValueError(f"{name}={value!r:.80} is no text. Allowed: text, in quotes.")
     if hint not in (int, float):
         return value
     what = "a whole number" if hint is int else "a number, such as 12.5e9"
     try:
         number = float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"{name}={value!r} is no number. Allowed: {what}.") from None
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(
+            f"{name}={value!r:.80} is no number. Allowed: {what}."
+        ) from None
     if hint is int and not number.is_integer():
-        raise ValueError(f"{name}={value!r} is no whole number. Allowed: {what}.")
+        raise ValueError(f"{name}={value!r:.80} is no whole number. Allowed: {what}.")
     return hint(number)
+
+
+def _items(value: Any, where: str, of: str) -> list[tuple[Any, Any]]:
+    """Lists the items of a mapping; the mapping is from `of` in words.
+
+    Raises:
+        ValueError: `value` is no mapping.
+    """
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where}={value!r:.80}. Allowed: a mapping from {of}.")
+    return list(value.items())
+
+
+def _listed(value: Any, where: str, of: str) -> list[Any]:
+    """Returns a list unchanged; the list is of `of` in words.
+
+    Raises:
+        ValueError: `value` is no list.
+    """
+    if not isinstance(value, list):
+        raise ValueError(f"{where}={value!r:.80}. Allowed: a list of {of}.")
+    return value
+
+
+def _numbers(value: Any, where: str, of: str) -> dict[str, float]:
+    """Builds a mapping from texts to numbers; `of` says in words from what to what.
+
+    Raises:
+        ValueError: `value` is no such mapping.
+    """
+    return {
+        _scalar(f"a name in {where}", name, str): _scalar(f"{where}.{name}", one, float)
+        for name, one in _items(value, where, of)
+    }
 
 
 def _pool_of_mapping(items: Any, where: str) -> Pool:
@@ -568,14 +607,18 @@ def _pool_of_mapping(items: Any, where: str) -> Pool:
         raise ValueError(f"{where}.shorthand stands alone. Leave the other keys out.")
     if "device" in found:
         found["device"] = _device(found["device"], f"{where}.device")
+    place = f"{where}.levels"
+    levels = _listed(found.get("levels", []), place, "levels, innermost first")
     found["levels"] = tuple(
-        _level(item, f"{where}.levels[{number}]")
-        for number, item in enumerate(found.get("levels", ()))
+        _level(item, f"{place}[{number}]") for number, item in enumerate(levels)
     )
     if found.get("host_link") is not None:
         found["host_link"] = _link(found["host_link"], f"{where}.host_link")
     if "accuracy" in found:
         given = _checked(found["accuracy"], Accuracy, f"{where}.accuracy")
+        for name in {"errors", "scales"} & set(given):
+            place = f"{where}.accuracy.{name}"
+            given[name] = _numbers(given[name], place, "terms to numbers")
         found["accuracy"] = _built(Accuracy, given, f"{where}.accuracy")
     return _built(Pool, found, where)
 
@@ -594,12 +637,18 @@ def _device(items: Any, where: str) -> DeviceType:
     if "efficiency" in found:
         given = _checked(found["efficiency"], Efficiency, f"{where}.efficiency")
         found["efficiency"] = _built(Efficiency, given, f"{where}.efficiency")
-    if isinstance(found.get("peak_flops"), Mapping):
-        found["peak_flops"] = {k: float(v) for k, v in found["peak_flops"].items()}
+    if "peak_flops" in found:
+        place = f"{where}.peak_flops"
+        found["peak_flops"] = _numbers(found["peak_flops"], place, "dtypes to FLOP/s")
     if found.get("kernels") is not None:
-        found["kernels"] = frozenset(found["kernels"])
+        place = f"{where}.kernels"
+        names = _listed(found["kernels"], place, "names of operators")
+        found["kernels"] = frozenset(_scalar(f"one of {place}", n, str) for n in names)
     if "tile" in found:
-        found["tile"] = tuple(found["tile"])
+        place, what = f"{where}.tile", "three whole numbers"
+        if len(sizes := _listed(found["tile"], place, what)) != 3:
+            raise ValueError(f"{place}={sizes!r:.80}. Allowed: a list of {what}.")
+        found["tile"] = tuple(_scalar(f"one of {place}", n, int) for n in sizes)
     return _built(DeviceType, found, where)
 
 
@@ -623,26 +672,33 @@ def _link(items: Any, where: str) -> Link:
     found["curve"] = _curve(found.get("curve", beside), f"{where}.curve")
     found["measured"] = {
         kind: _by_number(curves, f"{where}.measured.{kind}", _curve)
-        for kind, curves in found.get("measured", {}).items()
+        for kind, curves in _items(
+            found.get("measured", {}), f"{where}.measured", "collectives to curves"
+        )
     }
     for name in ("meeting", "ahead"):
         found[name] = _by_number(
             found.get(name, {}),
             f"{where}.{name}",
-            lambda item, name: _number(name, item, float),
+            lambda item, name: _scalar(name, item, float),
         )
     return _built(Link, found, where)
 
 
 def _by_number(
-    items: Mapping[Any, Any], where: str, build: Callable[[Any, str], Any]
+    items: Any, where: str, build: Callable[[Any, str], Any]
 ) -> dict[int, Any]:
     """Builds a mapping from numbers of devices to values.
 
     Raises:
-        ValueError: a key is no number, or two keys are the same number.
+        ValueError: `items` is no mapping, a key is no whole number, or two keys are the
+            same number.
     """
-    built = ((int(n), build(item, f"{where}.{n}")) for n, item in items.items())
+    key = f"a number of devices in {where}"
+    built = (
+        (_scalar(key, n, int), build(item, f"{where}.{n}"))
+        for n, item in _items(items, where, "numbers of devices to values")
+    )
     return serialization.mapping_once(built, where)
 
 

@@ -1,11 +1,13 @@
 """Clusters as values, shorthand and files; the catalog's figures."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from dtft.planner.cluster import catalog
 from dtft.planner.cluster.catalog import ALIASES, DEVICES, LINKS
@@ -212,6 +214,13 @@ def test_a_yaml_file(tmp_path: Path) -> None:
     assert cluster_from_text(cluster.to_json()) == cluster
 
 
+OF_DEVICE = "{{pools: [{{device: {{name: mine, {}}}}}]}}"
+OF_LINK = (
+    "{{pools: [{{device: a100, levels: [{{size: 4, link: {{kind: Ethernet, latency_s: "
+    "1e-5, bandwidth: 1e9, {}}}}}]}}]}}"
+)
+
+
 @pytest.mark.parametrize(
     "text, said",
     [
@@ -261,6 +270,26 @@ def test_a_yaml_file(tmp_path: Path) -> None:
             "latency_s: 1e-5, bandwidth: 1e9, meeting: {2: 1e-3, '02': 2e-3}}}]}]}",
             "the key 2 stands more than once in pools[0].levels[0].link.meeting",
         ),
+        (
+            "{pools: [{device: h100, levels: null}]}",
+            "pools[0].levels=None. Allowed: a list of levels, innermost first.",
+        ),
+        (OF_DEVICE.format("peak_flops: {float32: null}"), "float32=None is no number"),
+        (OF_DEVICE.format("peak_flops: 5"), "device.peak_flops=5. Allowed: a mapping"),
+        (OF_DEVICE.format("kernels: 5"), "device.kernels=5. Allowed: a list of"),
+        (OF_DEVICE.format("kernels: gather"), "device.kernels='gather'. Allowed: a li"),
+        (OF_DEVICE.format("tile: 5"), "pools[0].device.tile=5. Allowed: a list of thr"),
+        (OF_DEVICE.format("tile: [1, 2]"), "tile=[1, 2]. Allowed: a list of three"),
+        (OF_LINK.format("measured: 5"), "link.measured=5. Allowed: a mapping from"),
+        (OF_LINK.format("meeting: 5"), "levels[0].link.meeting=5. Allowed: a mapping"),
+        (
+            OF_LINK.format("measured: {all_reduce: 5}"),
+            "link.measured.all_reduce=5. Allowed: a mapping from numbers of devices",
+        ),
+        (
+            OF_LINK.format("meeting: {2.5: 1e-3}"),
+            "a number of devices in pools[0].levels[0].link.meeting=2.5 is no whole",
+        ),
     ],
 )
 def test_a_file_that_is_wrong_says_where(text: str, said: str, tmp_path: Path) -> None:
@@ -269,6 +298,41 @@ def test_a_file_that_is_wrong_says_where(text: str, said: str, tmp_path: Path) -
     with pytest.raises(ValueError) as raised:
         Cluster.parse(str(path))
     assert said in str(raised.value) and "cluster.yml" in str(raised.value)
+
+
+def places(items: Any) -> Iterator[tuple[Any, Any]]:
+    """Every container in a document, with each key or position in it."""
+    keys = items if isinstance(items, dict) else range(len(items))
+    for key in list(keys):
+        yield items, key
+        if isinstance(items[key], dict | list):
+            yield from places(items[key])
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, 5, pytest.param(10**400, id="large"), "x", [None], {2.5: 5}]
+)
+def test_a_value_of_another_type_is_refused_or_read_wherever_it_stands(
+    wrong: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "cluster.yaml"
+    items = json.loads(cluster_from_text(YAML).to_json())
+    del items["pools"][0], items["pools"][0]["levels"][0]
+    link = items["pools"][0]["levels"][0]["link"]
+    link |= {"measured": {"all_reduce": {"2": link["curve"]}}}
+    link |= {"meeting": {"2": 1e-3}, "ahead": {"2": 0.5}}
+    errors = {"compute": 0.1, "collectives": 0.2}
+    items["pools"][1]["accuracy"] = {"errors": errors, "scales": {"compute": 1.0}}
+    for inside, key in places(items):
+        right, inside[key] = inside[key], wrong
+        path.write_text(yaml.safe_dump(items))
+        try:
+            assert Cluster.parse(str(path)).words
+        except ValueError as error:
+            assert "cluster.yaml" in str(error)
+        inside[key] = right
+    path.write_text(yaml.safe_dump(items))
+    assert len(Cluster.parse(str(path)).pools) == 2
 
 
 def test_a_key_twice_in_json_is_refused_too(tmp_path: Path) -> None:
