@@ -107,9 +107,10 @@ class Pool:
     def fabric_words(self) -> str:
         """The pool's shorthand and kinds of links: `2x8xh100 by NVLink and InfiniBand`.
 
-        For GPUs and CPUs, the pool of a shorthand with the name of the device type and
-        the pool of such devices (`Cluster.from_devices`) have the same text. A pool of
-        equally many devices on other kinds of links has another text.
+        The pool of a shorthand with the name of the device type and the pool of such
+        devices (`Cluster.from_devices`) have the same text. A pool of equally many
+        devices on other kinds of links has another text, as has a torus of another
+        shape.
         """
         kinds = dict.fromkeys(
             level.link.kind for level in self.levels if level.size > 1
@@ -177,10 +178,10 @@ class Cluster:
 
         Args:
             text: `64x8xH100` (64 hosts of 8 devices), `8xA100` (one host), `512xH100`
-                (hosts of the catalog's size), `h100` (one device), `16x16xv5e` (a
-                torus), `48xjean-zay` (48 hosts, each a machine of the catalog),
-                `4x8xH100+4x8xA100` (two pools), or the path of a file. The format of
-                files is described in this module, above `read_cluster_file`.
+                (hosts of the catalog's size), `h100` (one device), `4x8xv5e` (a torus,
+                its sizes in any order), `48xjean-zay` (48 hosts, each a machine of the
+                catalog), `4x8xH100+4x8xA100` (two pools), or the path of a file. The
+                format of files is described in this module, above `read_cluster_file`.
 
         Raises:
             ValueError: the text or file cannot be read, or the sizes do not fit the
@@ -357,7 +358,9 @@ def _host_sizes(
 def _torus(text: str, sizes: list[int], found: Machine) -> tuple[Level, ...]:
     """Builds a level for each torus dimension, and a level of slices on the network.
 
-    Leaves out levels of size 1.
+    The smallest dimension is innermost, as the coordinates of Google's slices have
+    ascending sizes and the first coordinate varies fastest. Leaves out levels of size
+    1.
     """
     dims = found.torus_dims
     if len(sizes) > dims + 1:
@@ -372,7 +375,7 @@ def _torus(text: str, sizes: list[int], found: Machine) -> tuple[Level, ...]:
         slices, shape = _slices(text, (sizes or [1])[0], found)
     made = [
         Level(size=size, link=torus_link(found, size), name=f"torus {number}")
-        for number, size in enumerate(reversed(shape))
+        for number, size in enumerate(sorted(shape))
         if size > 1
     ]
     if slices > 1:
@@ -383,7 +386,7 @@ def _torus(text: str, sizes: list[int], found: Machine) -> tuple[Level, ...]:
 def _slices(text: str, number: int, found: Machine) -> tuple[int, list[int]]:
     """Finds the number of slices for a number of devices, and each slice's torus.
 
-    Slices are as few as possible; a torus has sizes as equal as possible, ascending.
+    Slices are as few as possible; a torus has sizes as equal as possible.
 
     Raises:
         ValueError: the devices do not divide into equal slices.
@@ -400,7 +403,7 @@ def _slices(text: str, number: int, found: Machine) -> tuple[int, list[int]]:
     shapes = product(divisors, repeat=found.torus_dims - 1)
     whole = [shape for shape in shapes if each % math.prod(shape) == 0]
     cubic = min(([*s, each // math.prod(s)] for s in whole), key=lambda s: (sum(s), s))
-    return slices, sorted(cubic)
+    return slices, cubic
 
 
 # Cluster files, in YAML or JSON:

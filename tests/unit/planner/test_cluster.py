@@ -31,11 +31,12 @@ from dtft.planner.cluster.topology import Cluster, Level, Pool, cluster_from_tex
         ("16xcpu", [16], "cpu", "loopback"),
         ("4x2xcpu", [2, 4], "cpu", "loopback"),
         ("16x16xv5e", [16, 16], "tpu-v5e", "ICI"),
+        ("8x4xv5e", [4, 8], "tpu-v5e", "ICI"),
         ("4xv5e", [2, 2], "tpu-v5e", "ICI"),
         ("512xv5e", [16, 16, 2], "tpu-v5e", "Ethernet"),
         ("2x16x16xv6e", [16, 16, 2], "tpu-v6e", "Ethernet"),
         ("64xTPU_v5p", [4, 4, 4], "tpu-v5p", "ICI"),
-        ("8x16x16xv5p", [16, 16, 8], "tpu-v5p", "ICI"),
+        ("8x16x16xv5p", [8, 16, 16], "tpu-v5p", "ICI"),
     ],
 )
 def test_shorthand(text: str, sizes: list[int], device: str, link: str | None) -> None:

@@ -28,6 +28,7 @@ class FoundTpu(FoundDevice):
     platform: str = "tpu"
     device_kind: str = "TPU v5 lite"
     coords: tuple[int, int, int] = (0, 0, 0)
+    slice_index: int = 0
 
 
 GIB = 2**30
@@ -61,6 +62,22 @@ def test_devices_of_a_torus() -> None:
     pool = Cluster.from_devices(devices, host_memory_bytes=GIB).uniform
     assert [level.size for level in pool.levels] == [4, 8]
     assert pool.device.name == "tpu-v5e" and pool.levels[0].link.kind == "ICI"
+
+
+@pytest.mark.parametrize("texts", [("8xv5e", "2x4xv5e", "4x2xv5e"), ("3x2x4xv5e",)])
+def test_the_same_torus_has_the_same_words_and_levels(texts: tuple[str, ...]) -> None:
+    num_slices = Cluster.parse(texts[0]).num_devices // 8
+    devices = [
+        FoundTpu(coords=(x, y, 0), process_index=number, slice_index=number)
+        for number in range(num_slices)
+        for y in range(4)
+        for x in range(2)
+    ]
+    found = Cluster.from_devices(devices, host_memory_bytes=GIB).uniform
+    for text in texts:
+        assert parsed(text).fabric_words == found.fabric_words
+        assert parsed(text).levels == found.levels
+    assert parsed(found.words).levels == found.levels
 
 
 def test_devices_of_cpu_share_the_memory_of_the_machine() -> None:
