@@ -105,14 +105,17 @@ def sections(decision: Decision, pins: Mapping[str, Any]) -> tuple[Section, ...]
     """Makes the sections of the text of `why_not`."""
     asked = ", ".join(f"{name}={value}" for name, value in pins.items())
     plan = decision.plan
+    try:
+        check_pins(pins)
+    except ValueError as error:
+        return (_impossible(asked, error),)
     if all(_has(plan, name, value) for name, value in pins.items()):
         text = f"the plan has it: {wording.mesh(plan.mesh)}"
         return (Section(title=f"{asked}: {text}"),)
     try:
-        check_pins(pins)
         found = _found(decision, pins)
     except ValueError as error:
-        return (Section(title=f"{asked} is not possible: {error}"),)
+        return (_impossible(asked, error),)
     other, notes = found.plan, _notes(found, pins)
     if not other.fits:
         notes = [text for text in (compare.larger(plan, other), *notes) if text]
@@ -149,6 +152,10 @@ def _found(decision: Decision, pins: Mapping[str, Any]) -> Decision:
         if found.idle:  # devices that repeat work are no answer
             raise
         return found
+
+
+def _impossible(asked: str, error: ValueError) -> Section:
+    return Section(title=f"{asked} is not possible: {error}")
 
 
 def _has(plan: Plan, name: str, value: Any) -> bool:

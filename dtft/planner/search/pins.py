@@ -79,7 +79,7 @@ def _allowed(name: str, value: Any) -> str:
             "a tuple of different axes, outermost on the fabric first, such as "
             f"('replica', 'tensor'); there are {', '.join(AXES)}"
         )
-        fits = not isinstance(value, str) and set(value) <= set(AXES)
+        fits = isinstance(value, tuple | list) and all(axis in AXES for axis in value)
         return "" if fits and len(set(value)) == len(value) else axes
     least = 0 if name == "zero" else 1
     is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)

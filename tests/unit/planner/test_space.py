@@ -371,6 +371,9 @@ def test_pins_that_cannot_be_met_say_what_can(pins: dict, words: list[str]) -> N
         ({"zero": -1}, "zero=-1 is pinned. Allowed: a whole number, 0 or more"),
         ({"remat": "half"}, "remat='half' is pinned. Allowed: none, dots, full"),
         ({"order": "tensor"}, "order='tensor' is pinned. Allowed: a tuple of"),
+        ({"order": 5}, "order=5 is pinned. Allowed: a tuple of different axes"),
+        ({"order": None}, "order=None is pinned. Allowed: a tuple of"),
+        ({"order": [["tensor"]]}, "order=[['tensor']] is pinned. Allowed: a tuple of"),
     ],
 )
 def test_what_is_no_pin_is_refused(pins: dict, words: str) -> None:

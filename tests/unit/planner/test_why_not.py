@@ -138,3 +138,9 @@ def test_a_question_about_nothing_and_about_no_knob() -> None:
 def test_a_size_that_is_none_is_said(value: Any) -> None:
     text = why_not(decision(), tensor=value)
     assert f"tensor={value!r} is pinned. Allowed: a whole number, 1 or more" in text
+
+
+@pytest.mark.parametrize("value", [5, None, "tensor", [["tensor"]], {}])
+def test_an_order_that_is_none_is_said(value: Any) -> None:
+    text = why_not(decision(), order=value)
+    assert f"order={value!r} is pinned. Allowed: a tuple of different axes" in text
