@@ -5,6 +5,7 @@ Each check raises a ValueError that names the argument and its allowed values.
 
 import math
 import operator
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
@@ -71,7 +72,7 @@ def check_number(name: str, value: Any, least: float, most: float = math.inf) ->
     ValueError: step=5.0. Allowed: a finite number from 0.001 to 1.
     """
     is_number = isinstance(value, float | int) and not isinstance(value, bool)
-    if not is_number or not least <= value <= most or math.isinf(value):
+    if not is_number or not least <= value <= min(most, sys.float_info.max):
         upto = f"to {most:g}" if most < math.inf else "on"
         raise ValueError(
             f"{name}={value!r:.80}. Allowed: a finite number from {least:g} {upto}."
@@ -99,7 +100,7 @@ def numbers(
         raise ValueError(f"{name}={value!r:.80}. {allowed}")
     try:
         given = tuple(map(float, value))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name}={value!r:.80}. {allowed}") from None
     is_short = names is not None and len(given) != len(names)
     if is_short or not all(0 <= one < math.inf for one in given):

@@ -203,6 +203,7 @@ def test_measurements_that_are_none(
         ({"least_gain": float("nan")}, "least_gain=nan. Allowed: .* from 0 to 1"),
         ({"noise_factor": -1}, "noise_factor=-1. Allowed: a finite number from 0 on"),
         ({"step": 5.0}, "step=5.0. Allowed: a finite number from 0.001 to 1"),
+        ({"noise_factor": 10**400}, "noise_factor=10*. Allowed: a finite number from"),
         ({"patience": 0}, "patience=0 is no whole number of 1 or more"),
     ],
 )

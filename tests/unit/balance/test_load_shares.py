@@ -138,7 +138,9 @@ def test_bad_input_says_what_to_change(
         allocate(*arguments)
 
 
-@pytest.mark.parametrize("weights", [[0.0, 0.0], [-1.0, 2.0], [np.nan, 1.0]])
+@pytest.mark.parametrize(
+    "weights", [[0.0, 0.0], [-1.0, 2.0], [np.nan, 1.0], [10**400, 1]]
+)
 def test_weights_are_finite_and_not_all_0(weights: list[float]) -> None:
     with pytest.raises(ValueError, match="weights=.*(none is above 0|finite number)"):
         by_weight(weights, 4)
