@@ -234,6 +234,12 @@ def search(
             the needed and the available memory.
     """
     found = list(layouts(shape, like))
+    if not found:
+        raise ValueError(
+            f"no layout of {like.gpus} devices exists: no dp that some tp and pp leave "
+            f"divides global_batch={like.global_batch}. Allowed: such as a multiple of "
+            f"{like.gpus}. Change the batch or the number of devices."
+        )
     sizes = [sum(memory(shape, layout).values()) for layout in found]
     room = pool.device.memory_bytes * (1 - HEADROOM)
     fitting = [

@@ -175,6 +175,16 @@ def test_what_cannot_fit_says_by_how_much() -> None:
         search(large, replace(LAYOUT, pp=1, dp=1), pool_of("a100", 4), Scales())
 
 
+def test_a_batch_that_no_layout_divides_is_said() -> None:
+    small = replace(SHAPE, hidden=1024, layers=4)
+    like = ParallelLayout(tp=1, pp=1, dp=7, micro_batch=1, global_batch=8)
+    said = "7 devices .*global_batch=8.*Allowed: such as a multiple of 7"
+    with pytest.raises(ValueError, match=said):
+        search(small, like, pool_of("a100", 7), Scales())
+    found = search(small, replace(like, global_batch=14), pool_of("a100", 7), Scales())
+    assert {one.split for one in found} == {(1, 1, 7)}
+
+
 # -------------------------------------------------------------------- scales
 
 
