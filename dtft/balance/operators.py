@@ -103,8 +103,16 @@ class Operators:
     def seconds(
         self, division: Placement, unit_s: Floats, fixed_s: Floats | None = None
     ) -> float:
-        """Returns the seconds of a step of a placement, including waits for transfers;
-        infinite if the placement exceeds a node's memory."""
+        """Returns the seconds of a step of a placement, with waits for transfers.
+
+        Args:
+            division: the placement.
+            unit_s: seconds of each node per second of the cost model, `[n]`.
+            fixed_s: further seconds of each node with load, per step, `[n]`; None: 0.
+
+        Returns:
+            The seconds; infinite if the placement exceeds a node's memory.
+        """
         weights = 1 / self._with_load(division, np.asarray(unit_s, float), fixed_s)
         copies = min(self.microbatches, self.num_nodes)
         for frees in (True, False):

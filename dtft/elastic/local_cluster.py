@@ -396,7 +396,10 @@ class StopAsked:
 
     @property
     def times(self) -> int:
-        """Number of stop requests; signals in quick succession count as one."""
+        """Number of stop requests.
+
+        Signals in quick succession count as one. SIGHUP counts only as the first.
+        """
         return presses(tuple(self._signals))
 
     @property

@@ -54,10 +54,11 @@ def apply_gradients(
 
 
 def gradients_of(model: FunctionalModel) -> Gradients:
-    """Makes a function that computes the `Means` of a batch in one call of the model.
+    """Makes a function that computes the `Means` of a batch.
 
-    XLA's partitioner inserts the reductions over the batch that the model itself does
-    not have.
+    It calls the model once. If devices divide the batch, XLA's partitioner inserts the
+    reductions between devices, except those that the model makes itself, as a pipeline
+    does.
     """
     gradient = jax.grad(model.mean_loss, has_aux=True)
 

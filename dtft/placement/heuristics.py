@@ -210,7 +210,15 @@ def _back(
     last: dict[tuple[int, ...], int],
     kinds: Sequence[Sequence[int]],
 ) -> Iterator[int]:
-    """Yields the nodes that a state of the dynamic program uses, last stretch first."""
+    """Yields the nodes that a state of the dynamic program uses.
+
+    The node of the last stretch comes first.
+
+    Args:
+        used: the state: the number of used nodes of each kind.
+        last: maps each state to the kind of the node of its last stretch.
+        kinds: the nodes of each kind.
+    """
     while any(used):
         kind = last[used]
         yield kinds[kind][used[kind] - 1]

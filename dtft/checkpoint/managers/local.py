@@ -336,9 +336,10 @@ class Storing:
             return manager.metrics(step)
 
     def scores(self, steps: set[int]) -> dict[int, float | None]:
-        """Maps each step to its score, None for a step without metrics.
+        """Maps each step to its score; None for a step without metrics.
 
-        Empty if the options have no `best_fn`.
+        A score is the value of `best_fn`, negated if `best_mode` is "min", so that a
+        higher score is better. Empty if the options have no `best_fn`.
 
         Raises:
             ValueError: `best_fn` fails for the metrics of a step.

@@ -101,8 +101,11 @@ class StoredLeaf:
     path: str
     shape: tuple[int, ...]
     dtype: str
+    """The name of the implementation for a PRNG key."""
     num_bytes: int
     fingerprint: str
+    """The stored checksum of the values; "" for an empty leaf, and for a step of stock
+    Orbax."""
 
 
 def checkpoints_in(directory: Path | str) -> Path:

@@ -452,15 +452,17 @@ class CommitCoordinator:
     ) -> bool | None:
         """Handles the outcome of one host's part of an export.
 
-        Returns whether the export succeeded. Returns None while other hosts still write
-        and for outdated answers.
+        Returns True if every host has written its part, and False if this host failed.
+        Returns None while other hosts still write, and for an answer to an earlier
+        order.
 
         Args:
             host: the answering host.
             step: the exported step.
             ok: whether the host has written its part.
-            attempt: number of failed exports when the export was ordered, as in its
-                order; None counts as the newest export.
+            attempt: the field `failures` of the order that the host answers (the number
+                of exports that had failed before it). None: the answer is to the newest
+                order.
         """
         if self._export is None or self._export[0] != step:
             return None

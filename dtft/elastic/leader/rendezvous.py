@@ -250,9 +250,10 @@ class Rendezvous:
         return set_aside(hosts, slots, self._reach.apart, self._config.host)
 
     def _awaits(self, round_: Round, registered: Mapping[str, HostRecord]) -> bool:
-        """Whether some expected host has not answered.
+        """Whether some expected host has not answered yet.
 
-        Called at every answer, so the host that was missing last is checked first.
+        Called at every answer, so it must be fast: first checks only the host that was
+        found missing by the previous call.
         """
         replies, registry, now = round_.replies, self._registry, self._loop.now()
         last = self._awaited
@@ -292,7 +293,10 @@ class Rendezvous:
         return False
 
     def go_on(self) -> None:
-        """Resumes the round after a pause between two attempts."""
+        """Ends the pause of the current round and decides the formation if possible.
+
+        A round pauses (phase "pausing") if attempts to train have failed before it.
+        """
         self.enter("gathering", self._config.timeouts.restore)
         self.gathered()
 

@@ -327,7 +327,10 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A common model of a host, or a TPU pod."""
+    """A kind of host, such as a DGX H100, or of TPU pod, with its links.
+
+    `device` is a device type of the catalog; the links are names of links.
+    """
 
     device: str
     per_host: int

@@ -33,7 +33,13 @@ class Dims:
         self._loop: list[bool] = []
 
     def new(self, size: int, *, loop: bool = False) -> int:
-        """Adds a dim in a set of its own; returns its number."""
+        """Adds a dim in a set of its own; returns its number.
+
+        Args:
+            size: size of the dim.
+            loop: whether a scan slices or stacks arrays along the dim, so that each
+                iteration needs another part of it.
+        """
         self._parent.append(len(self._parent))
         self._sizes.append({size})
         self._loop.append(loop)

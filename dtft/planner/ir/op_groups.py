@@ -352,14 +352,16 @@ def region(operator: Operator) -> str:
 
 
 def group_operators(graph: Graph, alias: Mapping[int, int]) -> tuple[OpGroup, ...]:
-    """Groups the operators of a program by cost.
+    """Groups the operators of a program, so that each group is priced once.
 
-    Returns first the groups of equal operators, then the groups of cheap operators over
-    the same dims, then the groups of loop copies.
+    Returns first the groups of equal operators, then the groups of cheap operators
+    over the same dims, then the groups of loop copies.
 
     Args:
         graph: the program.
-        alias: map from a dim to the dim that represents it in equal layers.
+        alias: if layers repeat, map from a dim of any layer to the dim at the same
+            position that stands for all equal layers. A dim that is not in the map
+            stands for itself.
     """
     across = transposed_reads(graph)
     times: Counter[object] = Counter()

@@ -1,4 +1,9 @@
-"""Enumerates candidates: the choices of a workload, and their combinations."""
+"""Enumerates the candidates of a search.
+
+`choices_of` returns the sizes of axes, microbatches and ZeRO levels that a workload and
+a pool of devices allow. `enumerate_space` combines the values of all knobs into
+candidates, and leaves out those that cannot be the best.
+"""
 
 import math
 from collections.abc import Mapping
