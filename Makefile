@@ -30,7 +30,7 @@ demo: $(STAMP)
 
 # Two of its drills compile as users do, as all of `make drills`; the other tests fast.
 test: $(STAMP) $(AOT_STAMP)
-	.venv/bin/pytest -q -m "not drill" -n auto --maxprocesses 4 --dist worksteal
+	.venv/bin/pytest -q -m "not drill" -n auto --dist worksteal
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 \
 		.venv/bin/pytest -q -m "drill and not drill_all" tests/drills
 

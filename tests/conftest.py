@@ -6,6 +6,7 @@ programs as users do.
 """
 
 import logging
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -34,6 +35,12 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("untimed")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One worker more than cores, as many tests wait for processes or leases."""
+    return min(4, len(os.sched_getaffinity(0)) + 1)
 
 
 def pytest_configure(config: pytest.Config) -> None:
