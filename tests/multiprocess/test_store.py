@@ -117,8 +117,13 @@ def test_compare_and_swap(store: AnyStore, prefix: str) -> None:
     assert not store.txn([seen], [Put(key=key, value=b"3")])
     second = Compare(key=key, target="version", value=2)
     created = Compare(key=key, target="create", value=pair.create_revision)
-    assert store.txn([second, created], [Delete(key=key)])
+    other, equal = (Compare(key=key, target="value", value=it) for it in (b"1", b"2"))
+    assert not store.txn([other], [Delete(key=key)])
+    assert store.txn([second, created, equal], [Delete(key=key)])
     assert store.get(key) is None
+    for value in (b"2", b""):
+        gone = Compare(key=key, target="value", value=value)
+        assert not store.txn([gone], [Put(key=key, value=b"3")])
 
 
 def test_transaction_is_one_revision(store: AnyStore, prefix: str) -> None:

@@ -613,5 +613,33 @@ FOUND: tuple[tuple[str, int, dict[str, Any], list[Fault]], ...] = (
             ),
         ],
     ),
+    (
+        "F24",
+        140062444,
+        {"slots": 2, "spares": 2, "last_step": 12, "storage_interval": 3, "skew": True},
+        [
+            Fault(
+                who="etcd",
+                what="empty",
+                phase="recovery",
+                after_s=0.0,
+                seconds=9.102463819749966,
+            ),
+            Fault(
+                who="follower",
+                what="stop",
+                phase="at",
+                after_s=4.839914792338078,
+                seconds=14.889245256798345,
+            ),
+            Fault(
+                who="leader",
+                what="cut-in",
+                phase="start",
+                after_s=1.0460457253286988,
+                seconds=math.inf,
+            ),
+        ],
+    ),
 )
 """Name of the finding, seed, sizes of the job, faults."""

@@ -80,15 +80,16 @@ class Resync(Events):
 
 @dataclass(frozen=True, kw_only=True)
 class Compare:
-    """A condition of a transaction: the key's number `target` equals `value`.
+    """A condition of a transaction: a property of a key equals `value`.
 
-    `target` is the mod revision, the create revision or the version (number of writes).
-    For an absent key all three are 0.
+    `target` is the mod revision, the create revision or the version (number of writes),
+    which are numbers and 0 for an absent key; or the key's value as bytes, which an
+    absent key does not have.
     """
 
     key: str
-    target: Literal["mod", "create", "version"]
-    value: int
+    target: Literal["mod", "create", "version", "value"]
+    value: int | bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,9 +87,11 @@ def change_request(change: Put | Delete, below: str) -> dict[str, Any]:
 
 def comparison(compare: Compare, below: str) -> dict[str, Any]:
     """Encodes one compare of a transaction; `below` is the client's key prefix."""
-    field = "version" if compare.target == "version" else f"{compare.target}_revision"
-    target, key = compare.target.upper(), encode(below + compare.key)
-    return {"key": key, "target": target, "result": "EQUAL", field: str(compare.value)}
+    target, key = compare.target, encode(below + compare.key)
+    field = target if target in ("version", "value") else f"{target}_revision"
+    found = compare.value
+    text = encode(found) if isinstance(found, bytes) else str(found)
+    return {"key": key, "target": target.upper(), "result": "EQUAL", field: text}
 
 
 def key_value(pair: dict[str, Any], below: str) -> KeyValue:

@@ -308,13 +308,12 @@ class Membership:
     def _changed(self, pairs: Pairs, revision: int) -> None:
         """Parses the job's keys into a view and calls `on_view`.
 
-        If the new view is older than the view before, the store has lost data; then a
-        new era is written instead.
+        If the store has lost data since the view before, a new era is written instead.
         """
         if self._stopped:
             return
         view = self._reader.view(pairs.values(), revision)
-        if view.age < self.view.age:
+        if view.lost(self.view):
             self._renew_era(view)
             return
         self.view = view
@@ -326,20 +325,22 @@ class Membership:
 
         The write is conditional, so only one host's write applies.
         """
-        if not view.era_revision:
+        if not view.era_value:
             self._again = bool(self._lease)  # the write fails if the lease is lost
-            self._claim_era(Compare(key=self.key("m/era"), target="create", value=0))
-        else:  # older data of this era, or data of an earlier era
-            key, value = self.key("m/era"), view.era_revision
-            self._claim_era(Compare(key=key, target="mod", value=value))
-
-    def _claim_era(self, unless_changed: Compare) -> None:
         era = {"era": self.view.era + 1, "id": secrets.token_hex(8)}
         put = Put(key=self.key("m/era"), value=json.dumps(era).encode())
         logger.warning("the store has lost data: era %d begins", era["era"])
+        unchanged = self._era_of(view)
         self._campaigns.submit(
-            lambda: self._store.txn([unless_changed], [put]), _only_logged
+            lambda: self._store.txn([unchanged], [put]), _only_logged
         )
+
+    def _era_of(self, view: View) -> Compare:
+        """Makes the condition that the store is in the era of a view."""
+        key = self.key("m/era")
+        if not view.era_value:
+            return Compare(key=key, target="create", value=0)
+        return Compare(key=key, target="value", value=view.era_value)
 
     def _check_registered(self, view: View) -> None:
         """Schedules a write of the record if the store lacks it or has an earlier one.
@@ -370,7 +371,7 @@ class Membership:
         known = Compare(
             key=self.key("m/led"), target="mod", value=view.last_led_revision
         )
-        era = Compare(key=self.key("m/era"), target="mod", value=view.era_revision)
+        era = self._era_of(view)
         changes = [
             Put(key=self.key("m/leader"), value=host, lease=lease),
             Put(key=self.key("m/led"), value=host),
@@ -395,9 +396,9 @@ class Membership:
         disappears when its old lease expires.
         """
         self._lease, self._due = 0, 0.0
-        mine = self._fence(term)
+        mine = [self._fence(term), self._era_of(term)]
         drop = Delete(key=self.key("m/leader"))
-        self._campaigns.submit(lambda: self._store.txn([mine], [drop]), _only_logged)
+        self._campaigns.submit(lambda: self._store.txn(mine, [drop]), _only_logged)
         self.tick()
 
     def expel(self, lease: int) -> None:
@@ -422,8 +423,7 @@ class Membership:
         """
         if not view.leader_revision:
             return False  # an absent key has revision 0 and would match
-        era = Compare(key=self.key("m/era"), target="mod", value=view.era_revision)
-        return self._store.txn([self._fence(view), era], list(changes))
+        return self._store.txn([self._fence(view), self._era_of(view)], list(changes))
 
     def commits(self) -> tuple[Commit, ...]:
         """Reads the recorded commits, newest first; blocks."""

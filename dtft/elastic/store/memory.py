@@ -196,8 +196,13 @@ class MemoryStore:
         if found is None:
             return compare.value == 0
         pair, version = found
-        numbers = {"mod": pair.mod_revision, "create": pair.create_revision}
-        return numbers.get(compare.target, version) == compare.value
+        properties = {
+            "mod": pair.mod_revision,
+            "create": pair.create_revision,
+            "version": version,
+            "value": pair.value,
+        }
+        return properties[compare.target] == compare.value
 
     def _apply(self, changes: Sequence[Put | Delete]) -> None:
         revision, events = self._revision + 1, Events()

@@ -48,8 +48,10 @@ class View:
     """JSON that describes the job's end; None while the job runs."""
     era: int = 0
     """Number of the era, increased when the store has lost data; 0 if there is none."""
-    era_revision: int = 0
-    """Mod revision of the era key; 0 if there is none."""
+    era_value: bytes = b""
+    """Value of the era key, which has a random id; b"" if there is no key. A store that
+    was emptied may reach the same revisions and the same number again, but not the same
+    value."""
     revision: int = 0
     """Revision of the store for this view."""
 
@@ -57,6 +59,14 @@ class View:
     def term(self) -> int:
         """The number of the leader's term, which increases with every new leader."""
         return (self.era << _REVISION_BITS) + self.leader_revision
+
+    def lost(self, known: "View") -> bool:
+        """Whether the store has lost data since a view `known` of it.
+
+        It has if its era or revision is smaller, or if it began the same era again.
+        """
+        again = self.era == known.era and self.era_value != known.era_value
+        return self.age < known.age or again
 
     @property
     def age(self) -> tuple[int, int]:
@@ -119,7 +129,7 @@ class ViewReader:
             budget=read("budget", bytes.decode) or "",
             result=read("result", bytes.decode),
             era=read("era", _era_of) or 0,
-            era_revision=era.mod_revision if era else 0,
+            era_value=era.value if era else b"",
             revision=revision,
         )
 

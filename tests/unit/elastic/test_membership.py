@@ -1,6 +1,7 @@
 """A host's registration, the leader key and its fence, on the in-memory store."""
 
 import dataclasses
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -250,6 +251,42 @@ def test_data_older_than_what_was_seen_begin_a_new_era(
     cluster.loop.turn(2 * LEASE_S)
     assert a.view.era == 2 and a.view.stored == 0
     old.close()
+
+
+def test_a_store_that_began_again_refuses_a_former_leader_at_equal_revisions(
+    cluster: Cluster,
+) -> None:
+    a = cluster.add("a")
+    cluster.loop.turn(0.2)
+    old = cluster.lead(a)
+    again = Cluster()
+    b = again.add("b")
+    again.loop.turn(0.2)
+    new = again.lead(b)
+    assert (new.term, new.revision) == (old.term, old.revision)
+    a.door.store = again.store
+    assert not allowed(cluster, a, old)
+    a.member.let_go(old)
+    cluster.loop.turn(0.05)
+    leader = again.store.get(job_key("job", "m/leader"))
+    assert leader is not None and leader.value == b"b"
+    b.member.close()
+
+
+def test_a_store_that_began_the_same_era_again_begins_a_new_one(
+    cluster: Cluster, two: tuple[Host, Host]
+) -> None:
+    a, _ = two
+    key = job_key("job", "m/era")
+    again, era = MemoryStore(cluster.loop.now), json.dumps({"era": 1, "id": "other"})
+    for _ in range(50):  # beyond every revision that was seen
+        again.put(key, era.encode())
+    cluster.store.close()
+    cluster.store = again
+    for host in two:
+        host.door.store = again
+    cluster.loop.turn(3 * LEASE_S)
+    assert a.view.era == 2 and set(a.view.hosts) == {"a", "b"}
 
 
 # --------------------------------------------------------------------- the leader key

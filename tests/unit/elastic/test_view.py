@@ -36,8 +36,8 @@ def test_every_key_is_read(store: MemoryStore) -> None:
     put(store, "m/leader", "a", lease)
     put(store, "m/led", "a")
     led = store.list("")[1]
-    put(store, "m/era", json.dumps({"era": 3, "id": "x"}))
-    era = store.list("")[1]
+    era = json.dumps({"era": 3, "id": "x"})
+    put(store, "m/era", era)
     put(store, "m/assignment", ASSIGNMENT.to_json())
     put(store, "m/stored", "40")
     put(store, "m/stop", "1")
@@ -49,7 +49,8 @@ def test_every_key_is_read(store: MemoryStore) -> None:
     assert (view.leader, view.leader_lease) == ("a", lease)
     assert view.leader_revision == created  # of the key, not of its last write
     assert (view.last_led, view.last_led_revision) == ("a", led)
-    assert (view.era, view.era_revision, view.age) == (3, era, (3, revision))
+    assert (view.era, view.era_value) == (3, era.encode())
+    assert view.age == (3, revision)
     assert view.assignment == ASSIGNMENT and view.stored == 40 and view.stop
     assert view.budget == '{"exit": 2}' and view.result == '{"status": "done"}'
 
