@@ -11,6 +11,7 @@ decides slot, step and peers.
 
 import functools
 import logging
+import struct
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
@@ -49,6 +50,9 @@ WANTED, FLUSHED, LEFT = ("step", "layout"), ("token", "step", "store"), ("step",
 """Fields that are passed on to the leader from the messages of a user's process: `want`
 (request of a step for another layout), `flush` (wait until a step is committed or
 stored), and `left` (the process leaves)."""
+
+_INVALID = (LookupError, AttributeError, TypeError, ValueError, struct.error)
+"""Errors that a trainer's message with missing or wrong fields raises."""
 
 Message = Mapping[str, Any]
 Handler = Callable[[SlotTask, Message], None]
@@ -573,13 +577,13 @@ class Follower:
         if not self._trainers.is_active(ident):
             return
         op = message.pop("op")
-        if op == "stage" and self._seats.attached:
-            self._board.set("finished", message["step"])  # counts lost steps
-        if self._task is not None and op in self._handlers:
-            try:
+        try:
+            if op == "stage" and self._seats.attached:
+                self._board.set("finished", message["step"])  # counts lost steps
+            if self._task is not None and op in self._handlers:
                 self._handlers[op](self._task, message)
-            except (LookupError, AttributeError, TypeError, ValueError) as error:
-                self._refuse_trainer(f"{op}: {type(error).__name__}: {error}")
+        except _INVALID as error:
+            self._refuse_trainer(f"{op}: {type(error).__name__}: {error}")
 
     def _refuse_trainer(self, fault: str) -> None:
         """Gives up a trainer that sent an invalid message, and tells the leader.

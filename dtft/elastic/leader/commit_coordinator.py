@@ -420,6 +420,8 @@ class CommitCoordinator:
         loans = borrowed(self.layout, dict(zip(hosts, slots, strict=True)), held, alive)
         if loans is None:
             return False
+        if self._export is not None:
+            self._failures += 1  # answers to the order that this one replaces are late
         self._end_loans()
         self._lenders = sorted({loan.source for loan in loans})
         for host in self._lenders:

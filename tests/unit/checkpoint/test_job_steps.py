@@ -25,6 +25,7 @@ from dtft.checkpoint import (
     NotBrought,
     ReplicatedOptions,
 )
+from dtft.checkpoint.managers.agent_link import LinkClosed, attach
 from dtft.checkpoint.managers.distributed import JobSteps
 from dtft.checkpoint.managers.local import StorageFailed
 from dtft.checkpoint.state.slices import Layout, MeshLayout
@@ -332,3 +333,31 @@ def test_storage_that_fails_is_told_and_training_goes_on(
     same(restored(manager, 1), tree(1))
     with pytest.raises(StorageFailed):
         manager.close()
+
+
+def test_a_message_that_is_none_ends_its_process_and_not_the_agent(
+    serving: Serving,
+) -> None:
+    terms = {
+        "processes": 1,
+        "directory": str(serving.directory / "steps"),
+        "storage_interval_steps": NEVER,
+        "max_to_keep": ReplicatedOptions.max_to_keep,
+        "chunk_bytes": ReplicatedOptions.chunk_bytes,
+        "storage_timeout_s": ReplicatedOptions.storage_timeout_s,
+    }
+    attached = attach(str(serving.socket), {"process": 0, "terms": terms})
+    while attached.link.receive(20)["op"] != "formed":
+        pass
+    attached.link.send("stage")  # without a step
+    told: dict[str, Any] = {}
+    with pytest.raises(LinkClosed):
+        while True:
+            told = attached.link.receive(20)
+    attached.link.close()
+    assert "KeyError" in told["reason"]
+    manager = serving.manager()
+    save(manager, 1)
+    manager.wait_until_finished()
+    same(restored(manager, 1), tree(1))
+    manager.leave()

@@ -136,6 +136,21 @@ def test_hosts_that_are_left_export_for_those_that_are_gone():
     assert not desk.coordinator.export_from(12, {"h0", "h2"}, held)
 
 
+def test_an_answer_to_an_order_that_was_replaced_does_not_count():
+    desk = Desk(2, 2)
+    held = {
+        host: {piece.key: b"" for piece in desk.state.slices(slot)}
+        for slot, host in enumerate(HOSTS)
+    }
+    assert desk.coordinator.export_from(12, set(HOSTS), held)
+    assert desk.coordinator.export_from(12, {"h0", "h3"}, held)
+    first, _, second, _ = (order["failures"] for _, order in desk.ops("export"))
+    assert desk.coordinator.export_answer("h0", 12, True, first) is None
+    assert desk.coordinator.export_answer("h3", 12, True, first) is None
+    assert desk.coordinator.export_answer("h0", 12, True, second) is None
+    assert desk.coordinator.export_answer("h3", 12, True, second) is True
+
+
 def test_a_failed_export_is_tried_again_after_a_pause():
     desk = Desk(2, 1, storage_interval=1)
     desk.commit(11)
