@@ -9,6 +9,8 @@ once when the agent has ended.
 """
 
 import contextlib
+import errno
+import logging
 import os
 import pwd
 import queue
@@ -27,6 +29,8 @@ from typing import Any
 import msgpack
 
 from dtft.checkpoint.memory import DEFAULT_DIRECTORY
+
+logger = logging.getLogger(__name__)
 
 # Both ends of a Unix socket must belong to the same user, or to root.
 #
@@ -154,12 +158,17 @@ def listen_for_links(path: Path) -> socket.socket:
     return listener
 
 
+ACCEPT_AGAIN_S = 0.5
+"""Pause after a failed `accept`, in seconds."""
+
+
 def serve_links(
     listener: socket.socket, hear: Callable[["AgentLink"], None], send_s: int = 0
 ) -> None:
-    """Accepts connections on a background thread until `accept` fails.
+    """Accepts connections on a background thread until the listener is shut down.
 
-    Shutting the listener down ends a waiting `accept`; closing alone does not.
+    Shutting the listener down ends a waiting `accept`; closing alone does not. After an
+    error that may pass, such as too many open files, the thread pauses and goes on.
 
     Args:
         listener: from `listen_for_links`.
@@ -167,19 +176,41 @@ def serve_links(
         send_s: limit of a send in seconds, after which the send to a peer that does not
             read fails; 0 for no limit.
     """
+    limit = struct.pack("ll", send_s, 0)
 
-    def accept() -> None:
+    def accept() -> bool:
+        try:
+            connection, _ = listener.accept()
+        except OSError as error:
+            if error.errno in (errno.EBADF, errno.EINVAL):  # closed, shut down
+                return False
+            raise
+        try:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            args = (AgentLink(connection),)
+            threading.Thread(target=hear, args=args, daemon=True).start()
+        except BaseException:
+            connection.close()
+            raise
+        return True
+
+    def run() -> None:
+        is_failing = False
         while True:
             try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            limit = struct.pack("ll", send_s, 0)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-            link = AgentLink(connection)
-            threading.Thread(target=hear, args=(link,), daemon=True).start()
+                if not accept():
+                    return
+                is_failing = False
+            except (OSError, RuntimeError) as error:  # RuntimeError: no thread starts
+                if not is_failing:
+                    logger.warning(
+                        "no process can attach now: %s; tried again every %.1f s",
+                        *(error, ACCEPT_AGAIN_S),
+                    )
+                is_failing = True
+                time.sleep(ACCEPT_AGAIN_S)
 
-    threading.Thread(target=accept, daemon=True).start()
+    threading.Thread(target=run, daemon=True).start()
 
 
 def packed(op: str, fields: Mapping[str, Any]) -> bytes:

@@ -1,6 +1,10 @@
 """The link between a trainer and its agent: its end is noticed, nothing is taken."""
 
+import contextlib
+import resource
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +15,9 @@ from dtft.checkpoint.managers.agent_link import (
     LinkClosed,
     Outbox,
     listen_for_links,
+    serve_links,
 )
+from tests.support.hosts import wait_until
 
 
 @pytest.fixture
@@ -61,3 +67,57 @@ def test_what_cannot_be_sent_is_refused_and_the_rest_goes_on(
     outbox.send("staged", step=1)
     assert agent.receive(timeout_s=10) == {"op": "staged", "step": 1}
     outbox.close()
+
+
+@contextlib.contextmanager
+def no_file_can_be_opened() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def greet(link: AgentLink) -> None:
+    link.send("hello")
+    link.close()
+
+
+def test_an_agent_short_of_open_files_accepts_again_once_it_has_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a relative path needs no open directory
+    before = set(threading.enumerate())
+    listener = listen_for_links(tmp_path / "agent.sock")
+    serve_links(listener, greet)
+    (accepting,) = set(threading.enumerate()) - before
+    with socket.socket(socket.AF_UNIX) as first, socket.socket(socket.AF_UNIX) as last:
+        with no_file_can_be_opened():
+            first.connect("agent.sock")  # the file of a waiting `accept` is reserved
+            assert AgentLink(first).receive(10)["op"] == "hello"
+            last.connect("agent.sock")
+            begun = time.process_time()
+            time.sleep(1.5)
+            assert time.process_time() - begun < 0.7  # no busy loop
+        assert AgentLink(last).receive(10)["op"] == "hello"
+    assert caplog.text.count("Too many open files") == 1
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    accepting.join(10)
+    assert not accepting.is_alive()
+
+
+def test_an_agent_that_closes_while_it_is_short_of_open_files_stops_accepting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = set(threading.enumerate())
+    listener = listen_for_links(tmp_path / "agent.sock")
+    with no_file_can_be_opened():
+        serve_links(listener, lambda link: link.close())
+        (accepting,) = set(threading.enumerate()) - before
+        wait_until(lambda: "Too many open files" in caplog.text)
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        accepting.join(10)
+    assert not accepting.is_alive()
