@@ -398,12 +398,13 @@ class AttachedMemory(AgentCheckpointManager):
             storage_directory=directory,
             deadline_s=attached.deadline_s,
         )
-        if not self._dialogue.gone:  # else the agent has already sent its reason
-            self._dialogue.farewell = (
-                f"the agent of host {attached.host} (job {attached.job!r}, "
-                f"{attached.path}) has ended. Start it again, or another one, and "
-                "restart all processes"
-            )
+        with self._dialogue.condition:
+            if not self._dialogue.gone:  # else the reason is already there
+                self._dialogue.farewell = (
+                    f"the agent of host {attached.host} (job {attached.job!r}, "
+                    f"{attached.path}) has ended. Start it again, or another one, and "
+                    "restart all processes"
+                )
         try:
             self._dialogue.wait(lambda: self._formed is not None, "the job")
         except TimeoutError as error:

@@ -647,14 +647,18 @@ the reason."""
 
 
 class AgentGone(RuntimeError):
-    """The agent has ended or has detached this process; the message has the reason."""
+    """The agent has ended or has detached this process; the message has the reason.
+
+    Also raised after a message of the agent that this process could not take.
+    """
 
 
 class Dialogue:
     """A process's exchange of messages with its agent over one link.
 
-    Every wait has a limit, and ends at once when the agent has ended. `condition`
-    guards the state that messages change. `agent_client` defines the messages.
+    Every wait has a limit, and ends at once when no more messages are received: the
+    agent has ended, or has sent a message that cannot be taken. `condition` guards the
+    state that messages change. `agent_client` defines the messages.
     """
 
     def __init__(self, link: AgentLink, deadline_s: float) -> None:
@@ -664,17 +668,22 @@ class Dialogue:
         """
         self.condition = threading.Condition()
         self.gone = False
-        """Whether the agent has ended, or has detached this process."""
+        """Whether the agent has ended or has detached this process, or a message of the
+        agent could not be taken."""
         self.farewell = "this host's agent has ended"
         """The message of `AgentGone`; a default until the agent sends a reason."""
         self._link, self.deadline_s = link, deadline_s
         self._outbox = Outbox(link)
 
     def start(self, take: Callable[[dict[str, Any]], None]) -> None:
-        """Starts a receiving thread; `take` gets each message with `condition` held."""
+        """Starts a receiving thread; `take` gets each message with `condition` held.
+
+        An exception of `take` ends the thread and every wait, but not the link.
+        """
         threading.Thread(target=self._hear, args=(take,), daemon=True).start()
 
     def _hear(self, take: Callable[[dict[str, Any]], None]) -> None:
+        reason = ""
         try:
             while True:
                 message = self._link.receive()
@@ -682,7 +691,17 @@ class Dialogue:
                     take(message)
                     self.condition.notify_all()
         except LinkClosed:
+            pass
+        except Exception as error:
+            reason = (
+                "a message of this host's agent could not be taken: "
+                f"{type(error).__name__}: {error}"
+            )
+            logger.exception("%s", reason)
+        finally:
             with self.condition:
+                if reason and not self.gone:
+                    self.farewell = reason
                 self.gone = True
                 self.condition.notify_all()
 

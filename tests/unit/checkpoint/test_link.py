@@ -7,11 +7,15 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgpack
 import pytest
 
 from dtft.checkpoint.managers.agent_link import (
+    AgentGone,
     AgentLink,
+    Dialogue,
     LinkClosed,
     Outbox,
     listen_for_links,
@@ -67,6 +71,41 @@ def test_what_cannot_be_sent_is_refused_and_the_rest_goes_on(
     outbox.send("staged", step=1)
     assert agent.receive(timeout_s=10) == {"op": "staged", "step": 1}
     outbox.close()
+
+
+def damaged(what: str) -> bytes:
+    """A message that no agent of this version sends."""
+    body = {
+        "no msgpack": b"\xc1",
+        "no map": msgpack.packb([1]),
+        "no op": msgpack.packb({"step": 1}),
+        "no UTF-8": b"\xa1\xff",
+    }[what]
+    assert body is not None
+    return len(body).to_bytes(4, "little") + body
+
+
+@pytest.mark.parametrize("what", ["no msgpack", "no map", "no op", "no UTF-8"])
+def test_a_message_that_cannot_be_taken_ends_every_wait_with_the_reason(
+    ends: tuple[AgentLink, AgentLink], what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, agent = ends
+    dialogue, taken = Dialogue(trainer, deadline_s=20.0), list[Any]()
+    dialogue.start(lambda message: taken.append(message["op"]))
+    agent.send("release", step=1)
+    dialogue.wait(lambda: taken == ["release"], "a message")
+    agent.send_packed(damaged(what))
+    begun = time.monotonic()
+    for _ in range(2):  # the second wait begins after the end
+        with pytest.raises(AgentGone, match=r"message of .* could not be taken: \w+"):
+            dialogue.wait(lambda: len(taken) > 1, "another message")
+    with pytest.raises(AgentGone, match="could not be taken"):
+        dialogue.check()
+    assert time.monotonic() - begun < 10
+    assert "Traceback" in caplog.text
+    dialogue.send("failed")  # the agent can still be told
+    assert agent.receive(10)["op"] == "failed"
+    dialogue.close()
 
 
 @contextlib.contextmanager
