@@ -3,10 +3,11 @@
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -190,6 +191,86 @@ def test_an_exporter_that_is_stuck_is_ended_at_its_limit(
     until(lambda: bool(told))
     ended = {"ok": False, "error": "exporter ended with code -9", "ended": True}
     assert told == [ended]
+
+
+NOISE = """
+import os
+os.write(1, b'hello\\n5\\n[1]\\n{"a": 1}\\n\\n\\xff\\xfe\\n')
+"""
+
+
+@pytest.mark.timeout(180)
+def test_what_a_library_prints_in_the_exporter_does_not_keep_a_step_from_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(NOISE)  # every Python process imports it
+    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    monkeypatch.setenv("PYTHONPATH", path)
+    options = ReplicatedOptions(storage_interval_steps=1, storage_timeout_s=20)
+    with ReplicatedCheckpointManager(tmp_path / "steps", options=options) as manager:
+        manager.save(1, args=Save(state(1)))
+        manager.wait_until_finished()
+    assert ocp.utils.checkpoint_steps(tmp_path / "steps") == [1]
+    for line in ("hello", "5", "[1]", '{"a": 1}', "\ufffd" * 2):
+        assert f"exporter printed {line!r}" in caplog.text
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("fails_at", ["open", "save"])
+def test_an_answer_that_cannot_be_handled_ends_the_exporter(
+    tmp_path: Path, fails_at: str
+) -> None:
+    told: list[dict[str, Any]] = []
+
+    def hear(_: ExporterProcess, answer: dict[str, Any]) -> None:
+        if answer.get("op") == fails_at:
+            raise KeyError("missing")
+        told.append(answer)
+
+    before = set(threading.enumerate())
+    opening = {"directory": str(tmp_path), "layout": "", "chunk_bytes": 64}
+    exporter = ExporterProcess(opening, hear)
+    threads = set(threading.enumerate()) - before
+    exporter.save(lambda: {"step": 1}, limit_s=60)
+    process = exporter._process.result(timeout=40)
+    until(lambda: bool(told) and "ended" in told[-1])
+    assert "an answer could not be handled: KeyError: 'missing'" in told[-1]["error"]
+    until(lambda: not any(thread.is_alive() for thread in threads))
+    assert process.poll() == -signal.SIGKILL
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_failure_that_cannot_be_handled_ends_an_exporter_that_stands_still(
+    tmp_path: Path,
+) -> None:
+    told: list[dict[str, Any]] = []
+
+    def hear(_: ExporterProcess, answer: dict[str, Any]) -> None:
+        told.append(answer)
+        if "ended" not in answer:
+            raise KeyError("missing")
+
+    opening = {"directory": str(tmp_path), "layout": "", "chunk_bytes": 64}
+    exporter = ExporterProcess(opening, hear)
+    os.kill(exporter._process.result(timeout=40).pid, signal.SIGSTOP)
+    exporter.save(lambda: {"step": object()}, limit_s=60)
+    until(lambda: bool(told) and "ended" in told[-1])
+
+
+def test_an_exporter_that_cannot_be_started_is_told(tmp_path: Path) -> None:
+    told: list[dict[str, Any]] = []
+
+    def open_log() -> IO[bytes]:
+        raise ValueError("no log")
+
+    before = set(threading.enumerate())
+    opening = {"directory": str(tmp_path), "layout": "", "chunk_bytes": 64}
+    ExporterProcess(opening, lambda _, answer: told.append(answer), open_log=open_log)
+    threads = set(threading.enumerate()) - before
+    until(lambda: bool(told))
+    error = "no exporter can be started: no log"
+    assert told == [{"ok": False, "error": error, "ended": True}]
+    until(lambda: not any(thread.is_alive() for thread in threads))
 
 
 @pytest.mark.timeout(180)

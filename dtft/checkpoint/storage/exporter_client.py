@@ -7,6 +7,7 @@ slow, full or broken storage must not block or end training.
 
 import contextlib
 import json
+import logging
 import os
 import queue
 import subprocess
@@ -17,6 +18,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import IO, Any
 
+logger = logging.getLogger(__name__)
+
 EXPORTER_START_S = 60.0
 """Seconds from the limit of a save until an exporter that has not answered is killed.
 A new exporter needs time for its imports."""
@@ -25,7 +28,8 @@ Hear = Callable[["ExporterProcess", dict[str, Any]], None]
 """Callback that receives each answer, on other threads. Every answer has `ok`. A failed
 answer also has `error`. An answer of the process has the message's `op`, and the
 message's `step` if there is one. An answer with `ended` reports the end of the
-process."""
+process. If the callback raises an exception, the process is killed, and its end is
+reported."""
 
 
 class ExporterProcess:
@@ -112,17 +116,18 @@ class ExporterProcess:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
+                errors="replace",
                 preexec_fn=self._preexec,
             )
 
     def _speak(self) -> None:
-        """Starts the process and writes messages to its stdin.
+        """Starts the process and writes messages to its stdin; at the end kills it.
 
         Runs on a thread, because the process's pipe may be full.
         """
         try:
             process = self._start()
-        except (OSError, subprocess.SubprocessError) as error:
+        except Exception as error:
             self._process.set_exception(error)
             return
         with self._condition:
@@ -130,17 +135,19 @@ class ExporterProcess:
             if self._closed:
                 process.kill()
         assert process.stdin is not None
-        with contextlib.suppress(OSError):  # `_listen` reports the end of the process
-            with process.stdin as pipe:
-                while (message := self._messages.get()) is not None:
-                    try:
-                        line, limit_s = message()
-                    except Exception as error:
-                        self._tell(f"{type(error).__name__}: {error}")
-                        continue
-                    self._expect(limit_s)
-                    pipe.write(line + "\n")
-                    pipe.flush()
+        # `_listen` reports the end of the process.
+        with contextlib.suppress(OSError), contextlib.ExitStack() as at_end:
+            at_end.callback(process.kill)  # the callback `hear` may raise
+            pipe = at_end.enter_context(process.stdin)
+            while (message := self._messages.get()) is not None:
+                try:
+                    line, limit_s = message()
+                except Exception as error:
+                    self._tell(f"{type(error).__name__}: {error}")
+                    continue
+                self._expect(limit_s)
+                pipe.write(line + "\n")
+                pipe.flush()
 
     def _expect(self, limit_s: float) -> None:
         """Sets the time in seconds after which the process is killed; 0 removes it."""
@@ -164,18 +171,40 @@ class ExporterProcess:
         """Passes each answer, and the end of the process, to the callback `hear`."""
         try:
             process = self._process.result()
-        except (OSError, subprocess.SubprocessError) as error:
+        except Exception as error:
             self._end(f"no exporter can be started: {error}")
             return
         assert process.stdout is not None
-        with process.stdout as answers:
-            for line in answers:
-                answer = json.loads(line)
-                if answer["op"] == "save":
-                    self._expect(0)
-                self._hear(self, answer)
+        failure = ""
+        try:
+            with process.stdout as lines:
+                for line in lines:
+                    self._take(line)
+        except Exception as error:
+            logger.exception("an answer of the exporter could not be handled")
+            failure = f"an answer could not be handled: {type(error).__name__}: {error}"
+            process.kill()
         self._messages.put(None)
-        self._end(f"exporter ended with code {process.wait()}")
+        self._end(failure or f"exporter ended with code {process.wait()}")
+        process.wait()
+
+    def _take(self, line: str) -> None:
+        """Passes a line to the callback `hear` if the line is an answer.
+
+        Other lines are only logged: a library may print before the exporter has
+        redirected the output of libraries.
+        """
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict) or not {"op", "ok"} <= answer.keys():
+            if line.strip():
+                logger.warning("exporter printed %r", line.strip()[:300])
+            return
+        if answer["op"] == "save":
+            self._expect(0)
+        self._hear(self, answer)
 
     def _end(self, error: str) -> None:
         with self._condition:
