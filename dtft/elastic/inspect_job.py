@@ -35,10 +35,11 @@ SILENCE_S = 30.0
 MOST_VERIFIERS = 1024
 """Largest number of hosts that verify at the same time."""
 EXPORT_S = 900.0
+"""Limit in seconds of an export, over all leaders that are asked."""
 TRIES = 20
 LEADER_S = 20.0
-"""Seconds for which a request to export is repeated while the job has no leader; a live
-job elects a leader within this time."""
+"""Seconds for which a request to export is repeated while the job has no new leader; a
+live job elects a leader within this time."""
 LEADER_PAUSE_S = 0.2
 VERIFY_TRIES = 8
 """Largest number of repeated verifications. Training continues meanwhile, so a step may
@@ -296,26 +297,34 @@ class Observer:
         """Makes the leader export a commit to storage; returns the step.
 
         In a job whose processes the user starts, the newest commit is exported; in
-        other jobs the next commit. If the leader changes within `LEADER_S`, the request
+        other jobs the next commit. Whenever the leader changes meanwhile, the request
         is sent to the new leader.
 
         Raises:
-            RuntimeError: the export was refused or failed, the leader did not answer in
-                time, or there was no leader for `LEADER_S`; the message has the reason.
+            RuntimeError: the export was refused or failed, it was not over in
+                `EXPORT_S`, or a leader was gone and there was no new one for
+                `LEADER_S`; the message has the reason.
             StoreUnavailable: the store does not answer.
         """
-        end = time.monotonic() + LEADER_S
+        begun = time.monotonic()
+        end, elected_by, last_term = begun + EXPORT_S, begun + LEADER_S, -1
         while True:
+            term, reply = last_term, {}
             try:
-                reply = self.ask_leader("export", {}, EXPORT_S)
-                problem = f"leader {reply['leader']}: {reply.get('error')}"
+                term, leader = self._leader()
+                left_s = max(end - time.monotonic(), LEADER_PAUSE_S)
+                reply = self._ask_host(leader, "export", {}, left_s)
+                problem = f"leader {leader.host}: {reply.get('error')}"
                 again = reply.get("moved")
             except NotThere as error:
-                reply, problem = {}, str(error)
+                problem = str(error)
                 again = not isinstance(error.__cause__, TimeoutError)
             if "step" in reply:
                 return reply["step"]
-            if not again or time.monotonic() > end:
+            now = time.monotonic()
+            if term != last_term:  # from now on, the job may elect another leader
+                last_term, elected_by = term, now + LEADER_S
+            if not again or now > min(elected_by, end):
                 raise RuntimeError(problem)
             time.sleep(LEADER_PAUSE_S)
 
@@ -335,15 +344,35 @@ class Observer:
             NotThere: the job has no leader, or the leader does not answer.
             StoreUnavailable: the store does not answer.
         """
+        _, leader = self._leader()
+        reply = self._ask_host(leader, op, request, limit_s)
+        return {**reply, "leader": leader.host}
+
+    def _leader(self) -> tuple[int, HostRecord]:
+        """Returns the leader's term and the record of its host.
+
+        Raises:
+            NotThere: the job has no leader.
+            StoreUnavailable: the store does not answer.
+        """
         view, _ = read_view(self._store, self.job)
         leader = view.hosts.get(view.leader or "")
         if leader is None:
             raise NotThere(f"job {self.job!r} has no leader at the moment.")
+        return view.term, leader
+
+    def _ask_host(
+        self, leader: HostRecord, op: str, request: dict[str, Any], limit_s: float
+    ) -> dict[str, Any]:
+        """Sends a request to the host that leads; returns the reply.
+
+        Raises:
+            NotThere: the host does not answer.
+        """
         try:
-            reply = self._call(leader, op, request, limit_s)
+            return self._call(leader, op, request, limit_s)
         except (OSError, TimeoutError) as error:
             raise NotThere(f"leader {leader.host}: {error}") from error
-        return {**reply, "leader": leader.host}
 
     def result(self) -> str | None:
         """Returns the status with which the job ended; None while the job runs."""

@@ -2,8 +2,10 @@
 
 import concurrent.futures
 import contextlib
+import functools
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -317,3 +319,57 @@ def test_wrong_secret_and_wrong_name(job: Job) -> None:
         job.observer(secret=b"another secret...")
     with pytest.raises(ValueError, match="has no such job. It has: j"):
         job.observer(job="k")
+
+
+def test_every_new_leader_is_asked_however_late_the_one_before_is_deposed(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dtft.elastic.inspect_job.LEADER_S", 1.0)
+    asked = [threading.Event(), threading.Event()]
+
+    def deposed(leader: int, successor: int) -> None:
+        assert asked[leader].wait(10)
+        asked[leader].clear()
+        time.sleep(1.2)  # longer than a job may be without a leader
+        job.store.delete(job_key("j", "m/leader"))
+        job.store.put(job_key("j", "m/leader"), f"h{successor}".encode())
+        job.requests.close()
+
+    def works(slot: int, answer: Answer) -> None:
+        job.requests.add(99, answer)
+        asked[slot].set()
+
+    job.emits = [functools.partial(works, slot) for slot in range(2)]
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        export = pool.submit(job.observer().export)
+        deposed(1, successor=0)
+        deposed(0, successor=1)
+        assert asked[1].wait(10)
+        job.requests.outcome(99, True, "")
+        assert export.result(timeout=20) == 99
+
+
+def test_a_leader_that_always_says_it_has_moved_is_given_up(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dtft.elastic.inspect_job.LEADER_S", 0.5)
+    job.emits[1] = lambda answer: answer({"error": "ask again", "moved": True})
+    with pytest.raises(RuntimeError, match="leader h1: ask again"):
+        job.observer().export()
+
+
+def test_an_export_ends_in_time_however_often_the_leader_changes(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dtft.elastic.inspect_job.EXPORT_S", 1.0)
+
+    def moves(answer: Answer) -> None:
+        job.store.delete(job_key("j", "m/leader"))
+        job.store.put(job_key("j", "m/leader"), b"h1")  # another term
+        answer({"error": "ask again", "moved": True})
+
+    job.emits[1] = moves
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError, match="leader h1: ask again"):
+        job.observer().export()
+    assert time.monotonic() - begun < 5
