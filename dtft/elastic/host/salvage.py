@@ -12,6 +12,7 @@ answer, can be chosen if the hosts of the newest formation with copies of the st
 all of its slices with equal digests.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -77,22 +78,26 @@ def write_address(memory_directory: Path, address: str, *, tls: bool) -> None:
 def serve_salvage(channel: Channel, inbox: Inbox) -> None:
     """Answers one salvage request: sends layouts, items and digests of all copies here.
 
-    The digests are the recorded ones; the copies' bytes are not read.
+    The digests are the recorded ones; the copies' bytes are not read. Steps may be
+    dropped meanwhile; these are left out.
     """
     holder = inbox.holder()
     holders = [it for it in (holder, *inbox.former()) if it is not None]
     held = []
     for one in holders:
-        copies = {
-            step: {key: known for key, _, known in one.copies(step) if known}
-            for step in one.steps()
-        }
+        copies, items = {}, {}
+        for step in one.steps():
+            found = {key: known for key, _, known in one.copies(step) if known}
+            with contextlib.suppress(KeyError):  # dropped since `steps`
+                items[step] = one.items(step)
+                if found:
+                    copies[step] = found
         held.append(
             {
                 "layout": one.layout.to_json(),
                 "chunk_bytes": one.chunk_bytes,
-                "held": {step: found for step, found in copies.items() if found},
-                "items": {step: one.items(step) for step in copies},
+                "held": copies,
+                "items": items,
             }
         )
     channel.send({"epoch": inbox.epoch(), "holders": held}, timeout_s=ASK_S)

@@ -1,12 +1,20 @@
-"""Which step of the hosts' memory is written at a forced end."""
+"""What hosts offer at a forced end, and which step of their memory is written."""
 
+import contextlib
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
+from dtft.checkpoint.memory.replica_store import ReplicaStore
+from dtft.checkpoint.replication.copy_placement import place_copies
 from dtft.checkpoint.state.digests import digest_root
 from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
-from dtft.elastic.host.salvage import Holding, NotSalvaged, choose
+from dtft.checkpoint.transport.protocol import Credentials
+from dtft.checkpoint.transport.server import TransportServer, connect
+from dtft.elastic.host.salvage import Holding, NotSalvaged, choose, serve_salvage
+from dtft.elastic.transfer.replica_server import Inbox
+from tests.support.hosts import stage
 
 MESH = MeshLayout(axis_names=("fsdp",), axis_sizes=(2,), slots=(0, 1))
 LAYOUT = Layout(
@@ -74,3 +82,37 @@ def test_nobody_and_nothing_are_said() -> None:
         choose([], {}, above=0)
     with pytest.raises(NotSalvaged, match="1 of 2 slices"):
         choose([holding("a", {8: {FIRST: b"1"}})], {}, above=0)
+
+
+@pytest.mark.parametrize("when", ["before its copies are listed", "after that"])
+def test_a_step_that_is_dropped_meanwhile_is_not_offered(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder = ReplicaStore(
+        LAYOUT, 0, place_copies(LAYOUT, 1), path=tmp_path / "arena", chunk_bytes=16
+    )
+    for step in (7, 8):
+        stage(holder, step, lambda key, size: bytes(size))
+    listed = holder.copies
+
+    def copies(step: int) -> list:
+        if when == "after that":
+            found = listed(step)
+            holder.keep_only({8})
+            return found
+        holder.keep_only({8})
+        return listed(step)
+
+    monkeypatch.setattr(holder, "copies", copies)
+    inbox = Inbox(epoch=lambda: (1, 1), holder=lambda: holder, held=lambda *_: None)
+    secret = Credentials(job="j", secret=b"s" * 32)
+    handlers = {"salvage": lambda channel: serve_salvage(channel, inbox)}
+    with (
+        contextlib.closing(holder),
+        contextlib.closing(TransportServer("127.0.0.1:0", secret, handlers)) as server,
+        connect(server.address, secret, {"op": "salvage"}, 5.0) as channel,
+    ):
+        told, _ = channel.receive(5.0)
+        channel.send({"done": True}, timeout_s=5.0)
+    (offered,) = told["holders"]
+    assert list(offered["held"]) == list(offered["items"]) == [8]
