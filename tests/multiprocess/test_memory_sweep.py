@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -148,6 +149,23 @@ def test_memory_of_another_user_is_left_alone(tmp_path: Path) -> None:
     except PermissionError:
         pytest.skip("needs to give a directory to another user")
     assert sweep_memory(tmp_path) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
+@pytest.mark.parametrize("mode", [0o1777, 0o777])
+def test_a_name_that_another_user_has_is_refused(mode: int) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as shared:  # others may enter it
+        directory = Path(shared)
+        directory.chmod(mode)
+        path = directory / "dtft-j-a"
+        with owner(path):
+            os.seteuid(4321)
+            try:
+                with pytest.raises(ValueError, match="another user.*--host-name"):
+                    make_memory_directory(path)
+            finally:
+                os.seteuid(0)
+            assert names(directory) == ["dtft-j-a"] and OWNER in names(path)
 
 
 def test_without_a_lock_only_what_nobody_has_open(tmp_path: Path) -> None:

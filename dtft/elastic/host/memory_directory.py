@@ -95,8 +95,8 @@ def make_memory_directory(directory: Path) -> None:
     earlier.
 
     Raises:
-        ValueError: the arena directory does not exist, or a live agent has the
-            directory.
+        ValueError: the arena directory does not exist, or a live agent or another user
+            has the directory.
     """
     check_arena_directory(directory.parent)
     if line := swept_line(directory.parent, sweep_memory(directory.parent)):
@@ -122,7 +122,7 @@ def _put_in_place(fresh: Path, directory: Path) -> None:
     """Renames a locked directory into place; removes a dead agent's directory first.
 
     Raises:
-        ValueError: a live agent has the name.
+        ValueError: a live agent or another user has the name.
     """
     end = time.monotonic() + TAKE_S
     while True:
@@ -130,6 +130,12 @@ def _put_in_place(fresh: Path, directory: Path) -> None:
             fresh.rename(directory)
             return
         except OSError as error:
+            if (user := _other_user(directory)) is not None:
+                raise ValueError(
+                    f"host memory {directory} belongs to another user (uid {user}). "
+                    "Allowed: a name that no other user's host has on this machine. "
+                    "Give another --host-name or --job, or have that user remove it."
+                ) from error
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
         if (directory / OWNER).exists():
@@ -143,6 +149,18 @@ def _put_in_place(fresh: Path, directory: Path) -> None:
                 "another --host-name or --job, or end that agent."
             )
         time.sleep(0.02)
+
+
+def _other_user(path: Path) -> int | None:
+    """Returns the id of another user whose file or directory this is.
+
+    None if it is this user's, if it does not exist, and for root, who may remove it.
+    """
+    try:
+        owner = path.lstat().st_uid
+    except FileNotFoundError:
+        return None
+    return None if os.geteuid() in (0, owner) else owner
 
 
 def remove_memory_directory(directory: Path) -> None:
