@@ -54,7 +54,10 @@ class FetchFailed(Exception):
     """
 
     def __init__(self, host: str, reason: str, corrupt: Sequence[str] = ()) -> None:
-        """Stores the host and the corrupt copies, for the report to the leader."""
+        """Stores the host and the corrupt copies, for the report to the leader.
+
+        A corrupt copy is written "HOST step N: KEY", as everywhere in reports.
+        """
         super().__init__(f"from {host}: {reason}")
         self.host, self.corrupt = host, tuple(corrupt)
 
@@ -192,7 +195,8 @@ def _restore(
     planned = _planned(order, host)
     surprise = [piece.key for piece in missing if piece.key not in planned]
     if surprise:
-        raise FetchFailed(host, f"own copy of {surprise[0]} is corrupt", surprise)
+        corrupt = [f"{host} step {step}: {key}" for key in surprise]
+        raise FetchFailed(host, f"own copy of {surprise[0]} is corrupt", corrupt)
     left = {piece.key: piece for piece in missing}
 
     def fetched(keys: Sequence[str]) -> None:

@@ -131,7 +131,7 @@ def test_silent_corruption_between_plan_and_fetch_is_refused_by_the_receiver(
     assert decision.source == "memory"
     job.hosts["h1"].corrupt(1, "w")
     outcomes = job.carry_out(decision)
-    assert outcomes["h1"]["corrupt"] == ("w[0:4096]:float32",)
+    assert outcomes["h1"]["corrupt"] == ("h1 step 1: w[0:4096]:float32",)
     assert "corrupt" in outcomes["h1"]["error"]  # it found its own copy damaged
     assert "not held here" in outcomes["h0-spare"]["error"]  # and gave it to nobody
     assert job.decide().source == "init"
