@@ -95,9 +95,9 @@ def _can_bind(host: str, port: int) -> bool:
 def port_taken(port: int, host: str = "127.0.0.1") -> bool:
     """Whether no server can listen at a TCP port, as when the port is in use.
 
-    `host` must be an IPv4 address or a host name.
+    `host` is an IP address, or a host name that has an IPv4 address.
     """
-    with socket.socket() as probe:
+    with socket.socket(_family(host)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
         try:
             probe.bind((host, port))

@@ -1,8 +1,11 @@
 """The private etcd, and the process tools below it."""
 
 import importlib.util
+import itertools
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +72,33 @@ def test_port_in_use_is_told(tmp_path: Path) -> None:
     finally:
         second.stop()
         first.stop()
+
+
+def test_a_server_listens_at_the_address_given_to_it(tmp_path: Path) -> None:
+    for host, shown in (("127.0.0.2", "127.0.0.2"), ("::1", "[::1]")):
+        etcd = EmbeddedEtcd(tmp_path, host=host)
+        assert etcd.obstacle() == ""
+        etcd.start()
+        try:
+            etcd.wait_ready()
+            assert etcd.address.startswith(f"{shown}:")
+            taken = f"another process listens on {etcd.address}"
+            assert etcd.obstacle() == taken
+        finally:
+            etcd.stop()
+
+
+def test_the_port_for_clients_is_free_at_the_servers_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.2", 0)) as other:
+        taken = other.getsockname()[1]
+        tries = itertools.chain((taken,), itertools.count(free_port()))
+        monkeypatch.setattr(
+            random.SystemRandom, "randrange", lambda *_: next(tries), raising=False
+        )
+        etcd = EmbeddedEtcd(tmp_path, host="127.0.0.2")
+        assert not etcd.address.endswith(f":{taken}")
 
 
 def test_data_of_an_earlier_run_is_removed(tmp_path: Path) -> None:

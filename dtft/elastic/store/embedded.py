@@ -25,6 +25,7 @@ from dtft.elastic.processes import (
     room_problem,
     state_letter,
 )
+from dtft.elastic.store.address import endpoint_text
 from dtft.elastic.store.api import StoreUnavailable
 from dtft.elastic.store.etcd import EtcdStore
 
@@ -69,14 +70,14 @@ class EmbeddedEtcd:
 
         Args:
             directory: directory of `etcd.log` and, while etcd is in use, `etcd-data`.
-            client_port: port for clients; 0 picks a free port.
-            host: the address of this machine to listen on.
+            client_port: port for clients; 0 picks a port that is free at `host`.
+            host: the IP address of this machine to listen on for clients.
             quota_bytes: database size in bytes above which etcd refuses writes.
         """
         self._host, self._quota_bytes = host, quota_bytes
         self._log = directory / "etcd.log"
         self._data = directory / "etcd-data"
-        self._client_port = client_port or free_port()
+        self._client_port = client_port or free_port(host)
         self._peer_port = free_port()
         while self._peer_port == self._client_port:
             self._peer_port = free_port()
@@ -90,7 +91,7 @@ class EmbeddedEtcd:
     @property
     def address(self) -> str:
         """Client address "host:port", as `EtcdStore` and --store take it."""
-        return f"{self._host}:{self._client_port}"
+        return endpoint_text((self._host, self._client_port))
 
     @property
     def pid(self) -> int:
@@ -310,7 +311,7 @@ class EmbeddedEtcd:
         ports = (self._host, self._client_port), ("127.0.0.1", self._peer_port)
         for host, port in ports:
             if port_taken(port, host):
-                return f"another process listens on {host}:{port}"
+                return f"another process listens on {endpoint_text((host, port))}"
         self._log.parent.mkdir(parents=True, exist_ok=True)
         return room_problem(self._log.parent, _ROOM_BYTES)
 

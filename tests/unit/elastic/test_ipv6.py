@@ -8,7 +8,7 @@ from dtft.elastic.assignment import HostRecord, SlotAssignment
 from dtft.elastic.inspect_job import Observer
 from dtft.elastic.leader.rendezvous_plan import Round, RoundReason, export_addresses
 from dtft.elastic.messages.orders import fault_of_order
-from dtft.elastic.processes import free_port
+from dtft.elastic.processes import free_port, port_taken
 from dtft.elastic.store.memory import MemoryStore
 from tests.support.agents import SECRET, agents, config, joined
 from tests.support.hosts import wait_until
@@ -53,3 +53,12 @@ def test_a_free_port_is_free_at_the_address_that_it_is_for() -> None:
         port = free_port(host)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         socket.create_server((host, port), family=family).close()
+
+
+def test_a_port_is_taken_only_while_a_server_listens_there() -> None:
+    for host in ("127.0.0.1", "::1", "localhost"):
+        port = free_port(host)
+        assert not port_taken(port, host)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.create_server((host, port), family=family):
+            assert port_taken(port, host)
