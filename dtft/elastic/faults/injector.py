@@ -173,11 +173,12 @@ class FaultInjector(threading.Thread):
 
         A `corrupt` is left out: it happens with the fault after it.
         """
-        struck = [strike.fault for strike in self.injected]
-        found = [str(it) for it in self._faults if it not in struck]
+        pending = list(self._faults)
+        for strike in self.injected:  # a fault may be planned several times
+            pending.remove(strike.fault)
         lasts = [it.fault for it in self.injected if it.until is None]
         return [
-            *(text for text in found if not text.startswith("corrupt")),
+            *(str(fault) for fault in pending if fault.kind != "corrupt"),
             *(str(fault) for fault in lasts if fault.heals),
         ]
 

@@ -1,12 +1,14 @@
 """How faults are written, and how the drill judges what was left."""
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dtft.drills.compare import samples_exactly_once, surviving_segments
+from dtft.elastic.faults.injector import FaultInjector, InjectedFault
 from dtft.elastic.faults.schedule import (
     KINDS,
     PHASES,
@@ -17,6 +19,7 @@ from dtft.elastic.faults.schedule import (
     check_together,
     parse_fault,
 )
+from dtft.elastic.local_cluster import ClusterOptions, LocalCluster
 
 SECONDS = st.integers(1, 10**6).map(float) | st.sampled_from([0.5, 2.25])
 
@@ -183,3 +186,24 @@ def test_samples_of_the_surviving_history(tmp_path, entries, right):
     events = [assignment(1, 1, 0), assignment(2, 1, 1)]
     control, faulted = tmp_path / "control", tmp_path / "faulted"
     assert samples_exactly_once(faulted, control, 2, 2, events) is right
+
+
+def test_of_two_equal_faults_the_second_is_pending_after_the_first(
+    tmp_path: Path,
+) -> None:
+    cluster = LocalCluster(
+        ClusterOptions(
+            agent_arguments=(),
+            job="j",
+            hosts=2,
+            spares=0,
+            run_directory=tmp_path,
+            storage_directory=tmp_path,
+        )
+    )
+    texts = ["corrupt:1@40", "kill-trainer:1@40", "kill-trainer:1@40"]
+    faults = [parse_fault(text, 2) for text in texts]
+    injector = FaultInjector(cluster, faults, seed=0, rejoin_s=None)
+    for left in (2, 1, 0):
+        assert injector.not_over == ["kill-trainer:1@40"] * left
+        injector.injected.append(InjectedFault(fault=faults[-1], hosts=("a",)))
