@@ -4,11 +4,17 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import cast
 
 import pytest
 
 from dtft.elastic.faults import network_namespaces
+from dtft.elastic.faults.interruptions import Interruption, begin
 from dtft.elastic.faults.network_namespaces import HostNamespaces, NoNamespacesError
+from dtft.elastic.faults.schedule import parse_fault
+from dtft.elastic.local_cluster import LocalCluster
 
 needs_root = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2"
@@ -43,45 +49,89 @@ def answers(prefix: tuple[str, ...], address: str) -> str:
     return done.stderr.strip().splitlines()[-1] if done.returncode else "yes"
 
 
-@needs_root
-def test_each_cut_separates_what_it_names_and_is_silent():
-    network = HostNamespaces(["a", "b"])
+LATE = "TimeoutError: timed out"
+WHOLE = ("yes",) * 5
+
+
+@pytest.fixture
+def network() -> Iterator[HostNamespaces]:
+    """Two hosts, a and b; on both and at the store a server answers."""
+    made = HostNamespaces(["a", "b"])
     servers = []
     try:
-        places = [(network.prefix(it), network.address(it)) for it in "ab"]
-        for prefix, address in [*places, ((), network.store_host)]:
+        places = [(made.prefix(it), made.address(it)) for it in "ab"]
+        for prefix, address in [*places, ((), made.store_host)]:
             command = python(prefix, ECHO, address)
             server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
             servers.append(server)
             assert server.stdout is not None and server.stdout.readline() == "ready\n"
-        (a, address_a), (b, address_b) = places
-
-        def seen() -> tuple[str, ...]:
-            pairs = [(a, address_b), (b, address_a), (a, network.store_host)]
-            pairs += [(b, network.store_host), ((), address_a)]
-            return tuple(answers(*pair) for pair in pairs)
-
-        late = "TimeoutError: timed out"
-        whole = ("yes",) * 5
-        assert seen() == whole
-        network.cut("a", "store")
-        assert seen() == ("yes", "yes", late, "yes", "yes")
-        network.heal("a")
-        for reach in ("all", "out", "in"):
-            network.cut("a", reach)
-            assert seen() == (late, late, late, "yes", late), reach
-            network.heal("a")
-            assert seen() == whole
-        network.part("a", "b")
-        assert seen() == (late, late, "yes", "yes", "yes")
-        network.heal("a")
-        assert seen() == whole
+        yield made
     finally:
         for server in servers:
             server.kill()
             server.communicate(timeout=10)
-        network.close()
+        made.close()
     assert network_namespaces.existing_namespaces(os.getpid()) == []
+
+
+def seen(network: HostNamespaces) -> tuple[str, ...]:
+    """What a sees of b, b of a, a and b of the store, and the store of a."""
+    (a, address_a), (b, address_b) = (
+        (network.prefix(it), network.address(it)) for it in "ab"
+    )
+    pairs = [(a, address_b), (b, address_a), (a, network.store_host)]
+    pairs += [(b, network.store_host), ((), address_a)]
+    with ThreadPoolExecutor(len(pairs)) as pool:
+        return tuple(pool.map(lambda pair: answers(*pair), pairs))
+
+
+def cut(network: HostNamespaces, hosts: str, reach: str) -> Interruption:
+    """Begins a cut as a drill does."""
+    fault = parse_fault(f"cut:{'0+1' if len(hosts) == 2 else '0'}@1:{reach}:5", 2)
+    return begin(fault, list(hosts), cast(LocalCluster, None), network, [])
+
+
+@needs_root
+def test_each_cut_separates_what_it_names_and_is_silent(network):
+    assert seen(network) == WHOLE
+    begun = cut(network, "a", "store")
+    assert seen(network) == ("yes", "yes", LATE, "yes", "yes")
+    begun.end()
+    for reach in ("all", "out", "in"):
+        begun = cut(network, "a", reach)
+        assert seen(network) == (LATE, LATE, LATE, "yes", LATE), reach
+        begun.end()
+        assert seen(network) == WHOLE
+    begun = cut(network, "ab", "pair")
+    assert seen(network) == (LATE, LATE, "yes", "yes", "yes")
+    begun.end()
+    assert seen(network) == WHOLE
+
+
+@needs_root
+@pytest.mark.parametrize(
+    "lasting, ended",
+    [
+        (("b", "in"), ("a", "out")),
+        (("b", "out"), ("a", "in")),
+        (("b", "all"), ("a", "all")),
+        (("ab", "pair"), ("a", "all")),
+        (("b", "in"), ("ab", "pair")),
+        (("a", "store"), ("a", "all")),
+        (("a", "in"), ("a", "in")),
+    ],
+)
+def test_a_cut_lasts_though_another_one_ends(network, lasting, ended):
+    alone = cut(network, *lasting)
+    expected = seen(network)
+    assert LATE in expected
+    alone.end()
+    for first, second in ((lasting, ended), (ended, lasting)):
+        both = [cut(network, *first), cut(network, *second)]
+        both.pop((first, second).index(ended)).end()
+        assert seen(network) == expected
+        both.pop().end()
+        assert seen(network) == WHOLE
 
 
 @needs_root

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtft.elastic.faults.network_namespaces import HostNamespaces
+from dtft.elastic.faults.network_namespaces import HostNamespaces, NetworkCut
 from dtft.elastic.faults.schedule import Fault
 from dtft.elastic.local_cluster import LocalCluster
 from dtft.elastic.processes import process_alive
@@ -67,11 +67,10 @@ def begin(
         case "cut":
             assert network is not None
             if fault.reach == "pair":
-                network.part(*hosts)
+                cuts = [network.part(*hosts)]
             else:
-                for host in hosts:
-                    network.cut(host, fault.reach)
-            return Interruption(pids=(), end=lambda: _heal(network, hosts))
+                cuts = [network.cut(host, fault.reach) for host in hosts]
+            return Interruption(pids=(), end=lambda: _heal(network, cuts))
         case "pause-store":
             return _store_paused(cluster)
         case _:
@@ -121,6 +120,6 @@ def _send(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def _heal(network: HostNamespaces, hosts: Sequence[str]) -> None:
-    for host in hosts:
-        network.heal(host)
+def _heal(network: HostNamespaces, cuts: Sequence[NetworkCut]) -> None:
+    for cut in cuts:
+        network.heal(cut)

@@ -47,6 +47,15 @@ class HostNamespace:
     """Outer ends of its interfaces, on the hosts' bridge and on the store's bridge."""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class NetworkCut:
+    """One cut of a host, or of two hosts from each other; each cut equals itself only,
+    as equal ones may be in force at the same time."""
+
+    hosts: tuple[str, ...]
+    reach: Reach
+
+
 class HostNamespaces:
     """The namespaces of a cluster's hosts; `close` removes all of them."""
 
@@ -66,6 +75,8 @@ class HostNamespaces:
         self._base = f"{PREFIX}{os.getpid()}"
         self._bridges = (f"{self._base}b", f"{self._base}s")
         self._networks = _free_networks()
+        self._cuts: list[NetworkCut] = []
+        """The cuts in force."""
         self._hosts = {
             host: HostNamespace(
                 name=f"{self._base}h{number}",
@@ -96,41 +107,70 @@ class HostNamespaces:
         """Returns the words before a command that run it in the host's namespace."""
         return ("ip", "netns", "exec", self._hosts[host].name)
 
-    def cut(self, host: str, reach: Reach) -> None:
-        """Drops a host's packets silently.
+    def cut(self, host: str, reach: Reach) -> NetworkCut:
+        """Drops a host's packets silently until the cut is healed.
 
         Args:
             host: the host.
             reach: "all": all packets; "store": those to and from the store; "out" or
                 "in": those in one direction. "pair" drops nothing; see `part`.
         """
-        found = self._hosts[host]
-        match reach:
-            case "all" | "store":
-                for outer in found.outer[reach == "store" :]:
-                    _run("ip", "link", "set", outer, "nomaster")
-            case "out":
-                self._set_neighbours(found, _NOBODY)
-            case "in":
-                self._make_known(found, _NOBODY)
+        return self._begin(NetworkCut(hosts=(host,), reach=reach))
 
-    def part(self, one: str, other: str) -> None:
-        """Drops the packets between two hosts silently."""
-        ends = self._hosts[one], self._hosts[other]
-        for here, there in (ends, ends[::-1]):
-            _batch(here.name, [self._neighbour(0, there.number, "eth0", _NOBODY)])
+    def part(self, one: str, other: str) -> NetworkCut:
+        """Drops the packets between two hosts silently until the cut is healed."""
+        return self._begin(NetworkCut(hosts=(one, other), reach="pair"))
 
-    def heal(self, host: str) -> None:
-        """Undoes every cut of a host."""
-        found = self._hosts[host]
-        for bridge, outer in zip(self._bridges, found.outer, strict=True):
-            _run("ip", "link", "set", outer, "master", bridge)
-        self._set_neighbours(found)
-        self._make_known(found)
+    def heal(self, cut: NetworkCut) -> None:
+        """Undoes one cut. Packets that another cut drops too are still dropped."""
+        self._cuts = [it for it in self._cuts if it is not cut]
+        self._apply(cut)
 
     def close(self) -> None:
         """Removes namespaces, interfaces and files."""
         _remove(self._base)
+
+    # ------------------------------------------------------------------ cutting
+
+    def _begin(self, cut: NetworkCut) -> NetworkCut:
+        self._cuts.append(cut)
+        self._apply(cut)
+        return cut
+
+    def _apply(self, cut: NetworkCut) -> None:
+        """Sets what a cut changes so that exactly the cuts in force drop packets."""
+        for name in cut.hosts:
+            host = self._hosts[name]
+            match cut.reach:
+                case "all" | "store":
+                    self._set_links(name)
+                case "out" | "pair":
+                    self._set_neighbours(host)
+                case "in":
+                    self._make_known(host)
+
+    def _set_links(self, name: str) -> None:
+        """Connects a host's interfaces to their bridges, or takes them off."""
+        reaches = {cut.reach for cut in self._cuts if name in cut.hosts}
+        off = "all" in reaches, bool(reaches & {"all", "store"})
+        outer = self._hosts[name].outer
+        for end, bridge, is_off in zip(outer, self._bridges, off, strict=True):
+            where = ("nomaster",) if is_off else ("master", bridge)
+            _run("ip", "link", "set", end, *where)
+
+    def _is_dropped(self, sender: int, receiver: int) -> bool:
+        """Whether a cut in force drops the packets from one number to another; cuts
+        that take interfaces off their bridges are left out."""
+        for cut in self._cuts:
+            numbers = {self._hosts[name].number for name in cut.hosts}
+            match cut.reach:
+                case "out" if sender in numbers:
+                    return True
+                case "in" if receiver in numbers:
+                    return True
+                case "pair" if numbers == {sender, receiver}:
+                    return True
+        return False
 
     # ------------------------------------------------------------------- making
 
@@ -174,39 +214,40 @@ class HostNamespaces:
         parts = [int(part) for part in self._networks[side].split(".")] + [number]
         return "02:00:" + ":".join(f"{part:02x}" for part in parts)
 
-    def _set_neighbours(self, host: HostNamespace, mac: str | None = None) -> None:
-        """Sets a host's neighbour entries for all other hosts and the bridges.
-
-        Args:
-            host: the host.
-            mac: hardware address in the entries; None for the real ones.
-        """
+    def _set_neighbours(self, host: HostNamespace) -> None:
+        """Sets a host's neighbour entries for all other hosts and the bridges."""
         others = {it.number for it in self._hosts.values()} - {host.number}
         ends = [(0, number) for number in sorted(others | {_GATEWAY})] + [(1, _GATEWAY)]
-        _batch(host.name, [self._neighbour(*end, f"eth{end[0]}", mac) for end in ends])
+        _batch(
+            host.name,
+            [
+                self._neighbour(side, host.number, number, f"eth{side}")
+                for side, number in ends
+            ],
+        )
 
-    def _make_known(self, host: HostNamespace, mac: str | None = None) -> None:
-        """Sets the neighbour entries for a host on all other hosts and on the bridges.
-
-        Args:
-            host: the host.
-            mac: hardware address in the entries; None for the real one.
-        """
+    def _make_known(self, host: HostNamespace) -> None:
+        """Sets the neighbour entries for a host on all other hosts and on the
+        bridges."""
         made = set(_names("netns"))
         for other in self._hosts.values():
             if other is not host and other.name in made:
-                _batch(other.name, [self._neighbour(0, host.number, "eth0", mac)])
+                entry = self._neighbour(0, other.number, host.number, "eth0")
+                _batch(other.name, [entry])
         _batch(
             None,
             [
-                self._neighbour(side, host.number, bridge, mac)
+                self._neighbour(side, _GATEWAY, host.number, bridge)
                 for side, bridge in enumerate(self._bridges)
             ],
         )
 
-    def _neighbour(self, side: int, number: int, device: str, mac: str | None) -> str:
-        address = f"{self._networks[side]}.{number}"
-        where = mac or self._mac(side, number)
+    def _neighbour(self, side: int, sender: int, receiver: int, device: str) -> str:
+        """The command that sets a sender's entry for a receiver in a network: to the
+        receiver's hardware address, or to an unused one if a cut drops the packets."""
+        dropped = self._is_dropped(sender, receiver)
+        where = _NOBODY if dropped else self._mac(side, receiver)
+        address = f"{self._networks[side]}.{receiver}"
         return f"neigh replace {address} lladdr {where} dev {device} nud permanent"
 
 
