@@ -11,9 +11,6 @@ from pathlib import Path
 
 MAPPED_S = 120.0
 SAMPLE_S = 0.005
-INEXACT = 2 << 20
-"""Bytes by which a process's resident memory in /proc may be too low: Linux counts some
-pages for each CPU apart."""
 
 
 class AnonymousMemory(threading.Thread):
@@ -68,7 +65,7 @@ def await_mapped(pid: int, size: Callable[[], int]) -> None:
     """
     end = time.monotonic() + MAPPED_S
     while time.monotonic() < end:
-        if (wanted := size()) and resident(pid, "RssShmem") >= wanted - INEXACT:
+        if (wanted := size()) and resident(pid, "RssShmem") >= wanted:
             return
         time.sleep(SAMPLE_S)
     raise RuntimeError(f"process {pid} has not mapped its memory in {MAPPED_S:.0f} s")

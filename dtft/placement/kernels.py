@@ -67,15 +67,15 @@ class Kernels:
         for known in (device.name, *platforms_of(device)):
             if names & self.registered.get(known, frozenset()):
                 return True
+        must_be_listed = device.platform == "other" or operator.primitive in CUSTOM
         if device.kernels is not None:
             listed = {CLASSES.get(name, name) for name in device.kernels}
             if not names & (listed | device.kernels):
                 return False
-        elif device.platform == "other" or operator.primitive in CUSTOM:
+        elif must_be_listed:
             return False
-        if device.platform == "other" or operator.primitive in CUSTOM:
-            return True
-        return number not in self.lacking.get(device.platform, frozenset())
+        lacking = self.lacking.get(device.platform, frozenset())
+        return must_be_listed or number not in lacking
 
 
 def names_of(operator: Operator) -> frozenset[str]:

@@ -13,7 +13,12 @@ DEPENDENCIES = frozenset(
 
 def imported_by(module: str) -> set[str]:
     """Names of all modules loaded in a fresh process by `import module`."""
-    code = f"import sys, {module}; print(*sys.modules)"
+    return loaded_by(f"import {module}")
+
+
+def loaded_by(code: str) -> set[str]:
+    """Names of all modules loaded in a fresh process that runs `code`."""
+    code = f"{code}\nimport sys; print(*sys.modules)"
     result = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

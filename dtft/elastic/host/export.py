@@ -135,8 +135,9 @@ class HostExports:
         """Returns the exporter for an order: the running one or a new one.
 
         The running exporter is kept if its settings and the order's `failures` (number
-        of failed exports in the formation) are unchanged. After a failure no host keeps
-        its exporter: the old exporters would wait for the exporter that has ended.
+        of exports that failed or were replaced in the formation) are unchanged. After a
+        failure no host keeps its exporter: the old exporters would wait for the
+        exporter that has ended.
         """
         opening = {
             "directory": str(self._config.storage_directory),

@@ -127,8 +127,8 @@ class Follower:
         """Lane (thread with a queue) on which changes and reports of this host's copies
         run one after the other."""
         self._export_attempt = 0
-        """Field `failures` of the last export order: number of exports that failed
-        before in this formation."""
+        """Field `failures` of the last export order: number of exports that failed or
+        were replaced before in this formation."""
         self._obeyed: Mapping[str, Any] | None = None
         """The last `prepare` order that this host accepted; None before the first."""
         self._commits: list[Commit] = []

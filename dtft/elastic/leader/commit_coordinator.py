@@ -202,6 +202,7 @@ class CommitCoordinator:
         self._lenders: list[str] = []
         self._exported = stored
         self._failures = 0
+        """Number of exports that failed or were replaced by another order."""
         self._failed: dict[int, int] = {}
         self.overdue: int | None = None
         """The newest step that was due for export while the export ordered last was in
@@ -463,8 +464,8 @@ class CommitCoordinator:
             step: the exported step.
             ok: whether the host has written its part.
             attempt: the field `failures` of the order that the host answers (the number
-                of exports that had failed before it). None: the answer is to the newest
-                order.
+                of exports that had failed or were replaced before it). None: the answer
+                is to the newest order.
         """
         if self._export is None or self._export[0] != step:
             return None

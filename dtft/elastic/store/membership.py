@@ -313,7 +313,7 @@ class Membership:
         if self._stopped:
             return
         view = self._reader.view(pairs.values(), revision)
-        if view.lost(self.view):
+        if view.lost_data_since(self.view):
             self._renew_era(view)
             return
         self.view = view
@@ -330,12 +330,12 @@ class Membership:
         era = {"era": self.view.era + 1, "id": secrets.token_hex(8)}
         put = Put(key=self.key("m/era"), value=json.dumps(era).encode())
         logger.warning("the store has lost data: era %d begins", era["era"])
-        unchanged = self._era_of(view)
+        unchanged = self._in_era(view)
         self._campaigns.submit(
             lambda: self._store.txn([unchanged], [put]), _only_logged
         )
 
-    def _era_of(self, view: View) -> Compare:
+    def _in_era(self, view: View) -> Compare:
         """Makes the condition that the store is in the era of a view."""
         key = self.key("m/era")
         if not view.era_value:
@@ -371,7 +371,7 @@ class Membership:
         known = Compare(
             key=self.key("m/led"), target="mod", value=view.last_led_revision
         )
-        era = self._era_of(view)
+        era = self._in_era(view)
         changes = [
             Put(key=self.key("m/leader"), value=host, lease=lease),
             Put(key=self.key("m/led"), value=host),
@@ -396,7 +396,7 @@ class Membership:
         disappears when its old lease expires.
         """
         self._lease, self._due = 0, 0.0
-        mine = [self._fence(term), self._era_of(term)]
+        mine = [self._fence(term), self._in_era(term)]
         drop = Delete(key=self.key("m/leader"))
         self._campaigns.submit(lambda: self._store.txn(mine, [drop]), _only_logged)
         self.tick()
@@ -423,7 +423,7 @@ class Membership:
         """
         if not view.leader_revision:
             return False  # an absent key has revision 0 and would match
-        return self._store.txn([self._fence(view), self._era_of(view)], list(changes))
+        return self._store.txn([self._fence(view), self._in_era(view)], list(changes))
 
     def commits(self) -> tuple[Commit, ...]:
         """Reads the recorded commits, newest first; blocks."""

@@ -60,10 +60,10 @@ class View:
         """The number of the leader's term, which increases with every new leader."""
         return (self.era << _REVISION_BITS) + self.leader_revision
 
-    def lost(self, known: "View") -> bool:
-        """Whether the store has lost data since a view `known` of it.
+    def lost_data_since(self, known: "View") -> bool:
+        """Whether the store has lost data between an earlier view, `known`, and this.
 
-        It has if its era or revision is smaller, or if it began the same era again.
+        It has if era or revision is smaller now, or if the same era has begun again.
         """
         again = self.era == known.era and self.era_value != known.era_value
         return self.age < known.age or again

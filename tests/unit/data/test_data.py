@@ -1,8 +1,5 @@
 """Every row once, whatever reads it."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,6 +8,7 @@ from hypothesis import strategies as st
 from dtft.data import datasets
 from dtft.data.datasets import DIGITS_SHA256, CharsConfig, DigitsConfig
 from dtft.data.rows import Source, make_datasets, rows_of
+from tests.support.imports import loaded_by
 
 
 @given(st.integers(0, 50), st.integers(1, 8), st.integers(1, 8))
@@ -54,14 +52,11 @@ def test_digits_are_the_known_ones_and_split_once() -> None:
 
 
 def test_what_a_trainer_imports_has_no_scipy() -> None:
-    code = (
-        "import sys\nimport dtft.train.worker\nimport dtft.train.loop\n"
-        "from dtft.data.datasets import DigitsConfig\nDigitsConfig().load()\n"
-        "print({'scipy', 'sklearn', 'matplotlib'} & set(sys.modules))"
+    loaded = loaded_by(
+        "import dtft.train.worker, dtft.train.loop\n"
+        "from dtft.data.datasets import DigitsConfig\nDigitsConfig().load()"
     )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
+    assert not {"scipy", "sklearn", "matplotlib"} & loaded
 
 
 def test_digits_that_are_not_installed_are_named(monkeypatch) -> None:
