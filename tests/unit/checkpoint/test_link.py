@@ -133,7 +133,7 @@ def test_an_agent_short_of_open_files_accepts_again_once_it_has_some(
     (accepting,) = set(threading.enumerate()) - before
     with socket.socket(socket.AF_UNIX) as first, socket.socket(socket.AF_UNIX) as last:
         with no_file_can_be_opened():
-            first.connect("agent.sock")  # accepted if `accept` waits: its file is reserved
+            first.connect("agent.sock")  # accepted if `accept` waits now
             last.connect("agent.sock")
             wait_until(lambda: "Too many open files" in caplog.text)
             assert accepting.ident is not None
