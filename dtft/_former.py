@@ -35,10 +35,10 @@ MODULES = {
     "dtft.train.shampoo": "dtft.config",
     "dtft.train.sync_config": "dtft.config",
 }
-"""Old module path (used in configs and READMEs) to the package that now has the names
-of the module."""
+"""Maps an old module path to the package that now has the module's names. Configs and
+READMEs use the old paths."""
 _NAMES = {"dtft.train.calibrate.measure": "measure_devices"}
-"""Full old name to the new name without its package, for names that changed."""
+"""Maps a full old name to the new name without its package, for names that changed."""
 
 
 def warn(former: str, now: str, stacklevel: int = 3) -> None:

@@ -1,5 +1,7 @@
 """The only module of dtft that uses JAX's private API.
 
+It uses the private API for:
+
 * JAX's coordination service in a separate process, so that no trainer has to run it,
   and a trainer's connection to the service.
 * Text from process 0 to all processes through the coordination service.
@@ -109,9 +111,9 @@ def join_world(
 def told_by_first(key: str, text: str, timeout_s: float) -> str:
     """Broadcasts the text of process 0 to every process, by the coordination service.
 
-    Uses no collective, which would time out after seconds: process 0 may take up to
-    `timeout_s` to produce the text. Returns the text of process 0. In a process that is
-    not connected to a service, returns `text`.
+    Process 0 may take up to `timeout_s` to produce the text. A collective would time
+    out earlier. Returns the text of process 0. In a process that is not connected to a
+    service, returns `text`.
 
     Args:
         key: name of the text; may be used only once in the life of the service.

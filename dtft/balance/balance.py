@@ -48,8 +48,9 @@ from dtft.planner.arguments import check_choice, check_number, check_whole
 class Took:
     """Measured steps of one division (the load of each node).
 
-    `step_s` is the mean over rounds of a round's median step seconds, weighted by the
-    steps of each round. `num_steps` is the number of steps of all these rounds.
+    Each round of the division has a median of its step seconds. `step_s` is the mean of
+    these medians, each weighted by the number of steps of its round. `num_steps` is the
+    number of steps of all these rounds.
     """
 
     division: Any
@@ -61,8 +62,8 @@ class Took:
 class StepTimes:
     """Seconds of whole steps, for each load measured since a node last drifted.
 
-    `took` maps the units of each node (the load) to these seconds. It is empty if whole
-    steps are not measured.
+    `took` maps a load (the units of each node) to the steps measured with it. It is
+    empty if whole steps are not measured.
     """
 
     took: Mapping[Load, Took] = field(default_factory=dict)
@@ -70,7 +71,7 @@ class StepTimes:
     def after(
         self, division: Any, load: Load, step_s: ArrayLike, level: float
     ) -> "StepTimes":
-        """Adds the median step seconds of another round.
+        """Returns the step times with the steps of one more round included.
 
         Args:
             division: The division in force (a value of `Work.best` or `by_weight`).
@@ -99,19 +100,23 @@ class StepTimes:
         return StepTimes(took={**took, load: here})
 
     def gain(self, here: Load, there: Load) -> float | None:
-        """Returns the share of a step under load `here` that load `there` saves.
+        """Returns the share of a step's seconds that a change of the load would save.
 
-        The share is computed from measured steps; it is below 0 if `there` is slower,
-        and None if either load has no measured steps.
+        The change is from load `here` to load `there`. The share is computed from
+        measured steps. It is below 0 if `there` is slower, and None if either load has
+        no measured steps.
         """
         if here not in self.took or there not in self.took:
             return None
         return 1 - self.took[there].step_s / self.took[here].step_s
 
     def fastest(self, here: Load) -> tuple[Any, float] | None:
-        """Returns the division (load of each node) with the fastest measured steps, and
-        the share of a step that it saves relative to load `here`; None if `here` has no
-        measured steps."""
+        """Finds the division (load of each node) with the fastest measured steps.
+
+        Returns the division, and the share of a step's seconds that a change from load
+        `here` to this division would save. Returns None if `here` has no measured
+        steps.
+        """
         if here not in self.took:
             return None
         best = min(self.took.values(), key=lambda it: it.step_s)
@@ -152,8 +157,10 @@ class Work(Protocol[Division]):
     def seconds(
         self, division: Division, unit_s: Floats, fixed_s: Floats | None = None
     ) -> float:
-        """Returns the seconds of a step of a division; `unit_s`, `fixed_s` as in
-        `best`."""
+        """Returns the seconds that a step takes with a division.
+
+        `unit_s` and `fixed_s` are as in `best`.
+        """
         ...
 
 
@@ -166,11 +173,11 @@ class Rules:
     """Least share of a step's seconds that a new division must save for `exact` to
     change to it."""
     noise_factor: float = 2.0
-    """Number of relative standard errors of the compared seconds that a gain must
-    exceed for `exact` to accept it."""
+    """`exact` accepts a gain only if it exceeds this many relative standard errors of
+    the compared seconds."""
     step: float = 0.3
-    """Relative increase of a node's weight by `proportional` if the node waits a whole
-    step longer than the mean node; linear for other waits."""
+    """Relative increase of a node's weight by `proportional`, if the node waits a whole
+    step longer than the mean node. For another wait, the increase is in proportion."""
     patience: int = 3
     """Rounds in a row without change or drift after which a division is settled."""
 
@@ -211,7 +218,8 @@ class Balance(Generic[Division]):
     division: Division
     weights: Floats
     tried: SpeedEstimator
-    """Measured seconds per unit of nodes, for the last divisions in force."""
+    """Seconds per unit of load that were measured on each node, for each of the last
+    divisions in force."""
     steps: StepTimes = StepTimes()
     """Measured seconds of whole steps for each load; empty if `after` gets no
     `step_s`."""
@@ -263,7 +271,7 @@ class Balance(Generic[Division]):
         remaining_steps: float = np.inf,
         cost_s: float = 0.0,
     ) -> "Balance[Division]":
-        """Adds a round of steps, and changes the division if this saves enough seconds.
+        """Returns the balance after one more round, perhaps with another division.
 
         The policy proposes a candidate. The division changes to the candidate if the
         gain (`Judgement.gain`) exceeds the threshold, and if the seconds that the
@@ -350,7 +358,9 @@ def _gain(
 def _proportional(
     now: Balance[Division], busy: Floats
 ) -> tuple[Division, Floats, float, float]:
-    """Raises the weights of nodes that wait longer than the mean node, lowers others.
+    """Raises the weights of nodes that wait longer than the mean node.
+
+    Lowers the weights of the other nodes.
 
     Returns candidate, weights, gain and threshold. The gain is 1 if the candidate's
     load differs from the load in force, else 0; the threshold is 0.

@@ -26,10 +26,10 @@ def allocate(
 ) -> Counts:
     """Finds the integer shares that minimise `max(fixed_s + shares * unit_s)`.
 
-    The result is exact: giving each microbatch in turn to the node that would end first
-    with it is optimal for this objective. A bisection assigns all but the last few at
-    once. At equal finishing times the node with the lower index gets the microbatch, so
-    equal input gives equal shares on every host.
+    The result is exact: for this objective, the best rule is to give each microbatch in
+    turn to the node that would finish it first. A bisection assigns all but the last
+    few microbatches at once. At equal finishing times the node with the lower index
+    gets the microbatch, so equal input gives equal shares on every host.
 
     Args:
         unit_s: Seconds per microbatch, `[n]`, each finite and above 0.
@@ -83,8 +83,8 @@ class Microbatches:
     def by_weight(self, weights: Floats) -> Counts:
         """Returns shares in proportion to weights, within `low` and `cap`.
 
-        A node of weight 0 takes `low` microbatches, and more only if the caps of all
-        other nodes leave some.
+        A node of weight 0 takes `low` microbatches. It takes more only if the caps of
+        the other nodes are too small for all microbatches.
         """
         if self.cap is None:
             return by_weight(weights, self.total, low=self.low)
@@ -219,7 +219,7 @@ def _done_by(left: Floats, seconds: Floats, most: Counts, low: int) -> Counts:
 def _hand_out(
     shares: Counts, seconds: Floats, fixed: Floats, total: int, most: Counts
 ) -> Counts:
-    """Gives each remaining microbatch to the node that would end first with it."""
+    """Gives each remaining microbatch to the node that would finish it first."""
     while (missing := total - int(shares.sum())) > 0:
         finish = np.where(shares < most, fixed + (shares + 1) * seconds, np.inf)
         # Gives one to several nodes at once, as long as no node would end earlier with
@@ -372,7 +372,7 @@ class Layers:
             return self.best(1 / given)
 
     def best(self, unit_s: Floats, fixed_s: Floats | None = None) -> Counts:
-        """Finds the split with the shortest step for given real seconds of the stages.
+        """Finds the split of the layers with the shortest step.
 
         Args:
             unit_s: Real seconds for each second of the cost model, `[stages]`; infinite
@@ -447,8 +447,10 @@ class Layers:
         return sums + np.where(has, each, 0.0)
 
     def _costs(self, unit_s: Floats) -> Floats:
-        """Returns `_sums`, but infinite for ranges with fewer than `low` layers, and
-        for ranges that exceed the stage's memory."""
+        """Returns `_sums`, with infinite seconds for ranges that a stage must not have.
+
+        Such a range has fewer than `low` layers, or exceeds the stage's memory.
+        """
         costs = self._sums(unit_s)
         places = np.arange(len(self.layer_s) + 1)
         number = places[None, :] - places[:, None]
@@ -488,8 +490,10 @@ def _of_stages(sums: Floats, division: Counts) -> Floats:
 
 
 def _least_sum(costs: Floats) -> Counts | None:
-    """Returns the number of layers of each stage with the least sum of `costs` (see
-    `_sums`); None if no sum is finite."""
+    """Finds the number of layers of each stage for which the sum of `costs` is least.
+
+    `costs` is as `_sums`. Returns None if no sum is finite.
+    """
     num_stages, num_places, _ = costs.shape
     least = np.full(num_places, np.inf)
     least[0] = 0.0

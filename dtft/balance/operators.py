@@ -33,7 +33,7 @@ class Operators:
     tasks: Tasks
     nodes: Nodes
     made: TaskGraph | None = None
-    """Operators of the program that the tasks consist of; None without a program."""
+    """The tasks with the operators that they consist of; None without a program."""
     order: Order = "rank"
     microbatches: int = 1
     moves: int | None = None
@@ -47,8 +47,11 @@ class Operators:
         microbatches: int = 1,
         moves: int | None = None,
     ) -> "Operators":
-        """Makes the work of a program whose tasks have seconds by the cost model
-        (`PricedTasks`). The options are the same as of `placement.place`."""
+        """Returns the tasks of a program as divisible work.
+
+        `priced` has the tasks' seconds by the cost model. The options are those of
+        `placement.place`.
+        """
         return cls(
             tasks=priced.tasks,
             nodes=priced.nodes,
@@ -64,8 +67,10 @@ class Operators:
         return self.nodes.num
 
     def by_weight(self, weights: Floats) -> Placement:
-        """Returns the best placement that `place_tasks` finds for relative speeds of
-        nodes that are the weights."""
+        """Returns the best placement that `place_tasks` finds.
+
+        The weights are the relative speeds of the nodes.
+        """
         return place_tasks(
             self.tasks,
             self.nodes,
@@ -77,12 +82,11 @@ class Operators:
         )
 
     def best(self, unit_s: Floats, fixed_s: Floats | None = None) -> Placement:
-        """Returns the best placement found if nodes take `unit_s` times the modelled
-        seconds.
+        """Returns the placement with the shortest step of all that it tries.
 
-        With `fixed_s`, each node takes these seconds more per step. The tasks are then
-        placed several times, each time with weights from the loads of the placement
-        before, and the placement with the shortest step is returned.
+        A node takes `unit_s` times its seconds by the cost model. With `fixed_s`, each
+        node with load takes these seconds more per step. Then the tasks are placed
+        several times, each time with weights from the loads of the previous placement.
         """
         unit = np.asarray(unit_s, float)
         found = self.by_weight(1 / unit)
@@ -128,8 +132,10 @@ class Operators:
     def _with_load(
         self, division: Placement, unit_s: Floats, fixed_s: Floats | None
     ) -> Floats:
-        """Returns the seconds of each node per second of the cost model, `fixed_s`
-        included, `[n]`; `unit_s` for a node without load."""
+        """Returns `unit_s` plus each node's `fixed_s` per unit of its load, `[n]`.
+
+        For a node without load, returns its `unit_s`.
+        """
         if fixed_s is None:
             return unit_s
         load = self.load(division)

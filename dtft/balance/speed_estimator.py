@@ -24,8 +24,9 @@ TRIM = 0.1
 pauses of the machine. The mean leaves out as many of the fastest steps."""
 
 SHARED_STEPS = 20
-"""Weight, in steps, of all nodes' mean noise in the estimate of a node's noise. A few
-steps give a poor estimate of a node's noise, and nodes have similar noise."""
+"""Weight of the mean noise of all nodes in the estimate of one node's noise. The weight
+of the node's own noise is the node's number of steps. A few steps give a poor estimate
+of a node's noise, and nodes have similar noise."""
 
 LEAST_CHANGE = 0.02
 """Least relative change of a node's seconds per unit that counts as drift. A smaller
@@ -84,13 +85,15 @@ class UnitTimes:
         return np.where(known, np.sqrt(noise / steps), 0.0)
 
     def after(self, busy_s: ArrayLike, load: ArrayLike) -> "UnitTimes":
-        """Adds a round; a node that drifted (whose seconds changed relative to the
-        other nodes) keeps the measurements of this round only.
+        """Returns the unit times with the measurements of one more round included.
+
+        A node that drifted (its seconds changed relative to the other nodes) keeps only
+        the measurements of this round.
 
         Args:
             busy_s: Seconds of local work, `[steps, n]`.
             load: Units of each node in each of the steps, `[n]`. A node without load
-                keeps its estimate, scaled by `shared_level` of the other nodes.
+                keeps its mean, times the factor by which all other nodes became slower.
 
         Raises:
             ValueError: shapes do not fit, or a node with load has seconds that are not
@@ -127,8 +130,10 @@ class UnitTimes:
     def _compared(
         self, mean: Floats, variance: Floats, steps: int, loaded: NDArray[np.bool_]
     ) -> "UnitTimes":
-        """Updates `rise` and `fall` with a round; sets both, and `num_steps`, to 0 for
-        nodes that drifted."""
+        """Returns the unit times with `rise` and `fall` updated by a round.
+
+        For nodes that drifted, `rise`, `fall` and `num_steps` are 0.
+        """
         known = loaded & (self.num_steps > 0)
         estimate = np.where(known, self.mean_s, 1.0)
         counted = np.maximum(self.num_steps, 1)
@@ -179,10 +184,10 @@ def shared_level(ratio: Floats) -> float:
 def drifted(
     before: UnitTimes, after: UnitTimes, load: ArrayLike, steps: int
 ) -> tuple[int, ...]:
-    """Returns the nodes whose measurements in `before` a round of `steps` discarded.
+    """Returns the nodes that drifted in a round of `steps` steps.
 
-    `after` is `before` with the round. A node with load that did not drift has `steps`
-    more measured steps in it.
+    `after` is `before` with the round included. It lacks the earlier measurements of a
+    node that drifted. Any other node with load has `steps` more measured steps in it.
     """
     begun = (np.asarray(load) > 0) & (before.num_steps > 0)
     begun &= after.num_steps < before.num_steps + steps
@@ -243,13 +248,13 @@ Load = tuple[float, ...]
 """Units of each node. Divisions of the work with the same load count as one."""
 
 MOST = 6
-"""Largest number of divisions of the work whose measurements are kept, those measured
-last. Each checkpoint stores all of them."""
+"""Largest number of divisions of the work whose measurements are kept. The divisions
+measured last are kept. Each checkpoint stores all kept measurements."""
 
 OTHERWISE = 0.01
-"""Relative standard error added to a node's measured seconds under other loads than
-the one with which the node was measured last: these seconds may have changed for
-reasons other than load."""
+"""Relative standard error that is added, in quadrature, to a node's older measurements:
+those under other loads than its newest. Since then the node may have become slower or
+faster for other reasons than its load."""
 
 LIKELY_FIXED = 0.15
 """Assumed size of a node's fixed seconds (the seconds of a step that do not depend on
@@ -277,8 +282,11 @@ class Speeds:
         return self.fixed_s + np.asarray(load, float) * self.unit_s
 
     def weights(self, load: Floats) -> Floats:
-        """Returns the mean seconds per unit of all nodes, divided by the seconds per
-        unit of each node under this load, `[n]`."""
+        """Returns the relative speed of each node under a load, `[n]`.
+
+        The speed is the mean seconds per unit of all nodes, divided by the seconds per
+        unit of the node.
+        """
         loaded = np.where(load > 0, load, np.inf)
         each = self.unit_s + self.fixed_s / loaded
         return each.mean() / each
@@ -286,22 +294,23 @@ class Speeds:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedEstimator:
-    """Measured seconds per unit of nodes under the last `MOST` divisions (the units of
-    each node), and estimates from them for any division."""
+    """An estimator of each node's seconds in any division (the units of each node).
+
+    It has the seconds per unit that were measured in the last `MOST` divisions.
+    """
 
     num_nodes: int
     times: Mapping[Load, UnitTimes] = field(default_factory=dict)
-    """Units of each node (the load) to the measured seconds per unit under that load.
+    """Maps a load (the units of each node) to the seconds per unit measured under it.
     The load that was measured last is the last key."""
     level: float = 1.0
     """Factor by which all nodes were slower in the last round than estimated."""
 
     def measured(self, load: Floats) -> Speeds | None:
-        """Returns the measured seconds of nodes under a load; estimates for nodes
-        without load.
+        """Returns the measured seconds of nodes under a load.
 
-        Returns None if `times` lacks the load, or if a node with load has drifted since
-        the measurement.
+        A node without load gets estimated seconds. Returns None if `times` lacks the
+        load, or if a node with load has drifted since the measurement.
         """
         found = self.times.get(key_of(load))
         if found is None or (found.num_steps[load > 0] == 0).any():
@@ -315,10 +324,11 @@ class SpeedEstimator:
     def after(
         self, busy_s: ArrayLike, load: Floats
     ) -> tuple["SpeedEstimator", tuple[int, ...]]:
-        """Adds a round. Nodes that drifted keep only the measurements of this round.
+        """Includes the measurements of one more round.
 
-        Drift is tested against earlier rounds with the same load. If there are more
-        than `MOST` loads, the load that was measured longest ago is dropped.
+        Nodes that drifted keep only the measurements of this round. Drift is tested
+        against earlier rounds with the same load. If there are more than `MOST` loads,
+        the load that was measured longest ago is dropped.
 
         Args:
             busy_s: Seconds of local work, `[steps, n]`.
@@ -340,9 +350,11 @@ class SpeedEstimator:
         return SpeedEstimator(num_nodes=self.num_nodes, times=times, level=level), gone
 
     def _level(self, here: UnitTimes, load: Floats) -> float:
-        """Returns the factor by which all nodes are slower in `here` than `speeds`
-        estimates for the load; 1 without estimates, or if only some nodes are
-        slower."""
+        """Returns the factor by which all nodes are slower in `here` than estimated.
+
+        The estimate is that of `speeds` for the load. Returns 1 without an estimate, or
+        if only some nodes are slower.
+        """
         known = (load > 0) & self.known
         expected = self.speeds().needed(load)
         return shared_level(here.mean_s[known] * load[known] / expected[known])
@@ -356,11 +368,12 @@ class SpeedEstimator:
     def speeds(self) -> Speeds:
         """Fits fixed seconds and seconds per unit of each node to all measurements.
 
-        The fit of a node is least squares of `(busy - fixed - load * unit) / error`
-        over the divisions, with the prior `fixed / likely` as one more term. `likely`
-        is estimated from all nodes: if a unit takes the same seconds in all divisions,
-        fixed seconds are 0. A node without measurements gets the median `unit_s`.
-        Without any measurement, every unit counts as 1 second.
+        The fit of a node minimizes a sum of squares: of `(busy - fixed - load * unit) /
+        error` for each division, and of `fixed / likely`. `likely` is the size of fixed
+        seconds that the measurements of all nodes suggest. If a unit takes the same
+        seconds in all divisions, `likely` is 0, and so are the fixed seconds. A node
+        without measurements gets the median `unit_s`. Without any measurement, every
+        unit counts as 1 second.
         """
         known = self.known
         if not known.any():
@@ -373,10 +386,10 @@ class SpeedEstimator:
         return Speeds(fixed_s=fixed_s, unit_s=unit_s, error=float(error.max()))
 
     def _rows(self) -> tuple[Floats, Floats, Floats]:
-        """Returns load, busy seconds, and relative standard error of the seconds, of
-        each load of `times` and each node, `[divisions, n]` each.
+        """Returns three arrays `[divisions, n]` with a row for each load of `times`.
 
-        The error is infinite where a node was not measured.
+        They are the load, the busy seconds, and the relative standard error of these
+        seconds. The error is infinite where a node was not measured.
         """
         load = np.array([list(it) for it in self.times])
         took = list(self.times.values())
@@ -426,7 +439,8 @@ class _Rows:
         """Estimates the likely size of the fixed seconds of each node, `[n]`.
 
         The size is a share of a node's shortest seconds. The share is estimated by
-        moments from nodes measured with different loads; else it is `LIKELY_FIXED`.
+        moments from the nodes that were measured with different loads. Without such
+        nodes, the share is `LIKELY_FIXED`.
         """
         area = self.ones * self.squared - self.load**2
         unlike = area > 1e-6 * self.ones * self.squared

@@ -54,20 +54,24 @@ class BenchmarkSizes:
     streams: tuple[int, ...]
     """Bytes that the memory benchmark reads and writes on each device."""
     convolutions: tuple[tuple[int, int, int], ...]
-    """Number of images (rows), their side, and channels, of each convolution."""
+    """For each convolution: the number of images (rows), the side of an image, and the
+    number of channels."""
     images: tuple[int, int, int] | None
-    """Number and side of images with three channels, and output channels of the first
-    convolution, also the channels of pooling windows. None: not measured, because first
-    convolutions and windows are not slow on the platform."""
+    """Number of images, side of an image, and number of output channels, for a first
+    convolution of images with three channels. Pooling is timed on arrays shaped like
+    the output of this convolution. None: not measured, because first convolutions and
+    pooling are not slow on the platform."""
     elements: int
-    """Side of the square array of element-wise operations, which fits into cache."""
+    """Side of the square array on which element-wise operations are timed. The array
+    fits into cache."""
     strided: int | None
-    """Side of the square array of transposed reads, as large as a weight. None: not
-    measured, because the compiler stores arrays in the order of reading."""
+    """Side of a square array, as large as a weight, whose transposed read is timed.
+    None: not measured, because the compiler stores arrays in the order of reading."""
     kinds: tuple[CollectiveKind, ...]
-    """Kinds of collectives to measure; others use the curve fitted to all kinds."""
+    """Kinds of collectives to measure. The other kinds use the curve that is fitted to
+    all measured kinds."""
     collectives: tuple[int, ...]
-    """Bytes of collectives."""
+    """Sizes in bytes at which each kind of collective is timed."""
     meeting: tuple[int, ...]
     """Bytes of all-reduces timed after matmuls, in jobs of several processes."""
     ahead: tuple[int, ...]
@@ -80,8 +84,9 @@ class BenchmarkSizes:
     shared: BenchmarkPace = BenchmarkPace()
     """Pace of the memory benchmark; devices share memory."""
     behind: int = 0
-    """Number of equal collectives in a row after matmuls, when a job of processes that
-    share cores times a frequent kind (`_OFTEN`). 0: each collective is timed alone."""
+    """Number of equal collectives in a row that follow matmuls, where a job of several
+    processes times a frequent kind (`_OFTEN`). 0: processes do not share cores, and
+    each collective is timed alone."""
 
     def among(self, num_processes: int) -> "BenchmarkSizes":
         """Returns the sizes that a job of `num_processes` processes measures.
@@ -317,7 +322,7 @@ def _matmuls(
 def _collectives(
     devices: Sequence[Any], inner: int, level: Level, sizes: BenchmarkSizes
 ) -> list[CollectiveTime]:
-    """Times every kind and size of collective in groups of each of `_group_sizes`.
+    """Times every kind and size of collective, in groups of every size to measure.
 
     The loop over sizes is outermost, so that a slow phase of the machine affects all
     kinds. In jobs of several processes with `sizes.behind` above 0, frequent kinds
@@ -371,10 +376,10 @@ def _in_step(
 def _behind(
     devices: Sequence[Any], inner: int, level: Level, sizes: BenchmarkSizes
 ) -> list[SyncSkewTime]:
-    """Times all-reduces after matmuls; empty in a job of one process, and if no sizes
-    (`sizes.meeting`) are given.
+    """Times all-reduces after matmuls.
 
-    The cost model has no term for waits between the threads of one process.
+    Times nothing if `sizes.meeting` is empty, or in a job of one process, because the
+    cost model has no term for waits between the threads of one process.
     """
     if jax.process_count() == 1 or not sizes.meeting:
         return []
@@ -392,8 +397,10 @@ def _behind(
 def _ahead(
     devices: Sequence[Any], inner: int, level: Level, sizes: BenchmarkSizes
 ) -> list[PrefetchTime]:
-    """Times gathers of parameters beside layers; empty in a job of one process, and if
-    no sizes (`sizes.ahead`) are given."""
+    """Times gathers of parameters beside layers.
+
+    Times nothing in a job of one process, or if `sizes.ahead` is empty.
+    """
     if jax.process_count() == 1 or not sizes.ahead:
         return []
     times: list[PrefetchTime] = []

@@ -44,7 +44,7 @@ class BenchmarkPace:
         """Returns the pace for a job of several processes: longer loops, fewer timings.
 
         Longer loops average out two effects: processes begin milliseconds apart, and
-        some turns run while a process has a core without others.
+        during some turns a process shares its core with no other process.
 
         >>> pace = BenchmarkPace(budget_s=0.5)
         >>> pace.among(1), pace.among(4)
@@ -58,7 +58,7 @@ class BenchmarkPace:
 
 @dataclass(frozen=True, kw_only=True)
 class TimedProgram:
-    """Seconds of one turn, and further seconds to start a program of one turn."""
+    """Seconds of one turn of a loop, and seconds (`dispatch_s`) to start a program."""
 
     seconds: float
     dispatch_s: float
@@ -76,7 +76,7 @@ def make_mesh(devices: Sequence[Any], inner: int, group: int) -> Mesh:
 def make_loop(
     mesh: Mesh, body: Body, shapes: Sequence[tuple[int, ...]], dtype: Any
 ) -> Callable[[int], float]:
-    """Compiles a loop; returns a function from a number of turns to their seconds.
+    """Compiles a loop; returns a function that runs n turns and returns their seconds.
 
     Args:
         mesh: mesh of `make_mesh`; all devices of the mesh run the loop.
@@ -168,9 +168,10 @@ def slowest(seconds: float) -> float:
 def filled(
     mesh: Mesh, shapes: Sequence[tuple[int, ...]], specs: Sequence[Any], dtype: Any
 ) -> tuple[jax.Array, ...]:
-    """Makes random arrays: zeros need less power, so accelerators would be faster.
+    """Makes arrays of random values.
 
-    The host makes equal values for all devices, so no program has to be compiled.
+    With zeros, accelerators would need less power and would be faster. The host makes
+    equal values for all devices, so no program has to be compiled.
 
     Args:
         mesh: mesh of `make_mesh`.
@@ -281,7 +282,8 @@ def convolution_s(
 ) -> float:
     """Measures the seconds of one 3 by 3 convolution of (rows, side, side, channels).
 
-    The time is the mean over the forward and backward passes of several in a row.
+    Several convolutions in a row are timed, forward and backward. The result is the
+    mean over all convolutions of both passes.
     """
 
     def loss(kernels: jax.Array, x: jax.Array) -> jax.Array:
@@ -389,11 +391,11 @@ def _once_s(
 _COMPUTED = (256, 512), (512, 512)
 """Shapes of the operands of the matmuls before a timed collective."""
 _MATMULS, _TURNS = 4, 5
-"""Number of matmuls of a turn, which take some milliseconds, as between the collectives
-of a step; and number of turns."""
+"""`_MATMULS` is the number of matmuls of a turn. They take some milliseconds, like the
+work between two collectives of a step. `_TURNS` is the number of turns."""
 _LAYERS, _OF_LAYER, _FEW = 4, 2, 4
-"""Number of layers of a turn, each with one gather; matmuls of a layer; and number of
-turns."""
+"""`_LAYERS` is the number of layers of a turn, each with one gather. `_OF_LAYER` is the
+number of matmuls of a layer, and `_FEW` the number of turns."""
 
 
 def collective_s(
@@ -511,7 +513,7 @@ def behind_s(
 def ahead_s(
     mesh: Mesh, all_bytes: Sequence[int], rounds: int
 ) -> tuple[float, float, float]:
-    """Times layers, gathers of the layers' parameters, and both together.
+    """Times three loops: layers, gathers of the layers' parameters, and both together.
 
     A gather does not depend on the layers. Each round times all three loops.
 

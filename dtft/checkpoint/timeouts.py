@@ -34,18 +34,18 @@ class Timeouts:
     evaluate: float = 60.0
     """Limit of evaluating one batch after the last step, in seconds."""
     save: float | None = None
-    """Limit of one save, in seconds. A save waits until the last snapshot has all its
-    copies on other hosts, and then copies the next snapshot. None: 30 s more than
+    """Limit of one save, in seconds. A save waits until the previous snapshot has all
+    its copies on other hosts, and then copies the new snapshot. None: 30 s more than
     `replicate`."""
     stage: float = 120.0
-    """Limit per step of the time from one snapshot to the next, in seconds: multiplied
-    by the steps of the interval. Trainers that exceed the limit are restarted."""
+    """Limit of the time from one snapshot to the next, in seconds for each step of the
+    snapshot interval. Trainers that exceed the limit are restarted."""
     replicate: float = 30.0
     """Limit in seconds of sending the slices of a step to one peer, including retries.
     Then the host gives up sending the step."""
     restore: float = 60.0
-    """Limit in seconds of fetching and checking a host's slices from peers. Also the
-    limit within which a host must report its copies to the leader."""
+    """Limit in seconds for a host to fetch its slices from peers and check them. Also
+    the limit for a host to report its copies to the leader."""
     start: float = 180.0
     """Limit in seconds from the start of the trainers to the end of their first step.
     Also the limit of each compilation, and of each wait of a trainer for its agent."""
@@ -56,9 +56,9 @@ class Timeouts:
     """Heartbeat timeout between trainers and the JAX coordination service, in seconds.
     """
     stop: float = 10.0
-    """Limit in seconds from Ctrl-C to the end of every process. The processes of a late
-    job are killed. If memory then holds a step that storage lacks, an export takes up
-    to 10 s more."""
+    """Limit in seconds from Ctrl-C to the end of every process. Later, every process
+    that still runs is killed. If memory then holds a step that storage lacks, an export
+    takes up to 10 s more."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -26,8 +26,8 @@ def run(options: "CalibrateCommand") -> int:
 
     Raises:
         ValueError: --devices is out of range or more than the machine has, --out cannot
-            be written, --runs names no file, or a file cannot be read, or is not a
-            calibration or not a log of runs.
+            be written, --runs names no file, or a given file cannot be read or is not
+            of the kind that its flag needs (a calibration, a log of runs).
     """
     check_writable("--out", options.out)
     if options.runs == ():

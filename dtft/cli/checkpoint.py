@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 
 PROGRESS_S = 5.0
-"""Least seconds from one progress line of `dtft checkpoint verify` to the next, for a
+"""Least seconds between two progress lines that `dtft checkpoint verify` prints for a
 live job."""
 
 
@@ -155,8 +155,8 @@ def _commit_lines(commits: list[Record]) -> list[str]:
 def _host_lines(record: Record) -> list[str]:
     """Formats the hosts as a table.
 
-    The column "slices" has the number of slices of the newest commit that the host has
-    copies of.
+    The column "slices" counts those slices of the newest commit that have a copy on the
+    host.
     """
     newest = record["commits"][0]["slices_on"] if record["commits"] else {}
     rows = [
@@ -187,9 +187,9 @@ def verify_record(state: "JobState") -> Record:
 def verify_lines(record: Record) -> tuple[list[str], bool]:
     """Formats a verification as lines; also returns whether it succeeded.
 
-    It succeeded if there is a commit, some bytes were read, no copy is corrupt, all
-    hosts answered, and every commit is healthy. A commit that a host dropped before
-    reading its copies need not be healthy.
+    A verification succeeded if there is a commit, some bytes were read, no copy is
+    corrupt, all hosts answered, and every commit is healthy. A commit of which a host
+    dropped copies before reading them need not be healthy.
     """
     hosts, commits = record["hosts"], record["commits"]
     unread = {step for host in hosts for step in host["unread"]}
@@ -342,7 +342,7 @@ def _answer(
 def _storage_of(directory: Path) -> Path:
     """Finds the storage directory: that of a run directory, or `directory` itself.
 
-    The result is absolute. A run's storage directory is the one that its config.json
+    Returns an absolute path. A run's storage directory is the one that its config.json
     names, or else `checkpoints` in the run directory.
 
     Raises:
@@ -476,7 +476,7 @@ def _verify_job(observer: "Observer", *, rate: int, timeout_s: float) -> Printed
 
 
 class _Progress:
-    """Prints how many bytes a job's hosts have read, once in `PROGRESS_S` at most."""
+    """Prints how many bytes a job's hosts have read, at most once in `PROGRESS_S`."""
 
     def __init__(self) -> None:
         self._hosts: dict[str, tuple[int, int]] = {}
@@ -532,7 +532,7 @@ def _observer(job: "JobFlags") -> "Iterator[Observer]":
 def _use_cpu() -> None:
     """Makes JAX use the CPU and allow 64-bit values; hides messages of Orbax.
 
-    Hidden are Orbax's log lines below ERROR, and the tracebacks that `_without_echoes`
+    Hides Orbax's log lines below ERROR, and the tracebacks that `_without_echoes`
     drops.
     """
     import jax

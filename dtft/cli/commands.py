@@ -37,7 +37,7 @@ _Texts = UseAppendAction[tuple[str, ...]]
 
 
 def _check_counts(**counts: int | None) -> None:
-    """Raises a ValueError for a count below 0; its text names the flag."""
+    """Raises a ValueError that names the flag if a count is below 0."""
     for name, count in counts.items():
         if count is not None and count < 0:
             raise ValueError(
@@ -560,7 +560,7 @@ WITH_KEYS = {
     "bench transport": BenchTransportCommand,
     "plan": PlanCommand,
 }
-"""Maps a name to its command, for commands that pass unknown flags on (config keys)."""
+"""Maps names to the commands that take unknown flags as keys of the config."""
 WITHOUT_KEYS = {
     "plan predict": PredictCommand,
     "calibrate": CalibrateCommand,
@@ -571,7 +571,7 @@ WITHOUT_KEYS = {
     "checkpoint export": CheckpointExportCommand,
     "checkpoint odds": CheckpointOddsCommand,
 }
-"""Maps a name to its command, for commands that refuse unknown flags."""
+"""Maps names to the commands that refuse unknown flags."""
 COMMANDS: dict[str, type] = {**WITH_KEYS, **WITHOUT_KEYS}
 BARE = {"plan": {"--verify": "4"}}
 """Maps a command to its flags that may be given without a value, each with the value

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The command's exit code; 2 after an error message for wrong input, 130 after
-        Ctrl-C, 1 if the reader of stdout has ended.
+        Ctrl-C, 1 if no process reads stdout any more.
 
     Raises:
         SystemExit: help was printed (0), a flag or CONFIG is wrong (2), or the command
@@ -119,10 +119,10 @@ def _parsed(
 
 
 def _tell_keys(name: str, words: Sequence[str]) -> None:
-    """Prints the help of the flags that a command passes on, such as the config's keys.
+    """Prints the help of flags that `command.run` parses, such as the config's keys.
 
-    The command's own help was printed before. Prints nothing if the words without
-    --help are not a valid command line.
+    tyro has already printed the help of the other flags. Prints nothing if the words
+    without --help are not a valid command line.
 
     Raises:
         SystemExit: the help was printed (0), or CONFIG is wrong (2).
@@ -137,7 +137,7 @@ def _tell_keys(name: str, words: Sequence[str]) -> None:
 
 
 def _in_full(words: Sequence[str], bare: dict[str, str]) -> Iterator[str]:
-    """Adds the value in `bare` to each flag of `bare` that no number follows.
+    """Gives each flag in `bare` its value there, unless a number follows the flag.
 
     tyro does not support flags with an optional value.
 
@@ -151,7 +151,7 @@ def _in_full(words: Sequence[str], bare: dict[str, str]) -> Iterator[str]:
 
 
 def _without_command(given: list[str]) -> NoReturn:
-    """Prints the list of commands for --help; refuses words that name no command.
+    """Prints the list of commands if the words ask for --help; otherwise raises.
 
     Raises:
         SystemExit: the list was printed.

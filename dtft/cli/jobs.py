@@ -317,8 +317,9 @@ def run(options: "ScaleCommand") -> int:
     """Changes the number of replicas of a live job.
 
     Returns:
-        The exit code: 0 if the job trains with the new number (also if it did before),
-        1 if the job has ended, or the change failed or took too long.
+        The exit code: 0 if the job trains with the requested number of replicas, even
+        if it had this number before. 1 if the job has ended, or the change failed or
+        took too long.
 
     Raises:
         ValueError: wrong input, etcd cannot be reached or has no such job, the job has
@@ -383,7 +384,8 @@ def launch(command: "LaunchCommand", words: list[str]) -> int:
         words: words of the command line that set keys of the config.
 
     Returns:
-        The exit code of `supervise`.
+        The exit code. 0: the job ended without an error, and storage has its last step.
+        For other codes see `supervise`.
 
     Raises:
         ValueError: wrong input, another run uses the run directory or the storage

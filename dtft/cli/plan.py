@@ -87,11 +87,10 @@ def _check_flags(options: "PlanCommand", calibration: str | None) -> None:
 def _checked(
     found: RunnablePlan, asked: PlannerInputs, options: "PlanCommand"
 ) -> tuple[RunnablePlan, tuple[Section, ...]]:
-    """Returns the plan that --trial or --verify chooses, and sections of the report.
+    """Returns the plan that --trial or --verify chooses, and report sections about it.
 
-    --trial runs the best plans here and takes the fastest; --verify compiles them and
-    takes the fastest that fits. Without these flags, or if the plan has no `decision`,
-    the plan is unchanged and there are no sections.
+    --trial runs the best plans here and takes the fastest. --verify compiles the best
+    plans and takes the best one that fits. Without either flag returns `found` alone.
     """
     decision = found.decision
     if decision is None:
@@ -166,7 +165,7 @@ def pins_of(given: Sequence[str]) -> dict[str, Any]:
 
     Raises:
         ValueError: a text is not NAME=VALUE, a knob does not exist or is given twice,
-            or the value of a number or of `offload` is invalid.
+            or the value of a numeric knob or of `offload` is invalid.
 
     >>> pins_of(["tensor=8", "remat=dots", "order=replica,tensor"])
     {'tensor': 8, 'remat': 'dots', 'order': ('replica', 'tensor')}

@@ -45,10 +45,10 @@ def all_reduce(
       summation is fixed and documented, so every run gives the same bits. Suited to
       large arrays.
     * ``tree``: recursive doubling, about log2 p rounds of the whole array, also in a
-      fixed order: 0 with 1, then pairs with pairs, and so on. If p is not a power of
-      two, the devices beyond the largest power of two first send their values to the
-      others and receive the result last. Suited to small arrays, where latency
-      dominates.
+      fixed order: device 0 with device 1, then pairs with pairs, and so on. If p is not
+      a power of two, the devices beyond the largest power of two first send their
+      values to the others and receive the result last. Suited to small arrays, where
+      latency dominates.
     * ``gather``: every device sends to device 0, which combines in device order and
       broadcasts. p-1 arrays arrive on the link of device 0. Meant for comparisons.
 

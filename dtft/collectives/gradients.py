@@ -1,7 +1,7 @@
 """Averages gradients over a mesh axis, with a choice of what triggers the reduction.
 
-* `host`: the reduction starts after the host has seen that every device is done. If a
-  device is late, no device has started the reduction of gradients.
+* `host`: the reduction starts after the host has seen that every device is done. So no
+  device waits for a late device inside the reduction.
 * `device`: the reduction starts on each device after its gradients are computed. The
   other devices wait for a late device inside the reduction.
 * `layer`: the reduction of each leaf starts on each device after the leaf's gradient is
@@ -54,8 +54,9 @@ def reduced_gradients(
 
     All triggers give the same numbers within rounding (measured: bit for bit among the
     CPU devices of one process, not over gloo). `device` and `layer` may be called
-    inside `jax.jit`, for example with the optimizer's update. `host` may not, because
-    the host acts between two programs: the result is then a `HostCommanded`.
+    inside `jax.jit`, for example with the optimizer's update. With `host` the returned
+    function is a `HostCommanded`, which may not be called inside `jax.jit`, because the
+    host acts between its two programs.
 
     Args:
         loss: scalar mean over its rows; with `has_aux` a pair of the mean and a pytree

@@ -95,10 +95,13 @@ class HostCommanded:
         return self._local(params, batch)
 
     def await_command(self, rows: ValueAndGradients) -> None:
-        """Blocks until `rows`, of `local_gradients`, is ready on the whole mesh.
+        """Blocks until `rows` is ready on every device of the mesh.
 
-        If the mesh has devices of several processes, blocks until the command of the
-        commanding host has arrived, too.
+        If the mesh has devices of several processes, also waits for the command of the
+        commanding host.
+
+        Args:
+            rows: the result of `local_gradients`.
         """
         jax.block_until_ready(rows)  # only this host's devices can be observed
         if self._alone:
@@ -111,9 +114,9 @@ class HostCommanded:
         return self._reduce(rows)
 
     def _exchange(self, value: int) -> int:
-        """Sums one value per device of the mesh; returns the sum on every host.
+        """Sums one number per device of the mesh; returns the sum on every host.
 
-        Each host passes the `value` of each of its devices.
+        Each host contributes its `value` once for each of its devices.
         """
         flags = self._flags(lambda _: np.full((1,), value, np.int32))
         return int(self._sum(flags).addressable_data(0))

@@ -24,8 +24,8 @@ from dtft.collectives.bands import mirror_into
 from dtft.collectives.hops import as_array
 
 LARGE = 512
-"""Smallest number of rows n of matrices that `unpack_lower` unpacks by `mirror_into`, a
-band of rows at a time, on CPU; for smaller matrices this is not faster."""
+"""Number of rows n from which `unpack_lower` unpacks matrices in bands of rows on CPU
+(`mirror_into`). For smaller matrices bands are not faster."""
 
 
 def packed_size(n: int) -> int:

@@ -1,9 +1,9 @@
 """The two phases of a ring all-reduce: reduce-scatter, then all-gather.
 
 Each device communicates only with its neighbors, p-1 times per phase, 1/p of the data
-at a time. The order of summation is part of the interface: chunk c starts at device c+1
-and collects c+2, ..., p-1, 0, ..., c. The order depends on nothing else, so the same
-inputs give the same bits in every run.
+at a time. The order of summation is part of the interface: the sum of chunk c starts
+with the part of device c+1 and adds those of devices c+2, ..., p-1, 0, ..., c. So the
+same inputs give the same bits in every run.
 """
 
 from collections.abc import Callable

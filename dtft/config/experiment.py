@@ -181,7 +181,8 @@ class PipelineConfig:
             rows: rows of one replica (with fsdp: of one fsdp part of a replica).
 
         Raises:
-            ValueError: a number does not divide another; the message names both.
+            ValueError: `microbatches` or `stages` does not divide `rows`; or, with the
+                schedule `circular`, `stages` does not divide `microbatches`.
         """
         if self.schedule == "circular" and self.microbatches % stages:
             raise ValueError(
@@ -206,7 +207,10 @@ PlanFlag = Annotated[str, arg(aliases=("--mesh",))]
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Sizes of the mesh axes, slowest-varying first. One, but not stage, may be -1."""
+    """Sizes of the mesh axes, slowest-varying axis first.
+
+    One size may be -1, but not that of `stage`.
+    """
 
     replica: int = -1
     """Copies of the model, each on its part of the batch; -1: all remaining devices."""
@@ -247,7 +251,10 @@ class MeshConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """Numbers of hosts and devices without spares; limits for lost hosts and errors."""
+    """Numbers of hosts and devices; limits for lost hosts and errors.
+
+    Spares are not counted.
+    """
 
     hosts: int = 1
     """Number of slots: hosts that train at the same time."""
@@ -400,9 +407,9 @@ class CheckpointConfig:
 
     @property
     def cadence(self) -> Cadence:
-        """Rule for the steps after which snapshots are taken, at the start of a job.
+        """The rule with which a job starts: after which steps it takes snapshots.
 
-        With interval=auto a snapshot is taken after every step at first.
+        With interval=auto it first takes a snapshot after every step.
         """
         if self.interval == "auto":
             return Cadence(interval=1, period=self.max_interval)

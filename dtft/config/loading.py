@@ -108,8 +108,8 @@ _STAGES = ("pipeline.virtual_stages", "pipeline.layers")
 """Keys that decide the layers of each pipeline stage, and so the shape of the state if
 mesh.stage is above 1."""
 _ELSEWHERE = ("data.path", "data.threads")
-"""Keys of `data.` that do not change the samples. `data_identity` describes the
-samples."""
+"""Keys of the section `data` that do not change the samples. The key `data_identity`
+identifies the samples."""
 _FORMER_NAMES = {
     "dtft.models.base.CNNConfig": "cnn",
     "dtft.models.base.ResNetConfig": "resnet",
@@ -168,7 +168,9 @@ def refuse(error: Exception) -> NoReturn:
 def parse_experiment(
     config: str, overrides: Sequence[str], prog: str = "dtft"
 ) -> Experiment:
-    """As `load_experiment`, but raises ConfigError instead of exiting.
+    """Reads an experiment from a config file and overrides.
+
+    The arguments are those of `load_experiment`.
 
     Raises:
         ConfigError: there is no such config, the config or an override is wrong, or the
@@ -211,7 +213,7 @@ def _by_names_of_today(default: Experiment, words: Sequence[str]) -> list[str]:
 
 
 def _refuse_idle(before: BalanceConfig, balance: BalanceConfig) -> None:
-    """Checks that `balance` options are changed only if `balance.policy` is not off.
+    """Checks that no flag changes an option of `balance` while `balance.policy` is off.
 
     Raises:
         ValueError: the policy is off, and another option differs from `before`, the
@@ -306,10 +308,10 @@ def shape_relevant(resolved: str) -> str:
     """Returns, as JSON, the part of a resolved config that must be equal to resume.
 
     The part has the format's version, the model, the data with its identity and batch,
-    the class of the optimizer, the seed and the number of pipeline stages; with stages
-    also their layers, and with optim.sync.moments also the keys of optim.sync. The
-    other mesh axes may differ, because a state without arrays that differ per replica
-    can be restored onto another mesh.
+    the class of the optimizer, the seed and the number of pipeline stages. With two
+    stages or more it also has their layers, and if replicas exchange moments, the keys
+    of optim.sync. The sizes of the other mesh axes may differ, because a state can be
+    restored onto another mesh unless it has an array that differs per replica.
     """
     flat = _read(resolved)
     kept = {
@@ -351,10 +353,10 @@ class _Asked:
 
 
 def _for_plan(default: Experiment, overrides: Sequence[str], prog: str) -> Experiment:
-    """Resets mesh and pipeline of a config if the command line has --plan.
+    """Resets mesh and pipeline of `default` if `overrides` has --plan.
 
-    If the command line sets mesh or pipeline keys too, the config stays unchanged; the
-    combination is refused later.
+    If `overrides` sets keys of mesh or pipeline too, `default` is returned unchanged.
+    `Experiment` refuses the combination later.
     """
     asked, rest = tyro.cli(
         _Asked, args=overrides, prog=prog, add_help=False, return_unknown_args=True

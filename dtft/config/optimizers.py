@@ -77,7 +77,8 @@ class ScheduleConfig:
 class SyncConfig:
     """Whether replicas exchange moments instead of gradients (dtft.optim.sync).
 
-    Steps are then up to sqrt(replicas) smaller at the same learning rate.
+    With moments, updates are up to sqrt(replicas) times smaller than with gradients at
+    the same learning rate.
     """
 
     moments: Literal["none", "operands", "state"] = "none"
@@ -124,7 +125,7 @@ class SyncConfig:
 
     @property
     def updates_differ(self) -> bool:
-        """Whether updates differ between replicas at steps without a reduction."""
+        """Whether replicas make different updates at steps between two exchanges."""
         return self.moments == "state" and max(self.every_mu, self.every_nu_max) > 1
 
 
@@ -221,9 +222,10 @@ class OptimConfig:
             )
 
     def reconcile(self, params: Any, count: Any, axis_name: str) -> Any:
-        """Returns a replica's parameters after update number `count`; here unchanged.
+        """Returns a replica's parameters after update number `count`.
 
-        A subclass may average the parameters over the axis `axis_name`.
+        The base class returns `params`. A subclass may average the parameters over the
+        axis `axis_name`.
         """
         del count, axis_name
         return params
@@ -247,7 +249,7 @@ class OptimConfig:
     def build(self, axis_name: str | None = None) -> "optax.GradientTransformation":
         """Makes the whole optimizer: clip, scale, decay and learning rate.
 
-        The guard `skip_outlier_gradients` is around this chain.
+        The guard `skip_outlier_gradients` wraps this chain.
 
         Args:
             axis_name: the replica axis, if `reduces_itself`; the optimizer must then

@@ -29,8 +29,8 @@ AREA = (0.08, 1.0)
 """Smallest and largest area of a training row's random crop, as a share of the image's
 area."""
 ASPECT = (3 / 4, 4 / 3)
-"""Smallest and largest width / height of a training row's random crop, before the crop
-is resized."""
+"""Smallest and largest ratio of width to height of a training row's random crop, before
+the crop is resized."""
 
 Box = tuple[float, float, float, float]
 """Left, upper, right and lower edge of a crop, in pixels of the image."""

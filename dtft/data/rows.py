@@ -30,8 +30,8 @@ class RowOrder:
     C++ function for each row; this class computes many rows at once.
 
     As in grain, a block cipher of 4 rounds (with Simon's round function, eprint
-    2013/404) permutes the numbers of b bits, with b even and at least 16. It is applied
-    to a number again until the result is below the number of samples, which gives a
+    2013/404) permutes the numbers of b bits, with b even and at least 16. The cipher is
+    applied again until the result is below the number of samples, which gives a
     permutation of the samples (Black and Rogaway, "Ciphers with arbitrary finite
     domains", 2002). With 2^16 + 1, 2^18 + 1, ... samples the order is no permutation:
     one sample appears twice in an epoch, and another is missing (see `permuted`).
@@ -114,12 +114,10 @@ def permuted(values: np.ndarray, size: int, seed: int) -> np.ndarray:
 
 
 def _ends_of_walks(keys: list[int], size: int) -> np.ndarray:
-    """Encrypts each 16-bit value below `size` until the result is below `size`.
+    """Encrypts each value below `size` once or more, until the result is below `size`.
 
-    Each value is encrypted at least once. Values below `size` become fixed points of a
-    table of the cipher. The table is then composed with itself until one lookup makes
-    about as many steps as a value needs on average; extra steps stay at the fixed
-    point.
+    Looks values up in a table that encrypts several times at once. In the table a value
+    below `size` is a fixed point, so further encryptions leave a result unchanged.
     """
     ahead = _encrypted_all(keys)
     found = ahead[:size].copy()

@@ -1,4 +1,4 @@
-"""Compares a drill's faulted run with the undisturbed run, as record and text.
+"""Compares a drill's faulted run with the undisturbed run; makes and prints a record.
 
 The final states must have equal bytes, and every sample must be used exactly once.
 
@@ -34,10 +34,11 @@ Span = tuple[float, float]
 def fault_fields(strike: InjectedFault) -> dict[str, Any]:
     """Returns the record fields of a stop, cut or pause; {} for other faults.
 
-    `until`: wall-clock time at which the fault was undone. `stopped_s`: seconds until
-    then. Both are None if the fault was not undone. `killed_after_s`: seconds until all
-    stopped processes had been killed; missing if some were not. `steps_per_s`,
-    `steps_per_s_during`: steps per second before and during a `pause-store`.
+    `until`: wall-clock time at which the fault was undone. `stopped_s`: seconds from
+    the fault until then. Both are None if the fault was not undone. `killed_after_s`:
+    seconds from the fault until all processes that it stopped had ended; missing if
+    some had not. `steps_per_s`, `steps_per_s_during`: steps per second before and
+    during a `pause-store`.
     """
     if strike.fault.kind not in INTERRUPTIONS:
         return {}
@@ -151,11 +152,11 @@ Record = dict[str, Any]
 def attempts(directory: Path) -> list[Record]:
     """Lists the attempts of a run with load balancing, one per start of trainers.
 
-    Empty for a run without load balancing. `step`: the step that the attempt restored.
-    `shares`: microbatches of each replica when the attempt began. `replayed`: whether
-    these shares were in force at `step`; also true if the number of replicas changed.
-    `unknown`: the replicas without measured times when the attempt began. `found`: the
-    shares at the end of the attempt.
+    The list is empty for a run without load balancing. `step`: the step that the
+    attempt restored. `shares`: microbatches of each replica when the attempt began.
+    `replayed`: whether these shares were in force at `step`; also true if the number of
+    replicas changed. `unknown`: the replicas without measured times when the attempt
+    began. `found`: the shares at the end of the attempt.
     """
     path = directory / BALANCE_FILE
     lines = path.read_text().splitlines() if path.exists() else []
@@ -262,11 +263,12 @@ def resizes(control: Path, events: Events) -> list[dict[str, Any]]:
 
 
 def compare_losses(control: Path, faulted: Path, segments: Segments) -> dict[str, Any]:
-    """Compares the losses of the surviving steps with the undisturbed run's losses.
+    """Compares the faulted run's losses with those of the undisturbed run.
 
-    Differences are fractions of the undisturbed run's first loss. `missing`: steps
-    without a loss in one of the runs. `largest_difference` is infinite if no step has a
-    loss in both runs.
+    Compares the steps in `segments`, which no later attempt repeats. Differences are
+    fractions of the undisturbed run's first loss. `missing`: steps without a loss in
+    one of the runs. `largest_difference` is infinite if no step has a loss in both
+    runs.
     """
     expected = {step: loss for (_, step), loss in _losses(control).items()}
     found = _losses(faulted)
@@ -381,7 +383,7 @@ def judge(
 
 
 def _is_good(record: dict[str, Any]) -> bool:
-    """Whether a run in which every fault was injected passes all checks."""
+    """Whether a record passes all checks; `judge` checks that all faults happened."""
     same_state = record["bit_identical"]
     if record["resized"] or record["shares"]:
         exact = all(it["bit_exact"] for it in record["resized"])
@@ -406,7 +408,7 @@ def expected_status(injected: Sequence[InjectedFault]) -> str:
 
 
 def _stored(run: Path) -> Path:
-    """Returns the storage directory of a drill's run; `for_clusters` refuses others."""
+    """Returns a run's default storage directory, the only one that drills allow."""
     return CheckpointConfig().storage_path(run)
 
 
@@ -447,9 +449,9 @@ def _recoveries(
 ) -> list[dict[str, Any]]:
     """Lists the recoveries, with times counted from the injected fault.
 
-    The job's own report counts from the detection, as only the drill knows when the
-    fault was injected. If several faults were injected since the recovery before, the
-    first counts; if none was, the job's times are kept.
+    The job itself counts times from the detection. If several faults were injected
+    since the previous recovery, times count from the first; if none was, the job's
+    times are kept.
     """
     found, previous = [], 0.0
     for event in events:
@@ -474,10 +476,8 @@ def _recoveries(
 def _replicated(recovery: dict[str, Any], events: Events) -> dict[str, Any]:
     """Finds time and bytes of the re-replication after a recovery.
 
-    `replicated_s`: seconds until every slice had its copies again.
-    `bytes_re_replicated`: bytes pushed for this. `healthy`: whether separate failure
-    domains have all requested copies. None, 0 and None if the copies never became
-    complete.
+    `healthy` tells whether all requested copies were then in separate failure domains.
+    The values are None, 0 and None if the copies never became complete.
     """
     epoch = recovery["generation"], recovery["attempt"]
     for event in events:

@@ -1,7 +1,8 @@
 """`dtft drill`: compares a faulted run with an undisturbed run of the same experiment.
 
 Runs both on local clusters, injects the faults at their steps, and judges the runs'
-files with `compare`. A finished undisturbed run that fits is used again. The drill does
+files with `compare`. Uses a finished undisturbed run again, if its config leads to the
+same final state and it has logged the losses that the drill compares. The drill does
 not take part in the recovery.
 """
 
@@ -248,9 +249,10 @@ def _wait(cluster: LocalCluster, injector: FaultInjector, deadline_s: float) -> 
 
 
 def _failures(faults: Sequence[Fault], marker: Path) -> dict[str, str]:
-    """Returns the environment variables that make a trainer raise inside a step.
+    """Returns the environment variables for the first fault of kind `fail`.
 
-    They are for the first fault of kind `fail`; {} if there is none.
+    The variables make a trainer raise an exception inside a step. Returns {} if there
+    is no such fault.
     """
     for fault in faults:
         if fault.kind == "fail":

@@ -14,7 +14,7 @@ from dtft.elastic.local_cluster import LocalCluster
 MARK = "DTFT_DRILL"
 """Environment variable of every process of a drill's cluster: the name of its job."""
 GRACE_S = 5.0
-"""Seconds after which processes and memory of ended hosts count as leftovers."""
+"""Seconds that `of_ended_hosts` gives processes and memory of ended hosts to vanish."""
 
 
 def of_ended_hosts(cluster: LocalCluster, grace_s: float = GRACE_S) -> list[str]:

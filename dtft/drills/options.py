@@ -193,7 +193,7 @@ def for_clusters(
 
 
 def prepare_run(experiment: Experiment) -> tuple[Path, list[str]]:
-    """Checks and makes the run directory; returns it with its config override.
+    """Checks and makes the run directory; returns its path and the flag that names it.
 
     Raises:
         ValueError: the run cannot continue the checkpoints of the directory (see

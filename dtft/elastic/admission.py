@@ -70,7 +70,7 @@ def check_domain(store: Store, config: AgentConfig) -> None:
 
 
 def _fingerprint(config: AgentConfig) -> dict[str, Any]:
-    """Returns what must be equal on all hosts: proof of the secret, config, TLS use."""
+    """Returns what must be equal on all hosts: config, TLS use, proof of the secret."""
     return {
         "secret": proof_of(config.secret, config.job),
         "config": config.config_digest,

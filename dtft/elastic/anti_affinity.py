@@ -186,8 +186,8 @@ def shortfall(
         domains: the failure domains of all hosts.
 
     Returns:
-        The number for the slice with the fewest, at most `spread.copies`; and a warning
-        if it is below `spread.copies`, else "".
+        The smallest such number of all slices, at most `spread.copies`; and a warning
+        if the number is below `spread.copies`, else "".
     """
     level = spread.level
     if level == "host" and domains.levels:

@@ -400,11 +400,10 @@ def _in_order(slots: int, per_slot: int) -> tuple[int, ...]:
 
 
 def _with_rows(leaf: Leaf, before: int, replicas: int) -> Leaf:
-    """Resizes a leaf that has one row per replica to `replicas` rows.
+    """Gives a leaf that has one row per replica the shape for `replicas` replicas.
 
-    A state with such a leaf cannot be resized: rows of one replica have no meaning for
-    a new replica. The changed shape makes the comparison of layouts fail with the name
-    of the leaf.
+    A state with such a leaf must not be resized, because a new replica has no row.
+    `new_specs` finds the other shape, and raises an error that names the leaf.
     """
     rows = leaf.spec[:1] == ((REPLICA_AXIS,),) and leaf.shape[:1] == (before,)
     return dataclasses.replace(

@@ -173,7 +173,7 @@ class EventLoop:
     def _due(
         self,
     ) -> tuple[tuple[Callable[..., None], tuple[Any, ...]] | None, float]:
-        """Returns the call of a due timer or None, and the seconds to wait if None."""
+        """Returns the call of a due timer; if none is due, the seconds to wait."""
         with self._lock:
             if not self._timers:
                 return None, 1.0

@@ -4,7 +4,8 @@ A trainer writes its phase and the phase's start time to shared memory (its host
 progress board). The agent reads the board about every second (`ProgressWatch`) and
 reports long phases to the leader. One hung trainer blocks all others in the next
 collective, so the phases of all trainers exceed a limit. The leader then finds the
-hosts that are behind (`verdict`). Clock, board and process state are arguments.
+hosts that are behind (`verdict`). Callers pass the time, and what they have read of
+the board and the process.
 """
 
 from collections import deque

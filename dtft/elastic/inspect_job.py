@@ -31,19 +31,19 @@ LOOK_S = 30.0
 VERIFY_S = 600.0
 """Default of `Verification.timeout_s`: seconds for a host to read all its copies."""
 SILENCE_S = 30.0
-"""Seconds without a progress message after which a verifying host has failed."""
+"""Seconds without a progress message after which a host's verification has failed."""
 MOST_VERIFIERS = 1024
 """Largest number of hosts that verify at the same time."""
 EXPORT_S = 900.0
-"""Limit in seconds of an export, over all leaders that are asked."""
+"""Limit in seconds of `Observer.export`, including requests to later leaders."""
 TRIES = 20
 LEADER_S = 20.0
-"""Seconds for which a request to export is repeated while the job has no new leader; a
-live job elects a leader within this time."""
+"""Seconds for which a request to export is repeated while no leader takes it. A live
+job elects a leader within this time."""
 LEADER_PAUSE_S = 0.2
 VERIFY_TRIES = 8
-"""Largest number of repeated verifications. Training continues meanwhile, so a step may
-be dropped before all hosts have read the step; then the hosts verify again."""
+"""Largest number of repetitions of a verification. Training continues meanwhile, so a
+step may be dropped before all hosts have read the step; then the hosts verify again."""
 VERIFY_AGAIN_S = 20.0
 """Seconds from the start of the first verification after which no further verification
 begins."""
@@ -108,7 +108,8 @@ class JobState:
     view: View
     hosts: tuple[HostState, ...]
     commits: tuple[CommitHealth, ...]
-    """Commits, newest first, without commits that newer ones have replaced."""
+    """The commits worth showing, newest first: all healthy commits; if there are none,
+    all degraded commits; if there are none of these either, the newest commit."""
     copies: tuple[int, int, str] = (0, 0, "")
     """Requested copies, effective copies, and why the numbers differ; (0, 0, "") if
     unknown."""
@@ -118,9 +119,9 @@ class JobState:
         """Whether this state is conclusive, so that the observer need not look again.
 
         A state without commits, with a corrupt copy, or with a host that did not answer
-        is conclusive. Any other state is conclusive if a commit is healthy and no host
-        has dropped its step before reading it. Hosts drop steps while they are queried,
-        so another query may give a conclusive state.
+        is conclusive. Any other state is conclusive if it has a healthy commit whose
+        step no host dropped before it was read. Hosts drop steps while they are
+        queried, so another query may give a conclusive state.
         """
         if not self.commits or any(host.corrupt or host.error for host in self.hosts):
             return True

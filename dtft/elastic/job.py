@@ -54,12 +54,12 @@ class AgentConfig:
     copies: int = 2
     """Requested number of copies of every slice."""
     share: Share = "full"
-    """Slices that each host copies to its memory at a snapshot. "full": all its slices.
-    "divided": if d replicas have the same slices, each copies about `copies`/d of them,
-    in turn."""
+    """Which slices a host copies to its memory at a snapshot. "full": all its slices.
+    "divided": of the hosts that own a slice, only `copies` copy the slice, other hosts
+    at each snapshot. More hosts copy it if their failure domains would be too few."""
     cadence: Cadence = field(default_factory=Cadence)
-    """Steps after which snapshots are taken. With `automatic`, its interval is only the
-    initial interval."""
+    """Steps after which snapshots are taken. With `automatic`, `cadence.interval` is
+    only the initial interval."""
     automatic: Automatic | None = None
     """Limits of an automatic snapshot interval; None for a fixed interval."""
     failure_budget: int = 2

@@ -1,4 +1,4 @@
-"""Control links between a job's agents: each host to the leader, the leader to hosts.
+"""Control links between a job's agents: every host has one to the leader.
 
 Both ends send a heartbeat when they send nothing else. An end that receives nothing for
 one lease closes the link. So both ends detect a stalled or cut-off peer, even if the

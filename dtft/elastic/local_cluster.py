@@ -46,16 +46,16 @@ from dtft.elastic.store import (
 )
 
 LAUNCHED = "DTFT_LAUNCHED"
-"""Environment variable of the agents of a local cluster. Such agents do not print the
-job's end, because the cluster does."""
+"""Environment variable that is set only for agents of a local cluster. These agents do
+not print the job's end, because the cluster does."""
 HEAD_START_S = 0.5
 """Seconds by which spares start later than the other hosts, so that host-0, host-1, ...
 usually take slot 0, 1, ..."""
 LAST_EXPORT_S = 10.0
 """Limit in seconds of the export of the newest step, before a job is ended by force."""
 ASK_AGAIN_S = 1.0
-"""Seconds between two checks that the store still has the request to stop; a store may
-lose its data."""
+"""Seconds between two checks that the store still has the request to stop. A store that
+has lost its data gets the request again."""
 KILL_S = 10.0
 STORE_S = 2.0
 """Timeout of a store call, in seconds."""
@@ -241,7 +241,8 @@ class LocalCluster:
     def call_soon(self, action: Callable[[], object]) -> None:
         """Runs `action` soon on the thread that calls `wait`.
 
-        Only that thread may start processes, because they die with it.
+        Only that thread may start processes: a process dies with the thread that
+        started it.
         """
         self._requests.put(action)
 
@@ -326,13 +327,15 @@ class LocalCluster:
         """Writes the newest step in the hosts' memory to storage; returns the step.
 
         First stops the trainers (SIGSTOP), so that no later step replaces this one;
-        they are not continued. Needs neither leader nor store.
+        does not let them go on afterwards. Needs neither leader nor store.
 
         Args:
             limit_s: deadline in seconds.
 
         Raises:
             NotSalvaged: no step was written; the message has the reason.
+            ValueError: this process's memory directory cannot be made, see
+                `make_memory_directory`.
         """
         hosts = list(self.agents)
         for name in hosts:
@@ -398,7 +401,8 @@ class StopAsked:
     def times(self) -> int:
         """Number of stop requests.
 
-        Signals in quick succession count as one. SIGHUP counts only as the first.
+        Signals in quick succession count as one. A SIGHUP counts only if it is the
+        first signal.
         """
         return presses(tuple(self._signals))
 
@@ -439,9 +443,9 @@ def supervise(cluster: LocalCluster, stop_s: float) -> int:
             `LAST_EXPORT_S` seconds more.
 
     Returns:
-        The exit code. 0: the job ended without an error, and storage has its last step.
-        After an error, the code in the record of the job's end; without such a record,
-        2 if all agents ended with code 2. In every other case 1.
+        The exit code. 0: the job ended without an error, and storage has the step in
+        the record of the job's end. If the record has an error: the code in the record.
+        If there is no record: 2 if all agents ended with code 2. In every other case 1.
     """
     asked = StopAsked()
     with asked.heard():

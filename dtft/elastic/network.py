@@ -23,8 +23,8 @@ from dtft.elastic.event_loop import Loop
 logger = logging.getLogger(__name__)
 
 FOREVER_S = 86400.0
-"""Receive timeout of control connections in seconds. It is so long that it has no
-effect, because `links` closes connections of silent peers."""
+"""Receive timeout of control connections in seconds. This timeout never ends a
+connection: `links` closes the connections of silent peers long before."""
 PROBE_S = 1.0
 
 Message = dict[str, Any]
@@ -38,7 +38,7 @@ class ControlChannel(Protocol):
 
     @property
     def address(self) -> str:
-        """Address of the peer, for messages."""
+        """Address of the peer, for log lines and error texts."""
         ...
 
     def post(self, message: Message) -> None:

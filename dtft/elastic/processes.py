@@ -93,7 +93,7 @@ def _can_bind(host: str, port: int) -> bool:
 
 
 def port_taken(port: int, host: str = "127.0.0.1") -> bool:
-    """Whether no server can listen at a TCP port, as when the port is in use.
+    """Whether listening at a TCP port fails, for example because the port is in use.
 
     `host` is an IP address, or a host name that has an IPv4 address.
     """
@@ -108,9 +108,9 @@ def port_taken(port: int, host: str = "127.0.0.1") -> bool:
 
 
 def room_problem(directory: Path, num_bytes: int) -> str:
-    """Returns why `num_bytes` bytes cannot be written in a directory; "" if possible.
+    """Returns why a directory cannot take a file of `num_bytes` bytes; "" if it can.
 
-    Allocates and removes a file of this size.
+    Allocates a file of this size in the directory, then removes the file.
 
     >>> room_problem(Path("/nonexistent"), 1)
     '/nonexistent: No such file or directory (errno 2)'

@@ -1,9 +1,9 @@
 """Finds pairs of hosts cut off from each other, and chooses hosts to leave out.
 
 The leader reaches every host that answers in a round (an attempt to form the job), but
-two of these hosts may be cut off from each other. They can neither train together nor
-exchange copies. So after a failure that a cut would explain, each host tries its peers'
-ports and reports the peers that it did not reach.
+two of these hosts may be cut off from each other. Such a pair can neither train
+together nor exchange copies. So after a failure that a cut would explain, each host
+tries its peers' ports and reports the peers that it did not reach.
 """
 
 import bisect
@@ -99,9 +99,10 @@ def set_aside(
 ) -> list[str]:
     """Chooses hosts to leave out, so that all other hosts reach each other.
 
-    Repeatedly leaves out the host in most of the remaining pairs. Of hosts in equally
-    many pairs, a host without a slot is left out first, then a host that does not lead,
-    then the host of the highest slot.
+    Leaves out the host that occurs in the largest number of pairs, drops its pairs, and
+    repeats this until no pair remains. Of hosts in equally many pairs, a host without a
+    slot is left out first, then a host that does not lead, then the host of the highest
+    slot.
 
     Args:
         hosts: hosts that could have a slot.
@@ -157,9 +158,10 @@ class Reachability:
     ) -> set[Pair]:
         """Updates the pairs from hosts' reports; returns the new pairs.
 
-        New pairs count only if a cut is suspected, so hosts that train well together
-        stay together. A known pair stays if the reports confirm it (`believed`) or it
-        was not tried, unless one of its hosts has not answered.
+        Adds new pairs only if a cut is suspected, so hosts that train well together
+        stay together. Removes a known pair if one of its hosts has not answered, or if
+        one of its hosts tried the other and the reports do not confirm the pair
+        (`believed`).
 
         Args:
             tried: for each host that has answered, the peers that it had to try.
@@ -185,9 +187,9 @@ class Reachability:
         self.is_suspected = False
 
     def is_due(self, now: float) -> bool:
-        """Whether hosts of unreachable pairs must try to connect again now.
+        """Whether the hosts of the pairs in `apart` must try to connect again now.
 
-        If True, doubles the pause until the next try.
+        If they must, doubles the pause before the next try.
         """
         if not self.apart or now < self._look_at:
             return False
@@ -196,9 +198,9 @@ class Reachability:
         return True
 
     def ask(self, connected: Collection[str]) -> dict[str, list[str]]:
-        """Begins another try of all unreachable pairs; returns host to peers to try.
+        """Begins another try of the pairs in `apart`; returns each host's peers to try.
 
-        Drops pairs with a host that is not connected.
+        First removes the pairs with a host that is not in `connected`.
         """
         self.apart = {it for it in self.apart if set(it) <= set(connected)}
         asked: dict[str, list[str]] = {}

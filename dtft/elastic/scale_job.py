@@ -1,7 +1,7 @@
 """Changes a live job's number of replicas, from outside.
 
-Sends the request to the leader, and again if the leader changes; the store keeps the
-requested size.
+Sends the request to the leader, and repeats it while no leader answers or the job does
+not train. The store keeps the requested size.
 """
 
 import time
@@ -29,7 +29,7 @@ def scale(observer: Observer, replicas: int, limit_s: float) -> dict[str, Any]:
     Returns:
         `replicas`, `before` (the number before the last attempt), `hosts` (number of
         hosts with a slot), `leader` (the leader's host) and `asked_again` (whether an
-        earlier attempt of this call failed). If the last attempt changed the size, also
+        earlier attempt of this call failed). After a change by the last attempt also
         `step` (restored), `bytes_from_peers`, `bytes_from_storage` and `seconds` since
         the request. An earlier attempt may have changed the size although the attempt
         failed; then `before` equals `replicas`.

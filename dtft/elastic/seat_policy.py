@@ -29,8 +29,8 @@ from dtft.elastic.store import StoreUnavailable
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """Settings that must be equal in all of a user's processes of a job. Those of the
-    first process to attach count."""
+    """Settings that must be equal in all processes of a served job. The first process
+    that attaches decides them."""
 
     processes: int
     """Number of processes of the job, one per slot."""
@@ -170,7 +170,7 @@ def scale_refusal(job: str) -> str:
 Filled = tuple[HostRecord | None, ...]
 """The host of each slot; None for an empty slot."""
 ExitReport = tuple[str, dict[str, Any]] | None
-"""Op and fields of the report that a trainer has ended; None for no report."""
+"""Op and fields of a report about a trainer's end; None if nothing is reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,26 +247,29 @@ class SeatPolicy:
 
     attached: bool
     """Whether trainers are processes that the user starts. Such processes decide when
-    to save and restore, may request a step for other shardings, and may wait until a
+    to save and restore, may request a step under other shardings, and may wait until a
     step is committed or stored."""
     fill: Callable[[Seating], Filled]
     """Returns the host of each slot."""
     waiting_line: Callable[[str, int, str, str], str]
-    """Makes the message for empty slots from: slots, number of slots, job, store."""
+    """Makes the message for a job with empty slots. Takes the names of the empty slots,
+    the number of all slots, the job's name and the store's address."""
     waiting_event: str
-    """Name of the event in the log while slots are empty."""
+    """Name of the event that is logged when the job begins to wait with empty slots."""
     begins_on_join: bool
-    """Whether a joining host can start the job or end a wait. Otherwise the job starts
-    when every process has attached."""
+    """Whether a host that joins can start the job, or end the job's wait for a host.
+    Otherwise the job starts when every process has attached."""
     ends_by_itself: bool
-    """Whether the job ends when all trainers have finished or an error would repeat.
-    Otherwise the trainers get the reason, and the job waits for new trainers."""
+    """Whether the job ends when all trainers have finished, or after an error that
+    would repeat. Otherwise the error is sent to the trainers, and the job waits for new
+    trainers."""
     reads_copies: bool
     """Whether hosts read and verify their copies in every attempt to form the job."""
     has_coordination_service: bool
     """Whether the leader starts JAX's coordination service for each formation."""
     reports: Mapping[str, Mapping[str, Check]]
-    """Op of each report that a host may send, to the checks of its fields."""
+    """Maps the op of each report that a host may send to the checks of the report's
+    fields."""
     exit_report: Callable[[int], ExitReport]
     """Makes the report of a trainer's end from the code of the "trainer_exit" event
     (see `Trainers`)."""

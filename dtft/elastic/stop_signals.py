@@ -17,11 +17,11 @@ SIGNALS: tuple[signal.Signals, ...] = (
 )
 ECHO_S = 0.3
 """Signals closer than this many seconds count as one, because a shell and a wrapper may
-both send a signal."""
+both send a signal for one Ctrl-C."""
 
 
 def heard_signals() -> tuple[signal.Signals, ...]:
-    """Returns the stop signals of this process, without SIGHUP if ignored (nohup)."""
+    """Returns the stop signals, without SIGHUP if this process ignores it (nohup)."""
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         return tuple(it for it in SIGNALS if it != signal.SIGHUP)
     return SIGNALS
@@ -52,7 +52,7 @@ class StopProgress:
     """
 
     finished: Mapping[str, int] = field(default_factory=dict)
-    """Each host with a slot to the last finished step of its trainer."""
+    """Maps each host with a slot to the last step that its trainer has finished."""
     computing: int = 0
     """The newest dispatched step; 0 for none."""
     committed: int = 0

@@ -25,14 +25,14 @@ class SkipOutliersState(NamedTuple):
     """State of `skip_outlier_gradients`; its counters are meant for alerts."""
 
     norms: jax.Array
-    """Norms of the last accepted gradients, latest last, float32 [history]. While fewer
-    than `history` gradients were accepted, the leading elements are -1."""
+    """Norms of the last accepted gradients, the newest at the end, float32 [history].
+    While fewer than `history` gradients were accepted, the leading elements are -1."""
     outliers: jax.Array
-    """Steps rejected for their norm so far, int32."""
+    """Number of steps rejected for their norm so far, int32."""
     outliers_in_a_row: jax.Array
-    """Steps rejected for their norm since the last accepted one, int32."""
+    """Number of steps rejected for their norm since the last accepted step, int32."""
     nonfinite: jax.Array
-    """Steps rejected for NaN or infinity so far, int32."""
+    """Number of steps rejected for NaN or infinity so far, int32."""
     inner_state: Any
     """State of the guarded transform."""
 

@@ -41,8 +41,8 @@ class Blocks(NamedTuple):
         """Cuts an array into blocks [B, M, N], row by row, padded with zeros.
 
         An array divided over Explicit mesh axes is gathered first, because the type of
-        a merged dim cannot express its sharding. Over Auto axes the partitioner
-        decides.
+        a merged dim cannot express its sharding. Over Auto axes XLA's partitioner
+        decides whether to gather the array.
         """
         (down, across), (rows, columns) = self.grid, self.block
         matrix_XY = _gathered(array).reshape(self.rows, self.columns)
@@ -73,7 +73,7 @@ def blocks_of(shape: tuple[int, ...], block_size: int) -> Blocks | None:
 
     Args:
         shape: The array's shape.
-        block_size: Largest rows and columns of a block.
+        block_size: Largest number of rows, and of columns, of a block.
 
     >>> blocks_of((3, 3, 2, 16), block_size=10)
     Blocks(shape=(3, 3, 2, 16), rows=18, columns=16, grid=(2, 2), block=(9, 8))

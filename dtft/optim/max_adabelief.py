@@ -288,7 +288,7 @@ def max_adabelief(
 def decoupled_decay(
     weight_decay: optax.ScalarOrSchedule | None, mask: Any
 ) -> list[optax.GradientTransformation]:
-    """Makes a list of the transform that adds the decay; [] for a decay of None.
+    """Returns a list with the transform that adds the decay; [] without a decay.
 
     Raises:
         ValueError: the decay is out of range, or the mask is not of booleans or is

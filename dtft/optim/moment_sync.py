@@ -170,11 +170,10 @@ class MomentSync(NamedTuple):
     def _recorrected(
         self, held: dict[str, Any], taken: dict[str, jax.Array], count: jax.Array
     ) -> dict[str, Any]:
-        """Rescales the moments of an earlier reduction for the bias correction.
+        """Rescales reduced moments for a bias correction with the counts in `taken`.
 
-        `direction` divides each moment by 1 - decay^count of the present update. The
-        factor replaces this divisor by that of the update in which the moment was
-        reduced.
+        `direction` divides each moment by 1 - decay^count, with the present `count`.
+        After the rescaling this gives the reduced moment divided by 1 - decay^taken.
         """
 
         def scale(name: str) -> Any:

@@ -99,8 +99,9 @@ def sync_moments(
     and maximum) are reduced, so the update is equal on all replicas. Reducing the first
     moment before or after its correction for bias gives the same result. An operand
     with a period of k > 1 is reduced at updates 1, k + 1, 2k + 1, ... Between these
-    updates all replicas use the last reduced value, corrected for bias as of the update
-    of its reduction, unless `refresh_above` triggers a new reduction.
+    updates all replicas use the last reduced value, unless `refresh_above` triggers a
+    new reduction. The bias of this value is corrected with the number of the update in
+    which it was reduced.
 
     `mode="state"` replaces each moment in the state by its reduction, at updates that
     are multiples of the moment's period (DES-LOC, arXiv 2505.22549). The update is made

@@ -8,9 +8,9 @@
 * `fsdp`: ZeRO level 3. `grad_accumulation`: gradients over microbatches.
   `local_updates`: steps of optimizers that communicate between replicas. `pipeline`:
   an SPMD pipeline over stages.
-* Packages: `planning` (the step of a plan), `load_balancing` (uneven shares of the
-  batch, whose rows `row_assignment` selects), `mpmd` (operators placed on devices of
-  different types).
+* Packages: `planning` (the step of a plan), `load_balancing` (shares of the batch that
+  differ between replicas; `row_assignment` selects the rows of a share), `mpmd`
+  (operators placed on devices of different types).
 
 `validation` and `row_assignment` do not import JAX, so that host agents can check
 configs without loading JAX. Plans and their search are in `dtft.planner`, the training

@@ -156,7 +156,7 @@ def place(
     """Makes global arrays from the shards of this process; leaves out the array `id`.
 
     Args:
-        parts: map from the start index in dim 0 of a shard to its arrays by name.
+        parts: map from a shard's start index in dim 0 to the shard's arrays by name.
         sharding: sharding of every array.
         global_batch: size of dim 0 of the global arrays.
     """
@@ -198,9 +198,9 @@ def evaluate(
     """Returns the means of the loss and of each metric over all samples of `source`.
 
     All processes must call this function together. The last batch is padded with rows
-    of weight 0. For each batch `entered` is called three times: with `evaluate` before
-    the rows are read; before the computation is started, with its phase (`compile` for
-    the first batch, then `evaluate`); and with `evaluate` after it was started.
+    of weight 0. For each batch `entered` is called three times: with "evaluate" before
+    the rows are read; with "compile" (first batch) or "evaluate" (later batches) before
+    the computation is started; and with "evaluate" after the start.
     """
     starts, _ = local_parts(train_step.batch_sharding, global_batch)
     width = train_step.batch_sharding.shard_shape((global_batch,))[0]

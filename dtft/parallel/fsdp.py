@@ -34,7 +34,7 @@ gathered parameter that was cast or reshaped, which should not stay in memory.""
 
 @dataclass(kw_only=True, eq=False)
 class Gathering:
-    """Gathers for one program; `policy` makes the backward pass recompute them."""
+    """Inserts gathers into a program; `policy` has the backward pass recompute them."""
 
     mesh: Mesh
     _seen: set[tuple[Any, ...]] = field(default_factory=set)

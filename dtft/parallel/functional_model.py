@@ -20,7 +20,7 @@ from dtft.models.base import ModelConfig
 State = dict[str, Any]
 Metrics = dict[str, jax.Array]
 READ = ("params", "statistics")
-"""Keys of the entries of a state that a model reads."""
+"""Keys of a state's parameters and running statistics, which a model computes with."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,14 +35,15 @@ class FunctionalModel:
     abstract: State
     """Shapes and dtypes of the result of `init`."""
     num_padding: int = 0
-    """Number of scalars in the parameters that are padding, never trained."""
+    """Number of padding scalars in the parameters; padding is never trained."""
 
     def mean_loss(
         self, params: Any, statistics: Any, batch: dict[str, jax.Array]
     ) -> tuple[jax.Array, tuple[Metrics, Any]]:
-        """Computes the mean loss in training mode, as a function to differentiate.
+        """Computes the mean loss of a batch in training mode.
 
-        Returns `(mean loss, (means of loss and metrics, new statistics))`.
+        Returns `(mean loss, (means of loss and metrics, new statistics))`, as
+        `jax.grad` with `has_aux` requires.
         """
         read = {"params": params, "statistics": statistics}
         values, statistics = self.losses(read, batch, True)

@@ -1,4 +1,4 @@
-"""Gradient accumulation: gradients of a batch from equal parts, one after another.
+"""Gradient accumulation: differentiates equal parts of a batch one after another.
 
 The batch is divided so that every device keeps its own rows. A `lax.scan` sums loss,
 aux and gradients over the parts.
@@ -122,10 +122,10 @@ def parts_of(batch: Any, num_parts: int, specs: Mapping[str, Spec], mesh: Mesh) 
 
 
 def check_rows(batch: Any, num_parts: int) -> None:
-    """Checks that all arrays have the same number of rows, before they are divided.
+    """Checks that all arrays of a batch have the same number of rows.
 
-    If sizes of dim 0 differ, dim 0 of one array is probably not its rows, and this
-    array cannot be divided.
+    If the sizes of dim 0 differ, dim 0 of some array is probably not its rows, and such
+    an array cannot be divided.
 
     Args:
         batch: a tree of arrays or shapes; arrays without dims are not checked.

@@ -1,4 +1,6 @@
-"""Steps of optimizers that communicate between replicas (`reduces_itself`).
+"""Steps of optimizers that communicate between replicas.
+
+`OptimConfig.reduces_itself` is true of the config of such an optimizer.
 
 A step for one replica becomes a step for all replicas by a `shard_map` over the axis
 `replica`. The optimizer gets the gradient of the replica's own rows and communicates
@@ -59,9 +61,9 @@ def over(step: Step, optim: OptimConfig, mesh: Mesh, abstract: Any) -> Step:
 
     The loss and the model's metrics are means over the replicas, which is the mean over
     the batch. `grad_norm` is the root mean square of the norms of the replicas'
-    gradients, because no device has the mean gradient. `optim.clip` clips the gradient
-    of each replica by itself. Normalization layers normalize over a replica's own rows;
-    their new running statistics are means over the replicas.
+    gradients, because no device has the mean gradient. `optim.clip` clips each
+    replica's gradient separately. Normalization layers normalize over a replica's own
+    rows; their new running statistics are means over the replicas.
 
     Args:
         step: `(state, batch) -> (state, metrics)` with a replica's own rows and state.
@@ -109,10 +111,10 @@ def evaluated(params: Any) -> Any:
 
 
 def here(sharding: Any) -> Any:
-    """Converts NamedShardings to what `with_sharding_constraint` accepts in the caller.
+    """Makes NamedShardings usable in `with_sharding_constraint` in a `shard_map` too.
 
-    While a `shard_map` is traced JAX accepts only PartitionSpecs, so this function
-    returns a tree of them. Elsewhere it returns the tree of NamedShardings unchanged.
+    While a `shard_map` is traced, JAX accepts only PartitionSpecs. Then this function
+    returns a tree of PartitionSpecs, else the tree of NamedShardings unchanged.
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return sharding

@@ -42,7 +42,7 @@ from dtft.parallel.validation import check_stages
 
 STAGE_AXIS = "stage"
 _ENDS = (STAGE_AXIS, "fsdp")
-"""Mesh axes that divide the parameters before and after the layers."""
+"""Mesh axes that divide the parameters outside of the stacked layers."""
 Layer = Callable[[Any, jax.Array], jax.Array]
 """Function `(parameters of a layer, rows) -> rows`."""
 

@@ -23,8 +23,8 @@ def mesh_of(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> M
 
     Args:
         sizes: map from axis name to size, slowest-varying first.
-        devices: the devices of the mesh; by default all of JAX's devices, in a single
-            process the first ones if the mesh needs fewer.
+        devices: the devices of the mesh; by default JAX's devices: in a single process
+            the first ones that the mesh needs, in several processes all.
 
     Raises:
         ValueError: the product of the sizes is not the number of devices.
@@ -92,8 +92,8 @@ def sharding_tree(
 def signature(tree: Any) -> Any:
     """Returns a hashable key of a tree: its structure, and each leaf's shape and dtype.
 
-    The key has the type of a Python number in place of a dtype. Trees with equal keys
-    can be arguments of the same compiled program.
+    For a Python number the key has the number's type in place of a dtype. Trees with
+    equal keys can be arguments of the same compiled program.
     """
     leaves, structure = jax.tree.flatten(tree)
     return structure, tuple((np.shape(leaf), _dtype(leaf)) for leaf in leaves)
@@ -150,7 +150,7 @@ def _sharding(what: str, leaf: Any, spec: Spec, mesh: Mesh) -> NamedSharding:
 
 _CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")
 _SAME_RESULTS = frozenset(CALLS) - {"scan", "while", "cond", "shard_map"}
-"""Calls with a single body, whose results are the results of the call."""
+"""Calls that have a single body and return the results of the body."""
 
 
 def constrained(
@@ -243,7 +243,7 @@ class _Insertion:
         self._manual = False
 
     def body(self, jaxpr: Jaxpr) -> tuple[Jaxpr, list[NamedSharding | None]]:
-        """Inserts the constraints into a program, or into the body of a call in it.
+        """Inserts the constraints into a program or into the body of a call.
 
         Returns the new jaxpr, and for each result the sharding of its constraint, or
         None for a result without a constraint.

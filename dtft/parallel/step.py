@@ -56,9 +56,9 @@ def apply_gradients(
 def gradients_of(model: FunctionalModel) -> Gradients:
     """Makes a function that computes the `Means` of a batch.
 
-    It calls the model once. If devices divide the batch, XLA's partitioner inserts the
-    reductions between devices, except those that the model makes itself, as a pipeline
-    does.
+    The function calls the model once. If devices divide the batch, XLA's partitioner
+    inserts the reductions between devices, except those that the model makes itself, as
+    a pipeline does.
     """
     gradient = jax.grad(model.mean_loss, has_aux=True)
 
@@ -155,7 +155,7 @@ class TrainStep:
 
     @property
     def state_bytes_per_device(self) -> int:
-        """Bytes of one device's shards of the state, with those in host memory."""
+        """Bytes of one device's shards of the state, also of those in host memory."""
         leaves = jax.tree.leaves(self.abstract_state)
         shapes = [leaf.sharding.shard_shape(leaf.shape) for leaf in leaves]
         return sum(

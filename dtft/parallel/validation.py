@@ -137,7 +137,7 @@ def _check_copies(copies: int, hosts: int) -> None:
 def _check_model(experiment: Experiment) -> None:
     """Checks that the model's context and number of classes suffice for the data.
 
-    A model without such a field is not checked for it.
+    A field that the model's config does not have is not checked.
     """
     context = getattr(experiment.model, "context", None)
     length = experiment.data.tokens_per_example

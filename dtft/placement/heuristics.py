@@ -117,7 +117,7 @@ class _Row:
         return list(found.values())
 
     def reach(self, node: int, start: int, limit: float) -> int:
-        """Returns the first item after the longest stretch from `start` on a node.
+        """Returns the item after a node's longest possible stretch from item `start`.
 
         The stretch takes at most `limit` seconds, fits into the node's memory, and ends
         before an item that the node cannot run. Returns `start` if not even one item is
@@ -148,7 +148,7 @@ class _Row:
     ) -> tuple[Stretch, ...] | None:
         """Finds stretches that cover all items and that `reach` allows under `limit`.
 
-        Nodes may follow in any order. Returns None if there are no such stretches.
+        The nodes may have any order. Returns None if there are no such stretches.
         """
         none = (0,) * len(kinds)
         far: dict[tuple[int, ...], int] = {none: 0}
@@ -192,12 +192,10 @@ class _Row:
 
 
 def _next_infinite(seconds: Floats) -> NDArray[np.int64]:
-    """Finds, for each item and node, the next item that the node cannot run.
-
-    This may be the item itself.
+    """Finds, from each item on, the first item that a node cannot run.
 
     The shape is `[items + 1, nodes]`. The entry is the number of items if the node can
-    run all further items.
+    run all items from there on.
     """
     num = len(seconds)
     places = np.where(np.isfinite(seconds), num, np.arange(num)[:, None])
@@ -385,8 +383,8 @@ def faster(problem: Problem) -> Iterator[list[int]]:
 
     A list leaves out the nodes whose relative time (`_pace`) is at or above a limit.
     With up to four distinct times, each time but the least is such a limit. With more
-    times, the only list has about the faster half of the times. A list whose nodes lack
-    a kernel for a task is skipped.
+    times there is one limit, which leaves out about the slower half of the times. A
+    list whose nodes lack a kernel for a task is skipped.
     """
     num, pace = len(problem.capacity), _pace(problem)
     distinct = sorted(set(pace), reverse=True)
@@ -398,10 +396,10 @@ def faster(problem: Problem) -> Iterator[list[int]]:
 
 
 def _pace(problem: Problem) -> list[float]:
-    """Returns each node's time for the tasks it can run, relative to the fastest node.
+    """Returns, for each node, the seconds of the tasks that it can run, divided by the
+    seconds of the same tasks on the fastest node of each task.
 
-    The fastest node is chosen for each task, so 1 is the least possible value. The time
-    is infinite for a node that can run no task.
+    The quotient is 1 or more. It is infinite for a node that can run no task.
     """
     best = problem.array.min(axis=1, keepdims=True).clip(1e-300)
     ratio = np.where(np.isfinite(problem.array), problem.array / best, np.nan)
@@ -414,9 +412,9 @@ def _pace(problem: Problem) -> list[float]:
 Order = Literal["rank", "traversal"]
 BASELINES = ("one node", "contiguous", "random")
 _TASKS_LOOKED_AT = 20_000
-"""The default number of tries of moves, multiplied by the number of tasks. Scheduling
-so many tasks takes about 0.5 s. With up to `_SMALL` tasks a try schedules each task
-several times."""
+"""Number of tasks that all tries of moves together schedule by default: the number of
+tries is this number divided by the number of tasks. Scheduling so many tasks takes
+about 0.5 s. With up to `_SMALL` tasks a try schedules each task several times."""
 _SMALL = 30
 """Largest number of tasks for which `improve` simulates each move with all orders of
 `Search.orders`, and not only with one order."""
@@ -426,7 +424,7 @@ skipped unless a number of moves is given, and `squeeze` has this number of trie
 _DRAWS = 10
 _TRAVERSAL = "earliest finish in the order of the program"
 _STARTS = 6
-"""Largest number of candidates of `seen` from which `improve` tries moves."""
+"""Largest number of candidates of `Search.seen` from which `improve` tries moves."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

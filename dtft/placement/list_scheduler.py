@@ -224,11 +224,9 @@ class _State:
         return best
 
     def _ways(self, task: int) -> list[tuple[float, int]]:
-        """Returns a lower bound of a task's end for each node that may run the task.
+        """Returns, for each node that may run a task, a lower bound of the task's end.
 
         The entries are pairs of bound and node. The bound assumes idle ports.
-        `best_node` simulates the transfers only of nodes whose bound is below the best
-        end so far.
         """
         of, ready = self.of, self.open
         for value in of.read[task]:
@@ -310,8 +308,8 @@ class _State:
                 self.live[node] -= self.of.held_bytes[value]
 
     def _local(self, task: int, node: int) -> float:
-        """Returns the time when the last of the task's inputs on a node was there; 0.0
-        if the node has none of the inputs."""
+        """Returns the latest arrival time of the task's inputs that a node has; 0.0 if
+        the node has none."""
         return max((self.at[v].get(node, 0.0) for v in self.of.read[task]), default=0.0)
 
     def _bring(self, task: int, node: int) -> list[Sent]:
@@ -426,7 +424,7 @@ TAKEN: tuple[Taken, ...] = ("mean", "max", "min")
 
 
 def by_rank(problem: Problem, taken: Taken) -> list[int]:
-    """Orders tasks by upward rank, highest first, before their nodes are known.
+    """Sorts tasks by upward rank, highest first, before their nodes are known.
 
     The seconds of a task are the `taken` (mean, max or min) over the nodes that can run
     it. Transfers take the mean latency and the mean seconds per byte over all pairs of
@@ -443,7 +441,7 @@ def by_rank(problem: Problem, taken: Taken) -> list[int]:
 
 
 def by_rank_on(problem: Problem, node_of: Sequence[int]) -> list[int]:
-    """Orders tasks by upward rank, highest first, for given nodes of the tasks."""
+    """Sorts tasks by upward rank, highest first, for given nodes of the tasks."""
     seconds = [row[node] for row, node in zip(problem.seconds, node_of, strict=True)]
 
     def sending_s(value: int, reader: int) -> float:

@@ -113,7 +113,7 @@ class _Routes:
         self._next = 0
 
     def inside(self, pool: Pool, start: int) -> None:
-        """Fills the pairs within a pool whose first device has the number `start`."""
+        """Fills the entries between devices of a pool; `start` is its first device."""
         numbers = np.arange(pool.num_devices)
         below = 1
         for level in pool.levels:
@@ -124,7 +124,7 @@ class _Routes:
             below *= level.size
 
     def through(self, link: Link, devices: Numbers, apart: NDArray[np.bool_]) -> None:
-        """Sets the speeds and ports of a link for the pairs marked in `apart`."""
+        """Fills the entries of the pairs marked in `apart` with figures of a link."""
         curve, place = link.curve, np.ix_(devices, devices)
         each = 1 / curve.bandwidth
         empty_s = curve.latency_s + curve.half_bytes * each

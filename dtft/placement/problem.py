@@ -100,9 +100,9 @@ def bound_s(problem: Problem, microbatches: int = 1) -> float:
     """Computes a lower bound on the seconds of a step.
 
     The bound of the first microbatch is the larger of two figures: the longest path
-    through the tasks, with each task on its fastest node and free transfers; and
-    `shared_s`. Each further microbatch adds the larger of `shared_s` and the slowest
-    task on its fastest node.
+    through the tasks, with each task on its fastest node and without time for
+    transfers; and `shared_s`. Each further microbatch adds the larger of two figures:
+    `shared_s`, and the largest of the tasks' seconds, each on its fastest node.
     """
     least = problem.array.min(axis=1)
     ends = np.zeros(len(least))

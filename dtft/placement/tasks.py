@@ -158,8 +158,8 @@ def handed(
 ) -> tuple[list[int], list[Passed]]:
     """Finds the values that pass between tasks, including arguments and results.
 
-    Left out are arguments that no task reads, and values that are not results and that
-    no other task reads.
+    Arguments that no task reads are left out. Outputs of tasks are left out if they are
+    not results of the program and no other task reads them.
 
     Args:
         graph: the program.
@@ -224,10 +224,11 @@ def _made_and_read(
 def with_gradients(
     graph: Graph, values: Sequence[int], passed: Sequence[Passed], params: str | None
 ) -> list[Passed]:
-    """Sets `has_gradient` of each value.
+    """Returns the values with their final `has_gradient`.
 
-    A value has a gradient if it is floating or complex (`has_gradient` in `passed`) and
-    on a path from the parameters to the loss. The loss is the program's first result.
+    A value has a gradient if it is floating or complex, and on a path from the
+    parameters to the loss (the program's first result). In `passed`, `has_gradient`
+    says only whether a value is floating or complex.
 
     Args:
         graph: the program.
@@ -404,8 +405,8 @@ class _Seconds:
     def of(self, start: int, stop: int) -> Floats:
         """Returns a task's seconds by node, `[nodes]`; infinite where it cannot run.
 
-        A task cannot run on a node without a kernel for each operator, or if a pin
-        forbids the node. Raises ValueError if no node is left.
+        A node can run a task if it has a kernel for each operator and no pin forbids
+        the node. Raises ValueError if no node is left.
         """
         numbers = range(start, stop)
         total = sum((self._speeds(n) for n in numbers), np.zeros(len(self.types)))
@@ -418,12 +419,10 @@ class _Seconds:
         return self._at_pins(found, numbers) if self.pins else found
 
     def backward(self, start: int, stop: int) -> float:
-        """Computes a task's seconds backward relative to its seconds forward.
+        """Returns a task's backward seconds divided by its forward seconds, 1 to 2.
 
-        The result is between 1 and 2.
-
-        Matrix multiplications and convolutions count twice, other operators once, each
-        with its seconds on the fastest device type.
+        In the backward pass matrix multiplications and convolutions count twice, other
+        operators once, each with its seconds on the fastest device type.
         """
         each = [float(self._speeds(number).min()) for number in range(start, stop)]
         some = self.graph.operators[start:stop]

@@ -86,8 +86,8 @@ def percent(share: float) -> str:
 def change(value: float, reference: float) -> str:
     """Formats the change from a reference to a value; '' for reference 0.
 
-    The text has the difference in percent. From `_MANY` times the reference on, it has
-    the ratio of both instead.
+    The text has the difference in percent. If the value is `_MANY` times the reference
+    or more, the text has the ratio of both instead.
 
     >>> change(3.0, 2.0), change(1.0, 2.0), change(30.0, 2.0), change(1.0, 0.0)
     ('+50 %', '-50 %', '15 times', '')

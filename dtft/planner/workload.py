@@ -78,10 +78,10 @@ def arrays_of_experts(
 def _products(
     graph: Graph, parameters: Sequence[int], root: Callable[[int], int]
 ) -> Iterator[tuple[tuple[frozenset[int], ...], frozenset[int]]]:
-    """Yields the dim sets of each matmul with weights, and the dim set of the weights.
+    """Yields for each matmul with weights the dims of its arrays, and of the weights.
 
-    The dim sets are of both operands and the result. In a gradient of weights, the
-    result has the dims of the weights.
+    The arrays are both operands and the result. In a gradient of weights, the result
+    has the dims of the weights.
     """
 
     def dims_of(value: Value) -> frozenset[int]:
@@ -158,9 +158,10 @@ def arrays_of_weights(
     """Finds the arrays with the dims of a parameter, each with its first divided dim.
 
     The first divided dim is the dim that the fewest parameters have: a layer's inner
-    width, not the width that all layers share. If one axis divides both widths, the two
-    matmuls of a layer then work on the same part of the inner width. Otherwise XLA
-    would gather the array between the two matmuls: up to 16 GiB in compiled steps. A
+    width, not the width that all layers share. So if one axis divides both widths, the
+    two matmuls of a layer work on the same part of the inner width. If the shared width
+    were divided first, XLA would gather the array between the two matmuls: up to 16 GiB
+    in compiled steps. A
     gradient is divided like its parameter, although JAX may give the gradient's dims in
     another order.
 
@@ -208,8 +209,8 @@ class Workload:
     """Map from the path of each argument's leaf to its role: parameter, optimizer
     (state) or batch."""
     program: Graph
-    """Graph whose operators `Plan.constraints` numbers: that of the loss alone (entry
-    loss), or `graph` itself (entry step)."""
+    """Graph with the operators that `Plan.constraints` refers to by number: that of the
+    loss alone for entry loss, `graph` itself for entry step."""
     again: Callable[[Remat], Graph] | None = None
     """Function that traces the step with rematerialization; None for entry step."""
 

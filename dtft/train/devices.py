@@ -24,10 +24,11 @@ def keep_freed(large: bool = False) -> bool:
     """Makes the C library keep freed memory, instead of returning it to the kernel.
 
     Args:
-        large: whether to keep also more than 64 MiB freed by one thread, which the C
-            library's arenas for threads cannot keep. All threads then share the main
-            arena, and compiling threads wait for the lock of this arena. Call this
-            function before JAX makes its devices; existing threads keep their arenas.
+        large: whether to keep also more than 64 MiB of freed memory per thread. The C
+            library's arenas for threads cannot keep so much. So all threads share the
+            main arena, and threads that compile wait for the lock of this arena. Call
+            this function before JAX makes its devices, because existing threads keep
+            their arenas.
 
     Returns:
         Whether the C library accepted all settings. False without `mallopt` (it is in

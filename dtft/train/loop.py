@@ -258,9 +258,10 @@ class Watch:
     def ended(self, step: int) -> bool:
         """Whether the run's goal is reached: the last step or a plateau.
 
-        With a fixed interval, a plateau counts only at the newest boundary and at the
-        step that the run started from. With an automatic interval, a plateau counts
-        only at multiples of `max_interval`, so that the end does not depend on timing.
+        With a fixed `checkpoint.interval`, a plateau counts only at the newest boundary
+        and at the step that the run started from. With the interval `auto`, a plateau
+        counts only at multiples of `checkpoint.max_interval`, so that the end does not
+        depend on timing.
         Metrics that are not collected yet can change the result from True to False, but
         not from False to True.
         """

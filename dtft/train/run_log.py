@@ -81,8 +81,8 @@ class RunLog:
     ) -> None:
         """Closes the files; the leading process prints the outcome.
 
-        The outcome is the line that `finish` stored, if it was called, and for a run
-        that is not completed the command to resume it.
+        The outcome is the line that `finish` stored, if `finish` was called. If the run
+        is not completed, the command to resume the run follows.
         """
         for resource in (self._bar, self._metrics, self._samples, self._board):
             if resource is not None:
@@ -111,9 +111,10 @@ class RunLog:
         self._append(json.dumps(record), self._samples)
 
     def write(self, records: Sequence[Record]) -> None:
-        """Writes the records of multiples of `log.every` and of the step `stop.steps`.
+        """Writes the records of steps that are multiples of `log.every`.
 
-        Other records are dropped. Only the leading process writes.
+        Also writes the record of the step `stop.steps`. Drops other records. Only the
+        leading process writes.
         """
         for step, values in records:
             if step == self._start + 1:  # compilation is over: time from here

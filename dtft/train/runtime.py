@@ -47,7 +47,7 @@ class Runtime(Protocol):
 
     @property
     def attempt(self) -> int:
-        """Number of this start of all trainers; counts anew in each generation."""
+        """Number of this start of all trainers, counted anew in each generation."""
         ...
 
     @property

@@ -29,7 +29,8 @@ class Plateau:
     def observe(self, config: StopConfig, step: int, value: float) -> "Plateau":
         """Returns the plateau after one more value.
 
-        A value is an improvement if it is better by more than `min_delta`.
+        A value becomes the new best value if it is the first one, or is better than the
+        best value by more than `min_delta`.
 
         >>> config = StopConfig(metric="loss", patience=2)
         >>> Plateau().observe(config, 1, 0.5).observe(config, 2, 0.7)

@@ -66,18 +66,18 @@ class WindowClock:
     def finished(
         self, step: int, now: float, *, released_at: float, stall_s: float
     ) -> Window | None:
-        """Computes the measurements from the boundary before to this boundary.
+        """Computes the measurements between the previous boundary and this boundary.
 
         Args:
             step: the boundary, all of whose work is finished.
             now: monotonic time in seconds.
-            released_at: monotonic time at which the snapshot of the boundary before had
+            released_at: monotonic time at which the previous boundary's snapshot had
                 its copies on other hosts.
-            stall_s: seconds for which the snapshot of the boundary before blocked the
+            stall_s: seconds for which the previous boundary's snapshot blocked the
                 training thread.
 
         Returns:
-            The steps and seconds since the boundary before; None at the first boundary.
+            The steps and seconds since the previous boundary; None at the first one.
         """
         last, dispatched = self._last, self._dispatched
         self._last, self._dispatched = (step, now), []
@@ -285,8 +285,8 @@ class AgentRuntime:
     def finished_step(self, step: int) -> None:
         """Reports to the agent that `step` is finished, before `save` is called for it.
 
-        Also measures the steps since the boundary before; these times give the cost of
-        snapshots.
+        Also measures the steps since the previous boundary. From these times follows
+        the cost of snapshots.
         """
         self._finished(step)
         stalls = self._manager.stalls_s

@@ -86,8 +86,8 @@ class AgentCheckpointManager:
             storage_directory: the directory of the storage tier.
             deadline_s: limit of every wait for the agent, in seconds.
             cadence: the steps after which `should_save` is True; by default all steps.
-            automatic: whether the leader changes the interval; commits then hold the
-                interval.
+            automatic: whether the leader changes the interval. If so, each commit holds
+                its interval.
             last: the last step of the run, which the caller always saves. If `last` is
                 given, buffers for the next step to save are requested as soon as the
                 saved step is safe.
@@ -178,7 +178,8 @@ class AgentCheckpointManager:
     def latest_step(self) -> int | None:
         """Returns the newest committed step, else the step of the restore order.
 
-        None if the job starts from the initial state and has committed no step yet.
+        Returns None if the job starts from the initial state and has committed no step
+        yet.
         """
         return self._committed or None
 
@@ -364,7 +365,7 @@ class NotBrought(RuntimeError):
 
 
 class AttachedMemory(AgentCheckpointManager):
-    """The memory tier of one process of a user's job, through the attached agent.
+    """The memory tier of one process of a user's job, through the agent of its host.
 
     Extends `AgentCheckpointManager`: waits for all processes of the job, finds and
     reads committed steps, requests writes to storage, and reports why the agent has
@@ -445,7 +446,8 @@ class AttachedMemory(AgentCheckpointManager):
         """Sends the layout to the agent; see `AgentCheckpointManager.announce`.
 
         If the agent orders a start from the initial state, no step counts as saved or
-        committed. The agent also orders this if the step in memory has another layout.
+        committed. The agent also orders such a start if the step in memory has another
+        layout.
         """
         super().announce(layout)
         assert self._order is not None
@@ -468,7 +470,7 @@ class AttachedMemory(AgentCheckpointManager):
     def saved(self) -> int | None:
         """The step saved last, else the step that could be restored at the start.
 
-        None if there is neither.
+        Returns None if there is neither.
         """
         return None if self._saved == NONE else self._saved
 
@@ -485,7 +487,7 @@ class AttachedMemory(AgentCheckpointManager):
     # ------------------------------------------------------------------ restore
 
     def locate(self, step: int) -> dict[str, Any]:
-        """Asks the agent for a committed step.
+        """Asks the agent where its memory has a committed step.
 
         Returns:
             Fields of the agent's answer: `arena` (path), `buffers`, `digests`, `layout`

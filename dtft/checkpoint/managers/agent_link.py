@@ -99,7 +99,7 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
 def foreign_peer(uid: int) -> str | None:
     """Returns the reason to refuse a process of user `uid`, or None.
 
-    None if `uid` is the user of this process or root.
+    Returns None if `uid` is the user of this process or root.
 
     >>> foreign_peer(os.geteuid())
     """
@@ -204,7 +204,7 @@ def serve_links(
             except (OSError, RuntimeError) as error:  # RuntimeError: no thread starts
                 if not is_failing:
                     logger.warning(
-                        "no process can attach now: %s; tried again every %.1f s",
+                        "no process can attach: %s; the agent tries again every %.1f s",
                         *(error, ACCEPT_AGAIN_S),
                     )
                 is_failing = True
@@ -400,8 +400,8 @@ class Outbox:
 AGENT_SOCKET = "agent.sock"
 AGENT_SOCKET_VARIABLE = "DTFT_AGENT_SOCKET"
 TAKEN_S = 2.0
-"""Seconds for which `attach` tries again if its agent is taken, or if it finds no agent
-or not exactly one free agent. An agent's former process may just have ended."""
+"""Seconds for which `attach` tries again if another process is attached to the agent,
+or if no agent or several are free. An agent's former process may just have ended."""
 ATTACHED = "attached"
 """The answer of an agent that accepts a process; the other answer is `refused`."""
 ANSWER_S = 10.0
@@ -538,9 +538,9 @@ def find(given: str | None, environment: Mapping[str, str]) -> Path:
 
 
 def seen_here(directory: Path) -> list[SeenAgent]:
-    """Asks all agents below `directory`, and returns those that answer, by path.
+    """Returns the descriptions of all agents below `directory`, sorted by path.
 
-    The socket of an agent is `dtft-*/agent.sock`.
+    Asks each socket `dtft-*/agent.sock`. An agent that does not answer is left out.
     """
     found = [ask(path) for path in sorted(directory.glob(f"dtft-*/{AGENT_SOCKET}"))]
     return [seen for seen in found if seen is not None]
@@ -649,16 +649,17 @@ the reason."""
 class AgentGone(RuntimeError):
     """The agent has ended or has detached this process; the message has the reason.
 
-    Also raised after a message of the agent that this process could not take.
+    Also raised after a message from the agent that this process could not handle.
     """
 
 
 class Dialogue:
     """A process's exchange of messages with its agent over one link.
 
-    Every wait has a limit, and ends at once when no more messages are received: the
-    agent has ended, or has sent a message that cannot be taken. `condition` guards the
-    state that messages change. `agent_client` defines the messages.
+    Every wait has a limit. A wait ends at once if the agent has ended, or has sent a
+    message that this process cannot handle: then no more messages are received.
+    `condition` guards the state that messages change. `agent_client` defines the
+    messages.
     """
 
     def __init__(self, link: AgentLink, deadline_s: float) -> None:
@@ -668,8 +669,8 @@ class Dialogue:
         """
         self.condition = threading.Condition()
         self.gone = False
-        """Whether the agent has ended or has detached this process, or a message of the
-        agent could not be taken."""
+        """Whether the agent has ended or has detached this process, or this process
+        could not handle a message from the agent."""
         self.farewell = "this host's agent has ended"
         """The message of `AgentGone`; a default until the agent sends a reason."""
         self._link, self.deadline_s = link, deadline_s

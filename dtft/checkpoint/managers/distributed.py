@@ -188,10 +188,10 @@ def renumbered(
 def placed(
     record: Record, wanted: Mapping[str, RestoreTarget | None]
 ) -> dict[str, RestoreTarget | None]:
-    """Returns `wanted`, with saved shardings for array targets without a sharding.
+    """Returns `wanted`, where array targets without a sharding get the saved sharding.
 
-    Targets of an item with a fallback sharding, and leaves saved without a sharding,
-    stay as they are.
+    The targets of an item with a fallback sharding, and of leaves that were saved
+    without a sharding, stay unchanged.
 
     Raises:
         ValueError: this run lacks devices for the saved mesh of a leaf; the message
@@ -312,9 +312,9 @@ def wanted_structs(
         layout: the layout of the saved step.
 
     Raises:
-        ValueError: a leaf was saved divided over processes, and it is to be restored as
-            a numpy array or a number, or neither its target nor
-            `RestoreTarget.fallback` has a sharding.
+        ValueError: a leaf was saved divided over processes, but its target is a numpy
+            array or a number; or neither the target nor `RestoreTarget.fallback` has a
+            sharding.
     """
     structs: dict[str, Any] = {}
     for name, item in wanted.items():
@@ -335,8 +335,7 @@ def _wanted_sharding(leaf: LeafRecord, target: Any, fallback: Any, saved: Leaf) 
     """Returns the sharding onto which a leaf is read; None for a whole numpy array.
 
     Raises:
-        ValueError: the leaf was saved divided over processes, and neither the target
-            nor `fallback` has a sharding.
+        ValueError: as `wanted_structs`.
     """
     on_devices = kind_wanted(target, leaf) in ("array", "key")
     if on_devices and is_free_target(target):
@@ -362,7 +361,8 @@ class JobSteps:
         """Attaches to this host's agent and waits for the other processes.
 
         Raises:
-            ValueError: an option or the directory does not fit a job.
+            ValueError: an option or the directory cannot be used in a job of several
+                processes.
             OSError: the directory cannot be listed.
             NoAgent: no agent accepts this process.
             AgentGone: the agent has ended, or has detached this process.
@@ -401,7 +401,7 @@ class JobSteps:
         return sorted({*self._in_storage(), *([] if here is None else [here])})
 
     def _in_storage(self) -> tuple[int, ...]:
-        """Lists the stored steps; if this fails, returns those of the last listing."""
+        """Lists the stored steps; on failure, returns the last successful listing."""
         try:
             self._listed = self._stored.steps()
         except OSError as error:
@@ -409,9 +409,10 @@ class JobSteps:
         return self._listed
 
     def newest(self) -> int | None:
-        """Returns the step saved last, else the newest restorable step, or None.
+        """Returns the step saved last, else the newest restorable step.
 
-        Used by `should_save`. Does not wait for copies or for other processes.
+        Returns None if there is neither. Used by `should_save`. Does not wait for
+        copies or for other processes.
         """
         if self._memory.saved is not None:
             return self._memory.saved
@@ -432,8 +433,8 @@ class JobSteps:
     ) -> None:
         """Copies this process's slices of a step into the memory of its agent.
 
-        Waits first until the agents have replicated the step saved before. With
-        `at_once`, requests at the end that the step is written to storage.
+        Waits first until the agents have replicated the previous step. With `at_once`,
+        requests at the end that the step is written to storage.
 
         Raises:
             ValueError: the step is not above the newest step, `args` or `metrics`
@@ -641,7 +642,8 @@ class JobSteps:
         The step remains in the agents' memory.
 
         Raises:
-            StorageFailed: this write failed, or an earlier one that was not raised yet.
+            StorageFailed: this write failed, or an earlier write failed and was not
+                raised yet.
             AgentGone: the agent has ended, or has detached this process.
             TimeoutError: the write took longer than twice `storage_timeout_s`.
         """

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 class StorageFailed(RuntimeError):
-    """A step was not written to storage, or not in time; memory still has its steps."""
+    """A step was not written to storage, or not in time; the steps in memory stay."""
 
 
 class Storing:
@@ -97,8 +97,8 @@ class Storing:
     def committed(self, version: Version, *, at_once: bool) -> None:
         """Queues a step for storage if the step is due or `at_once`.
 
-        The step then replaces a step that waits in the queue. If the step is not
-        queued, an exporter is started if there is none. Called after the step was
+        A queued step replaces the step that waits in the queue. If the step is not
+        queued, starts an exporter unless one exists. Called after the step was
         committed to memory.
         """
         if at_once or is_storage_due(self._options, version.step, self._tried):
@@ -142,7 +142,7 @@ class Storing:
         self._waiting.append(version)
 
     def _drop_waiting(self, below: int | None = None) -> int:
-        """Drops the waiting steps; with `below`, only those of a smaller number.
+        """Drops the steps that wait for storage; with `below`, only steps below it.
 
         Returns:
             The number of dropped steps.
@@ -229,7 +229,7 @@ class Storing:
     def _going(self, step: int) -> tuple[int, ...]:
         """Returns the stored steps to delete once `step` is stored.
 
-        Empty, with a warning, if metrics cannot be read or `best_fn` fails.
+        If metrics cannot be read or `best_fn` fails, logs a warning and returns ().
         """
         stored = {*self._steps, step}
         try:
@@ -339,7 +339,7 @@ class Storing:
         """Maps each step to its score; None for a step without metrics.
 
         A score is the value of `best_fn`, negated if `best_mode` is "min", so that a
-        higher score is better. Empty if the options have no `best_fn`.
+        higher score is better. The result is empty if the options have no `best_fn`.
 
         Raises:
             ValueError: `best_fn` fails for the metrics of a step.
@@ -539,7 +539,7 @@ class LocalSteps:
     def best_step(self) -> int | None:
         """Returns the step with the best metrics; without `best_fn` the newest step.
 
-        None if there is no step, or if with `best_fn` no step has metrics.
+        Returns None if there is no step, or if with `best_fn` no step has metrics.
         """
         if self._options.best_fn is None:
             return self.newest()

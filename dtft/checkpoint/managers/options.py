@@ -101,7 +101,7 @@ None for all. Set ReplicatedOptions(max_to_keep=...).
 
     @property
     def automatic(self) -> Automatic:
-        """`stall_budget` and `max_interval_steps`, as the limits of `next_interval`."""
+        """The limits of an automatic interval: the budget and the longest interval."""
         return Automatic(budget=self.stall_budget, maximum=self.max_interval_steps)
 
     def score(self, metrics: Any) -> float | None:

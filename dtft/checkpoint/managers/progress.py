@@ -34,9 +34,10 @@ memory. `replicating` is the staged step while copies on other hosts are missing
 step that this host is writing to storage. `committed` is the newest committed step;
 before the first commit of a trainer, it is the step from which the trainer started.
 
-Other cells: `generation` and `attempt` number the job's assignments of slots to hosts;
-`recovering` is 1 while this host recovers; `trainer_pid` is the trainer's process id;
-for `phase` see `ProgressBoard.enter`."""
+Other cells: `generation` is the number of the job's assignment of slots to hosts, and
+`attempt` the number of the formation within this generation. `recovering` is 1 while
+this host recovers. `trainer_pid` is the trainer's process id. For `phase` see
+`ProgressBoard.enter`."""
 
 Phase = Literal["", "start", "compile", "data", "step", "evaluate", "save"]
 """Phase of a trainer. "": no phase, because no trainer runs or training has ended;

@@ -169,7 +169,7 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
     def best_step(self) -> int | None:
         """Returns the step with the best metrics; without `best_fn` the newest step.
 
-        None if there is no step, or if with `best_fn` no step has metrics.
+        Returns None if there is no step, or if with `best_fn` no step has metrics.
         """
         return self._work.best_step()
 

@@ -196,7 +196,10 @@ export, because a host exports only its own slices."""
 
 
 def arena_bytes(layout: Layout, slot: int, placement: CopyPlacement) -> int:
-    """Computes the bytes of the arena of the host in `slot`, without cutting chunks."""
+    """Computes the bytes of the arena of the host in `slot`.
+
+    Does not cut slices into chunks, so the result is quick even for a huge state.
+    """
     incoming = [p.slices for p in placement.pushes if p.target == slot]
     hosted = sum(offsets_of(slices)[1] for slices in incoming)
     return OWN_BUFFERS * offsets_of(layout.slices(slot))[1] + HOSTED_BUFFERS * hosted
@@ -213,11 +216,11 @@ class ArenaMap:
     own: Chunks
     """Chunks of the host's own slices; their buffers start at offset 0."""
     incoming: Mapping[int, Push]
-    """Sending slot to its push: the slot's slices of which this host keeps a copy."""
+    """Maps a sending slot to its push: the slices of which this host keeps a copy."""
     hosted: Mapping[int, Chunks]
-    """Sending slot to the chunks of its push, in the push's order."""
+    """Maps a sending slot to the chunks of its push, in the push's order."""
     hosted_starts: Mapping[int, int]
-    """Sending slot to the offset of the buffers of its push."""
+    """Maps a sending slot to the offset of the buffers of its push."""
     size: int
     """Bytes of the whole arena."""
 

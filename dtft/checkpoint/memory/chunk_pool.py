@@ -194,7 +194,7 @@ class ChunkPool:
             copy: the copy.
             index: index of the slice. If the copy lacks the slice, the result is False.
             read: digests of chunks that were just read. These chunks are not read
-                again; the digests of the chunks that are read are added.
+                again. The method adds the digests of the chunks that it reads.
         """
         if not copy.digests[index]:
             return False
@@ -219,7 +219,7 @@ class ChunkPool:
     def unchanged(self, copy: Copy, digests: list[bytes]) -> np.ndarray:
         """[chunks] bool: whether the digest of a copy's chunk equals that in `digests`.
 
-        False for a chunk that the copy lacks or that was found corrupt.
+        A chunk that the copy lacks or that was found corrupt counts as changed.
 
         Equal digests (xxh3-128) are taken for equal bytes. A changed chunk has the
         digest of the old chunk by accident with a probability of 2^-128.

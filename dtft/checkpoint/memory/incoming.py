@@ -1,10 +1,11 @@
 """Receives pushes from peers, and records which of their chunks have arrived.
 
-A push sends slices of one slot at one step to this host. It announces the digests of
-all its chunks before it sends a chunk. A chunk that equals that of the newest copy from
-the same slot is kept and not sent. After an interruption, chunks that were verified
-before are not sent again. Several connections may carry one push: each chunk is written
-by one connection at a time, and only into a buffer that no copy refers to.
+A push sends slices of one slot at one step to this host. Before a chunk is sent, the
+sender announces the digests of all chunks of the push. A chunk is not sent if the
+newest copy from the same slot has an equal chunk, whose buffer the push then shares.
+After an interruption, chunks that were verified before are not sent again. Several
+connections may carry one push: each chunk is written by one connection at a time, and
+only into a buffer that no copy refers to.
 """
 
 import threading
@@ -69,7 +70,7 @@ class Receiving:
 
     @property
     def root(self) -> str:
-        """One digest over all slices: `push_root` of `replication.commit`."""
+        """One digest over the digests of all slices; equals `commit.push_root`."""
         pairs = zip(self.pool.chunks.slices, self.digests, strict=True)
         return digest_root((piece.key, told) for piece, told in pairs)
 
@@ -147,7 +148,7 @@ class Hosting:
     def begin(self, step: int, source: int, digests: list[bytes]) -> Receiving | None:
         """Admits one connection that carries a push.
 
-        If the result is not None, the caller must call `end` once.
+        If the connection is admitted, the caller must call `end` once.
 
         Returns:
             The state of the push, which all its connections share. None if the
@@ -187,8 +188,8 @@ class Hosting:
     def _reserved(self, wanted: Receiving, source: int) -> bool:
         """Takes a buffer for every chunk of a push; returns whether this succeeded.
 
-        If buffers are lacking, gives up the unfinished pushes of other steps from the
-        same slot that no connection carries, and tries again.
+        If a chunk has no free buffer, gives up other unfinished pushes from the same
+        slot, except those that a connection carries, and tries again.
         """
         if wanted.reserve():
             return True
@@ -236,7 +237,7 @@ class Hosting:
             found.release(unverified_only=False)
 
     def forget_rotten(self) -> None:
-        """Drops peers' copies that use a chunk found corrupt (`ChunkPool.rotten`)."""
+        """Drops the copies from peers in which a chunk was found corrupt."""
         for copies in self.copies.values():
             for source, copy in list(copies.items()):
                 if self.pools[source].rotten_in(copy):

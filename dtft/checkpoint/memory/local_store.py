@@ -40,7 +40,7 @@ class Extent:
         """Reserves `nbytes` bytes.
 
         Raises:
-            OSError: too little memory; names the bytes needed and available.
+            OSError: too little memory; the message has the bytes needed and available.
         """
         name = f"dtft-{os.getpid()}-{secrets.token_hex(4)}"
         self.arena = Arena.create(name, max(nbytes, 1))
@@ -60,8 +60,9 @@ class LeafMemory:
     """The buffers of the leaves of one layout. Not thread-safe.
 
     Buffer p of a leaf lies in extent p, at the same offset in every extent. An extent
-    is reserved when a step first needs it. Steps with the same leaf refer to one
-    buffer, counted by `BufferRefCounts`, so an unchanged leaf takes memory once.
+    is reserved when a step first needs it. Steps in which a leaf is equal refer to one
+    buffer of the leaf, so an unchanged leaf takes memory once. `BufferRefCounts` counts
+    these references.
 
     >>> leaf = Slice(path="w", start=(0,), stop=(4,), dtype="uint8")
     >>> memory = LeafMemory((leaf,))
@@ -88,7 +89,7 @@ class LeafMemory:
             [leaves] uint8: the buffer of each leaf.
 
         Raises:
-            OSError: too little memory; names the bytes needed and available.
+            OSError: too little memory; the message has the bytes needed and available.
             RuntimeError: all buffers of a leaf are in use.
         """
         buffers = self.ref_counts.acquire(np.arange(len(self.slices)))
@@ -157,7 +158,7 @@ class Version:
 
     @property
     def exported(self) -> list[str]:
-        """For each leaf, the path of the extent with this version's buffer of it."""
+        """Path, for each leaf, of the extent with this version's buffer of the leaf."""
         paths = self.memory.paths
         return [paths[buffer] for buffer in self.buffers.tolist()]
 
@@ -165,7 +166,7 @@ class Version:
 class Versions:
     """The steps that one process keeps in memory. Not thread-safe.
 
-    The last `keep` committed steps, and always the step of the largest number.
+    These are the last `keep` committed steps, and the step of the largest number.
     """
 
     def __init__(self, *, keep: int, chunk_bytes: int) -> None:
@@ -212,7 +213,7 @@ class Versions:
         an error is raised, the steps committed before stay readable.
 
         Raises:
-            OSError: too little memory; names the bytes needed and available.
+            OSError: too little memory; the message has the bytes needed and available.
         """
         jax.block_until_ready([v for v in values if isinstance(v, jax.Array)])
         memory = self._memory_for(_slices(record))
@@ -239,10 +240,9 @@ class Versions:
     ) -> Version:
         """Writes to `buffers` the leaves that may differ from the step written before.
 
-        A leaf that had changed in that step is copied and digested. Any other leaf is
-        first compared with its saved digests or bytes, and copied only if it differs.
-        All leaves are copied if that step is not in `memory`, or after
-        `distrust`.
+        A leaf that changed in the previous step is copied and digested. Any other leaf
+        is first compared with its saved digests or bytes, and copied if it differs. All
+        leaves are copied if the previous step is not in `memory`, or after `distrust`.
         """
         base = next(reversed(self._versions.values()), None)
         if base is None or base.memory is not memory or not self._trusted:
@@ -282,7 +282,8 @@ class Versions:
 
         Raises:
             KeyError: the step is not in memory.
-            Corrupt: a byte is wrong; names the leaves. The step was dropped.
+            Corrupt: a byte is wrong; the message names the leaves. The step was
+                dropped.
         """
         version = self._versions[step]
         views = version.views()

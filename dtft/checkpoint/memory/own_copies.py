@@ -29,8 +29,8 @@ class Room:
 class _Staging:
     """A step that the trainer is writing.
 
-    Its buffers and those of `base` are not reused meanwhile. `base` is the newest copy,
-    or a copy without chunks if there is none that can be shared.
+    Until the step is recorded, its buffers and those of `base` are not reused. `base`
+    is the newest copy, or a copy without chunks if no copy can be shared.
     """
 
     base: Copy

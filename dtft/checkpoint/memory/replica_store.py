@@ -119,7 +119,7 @@ class HeldCopies:
         return missing
 
     def _hosted_right(self, step: int) -> dict[tuple[str, bytes], Parts]:
-        """Reads and verifies those slices kept for peers that are own slices, too.
+        """Reads and verifies the slices that this host both keeps for peers and owns.
 
         Returns:
             (slice key, digests) to the bytes, for the slices that match their digests.
@@ -159,7 +159,7 @@ class ReplicaStore:
         A smaller `reserved` is removed.
 
         Raises:
-            OSError: too little memory; names the bytes needed and available.
+            OSError: too little memory; the message has the bytes needed and available.
         """
         self.layout, self.slot, self.placement = layout, slot, placement
         self.chunk_bytes = chunk_bytes
@@ -282,7 +282,7 @@ class ReplicaStore:
     ) -> Receiving | None:
         """Admits a connection that carries a push.
 
-        If the result is not None, the caller must call `end_receive` once.
+        If the connection is admitted, the caller must call `end_receive` once.
 
         Args:
             step: the step.
@@ -381,7 +381,9 @@ class ReplicaStore:
             return self._own.complete(pin)
 
     def completed(self, pin: int, digests: Mapping[str, bytes]) -> None:
-        """Records fetched and verified slices of a pinned copy, by slice key.
+        """Records that slices which a pinned copy lacked were fetched and verified.
+
+        `digests` maps slice key to digests, for each fetched slice.
 
         Raises:
             KeyError: the pin has ended.

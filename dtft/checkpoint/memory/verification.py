@@ -24,7 +24,10 @@ in this buffer with this digest."""
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkRead:
-    """Result of reading one chunk in every used buffer not known to be corrupt."""
+    """Result of reading one chunk in every buffer that a copy uses.
+
+    A buffer in which the chunk is known to be corrupt is not read.
+    """
 
     nbytes: int
     """Bytes read."""
@@ -66,7 +69,7 @@ class CopyVerifier:
 
     @property
     def num_chunks(self) -> int:
-        """The number of chunks of all slices, each counted once for all its buffers."""
+        """The number of chunks of all slices; buffers of one chunk count as one."""
         return sum(pool.chunks.num_chunks for _, pool in self._pools)
 
     @property

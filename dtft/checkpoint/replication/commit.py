@@ -61,8 +61,8 @@ def adding_up(root: str, claims: Claims) -> dict[str, bytes] | None:
 def _most(claims: Claims, without: str) -> dict[str, bytes]:
     """Chooses the digest that most hosts report for each slice, without one host.
 
-    The reports of the host `without` are not counted. They are counted for a slice of
-    which all hosts report the same digest.
+    The reports of the host `without` count only for a slice of which all hosts report
+    the same digest.
     """
     return {
         key: max(told, key=lambda value: sum(host != without for host in told[value]))
@@ -193,9 +193,9 @@ class StepTracker:
     """Slice key to the slots that copied the slice, in the order of their reports."""
     _staged: set[int] = field(default_factory=set)
     _held: dict[tuple[int, int], str] = field(default_factory=dict)
-    """Source and target of each push that arrived, to the reported `push_root`."""
+    """Maps (source, target) of each push that arrived to the reported `push_root`."""
     _right: set[tuple[int, int]] = field(default_factory=set)
-    """Source and target of each push whose copy matches the staged slices."""
+    """(source, target) of each push whose copy matches the staged slices."""
 
     def staged(self, slot: int, digests: Sequence[bytes]) -> None:
         """Records that a slot has copied its slices to the memory of its host.
@@ -269,7 +269,7 @@ class StepTracker:
         """Keys of the slices that too few of their owners have copied to host memory.
 
         The needed number is `effective_copies` minus the number of slots to which the
-        slice is pushed, or all owners if the slice has fewer.
+        slice is pushed. If the slice has fewer owners, all of them are needed.
         """
         owners, wanted = self.layout.owners, self.placement.effective_copies
         return [
@@ -332,8 +332,8 @@ def locate(
         commits: recorded commits, newest first.
         layout: the layout of the running job; None if no live host knows it.
         holdings: verified copies of the live hosts.
-        placed: the failure domain of each slot that `place_copies` was given; empty if
-            it was given none. Used only to name the former holders in a reason.
+        placed: the failure domain of each slot, as given to `place_copies`; empty if no
+            domains were given. Used only to name the former holders in a reason.
 
     Returns:
         The located commit, or None if no commit can be restored; and the reasons, one
@@ -403,9 +403,10 @@ class CommitHealth:
 
     @property
     def copies(self) -> tuple[int, int]:
-        """The least and the greatest number of copies of any slice; (0, 0) if lost.
+        """The least and the greatest number of copies of any slice.
 
-        Copies in the same failure domain count once.
+        Copies in the same failure domain count once. If the commit is lost, the result
+        is (0, 0).
         """
         counts = [piece.copies for piece in self.slices]
         return min(counts, default=0), max(counts, default=0)
@@ -477,9 +478,10 @@ def commit_health(
 def worth_showing(found: Iterable[CommitHealth]) -> Sequence[CommitHealth]:
     """Selects the commits to display, newest first.
 
-    Selects all healthy commits; without any, all degraded commits; without any, only
-    the newest commit. Hosts drop the copies of older commits when newer commits exist,
-    so a degraded commit is no problem while there is a healthy one.
+    Selects all healthy commits. If there are none, selects all degraded commits. If all
+    commits are lost, selects only the newest. Hosts drop the copies of older commits
+    when newer commits exist, so a degraded commit is no problem while there is a
+    healthy one.
     """
     ordered = sorted(found, key=lambda health: health.step, reverse=True)
     for state in ("healthy", "degraded"):

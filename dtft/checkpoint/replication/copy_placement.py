@@ -203,8 +203,8 @@ def _place_alike(
         spec: partition spec of the leaves.
         partition: partition of the leaves.
         short: for each part, whether its owners are in too few failure domains.
-        turn: offset, modulo the number of owners and increased by one per part, of the
-            owner that sends the part.
+        turn: position of the sending owner among the owners of part 0. The position is
+            one higher for each following part, modulo the number of owners.
         chooser: chooses the targets.
     """
     sources, targets = [], []
@@ -220,8 +220,8 @@ def _place_alike(
 def _take_turns(sizes: Sequence[int], loads: list[int]) -> list[int]:
     """Assigns each size in bytes to the turn with the fewest bytes so far.
 
-    Adds the sizes to `loads`, the bytes of each turn. A turn is the offset that selects
-    the sending owner in `_place_alike`.
+    Adds the sizes to `loads`, the bytes of each turn. A turn selects the sending owner
+    in `_place_alike`.
     """
     heap = [(load, turn) for turn, load in enumerate(loads)]
     heapq.heapify(heap)
@@ -364,7 +364,7 @@ class Spread:
 
 @functools.lru_cache(maxsize=4)
 def _placed(layout: Layout, copies: int, domains: tuple[str, ...]) -> CopyPlacement:
-    """As `place_copies`; keeps the last 4 results, because callers repeat arguments."""
+    """Does the same as `place_copies`; caches the last 4 results."""
     return place_copies(layout, copies, domains or None)
 
 

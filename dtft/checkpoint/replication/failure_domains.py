@@ -49,13 +49,15 @@ class Separation:
     """Domain of each slot at that level, for the argument `domains` of `place_copies`.
     """
     effective_copies: int
-    """min(copies, distinct domains at that level)."""
+    """Number of domains in which every slice gets a copy: the requested copies, or the
+    number of distinct domains at that level if there are fewer."""
 
 
 def parse_domain_label(text: str) -> dict[str, str]:
-    """Parses the label of one host, "power=NAME,rack=NAME", into level to name.
+    """Parses the label of one host, such as "power=p1,rack=r7".
 
-    Commas or spaces separate the levels. Levels may be absent.
+    Returns a dict from level to name. Commas or spaces separate the levels. Levels may
+    be absent.
 
     >>> parse_domain_label("rack=r7,power=p1")
     {'power': 'p1', 'rack': 'r7'}

@@ -49,9 +49,10 @@ def gemini_bound(num_hosts: int, copies: int, losses: int) -> float:
     """Computes GEMINI's lower bound of `survival`: 1 - N C(N-m, k-m) / (m C(N, k)).
 
     Source: GEMINI (SOSP 2023), for N a multiple of m. The bound adds the probabilities
-    of losing each of the N / m groups as if these events excluded each other. So it is
-    exact for k < 2m and too low for larger k. If N is not a multiple of m, the runs of
-    m hosts on the ring are added as well.
+    of losing each of the N / m groups as if no two groups could be lost together. So
+    the bound is exact for k < 2m, and too low for larger k. If N is not a multiple of
+    m, the probabilities of losing each run of m hosts on the ring are added, too. Runs
+    overlap, so the bound is then exact for k <= m only.
 
     >>> round(gemini_bound(1024, 2, 8), 3)
     0.973

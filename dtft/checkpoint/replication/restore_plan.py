@@ -48,7 +48,7 @@ class HeldLeaves:
 class Inventory:
     """The hosts with a verified copy of each slice of a commit.
 
-    Compact: leaves with the same partition and holders share a table.
+    To save memory, leaves with the same partition and holders share a table.
     """
 
     layout: Layout = field(repr=False)
@@ -227,7 +227,7 @@ def find_needs(
 
 
 class _Senders:
-    """Collects sets of hosts; `add` returns the set's number, equal for equal sets."""
+    """Distinct sets of hosts; `add` returns the number of a set, new or known."""
 
     def __init__(self) -> None:
         self.sets: list[np.ndarray] = []
@@ -327,9 +327,10 @@ def _bundles(
 
 
 def new_specs(old_layout: Layout, new_layout: Layout) -> dict[int, Spec]:
-    """Maps each leaf of `new_layout` to its new `normal_spec`.
+    """Maps each leaf of `new_layout` to its partition spec, in the normal form.
 
-    The key of a leaf is its position in `old_layout.leaves`.
+    The key of a leaf is its position in `old_layout.leaves`. For the normal form see
+    `normal_spec`.
 
     Raises:
         ValueError: a leaf was not committed, its shape or dtype differs, or its new
@@ -414,7 +415,7 @@ class SliceTransfer:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RestorePlan:
-    """A plan with one source for each byte a host needs: its own memory or a peer.
+    """A plan that gives each byte that a host needs one source: own memory or a peer.
 
     The plan is stored as arrays; the regions of a host are computed on demand. Leaves
     without elements are not part of the plan. The methods raise ValueError for a host
@@ -630,7 +631,7 @@ def _cuts(
     bundles: Sequence[LeafBundle],
     grain: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Finds the nearest offsets, around each route's start, where its cell can be cut.
+    """Finds, for each route, the offsets around its start where its cell can be cut.
 
     Args:
         rows: [n] rows of `routes`.

@@ -1,7 +1,8 @@
-"""Assigns the bytes of a restore to senders: evenly, near senders preferred.
+"""Chooses which hosts send the bytes of a restore, and which bytes each host sends.
 
-`share_out` divides demands over senders so that the sum of squared loads is minimal.
-`route` applies `share_out` to the needs of a restore, given as arrays of numbers.
+`share_out` divides demands (bytes that any of several hosts can send) so that the loads
+(bytes per sender) are even. `route` makes demands of the bytes that hosts lack, and
+prefers senders that are near in failure domains.
 """
 
 from collections.abc import Sequence
@@ -11,11 +12,10 @@ import numpy as np
 
 MAX_SWEEPS = 12
 SETTLED = 1e-3
-"""Largest change of any load (bytes that a sender sends) in a sweep, relative to the
-greatest load, at which `share_out` stops."""
+"""`share_out` stops after a sweep that changed no load (bytes of one sender) by more
+than this fraction of the greatest load."""
 SMALL = 16
-"""Most candidates for which `_fill` uses plain Python, which is then faster than numpy.
-"""
+"""`_fill` uses plain Python for at most this many candidates: numpy is slower there."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -33,18 +33,19 @@ class Demand:
 def share_out(
     demands: Sequence[Demand], num_senders: int, slack: float
 ) -> list[np.ndarray]:
-    """Divides every demand over its candidates, with even loads (bytes per sender).
+    """Divides every demand over its candidates so that the loads are even.
 
-    Minimizes the sum of squared loads, a convex problem whose optimum also has the
-    least maximum load. The solver water-fills one demand after the other to a common
-    level of load, in at most `MAX_SWEEPS` sweeps over all demands, until the loads
-    hardly change (`SETTLED`).
+    A load is the bytes of one sender. With `slack` 0 the sum of squared loads is
+    minimized, a convex problem whose optimum also has the least maximum load. The
+    solver sweeps over the demands. In each sweep it divides one demand after the other
+    anew: bytes go to the candidates with the least load, until their loads are equal.
+    It stops when the loads hardly change (`SETTLED`), or after `MAX_SWEEPS` sweeps.
 
     Args:
         demands: the demands.
         num_senders: number of senders; senders are numbered from 0.
-        slack: extra load of a sender at distance 0 before a sender at distance 1 is
-            used, as a fraction of the even load.
+        slack: how far the load of a sender at distance 0 may exceed that of a sender
+            at distance 1, as a fraction of the mean load.
 
     Returns:
         For each demand, the bytes of each candidate, [n] int64; their sum is the
@@ -172,12 +173,12 @@ class Routes:
 
 
 def route(needs: Needs, domains: np.ndarray) -> Routes:
-    """Chooses the senders of all needs, with vectorised operations.
+    """Chooses the host that sends each byte of all needs, with vectorised operations.
 
-    Needs with the same candidates at the same distances form a group. `share_out`
-    divides each group's bytes over its senders. The needs of a group are concatenated,
-    and so are the shares of its senders: each sender sends the bytes at the positions
-    of its share.
+    Needs form a group if they have the same candidates, at the same distances from
+    their targets. `share_out` divides each group's bytes over the candidates. The
+    group's needs are laid end to end, and each sender in turn takes the next bytes, as
+    many as its share has.
 
     Args:
         needs: the cells that hosts lack; at least one.
@@ -245,10 +246,9 @@ def _groups(needs: Needs, domains: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _streams(needs: Needs) -> np.ndarray:
-    """Divides `MAX_SOURCES` senders of each target over the target's needs.
+    """Computes how many senders each need gets: `MAX_SOURCES` per target in all.
 
-    Returns [needs] float64: the number of senders of each need, proportional to its
-    bytes.
+    Returns [needs] float64, fractions included, proportional to the need's bytes.
     """
     of_target = np.bincount(needs.target, weights=needs.nbytes)[needs.target]
     return MAX_SOURCES * needs.nbytes / of_target
@@ -275,8 +275,9 @@ def _demand(
 def _shares(demands: Sequence[Demand], num_hosts: int) -> list[np.ndarray]:
     """Divides the demands over senders, with preference for near senders.
 
-    Tries `SLACKS` in order. Returns even shares if no distances matter, or if with each
-    slack a load exceeds `MAX_UNEVEN` times the greatest load of even shares.
+    Tries `SLACKS` in order. Returns the first shares whose greatest load is at most
+    `MAX_UNEVEN` times that of even shares. If there are none, or if no demand has
+    distances, returns even shares.
     """
     even = share_out(demands, num_hosts, slack=0.0)
     if all(demand.distance is None for demand in demands):

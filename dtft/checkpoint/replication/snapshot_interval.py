@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 KEPT_CHANGES = 3
-"""Number of entries that `SnapshotSchedule.changes` keeps. The last change may not yet
-be in force, and earlier steps are still looked up in the entry before."""
+"""Number of entries that `SnapshotSchedule.changes` keeps. The newest entry may not be
+in force yet; the steps before it are looked up in the older entries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class SnapshotSchedule:
         return self._in_force(step - 1).is_boundary(step)
 
     def following(self, step: int) -> int:
-        """Returns the first boundary after `step`, which must be a boundary or 0.
+        """Returns the first boundary after `step`; `step` must be a boundary or 0.
 
         >>> schedule = SnapshotSchedule.of(Cadence(interval=2, period=8))
         >>> schedule = schedule.changed(4, after=2)
@@ -130,7 +130,7 @@ PROBE_STEPS = 16
 quiet steps (steps that run without replication in the background)."""
 LEAST_MAXIMUM = 8
 """Least allowed `Automatic.maximum`, in steps. A shorter interval may have no quiet
-step (without replication), and the cost of a snapshot could not be measured."""
+step (without replication); the cost of a snapshot could then not be measured."""
 PROBE_EVERY = 1000
 """Steps without a quiet step (without replication) after which `next_interval` raises
 the interval to `PROBE_STEPS`."""
@@ -255,8 +255,8 @@ def _at_most(values: Sequence[float]) -> float:
 def inflation(interval: int, costs: Costs, maximum: int) -> float:
     """Computes the wall time that snapshots add, as a fraction of the steps' wall time.
 
-    The steps' wall time is without snapshots. Counts the snapshots of a `Cadence` with
-    period `maximum`.
+    The steps' wall time is that without snapshots. The snapshots counted are those of a
+    `Cadence` with this interval and period `maximum`.
 
     >>> costs = Costs(step_s=0.5, snapshot_s=0.25)
     >>> inflation(1, costs, maximum=64), inflation(16, costs, maximum=64)
@@ -269,7 +269,7 @@ def inflation(interval: int, costs: Costs, maximum: int) -> float:
 def affordable(costs: Costs, budget: float, maximum: int) -> int:
     """Computes the smallest interval whose `inflation` is within the budget.
 
-    Returns `maximum` if each interval costs more.
+    Returns `maximum` if no interval is within the budget.
 
     >>> affordable(Costs(step_s=0.1, snapshot_s=0.01), budget=0.01, maximum=64)
     11
@@ -285,12 +285,12 @@ def affordable(costs: Costs, budget: float, maximum: int) -> int:
 def next_interval(current: int, seen: Experience, allowed: Automatic) -> int:
     """Computes the next interval from the measurements.
 
-    During the first `WARM_WINDOWS` windows the interval does not change. Without known
-    costs, or after `PROBE_EVERY` steps without a quiet step, a shorter interval is
-    raised to `PROBE_STEPS` (or `Automatic.maximum`, if less) to measure quiet steps.
-    Otherwise a longer interval is chosen if the current one costs more than the budget.
-    A shorter interval is chosen if it costs at most `AIM` times the budget and is at
-    most `WORTHWHILE` times the current one.
+    During the first `WARM_WINDOWS` windows the interval does not change. While the
+    costs are unknown, and after `PROBE_EVERY` steps without a quiet step, the interval
+    is raised to `PROBE_STEPS`, but not above `Automatic.maximum`, to measure quiet
+    steps; a longer interval stays as it is. Otherwise a longer interval is chosen if
+    the current one costs more than the budget. A shorter interval is chosen if it costs
+    at most `AIM` times the budget and is at most `WORTHWHILE` times the current one.
     """
     maximum, costs = allowed.maximum, seen.costs
     if len(seen.windows) < WARM_WINDOWS:

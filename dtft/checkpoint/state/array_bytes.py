@@ -15,7 +15,8 @@ import numpy as np
 from dtft import _jax_internals
 
 _LANES = ((0x9E3779B1, 0x85EBCA77), (0xC2B2AE3D, 0x27D4EB2F))
-"""The two odd multipliers of the mixing function, per lane."""
+"""The two odd multipliers of `_mix` for each lane (one of the two sums that make a
+fingerprint)."""
 
 
 def fingerprints(arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, str]:
@@ -28,7 +29,8 @@ def fingerprints(arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, str]
     make the same call.
 
     Returns:
-        Key to 16 hex digits, equal for arrays with equal words in equal positions.
+        Maps each key of `arrays` to a fingerprint of 16 hex digits. Arrays with equal
+        words in equal positions have equal fingerprints.
 
     >>> zero = np.zeros(1, np.float32)
     >>> fingerprints({"a": zero}) == fingerprints({"a": -zero})
@@ -52,9 +54,8 @@ def _devices(array: jax.Array | np.ndarray) -> frozenset[Any]:
 def _host_words(array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
     """Views a numpy array as unsigned words of at most 32 bits.
 
-    A jax array is returned as it is. Without the view, jax would narrow the 64-bit
-    values of a numpy array. Complex arrays become a stack of real and imaginary parts,
-    and dtypes smaller than a byte are widened.
+    Given the numpy array itself, jax would narrow 64-bit values. A jax array is
+    returned as it is.
     """
     if isinstance(array, jax.Array):
         return array

@@ -152,10 +152,7 @@ class Chunks:
         return np.concatenate([np.arange(0), *found])
 
     def mask(self, indices: Sequence[int]) -> np.ndarray:
-        """Returns whether each chunk is of one of the slices at `indices`.
-
-        The result is [chunks] bool.
-        """
+        """Returns [chunks] bool: True for the chunks of the slices at `indices`."""
         chosen = np.zeros(len(self.slices), bool)
         chosen[list(indices)] = True
         return np.repeat(chosen, np.diff(self.first))
@@ -200,9 +197,9 @@ def pack_flags(flags: np.ndarray) -> bytes:
 
 
 def unpack_flags(packed: bytes, count: int) -> np.ndarray:
-    """Unpacks the first `count` flags of a result of `pack_flags`: [count] bool.
+    """Unpacks `count` flags that `pack_flags` packed; returns [count] bool.
 
-    If `packed` is empty, all flags are False.
+    Returns False for all flags if `packed` is empty.
 
     Raises:
         ValueError: `packed` is not empty, and its size is not that of `count` flags.
@@ -222,8 +219,8 @@ Buffer = bytes | bytearray | memoryview
 DIGEST_BYTES = 16
 """Size of the digest of one chunk."""
 _BLOCK_BYTES = 1 << 20
-"""Bytes that `copy_chunk` copies at a time and then digests while they are in cache. A
-whole chunk may exceed the cache, and copies in smaller blocks are slower."""
+"""Size of the blocks that `copy_chunk` copies one by one, and digests while they are in
+cache. A whole chunk may be larger than the cache; smaller blocks are copied slower."""
 
 
 def chunk_digests(buffer: Buffer, chunk_bytes: int) -> bytes:
@@ -244,7 +241,9 @@ def chunk_digests(buffer: Buffer, chunk_bytes: int) -> bytes:
 
 
 def is_same(buffer: Buffer, digests: bytes, chunk_bytes: int) -> bool:
-    """Whether a buffer has these chunk digests; stops at the first differing chunk.
+    """Whether a buffer's chunks have the digests `digests`.
+
+    Stops at the first chunk with another digest.
 
     >>> digests = chunk_digests(b"abcdef", chunk_bytes=4)
     >>> is_same(b"abcdef", digests, 4), is_same(b"Abcdef", digests, 4)
@@ -306,7 +305,8 @@ def copy_chunk(source: np.ndarray, target: memoryview) -> bytes:
 def verify_digests(buffer: Buffer, digests: bytes, chunk_bytes: int) -> tuple[int, ...]:
     """Returns the numbers of the chunks that do not match their digests.
 
-    If `digests` has not one digest per chunk, all chunk numbers are returned.
+    Returns all chunk numbers if `digests` has more or fewer digests than the buffer has
+    chunks.
 
     >>> good = chunk_digests(b"abcdef", chunk_bytes=2)
     >>> [verify_digests(it, good, chunk_bytes=2) for it in (b"abcdef", b"abXdef")]
@@ -346,7 +346,7 @@ def is_digest_right(parts: Parts, digests: bytes, chunk_bytes: int) -> bool:
 
 
 def digests_of_parts(views: Iterable[memoryview], chunk_bytes: int) -> bytes:
-    """Computes the digests of all chunks of memory in pieces, concatenated.
+    """Computes the chunk digests of memory that is given in pieces, concatenated.
 
     All pieces but the last must consist of whole chunks.
     """
@@ -371,7 +371,8 @@ def check_copies(
     """Reads copies, given as (key, bytes, expected digests), and checks the digests.
 
     Returns:
-        Key to digests of each good copy, and the keys of the corrupt copies.
+        A map from the key of each good copy to its digests, and the keys of the corrupt
+        copies.
 
     >>> good = chunk_digests(b"abcdef", chunk_bytes=2)
     >>> a, b = Parts([memoryview(b"abcdef")]), Parts([memoryview(b"abXdef")])

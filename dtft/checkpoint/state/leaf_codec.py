@@ -59,9 +59,9 @@ def is_leaf_unchanged(
         value: the leaf.
         record: the record of the leaf.
         saved: the saved bytes.
-        digests: the digests of `saved`. A leaf in one piece is compared by digest:
-            equal digests (xxh3-128) are taken for equal bytes. A leaf in several shards
-            is compared with `saved`.
+        digests: the digests of `saved`. A leaf in one piece is compared with these:
+            equal digests (xxh3-128) count as equal bytes. A leaf in several shards is
+            compared with the bytes `saved`.
         chunk: bytes under one digest.
     """
     parts = _parts(value, record)
@@ -93,9 +93,9 @@ def _same(one: np.ndarray, other: np.ndarray) -> bool:
 def _parts(
     value: Any, record: LeafRecord
 ) -> memoryview | list[tuple[tuple[slice, ...], np.ndarray]]:
-    """Returns the bytes of a leaf; for a jax array in several shards, the shards.
+    """Returns the bytes of a leaf; of a jax array in several shards, the shards.
 
-    Each distinct shard is given once, as index in the global array and contents.
+    Each distinct shard is given once, as (index in the global array, contents).
     """
     if record.kind == "key":
         value = jax.random.key_data(value)
@@ -182,7 +182,7 @@ def as_wanted(
 
 
 def is_free_target(target: Any) -> bool:
-    """Whether a target is an uncommitted jax array, which jax may move.
+    """Whether a target is an uncommitted jax array: jax may move it between devices.
 
     `jax.jit` accepts uncommitted arrays together with arrays divided over devices, but
     refuses arrays committed to one device. So an uncommitted array, such as an
@@ -230,7 +230,7 @@ def refuse_unfit(record: LeafRecord, target: Any, fallback: Any) -> None:
     Args:
         record: the record of the saved leaf.
         target: the user's leaf; None restores the kind that was saved.
-        fallback: the sharding of a target without a sharding, or None.
+        fallback: the sharding for a target that has none; None: none is given.
 
     Raises:
         ValueError: the shape differs, the sharding does not divide the shape, or a leaf
@@ -344,8 +344,8 @@ class RestoreTarget:
     """How one saved item is to be restored: into a user's tree, or as it was saved."""
 
     targets: Mapping[int, Any] = field(default_factory=dict)
-    """Position in `Record.leaves` to the leaf of the user's tree; empty without a tree.
-    """
+    """Maps the position of a saved leaf in `Record.leaves` to that leaf in the user's
+    tree. Empty if the user gave no tree."""
     order: tuple[int, ...] = ()
     """Positions in `Record.leaves`, in the order of the user's tree."""
     treedef: Any = None
@@ -359,7 +359,8 @@ def restore_targets(record: Record, args: Any) -> dict[str, RestoreTarget | None
     """Makes a `RestoreTarget` for each item that Orbax's arguments request.
 
     Returns:
-        Item name to target; None for a JSON item, which has no target.
+        Maps the name of each item to its target, or to None for a JSON item, which has
+        no target.
 
     Raises:
         ValueError: the arguments or the user's tree do not fit the save.
@@ -448,8 +449,8 @@ def restore_result(
         values: the saved leaves as arrays, in the order of `record.leaves`.
         json_items: item name to JSON value.
         wanted: the result of `restore_targets`.
-        shardings: for each leaf, the sharding if neither the target nor its fallback
-            gives one.
+        shardings: for each leaf, the sharding that is used if neither the leaf's target
+            nor `RestoreTarget.fallback` gives one.
 
     Raises:
         ValueError: as `as_wanted`.

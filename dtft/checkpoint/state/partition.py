@@ -46,9 +46,9 @@ class Partition:
 
     @functools.cached_property
     def owned(self) -> tuple[np.ndarray, np.ndarray]:
-        """Two arrays, [pairs] part and [pairs] slot: each part with each owning slot.
+        """All pairs of a part and a slot that owns the part, sorted by part, then slot.
 
-        The pairs are sorted by part, then slot.
+        Given as two arrays: [pairs] part and [pairs] slot.
         """
         num_slots = int(self.slot_of_device.max()) + 1
         pairs = np.unique(self.part_of_device * num_slots + self.slot_of_device)
@@ -166,8 +166,8 @@ def nbytes_of(leaf: Leaf) -> int:
 
 
 EVEN_ROWS = 64
-"""Least extent, in elements, of a dim that `LeafBundle.rows` prefers for cuts: that
-many rows can be cut into pieces of about equal size."""
+"""`LeafBundle.rows` cuts a cell along the first dim with at least this many elements:
+so many rows can be cut into pieces of about equal size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,15 +191,17 @@ class Region:
 class Cells:
     """All overlaps (cells) of an old and a new partition; together they cover the leaf.
 
-    Each dim is measured in units: equal pieces, of which each part has a whole number.
+    Each dim is cut into equal units, so fine that every part of both partitions has a
+    whole number of them.
     """
 
     units: tuple[int, ...]
-    """Units per dim: the least common multiple of both partitions' numbers of parts."""
+    """Number of units of each dim: the least common multiple of the numbers of parts
+    that the two partitions have along the dim."""
     old: np.ndarray
-    """[cells] int64: number of the part of the old partition."""
+    """[cells] int64: number of the old part that the cell lies in."""
     new: np.ndarray
-    """[cells] int64: number of the part of the new partition."""
+    """[cells] int64: number of the new part that the cell lies in."""
     start: np.ndarray
     """[cells, dims] int64: first unit of the cell along each dim."""
     width: np.ndarray
@@ -250,8 +252,9 @@ def overlap(old: Partition, new: Partition) -> Cells:
 class LeafBundle:
     """Non-empty leaves with the same old partition and the same new partition.
 
-    A cell (overlap of an old and a new part) of the bundle is the concatenation of this
-    cell of every leaf.
+    A cell (overlap of an old and a new part) has the same place in every leaf. In the
+    bundle it has the bytes of the first leaf's cell, then those of the second's, and so
+    on.
     """
 
     leaves: tuple[Leaf, ...]
@@ -295,9 +298,10 @@ class LeafBundle:
         return shapes, units
 
     def rows(self, leaf: np.ndarray, cell: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Chooses the dim along which a leaf's cell is cut; returns also its extent.
+        """Chooses the dim along which a leaf's cell is cut.
 
-        The dim is the first with an extent of at least `EVEN_ROWS`, else the longest.
+        It is the first dim along which the cell has at least `EVEN_ROWS` elements, else
+        the longest.
 
         Args:
             leaf: [n] position in `leaves`.
@@ -317,7 +321,7 @@ class LeafBundle:
     def cuts(
         self, cell: np.ndarray, offset: np.ndarray, grain: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Finds the nearest places before and after an offset where a cell can be cut.
+        """Finds where a cell can be cut, nearest before and nearest after an offset.
 
         A cell can be cut between leaves, and between rows of a leaf that has more than
         `grain` bytes in the cell.
@@ -340,7 +344,9 @@ class LeafBundle:
         return low, np.where(low == offset, low, low + step)
 
     def regions(self, cell: int, start: int, stop: int) -> Iterator[Region]:
-        """Yields the regions of a cell between two offsets from `cuts`, leaf by leaf.
+        """Yields the regions of a cell between two offsets, leaf by leaf.
+
+        The offsets must be results of `cuts`.
 
         Args:
             cell: position in `cells`.
@@ -400,7 +406,7 @@ Span = tuple[int, int]
 
 
 def span_of(regions: Sequence[Region], chunk_bytes: int) -> Span:
-    """Computes the span of whole chunks of one old slice that contains all regions.
+    """Computes the shortest span of whole chunks in an old slice that has all regions.
 
     Args:
         regions: not empty, all cut from the same old slice.

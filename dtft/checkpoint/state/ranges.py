@@ -20,8 +20,8 @@ class WantedSlice:
 
     key: str
     memory: Parts
-    """Memory of the slice's size, in pieces of whole chunks; the fetch may write to it
-    at any time."""
+    """Memory that the fetch writes to; it has the slice's size, in pieces of whole
+    chunks. Its contents are undefined until the fetch has succeeded."""
     digests: bytes
     """Expected digests of the slice, 16 bytes per chunk."""
 
@@ -50,7 +50,7 @@ Range = tuple[Part, ...]
 def split_ranges(
     sizes: Sequence[int], chunk_bytes: int, range_bytes: int
 ) -> list[Range]:
-    """Splits slices of these sizes in bytes into ranges, each for one request.
+    """Splits slices, given by their sizes, into ranges, each for one request.
 
     Every byte of every slice is in one range. A range has at most `range_bytes` bytes,
     unless it is one larger chunk, and at most `MAX_PARTS` parts.
@@ -119,10 +119,10 @@ def not_right(range_: Range, wanted: Sequence[WantedSlice], chunk_bytes: int) ->
 
 
 def cut_lent(pieces: Sequence[tuple[int, int]], part: Part) -> list[tuple[int, int]]:
-    """Cuts out the pieces of a peer's memory that hold a part, for an RDMA read.
+    """Returns the pieces of a peer's lent memory that hold a part, for an RDMA read.
 
-    `pieces` is the memory of the whole slice, which the peer lends. `pieces` and the
-    result are lists of (address, size in bytes).
+    `pieces` is the memory of the whole slice. `pieces` and the result are lists of
+    (address, size in bytes).
 
     >>> cut_lent([(100, 8), (300, 8)], Part(0, 4, 12))
     [(104, 4), (300, 4)]

@@ -20,9 +20,9 @@ from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
 from dtft.checkpoint.state.tree import nested
 
 Structure = Sequence[Any]
-"""A tree in Orbax's form, as JSON with numbers for leaves: ("d", {name: structure}),
-("l", [structure]), ("x", leaf number), ("t",) for an empty tuple, ("n",) for None and
-for empty nodes of other types, such as `optax.EmptyState`."""
+"""A tree in Orbax's form, as JSON with numbers in place of leaves. ("d", {name:
+structure}) is a dict, ("l", [structure]) a list, ("x", number) a leaf, ("t",) an empty
+tuple. ("n",) is None or an empty node of another type, such as `optax.EmptyState`."""
 
 
 @functools.lru_cache(maxsize=32)
@@ -62,7 +62,7 @@ def _encoded(node: Any) -> Structure:
 def leaves_of(
     structure: Structure, keys: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Yields the keys from the root and the number of every leaf.
+    """Yields (keys from the root to the leaf, leaf number) for every leaf.
 
     `keys` are the keys from the root to `structure`.
     """
@@ -167,7 +167,7 @@ class Record:
     """Maps the name of each item that is a tree to the item's structure. Leaves are
     numbered across all items, in the order of `leaves`."""
     json_items: Mapping[str, Any]
-    """Name of each JSON item to its value."""
+    """Maps the name of each JSON item to its value."""
     leaves: tuple[LeafRecord, ...]
     metrics: Any = None
     custom_metadata: Any = None

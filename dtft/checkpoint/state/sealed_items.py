@@ -1,7 +1,7 @@
 """JSON values that are saved beside the arrays of a step, with their own digest.
 
-`sealed` computes the digest (xxh3-128) of the stored text. `json_digest` computes the
-digest of a value, which the order of keys does not change. Arrays have chunk digests
+`sealed` computes the digest (xxh3-128) of the stored text. `json_digest` computes a
+digest of a value that does not depend on the order of keys. Arrays have chunk digests
 instead.
 """
 

@@ -53,7 +53,7 @@ class StorageTier:
         read_only: bool = False,
         scored: bool = False,
     ) -> None:
-        """Sets the options; Orbax opens the directory at the first save or deletion.
+        """Stores the options; Orbax opens the directory at the first save or deletion.
 
         Args:
             directory: directory of the steps; the first save creates it.
@@ -114,9 +114,9 @@ class StorageTier:
     def write_once(self, step: int, stored: "StepToStore") -> None:
         """Writes a step and waits until it is complete, unless the step exists.
 
-        An existing step is kept and accepted if its digest equals that of `stored`: an
-        earlier attempt may have succeeded although its answer was lost. Must be called
-        by one process only.
+        An existing step is never replaced. It is accepted if its digest equals that of
+        `stored`: an earlier attempt may have written it, although the answer of that
+        attempt was lost. Must be called by one process only.
 
         Raises:
             WrittenByAnother: the step exists with another digest.
@@ -271,8 +271,8 @@ class StepToStore:
 
         Args:
             record: structure, leaves and JSON items of the step.
-            values: the leaves by number; arrays are global arrays. Empty arrays, which
-                Orbax refuses, are stored as None.
+            values: the leaves, in the record's order; jax arrays are global. An empty
+                array is stored as None, because Orbax refuses it.
         """
         full = [
             None if 0 in leaf.shape else value
@@ -307,7 +307,7 @@ def _fingerprints(record: Record, values: Iterable[Any]) -> dict[str, str]:
 def shown_paths(record: Record) -> list[str]:
     """Returns the path of each leaf for display, in the record's order.
 
-    For an experiment's step, these are the paths in the state.
+    The paths of an experiment's leaves are those in its state.
     """
     paths = [leaf.path for leaf in record.leaves]
     return list(map(state_path, paths)) if is_experiment(record) else paths

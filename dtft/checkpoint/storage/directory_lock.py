@@ -1,7 +1,7 @@
 """A lock on a storage directory, so that one process at a time writes to it.
 
 Two writers of one step would share Orbax's temporary directory, and the step could mix
-the files of both. On file systems without locks the writers are not separated.
+the files of both. On file systems without locks nothing keeps two writers apart.
 """
 
 import fcntl

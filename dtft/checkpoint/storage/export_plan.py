@@ -18,14 +18,13 @@ class ExportWorld:
     slots: tuple[int, ...]
     """Slots in rank order: the slot of rank r is `slots[r]`."""
     mesh: MeshLayout
-    """The sub-mesh, with the axis names of the full mesh and the layout's slot numbers.
-    """
+    """Part of the layout's mesh, with the same axis names and slot numbers."""
 
 
 def export_world(layout: Layout) -> ExportWorld:
     """Computes the sub-mesh that owns every slice, without redundant replicas.
 
-    Every axis that divides no leaf is reduced to its index 0 (size 1). So a position in
+    Of every axis that divides no leaf, the sub-mesh has index 0 only. So a position in
     the sub-mesh owns the slices of the same position in the full mesh.
 
     >>> from dtft.checkpoint.state.slices import Leaf

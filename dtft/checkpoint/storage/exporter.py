@@ -51,10 +51,10 @@ def refuse_corrupt(
 ) -> None:
     """Checks the bytes of a step against their digests.
 
-    The digests of a step are computed at its snapshot, its fingerprints at its export.
-    A bit that flipped in memory between the two would get a valid fingerprint. So this
-    check must run after the fingerprints were computed. The fingerprints detect later
-    errors.
+    A step's digests are computed at its snapshot, and its fingerprints at its export. A
+    bit that flips in memory between the two gets a valid fingerprint, and only the
+    digest shows the error. So this check must run after the fingerprints are computed.
+    Errors after this check are detected by the fingerprints.
 
     Args:
         step: the step.
@@ -84,7 +84,8 @@ def from_hex(digests: Sequence[str]) -> list[bytes]:
 
 
 SAVE_S = 300.0
-"""Limit of one message's work in seconds, unless the message has "timeout_s"."""
+"""Limit, in seconds, of the work that a message asks for; a message can set another
+limit as "timeout_s"."""
 
 
 class Saver(Protocol):
@@ -214,7 +215,7 @@ class Opening:
     chunk_bytes: int
     """Bytes per digest."""
     slot: int = 0
-    """The slot (position in the job) whose slices this process reads and writes."""
+    """The slot whose slices this process reads from memory and writes to storage."""
     rank: int = 0
     """Rank of this process in the export world."""
     world: int = 1
@@ -222,11 +223,11 @@ class Opening:
     coordinator: str = ""
     """host:port that rank 0 serves; "" in a world of one process."""
     devices: int = 1
-    """Number of CPU devices of this process; at least the number of positions that the
-    slot has in the mesh of the export."""
+    """Number of CPU devices of this process. The slot has at most this many positions
+    in the mesh of the export."""
     max_to_keep: int | None = None
-    """Number of newest steps that Orbax keeps. None: Orbax deletes none, and only the
-    argument `delete` of `Exporter.save` does."""
+    """Number of newest steps that Orbax keeps. None: Orbax deletes no step; only the
+    steps in the argument `delete` of `Exporter.save` are deleted."""
     scored: bool = False
     """Whether Orbax also writes the metrics of a step."""
     shared: bool = False
@@ -239,7 +240,7 @@ class Opening:
 
 
 class Exporter:
-    """The writer of one slot's slices of each exported step, from memory to storage."""
+    """Writer that reads one slot's slices from memory and writes them to storage."""
 
     def __init__(self, opening: Opening) -> None:
         """Joins the export world.
@@ -277,15 +278,15 @@ class Exporter:
 
         Args:
             step: the step.
-            memory: path of one file with all of this slot's own slices, or of one file
-                for each slice.
+            memory: path of the file that has all of this slot's own slices; or, for
+                each of these slices, the path of the file that has the slice.
             buffers: the buffer number of each chunk in its file, a byte each, in hex.
             digests: digests of each of the slot's slices in the layout's order, in hex.
             items: JSON values of the state that is not an array.
             delete: steps to delete from a shared directory once the step is complete.
 
         Returns:
-            The bytes of this slot's slices.
+            The size of this slot's slices, in bytes.
 
         Raises:
             ValueError: the buffers are not in the memory, or the bytes do not match the
@@ -380,8 +381,8 @@ class Exporter:
     def _turn(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context that holds the lock of a shared directory.
 
-        An object store (a directory with "://") has no locks; the context is then
-        empty.
+        In an object store (a directory with "://") there are no locks, and the context
+        does nothing.
         """
         if "://" in self._opening.directory:
             return contextlib.nullcontext()
@@ -447,7 +448,7 @@ def _mesh(world: ExportWorld, rank: int) -> jax.sharding.Mesh:
 
 
 def _view(parts: Parts, piece: Slice) -> np.ndarray:
-    """Returns a slice as an array: a view of the memory, or a copy if in pieces."""
+    """Returns a slice as an array: a view if the memory is one piece, else a copy."""
     dtype = np.dtype(piece.dtype)
     if not piece.nbytes:
         return np.zeros(piece.shape, dtype)

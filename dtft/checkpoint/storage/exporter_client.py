@@ -21,15 +21,15 @@ from typing import IO, Any
 logger = logging.getLogger(__name__)
 
 EXPORTER_START_S = 60.0
-"""Seconds from the limit of a save until an exporter that has not answered is killed.
-A new exporter needs time for its imports."""
+"""Seconds that an exporter gets on top of the limit of a save, because a new exporter
+first imports JAX. An exporter that has not answered by then is killed."""
 
 Hear = Callable[["ExporterProcess", dict[str, Any]], None]
-"""Callback that receives each answer, on other threads. Every answer has `ok`. A failed
-answer also has `error`. An answer of the process has the message's `op`, and the
-message's `step` if there is one. An answer with `ended` reports the end of the
-process. If the callback raises an exception, the process is killed, and its end is
-reported."""
+"""Callback that receives each answer; it runs on threads of `ExporterProcess`. Every
+answer has `ok`, and an answer about a failure also has `error`. An answer that the
+process sent has the `op` of the message that it answers, and the `step` if that message
+has one. An answer with `ended` reports the end of the process. If the callback raises
+an exception, the process is killed, and its end is reported."""
 
 
 class ExporterProcess:
@@ -48,7 +48,8 @@ class ExporterProcess:
         Starting a process can take long on a busy machine, so a thread does it. A
         process that cannot be started is reported as ended. All threads are started
         here, because from Python 3.12 on no thread can be started while the interpreter
-        shuts down. A manager that was not closed saves its newest step at that time.
+        shuts down. During that shutdown, a manager that was not closed still saves its
+        newest step.
 
         Args:
             opening: the fields of `exporter.Opening`.
@@ -121,9 +122,9 @@ class ExporterProcess:
             )
 
     def _speak(self) -> None:
-        """Starts the process and writes messages to its stdin; at the end kills it.
+        """Starts the process, writes the messages to its stdin, and then kills it.
 
-        Runs on a thread, because the process's pipe may be full.
+        Runs on a thread of its own, because a write waits while the pipe is full.
         """
         try:
             process = self._start()
@@ -150,7 +151,7 @@ class ExporterProcess:
                 pipe.flush()
 
     def _expect(self, limit_s: float) -> None:
-        """Sets the time in seconds after which the process is killed; 0 removes it."""
+        """Sets the seconds after which the process is killed; 0 sets no limit."""
         with self._condition:
             self._deadline_s = time.monotonic() + limit_s if limit_s else None
             self._condition.notify_all()

@@ -31,7 +31,8 @@ def items_in(step: Path) -> dict[str, Any] | None:
     """Reads a step's item names, with the handler of each item, from Orbax's metadata.
 
     Returns:
-        None if the metadata is unreadable; {} if it names no items.
+        Maps item name to handler; empty if the metadata names no items. None if the
+        metadata is unreadable.
     """
     try:
         found = json.loads((step / _METADATA).read_text())
@@ -91,7 +92,8 @@ class StoredStep:
     written: float
     """Modification time of the directory, in seconds since the epoch."""
     problem: str = ""
-    """Description of missing files, without reading values; "" if none is missing."""
+    """Describes a missing or unreadable file, as `missing_from` does; "" if there is
+    none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +103,7 @@ class StoredLeaf:
     path: str
     shape: tuple[int, ...]
     dtype: str
-    """The name of the implementation for a PRNG key."""
+    """Name of the dtype; for a PRNG key, the name of its implementation."""
     num_bytes: int
     fingerprint: str
     """The stored checksum of the values; "" for an empty leaf, and for a step of stock
@@ -111,7 +113,7 @@ class StoredLeaf:
 def checkpoints_in(directory: Path | str) -> Path:
     """Finds the storage directory: `checkpoints` in a run directory, else the argument.
 
-    The result is absolute.
+    Returns an absolute path.
 
     Raises:
         FileNotFoundError: the directory does not exist.
@@ -176,9 +178,10 @@ def describe_step(
     """Describes a step without reading values.
 
     Returns:
-        The leaves sorted by path, and the JSON items, metrics and custom metadata. For
-        an experiment, the leaves of its state and its items. For a step of stock Orbax,
-        the leaves without fingerprints, and no items.
+        The leaves, sorted by path; and a dict of the JSON items (of an experiment, the
+        values in its item `items`), with "metrics" and "custom_metadata" if the step
+        has any. For a step of stock Orbax the leaves have no fingerprints, and the dict
+        is empty.
 
     Raises:
         CheckpointUnreadable: the step's record cannot be read.
@@ -234,7 +237,7 @@ def _leaf(
 
 
 def verify_step(directory: Path, steps: Iterable[int]) -> dict[int, str]:
-    """Reads all values of each step and compares fingerprints with the stored ones.
+    """Reads all values of each step and compares their fingerprints with those stored.
 
     Returns:
         Maps each step to a description of its error; "" if the step is intact. A step
@@ -270,9 +273,9 @@ def _read_all(directory: Path, step: int) -> None:
 
 
 def copy_step(directory: Path, step: int, target: Path) -> int:
-    """Copies the files of a step to another directory; returns the bytes of the copy.
+    """Copies the files of a step to another directory; returns their size in bytes.
 
-    The step is read and verified before the copy, and the copy afterwards.
+    The step is read and verified first, and its copy at the end.
 
     Raises:
         ValueError: the target is the source or has the step already, files of the step

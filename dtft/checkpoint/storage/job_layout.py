@@ -43,7 +43,8 @@ def layout_of(
 
     Returns:
         A layout whose slots are process indices. A leaf that every process has whole (a
-        numpy array, a number, an array of one process) counts as replicas of one value.
+        numpy array, a number, an array of one process) is taken to be the same on every
+        process.
 
     Raises:
         ValueError: a sharding cannot be expressed as a layout, or the mesh does not
@@ -64,16 +65,16 @@ def layout_of(
 
 
 def config_of(record: Record) -> str:
-    """Encodes the part of a record that is the same at all steps, for a layout."""
+    """Encodes the part of a record that is the same at all steps, for `layout_of`."""
     raw = record.to_json()
     static = {name: raw[name] for name in ("default", "structures", "leaves")}
     return json.dumps({MARK: static}, sort_keys=True)
 
 
 def dynamic_part(record: Record) -> dict[str, Any]:
-    """Encodes the part of a record that may change at each step, with its digest.
+    """Encodes the part of a record that may change at each step, with a digest.
 
-    The result is stored with each step.
+    This part is stored with every step.
     """
     return sealed(
         {
@@ -88,7 +89,7 @@ def dynamic_part(record: Record) -> dict[str, Any]:
 def record_in(layout: Layout, items: Mapping[str, Any]) -> Record | None:
     """Makes the record of a step from its layout and its items.
 
-    The inverse of `config_of` and `dynamic_part`. None if the state is an experiment's,
+    Undoes `config_of` and `dynamic_part`. Returns None if the state is an experiment's,
     not a user's tree.
 
     Raises:
@@ -125,9 +126,9 @@ def same_slices(saved: Layout, wanted: Layout) -> bool:
 
 
 def moved_leaf(saved: Layout, wanted: Layout) -> str:
-    """Describes the first leaf with a slice that a process needs but did not save.
+    """Describes the first leaf with a slice that a process wants but did not save.
 
-    If there is no such leaf, the text states this.
+    Without such a leaf, says that every process has what it wants.
 
     >>> one, other = (MeshLayout(axis_names=("x",), axis_sizes=(2,), slots=slots)
     ...     for slots in ((0, 1), (1, 0)))
@@ -221,7 +222,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _is_whole(leaf: LeafRecord, sharding: Sharding) -> bool:
-    """Whether each process has the whole leaf: replicated everywhere, or a scalar."""
+    """Whether each process has the whole leaf: it is fully replicated, or a scalar."""
     return sharding.is_fully_replicated or not leaf.shape
 
 

@@ -20,10 +20,9 @@ from dtft.checkpoint.storage.step_directories import UNFINISHED
 
 
 class StorageMoved(OSError):
-    """A step was not completed, because its directory changed or its save failed.
+    """A step was not completed: its storage directory changed, or its save had failed.
 
-    The storage directory was replaced or unmounted since the step was begun, or the
-    save had failed before.
+    A directory has changed if it was replaced or unmounted since the step was begun.
     """
 
 
@@ -45,7 +44,7 @@ class OpenedDirectory:
         """
         self.directory, self._options = directory, options
         self._kinds: dict[str, type] = {}
-        """Item name to the class of its save arguments, of the last save."""
+        """Maps each item of the last save to the class of its save arguments."""
         self._opened: ocp.CheckpointManager | None = None
         self._home: tuple[int, int] | None = None
         self._saving: int | None = None
@@ -85,8 +84,8 @@ class OpenedDirectory:
     def _check_still_wanted(self, generation: int) -> None:
         """Refuses to complete a step whose save failed or whose directory was replaced.
 
-        Orbax reports the first of several failures while its other threads continue.
-        The directory may be available again before these threads end.
+        Orbax reports the first failure while its other threads still write. They may
+        end when the directory is available again, and must not complete the step then.
 
         Raises:
             StorageMoved: the save failed, or the directory was replaced.
@@ -150,7 +149,7 @@ class OpenedDirectory:
         self._saving = None
 
     def reload(self) -> None:
-        """Makes Orbax list the directory again, for steps of other writers."""
+        """Makes Orbax list the directory again, to see the steps of other writers."""
         if self._opened is not None:
             self._try(lambda manager: manager.reload())
 
@@ -184,9 +183,9 @@ class OpenedDirectory:
 
 
 def _remove(path: epath.Path) -> None:
-    """Removes a directory, ignoring errors.
+    """Removes a directory and ignores errors.
 
-    The next manager that opens the storage directory removes the remaining files.
+    Files that remain are removed when a manager next opens the storage directory.
     """
     if "://" not in str(path):
         shutil.rmtree(path, ignore_errors=True)

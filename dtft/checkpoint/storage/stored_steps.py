@@ -44,9 +44,9 @@ from dtft.checkpoint.storage.step_directories import storage_steps
 
 
 _ENTRIES = frozenset({"items", "empty", "fingerprints"})
-"""Keys of the JSON item `items` in the former format: the caller's items, the empty
-arrays, which Orbax refuses, and the fingerprints. The other item is `state`, the arrays
-by path."""
+"""Keys of the JSON item `items` in the former format, that of git commit 3d5ab71 and
+earlier: the caller's items, the empty arrays (which Orbax refuses) and the
+fingerprints. The only other item is `state`, with the arrays by path."""
 
 
 def former_items(value: Any) -> Any:
@@ -58,12 +58,12 @@ def former_items(value: Any) -> Any:
 def former_record(step: epath.Path, value: Any) -> tuple[Record, dict[str, str]] | None:
     """Makes the record and fingerprints of a step in the former format.
 
-    Every leaf is an array. The tree structure of the record, like that in Orbax, has no
-    empty arrays.
+    Every leaf is an array. Empty arrays are leaves of the record, but are not in its
+    tree structure, as they are not in Orbax's.
 
     Args:
         step: the step's directory.
-        value: value of its JSON item.
+        value: value of the step's JSON item `items`.
 
     Returns:
         The record and the fingerprints by path; None for another format.
@@ -165,8 +165,8 @@ class StoredSteps:
 
         Returns:
             Values by leaf number, and JSON values by item name. A value is a jax array
-            (of a PRNG key, its key data) or a numpy array. The value of a leaf of an
-            item that is not in `wanted` is None, unless the leaf is empty.
+            (of a PRNG key, its key data) or a numpy array. Leaves of items that are not
+            in `wanted` have None, unless they are empty arrays.
 
         Raises:
             CheckpointUnreadable: the step cannot be read, or is corrupt.
@@ -205,7 +205,7 @@ class StoredSteps:
         }
 
     def _right(self, step: int, record: Record, name: str, value: Any) -> Any:
-        """Returns a JSON item that was read, after a comparison with the record.
+        """Returns the JSON item `value` if it equals that of the record.
 
         Raises:
             CheckpointUnreadable: the item differs from the item in the record.
@@ -234,7 +234,10 @@ class StoredSteps:
             raise self._unreadable(step, ValueError(f"corrupt leaves: {listed(bad)}"))
 
     def stock(self, step: int, args: Any) -> Any:
-        """Restores a step without a record with a stock Orbax manager, unverified."""
+        """Restores a step that has no record.
+
+        Uses a stock Orbax manager, and verifies no values.
+        """
         with self.manager() as manager:
             return manager.restore(step, args=args)
 
@@ -248,7 +251,7 @@ class StoredSteps:
         return ocp.CheckpointManager(self.directory, options=options)
 
     def stock_metadata(self, step: int) -> Any:
-        """Reads Orbax's item metadata of a step that stock Orbax wrote."""
+        """Reads the item metadata of a step that stock Orbax wrote."""
         unnamed = (self.directory / str(step) / DEFAULT).exists()
         with ocp.CheckpointManager(
             self.directory,
@@ -282,11 +285,10 @@ def _json(item: epath.Path) -> Any:
 
 
 def _abstract(leaf: LeafRecord, number: int, wanted: RestoreTarget | None) -> Any:
-    """Makes the target of a leaf that Orbax's restore needs.
+    """Makes the target that Orbax's restore needs for a leaf.
 
-    The target is a number or a numpy array if such a value was saved. Otherwise it is a
-    struct with the sharding to restore onto. None for an empty leaf, which is not
-    stored.
+    A number or a numpy array if such a value was saved, else a struct with the wanted
+    sharding. None for an empty leaf, which Orbax does not store.
     """
     assert wanted is not None
     dtype = np.dtype(leaf.dtype)
@@ -302,7 +304,7 @@ def _abstract(leaf: LeafRecord, number: int, wanted: RestoreTarget | None) -> An
 
 
 def _plain(leaf: LeafRecord, value: Any) -> Any:
-    """Converts a restored leaf to the array whose fingerprint was saved.
+    """Returns a restored leaf as the array whose fingerprint is checked.
 
     Raises:
         ValueError: jax has narrowed a 64-bit leaf.

@@ -3,7 +3,7 @@
 Fetches and raw transfers alternate, so that a noisy machine disturbs both alike. Both
 move the same bytes from another process into preallocated memory, over at most
 `streams` connections at a time. The fetch checks the digests of all chunks and can
-encrypt; the raw sockets only receive. The benchmark only measures; no limit is checked.
+encrypt; the raw sockets only receive. The benchmark succeeds whatever the throughput.
 """
 
 import json
@@ -102,10 +102,10 @@ def bench_transport(config: TransportBench) -> dict[str, Any]:
 
 
 def summarize(seconds: dict[str, list[float]], nbytes: int) -> dict[str, Any]:
-    """Computes throughputs from the median seconds, and the ratios fetch / raw.
+    """Computes throughputs from the median times, and ratios of fetch to raw times.
 
-    Each round has a ratio of the fetch's seconds to the raw transfer's seconds; "ratio"
-    is their median.
+    "ratios" has one value per round, the fetch's seconds divided by those of the raw
+    transfer; "ratio" is their median.
 
     >>> figures = summarize({"fetch": [2.0, 3.0], "raw": [1.0, 2.0]}, 3_000_000_000)
     >>> figures["fetch_gb_per_s"], figures["raw_gb_per_s"], figures["ratio"]

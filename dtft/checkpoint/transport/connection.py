@@ -62,7 +62,7 @@ class SocketStream:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, silence_ms)
 
     def send(self, buffers: Sequence[memoryview]) -> int:
-        """Sends a prefix of the buffers; returns the number of bytes sent.
+        """Sends as many bytes of the buffers as the socket takes; returns their number.
 
         Raises:
             WouldBlock: the socket's send buffer is full.
@@ -235,11 +235,11 @@ Sink = Callable[[Header, int], Memory | None]
 in one or more pieces. If it returns None, the payload is discarded."""
 
 SILENCE_MS = 10_000
-"""Longest time in milliseconds for which the peer's kernel acknowledges no sent bytes;
-after that the connection ends."""
+"""A connection ends if the peer's kernel acknowledges no sent bytes for this many
+milliseconds."""
 SILENCE_S = 10.0
-"""Longest pause in seconds in the middle of a received frame; after that the channel is
-closed."""
+"""A channel is closed if no byte arrives for this many seconds in the middle of a
+frame."""
 _SCRATCH_BYTES = 1 << 20
 
 
@@ -270,8 +270,8 @@ class Unsent:
         """
         self.plain = protocol.encode_header(header, 0)
         self.rest: memoryview | None = None
-        """Sealed bytes that the socket has not taken; None before the first call of
-        `send_some` that seals the frame, and after `give_up`."""
+        """Sealed bytes that are still to be sent. None until `send_some` has sealed the
+        frame, and after `give_up`."""
 
 
 class Channel:
@@ -285,11 +285,12 @@ class Channel:
         self.address = address
         self.peer: Header = {}
         """At the server, the client's first message (hello); at the client, the
-        server's answer. Empty before."""
+        server's answer. Empty until that message has arrived."""
         self.stream = stream
         self.paced: Callable[[int], None] | None = None
-        """Function that `write` calls after each write to the socket with the number of
-        bytes sent; may sleep to limit the rate. None sets no limit."""
+        """Function that limits the rate by sleeping; None sets no limit. After each
+        write to the socket, `write` calls the function with the number of bytes
+        sent."""
         self._sealer: protocol.Sealer | None = None
         self._opener: protocol.Opener | None = None
         self._sending = threading.Lock()
@@ -373,7 +374,7 @@ class Channel:
     def give_up(self, unsent: Unsent) -> None:
         """Closes the channel because `unsent` cannot be sent.
 
-        Releases the sending lock if a `send_some` of the frame has kept it.
+        Releases the sending lock if `send_some` keeps it for this frame.
         """
         self.close()
         if unsent.rest:
@@ -405,8 +406,8 @@ class Channel:
             sink: called once, also for an empty payload; returns memory of the
                 payload's size. Without a sink, a payload of at most `MAX_UNPLACED`
                 bytes gets new memory.
-            begin_s: limit until the frame's first byte, in seconds; `timeout_s` if
-                that is less.
+            begin_s: limit until the frame's first byte arrives, in seconds. None, or a
+                limit above `timeout_s`, has no effect.
             max_header: largest header that is accepted, in bytes; also limits the
                 number of values in the header.
 

@@ -71,7 +71,7 @@ Found = list[tuple[int, Any]]
 
 
 class _Lookup:
-    """A lookup of one name in progress; all callers that need the name wait for it."""
+    """A running lookup of one name; all callers that need the name wait for it."""
 
     def __init__(self) -> None:
         self.done = threading.Event()
@@ -91,7 +91,7 @@ def dial(address: str, timeout_s: float) -> socket.socket:
         timeout_s: limit for the lookup and all attempts together, in seconds.
 
     Returns:
-        The socket. Its timeout is still set, to the limit of the successful attempt.
+        The connected socket. It still has the timeout of the successful attempt.
 
     Raises:
         ValueError: the address is not "host:port".

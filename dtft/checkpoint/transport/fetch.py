@@ -45,21 +45,21 @@ DEPTH = 2
 next one arrives."""
 BEGIN_S = 10.0
 """Longest wait in seconds for a connection to a peer, and for the first byte of an
-answer. After that the connection is opened again."""
+answer. After that a new connection is opened."""
 READ_S = 30.0
 """Limit of one read of a peer's lent memory, in seconds."""
 TRIES = 4
-"""Number of connections in a row that bring no whole range and no verified chunk, after
-which no further connection is opened. Also the number of wrong copies of a chunk after
-which the chunk's slice is reported as corrupt."""
+"""A broken connection is not opened again after this many in a row without progress: no
+whole range arrived and no chunk was verified. A slice is reported as corrupt after this
+many wrong copies of one of its chunks."""
 _PAUSE_S = 0.05
 
 
 def streams_each(num_peers: int) -> int:
-    """Computes the connections to each peer of a host that fetches from several peers.
+    """Computes how many connections a host opens to each of the peers it fetches from.
 
     The host receives the bytes of all peers. So it has at most `STREAMS` connections in
-    all, or one for each peer if there are more peers than that.
+    all, or one for each peer if there are more than `STREAMS` peers.
 
     >>> [streams_each(num_peers) for num_peers in (1, 2, 3, 9)]
     [4, 2, 1, 1]
@@ -107,7 +107,7 @@ def fetch_slices(
         credentials: the job and its secret.
         hello: selects the peer's handler, which must call `serve_fetches`.
         request: fields of the request that the peer's `serve_fetches` passes to its
-            `find`; "keys" with the slices' keys is added.
+            `find`; the slices' keys are added as field "keys".
         wanted: the slices. On failure their memory has unspecified contents.
         chunk_bytes: bytes per digest.
         limit_s: limit of the whole fetch, in seconds.
@@ -116,8 +116,8 @@ def fetch_slices(
             it, or once it has failed, the bytes arrive in the peer's answers.
 
     Raises:
-        FetchError: the peer is unreachable, lacks a slice or has it in another size,
-            sent corrupt bytes, or the fetch took more than `limit_s`.
+        FetchError: the peer is unreachable, lacks a slice, has a slice of another size,
+            or sent corrupt bytes; or the fetch took more than `limit_s`.
     """
     work = _Work(wanted, chunk_bytes, nixl)
     asked = {**request, "keys": [one.key for one in wanted]}
@@ -189,7 +189,7 @@ class _Work:
             error: the reason, for messages.
 
         Returns:
-            The verified bytes of `begun`.
+            The number of verified bytes in `begun`.
         """
         bad = not_right(begun, self.wanted, self.chunk_bytes)
         gained = _nbytes(begun) - _nbytes(bad)
@@ -228,9 +228,9 @@ def _stream(
 ) -> None:
     """Fetches ranges over one connection until no range of `work` is left to request.
 
-    Connects again if the connection breaks, up to `TRIES` times in a row without
-    progress; not if the peer refuses the connection. Ranges that are not verified when
-    the connection breaks return to `work`, where other connections can take them.
+    Opens a broken connection again, unless the peer refuses it or `TRIES` connections
+    in a row brought no progress. The unverified ranges of a broken connection return to
+    `work`, where other connections can take them.
     """
     tries = 0
     while tries < TRIES and work.waiting:
@@ -315,7 +315,7 @@ def _pump(
 ) -> None:
     """Requests and receives ranges until `work` has no more.
 
-    Adds the bytes of each received range to `gained[0]`, also of wrong chunks. `flying`
+    Adds the size of each received range to `gained[0]`, wrong chunks included. `flying`
     has the ranges that were requested and not yet received, in order.
     """
     while True:
@@ -346,8 +346,8 @@ def _read(
 ) -> None:
     """Reads ranges from a peer's memory with NIXL until `work` has no more.
 
-    `offer` is the peer's `Nixl.lend` offer. After each read the peer answers an empty
-    request, which shows that the peer still lends the memory. Adds the bytes of each
+    `offer` is what the peer's `Nixl.lend` yielded. After each read the peer answers an
+    empty request, which shows that it still lends the memory. Adds the size of each
     range to `gained[0]`.
     """
     assert work.nixl is not None
@@ -373,11 +373,11 @@ def _read(
 
 
 OPEN_S = 10.0
-"""Longest wait in seconds for a peer's first request, and to send the answer to the
-request."""
+"""Limit in seconds for a peer's first request to arrive, and again for the answer to be
+sent."""
 IDLE_S = 60.0
-"""Longest wait in seconds for a peer's next request, and to send the answer. After that
-the connection is ended."""
+"""Limit in seconds for a peer's next request to arrive, and again for the answer to be
+sent. After that the connection is ended."""
 MAX_ANSWER = 256 << 20
 """Largest answer in bytes; a chunk must not be larger."""
 
@@ -427,10 +427,11 @@ def serve_fetches(
 
 
 def _let_go(channel: Channel) -> None:
-    """Reads and ignores requests until the peer closes, for at most `OPEN_S` seconds.
+    """Reads and ignores requests until the peer closes the connection.
 
-    The peer has already requested parts. Closing a socket with unread bytes resets the
-    connection, and the error sent to the peer could be lost.
+    Waits for at most `OPEN_S` seconds. The peer may have requested parts already. If
+    the socket were closed with unread bytes, the connection would be reset, and the
+    error sent to the peer could be lost.
     """
     deadline = time.monotonic() + OPEN_S
     with contextlib.suppress(ChannelClosed, TimeoutError):

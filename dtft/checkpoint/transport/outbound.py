@@ -133,8 +133,8 @@ class Outbound:
         Called only by the writer's thread.
 
         Returns:
-            The event to poll for before the next call (0: call again soon), or None if
-            the queue is empty, which it also is once the channel has ended.
+            The event to poll for before the next call; 0: call again soon. None: the
+            queue is empty, perhaps because the channel has ended.
         """
         while True:
             self._say()
@@ -215,7 +215,7 @@ class Outbound:
 
 @dataclass(frozen=True, eq=False)
 class _Backlog:
-    """An `Outbound` whose queue the thread of `_Writer` sends."""
+    """An `Outbound` whose queue is sent by the thread of `_Writer`."""
 
     outbound: Outbound
     descriptor: int
@@ -273,10 +273,10 @@ class _Writer:
     def _take_new(
         self, backlogs: dict[int, _Backlog], busy: set[int], poller: select.poll
     ) -> bool:
-        """Registers the backlogs (queues) added since the last call.
+        """Registers the backlogs that were added since the last call.
 
-        Returns whether there were any. Without any backlog, new or old, closes the
-        eventfd; the thread then ends.
+        Returns whether any were added. If there is no backlog at all, closes the
+        eventfd, and the thread then ends.
         """
         with self._lock:
             new, self._new = self._new, []

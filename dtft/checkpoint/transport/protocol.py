@@ -19,14 +19,15 @@ from typing import Any, Literal, NoReturn
 import msgpack
 
 BYTES_PER_ITEM = 16
-"""A header of at most n bytes may have n / `BYTES_PER_ITEM` values, or `_SMALL` if that
-is more (`max_items`). A packed digest has more than `BYTES_PER_ITEM` bytes, so a header
-of digests reaches its limit of bytes first."""
+"""A header with a limit of n bytes may have n / `BYTES_PER_ITEM` values, and always
+`_SMALL` values (see `max_items`). A packed digest has more than `BYTES_PER_ITEM` bytes,
+so a header full of digests reaches its limit of bytes first."""
 MAX_DEPTH = 64
 """Deepest nesting of lists and maps that `count` accepts."""
 _SMALL = 2048
-"""Largest packed size in bytes that `unpack` decodes without counting the values, and
-least limit of `max_items`. msgpack's own limits bound the memory of so few bytes."""
+"""`unpack` counts no values in data of at most this many bytes, because msgpack's own
+limits bound the memory that so few bytes can take. Also the least result of
+`max_items`."""
 
 
 def max_items(max_bytes: int) -> int:
@@ -60,9 +61,9 @@ def unpack(data: bytes | bytearray, limit: int) -> Any:
 
 
 def count(data: bytes | bytearray, limit: int) -> int:
-    """Counts the values in a packed value: itself, keys, elements, lists and maps.
+    """Counts the values in a packed value: the value itself and all keys and elements.
 
-    The announced elements of a list or map are added before they are read, so input
+    The elements that a list or map announces are counted before they are read, so input
     that exceeds the limit is refused early.
 
     >>> count(msgpack.packb([1, "two", {"three": None}]), limit=9)
@@ -100,12 +101,10 @@ def count(data: bytes | bytearray, limit: int) -> int:
 
 
 def _kind(code: int) -> tuple[int, int, int]:
-    """Describes a msgpack type by its first byte.
+    """Returns how a msgpack value continues after its first byte, `code`.
 
-    Returns:
-        The bytes of the length field, the fixed size, and the values per element. The
-        values per element are 1 for lists, 2 for maps, and 0 for other types. The size
-        is in values for lists and maps, and in bytes for other types.
+    The result is (size of its length field, size that `code` itself tells, values per
+    element). Values per element: 1 in lists, 2 in maps, 0 for values counted in bytes.
     """
     if 0x80 <= code <= 0x8F:
         return 0, 2 * (code & 15), 2
@@ -296,7 +295,7 @@ def decode_header(
 
 
 def greeting() -> tuple[bytes, bytes]:
-    """Makes this side's first handshake message, with a new nonce; returns both."""
+    """Makes a first handshake message with a new nonce; returns message and nonce."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     return _GREETING.pack(MAGIC, VERSION, nonce), nonce
 
@@ -321,8 +320,7 @@ class Handshake:
     client_nonce: bytes
     server_nonce: bytes
     binding: bytes = b""
-    """SHA-256 of the server's certificate under TLS, empty without TLS; proofs with
-    another certificate differ."""
+    """SHA-256 of the server's certificate; empty without TLS. Part of both proofs."""
 
 
 def proof(
@@ -413,7 +411,7 @@ class Sealer:
         return self.seal(encode_header(header, payload_bytes))
 
     def seal(self, plain: bytes) -> bytes:
-        """As `frame`, but takes prefix and header as `encode_header` returns them."""
+        """Encodes like `frame`, but from `plain`, a result of `encode_header`."""
         prefix, packed = plain[:PREFIX_BYTES], plain[PREFIX_BYTES:]
         first = _seal(self._key, self._count, b"p", prefix)
         second = _seal(self._key, self._count, b"h", plain)

@@ -28,24 +28,24 @@ SETTLE = 8
 """Number of snapshots at the start whose step times are ignored, because the first
 steps are slow."""
 TRIED = 16
-"""Snapshots of each kind (pushed at full speed, spread) that a `Trial` compares."""
+"""Number of snapshots that a `Trial` measures at each pace: full speed, and spread."""
 AGAIN = 1024
 """Snapshots after which a new `Trial` begins."""
 GAIN = 0.98
-"""Greatest ratio of the step time with spread pushes to that with full-speed pushes at
-which pushes are spread."""
+"""Pushes are spread if the step time with spread pushes is at most this fraction of the
+step time with pushes at full speed."""
 SPREAD = 0.5
 """Fraction of the time until the next snapshot over which a push is spread; the other
 half is for verification, the commit, and delays."""
 MOST_STEPS = 2
-"""Limit of the interval, in steps, from which `spread_rate` computes the rate. It
-limits the time of a push: if a host is lost before the push has ended, the steps since
-the previous snapshot are lost."""
+"""`spread_rate` counts at most this many steps until the next snapshot, so that a push
+does not take long. If a host is lost during a push, the steps since the previous
+snapshot are lost."""
 LIMIT_PART = 0.25
 """Largest fraction of a push's deadline over which the push is spread."""
 SMALL_BYTES = 1 << 20
-"""Least bytes of all pushes of one snapshot for which `PushPace` chooses a pace; fewer
-bytes are always pushed at full speed."""
+"""`PushPace` chooses a pace if all pushes of one snapshot together have at least this
+many bytes; fewer bytes are always pushed at full speed."""
 LONGEST_S = 0.25
 """Longest single pause of `Bucket.sent`, in seconds."""
 
@@ -55,9 +55,9 @@ class Trial:
     """Compares step times with pushes at full speed and with spread pushes. Immutable.
 
     A push at full speed ends sooner, but takes processor time and network bandwidth
-    from the steps that run meanwhile. The trial measures the pushes of `TRIED`
-    snapshots at full speed, then of `TRIED` snapshots spread over time. After `AGAIN`
-    snapshots a new trial begins.
+    from the steps that run meanwhile. The trial measures step times while the pushes of
+    `TRIED` snapshots run at full speed, then while those of `TRIED` snapshots are
+    spread over time. After `AGAIN` snapshots a new trial begins.
 
     >>> trial = Trial()
     >>> for number in range(SETTLE + 2 * TRIED):
@@ -84,10 +84,10 @@ class Trial:
         return median(self.spread_s) <= GAIN * median(self.full_s)
 
     def text(self, rate: float) -> str:
-        """Describes the result for the log.
+        """Describes the result of the trial for the log.
 
-        Both kinds must have been measured. `rate` is the rate of spread pushes, in
-        bytes per second.
+        Pushes at full speed and spread pushes must have been measured. `rate` is the
+        rate of spread pushes, in bytes per second.
         """
         how = f"spread, {rate / 1e6:.1f} MB/s" if self.spread else "at full speed"
         return (
@@ -178,9 +178,9 @@ class PushPace:
         self.bucket = Bucket()
 
     def staged(self, step_s: float, interval: int) -> None:
-        """Records the last step time; sets the rate of the next pushes.
+        """Records a step time in the trial; sets the rate of the next pushes.
 
-        Does nothing if a snapshot's pushes have less than `SMALL_BYTES`.
+        Does nothing if a snapshot's pushes have less than `SMALL_BYTES` in all.
 
         Args:
             step_s: wall time per step since the last snapshot, in seconds.
@@ -330,7 +330,7 @@ def _help(
 
 
 def frames_of(numbers: np.ndarray, sizes: np.ndarray) -> list[list[int]]:
-    """Groups chunks into frames of at most `FRAME_BYTES` and `MAX_NUMBERS` chunks.
+    """Groups chunks into frames of up to `FRAME_BYTES` bytes and `MAX_NUMBERS` chunks.
 
     A chunk of more than `FRAME_BYTES` is alone in its frame.
 

@@ -6,9 +6,10 @@ on the authenticated connection of `fetch`. `fetch` also checks digests and conf
 that the lender still lends its memory.
 
 NIXL's calls have no time limit of their own. They run one at a time on one thread, and
-their callers wait for a limited time. While a call is late, further calls fail at once.
-When the late call has ended, what it registered or prepared is released. Calls that
-release something are made in any case, if need be later.
+their callers wait for a limited time. A call that has not ended in this time is late.
+While a call is late, further calls fail at once. When the late call has ended, what it
+registered or prepared is released. Calls that release something are queued instead of
+failing, and are made after the late call.
 
 A read that timed out may still write to its targets until NIXL releases the transfer,
 so the target memory of a failed fetch must not be used. A machine that can send packets
@@ -281,9 +282,10 @@ class _OneThread:
     def end(self, what: str, function: Callable[..., Any], *arguments: Any) -> bool:
         """Calls a function that releases something, even if its turn comes late.
 
+        Waits for at most `CALL_S` seconds, and not at all while an earlier call hangs.
+
         Returns:
-            Whether the function succeeded within `CALL_S`, or at once if an earlier
-            call hangs. If not, a warning is logged.
+            Whether the function has succeeded by then. If not, a warning is logged.
         """
         hung = self._hangs
         future = self._begin(partial(function, *arguments))

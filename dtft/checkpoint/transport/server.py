@@ -212,8 +212,8 @@ class TransportServer:
         Args:
             bind: "host:port" that peers can reach; port 0 chooses a free port.
             credentials: the job and its secret.
-            handlers: "op" of a hello to its handler. The handler owns the channel until
-                it returns.
+            handlers: maps the "op" of a hello to the handler, which owns the channel
+                until it returns.
             max_connections: most connections at a time; further connections are closed
                 at once.
 

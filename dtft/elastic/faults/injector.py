@@ -1,11 +1,11 @@
 """Plays a drill's faults on a local cluster, from outside.
 
 The injector finds a fault's moment in the hosts' progress boards (shared memory with
-the current steps of each host). Before a kill of hosts or trainers, it stops the
-victims' processes; if the boards show the kill's phase, it then checks that this phase
-has not ended. It undoes a stop, cut or pause when its duration is over, also while
-later faults are pending. The injector knows nothing of models and takes no part in the
-recovery.
+the current steps of each host). Before a kill of hosts or trainers, the injector stops
+the victims' processes and reads the boards again. If the boards show that the phase of
+the kill has ended, the victims continue, and the injector waits for the phase again. It
+undoes a stop, cut or pause when its duration is over, also while later faults are
+pending. The injector knows nothing of models and takes no part in the recovery.
 """
 
 import functools
@@ -36,8 +36,8 @@ STORE_AWAY_S = 5.0
 FIRST_EXPORT_S = 50.0  # below `timeouts.stage`, the limit between two snapshots
 SCALE_S = 240.0
 HEALED_S = 5.0
-"""Fewest seconds from the end of all earlier stops, cuts and pauses with a duration to
-a fault of phase `healed`."""
+"""A fault of phase `healed` waits until all earlier stops, cuts and pauses with a
+duration have been undone for this many seconds."""
 SAMPLE_S = 0.05
 WARM_STEPS = 10
 """Number of first steps left out of measured speeds, because of compilation and cold
@@ -318,13 +318,10 @@ class FaultInjector(threading.Thread):
     def _try(self, fault: Fault, corrupting: Sequence[Fault]) -> bool:
         """Carries out a fault whose moment has been reached.
 
-        Before a kill of hosts or trainers, stops the victims (SIGSTOP). If the phase is
-        in `_PHASE_FIELD` and no `corrupt` precedes the kill, then checks that the phase
-        has not ended.
-
         Returns:
-            False if the phase has ended, or if a victim was killed by an earlier fault
-            and has not been started again; the victims then continue.
+            False if the fault's phase has ended meanwhile, or if a victim was killed by
+            an earlier fault and has not been started again. The fault is then not
+            carried out.
         """
         if fault.kind == "scale":
             self._scale(fault)
@@ -361,7 +358,8 @@ class FaultInjector(threading.Thread):
         """Begins a stop, cut or pause.
 
         Returns:
-            False if the phase was over when the fault began; the fault is then undone.
+            False if the fault's phase ended before the fault began. The fault is then
+            undone.
         """
         if fault.phase is None:
             time.sleep(self._random.uniform(0.0, 0.05))
@@ -382,7 +380,10 @@ class FaultInjector(threading.Thread):
         return True
 
     def _resume_held(self, fault: Fault, victims: tuple[str, ...]) -> None:
-        """Resumes trainers held for phase `stored`, unless the fault stops trainers."""
+        """Resumes the trainers that were stopped to wait for phase `stored`.
+
+        Does nothing if the fault itself stops trainers.
+        """
         if fault.phase == "stored" and fault.kind in ("stop-agent", "cut"):
             for pid in filter(None, (self._cell(it, "trainer_pid") for it in victims)):
                 os.kill(pid, signal.SIGCONT)

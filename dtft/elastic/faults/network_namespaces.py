@@ -49,8 +49,10 @@ class HostNamespace:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NetworkCut:
-    """One cut of a host, or of two hosts from each other; each cut equals itself only,
-    as equal ones may be in force at the same time."""
+    """One cut of a host, or of two hosts from each other.
+
+    Two cuts with the same fields are not equal, because both may be in force at once.
+    """
 
     hosts: tuple[str, ...]
     reach: Reach
@@ -104,7 +106,7 @@ class HostNamespaces:
         return f"{self._networks[0]}.{self._hosts[host].number}"
 
     def prefix(self, host: str) -> tuple[str, ...]:
-        """Returns the words before a command that run it in the host's namespace."""
+        """Returns `ip netns exec NAME`; it runs a command in the host's namespace."""
         return ("ip", "netns", "exec", self._hosts[host].name)
 
     def cut(self, host: str, reach: Reach) -> NetworkCut:
@@ -138,7 +140,7 @@ class HostNamespaces:
         return cut
 
     def _apply(self, cut: NetworkCut) -> None:
-        """Sets what a cut changes so that exactly the cuts in force drop packets."""
+        """Sets the links or neighbour entries of a cut's hosts by the cuts in force."""
         for name in cut.hosts:
             host = self._hosts[name]
             match cut.reach:
@@ -159,8 +161,10 @@ class HostNamespaces:
             _run("ip", "link", "set", end, *where)
 
     def _is_dropped(self, sender: int, receiver: int) -> bool:
-        """Whether a cut in force drops the packets from one number to another; cuts
-        that take interfaces off their bridges are left out."""
+        """Whether a cut in force drops packets by a neighbour entry.
+
+        `sender` and `receiver` are last parts of addresses of hosts or bridges.
+        """
         for cut in self._cuts:
             numbers = {self._hosts[name].number for name in cut.hosts}
             match cut.reach:
@@ -210,7 +214,7 @@ class HostNamespaces:
         self._make_known(host)
 
     def _mac(self, side: int, number: int) -> str:
-        """The hardware address (MAC) of the address `number` in a network."""
+        """Returns the hardware address (MAC) for an address in one of the networks."""
         parts = [int(part) for part in self._networks[side].split(".")] + [number]
         return "02:00:" + ":".join(f"{part:02x}" for part in parts)
 
@@ -227,8 +231,7 @@ class HostNamespaces:
         )
 
     def _make_known(self, host: HostNamespace) -> None:
-        """Sets the neighbour entries for a host on all other hosts and on the
-        bridges."""
+        """Sets the entries of all other hosts and of the bridges for this host."""
         made = set(_names("netns"))
         for other in self._hosts.values():
             if other is not host and other.name in made:
@@ -243,8 +246,10 @@ class HostNamespaces:
         )
 
     def _neighbour(self, side: int, sender: int, receiver: int, device: str) -> str:
-        """The command that sets a sender's entry for a receiver in a network: to the
-        receiver's hardware address, or to an unused one if a cut drops the packets."""
+        """Returns the command that sets a sender's neighbour entry for a receiver.
+
+        The entry names an unused hardware address if a cut drops the packets.
+        """
         dropped = self._is_dropped(sender, receiver)
         where = _NOBODY if dropped else self._mac(side, receiver)
         address = f"{self._networks[side]}.{receiver}"

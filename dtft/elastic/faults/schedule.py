@@ -3,12 +3,11 @@
 ``KIND[:WHOM]@STEP[:OPTION...]``, for example ``kill-host:1@150``,
 ``kill-host:0+2@40:replicate``, ``stop-agent:leader@20:10`` or ``cut:1@30:store:20``.
 WHOM is a slot, several slots joined by ``+``, or a role at the moment of the fault:
-``leader`` or ``follower``. The follower is the host that has the lowest slot of those
-that do not lead; a cut of a pair hits the two such hosts with the lowest slots. For
-``scale`` WHOM is a number of replicas. An option is a phase, a number of seconds, the
-reach of a cut, or ``always``; `RULES` has the options that each kind allows. Without
-seconds a stop or a cut lasts for ever. This module only parses; `injector` carries the
-faults out.
+``leader`` or ``follower``. Of the hosts that do not lead, ``follower`` is the one with
+the lowest slot; for a cut of a pair, the two with the lowest slots. For ``scale`` WHOM
+is a number of replicas. An option is a phase, a number of seconds, the reach of a cut,
+or ``always``; `RULES` has the options that each kind allows. Without seconds a stop or
+a cut lasts for ever. This module only parses; `injector` carries the faults out.
 """
 
 import re
@@ -46,8 +45,9 @@ Phase = Literal[
 healed: `injector.HEALED_S` seconds have passed since all earlier stops, cuts and pauses
 with a duration were undone."""
 Reach = Literal["all", "store", "out", "in", "pair"]
-"""The packets that a cut drops: all of a host, those to and from the store, those that
-a host sends, those that a host receives, or those between two hosts."""
+"""The packets that a cut drops. all: all packets of a host. store: those to and from
+the store. out, in: those that a host sends or receives. pair: those between two hosts.
+"""
 
 KINDS: tuple[str, ...] = get_args(Kind)
 PHASES: tuple[str, ...] = get_args(Phase)

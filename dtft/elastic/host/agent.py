@@ -276,9 +276,8 @@ class Agent:
         """Campaigns for leadership once the store has had no leader for a delay.
 
         The delay is `RANK_S` for each host whose name sorts before this host's, at most
-        1 s. It is half a lease longer while this host still receives messages of the
-        last leader. It is 0 for a host that still runs a `Leader`: the leader key that
-        has expired was its own.
+        1 s; half a lease more while this host hears the last leader; 0 if this host
+        still runs a `Leader`, because the leader key was its own.
         """
         view, now, me = self._membership.view, self._loop.now(), self._config.host
         if view.leader is not None or not view.hosts:
@@ -321,10 +320,10 @@ class Agent:
             leader.connected(record)
 
     def _newest_leader(self) -> tuple[int, HostRecord] | None:
-        """(term, record) of the newest leader known here; None if there is none.
+        """Returns (term, record) of the newest known leader; None if there is none.
 
         A leader that another host has named counts only while the store does not
-        answer, and only with a later term than the leader in the store.
+        answer, and only if its term is later than that of the leader in the store.
         """
         view = self._membership.view
         if self._hint is not None and self._hint[0] > view.term and not self._store_up:
@@ -382,11 +381,11 @@ class Agent:
             self._leadership.let_go(leader.view, why)
 
     def _leader_moved(self, term: int, record: HostRecord) -> None:
-        """Follows a leader that another host names, while the store does not answer.
+        """Follows a leader that another host names; ends this host's own leadership.
 
-        Also ends this host's own leadership. Ignores a leader whose term is not later
-        than that of the last leader seen in the store, or is earlier than that of a
-        leader named before.
+        Does nothing while the store answers, or if the leader's term is not later than
+        that of the leader last seen in the store, or is earlier than that of a leader
+        named before.
         """
         if self._store_up or term <= self._membership.view.term:
             return  # the store's view is as new or newer

@@ -23,10 +23,11 @@ from dtft.elastic.transfer import FetchFailed, borrow
 def start_exporter(
     opening: dict[str, Any], log_path: Path, hear: Hear
 ) -> ExporterProcess:
-    """Starts a process that writes steps to storage, without waiting for the process.
+    """Starts an exporter: a process that writes steps to storage.
 
-    The kernel kills the process when this process ends. `opening` and `hear`: see
-    `ExporterProcess`. The process's stderr is appended to `log_path`.
+    Returns before the exporter runs. The kernel kills the exporter when the calling
+    process ends. The exporter's stderr is appended to `log_path`. `opening` and `hear`:
+    see `ExporterProcess`.
     """
     return ExporterProcess(
         opening,
@@ -48,8 +49,8 @@ def save_fields(
     Args:
         step: the step.
         memory: path of the arena.
-        buffers: number of the arena buffer of each chunk of the slot's own slices, one
-            byte per chunk.
+        buffers: one byte for each chunk of the slot's own slices: the number of the
+            arena buffer that has the chunk.
         digests: the digests of each own slice, 16 bytes per chunk.
         items: the checkpoint's values that are not arrays.
     """
@@ -132,13 +133,9 @@ class HostExports:
         exporter.save(fields, limit_s)
 
     def _open(self, holder: ReplicaStore, order: dict[str, Any]) -> ExporterProcess:
-        """Returns the exporter for an order: the running one or a new one.
-
-        The running exporter is kept if its settings and the order's `failures` (number
-        of exports that failed or were replaced in the formation) are unchanged. After a
-        failure no host keeps its exporter: the old exporters would wait for the
-        exporter that has ended.
-        """
+        """Returns the running exporter; a new one if the settings have changed, or if
+        an export has failed or was replaced since (`failures`). Then every host needs a
+        new exporter, because an old one waits for those that have ended."""
         opening = {
             "directory": str(self._config.storage_directory),
             "max_to_keep": self._config.storage_keep,
@@ -180,10 +177,11 @@ class HostExports:
             self.close()
 
     def lend(self, holder: ReplicaStore | None, step: int) -> None:
-        """Pins a committed step for peers to fetch; ends the pin of the call before.
+        """Pins a committed step for peers to fetch; ends the previous call's pin.
 
-        A `step` of -1 only ends the pin. A dropped step is not pinned; peers that
-        fetch the step get an error. Without a `holder` nothing changes.
+        If `step` is -1, only ends the pin. If the holder has dropped the step, pins
+        nothing, and peers that fetch the step get an error. Does nothing if `holder` is
+        None.
         """
         if holder is None:
             return

@@ -77,8 +77,8 @@ class HostParts:
     resharding: Resharding | None
     """Reshards steps for the user's process; None if the agent starts the trainer."""
     restore: Callable[[dict[str, Any]], dict[str, Any]]
-    """Restores the step of a leader's order and returns the outcome; blocks until then.
-    See `restore_copies`."""
+    """Restores the step in a leader's order; returns the outcome after the restore. See
+    `restore_copies`."""
     probe: Callable[[str, Callable[[PortState], None]], None]
     """Tries to connect to another host's port; see `Network.probe`."""
     free_port: Callable[[], int]
@@ -159,8 +159,9 @@ class Follower:
         """Starts a standby trainer, so that imports are done before a slot is taken.
 
         Does nothing if a trainer waits already, if the user starts the trainers, or
-        within `WARM_S` seconds of a failed start. A host that gets a slot without a
-        standby starts its trainer then, and reports `unfit` if that start fails.
+        within `WARM_S` seconds of a failed start. If this host has no standby when it
+        gets a slot, it starts its trainer at that time, and reports `unfit` if that
+        start fails.
         """
         if self._loop.now() < self._warm_at:
             return
@@ -235,9 +236,8 @@ class Follower:
                 raise ValueError(f"kind={kind!r}: nothing of that kind happens here")
 
     def committing(self, step: int) -> None:
-        """Writes to the progress board the step that the leader, on this host, is
-        committing; 0 for none.
-        """
+        """Writes `step` to the progress board: the step that this host, as the leader,
+        is committing; 0 for none."""
         self._board.set("committing", step)
 
     def expect(self, layout: str, domains: list[str]) -> None:
@@ -420,12 +420,10 @@ class Follower:
             self._restored(task, {"own": 0, "peers": 0, "s": 0.0})
 
     def _restored(self, task: SlotTask, outcome: dict[str, Any]) -> None:
-        """Reports a restore's outcome: `prepared`, `prepare_failed`, or `unfit` without
-        enough memory.
+        """Reports a restore's outcome; ignores the restore of a former slot.
 
-        After success, sends the trainer the state's location (`_hand_over`), or the
-        user's process the step that it can restore. Does nothing if this host's slot
-        was given up or assigned anew since.
+        After success, also sends the trainer the state's location, or the user's
+        process the step that it can restore.
         """
         if task is not self._task:
             return
@@ -459,8 +457,8 @@ class Follower:
         self._tell("unfit", why=why, **told)
 
     def _hand_over(self, task: SlotTask) -> None:
-        """Sends the trainer the state's location in the arena, if its layout was
-        accepted and the restore has succeeded."""
+        """Sends the trainer the state's location in the arena, once the trainer's
+        layout is accepted and the restore has succeeded."""
         order = task.order
         if task.announced and task.restored is not None:
             where = self._copies.located(order["step"], order["source"] == "memory")
@@ -503,9 +501,8 @@ class Follower:
         self.warm()
 
     def _keep(self, commit: Commit) -> None:
-        """Adds a commit to the remembered commits, with the hosts of this host's last
-        `prepare` order as holders. Ignores a commit of another epoch than the order's.
-        """
+        """Remembers a commit if its epoch is that of the last `prepare` order. The
+        hosts in the order become the commit's holders."""
         obeyed, epoch = self._obeyed, (commit.generation, commit.attempt)
         if obeyed is not None and _epoch_of(obeyed) == epoch:
             whole = replace(commit, holders=tuple(obeyed["hosts"]))
@@ -597,16 +594,16 @@ class Follower:
         self._tell_exit(0 if self._seats.attached else 1, self._ballot)
 
     def _pass_up(self, op: str, task: SlotTask, message: Message) -> None:
-        """Passes a trainer's message to the leader; clears `recovering` on the
-        board."""
+        """Passes a trainer's message to the leader; writes to the progress board that
+        this host no longer recovers."""
         self._board.set("recovering", 0)
         self._tell(op, slot=task.slot, **message)
 
     def _ask_leader(
         self, op: str, names: Iterable[str], task: SlotTask, message: Message
     ) -> None:
-        """Reports a request of the user's process to the leader as `op`, with the
-        fields `names` of the message."""
+        """Reports a request of the user's process to the leader. The report is named
+        `op`, and has those fields of the message that `names` lists."""
         told = {name: message[name] for name in names}
         self._tell(op, slot=task.slot, **told)
 
@@ -671,7 +668,7 @@ class Follower:
     def _accept(self, task: SlotTask, layout: Layout) -> None:
         """Reports an accepted layout to the leader and starts the pushers to peers.
 
-        Then sends the trainer the state's location, if the restore has succeeded.
+        Also sends the trainer the state's location, if the restore has succeeded.
         """
         task.announced = True
         self._start_pushers(task)
@@ -707,7 +704,8 @@ class Follower:
         """Reports to the leader that a peer's push arrived here and was verified.
 
         Args:
-            epoch: the push's epoch; ignored if it is not this host's.
+            epoch: epoch of the push. A push of another epoch than this host's is not
+                reported.
             step: the step.
             source: slot of the peer.
             root: one digest over all slices of the push.
@@ -720,8 +718,8 @@ class Follower:
     def tick(self) -> None:
         """Checks the trainer's progress, at most once in `LOOK_S` seconds.
 
-        Reports the progress and dumps the trainer's stacks, each when it is due.
-        Does nothing without a slot, or for a user's process.
+        Reports the progress when a report is due, and dumps the trainer's stacks when a
+        dump is due. Does nothing without a slot, or if the user starts the trainers.
         """
         task, now = self._task, self._loop.now()
         if task is None or self._seats.attached or now < self._look_at:

@@ -84,9 +84,9 @@ def _verified(
 ) -> dict[str, Any]:
     """Reads and verifies all copies of this host; returns fields of the reply.
 
-    `held` (digests by step and slice key) and `unread` (steps dropped meanwhile) are of
-    the newest formation's `holder`. `corrupt` and the totals also count the copies of
-    `former` holders, except holders whose memory was freed meanwhile.
+    `held` (digests by step and slice key) and `unread` (steps dropped meanwhile)
+    concern only `holder`, the newest formation's. `corrupt` and the totals also concern
+    those `former` holders whose memory was not freed meanwhile.
 
     Raises:
         ConnectionAbortedError: the newest formation's memory was freed meanwhile.
@@ -161,7 +161,7 @@ class Pace:
     def after(self, nbytes: int) -> None:
         """Counts `nbytes` as read; returns when the next chunk may be read.
 
-        Idle time is not made up by a higher rate afterwards.
+        The rate stays the same after a delay: the time lost is not made up.
         """
         self._read += nbytes
         now = self._clock()

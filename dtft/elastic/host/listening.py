@@ -32,7 +32,7 @@ def listen(
     accept: "Accept",
     asked: "Asked",
 ) -> TransportServer:
-    """Opens the host's port and writes its address for salvage.
+    """Opens the host's port; writes the port's address to a file, for salvage.
 
     Args:
         config: settings of this host's agent.

@@ -4,8 +4,8 @@ Job and host names become a directory name and keys in the store; names with cha
 that would change the path or key are refused. An agent locks (flock) the file `owner`
 in its directory. The lock is free once the agent has removed the directory or once the
 agent's process has ended, also by SIGKILL. So a directory whose lock is free belongs to
-a dead agent, in whichever PID namespace the agent ran, and the user's next start on the
-machine removes the directory.
+a dead agent, in whichever PID namespace the agent ran. The next agent that this user
+starts on the machine removes the directory.
 
 Starts and sweeps that run at the same time do not race: a new directory is locked
 before it is renamed to its final name, and a sweep locks a directory that has a lock
@@ -36,12 +36,12 @@ _FRESH, _SWEPT = ".dtft-new-", ".dtft-swept-"
 """Name prefixes of directories that are being made, and of directories that are being
 removed."""
 TAKE_S = 2.0
-"""Seconds for which a starting agent tries again if a directory of its name exists. A
-process that removes a dead agent's directory renames it first, so the name is soon
-free."""
+"""Seconds for which a starting agent tries again if a directory of its name exists. The
+name is soon free if another process is removing a dead agent's directory, because that
+process renames the directory first."""
 UNMARKED_S = 60.0
-"""A sweep may remove a directory that has no lock file, or whose creation or removal
-did not end, this many seconds after the directory's last change."""
+"""Seconds without a change after which a sweep may remove a directory that has no lock
+file, or whose creation or removal was interrupted."""
 _held: dict[Path, int] = {}
 """Open lock files of this process, by directory: closing a file frees its lock."""
 _holding = threading.Lock()
@@ -89,10 +89,10 @@ def check_arena_directory(directory: Path) -> None:
 def make_memory_directory(directory: Path) -> None:
     """Makes a host's memory directory and locks it.
 
-    The lock is held until the directory is removed or this process ends. Before that,
-    removes dead agents' directories, which may occupy the needed memory, and prints
-    their names. Also removes a directory that this process has made at this path
-    earlier.
+    The lock is held until the directory is removed or this process ends. First removes
+    dead agents' directories, which may occupy the needed memory, and prints their
+    names. Then removes the directory that this process made at this path earlier, if
+    there is one.
 
     Raises:
         ValueError: the arena directory does not exist, or a live agent or another user
@@ -119,10 +119,10 @@ def make_memory_directory(directory: Path) -> None:
 
 
 def _put_in_place(fresh: Path, directory: Path) -> None:
-    """Renames a locked directory into place; removes a dead agent's directory first.
+    """Renames `fresh` to `directory`; first removes a dead agent's `directory`.
 
     Raises:
-        ValueError: a live agent or another user has the name.
+        ValueError: `directory` belongs to a live agent or to another user.
     """
     end = time.monotonic() + TAKE_S
     while True:
@@ -152,10 +152,8 @@ def _put_in_place(fresh: Path, directory: Path) -> None:
 
 
 def _other_user(path: Path) -> int | None:
-    """Returns the id of another user whose file or directory this is.
-
-    None if it is this user's, if it does not exist, and for root, who may remove it.
-    """
+    """Returns the id of the path's owner if the owner is another user; otherwise None.
+    Also returns None if this user is root, and for a path that does not exist."""
     try:
         owner = path.lstat().st_uid
     except FileNotFoundError:
@@ -227,7 +225,7 @@ def swept_line(arena_directory: Path, swept: list[Swept]) -> str:
 
 
 def _ours(arena_directory: Path) -> Iterator[Path]:
-    """Yields this user's directories whose names have a memory directory's prefix."""
+    """Yields this user's memory directories, also those half made or half removed."""
     with contextlib.suppress(OSError):
         for path in sorted(arena_directory.iterdir()):
             if not path.name.startswith((_PREFIX, _FRESH, _SWEPT)):
@@ -239,10 +237,8 @@ def _ours(arena_directory: Path) -> Iterator[Path]:
 
 
 def _remove_dead(path: Path) -> int | None:
-    """Removes a dead agent's directory; returns the number of bytes freed.
-
-    Returns None if this call removed nothing: the agent may be alive, or another
-    process removed or replaced the directory.
+    """Removes a dead agent's directory; returns the number of bytes freed. Returns None
+    if the agent may be alive, or if another process removed or replaced the directory.
     """
     try:
         lock = os.open(path / OWNER, os.O_RDWR | os.O_NOFOLLOW)
@@ -262,10 +258,8 @@ def _remove_dead(path: Path) -> int | None:
 
 
 def _remove_unfinished(path: Path) -> int | None:
-    """Removes a directory whose process died while making or removing it.
-
-    Returns the bytes that were freed; None if the process may still be running.
-    """
+    """Removes a directory whose creation or removal was interrupted; returns the number
+    of bytes freed. Returns None if the creation or removal may still go on."""
     if not _old(path):
         return None  # perhaps not locked yet, or being removed now
     if path.name.startswith(_FRESH) and (path / OWNER).exists():
@@ -274,10 +268,8 @@ def _remove_unfinished(path: Path) -> int | None:
 
 
 def _remove(path: Path) -> int:
-    """Renames a directory in one atomic step, then removes it.
-
-    Returns the bytes of its files; 0 if the directory does not exist any more.
-    """
+    """Renames a directory in one atomic step, then removes it. Returns the number of
+    bytes freed; 0 if the directory does not exist any more."""
     away = path
     if not path.name.startswith(_SWEPT):
         away = path.with_name(f"{_SWEPT}{secrets.token_hex(8)}")
@@ -302,15 +294,9 @@ def _old(path: Path) -> bool:
 
 
 def _unused_without_lock(path: Path) -> bool:
-    """Whether a directory without a lock file belonged to an agent that is dead.
-
-    False for an empty directory, for `UNMARKED_S` after the last change, and if another
-    process removes the directory meanwhile.
-
-    Agents of versions before the lock kept files open or mapped and listened on a
-    socket. The kernel grants a write lease only on a file that no process has open, in
-    any PID namespace; a socket whose listener is gone refuses connections.
-    """
+    """Whether the agent of a directory without a lock file is dead. Agents of versions
+    before the lock kept files open and listened on a socket. False for an empty
+    directory, and until `UNMARKED_S` after the last change."""
     try:
         entries = list(path.iterdir())
         if not entries or not _old(path):

@@ -8,8 +8,8 @@ between two formations.
 
 A recorded commit can be chosen if the digests of the hosts' copies give its root digest
 (one digest over all slices). A step that was not recorded, because the store did not
-answer, can be chosen if the hosts of the newest formation with copies of the step hold
-all of its slices with equal digests.
+answer, can be chosen under two conditions: the hosts of one formation, the newest that
+has copies of the step, hold all slices, and their digests are equal.
 """
 
 import contextlib
@@ -78,8 +78,8 @@ def write_address(memory_directory: Path, address: str, *, tls: bool) -> None:
 def serve_salvage(channel: Channel, inbox: Inbox) -> None:
     """Answers one salvage request: sends layouts, items and digests of all copies here.
 
-    The digests are the recorded ones; the copies' bytes are not read. Steps may be
-    dropped meanwhile; these are left out.
+    Sends the recorded digests, without reading the copies' bytes. Leaves out a step
+    that is dropped meanwhile.
     """
     holder = inbox.holder()
     holders = [it for it in (holder, *inbox.former()) if it is not None]
@@ -239,8 +239,8 @@ class Salvage:
     def run(self, roots: Mapping[int, str], limit_s: float) -> int:
         """Writes the newest complete step in the hosts' memory to storage.
 
-        If a slice cannot be fetched, queries the hosts again and makes a new choice,
-        until the limit.
+        If a slice cannot be fetched, queries the hosts again and chooses again, until
+        the limit.
 
         Args:
             roots: see `choose`.

@@ -109,10 +109,11 @@ class ServingHost:
 
         Raises:
             StoreUnavailable: the store does not answer.
-            JobMismatch: another agent has the host name; or secret, TLS setting,
-                --copies or kind of job differ from the job's.
-            ValueError: the arena directory does not exist, or a live agent has the
-                memory directory.
+            JobMismatch: another agent has the host name; or the secret, the TLS
+                setting, --copies or the kind of job (launched or served) is another
+                than the job's.
+            ValueError: the memory directory cannot be made, see
+                `make_memory_directory`.
         """
         self._config, self._store = config, store
         self._left = False  # set in a signal handler, which must take no lock
@@ -134,10 +135,8 @@ class ServingHost:
         )
 
     def _refuse_live_agent(self) -> None:
-        """Raises JobMismatch if an agent with this host's name answers at its socket.
-
-        An agent that waits for terms is not registered in the store.
-        """
+        """Raises JobMismatch if an agent with this host's name listens at its socket.
+        The store does not list an agent that still waits for the job's terms."""
         path = self._config.memory_directory / AGENT_SOCKET
         with contextlib.suppress(OSError):
             AgentLink.connect(path, 1.0).close()
@@ -158,7 +157,8 @@ class ServingHost:
 
         Raises:
             StoreUnavailable: the store does not answer at the agent's start.
-            JobMismatch: see `Agent` and `Agent.run`.
+            JobMismatch: the host's failure domain does not fit those of other hosts, or
+                see `Agent` and `Agent.run`.
             ValueError: the host's port cannot be opened.
         """
         config = self._config
@@ -181,11 +181,8 @@ class ServingHost:
             remove_memory_directory(config.memory_directory)
 
     def _check_domain(self) -> None:
-        """Checks the host's failure domain; a refusal is also sent to the process.
-
-        Raises:
-            JobMismatch: the host's domain does not fit the domains of other hosts.
-        """
+        """Raises JobMismatch if this host's failure domain does not fit those of other
+        hosts. Also sends the error to the user's process."""
         try:
             check_domain(self._store, self._config)
         except JobMismatch as error:

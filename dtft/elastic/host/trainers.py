@@ -3,9 +3,10 @@
 A trainer attaches over the agent's Unix socket. A trainer is either a process that this
 agent has started (`Command`), or a process of the user's. A user's process is accepted
 unless `Admission` objects or another of the user's processes is attached.
-`Trainers.let_go` kills an agent's process, and sends a user's process the reason. Only
-`Trainers.close` waits for trainers: each trainer has a queue of outgoing messages, and
-a process that still runs after SIGKILL is given up.
+`Trainers.let_go` kills an agent's process, and sends a user's process the reason. No
+method but `Trainers.close` waits for a trainer: outgoing messages wait in a queue, and
+a thread waits for each killed process. A process that still runs after SIGKILL is given
+up.
 """
 
 import contextlib
@@ -44,8 +45,8 @@ closed, and a process that the agent started is killed."""
 KILL_S = 10.0
 """Seconds after SIGKILL until a process that still runs is given up."""
 ABSENT = -1
-"""Index if there is no user's process. Also the ident of a formation's trainer if no
-trainer could be taken."""
+"""The index that stands for no user's process. Also the ident of a formation's trainer
+if no trainer could be taken."""
 
 Emit = Callable[..., None]
 
@@ -130,10 +131,13 @@ class AttachedTrainer:
 class Trainers:
     """The trainer of the current formation and a waiting trainer, at most one of each.
 
-    Emits events once `bind` was called: ("trainer", ident, message);
-    ("trainer_exit", ident, code) at a trainer's exit, where `code` is the return code
-    of an agent's process, and for a user's process 1 if it had sent `left`, else 0;
-    ("attachment",) when a user's process has attached or gone.
+    Emits these events once `bind` was called:
+
+    * ("trainer", ident, message): a trainer has sent a message.
+    * ("trainer_exit", ident, code): a trainer has ended. For a process that the agent
+      started, `code` is the return code. For a user's process, `code` is 1 if the
+      process had sent `left`, else 0.
+    * ("attachment",): a user's process has attached or gone.
     """
 
     def __init__(
@@ -152,18 +156,20 @@ class Trainers:
             socket_path: path of the Unix socket where trainers attach.
             job: name of the job.
             host: name of this host.
-            deadline_s: limit of every wait of a trainer for this agent, in seconds.
+            deadline_s: seconds that a trainer waits at most for an answer of this
+                agent.
             command: starts trainers; None if the user starts the trainers.
-            objection: returns the reason to refuse a process that was not started
-                here, None to accept it. By default the link of such a process is
-                closed without a reason.
+            objection: returns the reason to refuse a process that this agent has not
+                started; None to accept the process. By default the link of such a
+                process is closed without a reason.
         """
         self.path, self._job, self._host = socket_path, job, host
         self._deadline_s, self._command = deadline_s, command
         self._objection = objection
         self._lock = threading.RLock()
         self._known: dict[int, AttachedTrainer] = {}
-        """All trainers that have not ended, by ident."""
+        """Ident to trainer, of all trainers that have neither ended nor been given
+        up."""
         self._trainer: AttachedTrainer | None = None
         """The formation's trainer; None once it has ended or was let go."""
         self._active = 0
@@ -312,8 +318,8 @@ class Trainers:
         )
 
     def _failed(self, trainer: AttachedTrainer, error: LinkClosed) -> None:
-        """Closes the link of a failed send; kills a trainer that this agent has started
-        and that does not read."""
+        """Closes the trainer's link after a failed send. Also kills a trainer that this
+        agent has started and that does not read."""
         assert trainer.link is not None
         trainer.link.close()  # the receiving thread reports a user's process
         if trainer.process is not None and isinstance(error, NotReading):
@@ -420,8 +426,7 @@ class Trainers:
     def _ended(self, trainer: AttachedTrainer, code: int) -> None:
         """Forgets a trainer that has ended or is given up; emits its "trainer_exit".
 
-        A user's process can then attach, and a trainer that waited for this end gets
-        its slot. A second call for the same trainer does nothing.
+        Does nothing in a second call for the same trainer.
         """
         with self._lock:
             if self._known.pop(trainer.ident, None) is None:

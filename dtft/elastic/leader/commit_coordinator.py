@@ -54,8 +54,9 @@ class Intervals:
     def resumed(self, assignment: SlotAssignment, commits: Sequence[Commit]) -> None:
         """Sets `reach` for the time until the first snapshot is reported.
 
-        From the initial state: the config's interval. From memory: the interval in the
-        restored commit. Otherwise `reach` stays the longest, `cadence.period`.
+        A formation that begins from the initial state gets the config's interval, and
+        one restored from memory gets the interval in the restored commit. Otherwise
+        `reach` stays `cadence.period`, the longest.
         """
         known = {commit.step: commit.interval for commit in commits}
         if assignment.source == "init":
@@ -70,7 +71,8 @@ class Intervals:
 
         Args:
             step: the step of the snapshot.
-            interval: steps until the trainer's next snapshot; None: the config's.
+            interval: steps until the trainer's next snapshot; None for the config's
+                interval.
             window: the trainer's measurements, as the fields of `Window`; None if it
                 has none.
         """
@@ -125,18 +127,16 @@ class Intervals:
         return text
 
     def news(self) -> str | None:
-        """Returns the message about a newly chosen interval, once for each change;
-        otherwise None."""
+        """Returns the message about a newly chosen interval, or None if there is no
+        change since the last call."""
         news, self._news = self._news, None
         return news
 
 
 def _slowest(windows: Sequence[Window]) -> Window:
-    """Returns the measurements of the slowest host, for which all other hosts wait.
-
-    This is the host with the fewest steps without replication; of equal hosts, the host
-    whose snapshot blocked training longest.
-    """
+    """Returns the measurements of the host for which all others wait: the host with the
+    fewest steps free of replication, or among equal hosts the one whose snapshot
+    blocked training longest."""
     return min(windows, key=lambda it: (it.quiet_steps, -it.stall_s, -it.affected_s))
 
 
@@ -145,8 +145,9 @@ GRACE_S = 30.0
 export; then the export counts as failed."""
 
 KEPT_TRACKERS = 4
-"""Number of newest complete steps whose `StepTracker` is kept, if `share` is "divided":
-an export then needs to know which slices each host copied."""
+"""Number of newest complete steps whose `StepTracker` is kept. Trackers are kept only
+if `share` is "divided", because an export then needs to know which slices each host
+copied."""
 
 
 class CommitCoordinator:
@@ -228,7 +229,8 @@ class CommitCoordinator:
             step: the step of the snapshot.
             digests: the digests of the slot's slices; empty for a slice that the slot
                 did not copy.
-            interval: steps until the slot's next snapshot; None: the config's.
+            interval: steps until the slot's next snapshot; None for the config's
+                interval.
             window: the measurements since the last snapshot, as the fields of `Window`.
 
         Raises:
@@ -345,13 +347,14 @@ class CommitCoordinator:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether some step has a snapshot or a copy, but not yet all of them."""
+        """Whether some step is incomplete: hosts have reported some of its snapshots
+        and copies, but not all."""
         return bool(self._trackers)
 
     @property
     def exported(self) -> int:
-        """The step exported last; before an export, the newest step in storage, or -1
-        if storage holds none."""
+        """The step exported last. Before this formation's first export: the newest step
+        in storage, or -1 if storage holds none."""
         return self._exported
 
     @property
@@ -360,9 +363,9 @@ class CommitCoordinator:
         return self._export[0] if self._export else None
 
     def export(self, step: int) -> None:
-        """Orders the fewest hosts that hold every slice to write a step to storage.
+        """Orders hosts to write a step to storage: as few as together have all slices.
 
-        Orders nothing while an export is in progress, or if the hosts lack some slice.
+        Orders nothing while an export is in progress, or if some slice is on no host.
         Orders nothing either if trainers went on after a later step whose commit was
         delayed: hosts have then dropped the copies of `step`.
         """
@@ -372,23 +375,23 @@ class CommitCoordinator:
     def export_from(
         self, step: int, alive: Collection[str], held: Mapping[str, Mapping[str, bytes]]
     ) -> bool:
-        """Orders the remaining hosts to export a step; False if some slice is missing.
+        """Orders the hosts that are left to export a step.
 
-        An export in progress is replaced, because some of its hosts are lost.
+        Replaces an export in progress, because some of its hosts are lost.
 
         Args:
             step: the step to export.
             alive: the hosts that are left.
             held: host -> slice key -> digest, of verified slices of the step.
+
+        Returns:
+            Whether the export was ordered; False if some slice is on none of the hosts.
         """
         return self._order_export(step, alive, held)
 
     def _held(self, step: int) -> dict[str, dict[str, bytes]] | None:
-        """Returns host -> slice key -> digest, of the slices of a step that each host
-        copied.
-
-        Returns None if every host has all slices of its slot.
-        """
+        """Returns host -> slice key -> digest, of the slices that hosts copied in a
+        step. Returns None if every host has all slices of its slot."""
         tracker = self._complete.get(step)
         if tracker is None:
             return None  # every host has its whole slot, also of a restored step

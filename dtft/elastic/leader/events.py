@@ -74,7 +74,7 @@ class Journal:
     def say_once(self, topic: str, text: str) -> None:
         """Prints and logs `text` unless it is empty or the last text of `topic`.
 
-        After an empty text, the same text is printed again.
+        An empty text makes the topic forget its last text.
         """
         if text and self._said.get(topic) != text:
             self.say(text)
@@ -103,8 +103,8 @@ class Journal:
             )
 
     def _run(self) -> None:
-        """Thread that writes the waiting events; it ends after `IDLE_S` seconds without
-        an event. After an error, events are written with the next event."""
+        """Writes the waiting events; ends after `IDLE_S` seconds without an event.
+        Events whose write failed are tried again with the next event."""
         while True:
             with self._changed:
                 more = self._changed.wait_for(lambda: self._asked > self._done, IDLE_S)
@@ -138,7 +138,7 @@ class Journal:
         return None
 
     def committed(self, step: int, root: str) -> None:
-        """Appends a commit event and keeps the step as `last_commit`.
+        """Queues a commit event for the log, and keeps the step as `last_commit`.
 
         Args:
             step: the committed step.

@@ -1,9 +1,9 @@
 """Computes which hosts write a step to storage, and which slices these hosts fetch.
 
 A writing host writes the slices of its slot. If `share` is "divided", the host lacks
-some of these slices and borrows them from peers. While no process of a served job
-(whose processes the user starts) runs, hosts that together hold the whole newest commit
-write it.
+some of these slices and borrows them from peers. In a served job (whose processes the
+user starts), a step can also be exported while no process runs: hosts that together
+hold the whole newest commit then write it.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -20,7 +20,7 @@ from dtft.checkpoint.state import Layout, nbytes_of
 from dtft.checkpoint.storage import export_world
 
 Complete = Mapping[str, Mapping[int, Collection[int]]]
-"""Host -> step -> slots of which the host holds all slices, verified."""
+"""Host -> step -> slots of which the host holds verified copies of all slices."""
 
 
 class NotExportable(RuntimeError):
@@ -29,13 +29,13 @@ class NotExportable(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class IdleExport:
-    """The newest commit, and the hosts from which it is written."""
+    """The newest commit, and the hosts that write it to storage."""
 
     commit: Commit
     layout: Layout
     hosts: tuple[str, ...]
-    """For each slot, a host that holds all slices of the slot. A slot that has no such
-    host, and that the export does not need, has the host of the first needed slot."""
+    """For each slot, a host that holds all slices of the slot. If there is no such host
+    and the export does not need the slot: the host of the first needed slot."""
 
 
 def plan_idle_export(
@@ -45,7 +45,7 @@ def plan_idle_export(
 
     Args:
         commits: the recorded commits, newest first.
-        layouts: digest to layout, as far as live hosts know the layouts.
+        layouts: digest to layout, of the layouts that live hosts know.
         complete: live host to step to the slots of which the host holds all slices.
 
     Raises:
@@ -75,7 +75,7 @@ def plan_idle_export(
 def match_slots(
     slots: Sequence[int], able: Mapping[str, Collection[int]]
 ) -> dict[int, str]:
-    """Assigns a host to as many slots as possible, each host to one slot.
+    """Gives a host to as many slots as possible, and no host to two slots.
 
     After an abandoned formation a host may hold the slices of two slots: its former
     slot and the slot it was about to take.
@@ -85,7 +85,7 @@ def match_slots(
         able: host to the slots whose slices it holds.
 
     Returns:
-        Slot to host, in the order of the slots.
+        Slot to host, in the order of slot numbers.
 
     >>> match_slots((0, 1), {"a": {0, 1}, "b": {0}})
     {0: 'b', 1: 'a'}

@@ -1,4 +1,4 @@
-"""Requests for exports, and the outcomes of exports at the leader.
+"""The leader's part in exports: requests for them, and their outcomes.
 
 `ExportRequests` keeps the requesters of an export and how to answer each of them.
 `StorageExports` handles the outcome of each export: it updates `StorageWatch` and
@@ -24,8 +24,8 @@ Answer = Callable[[dict[str, Any]], None]
 
 
 class ExportRequests:
-    """Waiting requesters of an export, each with the earliest step that answers the
-    request. Used by the event loop."""
+    """The waiting requests for an export, each with the earliest step whose export
+    answers it. Used by the event loop."""
 
     def __init__(self) -> None:
         """Starts with no request."""
@@ -35,12 +35,12 @@ class ExportRequests:
         return bool(self._waiting)
 
     def add(self, committed: int, answer: Answer) -> None:
-        """Adds a requester; an export of step `committed` or later answers it."""
+        """Adds a request that an export of step `committed` or a later step answers."""
         self._waiting.append((committed, answer))
 
     def outcome(self, step: int, ok: bool, error: str) -> None:
-        """Answers the requests that an export of `step` answers: with `step`, or with
-        `error` if it failed."""
+        """Answers the requests for `step` and for earlier steps: with `step` if `ok`,
+        otherwise with `error`."""
         reply = {"step": step} if ok else {"error": error}
         for committed, answer in self._waiting:
             if step >= committed:
@@ -116,8 +116,8 @@ class StorageExports:
         self._requests = ExportRequests()
 
     def asked(self, rendezvous: Rendezvous, answer: Answer) -> None:
-        """Handles a request: the next commit is exported. Refuses the request unless
-        the job trains."""
+        """Handles a request to export the next commit; refuses the request unless the
+        job trains."""
         coordinator = rendezvous.coordinator
         if coordinator is None or rendezvous.phase != "running" or rendezvous.frozen:
             text = f"the job does not train now ({rendezvous.phase}); ask again later"
@@ -159,15 +159,15 @@ class StorageExports:
             self._journal.say(line)
 
     def wanted(self, committed: int, answer: Answer) -> None:
-        """Adds a requester; an export of step `committed` or later answers it.
+        """Adds a request that an export of step `committed` or a later step answers.
 
         Orders no export.
         """
         self._requests.add(committed, answer)
 
     def has(self, step: int) -> None:
-        """Answers the requests that an export of `step` answers, because storage holds
-        this step already."""
+        """Answers the requests for `step` and for earlier steps, because storage holds
+        `step` already."""
         self._requests.outcome(step, True, "")
 
     def refuse(self, reason: str) -> None:

@@ -1,8 +1,9 @@
 """The leader's count of trainer failures, over all rounds and all leaders of the job.
 
-Gathers the failures of one attempt until its hosts have answered, because the cause may
-be reported after its consequences. Then `failure_budget` decides whether to retry. The
-counts (the failure budget) are kept in the store, so the next leader continues them.
+Gathers the failures of one attempt until all hosts have reported their copies in the
+next round, because the cause may be reported after its consequences. Then
+`failure_budget` decides whether to retry. The counts (the failure budget) are kept in
+the store, so the next leader continues them.
 """
 
 from collections.abc import Collection
@@ -49,7 +50,8 @@ class FailureAccount:
         return self._budget.quarantined
 
     def begin(self, assignment: SlotAssignment) -> None:
-        """Starts an attempt to train with `assignment`; drops the failures so far."""
+        """Starts an attempt to train with `assignment`; drops all failures that were
+        added before."""
         self._failures = []
         commits = {commit.step for commit in self._records.commits}
         self._attempt = Attempt(
@@ -82,15 +84,15 @@ class FailureAccount:
         self._budget = self._budget.trained()
 
     def committed(self, step: int) -> None:
-        """Records that a step is committed; a new highest step clears the counts of
-        failures before it."""
+        """Records that a step is committed; a new highest step clears counts of
+        failures, see `FailureBudget.committed`."""
         self._budget = self._budget.committed(step)
 
     def judge(self, assignment: SlotAssignment | None) -> RetryDecision:
         """Decides from the failures of the ended attempt whether and when to retry.
 
-        Stores the changed counts. If the attempt had a new number of slots, counts the
-        failure of that number too.
+        Stores the changed counts. If the attempt had a new number of slots, also counts
+        a failure for that number (`JobSizes.failed`).
 
         Args:
             assignment: the assignment of the attempt; None if unknown.

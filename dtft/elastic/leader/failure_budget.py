@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 ALLOWED = 2
-"""Default of `judge`: the job ends when the same exception or exit code has occurred
-this often without a commit beyond its step in between."""
+"""Default of `judge`: number of occurrences of one exception or exit code, without a
+commit beyond its step in between, that ends the job."""
 FRUITLESS = 10
 """Number of failed attempts to train in a row, without a new highest committed step,
 that ends the job."""
@@ -36,7 +36,7 @@ Kind = Literal["exception", "exit", "lost", "late", "stuck", "restore", "copy"]
 """exception: a trainer reported an exception. exit: a trainer ended without a report.
 lost: a host was lost. late: trainers did not start in time, or JAX's coordination
 service did not start. stuck: a step did not complete. restore: a host could not restore
-the state. copy: a copy has the bytes of another step than its label."""
+the state. copy: a copy that is labelled with one step has the bytes of another."""
 
 KILLS = (-9, -15)
 """Return codes of processes that were killed by SIGKILL or SIGTERM."""
@@ -140,8 +140,8 @@ class Failure:
 
 
 def is_broken_collective(error: str) -> bool:
-    """Whether an error is an exception of JAX, or `AgentGone`, that was caused by the
-    end of another process.
+    """Whether the end of another process caused an exception: an error of JAX, or
+    `AgentGone` (the agent has ended or has let go of the process).
 
     >>> is_broken_collective("JaxRuntimeError: UNKNOWN: Gloo all-reduce failed: [x]")
     True
@@ -268,9 +268,9 @@ class Attempt:
     has_trained: bool = False
     """Whether every slot finished a step after the restore."""
     is_new_size: bool = False
-    """Whether the newest commit has another number of slots; False without a commit. If
-    True, failures are blamed on the new number, not on the commit or the trainer's
-    program."""
+    """Whether the attempt has another number of slots than the newest commit; False
+    without a commit. If True, failures are blamed on the new number, not on the commit
+    or the trainer's program."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,14 +305,14 @@ def judge(
 
     * An exception, or an exit not caused by SIGKILL or SIGTERM, ends the job when it
       has occurred `allowed` times with no commit beyond its step in between. Two
-      failures count as the same, on any host, if their types are equal and their steps
-      or their messages, apart from numbers, are equal. Consequences of another failure
-      and corrupt copies are not counted here.
-    * `FRUITLESS` attempts in a row without a new highest commit end the job, for any
-      causes.
-    * A commit whose restore fails `RESTORE_FAILURES` times, before every slot has
-      trained, is quarantined. Then the exception that ended the trainer does not end
-      the job yet: another state is restored.
+      failures, on any hosts, count as the same if they have the same type and also the
+      same step or the same message (apart from numbers). Consequences of another
+      failure and corrupt copies are not counted here.
+    * `FRUITLESS` attempts in a row without a new highest commit end the job, whatever
+      their causes are.
+    * A commit is quarantined after `RESTORE_FAILURES` failed restores, if no attempt
+      between them has trained on every slot. The exception of the last failure then
+      does not end the job, because another state is restored.
     * With a new number of slots, only fruitless attempts are counted.
     * The pause before the next attempt is 0, 1, 2, 4, ... seconds, at most
       `LONGEST_PAUSE_S`.
@@ -363,7 +363,7 @@ def pause_after(fruitless: int) -> float:
 def _restore_counted(
     budget: FailureBudget, found: Failure, attempt: Attempt
 ) -> tuple[FailureBudget, bool]:
-    """Counts a failed restore of a commit; other failures are not counted.
+    """Counts a failed restore of a commit; ignores other failures.
 
     Returns:
         The new budget, and whether this failure quarantines the commit.
@@ -381,8 +381,9 @@ def _restore_counted(
 
 
 def _blames_commit(found: Failure) -> bool:
-    """Whether the restored copy, not the trainer's program, may have caused a failure:
-    the failure occurred during the restore or in an unknown phase."""
+    """Whether the restored copy may have caused a failure: a restore failed, or a
+    trainer failed during the restore or in an unknown phase. Kills and consequences of
+    other failures do not count."""
     if found.is_killed or found.is_consequence:
         return False
     if found.kind in ("exception", "exit"):
@@ -396,8 +397,8 @@ def _recurring_counted(
     """Counts an exception or an exit that may recur.
 
     Returns:
-        The new budget, and the count. The count is 0 for a failure that is not counted:
-        a kill, a consequence of another failure, a corrupt copy, or another kind.
+        The new budget, and the count. The count is 0 for every other failure: a kill, a
+        consequence of another failure, a corrupt copy, or another `Kind`.
     """
     counts = found.kind == "exception" or found.kind == "exit"
     if not counts or found.is_killed or found.is_consequence:

@@ -23,14 +23,14 @@ from dtft.elastic.store import View
 
 FIRST_ASK_S = 5.0
 LONGEST_ASK_S = 300.0
-"""Longest pause in seconds between two checks whether an unusable host can be used by
-now; the first pause is `FIRST_ASK_S`."""
+"""Longest pause in seconds between two checks of whether an unusable host has become
+usable; the first pause is `FIRST_ASK_S`."""
 NOBODY_S = 2.0
 """Seconds without a usable host after which a job that cannot begin ends. Shorter than
 `FIRST_ASK_S`, after which unusable hosts are checked again."""
 STRAY_S = 0.5
 """Seconds for which a new leader waits for hosts that have a slot in the last
-assignment but are not in the store: they may be cut off from the store alone."""
+assignment but are not in the store: they may be cut off only from the store."""
 
 
 class HostRegistry:
@@ -46,7 +46,8 @@ class HostRegistry:
 
         Args:
             now: the time in seconds.
-            grace_s: seconds for which hosts in the store may still be connecting.
+            grace_s: seconds for which hosts that the store lists may still be
+                connecting.
             former: host to incarnation, for the slots of the last assignment.
         """
         self._records: dict[str, HostRecord] = {}
@@ -183,15 +184,16 @@ class HostRegistry:
 
     @property
     def num_usable(self) -> int:
-        """The number of hosts in `usable`; counted without a list of them, because it
-        is read whenever a host joins."""
+        """The number of hosts in `usable`. Counted without making a list, because the
+        number is needed whenever a host joins."""
         unusable = {*self._away, *self._silent, *self.unfit}
         return len(self._records) - len(unusable & self._records.keys())
 
     def why_nobody(self) -> str:
-        """Returns why no host can have a slot; "" if one may or none is registered.
+        """Returns why no host can have a slot.
 
-        A lost host that was not unfit counts as one that may have a slot.
+        Returns "" if some host may have a slot, or if no host is registered. A lost
+        host that was not unfit counts as a host that may have a slot.
         """
         hosts = self._records.keys() | self._gone.keys()
         if not self._records or hosts - self.unfit.keys():
@@ -228,7 +230,7 @@ class HostMonitor:
 
     def take_over(self) -> None:
         """Begins a round if the store has the assignment of an earlier leader, or if
-        the store has lost its data; a new job is not formed here.
+        the store has lost its data. Begins no round for a new job.
 
         A host that the store no longer lists may be alive: its lease also runs out
         while the store is away.
@@ -341,7 +343,7 @@ class HostMonitor:
     def unfit(self, host: str, why: str, layout: str = "") -> None:
         """Handles the report that a host cannot have a slot.
 
-        If the host has a slot, its first such report makes the job form anew.
+        If the host has a slot, the job is formed anew at the host's first such report.
 
         Args:
             host: the reporting host.
@@ -368,8 +370,10 @@ class HostMonitor:
             self._rendezvous.answered()
 
     def fit(self, host: str) -> None:
-        """Handles the report that an unfit host can have a slot again; a job that waits
-        for hosts is then formed anew."""
+        """Handles the report that an unfit host can have a slot again.
+
+        Forms the job anew if the job waits for hosts.
+        """
         if self._registry.unfit.pop(host, None) is None:
             return
         self._journal.say(f"{host} can be used again")

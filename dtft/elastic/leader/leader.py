@@ -123,12 +123,12 @@ class Leader:
         self._newest_failure = RoundReason("")
         self._looked_at = 0.0
         self._nobody_since: float | None = None
-        """Time since which the job cannot begin (`_end_if_nobody_can`); None while it
-        can."""
+        """Time since which the job cannot begin (`_end_if_nobody_can`); None while the
+        job can begin."""
         self._error_code = 1
         """Exit code of the job if it ends because a failure would repeat."""
         self._progress: dict[str, tuple[float, JobProgress]] = {}
-        """Host to (arrival time, newest progress) of its trainer."""
+        """Host to (arrival time, content) of its trainer's newest progress report."""
         self._rendezvous.give_up = self._give_up
         self._handlers = self._handlers_of_reports()
         self._monitor.take_over()
@@ -140,7 +140,8 @@ class Leader:
 
     @property
     def num_slots(self) -> int:
-        """The number of slots of the assignment; the configured number without one."""
+        """The number of slots of the assignment; the configured number without an
+        assignment."""
         assignment = self._rendezvous.assignment
         return len(assignment.slots) if assignment else self._config.num_slots
 
@@ -194,9 +195,9 @@ class Leader:
     def handle_report(self, host: str, message: dict[str, Any]) -> None:
         """Handles a host's report; drops a malformed report.
 
-        A report of an earlier round is dropped, too, unless it is `fit` or `unfit`.
-        While a round gathers, an outdated report of a trainer's failure still counts as
-        a cause of the round.
+        Also drops a report of an earlier round, with two exceptions: `fit` and `unfit`
+        count at any time, and a trainer's failure in an earlier round counts as a cause
+        of the new round while that round gathers.
         """
         if self._refused(host, fault_of_report(message, self._seats.reports)):
             return
@@ -265,7 +266,7 @@ class Leader:
             self._rendezvous.enter("running", self._stage_limit())
 
     def _look_for_stuck(self) -> None:
-        """Restarts all trainers if one is stuck, because the others wait for it."""
+        """Re-forms the job if a trainer is stuck, because the others wait for it."""
         rendezvous = self._rendezvous
         now = self._loop.now()
         if now < self._looked_at + LOOK_S:
@@ -352,7 +353,7 @@ class Leader:
         self._report_start(round_, round_.assignment)
 
     def _report_start(self, round_: Round, assignment: SlotAssignment) -> None:
-        """Logs that every slot trains. After a recovery, also prints its cost and
+        """Logs that every slot trains. After a recovery, prints the recovery's cost and
         answers the requests to scale."""
         if assignment.rung == 0:
             self._journal.event("started", step=assignment.step)
@@ -451,16 +452,21 @@ class Leader:
             self._requests.exported(host, step, outcome, error)
 
     def export_wanted(self, answer: Answer) -> None:
-        """Handles a request for an export: of the newest commit in a served job (whose
-        processes the user starts), otherwise of the next commit."""
+        """Handles a request for an export.
+
+        A served job (whose processes the user starts) exports its newest commit, a
+        launched job its next commit.
+        """
         if self._requests is not None:
             self._requests.export_wanted(answer)
         else:
             self._storage.asked(self._rendezvous, answer)
 
     def scaling_wanted(self, replicas: int, answer: Answer) -> None:
-        """Handles a request for another number of replicas; a job whose processes the
-        user starts refuses it."""
+        """Handles a request for another number of replicas.
+
+        Refuses the request in a served job (whose processes the user starts).
+        """
         if (refusal := self._seats.scale_refusal) is not None:
             answer({"error": refusal(self._config.job), "code": 2})
         else:
@@ -507,8 +513,11 @@ class Leader:
             self._rendezvous.delayed(value)
 
     def tick(self) -> None:
-        """Does the periodic work: reacts to passed deadlines of hosts, exports and
-        phases, and ends the job if it is stopped or done."""
+        """Does the periodic work.
+
+        Reacts to deadlines of hosts, exports and phases that have passed. Ends the job
+        if a stop was requested or every slot has finished.
+        """
         rendezvous = self._rendezvous
         self._monitor.tick()
         if self._requests is not None:
@@ -562,8 +571,8 @@ class Leader:
 
         Waits `NOBODY_S` seconds first: other hosts may be connecting, and a leader that
         was suspended learns meanwhile that another host has led. Does not end the job
-        while a registered host may be usable: this leader may be cut off from that
-        host.
+        while the store lists a host that was not reported unfit: this leader may be cut
+        off from that host.
         """
         others = self.view.hosts.keys() - self._registry.unfit.keys()
         known = bool(self._records.commits) or bool(others)
@@ -577,8 +586,8 @@ class Leader:
             self._fail(f"no host can have a slot: {why}", FATAL_INPUT)
 
     def _end_without_store(self) -> None:
-        """Sends the job's result to the hosts and ends this agent, if the store has not
-        recorded the result in time."""
+        """Sends the job's result to the other hosts and ends this agent, if the store
+        has not recorded the result in time."""
         result = self._shutdown.result_without_store()
         if result:
             for host in self._registry.connected - {self._config.host}:
@@ -586,7 +595,7 @@ class Leader:
             self._ended(result)
 
     def _await_save(self) -> None:
-        """Restarts the deadline of the running job while no save is in progress,
+        """Restarts the deadline of the phase "running" while no save is in progress,
         because the user's processes decide when to save."""
         coordinator = self._rendezvous.coordinator
         if self._rendezvous.phase == "running" and not (

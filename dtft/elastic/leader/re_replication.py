@@ -26,14 +26,15 @@ Holders = Mapping[str, Collection[str]]
 
 @dataclass(kw_only=True)
 class ReReplication:
-    """Pushes that restore the missing copies of one step, and which were received."""
+    """The pushes that make the missing copies of one step, and the reports of pushes
+    that have arrived."""
 
     step: int
     pushes: tuple[Push, ...]
-    """The pushes (a slot's slices that it sends to another slot) to send again."""
+    """The pushes to send again. A push: the slices that one slot sends to another."""
     copies: int
-    """The smallest number of failure domains that hold any one slice before the
-    pushes."""
+    """Before the pushes, the number of failure domains that held the slice with the
+    fewest."""
     begun: float
     """Time of the restore in seconds, on any clock."""
     digests: Mapping[str, bytes] = field(default_factory=dict)
@@ -42,7 +43,7 @@ class ReReplication:
 
     @functools.cached_property
     def _by_pair(self) -> dict[tuple[int, int], Push]:
-        """(Source, target) slots to their push; at most one push per pair."""
+        """Maps (source slot, target slot) to the push; a pair has at most one push."""
         return {(push.source, push.target): push for push in self.pushes}
 
     @property
@@ -56,9 +57,9 @@ class ReReplication:
         return self._by_pair.keys() <= self._held
 
     def held(self, step: int, source: int, target: int, root: str) -> None:
-        """Records that slot `target` holds a verified copy of `source`'s push.
+        """Records that slot `target` holds a verified copy of slot `source`'s slices.
 
-        Ignored if `step` is not the restored step.
+        Does nothing if `step` is not the restored step.
 
         Raises:
             Mislabelled: `root`, the digest over all slices of the copy (`push_root` in
@@ -112,16 +113,18 @@ def re_replication_of(
     now: float,
     digests: Mapping[str, bytes],
 ) -> ReReplication:
-    """Computes the missing copies, once every slot has its own slices.
+    """Computes which pushes make the missing copies of a restored step.
+
+    Assumes that every slot has its own slices again.
 
     Args:
-        step: the step restored.
+        step: the restored step.
         placement: the placement of copies.
         slots: the host of each slot.
         holders: slice key to the hosts with a verified copy before the restore.
         domains: host to its failure domain; an unnamed host is its own domain.
         now: the time in seconds.
-        digests: slice key to the restored digest, as far as it is known.
+        digests: slice key to the restored digest, where it is known.
     """
     found = {
         piece.key: {*holders.get(piece.key, ()), *(slots[slot] for slot in owners)}
@@ -164,10 +167,10 @@ class ReReplicator:
         self._view = View()
 
     def begin(self, round_: Round, view: View) -> None:
-        """Orders hosts to push missing copies, once every slot has its own slices.
+        """Orders hosts to push the missing copies.
 
-        Orders nothing for a first formation or if the state was not restored from
-        memory.
+        Called when every slot has its own slices again. Orders nothing for the job's
+        first formation, or if the state was not restored from memory.
         """
         self._round, self._repair, self._view = round_, None, view
         assignment, decision = round_.assignment, round_.decision
@@ -200,7 +203,7 @@ class ReReplicator:
     ) -> None:
         """Records that slot `target` holds a verified copy of slot `source`'s slices.
 
-        Ignored if `round_` is not the round of `begin`.
+        Does nothing if `round_` is not the round of `begin`.
 
         Raises:
             Mislabelled: see `ReReplication.held`.
@@ -210,8 +213,8 @@ class ReReplicator:
             self._conclude(0)
 
     def committed(self, round_: Round | None, step: int) -> None:
-        """Ends the re-replication after a commit of step `step`, which has all its
-        copies. Ignored if `round_` is not the round of `begin`."""
+        """Ends the re-replication, because step `step` was committed with all its
+        copies. Does nothing if `round_` is not the round of `begin`."""
         if self._repair is not None and round_ is self._round:
             self._conclude(step)
 
@@ -239,10 +242,7 @@ class ReReplicator:
 
 
 def _restored(round_: Round, located: Located) -> dict[str, bytes]:
-    """Returns slice key to digest: as hosts read it after the restore, else as
-    committed.
-
-    Hosts report digests only after a change of size, because their slices are new then.
-    """
+    """Returns slice key to digest: the digests that hosts read after the restore, which
+    they report only after a change of size; for all other slices the commit's."""
     told = (outcome.get("restored", {}) for outcome in round_.prepared.values())
     return {**located.digests, **{key: it for one in told for key, it in one.items()}}

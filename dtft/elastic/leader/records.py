@@ -76,9 +76,9 @@ class Records:
             journal: tells people that the store does not answer.
             store: the store's address, for messages.
             on_written: called with label and value of each recorded write.
-            on_delayed: called once with label and value of a commit or an assignment
-                that has to wait.
-            on_committing: called with the step of a commit when it is queued.
+            on_delayed: called with label and value of a commit or an assignment that
+                has to wait, once for each.
+            on_committing: called with the step of each commit that is queued.
         """
         self._membership, self.view = membership, view
         self._loop, self._journal, self._store = loop, journal, store
@@ -87,13 +87,13 @@ class Records:
         self.commits = list(commits)
         """The known commits, newest first; the newest may still wait for the store."""
         self._recorded = list(commits[:1])
-        """At most one commit: the newest that the store has and whose copies hosts
-        keep."""
+        """At most one commit, which is written again beside the next commit: the newest
+        that the store has or hosts have reported, and whose copies hosts keep."""
         self._lane = loop.lane("records")
         self._waiting: list[_Write] = []
         self._numbers = itertools.count(1)
         self._told = 0
-        """Sequence number of the newest commit's write that was reported as delayed."""
+        """Sequence number of the last write that was reported as a delayed commit."""
         self._busy = self._closed = self._away = self._fenced_off = False
 
     @property
@@ -106,9 +106,9 @@ class Records:
         commit known here.
 
         Each such commit was complete: all its copies existed. Either the store has lost
-        it, or the store did not answer the leader that made it. A commit of an earlier
-        formation than the newest commit known here belongs to an abandoned history and
-        is not added.
+        the commit, or the store did not answer the leader that made the commit. Does
+        not add a commit of an earlier formation than that of the newest commit known
+        here, because it belongs to an abandoned history.
         """
         newest = self.commits[0] if self.commits else None
         found = [

@@ -72,10 +72,9 @@ def decide(
             than in the commit's layout, the job has more or fewer replicas.
         storage_steps: the steps that storage holds.
         quarantined: the steps whose restore failed too often.
-        other_layouts: other layouts that live hosts know, after a formation of another
-            size.
-        placed: per slot the failure domain used to place the commits' copies; empty if
-            every slot was its own domain.
+        other_layouts: layouts of formations of another size, if live hosts know them.
+        placed: for each slot, the failure domain by which the commits' copies were
+            placed; empty if every slot was its own domain.
         domains: host to its failure domains, "power/rack"; near hosts are preferred as
             senders.
     """
@@ -99,12 +98,9 @@ def _newest(
     holdings: Holdings,
     placed: Sequence[str],
 ) -> tuple[Located | None, list[str]]:
-    """Locates the newest restorable commit, each commit in its own layout.
-
-    Returns:
-        The commit, None if there is none; and the reasons why newer commits cannot be
-        restored.
-    """
+    """Locates the newest restorable commit, or returns None if there is none. Also
+    returns the reasons why newer commits cannot be restored. The copies of each commit
+    are located in the layout in which the commit was made."""
     reasons: list[str] = []
     for commit in commits:
         layout = known.get(commit.layout)

@@ -1,9 +1,9 @@
-"""Forms the job in rounds (attempts): from its start or a failure to running trainers.
+"""Forms the job in rounds (attempts), at the job's start and after each failure.
 
 A round gathers reports of the copies that hosts hold, and lets pure modules
 (`rendezvous_plan`, `assignment`, `recovery`) decide which host gets which slot and what
-it restores. Then it has the assignment recorded and orders each host to prepare its
-slot.
+the host restores. Then the round has the assignment recorded and orders each host to
+prepare its slot.
 """
 
 import json
@@ -218,8 +218,9 @@ class Rendezvous:
     def gathered(self) -> None:
         """Decides the formation if every expected host has answered.
 
-        Does nothing in other phases than "gathering", while storage is being listed, or
-        while a store that answers records the commit of a complete step.
+        Does nothing in other phases than "gathering", or while storage is being listed.
+        Does nothing either while the commit of a complete step waits to be recorded,
+        unless the store does not answer.
         """
         round_, registered = self.current, self._records.view.hosts
         if self.phase != "gathering" or round_ is None or not self._storage.settled:
@@ -250,11 +251,8 @@ class Rendezvous:
         return set_aside(hosts, slots, self._reach.apart, self._config.host)
 
     def _awaits(self, round_: Round, registered: Mapping[str, HostRecord]) -> bool:
-        """Whether some expected host has not answered yet.
-
-        Called at every answer, so it must be fast: first checks only the host that was
-        found missing by the previous call.
-        """
+        """Whether some expected host has not answered yet. First checks only the host
+        that the previous call found missing, because this is called at every answer."""
         replies, registry, now = round_.replies, self._registry, self._loop.now()
         last = self._awaited
         if last not in replies and registry.is_expected(last, registered, now):
@@ -301,8 +299,8 @@ class Rendezvous:
         self.gathered()
 
     def _learn(self, round_: Round) -> None:
-        """Takes from the hosts' replies an assignment and commits that are newer than
-        those known here: the store may have lost them."""
+        """Takes from the hosts' replies the assignment and the commits that are newer
+        than those known here. The store may have lost them."""
         told = round_.assignment_told
         if told is not None and (
             self.previous is None or told.epoch > self.previous.epoch
@@ -355,10 +353,7 @@ class Rendezvous:
 
     def _explain_aside(self, chosen: SlotAssignment, aside: list[str]) -> None:
         """Prints why the hosts in `aside` have no slot: other hosts do not reach them.
-
-        Names the host that gets the slot of each of them, if the number of slots is
-        unchanged.
-        """
+        Also prints which host gets each one's slot, if the number of slots stays."""
         former = self.previous.slots if self.previous is not None else ()
         for host in aside:
             why = self._reach.text(host)
@@ -372,7 +367,8 @@ class Rendezvous:
 
     @property
     def available(self) -> int:
-        """The number of usable hosts, without hosts that others cannot reach."""
+        """The number of usable hosts, without those set aside because other hosts do
+        not reach them."""
         if not self._reach.apart:
             return self._registry.num_usable
         usable = [record.host for record in self._registry.usable()]
@@ -441,10 +437,8 @@ class Rendezvous:
         )
 
     def _wait_for_storage(self, reasons: tuple[str, ...]) -> None:
-        """Waits for storage that is silent or has lost its steps.
-
-        The job must not start anew from the initial state without the user's request.
-        """
+        """Waits for storage that is silent or has lost its steps. Without the user's
+        request, the job must not start again from the initial state."""
         if not self._storage_missed:
             self._storage_missed = True
             for reason in reasons:
@@ -566,9 +560,8 @@ class Rendezvous:
         """Handles the report that a host has not enough memory for a layout.
 
         If no trainer has announced a layout yet, orders the hosts in `others` to
-        allocate memory for a slot. The report may begin a round that stops their
-        trainers; without the order, these hosts would not learn how much memory a slot
-        needs.
+        allocate memory for a slot. The report may begin a round that stops the trainers
+        of these hosts; only the order then tells them how much memory a slot needs.
         """
         self._refused = layout
         if self.coordinator is None:
@@ -576,8 +569,10 @@ class Rendezvous:
                 self.expect_of(host)
 
     def expect_of(self, host: str) -> bool:
-        """Orders one host to allocate memory for a slot; False if no layout is
-        known."""
+        """Orders one host to allocate memory for a slot.
+
+        Returns False, without an order, if no layout is known.
+        """
         layout = self.coordinator.layout if self.coordinator is not None else None
         if layout is None and self.current is not None:
             layout = self.current.layout_of(self._records.commits)

@@ -25,9 +25,9 @@ Ballot = tuple[int, int]
 
 
 Cause = Literal["lost", "killed", "signal", "other"]
-"""The kind of event: a lost host, a trainer killed by SIGKILL, a trainer killed by
-another signal, or anything else. An event of an earlier kind may have caused events of
-the later kinds."""
+"""The kind of an event. In this order: a lost host, a trainer killed by SIGKILL, a
+trainer killed by another signal, anything else. An event of one kind may have caused
+events of the kinds after it."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,10 @@ def death(slots: Mapping[str, int], host: str, code: int) -> RoundReason:
 
 
 def causes(reasons: Sequence[RoundReason]) -> list[RoundReason]:
-    """Returns the reasons of the first kind in `Cause` that occurs; [] for none."""
+    """Returns the reasons of one kind, the first in `Cause` that some reason has.
+
+    Returns [] if there are no reasons.
+    """
     of_cause = {
         cause: [reason for reason in reasons if reason.cause == cause]
         for cause in get_args(Cause)
@@ -115,8 +118,8 @@ class Round:
 
     @property
     def answers(self) -> tuple[dict[str, tuple[str, ...]], dict[str, list[str]]]:
-        """Two maps with an entry for each host that has reported: host to the peers to
-        which it had to connect, and host to the peers that it did not reach."""
+        """Two maps from each host that has reported: to the peers to which the host had
+        to connect, and to the peers that the host did not reach."""
         tried = {host: self.tried.get(host, ()) for host in self.replies}
         missed = {host: it.get("missed", []) for host, it in self.replies.items()}
         return tried, missed
@@ -177,7 +180,7 @@ def next_round(
         ballot: the new round's ballot.
         reasons: the events that made the new round necessary.
         now: the wall-clock time in seconds.
-        read: whether hosts re-read their copies also if no round has failed. After a
+        read: whether hosts re-read their copies although no round has failed. After a
             failed round hosts always re-read: a corrupt copy may have been the cause,
             and reading finds all corrupt copies at once.
     """
@@ -210,7 +213,7 @@ def assign(
     """Decides which step is restored from where, and makes the assignment.
 
     The hosts in `aside` get no slot, because some other hosts do not reach them. So
-    their copies are used only if the step cannot be restored otherwise.
+    their copies are used only if the step cannot be restored without these copies.
     """
     hosts = tuple(record.host for record in filled)
 
@@ -301,11 +304,10 @@ def orders(
 def export_addresses(
     round_: Round, assignment: SlotAssignment, hosts: Mapping[str, HostRecord]
 ) -> dict[str, str]:
-    """Computes the host:port at which each host would serve an export's coordination
-    service.
+    """Computes for each host the host:port of an export's coordination service.
 
-    Only the host of rank 0 serves one. Hosts of the assignment that are not in `hosts`
-    are left out.
+    In an export, only the host of rank 0 starts the service. Leaves out hosts of the
+    assignment that are not in `hosts`.
     """
     told = {**round_.replies, **round_.prepared}  # between formations the former only
     ports = {host: known.get("export_port", 0) for host, known in told.items()}
@@ -360,10 +362,10 @@ def replaced(
 ) -> tuple[str, ...]:
     """Returns a text for each slot that has another host than in `previous`.
 
-    Leaves out the slots whose former host is in `named`: the reason for the round names
-    these hosts. The reason lacks a loss if the leader that noticed the loss was lost,
-    too, before the job was re-formed. Returns () without `previous`, or if the number
-    of slots has changed.
+    Leaves out the slots whose former host is in `named`, the hosts that the reason for
+    the round names. The reason does not name a lost host if the leader that noticed the
+    loss was lost, too, before the job was re-formed. Returns () without `previous`, or
+    if the number of slots has changed.
 
     >>> def assigned(*slots):
     ...     return SlotAssignment(generation=1, attempt=1, slots=slots,

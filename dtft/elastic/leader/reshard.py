@@ -45,7 +45,7 @@ class ReshardPlans:
         self._staged.setdefault(step, {})[slot] = digests
 
     def committed(self, commit: Commit, placement: CopyPlacement) -> None:
-        """Makes a commit the one to reshard from.
+        """Sets the commit that is resharded on request.
 
         Ignores a commit unless every slot has reported its digests in this formation.
         Holders and digests are computed only when a process requests the step.
@@ -59,7 +59,7 @@ class ReshardPlans:
         }
 
     def _settle(self) -> None:
-        """Computes the holders and digests of the newest commit, if not done yet.
+        """Computes the newest commit's holders and digests, once for each commit.
 
         Raises:
             NotPlanned: the reported digests do not match the commit.
@@ -97,9 +97,9 @@ class ReshardPlans:
 
         Args:
             host: the host of one of the slots.
-            step: the step that its process requested.
-            wanted: the requested layout; its leaves are the commit's leaves or a
-                subset.
+            step: the step that the host's process requested.
+            wanted: the requested layout; its leaves are the commit's leaves or some of
+                them.
             slots: the host of each slot.
             addresses: host to host:port, of the hosts that may send slices.
             domains: host to its failure domains; near hosts are preferred as senders.

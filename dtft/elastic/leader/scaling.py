@@ -1,8 +1,8 @@
 """Scaling: changes the number of replicas on request and answers the requests.
 
-The requested size is kept in the store, so the next leader continues with it; the
-requester repeats the request to that leader. `Scaling` decides when a running job is
-re-formed for another size. `prove` compares the digests of the state on the new mesh
+The requested size is kept in the store, so the next leader continues with it. The
+requester repeats the request to the next leader. `Scaling` decides when a running job
+is re-formed for another size. `prove` compares the digests of the state on the new mesh
 with the digests of the commit, leaf by leaf.
 """
 
@@ -117,8 +117,8 @@ class Scaling:
         """Handles a request for `replicas` replicas.
 
         Answers at once if the request is refused or the job has this number. Otherwise
-        `trained` answers once the job trains with this number or will not. `close`
-        answers if this host stops leading before.
+        `trained` answers, once the job trains with this number, or with another that it
+        will keep. If this host stops leading before that, `close` answers.
         """
         rendezvous, coordinator = self._rendezvous, self._rendezvous.coordinator
         if rendezvous.frozen or coordinator is None or rendezvous.phase != "running":
@@ -158,7 +158,7 @@ class Scaling:
 
     def due(self) -> str:
         """Returns why the job is to be re-formed for another size at this commit; "" if
-        it need not be."""
+        the size stays."""
         rendezvous, coordinator = self._rendezvous, self._rendezvous.coordinator
         round_ = rendezvous.current
         if coordinator is None or round_ is None or round_.assignment is None:
@@ -228,8 +228,10 @@ class Scaling:
         self._rendezvous.form(why)
 
     def trained(self, report: RecoveryReport) -> None:
-        """Answers the requests for the size that trains. Requests for a size that will
-        not be formed get an error."""
+        """Answers the requests for the size with which the job now trains.
+
+        If the job will keep this size, requests for another size get an error.
+        """
         assert (
             self._rendezvous.assignment is not None
             and self._rendezvous.coordinator is not None

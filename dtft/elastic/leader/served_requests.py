@@ -74,10 +74,10 @@ class BetweenRuns:
             self._rendezvous.form(*causes(round_.reasons))
 
     def tick(self) -> None:
-        """Orders the requested export once the hosts have answered; refuses it if the
-        processes have attached again.
+        """Orders the requested export once hosts have reported their copies.
 
-        An export that a new round has interrupted is ordered again.
+        Refuses the export if the processes have attached again. Orders an export again
+        that a new round has interrupted.
         """
         round_, phase = self._rendezvous.current, self._rendezvous.phase
         if round_ is None or phase == "gathering":
@@ -140,7 +140,7 @@ class Requests:
         self._between_runs = BetweenRuns(records, rendezvous, registry, storage)
         self._flushes: tuple[Flush, ...] = ()
         self._export_asked = False
-        """Whether an export of the newest commit was requested."""
+        """Whether a requested export of the newest commit is still to be ordered."""
         self._remapping: tuple[Ballot, ReshardPlans] | None = None
         """The ballot (number) of a round, and the reshard plans of its formation."""
 
@@ -170,7 +170,7 @@ class Requests:
         """Orders a slot's host to assemble a step in the requested layout.
 
         If this cannot be planned (`NotPlanned`), the order has the error in place of
-        regions and digests. A request of a host without the slot is ignored.
+        regions and digests. Ignores the request if `host` does not have `slot`.
         """
         assignment, hosts = self._rendezvous.assignment, self._registry.records
         if assignment is None or assignment.slots[slot] != host:
@@ -193,8 +193,11 @@ class Requests:
     # --------------------------------------------------- steps safe, or stored
 
     def flush(self, host: str, slot: int, token: int, step: int, store: bool) -> None:
-        """Adds a process's wait until `step` is committed, or with `store` until it is
-        in storage. The answer contains `token`."""
+        """Adds a process's wait until `step` is committed.
+
+        With `store`, the wait lasts until `step` or a later step is in storage. The
+        answer to the process contains `token`.
+        """
         round_ = self._rendezvous.current
         assert round_ is not None
         flush = Flush(
@@ -204,7 +207,7 @@ class Requests:
         self._settle()
 
     def export_wanted(self, answer: Answer) -> None:
-        """Handles a request for an immediate export of the newest commit."""
+        """Handles a request to export the newest commit now."""
         rendezvous, coordinator = self._rendezvous, self._rendezvous.coordinator
         if rendezvous.phase in ("gathering", "waiting"):
             self._between_runs.asked(answer)
@@ -221,17 +224,17 @@ class Requests:
             self._settle()
 
     def committed(self, commit: Commit) -> None:
-        """Handles a commit that the store has recorded: answers the waits for it."""
+        """Handles a commit that the store has recorded: ends the waits for it."""
         coordinator = self._rendezvous.coordinator
         if coordinator is not None and self._rendezvous.assignment is not None:
             self._newest().committed(commit, coordinator.placement)
         self._settle()
 
     def exported(self, host: str, step: int, ok: bool, error: str) -> None:
-        """Handles the end of an export: answers the waits that it ends.
+        """Handles the end of an export: ends the waits for its step and earlier steps.
 
-        After a failure, every wait for storage gets the error, and so does every slot's
-        process.
+        After a failed export, sends the error to every process that waits for storage,
+        and to the process of every slot.
         """
         self._between_runs.over()
         if not ok:
@@ -251,8 +254,9 @@ class Requests:
         self._settle()
 
     def _settle(self) -> None:
-        """Ends every wait whose step is committed or stored, and orders an export if a
-        wait or a request needs it. Drops the waits of earlier rounds."""
+        """Ends the waits whose step is committed or stored, but none while an export is
+        in progress. Orders an export if a wait or a request needs one. Drops the waits
+        of earlier rounds."""
         round_, coordinator = self._rendezvous.current, self._rendezvous.coordinator
         ballot = round_.ballot if round_ else None
         self._flushes = tuple(f for f in self._flushes if f.ballot == ballot)

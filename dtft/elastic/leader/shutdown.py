@@ -1,7 +1,8 @@
 """Ends a job as done, stopped or failed.
 
-First the last committed step is exported, unless storage has it. If hosts are missing
-and the others cannot export it, the job ends with the newest step in storage.
+First the last committed step is exported, unless storage has the step. If hosts are
+missing and the others cannot export the step, the job ends with the newest step in
+storage.
 `Shutdown` reads the state of rendezvous and commit coordinator and has the result
 recorded.
 """
@@ -28,9 +29,9 @@ EXPORT_FAILURES = 3
 RESULT_LEASES = 2
 """Leases for which the result of an ended job waits for a store that is away."""
 RESULT_LEASES_LOST = 12
-"""Leases for which the result waits for the store while a host is lost. Such a host may
-come back after all others have left; without a result it would wait for them for ever.
-"""
+"""Leases for which the result waits for the store while a host is lost. A lost host may
+come back after all others have left; without a result in the store it would wait for
+them for ever."""
 
 
 class Shutdown:
@@ -102,11 +103,8 @@ class Shutdown:
             self._end_with_what_is_stored()
 
     def _as_committed(self, previous: SlotAssignment, layout: Layout) -> SlotAssignment:
-        """Returns the assignment under which the newest commit was made.
-
-        This is `previous`, or after a change of size an assignment with the commit's
-        holders as hosts.
-        """
+        """Returns the assignment under which the newest commit was made: `previous`, or
+        after a change of size an assignment of the commit's holders to the slots."""
         if len(previous.slots) == layout.mesh.num_slots:
             return previous
         holders = self._records.commits[0].holders if self._records.commits else ()
@@ -161,8 +159,8 @@ class Shutdown:
             self.end("error", f"step {last} could not be written to storage", last)
 
     def _stands_uncommitted(self, coordinator: CommitCoordinator, last: int) -> bool:
-        """Whether the last step is complete in memory, but the store has not answered
-        for two leases since the trainers finished."""
+        """Whether the last step is complete in memory but not recorded, because the
+        store does not answer, two leases after the trainers finished."""
         patience_s = 2 * self._config.timeouts.lease
         return (
             coordinator.pending is not None
@@ -172,11 +170,10 @@ class Shutdown:
         )
 
     def conclude_for_others(self) -> None:
-        """Ends a finished job whose other hosts have already left.
+        """Ends a job that waits for hosts although storage has the job's last step.
 
-        If this host was away when the job ended, and the store has lost the result, it
-        would wait for the other hosts for ever. So it ends the job if storage has the
-        job's last step.
+        So a host does not wait for ever if the job ended while the host was away and
+        the store has lost the result.
         """
         last = self._config.last_step
         if last and self._rendezvous.phase == "waiting" and last in self._storage.steps:
@@ -186,8 +183,8 @@ class Shutdown:
         """Returns an ended job's result if the store has not recorded it in time.
 
         The result is JSON. The time is `RESULT_LEASES` leases, or `RESULT_LEASES_LOST`
-        while a host is lost. Returns "" otherwise, and while a host that would miss the
-        result is not connected.
+        while a host is lost. Returns "" before that time and while the store answers.
+        Returns "" also while a host that would miss the result is not connected.
         """
         leases = RESULT_LEASES_LOST if self._registry.lost_hosts else RESULT_LEASES
         late = self._loop.now() > self._ended_at + leases * self._config.timeouts.lease
@@ -201,10 +198,10 @@ class Shutdown:
         return "" if missing else self._result
 
     def end(self, status: str, message: str = "", step: int = 0, code: int = 0) -> None:
-        """Has the job's result recorded, once; every agent then ends with exit code
-        `code`.
+        """Has the job's result recorded; does nothing in a second call.
 
-        A `code` of 0 becomes 1 if `status` is "error".
+        Every agent then ends with exit code `code`. A `code` of 0 becomes 1 if `status`
+        is "error".
         """
         if self._rendezvous.frozen:
             return

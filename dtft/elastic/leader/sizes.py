@@ -1,8 +1,9 @@
 """Chooses the number of slots of the job's next formation.
 
 Excludes a number of slots on which the job could not be restored or trained, until a
-user requests it again. The job then takes a smaller number that it may have, or that of
-the newest commit (`choose_slots` in `assignment`).
+user requests that number again. Instead of an excluded number, the job takes a smaller
+number that is allowed, or the number of the newest commit (`choose_slots` in
+`assignment`).
 """
 
 from dtft.checkpoint.state import Layout
@@ -61,7 +62,7 @@ class JobSizes:
         """Chooses the number of slots of the next formation.
 
         If the number is above `available`, the job waits for hosts. With a `layout`,
-        excludes numbers of slots that the job may not have (`size_for`).
+        excludes numbers of slots that `size_for` refuses.
 
         Args:
             available: the number of hosts that can be given a slot.
@@ -87,8 +88,8 @@ class JobSizes:
                 self.give_up(chosen, str(error))
 
     def forewarn(self, layout: Layout) -> None:
-        """Prints a warning if the job may not shrink to `min_replicas` replicas
-        (`size_for`). Does nothing if `min_replicas` is 0."""
+        """Prints a warning if `size_for` refuses the limit `min_replicas` as the number
+        of replicas. Does nothing if `min_replicas` is 0."""
         limits = self._config.sizes
         if limits.min_replicas:
             try:
@@ -101,8 +102,8 @@ class JobSizes:
                 )
 
     def _known(self, groups: ReplicaGroups) -> set[int]:
-        """The numbers of slots that `choose` does not check: that of the running job,
-        that of the newest commit, and the excluded numbers."""
+        """The numbers of slots that `choose` does not check: that of `groups`, that of
+        the newest commit, and the excluded numbers."""
         return {groups.slots, self.committed, *self._unfit}
 
     def is_new(self, assignment: SlotAssignment | None) -> bool:
@@ -116,8 +117,7 @@ class JobSizes:
     def failed(self, assignment: SlotAssignment, why: str) -> None:
         """Counts a failed formation with the number of slots of `assignment`.
 
-        From the failure number `FAILURES` on, excludes this number of slots for the
-        reason `why`.
+        After `FAILURES` failures, excludes this number of slots for the reason `why`.
         """
         size = len(assignment.slots)
         self._failures[size] = self._failures.get(size, 0) + 1

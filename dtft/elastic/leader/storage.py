@@ -110,8 +110,8 @@ class StorageHealth:
     def overdue(self, due: int, now: float) -> str | None:
         """Returns a message if an export has taken `SLOW_S` or longer, else None.
 
-        Returns None also after the first message about the same step. `due` is the step
-        whose export is due meanwhile.
+        Returns at most one message for each exported step. `due` is another step, whose
+        export is due meanwhile.
         """
         if self._begun is None:
             return None
@@ -159,15 +159,14 @@ class StorageWatch:
         self._known: frozenset[int] = frozenset()
         self._written: set[int] = set()
         self._since: float | None = None
-        """Time at which the unanswered listing began; None if no listing is
-        unanswered."""
+        """Time at which the listing in progress began; None if there is none."""
         self._told = False
         self.look()
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The steps of the last answered listing (none if it failed), and the steps
-        written since that listing began."""
+        """The steps that storage holds: those in the last listing, or none if the
+        listing failed, and those written since that listing began."""
         return tuple(sorted(self._known | self._written))
 
     @property
@@ -183,11 +182,11 @@ class StorageWatch:
 
     @property
     def settled(self) -> bool:
-        """Whether the last listing is answered, or storage is silent."""
+        """Whether no listing is in progress, or storage is silent."""
         return self._since is None or self.silent
 
     def look(self) -> None:
-        """Starts a listing, unless an earlier one is still unanswered."""
+        """Starts a listing, unless one is in progress."""
         if self._since is not None:
             return
         self._since = self._loop.now()

@@ -144,7 +144,7 @@ def record_of(**fields: Check) -> Check:
 
 
 def one_of(*values: str) -> Check:
-    """Makes a check for one of the given texts."""
+    """Makes a check for a str that equals one of `values`."""
     return lambda value: isinstance(value, str) and value in values
 
 
@@ -159,15 +159,15 @@ def or_empty(check: Check) -> Check:
 
 
 items: Check = map_of(text, anything)
-"""Check for a dict with str keys: the items of a step, saved besides its arrays."""
+"""Check for a step's items, its parts that are not arrays: a dict with str keys."""
 
 
 @functools.lru_cache(maxsize=4)
 def known_layout(text: str) -> Layout:
     """Parses a layout from JSON that passes the check `layout`.
 
-    The last four layouts are cached, because all hosts send the same one. Other text
-    can raise any exception.
+    The last four layouts are cached, because all hosts send the same layout. Text that
+    does not pass the check can raise any exception.
     """
     return Layout.from_json(text)
 

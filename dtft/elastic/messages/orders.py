@@ -118,8 +118,8 @@ def fault_of_order(message: object, host: str | None = None) -> str | None:
 
     Args:
         message: the received message.
-        host: name of the receiving host; None: a `prepare` for another host is not
-            detected.
+        host: name of the receiving host. A `prepare` for another host is an error;
+            None allows any host.
 
     >>> fault_of_order({"op": "lend", "step": "7"})
     "lend: step='7'"

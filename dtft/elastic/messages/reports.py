@@ -215,7 +215,7 @@ def report_fields(
 ) -> dict[str, Any]:
     """Returns the known fields of a valid report, without `ballot`.
 
-    Further fields, as a host of a newer version may send, are dropped.
+    Drops all other fields, which a host of a newer version may send.
     """
     known = table[message["op"]]
     return {
@@ -233,10 +233,10 @@ def misfit(
 ) -> str | None:
     """Checks a report, whose fields are valid, against the current formation.
 
-    Checks only reports whose op is in `OF_A_SLOT`. The host must have a slot. The slot
-    in the report must be the host's slot. A layout must have as many slots as the
-    formation, and there must be one digest for each slice of the slot. Returns the
-    first error in words, or None.
+    Checks only reports whose op is in `OF_A_SLOT`. The host must have a slot, and the
+    slot in the report must be this slot. A layout in the report must have as many slots
+    as the formation. A `staged` report must have one entry in `digests` for each slice
+    of the slot. Returns the first error in words, or None.
 
     Args:
         host: the reporting host.

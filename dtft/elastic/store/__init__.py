@@ -5,7 +5,7 @@
 * `etcd` (over `etcd_wire`) implements the protocol through etcd's JSON gateway;
   `memory` implements the protocol in one process, for tests.
 * `embedded` runs a private etcd; `supervision` restarts the private etcd.
-* `mirror` keeps a local copy of the job's keys; `view` parses these keys into a value.
+* `mirror` keeps a local copy of the job's keys; `view` parses these keys into a `View`.
 * `membership` registers this host, holds the leader key and fences a leader's writes.
 
 `leader` and `host` decide how the job reacts to changes in the store.

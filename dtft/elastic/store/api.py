@@ -82,9 +82,10 @@ class Resync(Events):
 class Compare:
     """A condition of a transaction: a property of a key equals `value`.
 
-    `target` is the mod revision, the create revision or the version (number of writes),
-    which are numbers and 0 for an absent key; or the key's value as bytes, which an
-    absent key does not have.
+    `target` names the property. "mod" is the revision of the last write, "create" the
+    revision of the write that created the key, "version" the number of writes since the
+    key was created; all three are 0 for an absent key. "value" is the key's value in
+    bytes; no bytes equal the value of an absent key.
     """
 
     key: str
@@ -190,7 +191,7 @@ class Store(Protocol):
     def grant(self, ttl_s: float) -> int:
         """Makes a lease of `ttl_s` seconds and returns its id.
 
-        etcd rounds up to whole seconds, with a minimum of 2.
+        etcd rounds `ttl_s` up to whole seconds, and to at least 2.
         """
         ...
 
@@ -205,7 +206,7 @@ class Store(Protocol):
     def watch(
         self, prefix: str, start_revision: int, stop: threading.Event
     ) -> Iterator[Events]:
-        """Yields the changes under `prefix` in order, until `stop` or `close`.
+        """Yields changes under `prefix` in order, until `stop` is set or `close` runs.
 
         After an outage the watch reconnects and continues at the next revision. If
         the history was compacted or the store lost data, the watch yields a `Resync`.
@@ -221,7 +222,7 @@ class Store(Protocol):
         ...
 
     def compact(self, revision: int) -> None:
-        """Drops old values of keys before `revision`; current values stay."""
+        """Drops the values that were replaced up to `revision`; current values stay."""
         ...
 
     def reclaim(self) -> None:

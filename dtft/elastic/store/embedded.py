@@ -121,7 +121,7 @@ class EmbeddedEtcd:
         self._alone = not value
 
     def start(self) -> None:
-        """Starts etcd; after `kill` on the same port and data as before.
+        """Starts etcd. An etcd that `kill` has ended gets its port and its data again.
 
         The first start removes the data of an earlier run, because its leases, leader
         key and stop requests are obsolete.
@@ -295,8 +295,8 @@ class EmbeddedEtcd:
         Replaces data that was moved there before.
 
         Returns:
-            The path of the moved data, also if etcd had no data. None if nothing was
-            done, for the same reasons as `restart` returns False.
+            The path of `etcd-aside`, even if etcd had no data. None if nothing was
+            moved, because etcd runs or is no longer `supervised`.
         """
         with self._changing:
             if not self._ended:
@@ -367,7 +367,7 @@ class EmbeddedEtcd:
         return f" End of {self._log}:\n" + "\n".join(self._last_lines()[-5:])
 
     def _last_lines(self) -> list[str]:
-        """Returns the log lines since the last start, of the last 64 KiB of the log."""
+        """Returns the log lines since the last start, at most 64 KiB of them."""
         try:
             with self._log.open("rb") as log:
                 size = log.seek(0, os.SEEK_END)

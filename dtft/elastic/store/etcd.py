@@ -69,7 +69,7 @@ _PAUSES_S = (0.1, 0.2, 0.4, 0.8)  # between attempts to connect a watch
 _ELECTION_PAUSE_S = 0.1  # between rounds of asking members that have no leader
 _OLDEST_SAFE = (3, 5, 6)
 _HEADERS = {"Grpc-Metadata-hasleader": "true"}
-"""Request header with which a member that has lost its leader refuses requests and ends
+"""Request header that makes a member without a leader refuse requests and end
 watches."""
 
 
@@ -117,7 +117,8 @@ class _Elsewhere(Exception):
             cause: reason, for the error message.
             passing: whether a later attempt may succeed.
             refused: whether only a changed setting can help.
-            waited_s: seconds without an answer; infinity for other failures.
+            waited_s: seconds waited if the member did not answer; infinity if the
+                call failed otherwise.
         """
         super().__init__(cause)
         self.passing, self.refused = passing, refused
@@ -167,7 +168,8 @@ class EtcdStore:
         """Opens no connection yet.
 
         Args:
-            address: address of the cluster; text is parsed, without TLS and user.
+            address: address of the cluster. A str is parsed by `StoreAddress.parse`,
+                without TLS and without a user.
             timeout_s: limit of each call in seconds, over all members that it tries.
         """
         if isinstance(address, str):
@@ -547,7 +549,7 @@ class EtcdStore:
         """Yields a watch's batches from one member, each with the next start revision.
 
         Ends without an error when the watch is stopped, after a `Resync`, after
-        `_QUIET_S` seconds without bytes, and if calls now use another member first.
+        `_QUIET_S` seconds without bytes, and once calls try another member first.
 
         Raises:
             StoreUnavailable, OSError, ValueError: the connection or the watch failed.

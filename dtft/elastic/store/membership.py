@@ -1,4 +1,4 @@
-"""This host's keys in its job's store: its registration, the leader key, writes.
+"""This host's part in its job's store: registration, leader key and fenced writes.
 
 The agent's event loop calls `tick`, which renews the lease; so a host whose loop blocks
 loses its lease. Calls of the store run on other threads, so they do not block the loop.
@@ -37,7 +37,7 @@ PERIOD_WRITES = 500
 due after `PERIOD_BYTES` written bytes."""
 RECLAIM_PAUSE_S = 5.0
 FULL_PAUSE_S = 60.0
-"""Seconds between two messages that a shared store is full."""
+"""Seconds between two log lines which say that a shared store is full."""
 
 
 class Compaction:
@@ -65,10 +65,12 @@ class Compaction:
         self._reclaimed = -self._pause_s
 
     def wrote(self, num_bytes: int) -> None:
-        """Counts one write of `num_bytes`, and compacts the store after each period.
+        """Counts one write of `num_bytes`; compacts the store at the end of a period.
 
-        Between one and two periods of history are kept, so a watch can continue after a
-        short interruption. A shared store is not compacted.
+        A period ends after `PERIOD_WRITES` writes or `PERIOD_BYTES` bytes. The
+        compaction drops the history before the period that has just ended. The kept
+        history lets a watch continue after a short interruption. A shared store is not
+        compacted.
         """
         if not self._store.private:
             return
@@ -87,8 +89,8 @@ class Compaction:
     def reclaim(self) -> None:
         """Frees space in a store that refuses writes because its quota is used up.
 
-        For a shared store only a message is logged. Does nothing within
-        `RECLAIM_PAUSE_S` (shared store: `FULL_PAUSE_S`) of a call that did something.
+        Only logs a warning if the store is shared. Does nothing for `RECLAIM_PAUSE_S`
+        after an attempt, or for `FULL_PAUSE_S` after a warning about a shared store.
         """
         if self._clock() < self._reclaimed + self._pause_s:
             return
@@ -154,7 +156,7 @@ class Membership:
             loop: the agent's event loop.
             on_view: called with each new view that is not older than the view before.
             on_lapse: called when the lease has expired, so other hosts may treat this
-                host as dead. The host registers again without further calls.
+                host as dead. `Membership` registers the host again by itself.
             on_store: called with False when the store stops answering, with True when
                 the store answers again.
             on_replaced: called with the record of a later agent process that has
@@ -236,7 +238,10 @@ class Membership:
         self._again = True
 
     def tick(self) -> None:
-        """Renews the lease, writes the record or registers, if due and no call runs."""
+        """Renews the lease, writes the record or registers the host: what is due now.
+
+        Does nothing while an earlier call of the store still runs.
+        """
         if self._busy or self._stopped:
             return
         now = self._loop.now()
@@ -389,11 +394,11 @@ class Membership:
             _only_logged(outcome)
 
     def let_go(self, term: View) -> None:
-        """Gives up the leader key, but not the registration, without waiting.
+        """Gives up the leader key without waiting; this host remains a follower.
 
-        `term` is a view in which this host holds the key. Deletes the key and registers
-        this host under a new lease. If the store does not answer the delete, the key
-        disappears when its old lease expires.
+        `term` is a view in which this host holds the key. Deletes the key, and
+        registers this host again under a new lease. If the store does not answer the
+        delete, the key disappears when this host's old lease expires.
         """
         self._lease, self._due = 0, 0.0
         mine = [self._fence(term), self._in_era(term)]

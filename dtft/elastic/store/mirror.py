@@ -21,7 +21,7 @@ class MirrorSource(Protocol):
     """Starts mirrors. A simulation implements this protocol without threads."""
 
     def mirror(self, prefix: str, changed: Changed) -> Callable[[], None]:
-        """Calls `changed` with all pairs under `prefix`, once and after every change.
+        """Calls `changed` with all pairs under `prefix`, now and after every change.
 
         Returns:
             A function that ends the mirror.

@@ -42,11 +42,11 @@ class SupervisionLimits:
     """Seconds of silence after which an etcd that has answered since its start is
     killed."""
     start_s: float = 20.0
-    """Seconds after a start without an answer, after which etcd is killed. If restarts
-    on the same data fail for this time, the data is moved aside."""
+    """Seconds after which an etcd that has not answered since its start is killed. The
+    data is moved aside if starts on this data have failed for this many seconds."""
     tries: int = 4
-    """Number of consecutive starts without an answer after which the data is moved
-    aside."""
+    """Number of starts in a row, none of them followed by an answer, after which the
+    data is moved aside."""
     crashes: int = 6
     """Number of restarts within `steady_s` after which the data is moved aside, even if
     etcd answered after each."""
@@ -65,8 +65,8 @@ class ProbedEtcd:
     ready: bool
     """Whether etcd has answered since its last start."""
     silent_s: float
-    """Seconds of health checks without an answer, since the last answer or the start.
-    A check counts for at most 3.5 s, even if the supervisor was stopped meanwhile."""
+    """Seconds for which health checks have had no answer, since the last answer or the
+    start. One check adds at most 3.5 s, even if this process stood still meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,8 @@ class Outage:
     failed: int = 0
     """Number of failed starts on the current data in this outage."""
     counting_from: float = 0.0
-    """Time from which `SupervisionLimits.start_s` counts for the current data."""
+    """Time from which `SupervisionLimits.start_s` counts for starts on the current
+    data."""
     due: float = 0.0
     """Earliest time of the next start."""
     starts: tuple[float, ...] = ()

@@ -41,7 +41,7 @@ class View:
     """The step last written to storage; 0 for none."""
     stop: bool = False
     wanted: WantedSize | None = None
-    """The requested size; None if no other size was requested."""
+    """The size that a request has set; None if no request has changed the size."""
     budget: str = ""
     """The failure budget as JSON; "" for none."""
     result: str | None = None
@@ -61,9 +61,10 @@ class View:
         return (self.era << _REVISION_BITS) + self.leader_revision
 
     def lost_data_since(self, known: "View") -> bool:
-        """Whether the store has lost data between an earlier view, `known`, and this.
+        """Whether the store has lost data since an earlier view, `known`.
 
-        It has if era or revision is smaller now, or if the same era has begun again.
+        True if this view has a smaller (era, revision), or an era of the same number
+        that has another value.
         """
         again = self.era == known.era and self.era_value != known.era_value
         return self.age < known.age or again
@@ -156,7 +157,7 @@ def read_view(store: Store, job: str) -> tuple[View, int]:
 
 
 def read_commits(store: Store, job: str) -> tuple[Commit, ...]:
-    """Reads the recorded commits of a job, newest first; () for none or if unreadable.
+    """Reads the recorded commits of a job, newest first; () if none can be read.
 
     A leader must not fail on unreadable commits, because the hosts also report their
     newest commits.

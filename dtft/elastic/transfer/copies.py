@@ -1,7 +1,7 @@
 """The copies that this host keeps for the job, over all its formations.
 
-A formation with the same layout, slot and failure domains reuses the arena of the
-formation before, so copies outlive the trainers. Any other formation gets a new arena.
+A formation whose layout, slot and failure domains equal those of an arena reuses this
+arena, so copies outlive the trainers. Any other formation gets a new arena.
 Former arenas with copies of the restored step stay until the new formation has
 committed a step, because they may hold the only copies of the last commit.
 """
@@ -39,7 +39,7 @@ class Copies:
         self._placed: dict[ReplicaStore, tuple[str, ...]] = {}
         self.epoch: tuple[int, int] = (0, 0)
         """(generation, attempt) of the newest order. A restore for an older order may
-        still run; its `hold` then raises OSError."""
+        still run; `hold` raises OSError when this restore calls it."""
         self._lock = threading.Lock()  # an abandoned restore may still call `hold`
 
     def hold(
@@ -131,7 +131,10 @@ class Copies:
         return pack_flags(self._shares[holder].of(holder.slot, turn))
 
     def committed(self) -> None:
-        """Frees former formations' memory after the newest formation's first commit."""
+        """Frees the memory of former formations.
+
+        Called when the newest formation has committed a step.
+        """
         with self._lock:
             former, self.former = self.former, ()
         for one in former:
@@ -182,7 +185,7 @@ class Copies:
         return reserve
 
     def report(self, read: bool = True) -> dict[str, Any]:
-        """Makes the report to the leader of all copies on this host.
+        """Makes this host's report about all of its copies, for the leader.
 
         Args:
             read: whether the copies are read and checked now; see
@@ -190,8 +193,8 @@ class Copies:
 
         Returns:
             `layouts` as JSON; `holdings`: step to slice key to digests; `complete`:
-            step to the slots of which all own slices are held; `items` by step; and
-            `corrupt`: a text for each corrupt copy.
+            step to the slots whose own slices are all held; `items`: step to the step's
+            items; and `corrupt`: a text for each corrupt copy.
         """
         holders = self.holders()
         held: dict[int, dict[str, bytes]] = {}

@@ -63,7 +63,7 @@ def find_copies(
 
 @dataclass(frozen=True, kw_only=True)
 class Inbox:
-    """This host's current state, for the threads that serve its port.
+    """This host's current state, as the threads that answer its peers read it.
 
     The threads call `epoch`, `holder` and `former` for every push and every fetch.
     """
@@ -140,8 +140,8 @@ def _receive_push(channel: Channel, inbox: Inbox) -> bool:
     """Receives one push.
 
     Returns:
-        True if the peer need not repeat the push: its copy is held here, or its epoch
-        is older than this host's.
+        True if the peer need not repeat the push: the pushed copy is held here, or the
+        epoch of the push is older than this host's.
     """
     header, _ = channel.receive(86400, no_payload, max_header=MAX_DATA_HEADER)
     push = _Announced.read(header)
@@ -167,7 +167,7 @@ def _receive_push(channel: Channel, inbox: Inbox) -> bool:
 
 
 def serve_fetch(channel: Channel, inbox: Inbox) -> None:
-    """Answers one connection of a peer that fetches slices of a step.
+    """Serves a peer's fetch of slices until the peer closes the connection.
 
     Raises:
         WireError: the peer's request is invalid.

@@ -50,7 +50,7 @@ class Pusher:
         self._credentials, self._epoch = credentials, epoch
         self._deadline_s = deadline_s
         self.paced: Callable[[int], None] | None = None
-        """Called with the bytes sent; pauses to limit the rate. None: no limit."""
+        """Takes a number of sent bytes; sleeps to limit the rate. None: no limit."""
         self._steps: queue.Queue[int | None] = queue.Queue()
         self._closed = threading.Event()
         self._channel: Channel | None = None
@@ -63,7 +63,7 @@ class Pusher:
         return sum(piece.nbytes for piece in self._push.slices)
 
     def offer(self, step: int) -> None:
-        """Queues a step of this host's memory to be sent."""
+        """Queues a step for sending; this host's memory must have the step."""
         self._steps.put(step)
 
     def close(self) -> None:
@@ -87,8 +87,8 @@ class Pusher:
             self._channel.close()
 
     def _try(self, step: int, deadline: float) -> bool:
-        """Sends one step. Returns False if the send failed and may be tried again, True
-        if it succeeded or the step was dropped here."""
+        """Sends one step. Returns True if no other try is needed: the peer need not get
+        the step again, or this host's memory has dropped the step."""
         try:
             return self._send(step, deadline)
         except KeyError:

@@ -1,8 +1,9 @@
 """Carries out a restore plan on one host: the one executor of all restores.
 
-Fills the memory of slices by the leader's order: whole slices by key, and regions of
-committed slices if the host's slices are cut differently than in the commit. The
-host's correct copies stay; the other slices are fetched from all peers in parallel.
+Fills the memory of slices as the leader has ordered: with whole slices, named by key,
+or with regions of committed slices if the host's slices are cut differently than in the
+commit. The host's correct copies stay; all other slices are fetched from the peers in
+parallel.
 Committed slices are read in whole chunks whose digests must be the commit's, so wrong
 bytes are never restored. Afterwards the leader compares the digests that the owners of
 an assembled slice report.
@@ -72,7 +73,7 @@ class FetchOrder:
     transfer: Mapping[str, Any]
     """Host and address of the peer; the keys of whole slices, or regions, or both."""
     digests: Mapping[str, bytes]
-    """Digests by key of committed slices."""
+    """Maps the key of each committed slice to its digests."""
 
     def regions(self, memory: Mapping[str, Parts]) -> dict[Slice, list[Region]]:
         """Maps each committed slice to the regions that are copied from it.
@@ -271,7 +272,7 @@ def borrow(
     credentials: Credentials,
     limit_s: float,
 ) -> None:
-    """Completes a pinned step with the slices that this host did not copy.
+    """Fetches the slices that this host's copy of a pinned step lacks; verifies them.
 
     Args:
         holder: this host's holder.
@@ -312,12 +313,12 @@ def bring(
     nixl: Nixl | None = None,
     fetched: Callable[[Sequence[str]], None] = lambda keys: None,
 ) -> int:
-    """Fills the memory of slices by an order; verifies all bytes that are read.
+    """Fills the memory of slices as an order says; verifies all bytes that are read.
 
     Args:
         new: the memory of each slice; other slices of the order are not filled.
-        order: step, digests of committed slices, epoch or generation and attempt;
-            transfers and regions.
+        order: `step`, `digests` of committed slices, `epoch` (or both `generation` and
+            `attempt`), `transfers` and `regions`.
         credentials: the job's credentials.
         limit_s: deadline of each fetch, in seconds.
         chunk_bytes: bytes under one digest.
@@ -328,7 +329,8 @@ def bring(
             that one peer has sent.
 
     Returns:
-        Bytes fetched from peers, including the bytes of chunks outside the regions.
+        Number of bytes fetched from peers. Whole chunks are fetched, so bytes beside
+        the regions count, too.
 
     Raises:
         FetchFailed: a peer has gone or has not answered in time, or a peer or this host
@@ -452,7 +454,8 @@ def fetch_into(
         streams: most connections at a time.
 
     Returns:
-        Verified bytes, including the bytes of chunks outside the regions.
+        Number of bytes fetched and verified. Whole chunks are fetched, so bytes beside
+        the regions count, too.
 
     Raises:
         FetchFailed: the peer has gone, lacks a slice or sent corrupt bytes, or

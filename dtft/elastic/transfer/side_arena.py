@@ -23,8 +23,8 @@ Bring = Callable[[Mapping[Slice, Parts]], int]
 
 
 class SideArena:
-    """Holds at most one arena, with the slices of a step under other shardings, in
-    addition to the arenas of a host's copies."""
+    """Holds at most one arena, with a step's slices under the requested shardings. A
+    host has this arena in addition to the arenas of its copies."""
 
     def __init__(self, directory: Path) -> None:
         """Reserves no memory yet; arenas will lie in `directory`."""
@@ -128,7 +128,7 @@ class Resharding:
         self._emit("assembled", task, answer)
 
     def outdated(self, answer: Mapping[str, Any]) -> None:
-        """Frees the arena of an answer whose process has gone."""
+        """Frees the arena that `answer` names, because its process has gone."""
         if "arena" in answer:
             self._side.free(answer["arena"])
 

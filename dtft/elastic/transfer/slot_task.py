@@ -1,4 +1,4 @@
-"""The order of one host's slot, and the pushers that send the slot's copies.
+"""The leader's order for one host's slot, and the pushers of the slot's copies.
 
 The pushers, their pace and the host's turn in copying belong to one formation and end
 with the formation.
@@ -62,10 +62,10 @@ class SlotTask:
         self._pushers = []
 
     def push(self, step: int, targets: Collection[int] | None = None) -> None:
-        """Queues a step of this host's memory to be sent to peers that keep copies.
+        """Queues a step for sending to the peers that keep copies.
 
         Args:
-            step: number of the step.
+            step: number of the step, which this host's memory has.
             targets: slots of the peers; by default all.
         """
         for pusher in self._pushers:

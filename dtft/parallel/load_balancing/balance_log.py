@@ -34,7 +34,7 @@ from dtft.parallel.row_assignment import Sharing
 # for shares begins again.
 
 ITEM = "balance"
-"""Key of shares and measured times among the checkpoint items that are not arrays."""
+"""Key of the checkpoint item (JSON) that has the shares and measured times."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +98,10 @@ def begin_balance(
 
     Shares are equal and all nodes unknown if the checkpoint has no record, or a record
     of another number of microbatches. Otherwise the recorded shares are used again if
-    the number of nodes is the same and no share is above its cap. If they do not fit,
-    the policy `exact` takes the best shares for the measured times, provided that the
-    times of at least one node are known. In all other cases shares are equal.
+    they fit: the number of nodes is the same, and no share is above its node's cap. In
+    place of shares that do not fit, the policy `exact` takes the best shares for the
+    measured times, if the times of at least one node are known. In all other cases
+    shares are equal.
 
     Args:
         rules: the rules of this run.
@@ -143,7 +144,7 @@ def _arrays(times: UnitTimes) -> dict[str, list[float]]:
 
 
 def _known(recorded: Mapping[str, Any], names: Sequence[str]) -> SpeedEstimator:
-    """Selects the recorded times of nodes by name; 0 for a node without a record."""
+    """Selects recorded times by node name. A node without a record gets times of 0."""
     place = {name: index for index, name in enumerate(recorded["nodes"])}
 
     def here(values: Sequence[float]) -> Any:
@@ -178,8 +179,8 @@ class Cost:
     """Seconds of timed and untimed steps in a round, measured in one process."""
 
     step_s: float | None
-    """Mean seconds of a step that was not timed, without this process's first step;
-    None if there was no such step."""
+    """Mean seconds of the steps that were not timed. This process's first step does not
+    count. None if no step is left."""
     probe_s: float
     """Mean seconds of a timed step."""
     probes: int
@@ -188,7 +189,7 @@ class Cost:
 
     @property
     def share(self) -> float | None:
-        """Time lost by timing, as a share of a round without timed steps.
+        """Seconds that timing adds to a round, relative to a round without timed steps.
 
         None if `step_s` is None.
         """
@@ -219,7 +220,8 @@ class BalanceLog:
             run_directory: directory of `balance.jsonl`.
             epoch: fields that are added to every record.
             names: names of the nodes.
-            leading: whether this process prints and writes; others do nothing.
+            leading: whether this process prints and writes; if not, the log does
+                nothing.
             say: function that prints a line.
         """
         self._path, self._epoch, self._names = (
@@ -295,7 +297,7 @@ class BalanceLog:
 
 
 def begin_line(step: int, begin: Begin, sharing: Sharing) -> str:
-    """Makes a line with a run's first shares, and whether they were recorded."""
+    """Makes a line with a run's first shares, and whether a checkpoint has them."""
     why = f"recorded at step {step}" if begin.is_recorded else "to begin with"
     new = ""
     if step and begin.unknown:
@@ -316,8 +318,11 @@ def round_line(
     cost: Cost,
     names: Sequence[str],
 ) -> str:
-    """Makes a line with the shares of a round, each node's mean milliseconds of waiting
-    for the slowest node, and the next shares or the reason to keep these."""
+    """Makes the log line of a round.
+
+    The line has the shares of the round, each node's mean milliseconds of waiting for
+    the slowest node, and the next shares or the reason why the shares stay the same.
+    """
     judged = after.judgement
     assert judged is not None
     longest = float(busy_s.max(1).mean())

@@ -101,8 +101,8 @@ class Balancer:
     def _first(self, state: State, batch: Arrays) -> tuple[State, Metrics]:
         """Compiles the programs of timed steps, then runs this process's first step.
 
-        The gathers of times and of shares are also run once before that step, to
-        compile them. So the times of timed steps do not include compilation.
+        Before that step the gathers of times and of shares are run once, which compiles
+        the gathers. So the times of timed steps do not include compilation.
         """
         self._timing.prepare(batch)
         for columns in (self._config.probes, len(self._names)):

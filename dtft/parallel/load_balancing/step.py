@@ -149,8 +149,8 @@ def load_balanced_step(experiment: Experiment, mesh: Mesh) -> TrainStep:
         mesh: a mesh from `make_mesh`.
 
     Raises:
-        ValueError: the batch cannot be shared on this mesh, or the model or the
-            optimizer cannot run on it.
+        ValueError: the batch cannot be shared on this mesh, the model is not supported
+            (`functional`), or the optimizer cannot run on this mesh.
     """
     batch = experiment.data.global_batch
     sharing = sharing_of(experiment.balance, batch, mesh.shape)
@@ -174,8 +174,8 @@ def shared_by(train_step: TrainStep) -> SharedGradients:
 def _added_joined(tree: Any) -> Any:
     """Sums arrays over the replicas, with one reduction for all arrays of a dtype.
 
-    On CPU each reduction waits for the slowest host. Twenty small arrays with separate
-    reductions would wait twenty times.
+    On CPU each reduction waits for the slowest host. Separate reductions of twenty
+    small arrays would wait twenty times.
     """
     leaves, structure = jax.tree.flatten(tree)
     found: list[Any] = [None] * len(leaves)
@@ -196,7 +196,7 @@ def _varying(tree: Any) -> Any:
 
 
 class SharedFeed(Prepared):
-    """Feed for a step of `load_balanced_step`, with the current shares.
+    """Feed of batches with the current shares, for a step of `load_balanced_step`.
 
     Each replica has `Sharing.room` rows in the batch. Rows beyond a replica's share are
     zeros, which the step does not use.
@@ -242,7 +242,7 @@ class SharedFeed(Prepared):
         )
 
     def _padded(self, rows: range) -> dict[str, np.ndarray]:
-        """Reads the columns of rows, and pads with zeros to `Sharing.room` rows."""
+        """Reads rows, an array per column, padded with zeros to `Sharing.room` rows."""
         # A replica without a share reads one row, to get names, shapes and dtypes.
         found = self._source.batch(rows or range(1))
 
@@ -354,14 +354,15 @@ class Probe:
         return state, metrics, TimedStep(began=began, ended=ended, busy_s=busy)
 
     def _until_ready(self, made: Any, began: float) -> tuple[float, ...]:
-        """Waits for the results of this process's replicas, each in its own thread.
+        """Waits for the results of this process's replicas, with a thread per replica.
 
         Args:
             made: results of a program.
             began: start time of the program, by `time.perf_counter()`.
 
         Returns:
-            For each replica the seconds from `began` until its results were ready.
+            For each replica the seconds from `began` until the replica's results were
+            ready.
         """
         replicas = own_replicas(self._mesh)
 
@@ -402,8 +403,8 @@ def gathered(mesh: Mesh, values: np.ndarray) -> np.ndarray:
         values: one row for each of this process's replicas, `[replicas here, n]`.
 
     Returns:
-        float32 `[replicas, devices of a replica, n]`. Each device has the row from its
-        process, because the devices of a replica may belong to several processes.
+        float32 `[replicas, devices of a replica, n]`. The row of a device comes from
+        the device's process; the devices of a replica may belong to several processes.
     """
     each = mesh.size // mesh.shape[REPLICA_AXIS]
     place = {replica: row for row, replica in enumerate(own_replicas(mesh))}

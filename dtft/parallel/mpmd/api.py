@@ -70,8 +70,9 @@ def make_placed_step(
         microbatches: number of parts of the batch, which pass through the nodes one
             after another.
         weight: `(batch) -> scalar`, the weight of a microbatch in means, such as its
-            number of tokens; None gives all the same weight. A step raises ValueError
-            if a weight is negative or not finite, or if all weights are 0.
+            number of tokens; None gives all microbatches the same weight. A step
+            raises ValueError if a weight is negative or not finite, or if all weights
+            are 0.
         seconds: expected seconds of each operator's forward pass; by default the
             placement's seconds, or equal times for all segments.
         deadline_s: seconds after which a step that has not ended raises TimeoutError.
@@ -191,10 +192,10 @@ class PlacedStep:
         return self._layout.copied({"params": params, "opt_state": opt_state})
 
     def moved(self, state: State) -> State:
-        """Copies a state of another placed step of the loss to this step's devices.
+        """Copies a state of another placed step to the devices of this step.
 
-        This allows a change of the placement during a run. Both placed steps must have
-        the same optimizer.
+        Both placed steps must have the same loss and optimizer. A run can change its
+        placement in this way.
 
         Raises:
             ValueError: `state` has another tree, shape or dtype than planned, a leaf is

@@ -22,7 +22,7 @@ from dtft.planner.ir import is_var
 
 
 def check(cut: Cut, params: Sequence[int], num_microbatches: int) -> None:
-    """Checks that loss and parameters have gradients, and the results are allowed.
+    """Checks that loss and parameters have gradients and all results are allowed.
 
     Each result must be computed by the program. With several microbatches it must also
     be floating-point or complex, so that it can be averaged.
@@ -189,7 +189,8 @@ class Split:
         arriving: Sequence[Sequence[int]],
         earlier: Sequence[int | None],
     ) -> ClosedJaxpr:
-        """Makes the program from residuals and cotangents of `made` to those of `used`.
+        """Makes the program from residuals and cotangents of `made` to cotangents of
+        `used`.
 
         Args:
             likes: shapes of the program's arguments.
@@ -222,7 +223,7 @@ class Split:
 def _transposable(
     program: ClosedJaxpr, segment: Segment, used: Sequence[int], made: Sequence[int]
 ) -> Callable[..., Any]:
-    """Makes a function from a segment's reads to its writes and its vjp function.
+    """Makes a function from a segment's reads to its writes and to a vjp function.
 
     The vjp function takes cotangents of `made` and returns cotangents of `used`.
     """
@@ -264,8 +265,9 @@ _SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
 class Ends:
     """The calls that are made once in a step, before or after the microbatches.
 
-    Calls before send parameters, and set sums of gradients to zero. Calls after add the
-    sums of all nodes, and compute the means of gradients and results.
+    The calls before the microbatches send parameters, and set sums of gradients to
+    zero. The calls after the microbatches add the sums of all nodes, and compute the
+    means of gradients and results.
     """
 
     like: Mapping[int, jax.ShapeDtypeStruct]
@@ -412,9 +414,10 @@ class Gradients:
     """Key and node of each array that the caller puts into a node's store: batch,
     constants and weights."""
     results: tuple[tuple[Key, int], ...]
-    """Key and node of each result of the loss after the step."""
+    """For each result of the loss its key, and the node that has it after the step."""
     gradients: tuple[tuple[Key, int], ...]
-    """Key and node of each parameter's gradient after the step."""
+    """For each parameter the key of its gradient, and the node that has the gradient
+    after the step."""
 
 
 def differentiated(cut: Cut, num_params: int, num_microbatches: int) -> Gradients:
@@ -440,8 +443,8 @@ class _Users:
     by_node: dict[int, dict[int, list[int]]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(list))
     )
-    """Map from the number of a value and a node to the numbers of the node's segments
-    that make a cotangent of the value, ascending."""
+    """Map from a value's number to a map from a node to the numbers of the node's
+    segments that make a cotangent of the value, ascending."""
     nodes: dict[Key, list[int]] = field(default_factory=lambda: defaultdict(list))
     """Map from a key to the nodes that read its array."""
 

@@ -83,9 +83,9 @@ class Node:
             exchange: sends arrays to and receives arrays from other nodes.
             deadline: time (`time.monotonic()`) at which waiting ends.
             wanted: keys of arrays that stay in the store.
-            began: time (`time.monotonic()`) at which the step began. Each task then
-                ends before the next one begins, and is timed. With None tasks are not
-                timed, and the device queues them.
+            began: time (`time.monotonic()`) at which the step began. With a time, each
+                task is timed, and ends before the next task begins. With None, tasks
+                are not timed, and the device queues them.
 
         Returns:
             The times of the tasks; empty if `began` is None.
@@ -195,8 +195,8 @@ class _Clock:
 
 
 _GRACE_S = 5.0
-"""Seconds after the deadline that `Hub.all` waits for the threads of nodes. In this
-time a node that waited for an array raises an error, which names the array."""
+"""Seconds that `Hub.all` still waits for the threads of nodes after the deadline. In
+this time a node that waited for an array raises an error, which names the array."""
 
 
 class Hub:

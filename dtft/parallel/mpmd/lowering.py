@@ -1,4 +1,4 @@
-"""Finds the operators of a program that JAX cannot lower for a platform.
+"""Finds those operators of a program that JAX cannot lower for a platform.
 
 The platform need not be on this machine: operators are lowered, but not compiled or
 run. `dtft.placement.Kernels(lacking=...)` takes the result.
@@ -19,7 +19,7 @@ _PLATFORMS = tuple(name for name in get_args(Platform) if name != "other")
 def lacking(
     fn: Callable[..., Any], *args: Any, platforms: Iterable[str] | Cluster
 ) -> dict[str, frozenset[int]]:
-    """Returns the operators of a function that JAX cannot lower, by platform.
+    """Returns, by platform, those operators of a function that JAX cannot lower.
 
     Args:
         fn: any function that JAX can trace.

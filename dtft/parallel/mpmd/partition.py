@@ -128,9 +128,9 @@ class _Flat:
         self._made: dict[Var, int] = {}
 
     def known(self, atom: Any) -> Any:
-        """Returns what replaces a variable of an inlined body in the flat program.
+        """Returns the variable or literal that replaces `atom` in the flat program.
 
-        This is a variable or a literal. Other atoms are returned unchanged.
+        An atom that nothing replaces is returned unchanged.
         """
         return self._known.get(atom, atom) if is_var(atom) else atom
 
@@ -273,12 +273,9 @@ class _Cutting:
     def _groups(self) -> list[list[int]]:
         """Groups units into segments, in an order in which segments can run.
 
-        A unit is ready once its inputs are made. Each segment starts with the ready
-        unit after which the node changes most often along a path of readers
-        (`_changes`). It takes all units of that node that can run without waiting for
-        other nodes. So a ready unit with few changes after it, such as one that reads
-        labels, starts no segment early: it joins one that another unit of its node
-        starts, if there is one.
+        A segment starts with the unit, among those whose inputs are made, that has the
+        most changes of node after it (`_changes`). The segment takes all units of the
+        same node that can run without waiting for other nodes.
         """
         waiting = [len(before) for before in self._before]
         ready: dict[int, set[int]] = defaultdict(set)
@@ -308,8 +305,10 @@ class _Cutting:
         return sorted(group)
 
     def _changes(self) -> list[int]:
-        """Computes, for each unit, the largest number of changes of node on a path of
-        readers after the unit."""
+        """Returns, for each unit, how often the node changes on a path of readers.
+
+        The path begins at the unit; the path with the most changes counts.
+        """
         found = [0] * len(self._units)
         for index in range(len(self._units) - 1, -1, -1):
             node = self._units[index].node
@@ -416,7 +415,7 @@ def nodes_of_scopes(graph: Graph, table: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def devices_of(placement: Placement, table: Mapping[Any, Any]) -> dict[int, Any]:
-    """Finds the device of each node of a placement in a table.
+    """Looks up the device of each node of a placement.
 
     Args:
         placement: a placement, whose nodes have names, types and platforms.
@@ -468,8 +467,8 @@ def check_microbatches(placement: Placement, microbatches: int) -> None:
 
 
 def _words(placement: Placement, node: int) -> tuple[str, ...]:
-    """Returns the keys of a node in a device table: its name, type, first part of the
-    type, platforms."""
+    """Returns the keys that a device table may have for a node: the node's name, type,
+    first part of the type, and platforms."""
     kind = placement.types[node]
     platforms = _platforms(placement, node)
     return (placement.nodes[node], kind, kind.split("-")[0], *platforms)

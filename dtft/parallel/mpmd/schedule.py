@@ -48,8 +48,9 @@ class Key(NamedTuple):
     kind: Kind
     number: int = 0
     """Number of the value in the program. A cotangent, partial, sum or gradient has the
-    number of the value that it belongs to. A result, a residual or a leaf of the
-    optimizer state has its position. 0 for weights and their total."""
+    number of the value that it belongs to. A result has its position among the results,
+    a residual among the segment's residuals, a leaf of the optimizer state among the
+    leaves. Weights and their total have 0."""
     of: int = 0
     """Node that made a cotangent or sum; segment that made a residual or partial. 1 for
     a constant of the optimizer's program."""
@@ -139,9 +140,9 @@ class Calls:
     """Calls made for each microbatch: the forward call of every segment, and the
     backward call of every segment that makes values with a gradient."""
     end: tuple[NodeCall, ...] = ()
-    """Calls made once, after the last microbatch, in an order that can run."""
+    """Calls made once, after the last microbatch, in an order in which they can run."""
     num_bytes: Mapping[Key, int] = field(default_factory=dict)
-    """Map from the key of each array that is sent to its bytes."""
+    """Map from an array's key to the array's bytes, for each array that is sent."""
 
     def then(self, more: "Calls") -> "Calls":
         """Returns these calls, with the `end` calls and `num_bytes` of `more` added."""
@@ -276,7 +277,7 @@ def order(calls: Calls, num_microbatches: int, seconds: Sequence[float]) -> Call
 
 
 class _Simulation:
-    """A simulation of the forward and backward tasks of all nodes, for their order."""
+    """A simulation of all forward and backward tasks, which finds their order."""
 
     def __init__(
         self, calls: Sequence[NodeCall], num_microbatches: int, seconds: Sequence[float]
@@ -331,9 +332,9 @@ class _Simulation:
         return starts, max(free.values(), default=0.0)
 
     def _followers(self) -> list[set[int]]:
-        """Returns, for each call, the calls whose earliest start may depend on its end.
+        """Returns, for each call, the calls that may have to wait until the call ends.
 
-        A call is in its own set, because its next microbatch follows.
+        A call is in its own set, because the call's next microbatch waits too.
         """
         found = [{index} for index in range(len(self._calls))]
         for index, before in enumerate(self._before):
@@ -385,10 +386,9 @@ class _Simulation:
     def _let_in(self, index: int, part: int) -> float | None:
         """Returns the time from which a segment may begin a microbatch, in seconds.
 
-        A segment has a limit of microbatches in flight (between its forward and its
-        backward call). At the limit an older microbatch must first end its backward
-        call, or all its calls if the segment has no backward call. Returns 0.0 below
-        the limit, and None if the older microbatch's end is not yet scheduled.
+        Below the segment's limit of microbatches in flight this is 0.0. At the limit it
+        is the end of an older microbatch's backward call (if the segment has none: of
+        all calls of that microbatch), or None if this end is not yet scheduled.
         """
         gone = part - self._most[self._calls[index].segment]
         if gone < 0:
@@ -401,7 +401,7 @@ class _Simulation:
 
 
 def _most_in_flight(calls: Sequence[NodeCall]) -> dict[int, int]:
-    """Maps each segment to its largest number of microbatches in flight.
+    """Maps each segment to its limit of microbatches in flight.
 
     A microbatch is in flight between the segment's forward and backward call. The limit
     is the number of different nodes of the segment and all later segments.

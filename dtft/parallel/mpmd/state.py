@@ -62,10 +62,10 @@ class PlacedLayout:
         """Checks the structure of a state, but not the devices of its arrays.
 
         Raises:
-            ValueError: the state is no mapping of parameters and optimizer state, the
-                tree, a shape or a dtype differs, a leaf is a ShapeDtypeStruct, or an
-                array was donated to a step. If a leaf is wrong, the message names its
-                path.
+            ValueError: the state is no mapping of parameters and optimizer state; its
+                tree, a shape or a dtype is not the layout's; a leaf is a
+                ShapeDtypeStruct; or an array was donated to a step. If a leaf is wrong,
+                the message names its path.
         """
         if not isinstance(state, Mapping) or set(state) != set(self.shapes):
             has = f" of {list(state)!r:.60}" if isinstance(state, Mapping) else ""
@@ -194,7 +194,8 @@ class PlacedFeed:
     num_parts: int
     """Number of microbatches."""
     weight: Callable[[Any], Any] | None
-    """Function from a microbatch to its weight; None gives all the same weight."""
+    """Function from a microbatch to its weight; None gives all microbatches the same
+    weight."""
 
     def stores(
         self, state: Any, batch: Any, nodes: Sequence[int]

@@ -65,7 +65,7 @@ def updating(
 
 
 class _Colocated:
-    """A set of values on the same node (union-find); the node may be set later."""
+    """A set of values on one node (union-find); the node may still be unknown."""
 
     def __init__(self, node: int | None = None) -> None:
         self.node = node

@@ -154,8 +154,8 @@ class RunnablePlan(Plan):
         """Makes the plan's mesh.
 
         Args:
-            devices: devices in mesh order; by default all of JAX's devices, in a single
-                process the first ones if the plan uses fewer.
+            devices: devices in mesh order; by default JAX's devices: in a single
+                process the first ones that the plan uses, in several processes all.
 
         Raises:
             ValueError: the number of devices is not the product of the mesh's sizes.
@@ -183,7 +183,8 @@ class RunnablePlan(Plan):
 
         `flax.core.spmd.logical_axis_rules(plan.axis_rules(params).rules)` shards a
         model that was written with logical names. A rule gives a name the same axes in
-        every array. Arrays that the plan divides in another way are the `exceptions`.
+        every array. The result's `exceptions` list the arrays that the plan divides in
+        another way.
 
         Args:
             params: the planned parameters (entry step: the planned state), with NNX
@@ -248,7 +249,8 @@ def plan(
             devices as the job, the plan uses every device.
         calibration: result of `dtft calibrate` for the same device type, or the path of
             its file. The measured figures replace the figures of the catalog.
-        what_if: whether knobs that cannot be run here are searched too.
+        what_if: whether knobs are searched too that this entry point or the cluster's
+            platform cannot run.
         trial: number of best plans that are run on the devices here; the fastest is
             selected. 0 runs none.
         verify: number of best plans that are compiled, for devices that need not exist;

@@ -1,4 +1,4 @@
-"""Makes the plan for `plan=auto`: the planner's best plan for a config on its devices.
+"""Makes the plan for `plan=auto`: the planner's best for a config on given devices.
 
 The config is converted to a loss, an optimizer, parameters and a batch, which are
 traced with shapes only.
@@ -83,8 +83,8 @@ def automatic(experiment: Experiment, devices: Sequence[Any]) -> Plan:
 
     Raises:
         ValueError: no plan fits, the planner does not know the device type, the devices
-            or the hosts differ, the calibration is of other devices, or the config
-            cannot be planned (`asked_of`).
+            or the hosts are not all alike, the calibration is of other devices, or the
+            config cannot be planned (`asked_of`).
     """
     cluster = Cluster.from_devices(devices)
     if experiment.calibration:

@@ -24,7 +24,7 @@ def past_run(plan: Plan, mesh: Mesh, step_s: Sequence[float]) -> PastRun | None:
     """Makes one entry of the log from the measured times of a run.
 
     Returns None if the planner does not know the device type, or if the devices or the
-    hosts differ.
+    hosts are not all alike.
 
     Args:
         plan: the plan that was run.

@@ -23,7 +23,7 @@ from dtft.planner.plan import Plan
 AUTO = "auto"
 """Value of the config's `plan` for which the planner selects the plan."""
 ITEM = "plan"
-"""Key of the plan among the items of a checkpoint that are not arrays."""
+"""Key of the checkpoint item (JSON) that has the plan."""
 
 Decide = Callable[[Experiment, Sequence[Any]], Plan]
 """Function from a config and its devices, in mesh order, to a plan."""
@@ -45,7 +45,7 @@ class PlanChoice:
     number that the plan uses."""
     here: str = ""
     """Devices of the run in words (`Pool.fabric_words`); empty if the planner does not
-    know the device type, or if the devices or the hosts differ."""
+    know the device type, or if the devices or the hosts are not all alike."""
 
     @property
     def is_predicted(self) -> bool:
@@ -114,8 +114,8 @@ def choose(
     All processes must call this function together. A recorded plan is replayed if the
     config's `plan` and the number of devices are the same as in the checkpoint. If only
     the number of devices differs, `auto` is decided again, and a plan from a file gets
-    another number of replicas. A plan file that was made for another number of devices
-    gets another number of replicas, too.
+    the number of replicas that uses all devices. A plan that is newly read from its
+    file gets this number too, if it was made for another number of devices.
 
     Args:
         experiment: the config; its field `plan` is `auto`, a path, or empty.
@@ -218,8 +218,8 @@ def _check_batch(plan: Plan, batch: int) -> None:
 
 
 def _words(devices: Sequence[Any]) -> str:
-    """Describes devices by `Pool.fabric_words`; empty if the planner does not know the
-    device type, or if the devices or the hosts differ."""
+    """Describes devices by `Pool.fabric_words`; returns "" if the planner does not know
+    the device type, or if the devices or the hosts are not all alike."""
     try:
         return Cluster.from_devices(devices).uniform.fabric_words
     except ValueError:

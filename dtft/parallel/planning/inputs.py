@@ -226,8 +226,7 @@ def _check_rows(batch: Any) -> None:
 def checked_loss(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """Wraps a loss; the wrapper raises ValueError unless the result is a scalar.
 
-    The scalar must be floating-point or complex. A pair of such a scalar and aux is
-    allowed too.
+    The scalar must be floating-point. A pair of such a scalar and aux is allowed too.
     """
 
     @functools.wraps(loss)

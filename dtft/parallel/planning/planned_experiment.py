@@ -82,10 +82,9 @@ def planned_train_step(experiment: Experiment, mesh: Mesh, plan: Plan) -> TrainS
 
 
 def _gradients_of(model: FunctionalModel, update: Update) -> Gradients:
-    """Makes a function that computes the means over a batch by a plan.
+    """Makes a function that computes the `Means` of a batch.
 
-    The means are of gradients, running statistics and metrics. The plan's shardings and
-    knobs (remat, microbatches, ZeRO) apply.
+    The function applies the shardings and knobs of the update's plan.
     """
 
     def loss(

@@ -240,7 +240,7 @@ def update_specs(
 
 
 def _places(node: Any, names: Any) -> list[tuple[str, str]] | None:
-    """Pairs the path of each leaf below an optimizer state node with a parameter path.
+    """Pairs each path below a node of the optimizer state with a parameter's path.
 
     Returns None if the node does not have the structure of the parameters. Leaves or
     subtrees that `optax.masked` left out do not count as a difference.
@@ -304,8 +304,8 @@ class PlannedStep:
     _shardings: Callable[[State], Any]
     """Function from a state to a tree with a NamedSharding for each leaf."""
     _function: Callable[[State, Any], Step]
-    """Makes the step to be jitted, for the structure, shapes and dtypes of a state and
-    a batch. Both may be arrays or ShapeDtypeStructs."""
+    """Function from a state and a batch (arrays or ShapeDtypeStructs) to the step that
+    is jitted for their structure, shapes and dtypes."""
     _of_result: NamedSharding | None
     """Sharding of the step's second result; None leaves the choice to XLA."""
     _compiled: dict[Any, Any] = field(default_factory=dict)
@@ -427,7 +427,7 @@ def make_step(
     Rematerialization: by block, see `dtft.planner.ir.remat`.
 
     ZeRO: level 1 updates each parameter on the devices that hold its optimizer state.
-    Level 2 also divides gradients in this way, except those of vectors over `fsdp`.
+    Level 2 also divides gradients in this way, but no gradient of a vector over `fsdp`.
     Level 3 gathers parameters over `fsdp` at each use, and gathers again in the
     backward pass, see `dtft.parallel.fsdp`.
 
@@ -436,8 +436,8 @@ def make_step(
         optimizer: any optax transformation.
         plan: a plan for this loss, optimizer and these shapes.
         weight: `(batch) -> scalar`, the weight of a microbatch in the means.
-        devices: devices in mesh order; by default all of JAX's devices, in a single
-            process the first ones if the plan uses fewer.
+        devices: devices in mesh order; by default JAX's devices: in a single process
+            the first ones that the plan uses, in several processes all.
 
     Returns:
         The step, which is compiled at the first call for each input shape.
@@ -466,8 +466,8 @@ def jit_plan(
     Args:
         plan: a plan for this step and these shapes.
         step: `(state, batch) -> (state, anything)`; jitted or not.
-        devices: devices in mesh order; by default all of JAX's devices, in a single
-            process the first ones if the plan uses fewer.
+        devices: devices in mesh order; by default JAX's devices: in a single process
+            the first ones that the plan uses, in several processes all.
 
     Raises:
         ValueError: the plan is no Plan, the step cannot be called, or the plan is of

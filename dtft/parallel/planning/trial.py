@@ -141,8 +141,8 @@ def try_plans(
     Args:
         decision: the decision with all candidates.
         given: the arguments of `dtft.plan`, as for `Runner`.
-        num: the number of best plans among those that fit. Those of them that dtft
-            cannot run are left out.
+        num: the number of plans to take, the best of those that fit. Plans that dtft
+            cannot run are then left out.
 
     Raises:
         ValueError: `num` is below 1, dtft can run none of these plans, the decision's
@@ -193,7 +193,7 @@ def trial_section(tried: Sequence[TriedPlan]) -> Section:
 
 
 def _filled(tree: Any) -> Any:
-    """Replaces ShapeDtypeStructs by arrays: small normal floats, integers 0 and 1.
+    """Replaces ShapeDtypeStructs by arrays of small random floats, or of 0 and 1.
 
     Integers are 0 and 1 because they may be indices.
     """

@@ -38,8 +38,8 @@ from dtft.planner.wording import Section, percent, size
 NUM = 4
 """Default number of best plans that `verified` compiles."""
 SECONDS_EACH = 30.0
-"""Seconds of compilation per plan from which the default deadline is computed: `num`
-plans have `num` times these seconds together."""
+"""Seconds of the default deadline per plan: the compilations of `num` plans share `num`
+times these seconds."""
 RESERVE = 0.05
 """Share of a device's memory that is left to the allocator and libraries."""
 
@@ -227,7 +227,7 @@ def _identity(plan: Plan) -> Any:
 
 
 def _with_capacity(one: Decision, original: Decision, capacity: int) -> Decision:
-    """Converts a decision for devices with less memory to the real devices.
+    """Converts a decision, made for devices with less memory, to the real devices.
 
     The difference of the memories is added to the plan's reserve.
     """

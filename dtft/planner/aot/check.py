@@ -94,7 +94,7 @@ class Agreement:
 
     @property
     def difference(self) -> float:
-        """(predicted - found) / found; infinite if only `found_bytes` is 0.
+        """(predicted - found) / found; 0 if both are 0, infinite if only found is 0.
 
         >>> one = Agreement(kind="permute", axes=("a",), predicted_bytes=99,
         ...                 found_bytes=100)
@@ -166,10 +166,11 @@ def gate(
 def compare(plan: Plan, compiled: Compiled) -> tuple[Agreement, ...]:
     """Compares the bytes that the plan predicts with those of the compiled program.
 
-    Returns one entry for each kind of collective over the same mesh axes, largest
-    first. Bytes count all executions in a step, in the program's dtypes before
-    widening. Where the compiler replaced an all-reduce by a reduce-scatter of the same
-    operand, or the reverse, the predicted bytes count for the replacement.
+    Returns one entry for each kind of collective over the same mesh axes, the entry
+    with the most bytes first. Bytes are of all executions in a step. If the compiler
+    widened a dtype (such as 16 to 32 bits), the bytes are those before widening.
+    Where the compiler replaced an all-reduce by a reduce-scatter of the same operand,
+    or the reverse, the predicted bytes count for the replacement.
     `Agreement.exceptions` lists such replacements, widened dtypes, and loops with an
     unknown trip count.
     """

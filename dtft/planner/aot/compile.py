@@ -64,7 +64,8 @@ def lower(
         mesh: map from an axis to its size, slowest-varying axis first.
         specs: for each argument, a `PartitionSpec`, or a tree of `PartitionSpec`s that
             is a prefix of the argument's tree.
-        out_specs: the same for the result; None lets XLA choose.
+        out_specs: a `PartitionSpec` or tree like those of `specs`, for the result; None
+            lets XLA choose.
         donate: numbers of the arguments whose buffers the results may reuse.
         target: `cpu`, or the GPU to compile for.
         name: name of the candidate in results.
@@ -144,7 +145,7 @@ def compile_all(
     """Compiles candidates in child processes, several at a time.
 
     If `candidates` is a generator, children compile while it makes the next candidate.
-    Children are started per target and number of devices. A child that crashed is
+    Each child compiles for one target and number of devices. A child that crashed is
     replaced.
 
     Args:
@@ -193,8 +194,8 @@ class _CompileQueue:
     def start(self, coming: Sequence[tuple[str, int]]) -> None:
         """Starts children before the first candidate is made.
 
-        Starts one child for each of the first `_num_children()` entries that equals the
-        first entry.
+        Starts one child for each entry that equals the first entry, among the first
+        `_num_children()` entries of `coming`.
         """
         for devices in coming[: _num_children()]:
             if devices == coming[0]:
@@ -203,10 +204,9 @@ class _CompileQueue:
     def add(self, candidate: LoweredStep) -> None:
         """Gives a candidate to the child with the fewest candidates.
 
-        Starts another child first if all children are busy and more are allowed. Keeps
-        the candidate here if every child has two candidates. A candidate never moves to
-        another child, so each child gets only as many candidates as keep the child busy
-        until the next candidate is made.
+        Starts another child first if all children are busy and more are allowed. If
+        every child has two candidates, the candidate waits here, because a candidate
+        cannot move from one child to another.
         """
         if self._lanes and self._lanes[0].devices != _devices(candidate):
             self.finish()

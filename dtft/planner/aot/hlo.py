@@ -77,7 +77,7 @@ class Operation:
     def source(self) -> str:
         """JAX's name (`op_name`) of the operation's origin in the user's program.
 
-        Without this name, the name of the operation.
+        The operation's own name if XLA kept no such name.
         """
         found = re.search(r'op_name="([^"]*)"', self.attributes)
         return found[1] if found else self.name
@@ -92,7 +92,10 @@ class HloProgram:
 
     @property
     def operations(self) -> tuple[Operation, ...]:
-        """Operations of the entry computation; called computations replace `call`."""
+        """Operations of the entry computation.
+
+        The operations of a called computation stand in place of the `call`.
+        """
         return tuple(self._run_by(self.entry))
 
     def _run_by(self, computation: str) -> Iterator[Operation]:
@@ -226,10 +229,11 @@ def groups_of(attributes: str, mesh: Mapping[str, int]) -> Groups:
 def axes_of(
     groups: Groups, mesh: tuple[tuple[str, int], ...]
 ) -> tuple[tuple[str, ...], int]:
-    """Finds the mesh axes along which members of a group differ, and the largest size.
+    """Finds the mesh axes along which members of a group differ, and the group size.
 
-    The size is that of the largest group: smaller than the product of the axes' sizes
-    if a group has only a part of an axis, and 2 for (source, target) pairs.
+    The size is the number of devices of the largest group. It is smaller than the
+    product of the axes' sizes if the group has only a part of an axis. For (source,
+    target) pairs it is 2.
 
     >>> axes_of(((0, 2), (1, 3)), (("data", 2), ("tensor", 2)))
     (('data',), 2)
@@ -348,8 +352,8 @@ class CompiledCollective(Collective):
     """Whether XLA knows the trip count of each loop around the collective. A loop with
     unknown trip count counts as one trip."""
     own_bytes: int
-    """`num_bytes` in the program's types, before XLA widened any. XLA on CPU sends
-    16-bit floats as 32 bits."""
+    """Bytes of one execution in the types of the user's program. XLA on CPU widens
+    16-bit floats to 32 bits; `num_bytes` has the bytes after that."""
     name: str
     """The operation's name in the text."""
 
@@ -362,10 +366,10 @@ class CompiledCollective(Collective):
 def collectives(text: str, mesh: Mapping[str, int]) -> tuple[CompiledCollective, ...]:
     """Finds the collectives that a program runs, in the order of the program's text.
 
-    A -start and its -done are one collective. A collective of several arrays is one,
-    with the sum of their bytes. In loops, `trips` is the product of the trip counts. Of
-    a conditional, only the branch with the most bytes counts. Collectives in groups
-    of a single device are left out.
+    A -start and its -done are one collective. A collective of several arrays is one
+    item, with the sum of their bytes. In loops, `trips` is the product of the trip
+    counts. Of a conditional, only the branch with the most bytes counts. Collectives in
+    groups of a single device are left out.
 
     Args:
         text: text of `Compiled.as_text()`, for a program over all devices of `mesh`.
@@ -452,7 +456,8 @@ def _is_widened(
 ) -> bool:
     """Returns whether a 32-bit value was converted from a 16-bit value.
 
-    Looks through operations that only move elements (`_RENAMES`), and into fusions.
+    Follows the value back through operations that only move elements (`_RENAMES`), and
+    into fusions.
     """
     while True:
         if maker.opcode == "fusion":

@@ -112,7 +112,7 @@ def _end_with(parent: int) -> None:
 
 
 def _await(process: int, folder: Path) -> str:
-    """Waits until all files are written, and kills the process.
+    """Waits until XLA has written its files (`_is_written`), and kills the process.
 
     Returns '', or a text with the exit code if the process ended before the kill.
     """
@@ -128,7 +128,10 @@ def _await(process: int, folder: Path) -> str:
 
 
 def _is_written(process: int, folder: Path) -> bool:
-    """Returns whether XLA has written and closed the files of program and buffers."""
+    """Returns whether XLA has written and closed its files.
+
+    The files have the program, the buffer assignment and a memory report.
+    """
     found = [list(folder.glob(pattern)) for pattern in (_REPORT, _PROGRAM, _BUFFERS)]
     if not all(found) or len({len(files) for files in found}) > 1:
         return False
@@ -266,8 +269,9 @@ def _whole(
 
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 _HUGE_PAGES = "glibc.malloc.hugetlb"
-"""Tunable of glibc for huge pages, which other C libraries ignore. Huge pages save XLA
-processor time: 6 % in `benchmarks/planning.py --cases gpt2-small --verify 16`."""
+"""Name of glibc's tunable for huge pages. Other C libraries ignore the tunable. Huge
+pages save 6 % of XLA's processor time (measured with `benchmarks/planning.py --cases
+gpt2-small --verify 16`)."""
 TAIL = 2000
 """Largest number of characters of a compiler's error or log in a result."""
 

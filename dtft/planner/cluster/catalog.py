@@ -1,4 +1,4 @@
-"""Catalog of devices, links and machines by name: level 0 of calibration.
+"""Catalog of devices, links and machines by name, with uncalibrated figures (level 0).
 
 Each device, link and machine has the source of its figures: a data sheet, a published
 measurement, or an assumption. `cost.apply_calibration` replaces the speeds by the
@@ -32,7 +32,8 @@ _GPU = Efficiency(e0=0.75, x0=8.0, memory=0.85, fuse=0.5, launch_s=4e-6, misalig
 """Efficiency of GPUs. e0 and x0 come from a fit to BigScience runs on A100; the other
 scalars are assumed."""
 _TPU = Efficiency(e0=0.8, x0=0.0, memory=0.85, fuse=0.5, launch_s=1e-6)
-"""Efficiency of TPUs, assumed; TPU programs launch their operators on the device."""
+"""Efficiency of TPUs, assumed. Launches are short, because a TPU program launches its
+operators on the device."""
 _T = 1e12
 
 
@@ -327,9 +328,9 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A kind of host, such as a DGX H100, or of TPU pod, with its links.
+    """A kind of host, such as a DGX H100, or a kind of TPU pod; with its links.
 
-    `device` is a device type of the catalog; the links are names of links.
+    `device` names a device type of the catalog; the link fields name its links.
     """
 
     device: str

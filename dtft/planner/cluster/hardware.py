@@ -88,32 +88,33 @@ class Efficiency:
     x0: float = 0.0
     """Rows at which a matmul reaches half of the share `e0`."""
     c0: float = 0.0
-    """Output channels at which a convolution reaches half the speed of a matmul. The
-    patches are laid out in memory first, a cost shared by the output channels."""
+    """Number of output channels at which a convolution has half the speed of a matmul.
+    The cause: the windows of the input are first copied into the rows of a matrix. More
+    output channels share the cost of this copy."""
     odd: float = 1.0
     """Factor on the time of a convolution whose number of input channels is odd and
     above 1, such as 3 colors: XLA's CPU backend multiplies channels in pairs."""
     memory: float = 0.85
     """Share of the memory bandwidth that a stream reaches."""
     cache_bytes: float = 0.0
-    """Largest number of bytes of one operator that a cache serves, in place of memory,
-    if they were used recently."""
+    """Bytes that a cache holds. Of an operator's recently used bytes, at most this many
+    come from the cache instead of memory."""
     cache_gain: float = 1.0
     """Ratio of the cache's bandwidth to the memory's bandwidth."""
     simple_s: float = 0.0
-    """Seconds of one addition or product of an element-wise operator; with 0 only the
-    bytes cost time."""
+    """Seconds of one addition or product of an element-wise operator; if 0, only moving
+    its bytes costs time."""
     special_s: float = 0.0
     """Seconds of one exponential or similar function, in addition to `simple_s`."""
     strided_s: float = 0.0
-    """Extra seconds to read one element out of memory order, such as an element of a
-    transposed gradient."""
+    """Extra seconds to read one element with a stride, not in the order of memory; for
+    example, an element of a transposed gradient."""
     window_s: float = 0.0
-    """Seconds of one element of one window of `reduce_window`, as in max pooling; with
-    0, `simple_s` counts."""
+    """Seconds of one element of one window of `reduce_window`, as in max pooling; if 0,
+    `simple_s` takes its place."""
     window_back_s: float = 0.0
     """Seconds of one operation of `select_and_scatter_add`, the backward pass of max
-    pooling; with 0, `simple_s` counts."""
+    pooling; if 0, `simple_s` takes its place."""
     fuse: float = 0.5
     """Share of the bytes of unfused element-wise operators that remains after
     fusion."""
@@ -191,10 +192,14 @@ class DeviceType:
     def peak(self, dtype: str) -> float:
         """Returns the peak FLOP/s of matmuls of a dtype.
 
-        A dtype that is not listed has the peak of a listed substitute: the other of
-        float16 and bfloat16, else float32; another float for float8 and float4; int8
-        for int4 and uint8. Dtypes without a listed substitute, such as int32, have the
-        lowest listed peak.
+        A dtype that is not listed has the peak of the first listed substitute:
+
+        * for float16 and bfloat16, the other of the two, or float32;
+        * for float8, float8_e4m3fn, bfloat16 or float16;
+        * for float4, float4_e2m1fn, float8_e4m3fn or bfloat16;
+        * for int4 and uint8, int8.
+
+        A dtype without a listed substitute, such as int32, has the lowest listed peak.
 
         >>> peaks = {"bfloat16": 4.0, "float32": 2}
         >>> device = DeviceType(name="d", platform="cpu", memory_bytes=1,
@@ -286,8 +291,9 @@ class Link:
     Participants arrive at different times, and waiting threads must be woken. Empty
     means no skew."""
     ahead: Mapping[int, float] = field(default_factory=dict)
-    """Share (0 to 1) of a gather that computation hides if the gather waits for no
-    computation, by number of devices. Empty means a share of 0."""
+    """Map from a number of devices to the share (0 to 1) of a gather's seconds that
+    computation hides, for gathers that wait for no computation. Empty means a share of
+    0."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(LinkKind):
@@ -345,7 +351,7 @@ class Link:
         return _known(num_devices, self.meeting)
 
     def hidden(self, num_devices: float) -> float:
-        """Interpolates the share of a gather that computation hides from `ahead`.
+        """Interpolates `ahead`: the share of a gather that computation hides.
 
         Returns 0 for one device, or if `ahead` is empty.
         """

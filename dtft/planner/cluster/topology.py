@@ -107,10 +107,9 @@ class Pool:
     def fabric_words(self) -> str:
         """The pool's shorthand and kinds of links: `2x8xh100 by NVLink and InfiniBand`.
 
-        The pool of a shorthand with the name of the device type and the pool of such
-        devices (`Cluster.from_devices`) have the same text. A pool of equally many
-        devices on other kinds of links has another text, as has a torus of another
-        shape.
+        `Cluster.parse` of a shorthand with a device type's name gives a pool with the
+        same text as `Cluster.from_devices` of such devices. Pools with other kinds of
+        links have another text. So have tori of another shape.
         """
         kinds = dict.fromkeys(
             level.link.kind for level in self.levels if level.size > 1
@@ -384,7 +383,7 @@ def _torus(text: str, sizes: list[int], found: Machine) -> tuple[Level, ...]:
 
 
 def _slices(text: str, number: int, found: Machine) -> tuple[int, list[int]]:
-    """Finds the number of slices for a number of devices, and each slice's torus.
+    """Finds the number of slices for a number of devices, and the sizes of each torus.
 
     Slices are as few as possible; a torus has sizes as equal as possible.
 
@@ -567,7 +566,7 @@ def _scalar(name: str, value: Any, hint: Any) -> Any:
 
 
 def _items(value: Any, where: str, of: str) -> list[tuple[Any, Any]]:
-    """Lists the items of a mapping; the mapping is from `of` in words.
+    """Lists the items of a mapping; `of` describes keys and values, for the error.
 
     Raises:
         ValueError: `value` is no mapping.
@@ -578,7 +577,7 @@ def _items(value: Any, where: str, of: str) -> list[tuple[Any, Any]]:
 
 
 def _listed(value: Any, where: str, of: str) -> list[Any]:
-    """Returns a list unchanged; the list is of `of` in words.
+    """Returns a list unchanged; `of` describes the list's items, for the error.
 
     Raises:
         ValueError: `value` is no list.
@@ -589,7 +588,7 @@ def _listed(value: Any, where: str, of: str) -> list[Any]:
 
 
 def _numbers(value: Any, where: str, of: str) -> dict[str, float]:
-    """Builds a mapping from texts to numbers; `of` says in words from what to what.
+    """Builds a mapping of texts to numbers; `of` describes both, for the error.
 
     Raises:
         ValueError: `value` is no such mapping.
@@ -740,10 +739,11 @@ def cluster_of(devices: Sequence[Any], host_memory_bytes: int | None = None) -> 
 
 
 def _host(device: Any) -> int:
-    """Returns the number of a device's host; fast links join devices of equal numbers.
+    """Returns the number of a device's host.
 
-    On GPUs the number is JAX's `slice_index` if present (one host, or one NVLink domain
-    of several hosts). Otherwise it is the process index.
+    Fast links join the devices with the same number. On GPUs the number is JAX's
+    `slice_index` if present (one host, or one NVLink domain of several hosts).
+    Otherwise it is the process index.
     """
     if device.platform in ("gpu", "cuda", "rocm"):
         found = getattr(device, "slice_index", None)

@@ -130,7 +130,7 @@ class Calibration:
 
 
 def _check(calibration: Calibration) -> None:
-    """Checks that a calibration with past runs has their residual.
+    """Checks that a calibration of past runs has the residual of the fit to them.
 
     Raises:
         ValueError: `num_runs` is above 0 and `residuals` has no `runs`.
@@ -158,8 +158,8 @@ def link_key(link: Link) -> str:
 def apply_calibration(cluster: Cluster, calibration: Calibration) -> Cluster:
     """Returns the cluster with measured figures in place of the catalog's figures.
 
-    Pools of other device types and links without a measurement stay unchanged. The link
-    between pools (`Cluster.between`) is replaced like a pool's own links.
+    A pool of another device type stays unchanged. So does a link that was not measured.
+    The link between pools (`Cluster.between`) is replaced like a pool's own links.
 
     Raises:
         ValueError: no pool of the cluster has the device type; or the calibration and
@@ -210,7 +210,7 @@ def _pool(pool: Pool, calibration: Calibration) -> Pool:
 
 
 def _measured(link: Link, calibration: Calibration) -> Link:
-    """Returns the measured link in place of a link; the same link if none is."""
+    """Returns the measured link with the key of `link`; `link` if there is none."""
     return calibration.links.get(link_key(link), link)
 
 

@@ -35,11 +35,11 @@ def collective_s(
         num_bytes: bytes of the larger of a device's operand and its result; a number or
             an array.
         group: a result of `group_of`.
-        algorithm: `best` is the fastest algorithm of the kind, or the kind's first
-            algorithm if the group lies on one level with measured times of the kind.
-            `ring` is for all_reduce, all_gather and reduce_scatter; `tree` and `gather`
-            are for all_reduce; `direct` is for all_to_all and permute; `hierarchical`
-            is for all kinds but permute.
+        algorithm: `ring` is for all_reduce, all_gather and reduce_scatter; `tree` and
+            `gather` are for all_reduce; `direct` is for all_to_all and permute;
+            `hierarchical` is for all kinds but permute. `best` is the fastest one for
+            the kind. But if the group lies on one level with measured times of the
+            kind, `best` is `ring`, or `direct` for kinds without `ring`.
 
     Returns:
         Seconds, in the shape of `num_bytes`; 0 for one device or no bytes.
@@ -165,7 +165,7 @@ def _alpha(hops: _Hops) -> float:
 
 
 def _most(times: list[Any]) -> Any:
-    """Returns the longest of several times, which pass at the same time."""
+    """Returns the longest of several times; of arrays, the longest at each position."""
     if any(isinstance(time, np.ndarray) for time in times):
         return np.maximum.reduce(np.broadcast_arrays(*times))
     return max(times)
@@ -208,9 +208,10 @@ def _gather(kind: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
 def _hierarchical(kind: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
     """Computes the seconds if devices communicate level by level, innermost first.
 
-    On each further level, a device sends only its share of the bytes.
-    On a torus each dimension is a level. The array is then split into as many parts as
-    dimensions; all parts are sent at once, each starting with another dimension.
+    On a further level, each of the n devices that the levels below join sends 1 / n of
+    the bytes. On a torus each dimension is a level. The array is then split into as
+    many parts as dimensions; all parts are sent at once, each starting with another
+    dimension.
     """
     torus = all(hop.link.kind == "ICI" for hop in hops)
     parts = len(hops) if torus else 1

@@ -41,8 +41,8 @@ def lower_bound_s(question: Workload, pool: Pool) -> float:
 
 
 _TILES_OF_A_PART = 4
-"""The least number of k tiles per split of a matmul's sum: split-K adds the partial
-sums again, so smaller splits are slower."""
+"""Least number of tiles along k in each part of a matmul's sum. Split-K divides the sum
+among cores and then adds up the parts, so smaller parts are slower."""
 
 
 def shape_factor(
@@ -74,11 +74,10 @@ def shape_factor(
 
 
 def _aligned(device: DeviceType, n: Any, k: Any, dtype: str) -> Any:
-    """Returns the efficiency factor of row alignment: `Efficiency.misaligned` if n or k
-    is not aligned, else 1.
+    """Returns `Efficiency.misaligned` if n or k is not aligned, else 1.
 
-    A size is aligned if its bytes are a multiple of `alignment_bytes`, or fewer: the
-    tile pads a smaller size in any case.
+    A size is aligned if its bytes are a multiple of `alignment_bytes`. So is a size of
+    fewer bytes, because the tile pads it in any case.
     """
     row = max(device.alignment_bytes * 8 // item_bits(dtype), 1)
     odd = [(np.asarray(size) > row) & (np.asarray(size) % row > 0) for size in (n, k)]
@@ -94,8 +93,8 @@ def matmul_s(
     The launch of the operator (`launch_s`) is not counted. A matrix-vector product is
     not tiled: its kernels read the matrix once, at memory bandwidth.
 
-    `Efficiency.x0` adds a fixed number of rows, not a share of the padded size. A
-    smaller matmul of aligned rows therefore never takes longer than a larger matmul.
+    `Efficiency.x0` adds a number of rows, which are not padded to tiles. So a matmul of
+    aligned rows never takes longer than a larger matmul.
 
     Args:
         device: the device type, with its peak flops, tile and efficiency.

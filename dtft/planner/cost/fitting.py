@@ -22,8 +22,8 @@ NOISE = 0.05
 """Relative error above which a measurement counts as an outlier."""
 _WEAK = 3.0
 """Prior standard deviation of the logarithm of a scalar around its start value. The
-prior matters only for scalars that the measurements do not determine (latency against
-half_bytes)."""
+prior matters only for scalars that the measurements do not determine, such as
+`latency_s` and `half_bytes`, which both add a constant time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ def _errors(jacobian: np.ndarray, off: np.ndarray) -> list[float]:
 
 
 _BEYOND = 2
-"""The number of largest measured sizes that `fit_memory` never takes as cache size."""
+"""Number of measured sizes, the largest ones, that are never taken as cache size."""
 _PLAIN = 0.2
 """`fit_memory` fits no cache if bandwidth alone predicts all memory times within this
 relative error."""
@@ -190,11 +190,12 @@ def fit_memory(
 
     The launch time of an operator is fitted beside these figures and dropped. Small
     arrays that are used repeatedly stay in a cache; other bytes are moved through the
-    memory. The cache size is the measured size with the smallest worst error. If
-    bandwidth alone explains the times, there is no cache. At least two measured sizes
-    are larger than the cache, because smaller sizes alone do not distinguish a cache
-    from noise. All devices run in the measurement, so the figures are of one device's
-    share of a cache and memory that devices share.
+    memory. If bandwidth alone explains the times, there is no cache. Otherwise each
+    measured size but the two largest is tried as the cache size, and the size whose fit
+    has the smallest worst error is taken. The two largest are left out, because smaller
+    sizes alone do not distinguish a cache from noise. All devices run in the
+    measurement, so the figures are of one device's share of a cache and memory that
+    devices share.
     """
     cache_bytes, found = _fit_memory(device, times, 0.0)
     sizes = sorted({float(time.num_bytes) for time in times})[:-_BEYOND]

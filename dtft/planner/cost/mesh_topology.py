@@ -1,4 +1,4 @@
-"""Placement of mesh axes on the levels of a pool, and the undominated axis orders."""
+"""Places mesh axes on the levels of a pool, and selects the axis orders to price."""
 
 import itertools
 import math
@@ -31,7 +31,7 @@ class DeviceGroup:
 
     @property
     def inner(self) -> tuple[float, ...]:
-        """For each used level, the communicating devices in a group of the level below.
+        """For each used level, how many of the group's devices the levels below join.
 
         The number is 1 for the innermost level.
         """
@@ -83,7 +83,7 @@ def group_of(
 
     Returns:
         The group. If the groups of the mesh differ, the group with the most parts on
-        the outermost level; of equal ones, on the next level, and so on.
+        the outermost level; if these are equal, on the next level, and so on.
 
     Raises:
         ValueError: the mesh lacks an axis, or is larger than the pool.
@@ -112,7 +112,9 @@ def group_of(
 def members(
     levels: Sequence[int], sizes: np.ndarray, chosen: Sequence[bool]
 ) -> np.ndarray:
-    """Computes the number of parts per level of `group_of`'s group, for many meshes.
+    """Computes `DeviceGroup.sizes` of one collective's group on each of many meshes.
+
+    A level that the group does not use is included, with the number 1.
 
     Args:
         levels: the number of devices or groups that each level joins, innermost first.
@@ -169,8 +171,9 @@ def _sizes(
 
 
 def _aligned(bounds: Sequence[int], start: int, end: int) -> bool:
-    """Whether an axis from stride `start` to `end` fills groups of the fabric evenly.
+    """Whether an axis fills groups of the fabric evenly.
 
+    The axis has `end` / `start` devices, which are `start` device numbers apart.
     `bounds` has the number of devices in a group of each level.
     """
     return all(
@@ -186,7 +189,10 @@ def _aligned(bounds: Sequence[int], start: int, end: int) -> bool:
 def _counted(
     bounds: Sequence[int], mesh: tuple[int, ...], chosen: tuple[bool, ...]
 ) -> tuple[float, ...]:
-    """Counts parts per level device by device, for axes that fill groups unevenly."""
+    """Computes `members` of one mesh whose axes fill groups of the fabric unevenly.
+
+    Lists the devices of every collective, and counts the groups that hold them.
+    """
     order = [*np.flatnonzero(~np.array(chosen)), *np.flatnonzero(chosen)]
     members = math.prod(
         size for size, is_chosen in zip(mesh, chosen, strict=True) if is_chosen
@@ -214,7 +220,7 @@ class Orders:
     """Axis orders of several meshes, as parallel arrays."""
 
     mesh: np.ndarray
-    """For each order, the row of its mesh, ascending; int [orders]."""
+    """For each order, the number of its mesh, ascending; int [orders]."""
     order: np.ndarray
     """For each order, its position in `named`; int [orders]."""
     named: tuple[tuple[str, ...], ...]
@@ -224,7 +230,7 @@ class Orders:
 def extents(
     sizes: np.ndarray, strides: np.ndarray, capacity: int, used: np.ndarray
 ) -> np.ndarray:
-    """Computes the extent of each axis: how many devices along it share a group.
+    """Computes each axis's extent: how many devices along the axis share a group.
 
     The extent is the largest number m of devices so that each aligned run of m devices
     along the axis lies inside one group of the fabric. If one group holds the mesh, m
@@ -254,10 +260,10 @@ def undominated_orders(
     """Computes the undominated axis orders of each mesh.
 
     An order dominates another order if no axis has a smaller extent (`extents`) at any
-    level and at least one axis has a larger extent. Of orders with equal extents the
-    first is kept, in the order in which `axes` are given. Dropping dominated orders
-    keeps the lowest price, for prices that depend on the extents alone and never fall
-    as an extent shrinks.
+    level and at least one axis has a larger extent. Of orders with equal extents, only
+    the first in lexicographic order is kept (by the axes' positions in `axes`).
+    Dropping dominated orders keeps the lowest price, for prices that depend on the
+    extents alone and never fall as an extent shrinks.
 
     Args:
         axes: axis names in the usual order, slowest-varying first.

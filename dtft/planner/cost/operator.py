@@ -32,7 +32,7 @@ from dtft.planner.spmd import (
 )
 
 _ELEMENT_BY_ELEMENT = ("reduction", "gather", "scatter", "sort")
-"""Kinds of operators that matmul units do not compute."""
+"""Kinds of operators whose operations take `element_s` each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,10 +137,10 @@ def computing_s(
 
 
 def _across(work: OperatorWork, sizes: Sizes) -> Any:
-    """Computes the number of elements that one device reads out of memory order.
+    """Computes the number of elements that one device reads with a stride.
 
-    The result of a transposed matmul counts (`OperatorWork.turned`) only if an axis
-    divides the sum of the matmul, so that each device has a partial sum.
+    `OperatorWork.turned` counts only if an axis divides the contracted dim of the
+    transposed matmul: XLA then cannot merge matmul and transpose.
     """
     read = work.strided.at(sizes)
     if work.turned_by:
@@ -158,9 +158,9 @@ def _copying_s(device: DeviceType, work: OperatorWork, sizes: Sizes) -> Any:
 
 
 def runs(work: OperatorWork, sizes: Sizes) -> Any:
-    """Returns the factor on an operator's executions in a step.
+    """Returns how many times microbatches repeat an operator in a step.
 
-    The factor is the number of microbatches if they divide the operator's work, else 1.
+    Returns the number of microbatches if they divide the operator's work, else 1.
     """
     return parts((MICRO,), sizes) if MICRO in work.divided_by else 1
 

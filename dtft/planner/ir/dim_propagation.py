@@ -149,13 +149,13 @@ def _product(case: Case, numbers: Any, groups: Sequence[int] = ()) -> Linked:
 
 
 def ragged_dot(case: Case) -> Linked:
-    """Rule of a ragged matmul, such as of groups of rows that have a matrix each, or a
-    gradient of it.
+    """Rule of a ragged matmul, which multiplies each group of rows by its own matrix.
 
-    The dims are those of the matmul, but the ragged dim and the groups are needed
-    undivided. If the ragged dim is contracted, as in the gradient of the matrices, the
-    result has the groups as its first dim. If group sizes have several dims, all
-    operands are needed undivided.
+    The rule is that of a matmul, but the ragged dim (the rows of all groups) and the
+    dim that numbers the groups are needed undivided. If the ragged dim is contracted,
+    as in the gradient of the matrices, the dim that numbers the groups is the result's
+    first dim. If the operand of group sizes has several dims, all operands are needed
+    undivided.
     """
     numbers = case.params["ragged_dot_dimension_numbers"]
     left, right, sizes = case.operands[:3]
@@ -238,8 +238,9 @@ def gather(case: Case) -> Linked:
 def scatter(case: Case, adds: bool) -> Linked:
     """Rule of a scatter: each device updates its part of the operand.
 
-    The dims that number the updates may be divided too if updates are combined with the
-    operand (`adds`), such as added; else they are needed undivided.
+    If the scatter combines updates with the operand (`adds`; scatter-add and others),
+    the dims that number the updates may be divided too. If the updates replace
+    elements, these dims are needed undivided.
     """
     numbers = case.params["dimension_numbers"]
     operand, indices, updates = case.operands[:3]
@@ -378,10 +379,10 @@ def factor_groups(
 
 
 def _reshape(case: Case) -> Linked:
-    """Rule of a reshape: the first dims (of size > 1) of the operand and of the result
-    in a group of `factor_groups` are divided in the same way.
+    """Rule of a reshape, for each group of `factor_groups`.
 
-    The operand's other dims in the group are needed undivided.
+    The operand's first dim of size > 1 and the result's are divided in the same way.
+    The operand's other dims are needed undivided.
     """
     before, after = case.shapes[0], case.results[0]
     if math.prod(before) == 0 or case.params.get("dimensions") is not None:
@@ -447,8 +448,8 @@ def _resized(case: Case) -> Linked:
 
 
 def _windowed(case: Case) -> Linked:
-    """Rule of windows: dims with a window of one element are kept, others are needed
-    undivided."""
+    """Rule of operators with windows: dims with a window of one element are kept, and
+    others are needed undivided."""
     sizes = case.params["window_dimensions"]
     outputs: list[Numbers] = []
     whole: set[int] = set()

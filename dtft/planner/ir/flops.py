@@ -243,9 +243,9 @@ def _fft(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
 
 
 def _matrix(each: Callable[[int, int], float]) -> Count:
-    """Makes a rule from `each`: operations by a matrix's longer and its shorter side.
+    """Makes a rule that counts `each(longer side, shorter side)` for every matrix.
 
-    The counts are those of Golub and Van Loan (2013).
+    The formulas are those of Golub and Van Loan (2013).
     """
 
     def rule(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:

@@ -149,8 +149,9 @@ class Dim:
     """A class of dims of values that are divided in the same way."""
 
     sizes: tuple[int, ...]
-    """The distinct sizes of the dims, ascending. A reshape that merges or splits a dim
-    gives a class several sizes: the larger dim is in the class of its first part."""
+    """The distinct sizes of the dims, ascending. Reshapes give a class several sizes:
+    if several dims are merged into one, or one dim is split into several, the first of
+    the several dims is in the class of the one."""
     loop: bool = False
     """Whether a scan slices or stacks arrays along the dim: each iteration needs
     another part of the dim."""

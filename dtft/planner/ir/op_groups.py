@@ -13,7 +13,10 @@ from dtft.planner.ir.graph import Graph, Operator, item_bits
 
 
 def awaited(graph: Graph, waits: Mapping[int, bool]) -> frozenset[int]:
-    """Returns the values that marked operators read, also through unmarked operators.
+    """Returns the values that marked operators need.
+
+    These are the operands of marked operators, and the values from which unmarked
+    operators compute these operands.
 
     Args:
         graph: the program.
@@ -56,11 +59,11 @@ def _sources(graph: Graph, waits: Mapping[int, bool]) -> dict[int, list[int]]:
 
 
 def nobody_waits(operator: Operator, known: frozenset[int]) -> bool:
-    """Whether an operator sums over dims and none of its results is in `known`.
+    """Whether an operator sums over dims and no marked operator needs its results.
 
     Args:
         operator: the operator.
-        known: values that `awaited` returns.
+        known: the values that marked operators need (`awaited`).
     """
     return bool(operator.summed) and not known.intersection(operator.outputs)
 
@@ -101,7 +104,7 @@ def loop_copies(graph: Graph, fused: Container[str]) -> Iterator[tuple[Operator,
 
 
 def _copy(first: Operator, part: int, primitive: str) -> Operator:
-    """Makes an operator that copies a slice in the loop with first operator `first`."""
+    """Makes an operator that copies a slice in the loop that begins with `first`."""
     return Operator(
         primitive=primitive,
         kind="layout",
@@ -142,19 +145,19 @@ XLA converts a result of fewer bits before the transpose, and so cannot merge bo
 def transposed_reads(graph: Graph) -> Mapping[int, Operator]:
     """Counts the elements that operators read with a stride, because of a transpose.
 
-    `turned` counts elements that are in order unless a product is a partial sum.
-    `strided` counts all others, such as elements of products in bfloat16, which XLA
-    converts before the transpose.
+    `Operator.turned` counts the elements that are read in order unless a product is a
+    partial sum. `Operator.strided` counts all other elements, such as those of products
+    in bfloat16, which XLA converts before the transpose.
 
-    The elements of a transposed array count for each elementwise operator that reads
-    the array. If the array only leaves its loop or the program, they count for the
-    transpose itself. A transpose that keeps the last dim moves whole rows and is not
-    counted.
+    The elements of a transposed array are counted for each elementwise operator that
+    reads the array. If no operator reads the array (it only leaves its loop or the
+    program), its elements are counted for the transpose. A transpose that keeps the
+    last dim moves whole rows and is not counted.
 
-    Products read both orders equally fast, except convolutions and matmuls that
-    contract several dims. XLA copies their left operand unless the contracted dims are
-    its last dims. The elements of the operand then count for the product, once per
-    array from which the operand is computed.
+    A product reads rows and columns equally fast, unless it is a convolution or a
+    matmul that contracts several dims. XLA copies the left operand of such a product if
+    the contracted dims are not the operand's last dims. The operand's elements are then
+    counted for the product, once per array from which the operand is computed.
 
     Returns:
         The changed operators, by their number.
@@ -323,7 +326,8 @@ class OpGroup:
     region: str
     """The part of the step: forward, backward or update."""
     last: bool = False
-    """Whether the group sums over dims and at most the update waits for the sums."""
+    """Whether the group sums over dims, and nothing in the forward and backward pass
+    waits for the sums (the update may wait)."""
     copies: bool = False
     """Whether the group represents the copies of loops (`loop_copies`)."""
 
@@ -407,10 +411,10 @@ def _copied(graph: Graph, alias: Mapping[int, int]) -> list[OpGroup]:
 
 
 def _waits(operator: Operator) -> bool:
-    """Whether the forward or backward pass waits for the operands of an operator.
+    """Whether an operator makes the forward or backward pass wait for its operands.
 
-    Cheap operators and reductions do not count, such as the second sum for a bias that
-    was broadcast in two steps.
+    Cheap operators and reductions do not, such as the second of two sums in the
+    gradient of a bias.
     """
     passing = (*CHEAP, "reduction")
     return operator.kind not in passing and region(operator) != "update"
@@ -421,9 +425,9 @@ def _moved(
 ) -> float:
     """Returns the total bytes that cheap operators over the same dims read and write.
 
-    An update is one fused loop per array, so only values that enter or leave the loop
-    count. In the other regions, other operators stand in between, so the bytes of each
-    operator count (`Efficiency.fuse`).
+    In the update, the operators are one fused loop: only values that enter or leave the
+    loop count. In the other regions, all operands and results of each operator count;
+    `Efficiency.fuse` later reduces their bytes.
     """
     if region(operators[0]) != "update":
         return sum(graph.bytes_of(op) * op.trips for op in operators)
@@ -451,9 +455,9 @@ def _roots(dims: tuple[int, ...], alias: Mapping[int, int]) -> tuple[int, ...]:
 
 
 def _merged(graph: Graph, operators: list[Operator], total: float) -> OpGroup:
-    """Makes a group of the largest operator with the bytes (`total`) and flops of all.
+    """Makes a group of operators, which the largest operator represents.
 
-    Its `times` is `total` divided by the bytes of the largest operator.
+    `OpGroup.times` is `total`, the bytes of all, divided by the bytes of the largest.
     """
     largest = max(operators, key=graph.bytes_of)
     own = graph.bytes_of(largest)

@@ -130,9 +130,8 @@ def rematerialized(
 ) -> ClosedJaxpr:
     """Wraps the blocks of a program in `jax.checkpoint`, before differentiation.
 
-    Results and gradients are equal within rounding. Parts that the user's program
-    already wraps in `jax.checkpoint`, and operators with effects, are not changed. The
-    last block is wrapped only with `last`, unless it is the body of a scan.
+    Results and gradients change at most by rounding. Parts that the user's program
+    already wraps in `jax.checkpoint`, and operators with effects, are not changed.
 
     Args:
         program: a traced loss.

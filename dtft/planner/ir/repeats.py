@@ -83,7 +83,7 @@ def _join(
 
 _HEAVY = ("matmul", "convolution")
 _NEXT = 16
-"""Layers with more equal matmuls or convolutions than this are not found."""
+"""Largest number of equal matmuls or convolutions in a layer that is found."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ def find_repeats(graph: Graph) -> RepeatClasses:
 
 
 class _Signatures:
-    """Numbers of operators; equal operators on equal shapes have equal numbers."""
+    """A numbering of operators: equal operators on equal shapes have equal numbers."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -224,10 +224,10 @@ class _Classes:
         return _root(self._parent, dim)
 
     def add(self, pairs: Iterable[tuple[int, int]]) -> bool:
-        """Merges the classes of all pairs of dims of equal sizes, or of no pair if two
-        dims of an array would get one class.
+        """Merges the classes of both dims of each pair whose sizes are equal.
 
-        Returns whether the pairs were merged.
+        Merges none if two dims of an array would get one class, and returns False.
+        Otherwise returns True.
         """
         parent = self._parent.copy()
         for pair in set(pairs):
@@ -279,8 +279,8 @@ PARTS: tuple[Part, ...] = ("first", "layers", "last")
 class LayerStack:
     """The layers of a step, and the parts before and after the layers.
 
-    Part `last` lies between the layers of the forward pass and those of the backward
-    pass. Part `first` lies before the former and after the latter.
+    Part `first` lies before the layers of the forward pass, and after the layers of the
+    backward pass. Part `last` lies between both.
     """
 
     count: int

@@ -257,8 +257,8 @@ def _comparison(condition: Jaxpr, consts: Sequence[Any]) -> Any:
 def _count(compare: str, start: Any, limit: Any, step: Any) -> int | None:
     """Returns the trip count of a loop that runs while `counter compare limit` holds.
 
-    Returns None if the counter never stops the loop, such as a counter that misses the
-    limit of `ne`.
+    Returns None if the counter never stops the loop, such as a counter that steps over
+    the limit while `compare` is `ne`.
     """
     distance, step = float(limit) - float(start), float(step)
     if compare in ("gt", "ge"):

@@ -68,7 +68,7 @@ class InMemory:
         return frozenset(r for index in operator.inputs for r in self.root(index))
 
     def operands_like(self, index: int) -> list[int]:
-        """Lists operands of a value's operator with as many elements as the value.
+        """Lists the operands with the size of the value that their operator computes.
 
         Leaves out bool arrays (masks) and results of broadcasts.
         """
@@ -139,7 +139,7 @@ class InMemory:
         """Finds values of the forward pass outside of loops that the backward pass
         reads.
 
-        The operand replaces the result of an operator in `_NEVER_SAVED`.
+        Takes the operand in place of the result of an operator in `_NEVER_SAVED`.
         """
         found: set[int] = set()
         for operator in self.graph.operators:
@@ -155,7 +155,7 @@ class InMemory:
         return found
 
     def _find_twins(self) -> dict[int, int]:
-        """Maps values that are computed from constants only to the first equal value.
+        """Maps each value that depends on constants alone to the first equal value.
 
         For example, XLA computes a mask of positions once and keeps it for all layers.
         """
@@ -196,7 +196,7 @@ class InMemory:
         return self.all_roots(operator)
 
     def _through(self, value: int, roots: Iterable[int]) -> Iterator[int]:
-        """Resolves roots once more, because a loop's input may itself be an alias."""
+        """Yields the roots of a value's roots, as a loop's input may be an alias."""
         for root in roots:
             yield from (root,) if root == value else self.root(root)
 
@@ -211,11 +211,14 @@ class InMemory:
 def laid_anew(graph: Graph, memory: InMemory, loop: CountedLoop) -> Iterator[int]:
     """Yields the arrays that get another layout before a loop slices them.
 
-    XLA transposes such an array once for all iterations. It does so in three cases: a
-    matmul of the loop reads the slice, and the matmul's batch dims are not the first
-    dims of the slice (queries, keys and values of [B, T, N, H]); the loop only
-    transposes the slice; or a transpose lies between the array and the matmul that
-    computes it. One array after another is briefly alive twice.
+    XLA transposes such an array once for all iterations, in three cases:
+
+    * A matmul of the loop reads the slice, and the matmul's batch dims are not the
+      first dims of the slice (queries, keys and values of [B, T, N, H]).
+    * The loop only transposes the slice.
+    * A transpose lies between the array and the matmul that computes the array.
+
+    The arrays are transposed one after another; each has two buffers during this.
     """
     read = {
         index
@@ -286,7 +289,8 @@ class Event:
     """The kind of event.
 
     * `alloc`: the value gets a buffer.
-    * `complete`: the value is complete; a stacked or carried value after its loop.
+    * `complete`: the value is complete. A value that a loop stacks or carries is
+      complete after the loop.
     * `free`: the buffer of the value is freed.
     * `reuse`: the value allocated next takes the buffer of this value if an axis
       divides a dim in `rows`.
@@ -486,8 +490,8 @@ class _Walk:
     def _takes_place(self, before: int, first: int) -> bool:
         """Returns whether a value carried by a loop takes its initial value's buffer.
 
-        It does so if the initial value (`before`) has its own buffer, which is no
-        argument's buffer, and is not read after the loop's first operator (`first`).
+        The initial value (`before`) must have its own buffer, which is no argument's,
+        and must not be read after the loop's first operator (`first`).
         """
         alone = self.memory.root(before) == frozenset((before,))
         return alone and before not in self._outer and self._last[before] <= first
@@ -495,20 +499,11 @@ class _Walk:
     def _replaced(
         self, operator: Operator, value: int, number: int
     ) -> tuple[int | None, tuple[int, ...]]:
-        """Finds the operand whose buffer a result reuses: of equal size, at its last
-        read.
+        """Finds an operand of equal size, last read here, whose buffer a result reuses.
 
-        Only cheap operators (`CHEAP`) and scatters reuse buffers. A scatter reuses the
-        buffer that it scatters into.
-
-        A cheap operator that also reads a sum (softmax and its gradient) is part of one
-        kernel that processes row by row, so its result has a new buffer. With
-        `keeps_all`, the backward pass has no such kernels.
-
-        The result of a scatter, a kernel of its own, is reused by scatters only. An
-        operator that reads such a result and a sum (gradient of a loss with respect to
-        the logits) reuses the buffer of another operand, if its rows have more than
-        `ROW` elements or an axis divides them.
+        A softmax is a kernel that works row by row and reuses no buffer; so is its
+        gradient, unless `keeps_all`. An operator that reads a sum and a result of a
+        scatter reuses a buffer if rows exceed `ROW` elements or an axis divides them.
 
         Returns:
             The operand, or None; and dims, one of which an axis must divide for the

@@ -58,8 +58,8 @@ class Timeline:
     below: "Timeline | None" = None
     """The timeline of the lower ZeRO levels, if this is the timeline of level 3."""
     alias: Mapping[int, int] = field(default_factory=dict)
-    """Dim to the dim that represents it in equal layers, whose arrays are counted
-    together."""
+    """Map from a dim to the dim that represents it in all equal layers; the arrays of
+    equal layers are counted together."""
 
     @cached_property
     def at_level_3(self) -> "Timeline":
@@ -160,8 +160,8 @@ What = Literal["plain", "gradient", "kept", "waiting", "sums", "part"]
 """The category of bytes.
 
 * `plain`: an array.
-* `gradient`: a gradient while it is computed; `kept`: a gradient that a loop computes
-  part by part, while it is computed.
+* `gradient`: a gradient while it is computed as a whole.
+* `kept`: a gradient while a loop computes it part by part.
 * `waiting`: a gradient from its completion until its use, in a step without
   microbatches.
 * `sums`: the sum of a gradient over microbatches.
@@ -266,10 +266,10 @@ class LivenessTrace:
         return tuple(counts.items())
 
     def _begin(self) -> None:
-        """Allocates the buffers that microbatches add.
+        """Allocates the buffers that only a step with microbatches has.
 
         These are the sum of each gradient, and the current microbatch's part of each
-        argument.
+        argument. The buffers stay allocated throughout the step.
         """
         for index in self.timeline.gradients:
             self._change(self._gradient(index, "sums"), index)
@@ -344,11 +344,9 @@ class LivenessTrace:
     def _note_reads(self, operator: Operator, run: OperatorRun) -> None:
         """Notes the operands of a matmul that an earlier matmul read too.
 
-        Considers the last matmul of the forward pass and all matmuls after it. XLA
-        shares a gather between matmuls that run soon after each other (its pass
-        `ScheduleAwareCollectiveOpsCSE`). Two matmuls share the gather of the cotangent
-        that both read. The last layer and the gradient of its weights share the gather
-        of the layer's input.
+        XLA shares the gather of an operand between matmuls that run soon after each
+        other (its pass `ScheduleAwareCollectiveOpsCSE`). Of the forward pass, only the
+        last matmul is considered.
         """
         if region(operator) == "forward":
             self._reads.clear()
@@ -411,8 +409,8 @@ class LivenessTrace:
 
 
 _Beside = tuple[int, Sequence[tuple[int, float]]]
-"""A moment, and pairs of a total (column of `PeakModel.matrix`) and the bytes that are
-added to it at this moment."""
+"""A moment, and pairs: a total (column of `PeakModel.matrix`), and the bytes to add to
+this total at the moment."""
 _Total = tuple[What, Axes, int]
 """A sum of bytes: their category, the axes that divide them, and a value's index.
 
@@ -445,7 +443,7 @@ class PeakModel:
         self.trace, self.division = trace, division
         self._graph = trace.timeline.scheduled
         self.totals: dict[_Total, int] = {}
-        """Each total (bytes that the same axes divide) to its column of `matrix`."""
+        """Map from a total (bytes that the same axes divide) to a `matrix` column."""
         self._gathers = [list(self._gathered(one)) for one in trace.instances]
         self.matrix = self._moments(self._columns(), list(self._beside()))
         """Bytes before division; float [moments, totals]."""
@@ -487,7 +485,10 @@ class PeakModel:
         return found
 
     def _beside(self) -> Iterator[_Beside]:
-        """Yields moments with bytes beyond the trace: copies, and gathered operands."""
+        """Yields the moments with bytes that the trace does not count.
+
+        These are the bytes of copies and of gathered operands.
+        """
         for moment, index in self.trace.copied:
             value = self._graph.values[index]
             axes = flat(self.division.spec(value))
@@ -578,8 +579,9 @@ class PeakEval:
 
     @cached_property
     def _sums_divided(self) -> tuple[np.ndarray, np.ndarray]:
-        """As `_whole` at level 1, where gradient sums over microbatches are divided.
+        """The same figures as `_whole` at ZeRO level 1, where `fsdp` divides the sums.
 
+        The sums are those of gradients over microbatches.
         The plan has no constraint on the sums. But XLA divides a loop's carried value
         like the optimizer state with which the update combines the value.
         """
@@ -587,7 +589,7 @@ class PeakEval:
 
     @cached_property
     def _divided(self) -> tuple[np.ndarray, np.ndarray]:
-        """As `_whole` from level 2, where all gradients are divided."""
+        """The same figures as `_whole` from ZeRO level 2: all gradients are divided."""
         return self._fullest(self._shares_divided(_OF_GRADIENTS))
 
     def _shares_divided(self, kinds: Container[What]) -> np.ndarray:
@@ -611,8 +613,8 @@ class PeakEval:
     def _shares(self) -> np.ndarray:
         """The share of each total on one device; float [totals, meshes].
 
-        Categories (`What`) that occur only with several microbatches are 0 on meshes
-        with one, and the other way round.
+        The shares of `sums` and `part` are 0 on meshes with one microbatch; the share
+        of `waiting` is 0 on meshes with several.
         """
         sizes, totals = self._sizes, self._moments.totals
         number = np.asarray(sizes[MICRO])

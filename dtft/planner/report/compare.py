@@ -198,8 +198,8 @@ def sent(plan: Plan) -> dict[Key, tuple[int, float]]:
 
 
 _MOST = 0.8
-"""Least share of the added (or saved) seconds that the terms named by `slower` make
-up."""
+"""`slower` names terms, the largest first, until they make up this share of the added
+(or saved) seconds."""
 _WHOLE = 0.995
 """Least share of the work that an axis divides to count as dividing all work."""
 _AGAINST = 0.1

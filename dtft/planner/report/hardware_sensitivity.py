@@ -1,4 +1,4 @@
-"""Sensitivity to hardware: plans again for clusters with one change each.
+"""Sensitivity to hardware: the best plans for clusters that differ in one figure.
 
 Each change doubles one figure: the bandwidth of a kind of link, the memory capacity,
 the memory bandwidth, the peak flops, or the size of the outermost level of the fabric,

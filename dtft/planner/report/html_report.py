@@ -28,7 +28,7 @@ COLORS = (
 )  # fmt: skip
 _BAR, _GAP, _WIDTH, _RIGHT = 18, 6, 420, 190
 _FAR = 4
-"""Largest ratio of the limit to the longest bar at which the limit is drawn."""
+"""A limit above this many times the longest bar is not drawn."""
 _LETTER = 6.6
 """Width of a letter in px, a little more than in the widest usual font at 12 px."""
 

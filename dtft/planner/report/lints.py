@@ -31,8 +31,8 @@ from dtft.planner.workload import Role, Workload
 
 
 _SMALL = 0.5
-"""Least share of launches and collectives in a step's seconds at which a plan for one
-device is compared."""
+"""If launches and collectives take at least this share of a step, the step is compared
+with that of a plan for one device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Nearby:
 
 
 def batches(decision: Decision) -> tuple[Nearby, ...]:
-    """Finds the best plans for nearby batches that all devices divide.
+    """Finds the best plans for the nearest batch sizes that the device count divides.
 
     These are the multiples of the device count next below and next above the batch.
     Returns () if the batch is a multiple of the device count, or the device count is a
@@ -85,9 +85,9 @@ def _at(decision: Decision, asked: int, batch: int) -> Nearby | None:
 def batch_text(decision: Decision) -> tuple[str, float]:
     """Describes nearby batches (`batches`); returns a text, and seconds of a step.
 
-    The seconds are those that the best nearby batch saves, at the workload's own number
-    of examples; 0 if it saves none. The text is '' if all devices are used, none
-    repeats the work of others, and no nearby batch is faster per example.
+    The seconds are those that the best nearby batch saves per example, times the
+    workload's number of examples; 0 if no nearby batch is faster per example. In this
+    case the text is '' if all devices are used and none repeats the work of others.
 
     If a pin leaves no mesh that divides the batch, the text is on padding rows, and the
     seconds are those that the padding costs. If there are no nearby batches, the text

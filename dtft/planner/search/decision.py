@@ -1,6 +1,6 @@
 """Selects the plan for a workload and a cluster, and keeps the priced candidates.
 
-Prices rematerialized programs and offload only if they may help. If no plan fits,
+Prices rematerialization and offload only where they may help. If no plan fits,
 suggests changes after which a plan fits.
 """
 
@@ -103,8 +103,8 @@ def remedies(cluster: Cluster, pins: Mapping[str, Any], best: Best) -> Iterator[
     """Yields changes after which a plan fits, each with the best such plan.
 
     The changes are: leaving out one pin; searching also knobs that cannot be run here;
-    more devices, without the pins that are numbers or flags. Of the larger numbers of
-    devices, only the smallest with a plan that fits is yielded.
+    taking more devices, and leaving out all pins that are numbers or flags. Of the
+    larger numbers of devices, only the smallest with a plan that fits is yielded.
     """
     for name in pins:
         rest = {other: value for other, value in pins.items() if other != name}
@@ -173,8 +173,8 @@ Fewer = Literal["never", "if faster", "always"]
   it is faster than the first plan and none of its devices repeats work.
 * `always`: smaller meshes are searched too, for pins that no mesh of all devices meets.
 
-With the other two values, meshes of fewer devices are also searched if no mesh of all
-devices divides the batch (details: `MeshRules.fewer`).
+With `if faster` and `always`, meshes of fewer devices are also searched if no mesh of
+all devices divides the batch (details: `MeshRules.fewer`).
 """
 
 
@@ -337,7 +337,10 @@ def _best_of(
 
 
 def _with_offload(found: Mapping[Remat, RematVariant]) -> dict[Remat, RematVariant]:
-    """Adds candidates with offloaded optimizer state that may be the best."""
+    """Adds candidates that keep their optimizer state in host memory.
+
+    Adds only those that may be the best (`PlanSearch.with_offload`).
+    """
     unfit, _, least = min(map(_first, found.values()))
     best_s = math.inf if unfit else least
     return {
@@ -347,7 +350,7 @@ def _with_offload(found: Mapping[Remat, RematVariant]) -> dict[Remat, RematVaria
 
 
 def next_best(decision: Decision, num: int) -> tuple[Decision, ...]:
-    """Returns the decisions for the up to `num` best plans that fit, best first."""
+    """Returns decisions for the best plans that fit, at most `num`, best first."""
     ranked = sorted(
         (*_order_of(one, at), place, number)
         for number, one in enumerate(decision.found.values())
@@ -374,8 +377,8 @@ def _written(one: RematVariant, at: int, cluster: Cluster) -> Plan:
 def _worth(found: Any) -> bool:
     """Whether further remat policies or offload may help.
 
-    They may if the remat policy of the best candidate has a faster candidate that does
-    not fit, or if no candidate fits.
+    They may help if no candidate fits, or if a faster candidate than the best, with the
+    same remat policy, does not fit.
     """
     best = min(found, key=_first)
     priced = best.priced
@@ -390,9 +393,9 @@ def _first(one: RematVariant) -> tuple[bool, bool, float]:
 def _order_of(one: RematVariant, at: int) -> tuple[bool, bool, float]:
     """Returns the sort key of a candidate; the best candidate has the smallest key.
 
-    Candidates that fit in memory are first, by `Priced.worth_s`. Of the others, those
-    without idle devices (devices that repeat the work of others) are first. Both groups
-    are ordered by bytes on a device.
+    Candidates that fit in memory are first, by `Priced.worth_s`. Candidates that do not
+    fit follow, by bytes on a device. Among these, candidates with idle devices (devices
+    that repeat the work of others) are last.
     """
     priced = one.priced
     if priced.fits[at]:
@@ -450,8 +453,8 @@ def _priced(
 ) -> dict[Remat, RematVariant]:
     """Prices candidates for one remat policy of `order` after another.
 
-    Ends when no further policy may help (`_worth`). Leaves out candidates with a larger
-    batch (more padding) than another candidate.
+    Ends when no further policy may help (`_worth`). Prices only candidates with the
+    smallest batch: a larger batch is rounded up further.
     """
     if not len(space):
         return {}

@@ -2,7 +2,7 @@
 
 Implements bucket elimination (Dechter, Artificial Intelligence 113, 1999). On a chain
 or a tree, elimination is dynamic programming. On other graphs it is exact as well; its
-cost is set by the largest table that the elimination order creates.
+time depends on the largest table that the elimination order creates.
 """
 
 import heapq
@@ -22,12 +22,16 @@ Table = tuple[tuple[int, ...], np.ndarray]
 """Variables, and their costs in an array with one dim per variable."""
 
 _Price = tuple[float, int, int, int]
-"""Priority of a variable in the elimination order, smallest first.
+"""Sort key of a variable; the variable with the smallest key is eliminated next.
 
-In this order: edges that eliminating the variable adds between its neighbors (inf if
-the table is too large); entries of the table, or 0 if no edges are added; the negated
-number of the variable; entries of the table. The table is the sum of all tables with
-the variable; its dims are the variable and its neighbors.
+* The number of edges that its elimination adds between its neighbors; inf if its table
+  is too large.
+* The number of entries of its table; 0 if no edges are added.
+* The negated number of the variable.
+* The number of entries of its table.
+
+The table of a variable is the sum of all tables with the variable. It has a dim for the
+variable and for each of its neighbors.
 """
 
 
@@ -38,10 +42,10 @@ def elimination_order(
     max_entries: int,
     max_total: int,
 ) -> list[int] | None:
-    """Orders the variables for elimination so that no table exceeds its limit.
+    """Returns an order of elimination in which no table exceeds its limit.
 
-    Returns None if the order exceeds a limit. The order is greedy: the next variable
-    adds the fewest edges when eliminated (fill). Edges join variables that share a
+    Returns None if the order exceeds a limit. The order is greedy: next is the variable
+    whose elimination adds the fewest edges (fill). Edges join variables that share a
     table. Of variables with equal fill above 0, the one with the smallest table is
     next. Of variables that are still equal, the one with the highest number is next. On
     a tree whose parents have lower numbers than their children, such as a chain that is
@@ -111,7 +115,7 @@ def _price(
 
 
 def _remove(variable: int, neighbors: list[set[int]], *, filled: bool) -> set[int]:
-    """Removes a variable; if `filled`, also adds the missing edges of its neighbors.
+    """Removes a variable; if `filled`, adds missing edges between its neighbors.
 
     Returns:
         The variables whose price may have changed.
@@ -172,8 +176,9 @@ def eliminate_each(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Finds the assignment of least cost for every value of one variable.
 
-    Works like `eliminate`, but for all values of `given` in one pass. If `given`
-    numbers several problems with tables of equal shapes, all are solved at once.
+    Works like `eliminate`, but for all values of `given` in one pass. To solve several
+    problems with tables of equal shapes at once, use a variable `given` whose values
+    are the numbers of the problems.
 
     Args:
         sizes: the number of values of each variable.
@@ -220,10 +225,10 @@ def eliminate_each(
 
 
 def _lines(bucket: list[Table], variable: int, values: np.ndarray) -> np.ndarray:
-    """Adds up the costs of each value of a variable in a bucket; float [rows, values].
+    """Adds up tables for each value of a variable; float [rows, values].
 
     Args:
-        bucket: the tables to add up.
+        bucket: the tables to add up, all with the variable.
         variable: the variable whose values are compared.
         values: values of the other variables, one assignment per row.
     """
@@ -242,7 +247,7 @@ def _squeezed(scope: tuple[int, ...], costs: np.ndarray) -> Table:
 
 
 def _added(bucket: list[Table]) -> Table:
-    """Adds up tables over all their variables, those of the widest table first."""
+    """Adds up tables; the sum has the variables of the widest table first."""
     wide = bucket[0][0]
     for scope, _ in bucket:
         if len(scope) > len(wide):

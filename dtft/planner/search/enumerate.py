@@ -1,7 +1,7 @@
 """Enumerates the candidates of a search.
 
-`choices_of` returns the sizes of axes, microbatches and ZeRO levels that a workload and
-a pool of devices allow. `enumerate_space` combines the values of all knobs into
+`choices_of` returns the axis sizes, microbatches and ZeRO levels that a workload and a
+pool of devices allow. `enumerate_space` combines the values of all knobs into
 candidates, and leaves out those that cannot be the best.
 """
 
@@ -64,7 +64,7 @@ def backend(pool: Pool) -> Backend:
 def choices_of(
     question: Workload, pool: Pool, can: Capabilities, batch: int
 ) -> Choices:
-    """Returns the sizes of axes, microbatches and ZeRO levels to search for a workload.
+    """Returns the axis sizes, microbatches and ZeRO levels to search for a workload.
 
     `remat`, `memory` and `fewer` keep the defaults of `Choices`, for the caller to
     replace. Offload is not part of `Choices`.
@@ -365,13 +365,13 @@ def _with_orders(
     """Combines candidates with the orders of their axes that may be best on the fabric.
 
     Only the first order of a mesh counts as a baseline. A candidate without room for
-    its state is a baseline, and keeps only the first order.
+    its state is kept only as a baseline, and so only with the first order.
 
     Args:
         columns: the candidates, with the column `room`.
         choices: the choices, with the levels of the fabric.
         before: axes that are pinned to this order, outermost first.
-        reasons: what earlier rules left.
+        reasons: the results of earlier rules, for `Space.reasons`.
     """
     sizes = _sizes(columns)
     meshes, mesh = np.unique(sizes, axis=0, return_inverse=True)
@@ -423,7 +423,8 @@ def _impossible(choices: Choices, pins: Mapping[str, Any]) -> ValueError:
 
 
 def _values_near(space: Space, name: str, value: Any) -> str:
-    """Lists the values of a knob in a space; of numbers the three nearest to `value`.
+    """Lists values of a knob in a space: all policies of `remat`, else the three
+    numbers nearest to `value`.
 
     Only candidates with the most devices count. Returns '' for the knob `order`, and
     for an empty space.
@@ -443,21 +444,21 @@ def _values_near(space: Space, name: str, value: Any) -> str:
 
 
 _MOST = 3
-"""Largest number of device counts that `worthwhile` returns. The meshes of each count
-are added to the search."""
+"""How many numbers of devices `worthwhile` returns at most. The search also gets the
+meshes of each of these numbers."""
 
 
 def worthwhile(
     question: Workload, pins: Mapping[str, Any], num_devices: int, batch: int
 ) -> tuple[int, ...]:
-    """Returns the largest device counts below all devices that divide the work evenly.
+    """Returns numbers of devices among which the work can be divided evenly.
 
-    These counts divide the product of the batch and the size of a dim of a weight.
-    Returns at most `_MOST` counts.
+    These numbers divide the product of the batch and the size of a dim of a weight.
+    Returns the largest ones below the number of all devices, at most `_MOST`.
 
     Args:
         question: the workload, whose weights have dims that `tensor` may divide.
-        pins: pins; each count is a multiple of the product of pinned axis sizes.
+        pins: pins; each number is a multiple of the product of the pinned axis sizes.
         num_devices: the number of all devices.
         batch: samples that the data axes divide.
     """

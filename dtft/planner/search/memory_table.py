@@ -63,7 +63,7 @@ class Resting:
     """Bytes of state and batch, and the gathers of parameters, for many points.
 
     A point is a mesh and a number of microbatches. State is parameters and optimizer
-    state. Between its uses, ZeRO may divide an array further than computing does.
+    state. ZeRO may divide an array further between its uses than in use.
     """
 
     def __init__(self, prices: Prices) -> None:
@@ -81,7 +81,7 @@ class Resting:
 
     @cached_property
     def arrays(self) -> Mapping[Role, Counter[Alike]]:
-        """For each role, its groups of equal arrays, with the number of arrays."""
+        """Map from role to its groups of equal arrays, with the size of each group."""
         question, graph = self._question, self._question.graph
         found: dict[Role, Counter[Alike]] = {
             "parameter": Counter(), "optimizer": Counter(), "batch": Counter()
@@ -120,8 +120,8 @@ class Resting:
     ) -> Iterator[tuple[Cases, int, np.ndarray]]:
         """Yields what `num_bytes` adds up, one entry for each group of equal arrays.
 
-        An entry has the cases (points at which the arrays are divided equally), the
-        number of arrays, and for each case the bytes of one array on a device.
+        An entry has the cases (the points of a case divide the arrays in the same way),
+        the number of arrays, and for each case the bytes of one array on a device.
         """
         for alike, count in self.arrays[role].items():
             cases, used, place = self._placed(alike.value, division)
@@ -189,7 +189,7 @@ class Resting:
         return found
 
     def _turned(self, division: ShardingAssignment, zero: int) -> Total:
-        """Counts by point the elements of gathered parameters that are transposed.
+        """Counts the transposed elements of gathered parameters, by point.
 
         Counts per microbatch at level 3, and per step at other levels.
         """
@@ -241,7 +241,10 @@ class Resting:
     def sums(
         self, division: ShardingAssignment
     ) -> tuple[list[ShardingAssignment], np.ndarray]:
-        """Finds divisions that divide gradients as ZeRO level 3 divides parameters.
+        """Adds to a division how gradients are divided from ZeRO level 2 on.
+
+        A gradient is divided as level 3 divides its parameter between uses. How level 3
+        divides a parameter depends on the point.
 
         Args:
             division: which axes divide which dims while computing.
@@ -296,7 +299,7 @@ class Resting:
 def offloaded(
     priced: Priced, resting: Resting, link: Link, staged: Staged | None = None
 ) -> Priced:
-    """Reprices candidates with their optimizer state in host memory.
+    """Prices candidates again, with their optimizer state moved to host memory.
 
     Args:
         priced: candidates that keep their optimizer state on the device.

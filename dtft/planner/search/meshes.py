@@ -168,17 +168,18 @@ class MeshRules:
         return meshes.where((meshes.batch == self.batch) | (slots <= self.batch))
 
     def fewer(self) -> Meshes:
-        """Returns meshes of fewer devices than all that divide the batch, if needed.
+        """Returns smaller meshes, if no mesh of all devices divides the batch.
 
-        They are not needed if a mesh of all devices divides the batch into enough parts
-        (`_enough`): the result is then empty. Otherwise the result has the largest
-        number of devices with a mesh that divides the batch into enough parts.
+        The result is empty if a mesh of all devices divides the batch into enough parts
+        (`_enough`). Otherwise a number of devices is selected, and the result has its
+        meshes that divide the batch exactly. The number is the largest one with a mesh
+        that divides the batch into enough parts.
 
         If there is no such number (a large prime batch), the batch may stay undivided.
-        The result is then the meshes of the largest power of two, unless this is the
-        number of all devices: a power of two divides dims of most models, unlike, say,
-        five. If the rules allow no mesh of this size, the result is the meshes of the
-        largest allowed number of devices. It is empty if this number is all devices.
+        The number is then the largest power of two, because a power of two divides dims
+        of most models, unlike, say, five. If the rules allow no mesh of that size, the
+        number is the largest one with an allowed mesh. If the selected number is that
+        of all devices, the result is empty.
         """
         exact = self.exact(self.num_devices)
         if self._enough(exact):

@@ -46,7 +46,7 @@ class _Program:
     """Rows, columns and values of the matrix `equal`; [3, N]."""
     right: np.ndarray
     constant: float
-    """The sum that was subtracted from the costs."""
+    """The part of the cost that `costs` leaves out; equal for all assignments."""
 
 
 def minimise(problem: CostProblem, *, deadline_s: float) -> Outcome:

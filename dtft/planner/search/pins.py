@@ -35,7 +35,7 @@ _ABSENT = {
     "expert": "; it needs arrays with a dim of experts",
     "sequence": "; it needs a batch with a second dim (positions)",
 }
-"""For an axis that is not searched, the end of the error: what the axis requires."""
+"""Map from an axis to what it requires: the end of the error if it is not searched."""
 
 
 def check_pins(pins: Mapping[str, Any]) -> None:

@@ -110,8 +110,9 @@ class Staged:
         }
 
     def memory(self, space: Space, rows: np.ndarray, whole: Terms) -> Terms:
-        """Computes for each term the bytes on a device of the stage with the most.
+        """Computes bytes on a device by term.
 
+        Each term is that of the stage with the most bytes of this term.
         Candidates with one stage keep the bytes of `whole`.
 
         Args:

@@ -48,7 +48,7 @@ from dtft.planner.workload import Workload
 
 Axes = tuple[str, ...]
 _FRACTION = 2**20
-"""Factor on numbers of members before rounding, to find equal device groups.
+"""Device groups are equal if their numbers of members, times this factor, round alike.
 
 The number of members of a group on a level of the fabric may be a fraction."""
 
@@ -306,8 +306,8 @@ class Rates:
     ) -> Table:
         """Computes the seconds of an operator on a device, by case of the points.
 
-        The seconds are of one execution. If microbatches divide the operator's work,
-        they are the sum of one execution for each microbatch.
+        Counts one execution. If microbatches divide the operator's work, counts one
+        execution for each microbatch.
 
         Args:
             graph: the program with the operator.
@@ -345,7 +345,7 @@ class Rates:
         return [self._sending[one] for one in asked]
 
     def _priced(self, alike: Sequence[Message]) -> Iterable[Table]:
-        """Prices collectives with equal kind, axes, repeats and axes of `amount`."""
+        """Prices collectives that differ only in total bytes, `meets` and `ahead`."""
         sent, repeats = alike[0].sent, alike[0].repeats
         cases = self.columns.sending(sent.axes, {*repeats, sent.amount.axes})
         of, groups = self.columns.lies(sent.axes)
@@ -365,12 +365,13 @@ class Rates:
     def together_s(
         self, asked: Sequence[tuple[Mapping[Bundle, Total], np.ndarray]]
     ) -> list[np.ndarray]:
-        """Computes the seconds per step of bundles that `sending` does not count.
+        """Computes the seconds per step of bundles, except those that `sending` counts.
 
         A bundle is a set of collectives that the compiler may combine. For a bundle
         sent as one message, the seconds are its transfer and its sync skew. For a
-        bundle whose arrays are sent one by one, they are its sync skew only. A bundle
-        that depends on no computation (`Bundle.ahead`) has no sync skew.
+        bundle whose arrays are sent one by one, they are its sync skew only, because
+        `sending` counts the transfers. A bundle that depends on no computation
+        (`Bundle.ahead`) has no sync skew.
 
         Args:
             asked: pairs: for each bundle, the bytes of all its arrays each time it is
@@ -392,7 +393,10 @@ class Rates:
         return found
 
     def _each_s(self, joined: Sequence["_Joined"]) -> list[np.ndarray]:
-        """Computes `together_s` of each bundle, for all bundles of one kind at once."""
+        """Computes the seconds per step of each bundle at its points (`together_s`).
+
+        All bundles of one kind of collective are priced at once.
+        """
         columns, platform = self.columns, self.columns.pool.device.platform
         found = [np.zeros(0)] * len(joined)
         kinds: set[CollectiveKind] = {one.bundle.kind for one in joined}
@@ -502,7 +506,7 @@ class Works:
         return number, self._instances[number].key(division)
 
     def pattern(self, key: GroupKey) -> tuple[Pattern, PatternKey]:
-        """Returns a key that groups with equal patterns and divisions share.
+        """Returns a key that is equal for groups with equal patterns and divisions.
 
         Such groups may differ in their dims and in their numbers of operations.
         """

@@ -103,7 +103,7 @@ candidates with an axis below this share count as idle."""
 
 
 def memory_floor(question: Workload, pool: Pool) -> MemoryFloor:
-    """Returns the bytes of a workload's state and of a device, for a lower bound.
+    """Makes the `MemoryFloor` of a workload's state on the devices of a pool.
 
     Gradients count as 0 bytes.
     """

@@ -111,8 +111,8 @@ _MAX_TOTAL = 2**27
 """Limit of the entries of all tables of an elimination (about a second of work)."""
 
 _FEWER = 64
-"""Factor by which `solve_each` reduces the values solved at once if tables are too
-large."""
+"""Factor by which `solve_each` reduces the number of values in one elimination, if
+its tables are too large."""
 
 _MAX_SWEEPS = 100
 """Limit of the sweeps over all variables in the search for a local optimum."""
@@ -144,10 +144,11 @@ def solve(
     its cost.
 
     Of assignments whose costs are equal to the last bit, elimination returns the
-    smallest one in the reverse of the elimination order. On a tree whose parents have
-    lower numbers than their children, such as a chain that is numbered from end to end,
-    this is the lexicographically smallest assignment. With pruning or a mixed-integer
-    program, another one of them may be returned.
+    lexicographically smallest one in the reverse of the elimination order. On a tree
+    whose parents have lower numbers than their children, such as a chain that is
+    numbered from end to end, this is the lexicographically smallest one in the order of
+    `sizes`. After pruning, or with a mixed-integer program, another assignment of equal
+    cost may be returned.
 
     Args:
         problem: the problem to minimise.
@@ -156,9 +157,9 @@ def solve(
         max_entries: limit of the entries of the largest table that elimination creates.
 
     Raises:
-        ValueError: every assignment is forbidden; names variables of a set of factors
-            that forbid every assignment together. The set is minimal if elimination
-            can find it within its limits.
+        ValueError: every assignment is forbidden. The error names the variables of a
+            set of factors that together forbid every assignment. The set is minimal if
+            elimination can find it within its limits.
         TimeoutError: no allowed assignment was found in the time. Cannot happen if no
             combination is forbidden.
         RuntimeError: HiGHS failed.
@@ -346,10 +347,8 @@ def _infeasible(problem: CostProblem) -> ValueError:
 def _conflict(problem: CostProblem) -> list[Factor]:
     """Finds a minimal set of factors that together forbid every assignment.
 
-    Finds one factor after another, by the idea of QuickXplain (Junker, AAAI 2004). The
-    next factor is the last one of the shortest prefix of the remaining factors that
-    forbids every assignment together with the factors found before. If elimination
-    would exceed its limits, returns all factors that forbid any combination.
+    Finds one factor after another, by the idea of QuickXplain (Junker, AAAI 2004). If
+    elimination would exceed its limits, returns all factors that forbid a combination.
     """
     rest = [
         Factor(variables=f.variables, costs=np.where(np.isinf(f.costs), np.inf, 0.0))

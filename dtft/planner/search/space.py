@@ -235,8 +235,8 @@ class Choices:
 class Reason:
     """Result of one rule of the enumeration.
 
-    `left` of `of` candidates (or meshes) passed the rule. A rule that only adds or
-    combines candidates has its resulting number in both.
+    `left` of `of` candidates (or meshes) passed the rule. For a rule that only adds or
+    combines candidates, both are the number of candidates that the rule made.
     """
 
     rule: str

@@ -1,4 +1,4 @@
-"""Selects the dims that the axis `tensor` divides, exactly for every mesh.
+"""Selects for every mesh the dims that the axis `tensor` divides.
 
 Writes a program as one cost problem for all points (meshes with a number of
 microbatches). The problem has a variable for the point, one for each dim that can be
@@ -58,7 +58,7 @@ def candidates(question: Workload) -> tuple[int, ...]:
 
 
 class Chooser:
-    """A selector of the dims of a program that one axis divides, for all points.
+    """A selector: finds for each point which dims of a program one axis divides.
 
     A point is a mesh and a number of microbatches.
     """
@@ -129,9 +129,9 @@ class Chooser:
         return found
 
     def _respects(self, tables: Tables) -> Iterable[Cases]:
-        """Returns the partitions of every table.
+        """Returns the partitions of the points that the tables have.
 
-        Points in the same case of each partition have equal costs.
+        Points that share a case in all of these partitions have equal costs.
         """
         found = {self._prices.columns.divided([(self._axis,)]): None}
         for choices in tables.values():

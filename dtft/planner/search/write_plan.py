@@ -64,10 +64,10 @@ def axes_used(
 
 
 def work_divided(search: PlanSearch, division: ShardingAssignment) -> dict[str, float]:
-    """Computes the share of the flops of matmuls and convolutions that an axis divides.
+    """Computes by axis the share of matmul and convolution flops that the axis divides.
 
-    Returns the shares by axis; an axis that divides nothing is left out. In a program
-    without matmuls and convolutions, the shares are of all flops.
+    An axis that divides nothing is left out. In a program without matmuls and
+    convolutions, the shares are of all flops.
     """
     works = search.works(division)
     heavy = [pair for pair in works if pair[0].operator.kind in PRODUCTS] or works

@@ -1,7 +1,7 @@
 """Groups operators that differ only in their dims, to partition each pattern once.
 
-Layers, passes and programs with other remat policies consist of the same few operators
-over other dims. The work and collectives of a device depend on the shapes, on which
+Layers, passes and the programs of all remat policies consist of the same few operators
+over different dims. The work and collectives of a device depend on the shapes, on which
 dims are equal, and on the axes of each dim. So operators of one pattern share their
 work.
 """
@@ -40,8 +40,8 @@ class Pattern:
         """Starts with an empty cache of works.
 
         Args:
-            operator: an operator of the pattern; its dims are numbered by rank.
-            values: its operands, then its results; their dims are numbered likewise.
+            operator: an operator of the pattern, with its dims renumbered from 0.
+            values: its operands, then its results, with the same numbers of dims.
         """
         self._operator, self._values = operator, values
         self._graph = Graph(
@@ -94,8 +94,9 @@ class Instance:
     operator: Operator
     pattern: Pattern
     dims: tuple[int, ...]
-    """Dims of the operator's arrays, and its dims `summed`, `whole` and `turned_over`;
-    ascending. Each dim represents its class: all dims that are divided alike."""
+    """Dims of the operator's arrays, and the dims in `Operator.summed`,
+    `Operator.whole` and `Operator.turned_over`; ascending. Each dim represents its
+    class: all dims that are divided alike."""
     arrays: tuple[frozenset[int], ...]
     """Dims of each operand and result."""
 

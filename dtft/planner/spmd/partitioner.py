@@ -80,11 +80,10 @@ class OperatorWork:
     """Bytes of each result."""
     sent: tuple[CollectiveOp, ...]
     sides: tuple[ShardedSize, ShardedSize] | None = None
-    """For a convolution, the columns that each patch is multiplied by, and the channels
-    of a patch."""
+    """Columns and depth of a convolution (`convolution_sides`); None for other
+    operators."""
     turned_by: tuple[str, ...] = ()
-    """Axes that divide the contracted dims of the transposed products that the operator
-    reads."""
+    """Mesh axes that divide the dims in `Operator.turned_over`."""
 
     @property
     def flops(self) -> ShardedSize:
@@ -267,7 +266,7 @@ class WorkDims:
         return self.op.kind == "matmul" and not self._free(0, dim) | self._free(1, dim)
 
     def _free(self, index: int, dim: int) -> bool:
-        """Returns whether a matmul's operand has `dim` uncontracted, and divided."""
+        """Returns whether `dim` of a matmul operand is divided, but not contracted."""
         if self.op.kind != "matmul" or index > 1:
             return False
         spec, value = self.in_specs[index], self.inputs[index]
@@ -324,12 +323,12 @@ class ShardingAssignment:
     alias: Mapping[int, int] = field(default_factory=dict)
     """Dim to the dim whose axes it shares: equal layers share one decision."""
     rest: Mapping[frozenset[int], Mapping[int, Axes]] = field(default_factory=dict)
-    """For arrays whose sums are divided further (gradients at ZeRO levels 2 and 3): the
-    array's dims to the additional axes of each dim."""
+    """Map from the set of an array's dims to the additional axes of each dim, for
+    arrays whose sums are divided further (gradients at ZeRO levels 2 and 3)."""
     first: Mapping[frozenset[int], int] = field(default_factory=dict)
-    """The dims of an array to the dim that takes its axes before the other dims: the
-    expert dim in inputs and outputs of expert layers (`Workload.expert_arrays`), and
-    the first divided dims of `Workload.weights`."""
+    """Map from the set of an array's dims to the dim that takes its axes before the
+    other dims. This is the expert dim in inputs and outputs of expert layers
+    (`Workload.expert_arrays`), and the dim divided first in `Workload.weights`."""
     scatters: bool = False
     """Whether the backend sums and divides in one collective (reduce-scatter).
 
@@ -442,9 +441,9 @@ class _Placed(WorkDims):
     def _send_operand(self, index: int) -> None:
         """Adds the collectives that reshard an operand to the division of the work.
 
-        They are along the axes that divide the operand along another dim than the work.
-        If the operand has the dim of the work, it is exchanged along the axis
-        (all-to-all). Otherwise it is gathered along the axis (all-gather).
+        An axis needs a collective if it divides the operand along another dim than the
+        work. The collective is an all-to-all if the operand has the dim along which the
+        axis divides the work. Otherwise it is an all-gather.
         """
         value, spec = self.inputs[index], self.in_specs[index]
         moved = [axis for axis in flat(spec) if not self.fits(index, axis)]
@@ -515,15 +514,14 @@ class _Placed(WorkDims):
     def _add_up(self, value: Value, wanted: Axes, partial: Axes) -> None:
         """Adds the collectives that add up partial sums.
 
+        First comes a reduce-scatter over the axes in both `partial` and `wanted`; on
+        CPU an all-reduce, for products without spare axes only. Then come all-reduces
+        over the remaining axes of `partial`.
+
         Args:
             value: the result.
             wanted: axes that divide the sum afterwards.
-            partial: axes along which each device has a partial sum. On a backend with
-                reduce-scatter (`ShardingAssignment.scatters`), the sum is
-                reduce-scattered over those that are also in `wanted`. On another
-                backend, it is all-reduced over them at once, before they divide it, if
-                the operator is a product and has no spare axes. Over all other axes,
-                the sum is all-reduced afterwards.
+            partial: axes along which each device has a partial sum.
         """
         rest = tuple(axis for axis in wanted if axis not in partial)
         scattered = tuple(axis for axis in partial if axis in wanted)

@@ -246,10 +246,10 @@ def further_division(
     division: ShardingAssignment,
     loops: Container[int],
 ) -> dict[frozenset[int], dict[int, tuple[str, ...]]]:
-    """Makes the `ShardingAssignment.rest` that divides gradients like their parameters
-    between steps.
+    """Makes a `ShardingAssignment.rest` for gradients.
 
-    Inside a loop over layers, a gradient lacks the dim that the loop slices.
+    A gradient is divided as its parameter is divided between steps. Inside a loop over
+    layers, a gradient lacks the dim that the loop slices.
     """
     found = {}
     for leaf in parameters:

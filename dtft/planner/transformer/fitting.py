@@ -47,10 +47,10 @@ class PredictionAccuracy:
 
 
 NOISE = 0.03
-"""Relative scatter of one measured step (`experiments/data/README.md`); also the
-knee of soft L1."""
+"""Relative scatter of one measured step (`experiments/data/README.md`). The loss of
+`fit`, soft L1, is about linear in residuals above this."""
 SPREAD = 0.5
-"""Prior standard deviation of the logarithm of a scalar around the data sheet."""
+"""Prior standard deviation of ln(scalar / value of the data sheet)."""
 
 
 def fit(
@@ -132,8 +132,9 @@ def concordance(
 
 
 def regret(predicted: np.ndarray, measured: np.ndarray, top: int) -> float:
-    """Divides the best measured time of the `top` rows that are predicted fastest by
-    the best measured time of all rows.
+    """Returns a ratio of measured times: best of the `top` rows to best of all rows.
+
+    The `top` rows are those that are predicted fastest.
 
     >>> regret(np.array([1.0, 2.0, 3.0]), np.array([1.1, 1.0, 3.0]), 1)
     1.1
@@ -193,9 +194,9 @@ class PredictedLayout:
 def layouts(shape: Shape, like: ParallelLayout) -> Iterator[ParallelLayout]:
     """Yields layouts with the devices, global batch and options of `like`.
 
-    All sizes of `tp` (up to `LARGEST_TENSOR`), `pp` and `dp` are yielded that divide
-    the model and the batch into equal parts, with each `micro_batch` and number of
-    `virtual_stages` that `_pipelines` allows.
+    `tp` (up to `LARGEST_TENSOR`), `pp` and `dp` have all sizes that divide the model
+    and the batch into equal parts. These are combined with all values of `micro_batch`
+    and `virtual_stages` that `_pipelines` allows.
     """
     for tp in divisors(shape.heads):
         if tp > LARGEST_TENSOR or like.gpus % tp or shape.hidden % tp:
@@ -208,8 +209,9 @@ def layouts(shape: Shape, like: ParallelLayout) -> Iterator[ParallelLayout]:
 
 
 def _pipelines(shape: Shape, split: ParallelLayout) -> Iterator[ParallelLayout]:
-    """Yields the layouts of a split with all microbatch sizes and virtual stages.
+    """Yields layouts with the tp, pp and dp of `split`.
 
+    Combines these with all microbatch sizes and numbers of virtual stages.
     Microbatches have at most `LARGEST_MICRO_BATCH` sequences. Interleaving needs a
     number of microbatches that is a multiple of pp.
     """

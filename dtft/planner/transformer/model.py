@@ -259,7 +259,7 @@ def _linear(shape: Shape, layout: ParallelLayout) -> tuple[Matmul, ...]:
 
 
 def _trained(product: Matmul, passes: int) -> Iterator[Matmul]:
-    """Yields a matmul with weights and the matmuls of the gradients of its operands."""
+    """Yields a matmul, run `passes` times, and one for each operand's gradient."""
     m, n, k = product.m, product.n, product.k
     yield Matmul(m=m, n=n, k=k, trips=passes)
     yield Matmul(m=m, n=k, k=n)

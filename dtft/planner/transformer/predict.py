@@ -64,7 +64,7 @@ class Scales:
     fast_link: float = 1.0
     """Factor on collectives inside a host."""
     network: float = 1.0
-    """Factor on collectives between hosts, which share the network with others."""
+    """Factor on collectives between hosts; other jobs use the network too."""
     next_stage: float = 1.0
     """Factor on sends to the next pipeline stage, inside or between hosts."""
 
@@ -501,13 +501,12 @@ def predict_table(text: str, cluster: str) -> tuple[Table, tuple[RowPrediction, 
 
 
 def habits_of(device: DeviceType) -> Habits:
-    """Returns the default options of programs for a device, for empty cells of a
-    table."""
+    """Returns the usual options of programs on a device, for empty cells of a table."""
     return Habits(fused=any(name.startswith("float8") for name in device.peak_flops))
 
 
 def pool_of(cluster: str, gpus: int) -> Pool:
-    """Makes a pool with at least `gpus` devices; for a bare name with exactly `gpus`.
+    """Makes a pool of at least `gpus` devices; of exactly `gpus` for a catalog name.
 
     Raises:
         ValueError: the cluster is unknown, has unlike pools, or fewer devices; or the

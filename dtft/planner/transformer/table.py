@@ -30,13 +30,16 @@ _YES_NO: Mapping[str, bool] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Habits:
-    """Default options of training programs from the time of a device type."""
+    """Options that training programs usually have on a device type.
+
+    A table's empty cells get these options.
+    """
 
     fused: bool = False
     """Whether programs use flash attention, sequence parallelism and fp32 gradient sums
     (Hopper and later). Earlier programs use fp16 gradients and unfused attention. But
-    flash attention is always assumed without recomputation: unfused attention would not
-    fit at these sizes."""
+    programs without recomputation use flash attention on all devices: unfused attention
+    would not fit at these sizes."""
 
     def flash_attention(self, recompute: Recompute) -> bool:
         """Returns whether flash attention, with scores on the chip, is the default."""
@@ -45,8 +48,9 @@ class Habits:
     def sequence_parallel(self, recompute: Recompute) -> bool:
         """Returns whether sequence parallelism is the default.
 
-        Without `fused` it is, unless recomputation is full: it was published together
-        with selective recomputation (arXiv 2205.05198).
+        True with `fused`. Without `fused`, False only for full recomputation:
+        sequence parallelism was published together with selective recomputation (arXiv
+        2205.05198).
         """
         return self.fused or recompute != "full"
 
