@@ -255,7 +255,7 @@ class Workload:
 
     @cached_property
     def weight_dims(self) -> frozenset[int]:
-        """Dims that a parameter has."""
+        """The dims of all parameters together."""
         return frozenset(dim for dims in self._dims_of_parameters for dim in dims)
 
     @cached_property

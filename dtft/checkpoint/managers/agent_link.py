@@ -430,7 +430,7 @@ class SeenAgent:
 
 @dataclass(frozen=True, kw_only=True)
 class Attached:
-    """This process's attachment to its agent."""
+    """The link of an attached process to its agent, and how the agent names itself."""
 
     link: AgentLink
     path: Path

@@ -385,7 +385,7 @@ def _one(regions: Sequence[Region]) -> bool:
 
 
 def _asks(order: FetchOrder, memory: Mapping[str, Parts]) -> bool:
-    """Whether an order names a slice or region for `memory`."""
+    """Whether an order fetches anything into `memory`: a whole slice or a region."""
     return bool(_whole(order, memory) or order.regions(memory))
 
 

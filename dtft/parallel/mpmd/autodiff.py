@@ -292,7 +292,7 @@ class Ends:
         return tuple(map(self._begin, self._nodes))
 
     def last(self) -> tuple[NodeCall, ...]:
-        """Makes the calls after the last microbatch."""
+        """Returns the calls that follow the last microbatch of a step."""
         return (*self._reduce(), *self._finish(), *self._results())
 
     def _begin(self, node: int) -> NodeCall:
@@ -629,10 +629,11 @@ class _Differentiation:
         return Key("partial", number, later[0], EACH) if later else None
 
     def _later(self, index: int, number: int, node: int) -> Key:
-        """Returns the key of the sum that a backward call writes for a value.
+        """Returns the key under which a backward call of a node writes its result.
 
-        The node's last backward call for the value writes a `cotangent`. Earlier calls
-        write a `partial`. For a parameter all calls write a `sum`.
+        The result is a sum of gradients of one value. The key is a `sum` if the value
+        is a parameter. For other values it is a `cotangent` in the node's last backward
+        call for the value, and a `partial` in earlier calls.
         """
         if number in self._params:
             return Key("sum", number, node)

@@ -158,7 +158,10 @@ def _larger(pool: Pool) -> Iterator[Pool]:
 
 
 def _tried_devices(pool: Pool) -> str:
-    """Says which larger numbers of devices were tried, or why none were tried."""
+    """Formats which clusters with more devices were searched, or why none were.
+
+    They are searched when no plan fits the devices of the pool.
+    """
     if any(_larger(pool)):
         return f"up to {MOST} times as many devices"
     return "more devices not among it, as no link joins them in the cluster's file"

@@ -237,7 +237,10 @@ def distinct(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _numbered(column: np.ndarray) -> tuple[np.ndarray, int]:
-    """Numbers the distinct values in ascending order; also returns their count."""
+    """Replaces each value by its rank among the distinct values, from 0.
+
+    Also returns the number of distinct values.
+    """
     top = int(column.max(initial=0)) if column.dtype.kind == "i" else 0
     small = 0 < top < _SPARSE * len(column) and column.min() >= 0
     if not small:
