@@ -4,7 +4,7 @@ It uses the private API for:
 
 * JAX's coordination service in a separate process, so that no trainer has to run it,
   and a trainer's connection to the service.
-* Text from process 0 to all processes through the coordination service.
+* Text from one process to others through the coordination service.
 * The bytes of a CPU array's buffer.
 * Compilation of a module that another process lowered.
 * The number of constant and carried arguments of a `scan`.
@@ -15,7 +15,9 @@ dtft may import ``jax._src`` or private modules of ``jaxlib``.
 
 import ctypes
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -42,27 +44,87 @@ def check_version(version: str | None = None) -> None:
 
 
 def start_coordination_service(
-    address: str, num_processes: int, heartbeat_s: float
+    address: str, num_processes: int, heartbeat_s: float, cpu_devices: int = 0
 ) -> Any:
     """Starts JAX's coordination service in this process.
 
     The service runs as long as the returned object exists.
 
+    A service accepts processes only when all have connected once, and process 0 then
+    publishes the devices of all. With `cpu_devices`, this function does both itself, so
+    that processes with the indices 1 to num_processes - 1 can join at any time, and
+    another process can take the index of one that has died. No process may have the
+    index 0 then.
+
     Args:
         address: host:port at which the service listens.
         num_processes: size of the world.
         heartbeat_s: heartbeat timeout of JAX in seconds, rounded up to whole seconds.
+        cpu_devices: number of CPU devices of every process, if all processes have
+            devices of this kind only; 0 for other processes.
     """
     check_version()
     from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
-    return _jax.get_distributed_runtime_service(
+    limit_s = max(1, math.ceil(heartbeat_s))
+    service = _jax.get_distributed_runtime_service(
         address,
         num_processes,
-        heartbeat_timeout=max(1, math.ceil(heartbeat_s)),
+        heartbeat_timeout=limit_s,
         shutdown_timeout=5,
         recoverable=True,
     )
+    if cpu_devices:
+        topology = _cpu_topology(num_processes, cpu_devices)
+
+        def connect_once(index: int) -> None:
+            client = _jax.get_distributed_runtime_client(
+                address, index, init_timeout=60, heartbeat_timeout=limit_s
+            )
+            client.connect()  # returns when all have connected
+            if index == 0:
+                client.key_value_set_bytes(_TOPOLOGY, topology)
+
+        with ThreadPoolExecutor(num_processes) as threads:
+            list(threads.map(connect_once, range(num_processes)))
+    return service
+
+
+_TOPOLOGY = "cpu:global_topology/cpu"
+"""Key of JAX's coordination service that holds the CPU devices of all processes."""
+_PER_PROCESS = 2048
+"""Difference between the ids of the first CPU devices of two processes."""
+
+
+def _cpu_topology(num_processes: int, cpu_devices: int) -> bytes:
+    """Encodes XLA's GlobalTopologyProto of processes with equally many CPU devices."""
+    nodes = b""
+    for index in range(num_processes):
+        node = _encoded(1, index) + _encoded(2, b"dtft")
+        for number in range(cpu_devices):
+            at = index * _PER_PROCESS + number
+            node += _encoded(
+                3,
+                _encoded(1, number)
+                + _encoded(4, at)
+                + _encoded(8, b"cpu")
+                + _encoded(9, f"CpuDevice(id={at})".encode())
+                + _encoded(10, f"cpu:{at}".encode()),
+            )
+        nodes += _encoded(1, node)
+    return nodes
+
+
+def _encoded(number: int, value: int | bytes) -> bytes:
+    """Encodes a field of a protocol buffer."""
+    if isinstance(value, int):
+        return _varint(number << 3) + _varint(value) if value else b""
+    return _varint(number << 3 | 2) + _varint(len(value)) + value
+
+
+def _varint(value: int) -> bytes:
+    low, rest = value & 0x7F, value >> 7
+    return bytes([low | 0x80]) + _varint(rest) if rest else bytes([low])
 
 
 def join_world(
@@ -108,16 +170,17 @@ def join_world(
     state.coordinator_address = address
 
 
-def told_by_first(key: str, text: str, timeout_s: float) -> str:
-    """Broadcasts the text of process 0 to every process, by the coordination service.
+def told_by(teller: int, key: str, text: str, timeout_s: float) -> str:
+    """Broadcasts the text of one process to others, by the coordination service.
 
-    Process 0 may take up to `timeout_s` to produce the text. A collective would time
-    out earlier. Returns the text of process 0. In a process that is not connected to a
-    service, returns `text`.
+    The process may take up to `timeout_s` to produce the text. A collective would time
+    out earlier. Returns the text of the process. In a process that is not connected to
+    a service, returns `text`.
 
     Args:
+        teller: index of the process whose text is broadcast.
         key: name of the text; may be used only once in the life of the service.
-        text: the text to broadcast; connected processes other than process 0 ignore it.
+        text: the text to broadcast; ignored in other connected processes.
         timeout_s: longest wait of the other processes, in seconds.
     """
     check_version()
@@ -126,10 +189,62 @@ def told_by_first(key: str, text: str, timeout_s: float) -> str:
     client = distributed.global_state.client
     if client is None:
         return text
-    if distributed.global_state.process_id == 0:
+    if distributed.global_state.process_id == teller:
         client.key_value_set(key, text, allow_overwrite=True)
         return text
     return client.blocking_key_value_get(key, math.ceil(1e3 * timeout_s))
+
+
+def meet(
+    name: str,
+    processes: Sequence[int],
+    timeout_s: float,
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Waits until every process in `processes` has called this function.
+
+    Uses the coordination service. Returns at once in a process that is not connected to
+    a service.
+
+    Args:
+        name: name of the meeting; may be used only once in the life of the service.
+        processes: indices of the processes; this process must be one of them.
+        timeout_s: longest wait in seconds.
+        check: called about once a second; may raise an error to end the wait.
+
+    Raises:
+        TimeoutError: another process did not call the function in time.
+    """
+    check_version()
+    from jax._src import distributed
+
+    client = distributed.global_state.client
+    if client is None or len(processes) == 1:
+        return
+    until = time.monotonic() + timeout_s
+    client.key_value_set(f"{name}/here/{distributed.global_state.process_id}", "1")
+    if distributed.global_state.process_id == processes[0]:
+        pause_s = 0.002
+        while len(client.key_value_dir_get(f"{name}/here")) < len(processes):
+            _wait(until, name, check)
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, 0.1)
+        client.key_value_set(f"{name}/all", "1")
+        return
+    while True:
+        try:
+            client.blocking_key_value_get(f"{name}/all", 1000)
+            return
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+        _wait(until, name, check)
+
+
+def _wait(until: float, name: str, check: Callable[[], None]) -> None:
+    check()
+    if time.monotonic() > until:
+        raise TimeoutError(f"not all processes came to {name} in time")
 
 
 def cpu_buffer(array: jax.Array) -> memoryview:

@@ -41,7 +41,7 @@ from dtft.elastic.host import (
     base_config,
     check_arena_directory,
 )
-from dtft.elastic.job import AgentConfig
+from dtft.elastic.job import TURNS, AgentConfig
 from dtft.elastic.leader import newest_stored
 from dtft.elastic.local_cluster import LAUNCHED, LocalCluster, supervise, tell
 from dtft.elastic.stop_signals import end_line, heard_signals, left_line
@@ -199,6 +199,7 @@ def _agent_config(options: "AgentCommand", words: list[str]) -> AgentConfig:
         timeouts=experiment.timeouts,
         **_checkpoint_settings(experiment.checkpoint),
         last_step=experiment.stop.steps,
+        cpu_devices=max(0, experiment.cluster.devices_per_host) * TURNS,
         **flags,
     )
 

@@ -459,10 +459,12 @@ def _recoveries(
             continue
         entry = {k: v for k, v in event.items() if k not in ("time", "event", "by")}
         entry["cause"] = entry["fault"]
+        entry["gap_s"] = _gap_s(event, events)
         blows = [blow for blow in injected if previous < blow.at <= event["ended"]]
         if blows:
             entry["fault"] = ", ".join(str(blow.fault) for blow in blows)
             entry["detect_s"] = round(event["detected"] - blows[0].at, 4)
+            entry["phases_s"] = {"detect": entry["detect_s"], **entry["phases_s"]}
             entry["total_s"] = round(event["ended"] - blows[0].at, 4)
             finished = max(event["last_finished_step"], blows[0].finished)
             entry["last_finished_step"] = finished
@@ -471,6 +473,15 @@ def _recoveries(
         previous = event["ended"]
         found.append(entry)
     return found
+
+
+def _gap_s(recovery: dict[str, Any], events: Events) -> float | None:
+    """Computes the seconds from the last commit before a recovery to the first after
+    it; None if there is no such commit."""
+    times = [event["time"] for event in events if event["event"] == "commit"]
+    before = [time for time in times if time <= recovery["detected"]]
+    after = [time for time in times if time >= recovery["ended"]]
+    return round(min(after) - max(before), 4) if before and after else None
 
 
 def _replicated(recovery: dict[str, Any], events: Events) -> dict[str, Any]:
@@ -631,7 +642,8 @@ def _recovery_line(entry: dict[str, Any]) -> str:
         f"dtft: recovery: rung {entry['rung']}, step {entry['restored_step']} "
         f"restored, {entry['steps_lost']} steps lost, detected in "
         f"{entry['detect_s']:.2f} s, training again after "
-        f"{entry['total_s']:.2f} s, "
+        f"{entry['total_s']:.2f} s, {entry['survivors_restarted']} of "
+        f"{entry['survivors']} survivors restarted, "
         f"{entry['bytes_from_peers']} bytes from peers' memory, "
         f"{entry['bytes_from_storage']} from storage"
     )

@@ -91,10 +91,12 @@ class SlotAssignment:
     """Where the state comes from: host memory, storage, or a new initial state."""
     step: int
     """The restored step; 0 for the initial state."""
-    rung: int
-    """Where the recovery found the state: 1 in each host's own memory, 2 also in peers'
-    memory, 3 in storage or the initial state; 0 for the first formation of a job. With
-    divided copying (`AgentConfig.share`) it is 1 if every slot's host has copies."""
+    rung: int | None
+    """None for the first formation of a job. 0 if the trainers of the remaining hosts
+    keep their processes and the state is in memory. Otherwise where the recovery found
+    the state: 1 in each host's own memory, 2 also in peers' memory, 3 in storage or the
+    initial state. With divided copying (`AgentConfig.share`) it is 1 if every slot's
+    host has copies."""
     reason: str
     """The reason for the formation, for messages."""
     spread: Spread = field(default_factory=Spread)

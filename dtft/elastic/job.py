@@ -13,6 +13,10 @@ from dtft.checkpoint.transport import Tls
 from dtft.elastic.assignment import SizeLimits
 from dtft.elastic.seat_policy import LAUNCHED, SERVED, SeatPolicy
 
+TURNS = 16
+"""Number of formations of one world of JAX processes. On CPU each formation uses
+devices of its own; see `train.world`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AgentConfig:
@@ -75,6 +79,10 @@ class AgentConfig:
     """Bytes of a chunk, which has one digest."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     """All deadlines, in seconds."""
+    cpu_devices: int = 0
+    """Number of CPU devices of every trainer: `TURNS` times the devices of a slot. 0 if
+    trainers have accelerators; then they cannot keep their processes when a host is
+    lost."""
     served: bool = False
     """Whether the trainers are processes that the user starts and that attach."""
     terms: str = ""

@@ -34,7 +34,7 @@ from dtft.parallel.load_balancing import (
     node_names,
     shared_by,
 )
-from dtft.parallel.planning import planned_train_step
+from dtft.parallel.planning import PlanChoice, planned_train_step
 from dtft.train.run_log import Record, RunLog
 from dtft.train.runtime import Items, Runtime
 from dtft.train.stop import Plateau, observe
@@ -93,6 +93,10 @@ def run(experiment: Experiment, runtime: Runtime) -> Result:
             runtime.entered("data", step)
             batch = feed.take(step)
             runtime.entered(phase, step)
+            if phase == "compile":
+                if balancer is None:
+                    train_step.lower(batch.arrays).compile()
+                runtime.await_peers()
             state, metrics = run_step(state, batch.arrays)
             runtime.entered("step", step)
             phase = "step"
@@ -132,13 +136,21 @@ def run(experiment: Experiment, runtime: Runtime) -> Result:
 
 
 def train_step_of(experiment: Experiment, runtime: Runtime) -> TrainStep:
-    """Makes the train step by the runtime's plan, or by the config if there is no plan.
+    """Returns the train step that was compiled ahead for the runtime's mesh, else makes
+    the train step."""
+    mesh = runtime.mesh(experiment)
+    return runtime.rehearsed(mesh) or step_on(experiment, mesh, runtime.choice)
+
+
+def step_on(
+    experiment: Experiment, mesh: jax.sharding.Mesh, choice: PlanChoice | None
+) -> TrainStep:
+    """Makes the train step by a plan, or by the config if there is no plan.
 
     The config chooses a load-balanced, pipelined or sharded step.
     """
-    mesh = runtime.mesh(experiment)
-    if runtime.choice is not None:
-        return planned_train_step(experiment, mesh, runtime.choice.plan)
+    if choice is not None:
+        return planned_train_step(experiment, mesh, choice.plan)
     if experiment.balance.policy != "off":
         return load_balanced_step(experiment, mesh)
     if mesh.shape[STAGE_AXIS] > 1:

@@ -5,6 +5,7 @@ The runtime of a launched job is in `worker`, the runtime of `dtft train` in
 `single_process`.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,7 +13,7 @@ import jax
 
 from dtft.checkpoint.managers import Phase
 from dtft.config import Experiment
-from dtft.parallel import State
+from dtft.parallel import State, TrainStep
 from dtft.parallel.planning import PlanChoice
 
 Items = dict[str, Any]
@@ -33,8 +34,11 @@ class Runtime(Protocol):
         ...
 
     @property
-    def hosts(self) -> tuple[str, ...]:
-        """Name of each slot's host; load balancing learns a share of rows per host."""
+    def hosts(self) -> Mapping[int, str]:
+        """Index of each JAX process with a slot, to the name of its host.
+
+        Load balancing learns a share of rows for each host.
+        """
         ...
 
     @property
@@ -87,12 +91,20 @@ class Runtime(Protocol):
         """
         ...
 
+    def rehearsed(self, mesh: jax.sharding.Mesh) -> TrainStep | None:
+        """Returns the step that this process has compiled ahead for a mesh, if any."""
+        ...
+
     def restore(self, abstract_state: State) -> tuple[State, Items] | None:
         """Returns the state and items to continue from; None to start at step 0.
 
         Raises:
             Exception: a state exists but cannot be loaded; nothing was changed.
         """
+        ...
+
+    def await_peers(self) -> None:
+        """Called before the first step, when this process has compiled it."""
         ...
 
     def entered(self, phase: Phase, step: int) -> None:

@@ -7,7 +7,7 @@ import shlex
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -99,7 +99,7 @@ class LocalRuntime:
 
     slot = 0
     num_slots = 1
-    hosts = ("here",)
+    hosts: Mapping[int, str] = {0: "here"}
     generation = 0
     attempt = 0
     is_leading = True
@@ -189,6 +189,13 @@ class LocalRuntime:
         self._saved = step
         arrays = with_typed_keys(arrays, abstract)
         return from_paths(abstract_state, arrays), items
+
+    def rehearsed(self, mesh: Any) -> None:
+        """Returns None: nothing is compiled ahead."""
+        del mesh
+
+    def await_peers(self) -> None:
+        """Returns at once: there is no other process."""
 
     def entered(self, phase: Phase, step: int) -> None:
         """Stores phase and step for the error text of a crash."""

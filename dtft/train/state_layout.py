@@ -1,6 +1,6 @@
 """The layout of a state for checkpoints in memory: the leaves and their mesh."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import jax
 
@@ -9,13 +9,13 @@ from dtft.parallel import State
 
 
 def layout_of(
-    abstract_state: State, process_to_slot: Sequence[int], config: str
+    abstract_state: State, process_to_slot: Mapping[int, int], config: str
 ) -> Layout:
     """Makes the layout of a state for checkpoints in memory.
 
     Args:
         abstract_state: leaves with NamedShardings, all on one mesh.
-        process_to_slot: the slot of each JAX process.
+        process_to_slot: index of each JAX process with a slot, to the slot.
         config: the resolved config as JSON.
     """
     leaves = tuple(

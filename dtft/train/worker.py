@@ -1,12 +1,15 @@
 """The trainer process of one host in a launched job.
 
 An agent starts ``python -m dtft.train.worker CONFIG [overrides]``. The process imports
-its modules, then waits on the agent's socket for a slot, so that a spare host starts
-training without delay. Then the process runs the same loop as ``dtft train``, with an
-`AgentRuntime`. The process may be killed at any moment.
+its modules, then waits on the agent's socket for orders, so that a spare host starts
+training without delay. The process joins the other JAX processes (``join``), runs the
+same loop as ``dtft train`` in a slot, with an `AgentRuntime` (``start``), and gives the
+slot up when another host is lost (``leave``). Then it can start in a slot again. The
+process may be killed at any moment.
 """
 
 import contextlib
+import gc
 import io
 import logging
 import os
@@ -20,16 +23,27 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from dtft.checkpoint.managers import AgentLink, LinkClosed, Phase, ProgressBoard, hello
+from dtft.checkpoint.managers import (
+    AgentGone,
+    AgentLink,
+    Dialogue,
+    LinkClosed,
+    Phase,
+    ProgressBoard,
+    hello,
+)
 from dtft.checkpoint.replication import Experience, Window
 from dtft.config import ConfigError, Experiment, load_experiment, refuse_other, to_json
+from dtft.elastic.job import TURNS
 from dtft.elastic.stack_dump import accept_requests
 from dtft.train.devices import keep_freed
 from dtft.train.drill_failure import DrillFailure
 from dtft.train.stop import NonFinite
+from dtft.train.world import World, broken_collective
 
 if TYPE_CHECKING:
     from dtft.parallel.planning import PlanChoice
+    from dtft.train.rehearsal import Rehearsals
 
 
 AHEAD = 2
@@ -121,17 +135,23 @@ class AgentRuntime:
     def __init__(
         self,
         experiment: Experiment,
-        link: AgentLink,
+        dialogue: Dialogue,
+        world: World,
+        rehearsals: "Rehearsals",
         start: dict[str, Any],
         resume: str,
     ) -> None:
         """Takes the slot of `start`, the agent's message that assigns a slot.
 
-        `mesh` connects to the other JAX processes later.
+        `mesh` connects to the other JAX processes later, if they are not connected.
         """
         self.slot: int = start["slot"]
         self.num_slots: int = start["num_slots"]
-        self.hosts: tuple[str, ...] = tuple(start["hosts"])
+        self._slots = {index: slot for slot, index in enumerate(start["indices"])}
+        """Index of a JAX process to its slot."""
+        self.hosts = {
+            index: start["hosts"][slot] for index, slot in self._slots.items()
+        }
         self.generation: int = start["generation"]
         self.attempt: int = start["attempt"]
         self.is_leading = self.slot == 0
@@ -139,7 +159,9 @@ class AgentRuntime:
         self.resume_command = resume
         self.summary: dict[str, Any] = {}
         self.choice: PlanChoice | None = None
-        self._link, self._start = link, start
+        self._dialogue, self._world, self._start = dialogue, world, start
+        self._rehearsals = rehearsals
+        self._compiled = _compiled()
         self._resolved = to_json(experiment)
         self._board = ProgressBoard(Path(start["board"]))
         self._board.set("trainer_pid", os.getpid())
@@ -162,26 +184,24 @@ class AgentRuntime:
 
         Devices are in slot order.
         """
-        import jax
-
-        from dtft import _jax_internals
         from dtft.parallel import make_mesh, scaled_mesh
         from dtft.parallel.planning import choose, planned_mesh
 
-        _jax_internals.join_world(
-            self._start["coordinator"],
-            process_id=self.slot,
-            num_processes=self.num_slots,
-            heartbeat_s=self._start["heartbeat_s"],
-            timeout_s=self._start["start_s"],
-        )
+        self._world.join(self._start["world"])
         logger.info("connected to the other JAX processes")
-        devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
-        self.choice = choose(experiment, devices, self._recorded())
+        devices = self._world.devices(
+            list(self._slots), self._start["turn"], experiment.cluster.devices_per_host
+        )
+        formation = f"{self.generation}.{self.attempt}"
+        self.choice = choose(experiment, devices, self._recorded(), formation=formation)
         if self.choice is not None:
             return planned_mesh(self.choice.plan, devices)
         per_host = len(devices) // self.num_slots
         return make_mesh(scaled_mesh(experiment, self.num_slots, per_host), devices)
+
+    def rehearsed(self, mesh: Any) -> Any:
+        """Returns the step that this process has compiled ahead for a mesh, if any."""
+        return self._rehearsals.step_on(mesh)
 
     def _recorded(self) -> dict[str, Any]:
         """Returns the values (no arrays) of the checkpoint that will be restored."""
@@ -223,18 +243,17 @@ class AgentRuntime:
         )
         from dtft.train.state_layout import layout_of
 
-        layout = layout_of(abstract_state, range(self.num_slots), self._resolved)
+        layout = layout_of(abstract_state, self._slots, self._resolved)
         self._manager = AgentCheckpointManager(
-            self._link,
-            layout,
+            self._dialogue,
             slot=self.slot,
             chunk_bytes=self._start["chunk_bytes"],
             storage_directory=Path(self._start["storage_directory"]),
-            deadline_s=self._start["start_s"],
             cadence=self._checkpoint.cadence,
             automatic=self._checkpoint.interval == "auto",
             last=self._last_step,
         )
+        self._manager.announce(layout)
         abstract = to_paths(abstract_state)
         wanted = RestoreArgs(abstract=with_plain_keys(abstract))
         logger.info("received the agent's restore order")
@@ -249,8 +268,38 @@ class AgentRuntime:
         self._step = items["step"]
         return from_paths(abstract_state, with_typed_keys(arrays, abstract)), items
 
+    def take(self, message: dict[str, Any]) -> None:
+        """Handles a message of the agent."""
+        if self._manager is not None:
+            self._manager.take(message)
+
+    def close(self) -> None:
+        """Frees what this process mapped for the slot."""
+        if self._manager is not None:
+            self._manager.close()
+
+    def await_peers(self) -> None:
+        """Waits until the processes of all slots have compiled their step.
+
+        Otherwise the first to be ready would wait in a collective, which has a limit of
+        its own.
+
+        Raises:
+            TimeoutError: a process was not ready in time.
+        """
+        from dtft._jax_internals import meet
+
+        name = f"dtft/ready/{self.generation}.{self.attempt}"
+        limit_s = self._dialogue.deadline_s
+        meet(name, list(self._slots), limit_s, self._dialogue.check)
+
     def entered(self, phase: Phase, step: int) -> None:
-        """Writes the phase and its start time to shared memory for the agent."""
+        """Writes the phase and its start time to shared memory for the agent.
+
+        Raises:
+            LeaveOrdered: the agent has ordered this process to give up its slot.
+        """
+        self._dialogue.check()
         self._board.enter(phase, time.monotonic_ns())
         self.at = phase, step
 
@@ -316,9 +365,12 @@ class AgentRuntime:
     def _tell_running(self) -> None:
         if not self._running:
             self._running = True
-            logger.info("step %d finished", self._step)
+            logger.info(
+                "step %d finished; %d programs were compiled for it",
+                *(self._step, _compiled() - self._compiled),
+            )
             read = self._manager.bytes_from_storage
-            self._link.send("running", step=self._step, bytes_from_storage=read)
+            self._dialogue.send("running", step=self._step, bytes_from_storage=read)
 
     def should_stop(self, step: int) -> bool:
         """Whether `step` has reached the step at which the leader stops all hosts."""
@@ -338,6 +390,30 @@ class AgentRuntime:
         if (costs := self._seen.costs) is not None:
             summary |= {"quiet_step_s": costs.step_s, "snapshot_s": costs.snapshot_s}
         self._board.enter("", 0)
+
+
+_COMPILATIONS: list[int] = []
+
+
+def _compiled() -> int:
+    """Returns how many programs the training thread has compiled.
+
+    Only the thread of the first call counts.
+    """
+    if not _COMPILATIONS:
+        import jax
+
+        _COMPILATIONS.append(0)
+        thread = threading.get_ident()
+
+        def heard(event: str, duration_secs: float, **kwargs: str | int) -> None:
+            del duration_secs, kwargs
+            if event.endswith("backend_compile_duration"):
+                if threading.get_ident() == thread:
+                    _COMPILATIONS[0] += 1
+
+        jax.monitoring.register_event_duration_secs_listener(heard)
+    return _COMPILATIONS[0]
 
 
 def speed(dispatched_at: Sequence[float], stalls_s: Sequence[float]) -> dict[str, Any]:
@@ -393,23 +469,19 @@ def main(arguments: Sequence[str]) -> None:
     trainer = TrainerProcess(experiment, link, arguments)
     try:
         _import_everything(experiment)
+        gc.freeze()  # so that a collection when a slot is given up takes milliseconds
         hello(link, {})
         logger.info("imports are done; waiting for a slot")
-        start = link.receive()
-        logger.info(
-            "takes slot %d in generation %d", start["slot"], start["generation"]
-        )
-        trainer.train(start)
-        link.wait_closed()  # the agent ends this process
-    except LinkClosed:
+        trainer.serve()
+    except (LinkClosed, AgentGone):
         os._exit(0)
     except FATAL as error:
         _log_error()
         told = {"message": str(error), "code": _code(error)}
-        _last_words(link, "fatal", **told, **_evidence(error, trainer.at))
+        trainer.last_words("fatal", **told, **_evidence(error, trainer.at))
     except BaseException as error:  # SystemExit too: it also ends a trainer
         _log_error()
-        _last_words(link, "failed", **failure(error, trainer.at))
+        trainer.last_words("failed", **failure(error, trainer.at))
         os._exit(1)
     os._exit(0)
 
@@ -460,31 +532,135 @@ def _log_path() -> str:
     return path if path.startswith("/") else ""
 
 
-def _last_words(link: AgentLink, op: str, **fields: Any) -> None:
-    """Sends a last message (`op`, `fields`) to the agent, which ends this process.
-
-    Waits at most `LAST_WORDS_S` for the agent to take the message and end this process.
-    """
-
-    def tell() -> None:
-        with contextlib.suppress(LinkClosed):
-            link.send(op, **fields)
-            link.wait_closed()
-
-    thread = threading.Thread(target=tell, daemon=True)
-    thread.start()
-    thread.join(LAST_WORDS_S)
+class LeaveOrdered(Exception):
+    """The agent has ordered this process to give up its slot."""
 
 
 class TrainerProcess:
-    """The trainer of this process, which trains in the slot that the agent assigns."""
+    """The trainer of this process, which carries out the agent's orders one by one.
+
+    A thread receives the messages. It also carries out the order to leave, up to the
+    point where the training thread gets an error: the training thread may be waiting in
+    a collective, or for the agent.
+    """
 
     def __init__(
         self, experiment: Experiment, link: AgentLink, arguments: Sequence[str]
     ) -> None:
-        """Stores the arguments; `train` takes a slot."""
-        self._experiment, self._link, self._arguments = experiment, link, arguments
+        """Stores the arguments; `serve` takes orders."""
+        self._experiment, self._arguments = experiment, arguments
+        self._dialogue = Dialogue(link, experiment.timeouts.start)
+        self._world = World()
+        self._rehearsals: Rehearsals | None = None
         self._runtime: AgentRuntime | None = None
+        self._orders: list[dict[str, Any]] = []
+        """Orders that wait for the training thread, oldest first."""
+        self._is_leaving = False
+
+    def serve(self) -> None:
+        """Carries out orders until the agent ends.
+
+        Raises:
+            AgentGone: the agent has ended.
+            Exception: training has failed.
+        """
+        from dtft.train.rehearsal import Rehearsals
+
+        self._rehearsals = Rehearsals(self._experiment, self._world)
+        self._dialogue.start(self._take)
+        while True:
+            order = self._next()
+            match order["op"]:
+                case "start":
+                    self._start(order)
+                case "join":
+                    self._world.join(order["world"])
+                    self._dialogue.send("joined", world=self._world.number)
+                case "leave":
+                    self._leave(order)
+
+    def _next(self) -> dict[str, Any]:
+        with self._dialogue.condition:
+            self._dialogue.condition.wait_for(
+                lambda: self._orders or self._dialogue.gone
+            )
+            if not self._orders:
+                raise AgentGone(self._dialogue.farewell)
+            return self._orders.pop(0)
+
+    def _take(self, message: dict[str, Any]) -> None:
+        """Handles a message on the receiving thread; `condition` is held."""
+        op = message["op"]
+        if op == "leave":
+            self._orders = [message]  # an older order is void
+            self._is_leaving = True
+            self._dialogue.interrupt(LeaveOrdered())
+            self._world.leave()
+        elif op in ("start", "join"):
+            self._orders.append(message)
+        elif op == "rehearse" and self._rehearsals is not None:
+            self._rehearsals.begin(message)
+        elif self._runtime is not None:
+            self._runtime.take(message)
+
+    def _start(self, order: dict[str, Any]) -> None:
+        """Trains in a slot, until training ends or the slot is given up.
+
+        Raises:
+            Exception: training has failed, and the agent has not ordered to leave.
+        """
+        logger.info(
+            "takes slot %d in generation %d", order["slot"], order["generation"]
+        )
+        try:
+            self.train(order)
+        except Exception as error:
+            if not self._survives(error):
+                raise
+            logger.info("gives up its slot: %s", _first_line(error))
+
+    def _survives(self, error: Exception) -> bool:
+        """Whether this process stays for the next formation after an error.
+
+        It stays if the order to leave has caused the error. A collective can break
+        before the order arrives; then the agent is told, and this process waits for the
+        order.
+        """
+        broken = broken_collective(error)
+        if not self._is_leaving and broken is not None:
+            self._dialogue.send("failed", **failure(broken, self.at))
+            limit_s = self._experiment.timeouts.lease + LAST_WORDS_S
+            with self._dialogue.condition:
+                self._dialogue.condition.wait_for(
+                    lambda: self._is_leaving or self._dialogue.gone, limit_s
+                )
+            if not self._is_leaving:
+                _log_error()
+                os._exit(1)
+        return self._is_leaving
+
+    def _leave(self, order: dict[str, Any]) -> None:
+        """Frees the slot, and tells the agent that this process can start anew."""
+        if self._runtime is not None:
+            self._runtime.close()
+        with self._dialogue.condition:
+            self._runtime, self._is_leaving = None, False
+            self._dialogue.interrupt(None)
+        gc.collect()  # arrays of the former formation
+        self._dialogue.send("left_slot", number=order["number"])
+
+    def last_words(self, op: str, **fields: Any) -> None:
+        """Sends a last message to the agent, which ends this process.
+
+        Waits at most `LAST_WORDS_S` for the agent to take the message and end this
+        process.
+        """
+        with contextlib.suppress(AgentGone):
+            self._dialogue.queue(op, **fields)
+            with self._dialogue.condition:
+                self._dialogue.condition.wait_for(
+                    lambda: self._dialogue.gone, LAST_WORDS_S
+                )
 
     @property
     def at(self) -> tuple[str, int]:
@@ -499,14 +675,18 @@ class TrainerProcess:
 
         usual = f"dtft agent {' '.join(self._arguments)}"
         resume = os.environ.get("DTFT_RESUME_COMMAND", usual)
-        runtime = AgentRuntime(self._experiment, self._link, start, resume)
+        assert self._rehearsals is not None
+        runtime = AgentRuntime(
+            *(self._experiment, self._dialogue, self._world, self._rehearsals),
+            *(start, resume),
+        )
         self._runtime = runtime
         if runtime.is_leading:
             where, config = runtime.run_directory, to_json(self._experiment)
             Disk(where).attempt(lambda: write_config(where, config, resume.split()))
         result = run(self._experiment, runtime)
         sys.stdout.flush()
-        self._link.send("finished", step=result.step, summary=runtime.summary)
+        self._dialogue.send("finished", step=result.step, summary=runtime.summary)
 
 
 def _keep_stdout_for_people() -> None:
@@ -554,6 +734,10 @@ class ForPeople(io.RawIOBase):
             return content.nbytes
 
 
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
 def _log_error() -> None:
     traceback.print_exc()
     sys.stderr.flush()
@@ -566,16 +750,16 @@ def _code(error: Exception) -> int:
 def _import_everything(experiment: Any) -> None:
     """Imports modules and makes datasets in advance, and configures JAX.
 
-    If `cluster.devices_per_host` is above 0, JAX gets this number of CPU devices and
-    uses no other platform. Sets the compilation cache. Must not touch a device, because
-    JAX must first connect to the job's other processes.
+    If `cluster.devices_per_host` is above 0, JAX gets `TURNS` times this number of CPU
+    devices and uses no other platform. Sets the compilation cache. Must not touch a
+    device, because JAX must first connect to the job's other processes.
     """
     if experiment.cluster.devices_per_host > 0:
         # Before threads start, so that a planned step takes the predicted time.
         keep_freed(large=bool(experiment.plan))
     import jax
 
-    import dtft.train.loop  # noqa: F401
+    import dtft.train.rehearsal  # noqa: F401
     from dtft.checkpoint.managers import AgentCheckpointManager  # noqa: F401
     from dtft.data import make_datasets
 
@@ -583,7 +767,8 @@ def _import_everything(experiment: Any) -> None:
 
     if experiment.cluster.devices_per_host > 0:
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", experiment.cluster.devices_per_host)
+        devices = experiment.cluster.devices_per_host * TURNS
+        jax.config.update("jax_num_cpu_devices", devices)
     cache = os.environ.get("DTFT_COMPILATION_CACHE")
     if cache:
         jax.config.update("jax_compilation_cache_dir", cache)

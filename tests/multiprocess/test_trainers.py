@@ -24,9 +24,16 @@ from pathlib import Path
 from dtft.checkpoint.managers.agent_link import AgentLink, hello
 link = AgentLink.connect(Path(os.environ["DTFT_AGENT_SOCKET"]), 5.0)
 hello(link, {})
-start = link.receive()
-link.send("running", slot=start["slot"])
-time.sleep(60)
+while True:
+    message = link.receive()
+    if message["op"] == "start":
+        link.send("running", slot=message["slot"])
+        if not message.get("obeys"):
+            time.sleep(60)
+    elif message["op"] == "join":
+        link.send("joined", world=message["world"]["number"])
+    elif message["op"] == "leave":
+        link.send("left_slot", number=message["number"])
 """
 
 
@@ -56,8 +63,8 @@ def trainers(
     made.close()
 
 
-def started(trainers: Trainers, slot: int) -> AttachedTrainer:
-    trainers.start({"slot": slot})
+def started(trainers: Trainers, slot: int, **more: Any) -> AttachedTrainer:
+    trainers.start({"slot": slot, "world": {"number": 1}, **more})
     assert trainers._trainer is not None
     return trainers._trainer
 
@@ -88,7 +95,7 @@ def test_one_that_dies_as_it_is_given_its_slot_is_found_by_its_exit(
     trainer = trainers._known[ident]
     assert trainer.process is not None
     trainer.process.kill()
-    trainers.start({"slot": 0})
+    trainers.start({"slot": 0, "world": {"number": 1}})
     trainers.send("release", step=1)
     assert events.get(timeout=20)[:2] == ("trainer_exit", ident)
     assert trainers.exited(ident)
@@ -183,6 +190,55 @@ def test_a_trainer_that_does_not_read_is_killed_and_nobody_waits_for_it(
     assert events.empty()  # it has still SEND_S to read
     assert events.get(timeout=20) == ("trainer_exit", trainer.ident, -9)
     assert trainers.exited(trainer.ident)
+
+
+def test_a_trainer_that_leaves_its_slot_is_taken_into_the_next_formation(
+    trainers: Trainers, events: Events
+) -> None:
+    first = started(trainers, 0, obeys=True)
+    assert events.get(timeout=20)[0] == "trainer"
+    trainers.ensure_standby()
+    assert trainers.leave(5, world=1) and not trainers.is_active(first.ident)
+    assert trainers.world == 0  # it has not left yet
+    assert events.get(timeout=20) == ("left_slot", 5)
+    assert trainers.world == 1 and trainers.waiting != first.ident
+    assert started(trainers, 3, obeys=True) is first
+    said = events.get(timeout=20)
+    assert said == ("trainer", first.ident, {"op": "running", "slot": 3})
+    assert not trainers.leave(6, world=2)  # it is in another world
+    assert trainers.leave(7, world=1)
+    assert events.get(timeout=20) == ("left_slot", 7)
+    trainers.start({"slot": 1, "world": {"number": 2}})  # a new world, a new process
+    told = [events.get(timeout=20) for _ in range(2)]
+    assert ("trainer_exit", first.ident, -9) in told
+    assert trainers.waiting == 0 and trainers.pid != first.pid
+
+
+def test_a_trainer_that_does_not_leave_is_killed(
+    trainers: Trainers, events: Events
+) -> None:
+    trainer = started(trainers, 0)
+    assert events.get(timeout=20)[0] == "trainer"
+    assert trainers.leave(5, world=1)
+    trainers.end_leaving(4)  # an earlier order
+    assert events.empty()
+    trainers.end_leaving(5)
+    assert events.get(timeout=20) == ("left_slot", 5)
+    assert events.get(timeout=20) == ("trainer_exit", trainer.ident, -9)
+    assert trainers.world == 0 and not trainers.exited(trainer.ident)
+
+
+def test_a_spare_joins_a_world_and_is_taken_from_it(
+    trainers: Trainers, events: Events
+) -> None:
+    for number in (1, 1, 2):  # a second order is none; a new world has a new process
+        trainers.join({"number": number})
+    told = [events.get(timeout=20) for _ in range(2)]
+    assert ("joined", 2) in told or events.get(timeout=20) == ("joined", 2)
+    assert trainers.world == 2 and not trainers.waiting
+    trainers.start({"slot": 0, "world": {"number": 2}, "obeys": True})
+    assert trainers.world == 0
+    wait_until(lambda: any(event[0] == "trainer" for event in list(events.queue)))
 
 
 def test_a_process_of_others_is_not_taken(trainers: Trainers) -> None:

@@ -79,10 +79,10 @@ def test_a_killed_trainer_is_named_though_its_peers_are_heard_before() -> None:
     world.run(30.0)
     before = len(world.events)
     victim = world.nodes["h1"].trainers.trainer
-    assert victim is not None and victim.world is not None
+    assert victim is not None and victim._formation is not None
     # It is dead, and its agent has not been told so yet.
     victim.alive, victim.code = False, -9
-    victim.world.lost(victim)
+    victim._formation.lost(victim)
     world.run(world.now + 5.0)
     told = {kind: it for _, _, kind, it in world.events[before:] if "reason" in it}
     assert "failed at step" in told["forming"]["reason"]

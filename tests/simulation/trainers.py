@@ -54,22 +54,53 @@ class Job:
 
 
 class JaxWorld:
-    """The trainers of one formation, and the service that they meet at."""
+    """A coordination service, and the trainers that are connected to it."""
 
     def __init__(self, job: Job, process: Process, address: str, size: int) -> None:
         self._job, self.process, self.address, self.size = job, process, address, size
-        self.members: dict[int, SimTrainer] = {}
-        self.ended = self.broken = False
-        self._at: dict[int, set[int]] = {}
+        self.places: dict[int, SimTrainer] = {}
+        self.ended = False
+        self._formations: dict[int, Formation] = {}
 
     @property
     def serves(self) -> bool:
         """Whether the coordination service is there."""
         return not self.ended and self.process.alive
 
+    def connect(self, trainer: "SimTrainer", index: int) -> None:
+        """A trainer takes a place, also that of another."""
+        if not 0 <= index < self.size:
+            self._job.wrong(f"{trainer.host} takes place {index} of {self.size}")
+        self.places[index] = trainer
+
+    def formation(self, turn: int, size: int) -> "Formation":
+        """The formation of a turn, made by the first trainer that asks."""
+        if turn not in self._formations:
+            self._formations[turn] = Formation(self._job, self, size)
+        found = self._formations[turn]
+        if found.size != size:
+            self._job.wrong(f"turn {turn} of {self.address} is used twice")
+        return found
+
+    def end(self) -> None:
+        """The service ends: the trainers of its world abort."""
+        self.ended = True
+        for one in list(self.places.values()):
+            one.exit_soon(-6, 2.0)
+
+
+class Formation:
+    """The trainers that compute steps together."""
+
+    def __init__(self, job: Job, world: JaxWorld, size: int) -> None:
+        self._job, self._world, self.size = job, world, size
+        self.members: dict[int, SimTrainer] = {}
+        self.broken = False
+        self._at: dict[int, set[int]] = {}
+
     def join(self, trainer: "SimTrainer") -> None:
         """A trainer wants to take part; all begin when all are there."""
-        if not self.serves or self.broken:
+        if not self._world.serves or self.broken:
             trainer.exit_soon(1, 5.0)
             return
         self.members[trainer.slot] = trainer
@@ -77,14 +108,8 @@ class JaxWorld:
             for one in self.members.values():
                 one.soon(self._job.pace.compile_s, one.joined)
 
-    def end(self) -> None:
-        """The service ends: the trainers of its world abort."""
-        self.ended = True
-        for one in list(self.members.values()):
-            one.exit_soon(-6, 2.0)
-
     def lost(self, trainer: "SimTrainer") -> None:
-        """A trainer has ended: the collectives of the others break."""
+        """A trainer has ended or left: the collectives of the others break."""
         if self.members.get(trainer.slot) is not trainer:
             return
         del self.members[trainer.slot]
@@ -132,10 +157,16 @@ class SimTrainer:
         """With which it has ended."""
         self.immortal_s = 0.0
         """Seconds for which SIGKILL does not end it."""
-        self.start: Mapping[str, Any] | None = None
+        self.orders: list[tuple[str, Mapping[str, Any]]] = []
+        self.world = 0
+        """Number of the world, as the agent knows it."""
         self.given = self.done = self.failed = False
         self.slot = -1
-        self.world: JaxWorld | None = None
+        self._connected: JaxWorld | None = None
+        self._formation: Formation | None = None
+        self._hears_at = 0.0
+        self._life = 0
+        """Number of formations that it has left."""
         self._held: list[Callable[[], None]] = []
         self._step = self._saved = self._released = 0
         self._asked: int | None = None
@@ -164,18 +195,21 @@ class SimTrainer:
     # ------------------------------------------------------------------- time
 
     def later(self, delay_s: float, function: Callable[[], None]) -> None:
-        """Has something done by this process, once it is not stopped."""
-        self._job.scheduler.after(delay_s, self._do, function)
+        """Has something done by this process, once it is not stopped.
+
+        Nothing is done if it leaves its formation before.
+        """
+        self._job.scheduler.after(delay_s, self._do, function, self._life)
 
     def soon(self, between: tuple[float, float], function: Callable[[], None]) -> None:
         """As `later`, after a time in a range."""
         self.later(self._job.scheduler.rng.uniform(*between), function)
 
-    def _do(self, function: Callable[[], None]) -> None:
-        if not self.alive:
+    def _do(self, function: Callable[[], None], life: int | None = None) -> None:
+        if not self.alive or life not in (None, self._life):
             return
         if self.stopped:
-            self._held.append(function)
+            self._held.append(lambda: self._do(function, life))
         else:
             function()
 
@@ -184,7 +218,7 @@ class SimTrainer:
         self.stopped = False
         held, self._held = self._held, []
         for function in held:
-            self._do(function)
+            function()
 
     # ------------------------------------------------------------- its end
 
@@ -202,8 +236,8 @@ class SimTrainer:
         if self.failed:
             return
         self.failed = True
-        if self.world is not None:
-            self.world.lost(self)
+        if self._formation is not None:
+            self._formation.lost(self)
         step = self.computing
         self.say(
             "failed", step=step, phase=phase, error=error, traceback="", log="/sim/log"
@@ -215,8 +249,8 @@ class SimTrainer:
         if not self.alive:
             return
         self.alive, self.code = False, code
-        if self.world is not None and not self.failed:
-            self.world.lost(self)
+        if self._formation is not None and not self.failed:
+            self._formation.lost(self)
         trainers = self._trainers
         delay = self._job.scheduler.rng.uniform(0.001, 0.02)
         trainers.process.loop.beside(delay, lambda: trainers.ended(self, code))
@@ -235,10 +269,12 @@ class SimTrainer:
         trainers.process.loop.beside(delay, lambda: trainers.heard(self, message))
 
     def hear(self, op: str, fields: Mapping[str, Any]) -> None:
-        """The agent sends a message."""
-        self.later(
-            self._job.scheduler.rng.uniform(1e-4, 1e-3), lambda: self._hear(op, fields)
-        )
+        """The agent sends a message; messages arrive in order."""
+        scheduler = self._job.scheduler
+        delay_s = scheduler.rng.uniform(1e-4, 1e-3)
+        self._hears_at = max(self._hears_at + 1e-6, scheduler.now + delay_s)
+        delay_s = self._hears_at - scheduler.now
+        scheduler.after(delay_s, self._do, lambda: self._hear(op, fields))
 
     def _attach(self) -> None:
         self.attached = True
@@ -248,6 +284,11 @@ class SimTrainer:
     def _hear(self, op: str, fields: Mapping[str, Any]) -> None:
         if op == "start":
             self._begin(fields)
+        elif op == "join":
+            self._connect(fields["world"])
+            self.say("joined", world=fields["world"]["number"])
+        elif op == "leave":
+            self._leave(fields["number"])
         elif op == "restore":
             self._restore(fields)
         elif op == "room":
@@ -261,14 +302,38 @@ class SimTrainer:
 
     def _begin(self, start: Mapping[str, Any]) -> None:
         self.slot, self._storage_step = start["slot"], start["storage_step"]
-        world = self._job.worlds.get(start["coordinator"])
+        world = self._connect(start["world"])
+        if world is None:
+            return
+        self.enter("start")
+        self._formation = world.formation(start["turn"], len(start["indices"]))
+        self._formation.join(self)
+        self.later(start["world"]["start_s"], self._late_start)
+
+    def _connect(self, order: Mapping[str, Any]) -> JaxWorld | None:
+        if self._connected is not None:
+            if self._connected.address != order["address"]:
+                self._job.wrong(f"{self.host} is to join a second world")
+            return self._connected
+        world = self._job.worlds.get(order["address"])
         if world is None:
             self.exit_soon(1, 3.0)
-            return
-        self.world = world
-        self.enter("start")
-        world.join(self)
-        self.later(start["start_s"], self._late_start)
+            return None
+        self._connected = world
+        world.connect(self, order["index"])
+        return world
+
+    def _leave(self, number: int) -> None:
+        """Leaves its formation; goes on as it began, but connected."""
+        if self._formation is not None and not self.failed:
+            self._formation.lost(self)
+        self._life += 1
+        self._formation, self.slot = None, -1
+        self.given = self.done = self.failed = self._room = self._ran = False
+        self._step = self._saved = self._released = self.computing = 0
+        self._asked = self._stop_at = None
+        self._waits_for = ""
+        self.soon((0.001, 0.02), lambda: self.say("left_slot", number=number))
 
     def _late_start(self) -> None:
         if not self._ran:
@@ -307,7 +372,7 @@ class SimTrainer:
         if self._step >= self._job.last_step or self._stopping:
             self._finish()
             return
-        assert self.world is not None
+        assert self._formation is not None
         self.computing = step
         self.enter("step")
         always = self._job.failing.get((self.host, step))
@@ -317,7 +382,7 @@ class SimTrainer:
             self._job.happened("exception", self.host, step)
             self.fail(f"RuntimeError: no sample {step}")
             return
-        self.world.arrive(self.slot, step)
+        self._formation.arrive(self.slot, step)
 
     @property
     def _stopping(self) -> bool:
@@ -402,6 +467,8 @@ class SimTrainers:
         self._active = 0
         self._code: int | None = None
         self._waiting: SimTrainer | None = None
+        self._member: SimTrainer | None = None
+        self._leaving: tuple[SimTrainer, int] | None = None
         self._dying: set[int] = set()
         self.cannot_start: Callable[[], bool] = lambda: False
         self.board: Callable[[Any, int], None] = lambda name, value: None
@@ -416,6 +483,11 @@ class SimTrainers:
         """See `Trainers.waiting`."""
         found = self._next
         return found.ident if found else 0
+
+    @property
+    def world(self) -> int:
+        """See `Trainers.world`."""
+        return self._member.world if self._member is not None else 0
 
     @property
     def _next(self) -> SimTrainer | None:
@@ -452,18 +524,64 @@ class SimTrainers:
 
     def start(self, message: Mapping[str, Any]) -> None:
         """See `Trainers.start`."""
-        trainer = self._next or self._spawn()
-        self.trainer, self._waiting = trainer, None
+        number = message["world"]["number"]
+        trainer = self._member_of(number) or self._next or self._spawn()
+        if trainer is self._member:
+            self._member = None
+        else:
+            self._waiting = None
+        self.trainer = trainer
         self._active, self._code = trainer.ident, None
-        trainer.start, trainer.given = dict(message), True
+        trainer.given, trainer.world = True, number
+        self._order(trainer, "start", dict(message))
+
+    def _member_of(self, world: int) -> SimTrainer | None:
+        member = self._member
+        if member is None or member.world == world:
+            return member
+        self._member = None
+        self._kill(member)
+        return None
+
+    def join(self, world: Mapping[str, Any]) -> None:
+        """See `Trainers.join`."""
+        if self._member_of(world["number"]) is not None:
+            return
+        self._member, self._waiting = self._waiting or self._spawn(), None
+        self._member.world = world["number"]
+        self._order(self._member, "join", {"world": dict(world)})
+
+    def rehearse(self, world: int, fields: Mapping[str, Any]) -> None:
+        """Compiles nothing here."""
+
+    def leave(self, number: int, world: int) -> bool:
+        """See `Trainers.leave`."""
+        trainer = self.trainer
+        if trainer is None or not trainer.attached or trainer.code is not None:
+            return False
+        if trainer.world != world:
+            return False
+        self.trainer, self._active = None, 0
+        self._leaving, trainer.orders = (trainer, number), []
+        trainer.hear("leave", {"number": number})
+        return True
+
+    def end_leaving(self, number: int) -> None:
+        """See `Trainers.end_leaving`."""
+        if self._leaving is not None and self._leaving[1] == number:
+            self._kill(self._leaving[0])
+
+    def _order(self, trainer: SimTrainer, op: str, fields: Mapping[str, Any]) -> None:
+        trainer.orders.append((op, fields))
         self.begin(trainer)
 
     def begin(self, trainer: SimTrainer) -> None:
         """See `Trainers._begin`."""
-        if trainer.start is None or not trainer.attached or self._dying:
+        if not trainer.attached or self._dying:
             return
-        message, trainer.start = trainer.start, None
-        trainer.hear("start", message)
+        orders, trainer.orders = trainer.orders, []
+        for op, fields in orders:
+            trainer.hear(op, fields)
 
     def is_active(self, ident: int) -> bool:
         """See `Trainers.is_active`."""
@@ -476,7 +594,15 @@ class SimTrainers:
 
     def heard(self, trainer: SimTrainer, message: dict[str, Any]) -> None:
         """A trainer has sent something."""
-        self._emit("trainer", trainer.ident, dict(message))
+        if message["op"] == "left_slot":
+            if self._leaving == (trainer, message["number"]):
+                self._leaving, self._member = None, trainer
+                self._emit("left_slot", message["number"])
+        elif message["op"] == "joined":
+            if trainer is self._member:
+                self._emit("joined", trainer.world)
+        else:
+            self._emit("trainer", trainer.ident, dict(message))
 
     def ended(self, trainer: SimTrainer, code: int) -> None:
         """See `Trainers._ended`."""
@@ -485,9 +611,14 @@ class SimTrainers:
         self._dying.discard(trainer.ident)
         self._waiting = None if trainer is self._waiting else self._waiting
         self.trainer = None if trainer is self.trainer else self.trainer
+        self._member = None if trainer is self._member else self._member
+        if self._leaving is not None and self._leaving[0] is trainer:
+            number, self._leaving = self._leaving[1], None
+            self._emit("left_slot", number)
         self._code = code if trainer.ident == self._active else self._code
-        if self.trainer is not None:
-            self.begin(self.trainer)
+        for other in (self.trainer, self._member):
+            if other is not None:
+                self.begin(other)
         self._emit("trainer_exit", trainer.ident, code)
 
     def exited(self, ident: int) -> bool:
@@ -507,14 +638,17 @@ class SimTrainers:
             self._kill(trainer)
         elif trainer is not None:
             self._waiting = trainer
-        if waiting and self._waiting is not None:
-            trainer, self._waiting = self._waiting, None
-            self._kill(trainer)
+        if waiting:
+            leaving = self._leaving[0] if self._leaving is not None else None
+            for idle in (self._waiting, self._member, leaving):
+                if idle is not None:
+                    self._kill(idle)
+            self._waiting = self._member = None
         return code
 
     def _kill(self, trainer: SimTrainer) -> None:
         trainer.kill()
-        trainer.start = None
+        trainer.orders = []
         if trainer.ident in self._known and trainer.ident not in self._dying:
             self._dying.add(trainer.ident)
             self.process.loop.beside(KILL_S, lambda: self.ended(trainer, -9))

@@ -258,6 +258,7 @@ class Settings:
     skew: bool = False
     pace: Pace = field(default_factory=Pace)
     timeouts: Timeouts = TIMEOUTS
+    cpu_devices: int = 16
     large: bool = False
     """Thousands of hosts: what only costs the simulation is left out."""
     known: tuple[str, ...] = ()
@@ -345,6 +346,7 @@ class World:
                 last_step=self.settings.last_step,
                 storage_interval=self.settings.storage_interval,
                 timeouts=self.settings.timeouts,
+                cpu_devices=self.settings.cpu_devices,
             )
         return self._configs[host]
 

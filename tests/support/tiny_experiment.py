@@ -1,6 +1,6 @@
 """A tiny experiment and a runtime in memory, for the tests of the loop."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -62,7 +62,7 @@ class MemoryRuntime:
     every: int = 1
     """Boundaries at multiples of it are taken."""
     stores_its_end: bool = True
-    hosts: tuple[str, ...] = ("here",)
+    hosts: Mapping[int, str] = field(default_factory=lambda: {0: "here"})
     generation: int = 0
     attempt: int = 0
     is_leading: bool = True
@@ -83,6 +83,12 @@ class MemoryRuntime:
         return jax.tree.map(
             lambda x, a: jax.device_put(x, a.sharding), state, abstract_state
         ), items
+
+    def rehearsed(self, mesh: jax.sharding.Mesh) -> None:
+        """Nothing is compiled ahead."""
+
+    def await_peers(self) -> None:
+        """There is no other process."""
 
     def entered(self, phase: Phase, step: int) -> None:
         """Remembers the phase."""

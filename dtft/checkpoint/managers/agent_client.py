@@ -18,7 +18,6 @@ import numpy as np
 
 from dtft.checkpoint.managers.agent_link import (
     AgentGone,
-    AgentLink,
     Attached,
     Dialogue,
     LinkClosed,
@@ -65,38 +64,30 @@ class AgentCheckpointManager:
 
     def __init__(
         self,
-        link: AgentLink,
-        layout: Layout | None,
+        dialogue: Dialogue,
         *,
         slot: int,
         chunk_bytes: int,
         storage_directory: Path,
-        deadline_s: float,
         cadence: Cadence | None = None,
         automatic: bool = False,
         last: int | None = None,
     ) -> None:
-        """Announces the layout if it is given; see `announce`.
+        """Sends nothing yet. The messages of the agent must be passed to `take`.
 
         Args:
-            link: the link to the agent.
-            layout: the layout of the state, None if it is not known yet.
+            dialogue: the exchange of messages with the agent.
             slot: the slot (position in the job) of this process.
             chunk_bytes: bytes under one digest.
             storage_directory: the directory of the storage tier.
-            deadline_s: limit of every wait for the agent, in seconds.
             cadence: the steps after which `should_save` is True; by default all steps.
             automatic: whether the leader changes the interval. If so, each commit holds
                 its interval.
             last: the last step of the run, which the caller always saves. If `last` is
                 given, buffers for the next step to save are requested as soon as the
                 saved step is safe.
-
-        Raises:
-            TimeoutError: the agent did not answer in time.
-            AgentGone: the agent has ended, or has detached this process.
         """
-        self._dialogue = Dialogue(link, deadline_s)
+        self._dialogue = dialogue
         self._slot, self._chunk_bytes = slot, chunk_bytes
         self._storage_directory = storage_directory
         self._order: dict[str, Any] | None = None
@@ -116,9 +107,6 @@ class AgentCheckpointManager:
         self.bytes_from_storage = 0
         self.stalls_s: list[float] = []
         """Seconds for which each `save` blocked the training thread."""
-        self._dialogue.start(self._take)
-        if layout is not None:
-            self.announce(layout)
 
     def announce(self, layout: Layout) -> None:
         """Sends the layout to the agent, and maps the arena that the agent names.
@@ -143,7 +131,8 @@ class AgentCheckpointManager:
 
     # ---------------------------------------------------- messages of the agent
 
-    def _take(self, message: dict[str, Any]) -> None:
+    def take(self, message: dict[str, Any]) -> None:
+        """Handles a message of the agent; the dialogue's `condition` is held."""
         op = message["op"]
         if op == "restore":
             self._order = message
@@ -338,8 +327,7 @@ class AgentCheckpointManager:
                 raise TimeoutError(f"{limit_s:.0f} s mapping the arena; it goes on")
 
     def close(self) -> None:
-        """Ends the sending thread and unmaps the arena; the arena's bytes remain."""
-        self._dialogue.close()
+        """Unmaps the arena; its bytes remain."""
         if self._arena is not None:
             self._arena.close()
 
@@ -392,13 +380,12 @@ class AttachedMemory(AgentCheckpointManager):
         self.storage_errors: list[str] = []
         """Messages of failed writes to storage that were not raised yet."""
         super().__init__(
-            attached.link,
-            None,
+            Dialogue(attached.link, attached.deadline_s),
             slot=slot,
             chunk_bytes=chunk_bytes,
             storage_directory=directory,
-            deadline_s=attached.deadline_s,
         )
+        self._dialogue.start(self.take)
         with self._dialogue.condition:
             if not self._dialogue.gone:  # else the reason is already there
                 self._dialogue.farewell = (
@@ -423,7 +410,8 @@ class AttachedMemory(AgentCheckpointManager):
             "running", step=max(0, self._formed_step), bytes_from_storage=0
         )
 
-    def _take(self, message: dict[str, Any]) -> None:
+    def take(self, message: dict[str, Any]) -> None:
+        """Handles a message of the agent; the dialogue's `condition` is held."""
         op = message["op"]
         if op == "formed":
             self._formed = message
@@ -440,7 +428,7 @@ class AttachedMemory(AgentCheckpointManager):
         elif op == "detached":
             self._dialogue.farewell, self._dialogue.gone = message["reason"], True
         else:
-            super()._take(message)
+            super().take(message)
 
     def announce(self, layout: Layout) -> None:
         """Sends the layout to the agent; see `AgentCheckpointManager.announce`.
@@ -621,4 +609,5 @@ class AttachedMemory(AgentCheckpointManager):
         except LinkClosed:
             pass
         self._attached.link.close()
+        self._dialogue.close()
         self.close()

@@ -675,6 +675,7 @@ class Dialogue:
         """The message of `AgentGone`; a default until the agent sends a reason."""
         self._link, self.deadline_s = link, deadline_s
         self._outbox = Outbox(link)
+        self._interruption: Exception | None = None
 
     def start(self, take: Callable[[dict[str, Any]], None]) -> None:
         """Starts a receiving thread; `take` gets each message with `condition` held.
@@ -706,11 +707,23 @@ class Dialogue:
                 self.gone = True
                 self.condition.notify_all()
 
+    def interrupt(self, error: Exception | None) -> None:
+        """Makes every wait raise `error`, until `interrupt(None)`."""
+        with self.condition:
+            self._interruption = error
+            self.condition.notify_all()
+
     def check(self) -> None:
-        """Raises AgentGone if the agent has ended, or has detached this process."""
+        """Raises the error of `interrupt`, if there is one.
+
+        Raises:
+            AgentGone: the agent has ended, or has detached this process.
+        """
         with self.condition:
             if self.gone:
                 raise AgentGone(self.farewell)
+            if self._interruption is not None:
+                raise self._interruption
 
     def wait(
         self, ready: Callable[[], bool], what: str, limit_s: float | None = None
@@ -725,12 +738,18 @@ class Dialogue:
         Raises:
             TimeoutError: `ready` did not return True in time.
             AgentGone: the agent has ended, or has detached this process.
+            Exception: the error of `interrupt`.
         """
         limit_s = limit_s or self.deadline_s
         with self.condition:
-            self.condition.wait_for(lambda: self.gone or ready(), timeout=limit_s)
+            self.condition.wait_for(
+                lambda: self.gone or self._interruption is not None or ready(),
+                timeout=limit_s,
+            )
             if self.gone:
                 raise AgentGone(self.farewell)
+            if self._interruption is not None:
+                raise self._interruption
             if not ready():
                 raise TimeoutError(
                     f"{limit_s:.0f} s waiting for {what}; limit: timeouts.start"

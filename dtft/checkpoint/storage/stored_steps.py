@@ -262,9 +262,19 @@ class StoredSteps:
 
     def _read(self, step: int, args: Mapping[str, Any]) -> Any:
         path = self.directory / str(step)
-        handler = ocp.CompositeCheckpointHandler()
+        # Each process reads its own shards. By default Orbax would wait for all
+        # processes of the JAX world, also for those without a slot.
+        me = jax.process_index()
+        alone = ocp.options.MultiprocessingOptions(
+            primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"at{me}"
+        )
+        handler = ocp.CompositeCheckpointHandler(
+            composite_options=ocp.CompositeOptions(multiprocessing_options=alone)
+        )
         try:
-            with ocp.Checkpointer(handler) as checkpointer:
+            with ocp.Checkpointer(
+                handler, multiprocessing_options=alone
+            ) as checkpointer:
                 return checkpointer.restore(path, args=ocp.args.Composite(**args))
         except Exception as error:
             raise self._unreadable(step, error) from error

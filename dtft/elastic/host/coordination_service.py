@@ -52,7 +52,7 @@ class CoordinationService:
         service.
 
         Args:
-            num_processes: number of trainers, each a JAX process.
+            num_processes: number of JAX processes for which the service has room.
             ready: called with the service's address once it serves.
             failed: called with the reason if no process or port is available, or if the
                 process ends before it serves.
@@ -64,12 +64,12 @@ class CoordinationService:
             self._loop.post(failed, str(error))
             return
         self._serving = process
-        heartbeat_s = self._config.timeouts.heartbeat
+        limit_s, devices = self._config.timeouts.heartbeat, self._config.cpu_devices
 
         def serve() -> bool:
             assert process.stdin is not None and process.stdout is not None
             try:
-                process.stdin.write(f"{address} {num_processes} {heartbeat_s}\n")
+                process.stdin.write(f"{address} {num_processes} {limit_s} {devices}\n")
                 process.stdin.flush()
                 return process.stdout.readline().strip() == "serving"
             except (OSError, ValueError):  # the process died or was ended before

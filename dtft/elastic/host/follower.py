@@ -10,6 +10,7 @@ decides slot, step and peers.
 """
 
 import functools
+import itertools
 import logging
 import struct
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -27,7 +28,7 @@ from dtft.elastic.assignment import HostRecord
 from dtft.elastic.event_loop import Loop
 from dtft.elastic.hang_detection import Observation, ProgressWatch
 from dtft.elastic.host.export import HostExports
-from dtft.elastic.host.trainers import Command, Trainers, start_message
+from dtft.elastic.host.trainers import Command, Trainers, limits_of, start_message
 from dtft.elastic.job import AgentConfig
 from dtft.elastic.network import Network, PortState
 from dtft.elastic.processes import free_port
@@ -62,6 +63,8 @@ LOOK_S = 1.0
 """Seconds between two checks of the trainer's progress."""
 WARM_S = 5.0
 """Seconds until a failed start of a standby trainer is tried again."""
+LEAVE_S = 2.0
+"""Seconds within which a trainer gives up its slot; a later one is killed."""
 KEPT_COMMITS = 2
 """Number of newest commits that a host remembers, in case the store lacks commits."""
 
@@ -134,6 +137,10 @@ class Follower:
         self._commits: list[Commit] = []
         """At most `KEPT_COMMITS` commits that this host knows, newest first."""
         self._warm_at = 0.0
+        self._leaves = itertools.count(1)
+        self._left: tuple[int, Callable[[], None]] | None = None
+        """Number of the order with which the trainer gives up its slot, and what is
+        done then; None if no trainer is giving up a slot."""
         self._watch = ProgressWatch(config.timeouts)
         self._look_at = 0.0
         self._handlers = self._handlers_of_messages()
@@ -206,6 +213,10 @@ class Follower:
                 self.reach(**fields)
             case "prepare":
                 self.prepare(fields)
+            case "join":
+                self.join(**fields)
+            case "rehearse":
+                self.rehearse(**fields)
             case "replicate":
                 self.replicate(**fields)
             case "release":
@@ -226,6 +237,10 @@ class Follower:
                 self.trainer_says(*values)
             case "trainer_exit":
                 self.trainer_exited(*values)
+            case "left_slot":
+                self.left_slot(*values)
+            case "joined":
+                self._tell("joined", world=values[0])
             case "assembled":
                 self.assembled(*values)
             case "held":
@@ -271,6 +286,7 @@ class Follower:
         epoch: Sequence[int] = (0, 0),
         step: int = -1,
         reach: Mapping[str, str] | None = None,
+        keep: int = 0,
     ) -> None:
         """Stops training here; reports held copies and unreachable hosts.
 
@@ -284,12 +300,15 @@ class Follower:
             epoch: (generation, attempt) of the newest assignment that the leader knows.
             step: step of the newest commit that the leader knows, -1 for none.
             reach: host name to address of the hosts to try to connect to.
+            keep: number of the world whose trainers give up their slots and keep their
+                processes; 0 for none. A trainer of another world is killed.
         """
         if ballot < self._ballot:
             return
         former, self._ballot = self._ballot, ballot
         self._board.set("recovering", 1)
-        code = self._stand_down(reason, fatal)
+        has_left: list[bool] = []
+        code = self._stand_down(reason, fatal, keep, lambda: left())
         if code is not None:  # this exit may have caused the failures of other hosts
             self._tell_exit(code, former)
         told = {
@@ -305,8 +324,13 @@ class Follower:
         outcomes: list[Future[dict[str, Any]]] = []
 
         def tell() -> None:
-            if outcomes and "missed" in told:
+            if outcomes and "missed" in told and has_left:
+                told["world"] = self._trainers.world
                 self._tell_holdings(ballot, outcomes[0], told)
+
+        def left() -> None:
+            has_left.append(True)
+            tell()
 
         def listed(outcome: "Future[dict[str, Any]]") -> None:
             outcomes.append(outcome)
@@ -316,8 +340,32 @@ class Follower:
             told["missed"] = missed
             tell()
 
+        if self._left is None:
+            has_left.append(True)
         self._holding.submit(lambda: self._copies.report(read), listed)
         try_all(self._parts.probe, reach or {}, tried)
+
+    def left_slot(self, number: int) -> None:
+        """Goes on after the trainer has given up its slot, or has ended."""
+        if self._left is not None and self._left[0] == number:
+            _, then = self._left
+            self._left = None
+            then()
+
+    def join(self, ballot: tuple[int, int], world: Mapping[str, Any]) -> None:
+        """Makes this spare host's trainer join the world of JAX processes.
+
+        An order of an earlier round is ignored, and so is an order to a host with a
+        slot.
+        """
+        if ballot < self._ballot or self._task is not None:
+            return
+        self._ballot = ballot
+        self._board.set("recovering", 0)
+        try:
+            self._trainers.join({**world, **limits_of(self._config)})
+        except OSError as error:
+            self._unfit(f"a trainer cannot be started: {error}")
 
     def reach(self, ballot: tuple[int, int], reach: Mapping[str, str]) -> None:
         """Reports which hosts of `reach` (name to address) this host cannot reach."""
@@ -346,12 +394,40 @@ class Follower:
         if ballot == self._ballot:  # otherwise a newer round has asked again
             self._tell("holdings", **self._report_of(outcome), **told)
 
-    def _stand_down(self, reason: str = "", fatal: bool = False) -> int | None:
+    def rehearse(
+        self,
+        ballot: tuple[int, int],
+        world: int,
+        turn: int,
+        formations: list[list[int]],
+    ) -> None:
+        """Makes the trainer in a world compile ahead for formations that may follow.
+
+        An order of another round is ignored.
+
+        Args:
+            ballot: the current round.
+            world: number of the world.
+            turn: number of the next formation in the world.
+            formations: for each one the index of the process of each slot.
+        """
+        if ballot == self._ballot:
+            self._trainers.rehearse(world, {"turn": turn, "formations": formations})
+
+    def _stand_down(
+        self,
+        reason: str = "",
+        fatal: bool = False,
+        keep: int = 0,
+        left: Callable[[], None] = lambda: None,
+    ) -> int | None:
         """Gives up this host's slot: ends pushers, trainer, resharding and exports.
 
         Args:
             reason: why, for the user's process.
             fatal: whether a waiting trainer is ended too, also without a slot.
+            keep: number of the world whose trainer keeps its process; 0 for none.
+            left: called once the kept trainer has given up its slot, or has ended.
 
         Returns:
             The result of `Trainers.let_go`. None if `let_go` was not called, because
@@ -363,13 +439,29 @@ class Follower:
             task.stop_pushers()
         if self._resharding is not None:
             self._resharding.free()
-        if task is not None or fatal:
-            code = self._trainers.let_go(reason, waiting=fatal)
+        if self._left is not None and keep and not fatal:
+            self._left = self._left[0], left
+        elif task is not None or fatal or self._left is not None:
+            self._left = None
+            if not (keep and not fatal and self._leave(keep, left)):
+                code = self._trainers.let_go(reason, waiting=fatal)
         self._exports.stand_down()
         self._board.enter("", 0)
         for field_name in ("computing", "replicating", "committing", "exporting"):
             self._board.set(field_name, 0)
         return code
+
+    def _leave(self, world: int, left: Callable[[], None]) -> bool:
+        """Orders the trainer to give up its slot, if it is in this world.
+
+        Kills the trainer if it has not given up its slot after `LEAVE_S` seconds.
+        """
+        number = next(self._leaves)
+        if not self._trainers.leave(number, world):
+            return False
+        self._left = number, left
+        self._loop.call_later(LEAVE_S, self._trainers.end_leaving, number)
+        return True
 
     def _tell(self, op: str, **fields: Any) -> None:
         """Reports to the leader, with the number (ballot) of the newest round known

@@ -3,7 +3,8 @@
 A trainer attaches over the agent's Unix socket. A trainer is either a process that this
 agent has started (`Command`), or a process of the user's. A user's process is accepted
 unless `Admission` objects or another of the user's processes is attached.
-`Trainers.let_go` kills an agent's process, and sends a user's process the reason. No
+`Trainers.let_go` kills an agent's process, and sends a user's process the reason.
+`Trainers.leave` makes an agent's process give up its slot and keeps the process. No
 method but `Trainers.close` waits for a trainer: outgoing messages wait in a queue, and
 a thread waits for each killed process. A process that still runs after SIGKILL is given
 up.
@@ -108,8 +109,11 @@ class AttachedTrainer:
     link: AgentLink | None = None
     outbox: Outbox | None = None
     """Queue of outgoing messages; set with `link` once the trainer has attached."""
-    start: Mapping[str, Any] | None = None
-    """The slot's `start` message that is not sent yet; None otherwise."""
+    orders: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
+    """Orders (op and fields) that are not sent yet, oldest first."""
+    world: int = 0
+    """Number of the world that an agent's process has joined or is joining (see
+    `train.world`); 0 for none."""
     given: bool = False
     """Whether a formation uses the trainer: an agent's process was assigned its slot,
     or a user's process was sent the restorable step. The next formation cannot use this
@@ -129,7 +133,10 @@ class AttachedTrainer:
 
 
 class Trainers:
-    """The trainer of the current formation and a waiting trainer, at most one of each.
+    """The formation's trainer, a waiting trainer, and a member: at most one of each.
+
+    A member is a process without a slot that is in the world of JAX processes: it has
+    given up its slot, or is a spare's. A waiting trainer is in no world.
 
     Emits these events once `bind` was called:
 
@@ -138,6 +145,9 @@ class Trainers:
       started, `code` is the return code. For a user's process, `code` is 1 if the
       process had sent `left`, else 0.
     * ("attachment",): a user's process has attached or gone.
+    * ("left_slot", number): a trainer has carried out the order `leave` of this number,
+      or has ended before.
+    * ("joined", world): the member has joined a world.
     """
 
     def __init__(
@@ -178,6 +188,9 @@ class Trainers:
         self._code: int | None = None
         """Exit code of the formation's trainer; None while it runs."""
         self._waiting: AttachedTrainer | None = None
+        self._member: AttachedTrainer | None = None
+        self._leaving: tuple[AttachedTrainer, int] | None = None
+        """The trainer that gives up its slot, and the number of the order."""
         self._dying: set[int] = set()
         """Idents of killed trainers that still run. Until they have ended or are given
         up, no trainer is sent its `start` message."""
@@ -202,6 +215,12 @@ class Trainers:
         """Process id of the formation's trainer, 0 for none."""
         trainer = self._trainer
         return trainer.pid if trainer is not None else 0
+
+    @property
+    def world(self) -> int:
+        """Number of the world that the member is in; 0 without a member."""
+        with self._lock:
+            return self._member.world if self._member is not None else 0
 
     @property
     def attachment(self) -> tuple[int, int]:
@@ -258,7 +277,20 @@ class Trainers:
     def _heard(self, trainer: AttachedTrainer, message: dict[str, Any]) -> None:
         with self._lock:
             trainer.left = trainer.left or message["op"] == "left"
-            self._tell("trainer", trainer.ident, message)
+            if message["op"] == "left_slot":
+                self._has_left(trainer, message["number"])
+            elif message["op"] == "joined":
+                if trainer is self._member:
+                    self._tell("joined", trainer.world)
+            else:
+                self._tell("trainer", trainer.ident, message)
+
+    def _has_left(self, trainer: AttachedTrainer, number: int) -> None:
+        if self._leaving != (trainer, number):
+            return  # killed meanwhile
+        self._leaving, trainer.given = None, False
+        self._member = trainer
+        self._tell("left_slot", number)
 
     def _welcome(
         self, message: dict[str, Any], link: AgentLink
@@ -367,28 +399,106 @@ class Trainers:
             OSError: a new trainer cannot be started.
         """
         with self._lock:
-            trainer = self._next
+            trainer = self._member_of(message["world"]["number"]) or self._next
             if trainer is None and self._command is not None:
                 trainer = self._spawn(self._command)
-            self._trainer, self._waiting = trainer, None
+            if trainer is self._member:
+                self._member = None
+            else:
+                self._waiting = None
+            self._trainer = trainer
             self._active = ABSENT if trainer is None else trainer.ident
             self._code = None
             if trainer is None:
                 self._tell("trainer_exit", ABSENT, 0)
             elif trainer.process is not None:
-                trainer.start, trainer.given = message, True
-                self._begin(trainer)
+                trainer.given, trainer.world = True, message["world"]["number"]
+                self._order(trainer, "start", message)
+
+    def _member_of(self, world: int) -> AttachedTrainer | None:
+        """Returns the member if it is in this world; kills a member of another."""
+        member = self._member
+        if member is None or member.world == world:
+            return member
+        self._member = None
+        self._dismiss(member, "")
+        return None
+
+    def join(self, world: Mapping[str, Any]) -> None:
+        """Makes the waiting trainer join a world, as a spare's; it is then the member.
+
+        Starts a trainer first if none waits. Does nothing if the member is in this
+        world already.
+
+        Args:
+            world: see `train.world.World.join`.
+
+        Raises:
+            OSError: a new trainer cannot be started.
+        """
+        with self._lock:
+            if self._command is None or self._member_of(world["number"]) is not None:
+                return
+            trainer = self._waiting or self._spawn(self._command)
+            self._member, self._waiting = trainer, None
+            trainer.world = world["number"]
+            self._order(trainer, "join", {"world": world})
+
+    def rehearse(self, world: int, fields: Mapping[str, Any]) -> None:
+        """Passes the order to compile ahead to the trainer in this world, if any."""
+        with self._lock:
+            for trainer in (self._trainer, self._member):
+                if trainer is not None and trainer.world == world:
+                    self._order(trainer, "rehearse", fields)
+
+    def leave(self, number: int, world: int) -> bool:
+        """Orders the formation's trainer to give up its slot and to keep its process.
+
+        A "left_slot" event follows, unless `let_go` is called before.
+
+        Args:
+            number: identifies the order.
+            world: number of the world in which the trainer must be.
+
+        Returns:
+            False if nothing was ordered, because there is no such trainer, or it has
+            not attached.
+        """
+        with self._lock:
+            trainer = self._trainer
+            if trainer is None or trainer.process is None or trainer.outbox is None:
+                return False
+            if ended_with(trainer.process) is not None or trainer.world != world:
+                return False
+            self._trainer, self._active = None, 0
+            self._leaving, trainer.orders = (trainer, number), []
+            trainer.send("leave", {"number": number})
+            return True
+
+    def end_leaving(self, number: int) -> None:
+        """Kills the trainer that has not carried out the order `leave` of this number
+        yet; a "left_slot" event follows."""
+        with self._lock:
+            if self._leaving is not None and self._leaving[1] == number:
+                self._dismiss(self._leaving[0], "")
+
+    def _order(
+        self, trainer: AttachedTrainer, op: str, fields: Mapping[str, Any]
+    ) -> None:
+        trainer.orders.append((op, fields))
+        self._begin(trainer)
 
     def _begin(self, trainer: AttachedTrainer) -> None:
-        """Sends a trainer its `start` message, if the trainer can begin now.
+        """Sends a trainer its orders, if the trainer can begin now.
 
         The trainer must have attached, and no killed trainer may still run: a process
         that is still ending may hold the devices and the shared memory.
         """
-        if trainer.start is None or trainer.outbox is None or self._dying:
+        if trainer.outbox is None or self._dying:
             return
-        message, trainer.start = trainer.start, None
-        trainer.send("start", message)
+        orders, trainer.orders = trainer.orders, []
+        for op, fields in orders:
+            trainer.send(op, fields)
 
     def formed(self, **fields: Any) -> None:
         """Sends the user's process the step that can be restored; the process then
@@ -435,11 +545,16 @@ class Trainers:
             was_attached = trainer is self._attached
             self._waiting = None if trainer is self._waiting else self._waiting
             self._trainer = None if trainer is self._trainer else self._trainer
+            self._member = None if trainer is self._member else self._member
+            if self._leaving is not None and self._leaving[0] is trainer:
+                number, self._leaving = self._leaving[1], None
+                self._tell("left_slot", number)
             self._code = code if trainer.ident == self._active else self._code
             if was_attached:
                 self._tell("attachment")
-            if self._trainer is not None:
-                self._begin(self._trainer)
+            for other in (self._trainer, self._member):
+                if other is not None:
+                    self._begin(other)
             self._tell("trainer_exit", trainer.ident, code)
 
     def exited(self, ident: int) -> bool:
@@ -460,7 +575,7 @@ class Trainers:
 
         Args:
             reason: the reason, which is sent to a user's process.
-            waiting: whether the waiting trainer is ended too.
+            waiting: whether the waiting trainer and the member are ended too.
 
         Returns:
             The exit code of a formation's trainer that has ended already, if `exited`
@@ -476,9 +591,13 @@ class Trainers:
                 self._dismiss(trainer, reason)
             elif trainer is not None:
                 self._waiting = trainer
-            if waiting and self._waiting is not None:
-                trainer, self._waiting = self._waiting, None
-                self._dismiss(trainer, reason)
+            if waiting:
+                for idle in (self._waiting, self._member):
+                    if idle is not None:
+                        self._dismiss(idle, reason)
+                if self._leaving is not None:
+                    self._dismiss(self._leaving[0], reason)
+                self._waiting = self._member = None
             return code
 
     def _dismiss(self, trainer: AttachedTrainer, reason: str) -> None:
@@ -492,7 +611,7 @@ class Trainers:
 
     def _kill(self, trainer: AttachedTrainer, process: subprocess.Popen) -> None:
         process.kill()
-        trainer.start = None
+        trainer.orders = []
         if trainer.ident in self._known and trainer.ident not in self._dying:
             self._dying.add(trainer.ident)
             threading.Thread(target=self._bury, args=(trainer,), daemon=True).start()
@@ -546,20 +665,25 @@ def start_message(config: AgentConfig, order: dict[str, Any]) -> dict[str, Any]:
     `items` are the commit's items (no arrays) for a restore from memory. For a restore
     from storage, `storage_step` is the step, and the trainer reads the items itself.
     """
-    timeouts = config.timeouts
     return {
         "slot": order["slot"],
         "num_slots": len(order["addresses"]),
         "hosts": order["hosts"],
         "generation": order["generation"],
         "attempt": order["attempt"],
-        "coordinator": order["coordinator"],
+        "world": {**order["world"], **limits_of(config)},
+        "indices": order["indices"],
+        "turn": order["turn"],
         "board": str(config.memory_directory / "board"),
         "run_directory": str(config.run_directory),
         "storage_directory": str(config.storage_directory),
         "storage_step": order["step"] if order["source"] == "storage" else None,
         "items": order["items"],
         "chunk_bytes": config.chunk_bytes,
-        "heartbeat_s": timeouts.heartbeat,
-        "start_s": timeouts.start,
     }
+
+
+def limits_of(config: AgentConfig) -> dict[str, float]:
+    """Returns the limits of joining a world, in seconds."""
+    timeouts = config.timeouts
+    return {"heartbeat_s": timeouts.heartbeat, "start_s": timeouts.start}

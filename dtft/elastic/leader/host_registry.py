@@ -269,6 +269,7 @@ class HostMonitor:
             self._rendezvous.form(RoundReason(text, hosts=(record.host,)))
         elif self._rendezvous.phase not in ("idle", "waiting"):
             self._rendezvous.expect({record.host})
+            self._rendezvous.admit(record.host)
             self._say_spare(record.host)
         elif self._config.seats.begins_on_join:
             self._begin(record.host)

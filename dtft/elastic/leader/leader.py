@@ -174,6 +174,7 @@ class Leader:
         handlers = {
             "holdings": self._on_holdings,
             "reached": self._rendezvous.reached,
+            "joined": self._on_joined,
             "prepared": self._on_prepared,
             "prepare_failed": self._on_prepare_failed,
             "layout": self._on_layout,
@@ -307,6 +308,10 @@ class Leader:
         self._rendezvous.current.reply(host, reply)
         self._rendezvous.answered()
 
+    def _on_joined(self, host: str, world: int) -> None:
+        self._journal.event("spare_joined", host=host, world=world)
+        self._rendezvous.rehearse()
+
     def _on_prepare_failed(
         self, host: str, error: str, corrupt: list[str], **_
     ) -> None:
@@ -349,13 +354,13 @@ class Leader:
             return
         self._rendezvous.enter("running", self._stage_limit())
         round_.reported = True
-        self._rendezvous.failures.trained()
+        self._rendezvous.trained()
         self._report_start(round_, round_.assignment)
 
     def _report_start(self, round_: Round, assignment: SlotAssignment) -> None:
         """Logs that every slot trains. After a recovery, prints the recovery's cost and
         answers the requests to scale."""
-        if assignment.rung == 0:
+        if assignment.rung is None:
             self._journal.event("started", step=assignment.step)
             if self._rendezvous.coordinator is not None:
                 self._sizes.forewarn(self._rendezvous.coordinator.layout)
@@ -365,7 +370,7 @@ class Leader:
                 round_,
                 self._rendezvous.previous,
                 now,
-                coordinators=int(self._seats.has_coordination_service),
+                world=self._rendezvous.world,
             )
             self._journal.recovery(report, round_.detected, now)
             if self._rendezvous.coordinator is not None:

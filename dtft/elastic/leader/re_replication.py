@@ -176,7 +176,7 @@ class ReReplicator:
         assignment, decision = round_.assignment, round_.decision
         assert assignment is not None and decision is not None
         located = decision.located
-        if assignment.rung == 0 or located is None:
+        if assignment.rung is None or located is None:
             return
         assert decision.layout is not None
         self._layout = decision.layout

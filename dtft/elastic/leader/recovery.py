@@ -183,6 +183,15 @@ class RecoveryReport:
     after the recovery."""
     senders: Mapping[str, int] = field(default_factory=dict)
     """Host to the bytes that other hosts fetch from its memory."""
+    survivors: int = 0
+    """Number of hosts that had a slot before the recovery and have one after it."""
+    survivors_restarted: int = 0
+    """Number of these hosts whose trainers were restarted."""
+    phases_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of each phase, one after the other. "leave": until all hosts have given
+    up their slots and reported their copies. "record": until the store has the
+    assignment and JAX's coordination service serves. "restore": until every host has
+    the slices of its slot. "first_step": until every slot has finished a step."""
 
     @property
     def steps_lost(self) -> int:
@@ -212,7 +221,7 @@ class RecoveryReport:
             f"step {self.restored_step} restored ({where}{corrupt}); "
             f"{self.steps_lost} steps lost; restored in {self.restore_s:.2f} s, "
             f"training again {self.total_s:.2f} s after it was noticed; "
-            f"{self.processes_restarted} processes restarted"
+            f"{self.survivors_restarted} of {self.survivors} survivors restarted"
         )
 
 

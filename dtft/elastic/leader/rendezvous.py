@@ -8,6 +8,7 @@ prepare its slot.
 
 import json
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from dtft.checkpoint.replication import FailureDomains
@@ -15,7 +16,7 @@ from dtft.checkpoint.state import Layout
 from dtft.elastic.anti_affinity import known_domains, shortfall
 from dtft.elastic.assignment import HostRecord, SlotAssignment
 from dtft.elastic.event_loop import Loop
-from dtft.elastic.job import AgentConfig
+from dtft.elastic.job import TURNS, AgentConfig
 from dtft.elastic.leader.commit_coordinator import CommitCoordinator
 from dtft.elastic.leader.events import Journal
 from dtft.elastic.leader.failure_account import FailureAccount
@@ -34,6 +35,7 @@ from dtft.elastic.leader.rendezvous_plan import (
 )
 from dtft.elastic.leader.sizes import JobSizes
 from dtft.elastic.leader.storage import StorageHealth, StorageWatch
+from dtft.elastic.leader.world_plan import WorldPlan, admitted, new_world, swapped
 from dtft.elastic.reachability import Reachability, peers_to_try, set_aside
 from dtft.elastic.seat_policy import Seating
 
@@ -53,6 +55,13 @@ Phase = Literal[
     "preparing",
     "running",
 ]
+MOST_SWAPS = 2
+"""Number of formations in a row in one world that may fail to train. Then all trainers
+are restarted in a new world."""
+MOST_REHEARSED = 8
+"""Number of formations that a process compiles ahead at most."""
+BALLOTS = 1 << 20
+"""Factor between a leader's term and the numbers of its worlds."""
 STORAGE_PAUSE_S = 5.0
 """Seconds between two listings of storage while the job waits for it: storage does not
 answer, or has lost its steps."""
@@ -117,6 +126,12 @@ class Rendezvous:
         """The host whose answer was missing at the last check, or ""; the next check
         begins with this host, because checking all hosts takes longer."""
         self._storage_missed = self._fatal = False
+        self.world = WorldPlan(number=0, indices={}, size=0)
+        """The world of the last formation; its number is 0 before the first."""
+        self._keep = 0
+        """Number of the world whose trainers keep their processes in this round."""
+        self._swaps = 0
+        """Number of formations in the same world since one has trained."""
         self._end: RetryDecision | None = None
         """The decision with which the job ends once the hosts have reported their
         copies; None if the job is not to end."""
@@ -152,12 +167,83 @@ class Rendezvous:
         if self.assignment is not None:
             self.previous, self.assignment = self.assignment, None
         texts = "; ".join(reason.text for reason in whys)
-        self._journal.event("forming", reason=texts, ballot=ballot)
-        self._service.end()
+        self._keep = self.world.number if self._may_keep() else 0
+        self._journal.event("forming", reason=texts, ballot=ballot, keeps=self._keep)
+        if not self._keep:
+            self._end_world()
         self._storage.look()
         self.enter("gathering", self._config.timeouts.restore)
         for host in sorted(self._registry.connected):
             self.ask(host)
+
+    def _may_keep(self) -> bool:
+        """Whether trainers may keep their processes in the round that begins.
+
+        Gives up the world after `MOST_SWAPS` formations in a row that did not train.
+        """
+        can = self._config.cpu_devices > 0 and bool(self.world.address)
+        return can and not self._fatal and self._swaps < MOST_SWAPS
+
+    def _end_world(self) -> None:
+        self._service.end()
+        self.world, self._swaps = WorldPlan(number=0, indices={}, size=0), 0
+
+    def trained(self) -> None:
+        """Records that every slot trains."""
+        self._swaps = 0
+        self.failures.trained()
+        self.rehearse()
+
+    def rehearse(self) -> None:
+        """Orders the processes in the world to compile ahead the formations that would
+        follow the loss of one host.
+
+        Does nothing while not all slots train.
+        """
+        round_, old = self.current, self.assignment
+        if round_ is None or old is None or not round_.reported:
+            return
+        if not self._config.cpu_devices or self.world.turn + 1 >= TURNS:
+            return
+        formations = self._after_losses(round_, old)
+        for host, index in self.world.indices.items():
+            own = [it for it in formations if index in it]
+            if own and host in self._registry.connected:
+                self._send(
+                    host,
+                    "rehearse",
+                    ballot=round_.ballot,
+                    world=self.world.number,
+                    turn=self.world.turn + 1,
+                    formations=own[:MOST_REHEARSED],
+                )
+
+    def _after_losses(self, round_: Round, old: SlotAssignment) -> list[list[int]]:
+        """Computes the places of the slots after the loss of each host, if a spare's
+        process is in the world."""
+        usable = self._registry.usable()
+        seating = self._seating(round_, usable)
+        formations: list[list[int]] = []
+        for victim in old.slots[:MOST_REHEARSED]:
+            left = [record for record in usable if record.host != victim]
+            filled = self._seats.fill(replace(seating, usable=left, previous=old))
+            hosts = [record.host for record in filled if record is not None]
+            if len(hosts) == len(old.slots) and set(hosts) <= self.world.indices.keys():
+                formations.append([self.world.indices[host] for host in hosts])
+        return formations
+
+    def admit(self, host: str) -> None:
+        """Gives a spare host that has joined a place in the world, if one is free."""
+        if not (self._config.cpu_devices and self.world.address) or not self.current:
+            return
+        there = self._registry.connected | self.slot_of.keys()
+        world = admitted(self.world, host, there)
+        if world is None:
+            self._journal.say_once("place", f"the world has no free place for {host}")
+            return
+        self.world = world
+        seat = world.seat(host)
+        self._send(host, "join", ballot=self.current.ballot, world=seat)
 
     def ask(self, host: str) -> None:
         """Orders a host to stop training and report the copies in its memory."""
@@ -174,6 +260,7 @@ class Rendezvous:
             epoch=old.epoch if old is not None else (0, 0),
             step=commits[0].step if commits else -1,
             reach=self._to_reach(host, self.current),
+            keep=self._keep,
         )
 
     @property
@@ -404,6 +491,7 @@ class Rendezvous:
     def _assign(
         self, round_: Round, filled: list[HostRecord], aside: list[str]
     ) -> None:
+        world = self._next_world(round_, filled)
         assignment, decision = assign(
             round_,
             filled,
@@ -415,6 +503,7 @@ class Rendezvous:
             copies=self._config.copies,
             asked_slots=self._sizes.asked,
             aside=aside,
+            is_swap=world.turn > 0,
         )
         if line := self._storage.news():
             self._journal.say(line)
@@ -425,6 +514,10 @@ class Rendezvous:
         self._journal.say_once("waiting", "")
         self._explain_aside(assignment, aside)
         round_.assignment, round_.decision = assignment, decision
+        round_.decided = self._loop.wall()
+        if not world.turn:
+            self._end_world()
+        self.world = world
         for host in decision.located.odd if decision.located else ():
             line = f"{host} holds other bytes under step {decision.step}'s number"
             self._journal.say(f"{line}: its copies of them are not used")
@@ -435,6 +528,18 @@ class Rendezvous:
         self._records.put(
             "assignment", round_.ballot, "assignment", round_.assignment.to_json()
         )
+
+    def _next_world(self, round_: Round, filled: list[HostRecord]) -> WorldPlan:
+        """Decides the world of the formation: the same as before, or a new one."""
+        slots = [record.host for record in filled]
+        if self._keep:
+            found = swapped(self.world, slots, round_.members(self._keep))
+            if isinstance(found, WorldPlan):
+                return found
+            self._journal.say(f"all trainers are restarted: {found}")
+        term, counter = round_.ballot
+        number, lasts = term * BALLOTS + counter, self._config.cpu_devices > 0
+        return new_world(number, slots, lasts=lasts)
 
     def _wait_for_storage(self, reasons: tuple[str, ...]) -> None:
         """Waits for storage that is silent or has lost its steps. Without the user's
@@ -491,8 +596,11 @@ class Rendezvous:
         self.assignment, self.coordinator = round_.assignment, None
         self._journal.say_once("assignment", "")
         self._journal.event("assignment", **json.loads(round_.assignment.to_json()))
+        if self.world.turn:
+            self.coordination_ready(ballot, self.world.address)
+            return
         self._service.start(
-            len(round_.assignment.slots),
+            self.world.size,
             lambda address: self.coordination_ready(ballot, address),
             lambda why: self._coordinator_failed(ballot, why),
         )
@@ -516,15 +624,19 @@ class Rendezvous:
             return
         round_.restore_begun = self._loop.wall()
         assert round_.assignment is not None
+        self.world = replace(self.world, address=address)
+        self._swaps += 1
         self.failures.begin(round_.assignment)
         self.enter("preparing", self._config.timeouts.start)
         try:
-            prepared = orders(round_, self._hosts, address)
+            prepared = orders(round_, self._hosts, self.world)
         except KeyError as error:
             self.form(lost(error.args[0]))
             return
         for host, order in prepared.items():
             self._send(host, "prepare", **order)
+        for host in sorted(self._registry.connected - prepared.keys()):
+            self.admit(host)
 
     def open_coordinator(self, layout: Layout, assignment: SlotAssignment) -> None:
         """Creates the commit coordinator of a formation.

@@ -19,6 +19,7 @@ from dtft.elastic.leader.recovery import (
     decide,
     fetches_for,
 )
+from dtft.elastic.leader.world_plan import WorldPlan
 
 Ballot = tuple[int, int]
 """(Leader's term, counter): increases with every new round of any leader."""
@@ -111,6 +112,8 @@ class Round:
     verification of each copy counts, and the reader of a copy verifies it again during
     the restore."""
     last_finished: int = 0
+    decided: float = 0.0
+    """Wall-clock time in seconds at which the assignment was decided."""
     restore_begun: float = 0.0
     restore_s: float = 0.0
     bytes_from_storage: int = 0
@@ -142,6 +145,11 @@ class Round:
         """The commits that hosts have reported, one for each step."""
         texts = {text for it in self.replies.values() for text in it.get("commits", ())}
         return list({it.step: it for it in map(Commit.from_json, texts)}.values())
+
+    def members(self, world: int) -> set[str]:
+        """Returns the hosts that have reported a process without a slot in a world."""
+        told = self.replies.items()
+        return {host for host, reply in told if reply.get("world", 0) == world}
 
     @property
     def layouts(self) -> dict[str, Layout]:
@@ -185,7 +193,7 @@ def next_round(
             and reading finds all corrupt copies at once.
     """
     chosen = old.assignment if old is not None else None
-    if old is None or old.reported or (chosen is not None and chosen.rung == 0):
+    if old is None or old.reported or (chosen is not None and chosen.rung is None):
         return Round(ballot=ballot, reasons=[*reasons], detected=now, read=read)
     return Round(
         ballot=ballot,
@@ -209,8 +217,11 @@ def assign(
     copies: int,
     asked_slots: int = 0,
     aside: Collection[str] = (),
+    is_swap: bool = False,
 ) -> tuple[SlotAssignment, RecoveryDecision]:
     """Decides which step is restored from where, and makes the assignment.
+
+    `is_swap` says whether trainers keep their processes.
 
     The hosts in `aside` get no slot, because some other hosts do not reach them. So
     their copies are used only if the step cannot be restored without these copies.
@@ -245,7 +256,7 @@ def assign(
         incarnations=tuple(record.incarnation for record in filled),
         source=decision.source,
         step=decision.step,
-        rung=0 if previous is None else decision.rung,
+        rung=_rung(previous, decision, is_swap=is_swap),
         reason=main_reason(round_.reasons),
         spread=next_spread(previous, hosts, domains, copies, keep=in_memory),
         asked_slots=asked_slots,
@@ -253,8 +264,16 @@ def assign(
     return assignment, decision
 
 
+def _rung(
+    previous: SlotAssignment | None, decision: RecoveryDecision, *, is_swap: bool
+) -> int | None:
+    if previous is None:
+        return None
+    return 0 if is_swap and decision.source == "memory" else decision.rung
+
+
 def orders(
-    round_: Round, hosts: Mapping[str, HostRecord], coordinator: str
+    round_: Round, hosts: Mapping[str, HostRecord], world: WorldPlan
 ) -> dict[str, dict[str, Any]]:
     """Computes the `prepare` order for the host of each slot.
 
@@ -272,7 +291,8 @@ def orders(
         "ballot": round_.ballot,
         "generation": assignment.generation,
         "attempt": assignment.attempt,
-        "coordinator": coordinator,
+        "indices": [world.indices[host] for host in assignment.slots],
+        "turn": world.turn,
         "hosts": Packed(assignment.slots),
         "addresses": Packed(addresses[host] for host in assignment.slots),
         "source": decision.source,
@@ -295,6 +315,7 @@ def orders(
         told[host] = {
             **common,
             "slot": slot,
+            "world": world.seat(host),
             **fetches,
             "digests": {key: digests[key] for key in keys if key in digests},
         }
@@ -319,7 +340,7 @@ def export_addresses(
 
 
 def report_of(
-    round_: Round, previous: SlotAssignment | None, now: float, *, coordinators: int
+    round_: Round, previous: SlotAssignment | None, now: float, *, world: WorldPlan
 ) -> RecoveryReport:
     """Computes the cost report of a recovery, once every slot trains again.
 
@@ -327,12 +348,13 @@ def report_of(
         round_: the round that led to training.
         previous: the assignment before this round.
         now: the wall-clock time in seconds.
-        coordinators: number of dtft's own processes restarted beside the trainers.
+        world: the world of the formation.
     """
     assignment = round_.assignment
-    assert assignment is not None
+    assert assignment is not None and assignment.rung is not None
     named = {host for reason in causes(round_.reasons) for host in reason.hosts}
     taken = replaced(previous, assignment, named)
+    survivors = set(previous.slots if previous else ()) & set(assignment.slots)
     return RecoveryReport(
         fault="; ".join([assignment.reason, *taken]),
         generation=assignment.generation,
@@ -347,12 +369,28 @@ def report_of(
         bytes_from_own_memory=sum(p["own"] for p in round_.prepared.values()),
         bytes_from_peers=sum(p["peers"] for p in round_.prepared.values()),
         bytes_from_storage=round_.bytes_from_storage,
-        processes_restarted=len(assignment.slots) + coordinators,
+        processes_restarted=_restarted(round_, assignment, world),
         corrupt_copies=tuple(sorted(set(round_.corrupt))),
         slots=len(assignment.slots),
         slots_before=len(previous.slots) if previous else 0,
         senders=round_.decision.sent if round_.decision else {},
+        survivors=len(survivors),
+        survivors_restarted=len(survivors - round_.members(world.number)),
+        phases_s={
+            "leave": round_.decided - round_.detected,
+            "record": round_.restore_begun - round_.decided,
+            "restore": round_.restore_s,
+            "first_step": now - round_.restore_begun - round_.restore_s,
+        },
     )
+
+
+def _restarted(round_: Round, assignment: SlotAssignment, world: WorldPlan) -> int:
+    """Counts the processes that were started for a formation: trainers, and JAX's
+    coordination service."""
+    kept = [host for host in assignment.slots if host in round_.members(world.number)]
+    service = int(world.turn == 0 and bool(world.address))
+    return len(assignment.slots) - len(kept) + service
 
 
 def replaced(

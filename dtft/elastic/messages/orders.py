@@ -42,6 +42,10 @@ _transfers = list_of(record_of(host=text, address=address, keys=list_of(text)))
 _regions = list_of(record_of(host=text, address=address, regions=list_of(region)))
 _digests: Check = map_of(text, digests)
 
+_world: Check = record_of(
+    number=number, address=or_empty(address), size=number, index=number
+)
+
 ORDER_FIELDS: Table = {
     "reform": {
         "ballot": ballot,
@@ -51,12 +55,22 @@ ORDER_FIELDS: Table = {
         "epoch": pair_of(number, number),
         "step": number_or_minus_one,
         "reach": map_of(text, address),
+        "keep": number,
+    },
+    "join": {"ballot": ballot, "world": _world},
+    "rehearse": {
+        "ballot": ballot,
+        "world": number,
+        "turn": number,
+        "formations": list_of(list_of(number)),
     },
     "prepare": {
         "ballot": ballot,
         "generation": number,
         "attempt": number,
-        "coordinator": or_empty(address),
+        "world": _world,
+        "indices": list_of(number),
+        "turn": number,
         "hosts": list_of(text),
         "addresses": list_of(address),
         "source": one_of("init", "memory", "storage"),
@@ -107,7 +121,7 @@ ORDER_FIELDS: Table = {
 """Maps the op of an order to the order's fields and the check of each field."""
 
 OPTIONAL_ORDER_FIELDS: Mapping[str, frozenset[str]] = {
-    "reform": frozenset({"reason", "fatal", "read", "epoch", "step", "reach"}),
+    "reform": frozenset({"reason", "fatal", "read", "epoch", "step", "reach", "keep"}),
     "assemble": frozenset({"regions", "digests", "error"}),
 }
 """Maps the op of an order to the fields that may be left out."""
@@ -158,6 +172,8 @@ def _prepare(order: Message, host: str | None) -> str | None:
         return f"{len(order['addresses'])} addresses of {len(hosts)} hosts"
     if order["domains"] and len(order["domains"]) != len(hosts):
         return f"{len(order['domains'])} domains of {len(hosts)} hosts"
+    if len(order["indices"]) != len(hosts):
+        return f"{len(order['indices'])} indices of {len(hosts)} hosts"
     if slot >= len(hosts):
         return f"slot={slot} of {len(hosts)} hosts"
     if host is not None and hosts[slot] != host:

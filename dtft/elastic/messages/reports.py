@@ -71,7 +71,9 @@ REPORT_FIELDS: Mapping[str, Mapping[str, Check]] = {
         "assignment": or_empty(assignment),
         "commits": list_of(commit),
         "missed": list_of(text),
+        "world": number,
     },
+    "joined": {"ballot": ballot, "world": number},
     "reached": {"ballot": ballot, "missed": list_of(text)},
     "unfit": {"ballot": ballot, "why": text, "layout": layout},
     "fit": {"ballot": ballot},
@@ -176,7 +178,7 @@ SERVED_FIELDS: Mapping[str, Mapping[str, Check]] = {
 
 OPTIONAL_REPORT_FIELDS: Mapping[str, frozenset[str]] = {
     "holdings": frozenset(
-        {"complete", "export_port", "assignment", "commits", "missed"}
+        {"complete", "export_port", "assignment", "commits", "missed", "world"}
     ),
     "unfit": frozenset({"layout"}),
     "staged": frozenset({"interval", "window"}),

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from dtft._jax_internals import told_by_first
+from dtft._jax_internals import told_by
 from dtft.config import ConfigError, Experiment
 from dtft.planner.cluster import Cluster
 from dtft.planner.plan import Plan
@@ -108,6 +108,8 @@ def choose(
     devices: Sequence[Any],
     items: Mapping[str, Any],
     decide: Decide | None = None,
+    *,
+    formation: str = "",
 ) -> PlanChoice | None:
     """Chooses the plan of a run; None if the config asks for no plan.
 
@@ -123,6 +125,8 @@ def choose(
         items: the items of the checkpoint from which the run continues; empty in a new
             run.
         decide: function that makes the plan for `auto`; by default the planner.
+        formation: a name that no earlier call had while this process was connected to
+            the same coordination service.
 
     Raises:
         ConfigError: the plan file cannot be read or holds no plan, or the plan does not
@@ -140,10 +144,11 @@ def choose(
     is_same = known is not None and num_known == len(devices)
     if known is not None and (is_same or asked != AUTO):
         text = known.to_json()
-    elif jax.process_index() == 0:
+    elif devices[0].process_index == jax.process_index():
         answer = (decide or _automatic) if asked == AUTO else _of_file
         text = answer(experiment, devices).to_json()
-    agreed = told_by_first("dtft/plan", text, experiment.timeouts.start)
+    first, key = devices[0].process_index, f"dtft/plan/{formation}"
+    agreed = told_by(first, key, text, experiment.timeouts.start)
     plan = Plan.from_json(agreed)
     # A plan from a file may leave idle some of the devices that it was made for.
     is_made_for_these = known is None and _planned_for(plan) == len(devices)

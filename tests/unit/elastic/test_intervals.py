@@ -18,7 +18,7 @@ from dtft.checkpoint.managers.agent_client import (
     RestoreArgs,
     SaveArgs,
 )
-from dtft.checkpoint.managers.agent_link import AgentLink, LinkClosed
+from dtft.checkpoint.managers.agent_link import AgentLink, Dialogue, LinkClosed
 from dtft.checkpoint.memory.replica_store import ReplicaStore
 from dtft.checkpoint.replication.commit import push_root
 from dtft.checkpoint.replication.copy_placement import place_copies
@@ -184,17 +184,18 @@ class Trainer(threading.Thread):
             self.link.close()
 
     def _train(self) -> None:
+        dialogue = Dialogue(self.link, LIMIT_S)
         manager = AgentCheckpointManager(
-            self.link,
-            self.state,
+            dialogue,
             slot=self.slot,
             chunk_bytes=CHUNK,
             storage_directory=Path("/nowhere"),
-            deadline_s=LIMIT_S,
             cadence=Cadence(interval=1, period=MAXIMUM),
             automatic=True,
             last=self.last if self.slot else None,  # one asks for room ahead
         )
+        dialogue.start(manager.take)
+        manager.announce(self.state)
         device = jax.devices()[self.slot]
         arrays = {
             leaf.path: jax.device_put(jnp.ones(leaf.shape, leaf.dtype), device)
@@ -276,16 +277,17 @@ def test_a_fixed_interval_overrules_that_of_the_commit(
     order |= {"buffers": b"", "digests": []}
     order["items"] = holder.items(8)
     theirs.send("restore", **order)
+    dialogue = Dialogue(ours, LIMIT_S)
     manager = AgentCheckpointManager(
-        ours,
-        Layout(mesh=layout(1, 1).mesh, leaves=()),
+        dialogue,
         slot=0,
         chunk_bytes=CHUNK,
         storage_directory=tmp_path,
-        deadline_s=LIMIT_S,
         cadence=Cadence(interval=1, period=MAXIMUM if automatic else 1),
         automatic=automatic,
     )
+    dialogue.start(manager.take)
+    manager.announce(Layout(mesh=layout(1, 1).mesh, leaves=()))
     assert manager.restore(args=RestoreArgs(abstract={})) is not None
     assert manager.interval() == kept
     assert manager.should_save(16) and manager.should_save(9) == (not automatic)

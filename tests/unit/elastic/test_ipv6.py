@@ -36,7 +36,7 @@ def test_an_export_meets_at_a_hosts_own_address() -> None:
         incarnations=("i",),
         source="init",
         step=0,
-        rung=0,
+        rung=None,
         reason="",
     )
     round_ = Round(ballot=(1, 1), reasons=[RoundReason("test")], detected=0.0)

@@ -29,6 +29,7 @@ KEYS = [piece.key for piece in STATE.slices(0)]
 DIGESTS = {key: value(key) for key in KEYS}
 REMAPPED = planned(saved(4), "a", 4)
 TRANSFERS = [{"host": "b", "address": "[fd00::5]:7000", "keys": KEYS}]
+WORLD = {"number": 7340035, "address": "10.0.0.5:7001", "size": 11, "index": 1}
 SOUND: dict[str, dict[str, Any]] = {
     "reform": {
         "ballot": (7, 3),
@@ -38,13 +39,23 @@ SOUND: dict[str, dict[str, Any]] = {
         "epoch": (2, 1),
         "step": 4,
         "reach": {"b": "10.0.0.6:7000"},
+        "keep": 7340035,
+    },
+    "join": {"ballot": (7, 3), "world": {**WORLD, "index": 5}},
+    "rehearse": {
+        "ballot": (7, 3),
+        "world": 7340035,
+        "turn": 4,
+        "formations": [[1, 5], [5, 2]],
     },
     "reach": {"ballot": (7, 3), "reach": {"b": "10.0.0.6:7000"}},
     "prepare": {
         "ballot": (7, 3),
         "generation": 2,
         "attempt": 1,
-        "coordinator": "10.0.0.5:7001",
+        "world": WORLD,
+        "indices": [1, 2],
+        "turn": 3,
         "hosts": ["a", "b"],
         "addresses": ["10.0.0.5:7000", "node-6:7000"],
         "source": "memory",
@@ -146,7 +157,8 @@ def test_a_wrong_value_at_any_depth_is_named(op: str) -> None:
 
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
-    ("prepare", {"coordinator": "10.0.0.5"}, "coordinator='10.0.0.5'"),
+    ("prepare", {"world": {**WORLD, "address": "10.0.0.5"}}, "world={"),
+    ("prepare", {"indices": [1]}, "1 indices of 2 hosts"),
     ("prepare", {"addresses": ["a:1", "::1:80"]}, "addresses="),
     ("prepare", {"addresses": ["a:1"]}, "1 addresses of 2 hosts"),
     ("prepare", {"domains": ["r"]}, "1 domains of 2 hosts"),

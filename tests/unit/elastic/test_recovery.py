@@ -201,10 +201,10 @@ def test_causes_come_before_consequences():
     assert main_reason([said, *reasons]) == main_reason(reasons)
 
 
-def round_with(rung: int | None, reported: bool) -> Round:
+def round_with(rung: int | str | None, reported: bool) -> Round:
     made = Round(ballot=(1, 1), reasons=[lost("a")], detected=5.0)
     made.reported, made.last_finished = reported, 7
-    if rung is not None:
+    if not isinstance(rung, str):
         made.assignment = SlotAssignment(
             generation=1,
             attempt=1,
@@ -222,10 +222,11 @@ def round_with(rung: int | None, reported: bool) -> Round:
     "old, detected, reasons",
     [
         (None, 9.0, 1),
-        (round_with(0, reported=False), 9.0, 1),  # lost before the job's first step
+        (round_with(None, reported=False), 9.0, 1),  # lost before the job's first step
         (round_with(2, reported=True), 9.0, 1),  # the last recovery is over
         (round_with(2, reported=False), 5.0, 2),  # lost during a recovery
-        (round_with(None, reported=False), 5.0, 2),
+        (round_with("undecided", reported=False), 5.0, 2),
+        (round_with(0, reported=False), 5.0, 2),
     ],
 )
 def test_a_failed_recovery_goes_on_in_the_next_round(old, detected, reasons):

@@ -15,7 +15,7 @@ def assignment(records: list[HostRecord], generation: int = 1) -> SlotAssignment
         incarnations=tuple(r.incarnation for r in records),
         source="init",
         step=0,
-        rung=0,
+        rung=None,
         reason="test",
     )
 

@@ -137,7 +137,7 @@ def _assignment() -> SlotAssignment:
         incarnations=("h0.1", "h1.1"),
         source="init",
         step=0,
-        rung=0,
+        rung=None,
         reason="",
     )
 

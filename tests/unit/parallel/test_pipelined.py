@@ -245,7 +245,7 @@ def _check_what_is_sent(text: str, pipeline: Pipeline) -> None:
 def test_a_stage_holds_its_own_layers_and_their_optimizer_state(tmp_path: Path) -> None:
     experiment = _experiment(tmp_path, mesh=MeshConfig(replica=2, stage=2))
     program = train_step_of(experiment, MemoryRuntime(tmp_path, num_devices=4))
-    layout = layout_of(program.abstract_state, [0], "{}")
+    layout = layout_of(program.abstract_state, {0: 0}, "{}")
     layout = replace(layout, mesh=replace(layout.mesh, slots=(0, 1, 2, 3)))
     first, second, third, fourth = (
         {piece.key for piece in layout.slices(slot)} for slot in range(4)

@@ -30,7 +30,7 @@ def announced(experiment: Experiment, slots: int, per_host: int = 1) -> Layout:
     as the devices of all of them."""
     devices = jax.devices()[: slots * per_host]
     mesh = make_mesh(scaled_mesh(experiment, slots, per_host), devices)
-    layout = layout_of(sharded_step(experiment, mesh).abstract_state, [0], "{}")
+    layout = layout_of(sharded_step(experiment, mesh).abstract_state, {0: 0}, "{}")
     places = tuple(at // per_host for at in range(len(devices)))
     return replace(layout, mesh=replace(layout.mesh, slots=places))
 

@@ -109,7 +109,7 @@ def test_gradient_is_the_same_on_every_mesh(
 def test_layout_names_what_each_device_holds(tmp_path: Path) -> None:
     mesh = MeshConfig(replica=1, fsdp=4)
     program = _program(tmp_path, 4, mesh)
-    layout = layout_of(program.abstract_state, [0], "{}")
+    layout = layout_of(program.abstract_state, {0: 0}, "{}")
     state = program.init()
     kernel = next(leaf for leaf in layout.leaves if leaf.path == "params/logits/kernel")
     assert kernel.shape == (16, 128) and kernel.spec == ((), ("fsdp",))

@@ -146,7 +146,7 @@ def test_layout_has_a_slice_per_replica_and_every_slice_gets_a_copy(
     mesh = MeshConfig(replica=3)
     experiment = _experiment(tmp_path, OPERANDS)
     program = sharded_step(experiment, make_mesh(mesh, jax.devices()[:3]))
-    layout = layout_of(program.abstract_state, [0], "{}")
+    layout = layout_of(program.abstract_state, {0: 0}, "{}")
     leaf = next(leaf for leaf in layout.leaves if leaf.path == ROW)
     assert leaf.shape == (3, 16, 10) and leaf.spec == (("replica",),)
     on_hosts = replace(layout, mesh=replace(layout.mesh, slots=(0, 1, 2)))

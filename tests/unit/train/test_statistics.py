@@ -96,7 +96,7 @@ def test_evaluation_reads_them_and_changes_nothing(
 def test_layout_names_them(tmp_path: Path, folder: Path) -> None:
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     state = sharded_step(_experiment(tmp_path, folder), mesh).abstract_state
-    paths = [leaf.path for leaf in layout_of(state, [0], "{}").leaves]
+    paths = [leaf.path for leaf in layout_of(state, {0: 0}, "{}").leaves]
     assert "statistics/stem/norm/mean" in paths
     assert not jax.tree.leaves(
         sharded_step(tiny(tmp_path), mesh).abstract_state["statistics"]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from dtft.checkpoint.managers.agent_link import AgentLink, listen_for_links
+from dtft.config import load_experiment
 from dtft.elastic.stack_dump import dump_stack
 from dtft.train import worker
 from dtft.train.drill_failure import DrillFailure
@@ -49,13 +50,17 @@ def test_an_agent_that_does_not_read_is_not_waited_for(
     monkeypatch.setattr(worker, "LAST_WORDS_S", 0.3)
     here, there = socket.socketpair()
     link = AgentLink(here)
+    trainer = worker.TrainerProcess(
+        load_experiment("digits_cnn", [], prog=""), link, ()
+    )
+    trainer._dialogue.start(trainer._take)
     begun = time.monotonic()
-    worker._last_words(link, "failed", traceback="x" * (8 << 20))
+    trainer.last_words("failed", traceback="x" * (8 << 20))
     assert 0.3 <= time.monotonic() - begun < 10
     there.close()
     monkeypatch.setattr(worker, "LAST_WORDS_S", 20)
     begun = time.monotonic()
-    worker._last_words(link, "failed", traceback="x")  # it has gone: no wait at all
+    trainer.last_words("failed", traceback="x")  # it has gone: no wait at all
     assert time.monotonic() - begun < 10
     link.close()
 
@@ -129,6 +134,7 @@ def test_a_trainer_says_why_it_fails_and_waits_to_be_ended(
     start: dict[str, Any] = {
         **{"slot": 0, "num_slots": 1, "hosts": ["a"], "generation": 1, "attempt": 1},
         **{"run_directory": str(tmp_path), "board": str(tmp_path / "no-board")},
+        "indices": [1],
     }
     agent.link.send("start", **start)
     told = agent.link.receive(50)

@@ -1,0 +1,119 @@
+"""Pure decisions about the world: the JAX processes that a formation is made of.
+
+A world has one coordination service and a fixed number of places, each with an index:
+one for each host with a slot, and some for spares. It lasts over formations. When a
+host is lost, the processes of the other hosts stay in the world, and the next formation
+is made of them and of a spare's process (a hot swap). A place whose process has died
+can be taken by another process.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from dtft.elastic.job import TURNS
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldPlan:
+    """The places of a world, and the number of its current formation."""
+
+    number: int
+    """Identifies the world among all worlds of the job."""
+    indices: Mapping[str, int]
+    """Host to the place of its process."""
+    size: int
+    """Number of places."""
+    address: str = ""
+    """host:port of the coordination service; "" until it serves, and in a job whose
+    processes the user starts."""
+    turn: int = 0
+    """Number of the current formation in this world, from 0."""
+
+    def seat(self, host: str) -> dict[str, object]:
+        """Returns what a host's process needs to join the world."""
+        return {
+            "number": self.number,
+            "address": self.address,
+            "size": self.size,
+            "index": self.indices[host],
+        }
+
+
+SPARE_PLACES = 8
+"""Number of places of a world for spares."""
+
+
+def new_world(number: int, slots: Sequence[str], *, lasts: bool) -> WorldPlan:
+    """Makes a world with a place for each slot, in slot order.
+
+    Args:
+        number: number of the world.
+        slots: the host of each slot.
+        lasts: whether the world can last over several formations. Then it has
+            `SPARE_PLACES` more places, and no host gets place 0.
+
+    >>> new_world(1, ("b", "a"), lasts=True).indices
+    {'b': 1, 'a': 2}
+    >>> new_world(1, ("b", "a"), lasts=False).indices
+    {'b': 0, 'a': 1}
+    """
+    first = int(lasts)
+    indices = {host: index for index, host in enumerate(slots, first)}
+    size = first + len(slots) + SPARE_PLACES * first
+    return WorldPlan(number=number, indices=indices, size=size)
+
+
+def swapped(
+    world: WorldPlan, slots: Sequence[str], members: Collection[str]
+) -> WorldPlan | str:
+    """Decides whether the next formation can be made in the same world.
+
+    Args:
+        world: the world.
+        slots: the host of each slot in the next formation.
+        members: the hosts whose processes are in the world and without a slot now.
+
+    Returns:
+        The world with a place for every host in `slots`; or the reason why a new world
+        is needed.
+
+    >>> world = admitted(new_world(1, ("a", "b"), lasts=True), "c", {"a", "b"})
+    >>> swapped(world, ("a", "c"), {"a", "c"}).turn
+    1
+    >>> swapped(world, ("a", "d"), {"a", "c"}).indices  # d takes the place of b
+    {'a': 1, 'c': 3, 'd': 2}
+    >>> swapped(world, ("a", "c"), ())
+    'no process of the slots is left in the world'
+    """
+    if not set(slots) & set(members):
+        return "no process of the slots is left in the world"
+    if world.turn + 1 >= TURNS:
+        return f"the world has had its {TURNS} formations"
+    indices = {
+        host: index
+        for host, index in world.indices.items()
+        if host in members or host in slots
+    }
+    free = iter(sorted(set(range(1, world.size)) - set(indices.values())))
+    for host in slots:
+        if host not in indices:
+            index = next(free, None)
+            if index is None:
+                return f"the world has no free place for {host}"
+            indices[host] = index
+    return replace(world, indices=indices, turn=world.turn + 1)
+
+
+def admitted(world: WorldPlan, host: str, there: Collection[str]) -> WorldPlan | None:
+    """Gives a joining spare host a free place; None if no place is free.
+
+    A place is free if its host is not in `there`, the hosts that may have a process in
+    the world. The host may have had a place before.
+    """
+    indices = {it: at for it, at in world.indices.items() if it in there or it == host}
+    free = sorted(set(range(1, world.size)) - set(indices.values()))
+    if host not in indices:
+        if not free:
+            return None
+        indices[host] = free[0]
+    return replace(world, indices=indices)

@@ -1,0 +1,97 @@
+"""Train steps that are compiled ahead, for formations that may follow the current one.
+
+When a host is lost, the next formation is made of other devices, so its step is another
+program. The leader knows which formations may follow: one for each host that may be
+lost. A process compiles their steps in the background, one after the other, while it
+trains or waits as a spare.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from dtft.config import Experiment
+from dtft.data import make_datasets
+from dtft.parallel import TrainStep, make_mesh, scaled_mesh
+from dtft.train.loop import step_on
+from dtft.train.world import World
+
+logger = logging.getLogger(__name__)
+
+_LOW_PRIORITY = 10
+
+
+class Rehearsals:
+    """The train steps that this process has compiled ahead."""
+
+    def __init__(self, experiment: Experiment, world: World) -> None:
+        """Compiles nothing yet."""
+        self._experiment, self._world = experiment, world
+        self._steps: dict[tuple[int, ...], TrainStep] = {}
+        self._number = 0
+
+    def begin(self, order: Mapping[str, Any]) -> None:
+        """Starts to compile the steps of formations on a thread; forgets all others.
+
+        An earlier thread ends after its current step. Does nothing for experiments
+        whose steps depend on more than the devices: a plan, or balanced loads.
+
+        Args:
+            order: `turn` of the next formation (see `World.devices`), and `formations`:
+                for each one the index of the process of each slot.
+        """
+        experiment = self._experiment
+        if experiment.plan or experiment.balance.policy != "off":
+            return
+        self._number += 1
+        self._steps = {}
+        args = self._number, order["turn"], order["formations"]
+        threading.Thread(target=self._run, args=args, daemon=True).start()
+
+    def step_on(self, mesh: jax.sharding.Mesh) -> TrainStep | None:
+        """Returns the compiled step for exactly this mesh; None if there is none."""
+        found = self._steps.get(_key(mesh))
+        return found if found is not None and found.mesh == mesh else None
+
+    def _run(self, number: int, turn: int, formations: list[list[int]]) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
+        for indices in formations:
+            if number != self._number:
+                return
+            try:
+                step = self._compiled(indices, turn)
+            except Exception:  # the formation will report it, if it comes to it
+                logger.exception("a step could not be compiled ahead")
+                return
+            if number == self._number:
+                self._steps[_key(step.mesh)] = step
+        logger.info("%d formations are compiled ahead", len(formations))
+
+    def _compiled(self, indices: list[int], turn: int) -> TrainStep:
+        experiment = self._experiment
+        per_host = experiment.cluster.devices_per_host
+        devices = self._world.devices(indices, turn, per_host)
+        mesh = make_mesh(scaled_mesh(experiment, len(indices), per_host), devices)
+        step = step_on(experiment, mesh, None)
+        data = make_datasets(experiment.data, experiment.seed).train
+        rows = experiment.data.global_batch
+        step.lower(
+            {
+                name: jax.ShapeDtypeStruct(
+                    (rows, *column.shape[1:]),
+                    column.dtype,
+                    sharding=step.batch_sharding,
+                )
+                for name, column in data.batch([0]).items()
+                if name != "id"
+            }
+        ).compile()
+        return step
+
+
+def _key(mesh: jax.sharding.Mesh) -> tuple[int, ...]:
+    return tuple(device.id for device in mesh.devices.flat)

@@ -1,0 +1,188 @@
+"""The JAX processes of a job (the world), and this process's membership in it.
+
+A world has one coordination service and a fixed number of processes: those of the hosts
+with slots and those of the spares. It lasts over several formations: when a host is
+lost, the other processes leave their collectives, keep their state in host memory, and
+form a new mesh with a spare's process.
+
+On CPU, XLA keeps a gloo context for each ordered tuple of devices and never makes it
+again. A context in which a member has died is of no use, so each formation needs
+devices that no formation before has used. Therefore a process has `TURNS` sets of CPU
+devices, and each formation uses the next set.
+"""
+
+import contextlib
+import os
+import re
+import socket
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from dtft import _jax_internals
+
+_WATCHED = re.compile(r"^tfd: *(\d+) .* ino:([0-9a-f]+) ", re.MULTILINE)
+"""A watched descriptor and its inode, in the kernel's description of an epoll."""
+
+
+class World:
+    """This process's membership in a world; at most one in the life of a process."""
+
+    def __init__(self) -> None:
+        """Joins nothing yet."""
+        self.number = 0
+        """Number of the joined world; 0 before `join`."""
+        self._sockets = GlooSockets()
+
+    def join(self, order: Mapping[str, Any]) -> None:
+        """Connects to the coordination service, and finds the devices.
+
+        On accelerators returns when all processes have connected. Does nothing if this
+        process is in the world already.
+
+        Args:
+            order: `number`, `address` of the coordination service, `size` in processes,
+                `index` of this process, and the limits `heartbeat_s` and `start_s` in
+                seconds.
+
+        Raises:
+            ValueError: this process is in another world.
+        """
+        if self.number == order["number"]:
+            return
+        if self.number:
+            raise ValueError(
+                f"world {order['number']} cannot be joined: this process is in world "
+                f"{self.number}. A process joins one world in its life."
+            )
+        _jax_internals.join_world(
+            order["address"],
+            process_id=order["index"],
+            num_processes=order["size"],
+            heartbeat_s=order["heartbeat_s"],
+            timeout_s=order["start_s"],
+        )
+        with self._sockets.found():
+            jax.devices()
+        self.number = order["number"]
+
+    def devices(self, indices: Sequence[int], turn: int, per_host: int) -> list[Any]:
+        """Returns the devices of a formation, in slot order.
+
+        Args:
+            indices: index of the process of each slot.
+            turn: number of the set of devices, from 0.
+            per_host: number of devices in a set; 0: all devices of a process, as on
+                accelerators.
+        """
+        by_process: dict[int, list[Any]] = {index: [] for index in indices}
+        for device in sorted(jax.devices(), key=lambda it: it.id):
+            if device.process_index in by_process:
+                by_process[device.process_index].append(device)
+        chosen = (
+            slice(turn * per_host, (turn + 1) * per_host) if per_host else slice(None)
+        )
+        return [device for found in by_process.values() for device in found[chosen]]
+
+    def leave(self) -> None:
+        """Ends the collectives of this process with an error, at once and for ever.
+
+        Peers that wait for this process get an error, too. May be called from any
+        thread, also while the training thread waits in a collective.
+        """
+        self._sockets.shut_down()
+
+
+def broken_collective(error: Exception) -> Exception | None:
+    """Returns the error of a collective or of another computation as JaxRuntimeError.
+
+    JAX raises ValueError if the computation runs on the calling thread. Returns None
+    for other errors.
+    """
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        return error
+    if isinstance(error, ValueError) and "Gloo" in str(error):
+        return jax.errors.JaxRuntimeError(str(error)).with_traceback(
+            error.__traceback__
+        )
+    return None
+
+
+class GlooSockets:
+    """The TCP sockets of this process's gloo collectives.
+
+    gloo makes one listening socket and one epoll instance for a process. The epoll
+    instance watches this socket and all connections to peers. Other sockets of the
+    process, such as that of the coordination service, are in other epoll instances.
+    """
+
+    def __init__(self) -> None:
+        """Knows no socket yet."""
+        self._listening: set[int] = set()
+        self._loops: set[int] = set()
+
+    @contextlib.contextmanager
+    def found(self) -> Iterator[None]:
+        """Finds the epoll instance that gloo makes during the `with` block."""
+        before = _listening_sockets()
+        yield
+        self._listening = _listening_sockets() - before
+        self._loops = {
+            loop for loop in _epolls() if self._listening & _watched(loop).keys()
+        }
+
+    def shut_down(self) -> None:
+        """Shuts down all connections to peers, also those in use by other threads."""
+        for loop in self._loops:
+            for descriptor, inode in _watched(loop).items():
+                if descriptor not in self._listening:
+                    _shut_down(descriptor, inode)
+
+
+def _shut_down(descriptor: int, inode: int) -> None:
+    """Shuts down a socket if `descriptor` still is the socket with this inode."""
+    with contextlib.suppress(OSError):  # closed meanwhile
+        copy = os.dup(descriptor)
+        try:
+            status = os.fstat(copy)
+            if status.st_ino == inode and stat.S_ISSOCK(status.st_mode):
+                with socket.socket(fileno=copy) as connection:
+                    copy = -1
+                    connection.shutdown(socket.SHUT_RDWR)
+        finally:
+            if copy >= 0:
+                os.close(copy)
+
+
+def _listening_sockets() -> set[int]:
+    found: set[int] = set()
+    for descriptor in _descriptors("socket:"):
+        with contextlib.suppress(OSError):
+            with socket.socket(fileno=os.dup(descriptor)) as it:
+                if it.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    found.add(descriptor)
+    return found
+
+
+def _epolls() -> list[int]:
+    return list(_descriptors("anon_inode:[eventpoll]"))
+
+
+def _descriptors(kind: str) -> Iterable[int]:
+    """Yields this process's file descriptors whose link in /proc begins with `kind`."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if os.readlink(f"/proc/self/fd/{name}").startswith(kind):
+                yield int(name)
+
+
+def _watched(loop: int) -> dict[int, int]:
+    """Maps each file descriptor that an epoll instance watches to its inode."""
+    try:
+        text = Path(f"/proc/self/fdinfo/{loop}").read_text()
+    except OSError:  # closed meanwhile
+        return {}
+    return {int(fd): int(inode, 16) for fd, inode in _WATCHED.findall(text)}

@@ -1,0 +1,121 @@
+"""A world of JAX processes that outlives its formations: joining, leaving, meeting."""
+
+import json
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from dtft.elastic.processes import free_port
+
+WORKER = "tests.support.in_world"
+SIZE = 8
+
+
+class Process:
+    """One process of a world, which takes commands and says what it does."""
+
+    def __init__(self, address: str, index: int) -> None:
+        self.index = index
+        self.said: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", WORKER, address, str(index), str(SIZE)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        threading.Thread(target=self._hear, daemon=True).start()
+
+    def _hear(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("{"):  # gloo prints, too
+                self.said.put(json.loads(line))
+
+    def tell(self, **command: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+
+    def hear(self, limit_s: float = 60.0) -> dict[str, Any]:
+        return self.said.get(timeout=limit_s)
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    """Of a coordination service with room for `SIZE` processes."""
+    where = f"127.0.0.1:{free_port('127.0.0.1')}"
+    service = subprocess.Popen(
+        [sys.executable, "-m", "dtft.elastic.host.coordination_process"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert service.stdin is not None and service.stdout is not None
+    service.stdin.write(f"{where} {SIZE} 10.0 4\n")
+    service.stdin.flush()
+    assert service.stdout.readline() == "serving\n"
+    yield where
+    service.kill()
+    service.communicate()
+
+
+@pytest.fixture
+def world(address: str) -> Iterator[dict[int, Process]]:
+    made: list[Process] = []
+
+    class Grows(dict[int, Process]):
+        def __missing__(self, index: int) -> Process:
+            self[index] = Process(address, index)
+            made.append(self[index])
+            assert self[index].hear()["op"] == "joined"
+            return self[index]
+
+    yield Grows()
+    for one in made:
+        one.process.kill()
+        one.process.communicate()
+
+
+def test_survivors_of_a_killed_process_leave_at_once_and_go_on_with_a_newcomer(
+    world: dict[int, Process],
+) -> None:
+    first = [world[index] for index in (1, 2, 4)]
+    for one in first:
+        one.tell(op="sum", indices=[1, 2, 4], turn=0, times=1)
+    assert [one.hear()["sum"] for one in first] == [7.0] * 3
+    for one in first:  # they stay in a collective that never ends
+        one.tell(op="sum", indices=[1, 2, 4], turn=0, times=10**9)
+    first[1].process.kill()
+    survivors = [first[0], first[2]]
+    for one in survivors:
+        one.tell(op="leave")
+    for one in survivors:
+        said = one.hear(10)
+        assert said["op"] == "broken" and "Gloo" in said["error"]
+    spare = world[7]  # joins late, at a place that nobody had
+    for one in [*survivors, spare]:
+        one.tell(op="sum", indices=[1, 7, 4], turn=1, times=1)
+    assert [one.hear()["sum"] for one in [*survivors, spare]] == [12.0] * 3
+    del world[2]
+    again = world[2]  # takes the place of the process that was killed
+    for one in (survivors[0], again):
+        one.tell(op="sum", indices=[2, 1], turn=2, times=1)
+    assert [one.hear()["sum"] for one in (survivors[0], again)] == [3.0] * 2
+
+
+def test_a_meeting_ends_when_all_are_there(world: dict[int, Process]) -> None:
+    early, late = world[3], world[1]
+    early.tell(op="meet", indices=[1, 3], name="m", limit_s=50.0)
+    with pytest.raises(queue.Empty):
+        early.hear(0.5)
+    late.tell(op="meet", indices=[1, 3], name="m", limit_s=50.0)
+    assert {early.hear()["op"], late.hear()["op"]} == {"met"}
+    for index, one in ((1, late), (3, early)):
+        one.tell(op="meet", indices=[index, 5], name=f"never {index}", limit_s=1.0)
+        said = one.hear()
+        assert said["op"] == "broken" and "never" in said["error"]

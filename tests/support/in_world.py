@@ -1,0 +1,75 @@
+"""A process of a world: joins it, then does what the lines of its stdin say."""
+
+import json
+import os
+import sys
+import threading
+from queue import Queue
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dtft._jax_internals import meet
+from dtft.train.world import World, broken_collective
+
+
+def say(op: str, **fields: Any) -> None:
+    """Prints one message."""
+    print(json.dumps({"op": op, **fields}), flush=True)
+
+
+def add(world: World, indices: list[int], turn: int, times: int) -> float:
+    """Adds the indices of some processes with an all-reduce, several times."""
+    mesh = Mesh(np.array(world.devices(indices, turn, 1)), ("all",))
+    rows = NamedSharding(mesh, PartitionSpec("all"))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    shape = (len(indices),)
+    parts = jax.make_array_from_callback(
+        shape, rows, lambda at: np.asarray(indices, np.float32)[at]
+    )
+    program = jax.jit(jnp.sum, out_shardings=everywhere)
+    total = parts
+    for _ in range(times):
+        total = program(parts).block_until_ready()
+    return float(np.asarray(total.addressable_data(0)))
+
+
+def main() -> None:
+    """Joins the world of the arguments, and serves commands."""
+    address, index, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 4)
+    world, commands = World(), Queue[dict[str, Any]]()
+    limits = {"heartbeat_s": 10.0, "start_s": 60.0}
+    world.join({"number": 1, "address": address, "size": size, "index": index} | limits)
+    say("joined", number=world.number)
+
+    def listen() -> None:
+        for line in sys.stdin:
+            command = json.loads(line)
+            if command["op"] == "leave":
+                world.leave()
+            else:
+                commands.put(command)
+        os._exit(0)
+
+    threading.Thread(target=listen, daemon=True).start()
+    while True:
+        command = commands.get()
+        op = command.pop("op")
+        try:
+            if op == "meet":
+                meet(command["name"], command["indices"], command["limit_s"])
+                say("met")
+            else:
+                say("sum", sum=add(world, **command))
+        except (jax.errors.JaxRuntimeError, ValueError, TimeoutError) as error:
+            is_known = isinstance(error, TimeoutError) or broken_collective(error)
+            say("broken" if is_known else "error", error=str(error))
+
+
+if __name__ == "__main__":
+    main()

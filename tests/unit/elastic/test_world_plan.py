@@ -1,0 +1,72 @@
+"""Which place of the world each host's process has, over losses and joins."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtft.elastic.job import TURNS
+from dtft.elastic.leader.world_plan import (
+    SPARE_PLACES,
+    WorldPlan,
+    admitted,
+    new_world,
+    swapped,
+)
+
+HOSTS = [f"h{i}" for i in range(12)]
+hosts = st.lists(st.sampled_from(HOSTS), unique=True, min_size=1, max_size=6)
+
+
+def is_sound(world: WorldPlan) -> bool:
+    """No two hosts have one place, and nobody has place 0 or one that is not there."""
+    places = list(world.indices.values())
+    return len(set(places)) == len(places) and all(0 < it < world.size for it in places)
+
+
+@given(hosts, hosts, st.sets(st.sampled_from(HOSTS)))
+def test_a_process_that_stays_keeps_its_place(
+    first: list[str], second: list[str], members: set[str]
+) -> None:
+    world = new_world(7, first, lasts=True)
+    for host in sorted(members):
+        world = admitted(world, host, set(HOSTS)) or world
+    members &= world.indices.keys()
+    found = swapped(world, second, members)
+    if isinstance(found, str):
+        no_room = len(set(second) | members) > world.size - 1
+        assert no_room or not members & set(second)
+        return
+    assert is_sound(found) and found.turn == world.turn + 1
+    assert set(second) <= found.indices.keys() <= set(second) | members
+    for host in members:
+        assert found.indices[host] == world.indices[host]
+
+
+@given(st.lists(st.tuples(st.sampled_from(HOSTS), st.booleans()), max_size=40))
+def test_hosts_that_come_and_go_have_places_while_there_is_room(
+    moves: list[tuple[str, bool]],
+) -> None:
+    world, there = new_world(7, HOSTS[:2], lasts=True), set(HOSTS[:2])
+    for host, comes in moves:
+        if not comes:
+            there -= {host}
+            continue
+        there |= {host}
+        found = admitted(world, host, there)
+        if found is None:
+            assert len(there & world.indices.keys()) == 2 + SPARE_PLACES
+        else:
+            world = found
+            assert is_sound(world) and host in world.indices
+
+
+def test_the_last_turn_of_a_world_is_followed_by_a_new_world() -> None:
+    world, turns = new_world(7, ("a", "b"), lasts=True), 0
+    while isinstance(found := swapped(world, ("a", "b"), {"a", "b"}), WorldPlan):
+        world, turns = found, turns + 1
+    assert turns == TURNS - 1 and "formations" in found
+
+
+def test_a_world_of_accelerators_has_no_place_but_those_of_its_slots() -> None:
+    world = new_world(7, ("a", "b"), lasts=False)
+    assert (world.size, world.indices) == (2, {"a": 0, "b": 1})
+    assert world.seat("b") == {"number": 7, "address": "", "size": 2, "index": 1}
