@@ -43,6 +43,7 @@ WARM_STEPS = 10
 """Number of first steps left out of measured speeds, because of compilation and cold
 caches."""
 _STORE = ("kill-store", "crash-store", "pause-store", "empty-store")
+_OF_TRAINERS = ("kill-trainer", "stop-trainer")
 _PHASE_FIELD: dict[str, ProgressField] = {
     "replicate": "replicating",
     "commit": "committing",
@@ -249,6 +250,15 @@ class FaultInjector(threading.Thread):
         hosts = list(self._cluster.agents)
         return max((self._cell(host, name) for host in hosts), default=0)
 
+    def _trainer_pids(self, hosts: Iterable[str]) -> list[int]:
+        """Returns the process ids of the hosts' trainers.
+
+        Leaves out a host whose trainer has not written its process id yet: signal calls
+        take 0 for this process's own group.
+        """
+        cells = (self._cell(host, "trainer_pid") for host in hosts)
+        return [pid for pid in cells if pid]
+
     def _victims(self, fault: Fault) -> tuple[str, ...]:
         if fault.kind == "kill-leader" or fault.role == "leader":
             return (self._leader(),)
@@ -319,8 +329,9 @@ class FaultInjector(threading.Thread):
         """Carries out a fault whose moment has been reached.
 
         Returns:
-            False if the fault's phase has ended meanwhile, or if a victim was killed by
-            an earlier fault and has not been started again. The fault is then not
+            False if the fault's phase has ended meanwhile, if a victim was killed by
+            an earlier fault and has not been started again, or if the fault hits
+            trainers and a victim's trainer has not started. The fault is then not
             carried out.
         """
         if fault.kind == "scale":
@@ -328,6 +339,9 @@ class FaultInjector(threading.Thread):
             return True
         victims = self._victims(fault)
         if any(host not in self._cluster.agents for host in victims):
+            return False
+        started = len(self._trainer_pids(victims)) == len(victims)
+        if fault.kind in _OF_TRAINERS and not started:
             return False
         if fault.kind == "fail":
             strike = self._noted(fault, victims)
@@ -366,7 +380,7 @@ class FaultInjector(threading.Thread):
         if fault.phase == "stored":
             self._hold_until_stored(victims)
         strike = self._noted(fault, victims)
-        pids = [self._cell(host, "trainer_pid") for host in victims]
+        pids = self._trainer_pids(victims)
         begun = begin(fault, victims, self._cluster, self._network, pids)
         if fault.phase in _PHASE_FIELD and not self._reached(fault):
             begun.end()
@@ -385,7 +399,7 @@ class FaultInjector(threading.Thread):
         Does nothing if the fault itself stops trainers.
         """
         if fault.phase == "stored" and fault.kind in ("stop-agent", "cut"):
-            for pid in filter(None, (self._cell(it, "trainer_pid") for it in victims)):
+            for pid in self._trainer_pids(victims):
                 os.kill(pid, signal.SIGCONT)
 
     def _failed_at(self, fault: Fault) -> float:
@@ -425,7 +439,7 @@ class FaultInjector(threading.Thread):
         Raises:
             TimeoutError: no export completed within `FIRST_EXPORT_S`.
         """
-        for pid in filter(None, (self._cell(it, "trainer_pid") for it in victims)):
+        for pid in self._trainer_pids(victims):
             os.kill(pid, signal.SIGSTOP)
         end = time.monotonic() + FIRST_EXPORT_S
         while not self._cancelled.is_set():
@@ -466,7 +480,8 @@ class FaultInjector(threading.Thread):
 
     def _kill_trainers(self, victims: tuple[str, ...]) -> None:
         for host in victims:
-            os.kill(self._cell(host, "trainer_pid"), signal.SIGKILL)
+            for pid in self._trainer_pids([host]):
+                os.kill(pid, signal.SIGKILL)
             self._cluster.signal_host(host, signal.SIGCONT)
 
     def _come_back(self, host: str) -> None:

@@ -1,12 +1,16 @@
 """How faults are written, and how the drill judges what was left."""
 
 import json
+import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dtft.checkpoint.managers import ProgressBoard
 from dtft.drills.compare import samples_exactly_once, surviving_segments
 from dtft.elastic.faults.injector import FaultInjector, InjectedFault
 from dtft.elastic.faults.schedule import (
@@ -207,3 +211,34 @@ def test_of_two_equal_faults_the_second_is_pending_after_the_first(
     for left in (2, 1, 0):
         assert injector.not_over == ["kill-trainer:1@40"] * left
         injector.injected.append(InjectedFault(fault=faults[-1], hosts=("a",)))
+
+
+def of_one_host(folder: Path, text: str, **cluster: Any) -> tuple[FaultInjector, Fault]:
+    """An injector whose cluster has one host, which has slot 0, and its one fault."""
+    (folder / "events.jsonl").write_text('{"event": "assignment", "slots": ["a"]}\n')
+    made = SimpleNamespace(
+        agents={"a": None},
+        memory_directory=lambda host: folder,
+        options=SimpleNamespace(run_directory=folder),
+        signal_host=lambda host, number: None,
+        **cluster,
+    )
+    fault = parse_fault(text, 1)
+    injector = FaultInjector(cast(LocalCluster, made), [fault], seed=0, rejoin_s=None)
+    injector._look()
+    return injector, fault
+
+
+@pytest.mark.parametrize("text", ["kill-trainer:0@0", "stop-trainer:0@0"])
+def test_a_fault_of_a_trainer_waits_until_it_has_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    signalled: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: signalled.append(pid))
+    board = ProgressBoard(tmp_path / "board", create=True)
+    injector, fault = of_one_host(tmp_path, text)
+    assert injector._reached(fault) and not injector._try(fault, [])
+    assert signalled == [] and injector.not_over == [text]
+    board.set("trainer_pid", 12345)
+    assert injector._try(fault, [])
+    assert signalled == [12345] and len(injector.injected) == 1
