@@ -330,9 +330,9 @@ class FaultInjector(threading.Thread):
 
         Returns:
             False if the fault's phase has ended meanwhile, if a victim was killed by
-            an earlier fault and has not been started again, or if the fault hits
-            trainers and a victim's trainer has not started. The fault is then not
-            carried out.
+            an earlier fault and has not been started again, if the fault hits trainers
+            and a victim's trainer has not started, or if the faults were cancelled
+            during the wait for an export. The fault is then not carried out.
         """
         if fault.kind == "scale":
             self._scale(fault)
@@ -348,6 +348,8 @@ class FaultInjector(threading.Thread):
             strike.at = self._failed_at(fault)
             self.injected.append(strike)
             return True
+        if fault.phase == "stored" and not self._hold_until_stored(victims):
+            return False
         if fault.kind in INTERRUPTIONS:
             return self._interrupt(fault, victims)
         if fault.kind in _STORE:
@@ -355,8 +357,6 @@ class FaultInjector(threading.Thread):
             return True
         if fault.phase is None:
             time.sleep(self._random.uniform(0.0, 0.05))
-        if fault.phase == "stored":
-            self._hold_until_stored(victims)
         for host in victims:
             self._cluster.signal_host(host, signal.SIGSTOP)
         if fault.phase == "collective" or corrupting:
@@ -377,8 +377,6 @@ class FaultInjector(threading.Thread):
         """
         if fault.phase is None:
             time.sleep(self._random.uniform(0.0, 0.05))
-        if fault.phase == "stored":
-            self._hold_until_stored(victims)
         strike = self._noted(fault, victims)
         pids = self._trainer_pids(victims)
         begun = begin(fault, victims, self._cluster, self._network, pids)
@@ -431,10 +429,13 @@ class FaultInjector(threading.Thread):
             committed=self._most("committed"),
         )
 
-    def _hold_until_stored(self, victims: tuple[str, ...]) -> None:
+    def _hold_until_stored(self, victims: tuple[str, ...]) -> bool:
         """Stops the victims' trainers and waits until the run has completed an export.
 
         The agents are not stopped, so an export continues.
+
+        Returns:
+            False if the faults were cancelled before an export was completed.
 
         Raises:
             TimeoutError: no export completed within `FIRST_EXPORT_S`.
@@ -445,10 +446,11 @@ class FaultInjector(threading.Thread):
         while not self._cancelled.is_set():
             events = read_events(self._cluster.options.run_directory)
             if any(event["event"] == "export" and event["ok"] for event in events):
-                return
+                return True
             if time.monotonic() > end:
                 raise TimeoutError(f"nothing was exported in {FIRST_EXPORT_S} s")
             time.sleep(0.05)
+        return False
 
     def _strike(
         self, fault: Fault, victims: tuple[str, ...], corrupting: Sequence[Fault]

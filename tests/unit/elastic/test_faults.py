@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from dtft.checkpoint.managers import ProgressBoard
 from dtft.drills.compare import samples_exactly_once, surviving_segments
+from dtft.elastic.faults import injector as injector_module
 from dtft.elastic.faults.injector import FaultInjector, InjectedFault
 from dtft.elastic.faults.schedule import (
     KINDS,
@@ -242,3 +243,25 @@ def test_a_fault_of_a_trainer_waits_until_it_has_started(
     board.set("trainer_pid", 12345)
     assert injector._try(fault, [])
     assert signalled == [12345] and len(injector.injected) == 1
+
+
+@pytest.mark.parametrize("kind", ["kill-store", "crash-store", "empty-store"])
+def test_a_fault_of_the_store_waits_for_an_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    struck: list[str] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: struck.append("crash-store"))
+    monkeypatch.setattr(injector_module, "STORE_AWAY_S", 0.0)
+    etcd = SimpleNamespace(pid=12345, start=None, kill=lambda: struck.append(kind))
+    later = SimpleNamespace(etcd=etcd, call_soon=lambda function: None)
+    text = f"{kind}@0:stored"
+    injector, fault = of_one_host(tmp_path, text, **vars(later))
+    monkeypatch.setattr(injector_module, "FIRST_EXPORT_S", 0.1)
+    with pytest.raises(TimeoutError, match="nothing was exported"):
+        injector._try(fault, [])
+    injector.stop()
+    assert not injector._try(fault, []) and struck == [] and injector.not_over == [text]
+    again, fault = of_one_host(tmp_path, text, **vars(later))
+    with open(tmp_path / "events.jsonl", "a") as file:
+        file.write('{"event": "export", "ok": true}\n')
+    assert again._try(fault, []) and struck == [kind] and again.not_over == []
