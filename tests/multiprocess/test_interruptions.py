@@ -12,8 +12,10 @@ from typing import Any, cast
 
 import pytest
 
+from dtft.checkpoint.managers import ProgressBoard
 from dtft.drills import compare
-from dtft.elastic.faults.injector import InjectedFault
+from dtft.elastic.faults import injector
+from dtft.elastic.faults.injector import FaultInjector, InjectedFault
 from dtft.elastic.faults.interruptions import Interruption, begin, session
 from dtft.elastic.faults.schedule import parse_fault
 from dtft.elastic.local_cluster import LocalCluster
@@ -118,3 +120,24 @@ def test_a_call_during_which_its_agent_was_stopped_is_not_long(tmp_path):
         "host-0": {"longest_call_s": 10.25, "what": "tick"},
         "host-1": {"longest_call_s": 0.5, "what": "view"},
     }
+
+
+def test_a_trainer_that_waited_in_vain_for_an_export_goes_on(
+    host, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(injector, "FIRST_EXPORT_S", 2.0)
+    (tmp_path / "events.jsonl").write_text('{"event": "assignment", "slots": ["a"]}\n')
+    board = ProgressBoard(tmp_path / "board", create=True)
+    board.set("trainer_pid", session(host.pid)[1])
+    cluster = SimpleNamespace(
+        agents={"a": host},
+        memory_directory=lambda name: tmp_path,
+        options=SimpleNamespace(run_directory=tmp_path),
+    )
+    faults = [parse_fault("kill-host:0@0:stored", 1)]
+    made = FaultInjector(cast(LocalCluster, cluster), faults, seed=0, rejoin_s=None)
+    made.start()
+    assert stopped(host, [False, True]) == [False, True]
+    made.join(10.0)
+    assert made.error == "TimeoutError: nothing was exported in 2.0 s"
+    assert stopped(host, [False, False]) == [False, False]

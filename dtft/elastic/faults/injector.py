@@ -22,7 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from dtft.checkpoint.managers import ProgressBoard, ProgressField
-from dtft.elastic.faults.interruptions import INTERRUPTIONS, Interruption, begin
+from dtft.elastic.faults.interruptions import (
+    INTERRUPTIONS,
+    Interruption,
+    begin,
+    stopped,
+)
 from dtft.elastic.faults.network_namespaces import HostNamespaces
 from dtft.elastic.faults.schedule import Fault, in_order
 from dtft.elastic.inspect_job import Observer
@@ -438,16 +443,17 @@ class FaultInjector(threading.Thread):
             False if the faults were cancelled before an export was completed.
 
         Raises:
-            TimeoutError: no export completed within `FIRST_EXPORT_S`.
+            TimeoutError: no export completed within `FIRST_EXPORT_S`. The trainers
+                continue.
         """
-        for pid in self._trainer_pids(victims):
-            os.kill(pid, signal.SIGSTOP)
+        held = stopped(self._trainer_pids(victims))
         end = time.monotonic() + FIRST_EXPORT_S
         while not self._cancelled.is_set():
             events = read_events(self._cluster.options.run_directory)
             if any(event["event"] == "export" and event["ok"] for event in events):
                 return True
             if time.monotonic() > end:
+                held.end()
                 raise TimeoutError(f"nothing was exported in {FIRST_EXPORT_S} s")
             time.sleep(0.05)
         return False

@@ -58,12 +58,12 @@ def begin(
     """
     match fault.kind:
         case "stop-agent":
-            return _stopped([cluster.agents[host].pid for host in hosts])
+            return stopped([cluster.agents[host].pid for host in hosts])
         case "stop-trainer":
-            return _stopped(trainer_pids)
+            return stopped(trainer_pids)
         case "stop-host":
             pids = [pid for host in hosts for pid in session(cluster.agents[host].pid)]
-            return _stopped(pids)
+            return stopped(pids)
         case "cut":
             assert network is not None
             if fault.reach == "pair":
@@ -91,28 +91,32 @@ def session(leader: int) -> list[int]:
     return sorted(found, key=lambda pid: (pid != leader, pid))
 
 
-def _stopped(pids: Sequence[int]) -> Interruption:
-    stopped = tuple(pid for pid in pids if pid)
-    for pid in stopped:
+def stopped(pids: Sequence[int]) -> Interruption:
+    """Stops processes (SIGSTOP); ignores process id 0 and processes that have ended.
+
+    The end of the interruption resumes them, the last one first.
+    """
+    found = tuple(pid for pid in pids if pid)
+    for pid in found:
         _send(pid, signal.SIGSTOP)
 
     def end() -> None:
-        for pid in reversed(stopped):  # an agent continues after its trainers
+        for pid in reversed(found):  # an agent continues after its trainers
             _send(pid, signal.SIGCONT)
 
-    return Interruption(pids=stopped, end=end)
+    return Interruption(pids=found, end=end)
 
 
 def _store_paused(cluster: LocalCluster) -> Interruption:
     """Pauses etcd (SIGSTOP), and suspends the supervisor, which would restart etcd."""
     cluster.etcd.supervised = False
-    stopped = _stopped([cluster.etcd.pid])
+    paused = stopped([cluster.etcd.pid])
 
     def end() -> None:
-        stopped.end()
+        paused.end()
         cluster.etcd.supervised = True
 
-    return Interruption(pids=stopped.pids, end=end)
+    return Interruption(pids=paused.pids, end=end)
 
 
 def _send(pid: int, number: int) -> None:
