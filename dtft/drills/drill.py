@@ -2,8 +2,8 @@
 
 Runs both on local clusters, injects the faults at their steps, and judges the runs'
 files with `compare`. Uses a finished undisturbed run again, if its config leads to the
-same final state and it has logged the losses that the drill compares. The drill does
-not take part in the recovery.
+same final state and it has logged the samples and losses that the drill compares. The
+drill does not take part in the recovery.
 """
 
 import contextlib
@@ -154,13 +154,15 @@ def _memory_limits(options: "DrillCommand") -> dict[str, int]:
 def _usable(control: Path, experiment: Experiment, *, every_loss: bool) -> bool:
     """Whether a finished control run can be reused for the experiment.
 
-    Its config must lead to the same final state. If losses are compared (`every_loss`),
-    the run must have logged the loss of every step.
+    Its config must lead to the same final state, and the run must have logged its
+    samples. If losses are compared (`every_loss`), the run must have logged the loss of
+    every step.
     """
     saved = control / "config.json"
     if not (control / "summary.json").exists() or not saved.exists():
         return False
-    if every_loss and json.loads(saved.read_text())["log"]["every"] != 1:
+    log = json.loads(saved.read_text())["log"]
+    if not log["sample_ids"] or (every_loss and log["every"] != 1):
         return False
     return _decisive(saved.read_text()) == _decisive(to_json(experiment))
 
