@@ -9,8 +9,9 @@ lists the processes that are not attached.
 """
 
 import json
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from dtft.checkpoint.replication import FailureDomains
@@ -41,6 +42,16 @@ class Terms:
     chunk_bytes: int
     storage_timeout_s: float
 
+    def __post_init__(self) -> None:
+        """Raises TypeError for a value of another type than its field's."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if type(value) is not field.type:
+                raise TypeError(
+                    f"{field.name}={value!r} is of {type(value)}. Allowed: "
+                    f"{field.type}. Use one version of dtft."
+                )
+
     def to_json(self) -> str:
         """Encodes the terms as JSON; inverse of `from_json`."""
         return json.dumps(asdict(self), sort_keys=True)
@@ -50,7 +61,7 @@ class Terms:
         """Parses the text of `to_json`.
 
         Raises:
-            TypeError: a field is missing or unknown.
+            TypeError: a field is missing, unknown or of the wrong type.
             ValueError: the text is not JSON.
         """
         return cls(**json.loads(text))
@@ -92,9 +103,9 @@ class Admission:
         """
         who = f"job {self.job!r}, agent of host {self.host}"
         try:
-            terms, index = Terms(**message["terms"]), int(message["process"])
-            pid = int(message["pid"])
-        except (TypeError, KeyError, ValueError):
+            terms, index = Terms(**message["terms"]), operator.index(message["process"])
+            pid = operator.index(message["pid"])
+        except (TypeError, KeyError):
             return f"{who}: the process speaks another version of dtft. Use one version"
         if self.processes is not None and terms.processes != self.processes:
             return (

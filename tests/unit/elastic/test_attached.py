@@ -133,6 +133,29 @@ def test_terms_that_differ_are_named(host: Host) -> None:
         host.attach()
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{name: [value]} for name, value in TERMS.items()]
+    + [{"processes": "2"}, {"directory": 1}, {"storage_timeout_s": "30"}],
+)
+def test_terms_of_a_wrong_type_are_those_of_another_version(
+    changes: dict[str, Any],
+) -> None:
+    admission = Admission(job="j", host="h", processes=None, agree=lambda terms: terms)
+    message = {"process": 0, "pid": 1, "terms": TERMS}
+    assert admission.objection(message) is None
+    objection = admission.objection({**message, "terms": {**TERMS, **changes}})
+    assert objection is not None and "another version of dtft" in objection
+
+
+@pytest.mark.parametrize("name", ["process", "pid"])
+def test_an_index_of_a_wrong_type_is_that_of_another_version(name: str) -> None:
+    admission = Admission(job="j", host="h", processes=None, agree=lambda terms: terms)
+    message = {"process": 0, "pid": 1, "terms": TERMS, name: "1"}
+    objection = admission.objection(message)
+    assert objection is not None and "another version of dtft" in objection
+
+
 def test_the_size_that_the_agents_were_told_counts(tmp_path: Path) -> None:
     host = Host(tmp_path, processes=3)
     with pytest.raises(NoAgent, match="--hosts 3, but this job has 2 processes"):
