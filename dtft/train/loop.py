@@ -281,7 +281,8 @@ class Watch:
         saved = step in (self.start, self._saved)
         if checkpoint.interval == "auto":
             saved = step % checkpoint.max_interval == 0
-        return step >= stop.steps or (saved and self._plateau.converged(stop, step))
+        plateau = saved and self._plateau.converged(stop, step, self.start)
+        return step >= stop.steps or plateau
 
     def items(self, step: int) -> Items:
         """Returns the values of a checkpoint of `step` that are not arrays."""

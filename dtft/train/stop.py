@@ -24,7 +24,7 @@ class Plateau:
     best: float | None = None
     """Best value; None before the first value."""
     best_step: int = 0
-    """Step of the best value."""
+    """Step of the best value; 0 before the first value."""
 
     def observe(self, config: StopConfig, step: int, value: float) -> "Plateau":
         """Returns the plateau after one more value.
@@ -42,9 +42,21 @@ class Plateau:
                 return self
         return replace(self, best=value, best_step=step)
 
-    def converged(self, config: StopConfig, step: int) -> bool:
-        """Whether a metric is watched and has not improved for `patience` steps."""
-        return bool(config.metric) and step - self.best_step >= config.patience
+    def converged(self, config: StopConfig, step: int, start: int = 0) -> bool:
+        """Whether a metric is watched and has not improved for `patience` steps.
+
+        Args:
+            config: the metric and its patience.
+            step: the step at which a plateau may end.
+            start: step from which the run was started or resumed. Before the first
+                value of the metric, the patience counts from this step.
+
+        >>> config = StopConfig(metric="loss", patience=2)
+        >>> Plateau().converged(config, 8, start=7)  # resumed without a metric
+        False
+        """
+        since = start if self.best is None else self.best_step
+        return bool(config.metric) and step - since >= config.patience
 
     def to_items(self) -> dict[str, Any]:
         """Returns the fields as a JSON object; inverse of `from_items`."""

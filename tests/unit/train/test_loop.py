@@ -170,6 +170,16 @@ def test_plateau_ends_the_run_and_is_resumed(
     assert resumed.saved[3][1] == whole.saved[3][1]
 
 
+def test_a_metric_that_was_not_watched_before_gets_its_patience(
+    tmp_path: Path,
+) -> None:
+    before = MemoryRuntime(tmp_path)
+    run(tiny(tmp_path, steps=4), before)
+    stop = StopConfig(steps=50, metric="loss", patience=2, min_delta=1e9)
+    resumed = MemoryRuntime(tmp_path, restored=(4, *before.saved[4]))
+    assert run(tiny(tmp_path, stop=stop), resumed).step == 7  # the first value is of 5
+
+
 def test_unknown_stop_metric_is_an_error() -> None:
     stop = StopConfig(steps=2, metric="los")
     with pytest.raises(ValueError, match=r"stop.metric='los' .* accuracy.*loss"):
