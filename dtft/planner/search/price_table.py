@@ -341,8 +341,9 @@ class Rates:
         alike: dict[object, list[Message]] = defaultdict(list)
         for one in dict.fromkeys(asked):
             if one not in self._sending:
-                divisors = frozenset({*one.repeats, one.sent.amount.axes})
-                alike[one.sent.kind, one.sent.axes, divisors].append(one)
+                sent = one.sent
+                key = sent.kind, sent.axes, sent.amount.axes, one.repeats
+                alike[key].append(one)
         for some in alike.values():
             self._sending |= zip(some, self._priced(some), strict=True)
         return [self._sending[one] for one in asked]

@@ -11,7 +11,8 @@ from dtft.planner.cost.collectives import collective_s
 from dtft.planner.cost.mesh_topology import group_of
 from dtft.planner.plan import Plan
 from dtft.planner.search.decision import decide
-from dtft.planner.search.price_table import Columns, Rates, Total
+from dtft.planner.search.price_table import Columns, Message, Rates, Total
+from dtft.planner.spmd import MICRO, CollectiveOp, ShardedSize
 from dtft.planner.spmd.collective_combiner import Bundle
 from dtft.planner.workload import of_loss
 from tests.support.layer_chain import BATCH, LAYERS, OPTIMIZER, PARAMS, WIDTH, loss
@@ -101,3 +102,20 @@ def test_priced_for_many_divisions_at_once_is_as_one_by_one() -> None:
     assert all(seconds.any() for seconds in together)
     for one, seconds in zip(sent, together, strict=True):
         np.testing.assert_array_equal(rates.together_s([one])[0], seconds)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_what_microbatches_divide_is_repeated_for_each_only_if_asked(
+    order: int,
+) -> None:
+    asked = of_loss(loss, OPTIMIZER, PARAMS, BATCH)
+    decision = decide(asked, Cluster.parse("8xH100"), {"remat": "none"})
+    space = decision.found["none"].priced.space
+    columns = Columns(Cluster.parse("8xH100").uniform, space)
+    amount = ShardedSize(total=2.0**20, axes=(MICRO,))
+    sent = CollectiveOp(kind="all_reduce", axes=("replica",), amount=amount)
+    messages = [Message(sent=sent, repeats=it) for it in ((), ((MICRO,),))]
+    together = Rates(columns).sending(messages[::order])[::order]
+    once, each = (seconds[cases.of] for cases, seconds in together)
+    np.testing.assert_allclose(each, once * columns.sizes[MICRO])
+    assert columns.sizes[MICRO].max() > 1 and once.any()
