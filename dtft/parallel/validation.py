@@ -93,18 +93,21 @@ def check_experiment(
 
     Args:
         experiment: the experiment to run.
-        hosts: number of hosts; by default `cluster.hosts` of the config.
-        devices_per_host: number of devices of each host; by default
+        hosts: number of hosts, 1 or more; by default `cluster.hosts` of the config.
+        devices_per_host: number of devices of each host, 1 or more, or -1; by default
             `cluster.devices_per_host` of the config. With -1, or if the config has a
             plan, only the copies, the model and (with stages) the optimizer are
             checked.
         memory_tier: whether copies of checkpoints are kept in the hosts' memory.
 
     Raises:
-        ValueError: the experiment does not fit; the message says what to change.
+        ValueError: the experiment does not fit, or a number is not allowed; the message
+            says what to change.
     """
-    hosts = hosts or experiment.cluster.hosts
-    devices_per_host = devices_per_host or experiment.cluster.devices_per_host
+    given = {"hosts": hosts, "devices_per_host": devices_per_host}
+    known = {name: value for name, value in given.items() if value is not None}
+    cluster = replace(experiment.cluster, **known)  # refuses sizes such as 0
+    hosts, devices_per_host = cluster.hosts, cluster.devices_per_host
     if memory_tier:
         _check_copies(experiment.checkpoint.copies, hosts)
     _check_model(experiment)

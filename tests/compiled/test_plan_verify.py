@@ -148,6 +148,21 @@ def test_another_plan_that_is_taken_and_none_are_said_in_words() -> None:
     assert re.search(r"about \d+ devices of this type instead of 8", str(caught.value))
 
 
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ({"num": 0}, r"num=0 plans .* Allowed: 1 or more"),
+        ({"deadline_s": 0.0}, r"deadline_s=0.0 leaves no time .* Allowed: above 0"),
+        ({"deadline_s": -1.0}, r"deadline_s=-1.0 leaves no time"),
+    ],
+)
+def test_no_plan_or_no_time_is_refused(
+    decision: Decision, numbers: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        verified(decision, ASKED, **numbers)
+
+
 @pytest.mark.timeout(180)  # a child imports JAX, on a busy machine too
 def test_plans_are_compiled_for_devices_that_do_not_exist(decision: Decision) -> None:
     (one,) = verified(decision, ASKED, num=1, deadline_s=150.0)

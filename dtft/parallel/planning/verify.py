@@ -98,18 +98,26 @@ def verified(
         num: the largest number of plans in the first round of compilations and in each
             further round, at least 1. Plans that cannot be run (`Plan.runnable`) are
             not compiled.
-        deadline_s: seconds for all compilations; by default `num` times `SECONDS_EACH`.
+        deadline_s: seconds for all compilations, above 0; by default `num` times
+            `SECONDS_EACH`.
 
     Returns:
         The plans with the results of compilation: first the best plans, best first,
         then plans with less memory.
 
     Raises:
-        ValueError: `num` is below 1.
+        ValueError: `num` is below 1, or `deadline_s` is not above 0.
     """
     if num < 1:
         raise ValueError(f"num={num} plans cannot be compiled. Allowed: 1 or more.")
-    end = time.monotonic() + (deadline_s or num * SECONDS_EACH)
+    if deadline_s is None:
+        deadline_s = num * SECONDS_EACH
+    if deadline_s <= 0:
+        raise ValueError(
+            f"deadline_s={deadline_s} leaves no time to compile. Allowed: above 0, or "
+            f"None for {SECONDS_EACH:g} s for each plan."
+        )
+    end = time.monotonic() + deadline_s
     target = target_of(decision)
     found = _compiled(next_best(decision, num), asked, target, end)
     while not any(one.verdict.fits for one in found) and time.monotonic() < end:

@@ -329,6 +329,10 @@ def test_check_says_what_to_change() -> None:
     experiment = parse_experiment("digits_cnn", [])
     with pytest.raises(ValueError, match=r"copies=2 .* hosts, 1: .*copies 1"):
         check_experiment(experiment, hosts=1)
+    with pytest.raises(ValueError, match=r"hosts=0 is not positive"):
+        check_experiment(experiment, hosts=0)
+    with pytest.raises(ValueError, match=r"devices_per_host=0 .* Allowed: 1 or more"):
+        check_experiment(experiment, devices_per_host=0)
     divided = parse_experiment("digits_cnn", ["--checkpoint.share", "divided"])
     check_experiment(divided, hosts=3)
     check_experiment(divided, hosts=1, memory_tier=False)
