@@ -18,7 +18,7 @@ from dtft.planner.types import Spec
 
 Loss = Callable[[Any, Any], tuple[jax.Array, Any]]
 """`(params, batch) -> (loss, aux)`; both are means over the rows of the batch."""
-Weight = Callable[[Any], jax.Array]
+Weight = Callable[[Any], jax.Array | float]
 
 
 def accumulated(
@@ -38,8 +38,8 @@ def accumulated(
     Args:
         loss: the function to differentiate, with respect to its first argument.
         num_parts: number of parts of the batch.
-        weight: function from a part to its weight, such as its number of tokens; None
-            gives all parts the same weight.
+        weight: function from a part to its weight, such as its number of tokens, as a
+            scalar array or a Python number; None gives all parts the same weight.
         pin: function that applies shardings to gradients.
         divide: function from a batch to a batch with a leading dim of parts.
     """
@@ -57,11 +57,12 @@ def accumulated(
 
         def add(sums: Any, part: Any) -> tuple[Any, None]:
             values, gradients = gradient(params, part)
-            heavy = jnp.float32(1) if weight is None else weight(part)
+            heavy = jnp.float32(1) if weight is None else jnp.asarray(weight(part))
             found = (*values, pin(gradients))
             scaled = jax.tree.map(lambda leaf: leaf * heavy.astype(leaf.dtype), found)
             total, before = sums
-            return (total + heavy, jax.tree.map(jnp.add, before, scaled)), None
+            total += heavy.astype(total.dtype)
+            return (total, jax.tree.map(jnp.add, before, scaled)), None
 
         first = jax.tree.map(lambda leaf: leaf[0], parts)
         like = jax.eval_shape(gradient, params, first)

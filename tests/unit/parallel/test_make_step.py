@@ -12,6 +12,7 @@ import pytest
 
 from dtft.checkpoint.state import tree
 from dtft.optim.max_adabelief import max_adabelief
+from dtft.parallel.grad_accumulation import accumulated
 from dtft.parallel.planning.planned_step import PlannedStep, make_step
 from dtft.planner.cluster.topology import Cluster
 from dtft.planner.plan import Knobs
@@ -104,6 +105,26 @@ def test_gradients_of_a_divided_loss_are_those_of_the_whole() -> None:
     found, _ = run(step, 1)
     for path, leaf in tree.to_paths(expected).items():
         np.testing.assert_allclose(leaf, tree.to_paths(found)[path], atol=3e-7)
+
+
+@pytest.mark.parametrize("number", [3, 0.5, True])
+@pytest.mark.parametrize("promotion", ["standard", "strict"])
+def test_a_weight_may_be_a_python_number(number: float, promotion: str) -> None:
+    def loss(params: jax.Array, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.mean(batch @ params), jnp.mean(batch)
+
+    params, batch = jnp.ones(3), jnp.arange(12.0).reshape(4, 3)
+    divided = accumulated(
+        loss,
+        2,
+        lambda part: number,
+        pin=lambda gradients: gradients,
+        divide=lambda batch: batch.reshape(2, 2, 3),
+    )
+    with jax.numpy_dtype_promotion(promotion):
+        found = jax.jit(divided)(params, batch)
+    expected = jax.value_and_grad(loss, has_aux=True)(params, batch)
+    jax.tree.map(np.testing.assert_allclose, found, expected)
 
 
 def test_on_one_device_without_knobs_it_is_the_same_bits() -> None:
