@@ -126,6 +126,19 @@ def test_compare_and_swap(store: AnyStore, prefix: str) -> None:
         assert not store.txn([gone], [Put(key=key, value=b"3")])
 
 
+@pytest.mark.parametrize(
+    ("target", "value"), [("value", 0), ("mod", b""), ("create", b"0")]
+)
+def test_a_compare_of_another_type_is_refused(
+    store: AnyStore, prefix: str, target: Any, value: Any
+) -> None:
+    key = prefix + "absent"
+    with pytest.raises(ValueError, match=f"target='{target}' cannot equal .* Allowed"):
+        compare = Compare(key=key, target=target, value=value)
+        store.txn([compare], [Put(key=key, value=b"1")])
+    assert store.get(key) is None
+
+
 def test_transaction_is_one_revision(store: AnyStore, prefix: str) -> None:
     store.put(prefix + "old", b"x")
     before = store.list(prefix)[1]

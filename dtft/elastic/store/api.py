@@ -86,11 +86,23 @@ class Compare:
     revision of the write that created the key, "version" the number of writes since the
     key was created; all three are 0 for an absent key. "value" is the key's value in
     bytes; no bytes equal the value of an absent key.
+
+    Raises:
+        ValueError: `value` is not of the type of its property.
     """
 
     key: str
     target: Literal["mod", "create", "version", "value"]
     value: int | bytes
+
+    def __post_init__(self) -> None:
+        allowed = bytes if self.target == "value" else int
+        if not isinstance(self.value, allowed):
+            raise ValueError(
+                f"key {self.key}: target={self.target!r} cannot equal value="
+                f"{self.value!r}. Allowed: {allowed.__name__}. For a key that is "
+                "absent compare target='create' with 0."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
