@@ -590,8 +590,9 @@ def ask(path: Path) -> SeenAgent | None:
     """Asks the agent at `path` for its description.
 
     Returns:
-        None if no agent answers within 2 s, the socket cannot be trusted, or the agent
-        only serves trainers that it started.
+        None if no agent listens, 2 s pass without a byte of its answer, the socket
+        cannot be trusted, or the answer has no description: the agent only serves
+        trainers that it started, refuses this user, or has another version.
     """
     try:
         link = own_link(path)
@@ -600,13 +601,18 @@ def ask(path: Path) -> SeenAgent | None:
     try:
         link.send("who")
         answer = link.receive(2.0)
+        return SeenAgent(
+            path=path,
+            job=answer["job"],
+            host=answer["host"],
+            taken_by=answer["taken_by"],
+        )
     except (LinkClosed, TimeoutError):
         return None  # an agent that started its own trainers closes the link
+    except (KeyError, TypeError, ValueError):
+        return None  # a refusal, or another version's answer
     finally:
         link.close()
-    return SeenAgent(
-        path=path, job=answer["job"], host=answer["host"], taken_by=answer["taken_by"]
-    )
 
 
 def own_link(path: Path) -> AgentLink:

@@ -2,6 +2,7 @@
 
 import os
 import queue
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,12 +12,16 @@ import pytest
 
 from dtft.checkpoint.managers import agent_link as attaching
 from dtft.checkpoint.managers.agent_link import (
+    AgentLink,
     Attached,
     LinkClosed,
     NoAgent,
     attach,
     find,
+    listen_for_links,
+    packed,
     seen_here,
+    serve_links,
 )
 from dtft.elastic.host.trainers import Trainers
 from dtft.elastic.seat_policy import Admission, Terms
@@ -250,6 +255,35 @@ def test_the_only_free_agent_is_found(
         find(None, {})
     for host in hosts:
         host.close()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        packed("refused", {"error": "the process belongs to another user"}),
+        packed("agent", {"job": "j", "host": "h"}),
+        b"\x01\0\0\0\xc0",  # nil
+        b"\x01\0\0\0\xc1",  # not msgpack
+    ],
+    ids=["refused", "without taken_by", "nil", "not msgpack"],
+)
+def test_an_answer_without_a_description_is_none(tmp_path: Path, answer: bytes) -> None:
+    def hear(link: AgentLink) -> None:
+        assert link.receive(10) == {"op": "who"}
+        link.send_packed(answer)
+        link.close()
+
+    folders = [tmp_path / f"dtft-j-{name}" for name in ("a", "b")]
+    for folder in folders:
+        folder.mkdir()
+    listener, host = listen_for_links(folders[0] / "agent.sock"), Host(folders[1])
+    serve_links(listener, hear)
+    try:
+        assert [seen.path for seen in seen_here(tmp_path)] == [host.socket]
+    finally:
+        host.close()
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
 
 
 def test_an_agent_that_is_not_there_is_named(tmp_path: Path) -> None:
