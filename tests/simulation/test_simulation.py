@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,22 @@ def test_a_host_tells_what_its_leader_lacks_and_nothing_more() -> None:
             expected = [it.to_json() for it in commits if it.step > step]
             assert answer["commits"] == expected
             assert ("assignment" in answer) == (known < epoch)
+
+
+def test_a_host_remembers_each_step_once_though_it_is_released_twice() -> None:
+    world = World(Settings(seed=1, slots=3, spares=0, last_step=1000))
+    world.start_all()
+    world.run(30.0)
+    host = world.nodes["h1"].agent._follower
+    newest = host._commits[0]
+    late = [replace(newest, step=newest.step + more) for more in (1, 2, 3)]
+    expected = [[late[0], newest], [late[1], late[0]], [late[2], late[1]]]
+    for commit, kept in zip(late, expected, strict=True):  # the store is away
+        host.release(commit.step, committed=False, commit=commit.to_json())
+        assert host._commits == kept
+    for commit in late:
+        host.release(commit.step, committed=True, commit=commit.to_json())
+        assert host._commits == [late[2], late[1]]
 
 
 def test_a_killed_trainer_is_named_though_its_peers_are_heard_before() -> None:

@@ -594,11 +594,17 @@ class Follower:
 
     def _keep(self, commit: Commit) -> None:
         """Remembers a commit if its epoch is that of the last `prepare` order. The
-        hosts in the order become the commit's holders."""
+        hosts in the order become the commit's holders.
+
+        A step is remembered once: a delayed commit is released again when the store has
+        recorded it, perhaps after later commits.
+        """
         obeyed, epoch = self._obeyed, (commit.generation, commit.attempt)
         if obeyed is not None and _epoch_of(obeyed) == epoch:
             whole = replace(commit, holders=tuple(obeyed["hosts"]))
-            self._commits = [whole, *self._commits][:KEPT_COMMITS]
+            others = [it for it in self._commits if it.step != commit.step]
+            known = sorted([whole, *others], key=_age, reverse=True)
+            self._commits = known[:KEPT_COMMITS]
 
     def replicate(self, ballot: tuple[int, int], step: int, targets: list[int]) -> None:
         """Sends this host's slices of a restored step to the slots `targets`, whose
@@ -927,6 +933,11 @@ def local_follower(
 
 def _epoch_of(order: Message) -> tuple[int, int]:
     return order["generation"], order["attempt"]
+
+
+def _age(commit: Commit) -> tuple[int, int, int]:
+    """Returns a key that is larger for a newer commit."""
+    return commit.generation, commit.attempt, commit.step
 
 
 def _why(error: BaseException) -> str:
