@@ -104,6 +104,9 @@ class SlotAssignment:
     asked_slots: int = 0
     """The number of slots that a user has requested; 0 without a request. Kept here in
     case the store loses the request."""
+    world: tuple[int, str, int, int] = (0, "", 0, 0)
+    """The world of JAX processes: number, host:port of its coordination service, size,
+    and number of the formation in it (`leader.world_plan.WorldPlan`)."""
 
     @functools.cached_property
     def slot_of(self) -> dict[str, int]:
@@ -128,6 +131,7 @@ class SlotAssignment:
                 **raw,
                 "slots": tuple(raw["slots"]),
                 "incarnations": tuple(raw["incarnations"]),
+                "world": tuple(raw["world"]),
                 "spread": Spread(
                     **{**raw["spread"], "domains": tuple(raw["spread"]["domains"])}
                 ),

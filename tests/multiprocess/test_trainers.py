@@ -64,7 +64,7 @@ def trainers(
 
 
 def started(trainers: Trainers, slot: int, **more: Any) -> AttachedTrainer:
-    trainers.start({"slot": slot, "world": {"number": 1}, **more})
+    trainers.start({"slot": slot, "world": {"number": 1, "index": 1}, **more})
     assert trainers._trainer is not None
     return trainers._trainer
 
@@ -95,7 +95,7 @@ def test_one_that_dies_as_it_is_given_its_slot_is_found_by_its_exit(
     trainer = trainers._known[ident]
     assert trainer.process is not None
     trainer.process.kill()
-    trainers.start({"slot": 0, "world": {"number": 1}})
+    trainers.start({"slot": 0, "world": {"number": 1, "index": 1}})
     trainers.send("release", step=1)
     assert events.get(timeout=20)[:2] == ("trainer_exit", ident)
     assert trainers.exited(ident)
@@ -199,16 +199,18 @@ def test_a_trainer_that_leaves_its_slot_is_taken_into_the_next_formation(
     assert events.get(timeout=20)[0] == "trainer"
     trainers.ensure_standby()
     assert trainers.leave(5, world=1) and not trainers.is_active(first.ident)
-    assert trainers.world == 0  # it has not left yet
+    assert trainers.membership == (0, 0)  # it has not left yet
     assert events.get(timeout=20) == ("left_slot", 5)
-    assert trainers.world == 1 and trainers.waiting != first.ident
+    assert trainers.membership == (1, 1) and trainers.waiting != first.ident
     assert started(trainers, 3, obeys=True) is first
     said = events.get(timeout=20)
     assert said == ("trainer", first.ident, {"op": "running", "slot": 3})
     assert not trainers.leave(6, world=2)  # it is in another world
     assert trainers.leave(7, world=1)
     assert events.get(timeout=20) == ("left_slot", 7)
-    trainers.start({"slot": 1, "world": {"number": 2}})  # a new world, a new process
+    trainers.start(
+        {"slot": 1, "world": {"number": 2, "index": 1}}
+    )  # a new world, a new process
     told = [events.get(timeout=20) for _ in range(2)]
     assert ("trainer_exit", first.ident, -9) in told
     assert trainers.waiting == 0 and trainers.pid != first.pid
@@ -225,19 +227,19 @@ def test_a_trainer_that_does_not_leave_is_killed(
     trainers.end_leaving(5)
     assert events.get(timeout=20) == ("left_slot", 5)
     assert events.get(timeout=20) == ("trainer_exit", trainer.ident, -9)
-    assert trainers.world == 0 and not trainers.exited(trainer.ident)
+    assert trainers.membership == (0, 0) and not trainers.exited(trainer.ident)
 
 
 def test_a_spare_joins_a_world_and_is_taken_from_it(
     trainers: Trainers, events: Events
 ) -> None:
     for number in (1, 1, 2):  # a second order is none; a new world has a new process
-        trainers.join({"number": number})
+        trainers.join({"number": number, "index": 1})
     told = [events.get(timeout=20) for _ in range(2)]
     assert ("joined", 2) in told or events.get(timeout=20) == ("joined", 2)
-    assert trainers.world == 2 and not trainers.waiting
-    trainers.start({"slot": 0, "world": {"number": 2}, "obeys": True})
-    assert trainers.world == 0
+    assert trainers.membership == (2, 1) and not trainers.waiting
+    trainers.start({"slot": 0, "world": {"number": 2, "index": 1}, "obeys": True})
+    assert trainers.membership == (0, 0)
     wait_until(lambda: any(event[0] == "trainer" for event in list(events.queue)))
 
 

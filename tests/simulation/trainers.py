@@ -158,8 +158,8 @@ class SimTrainer:
         self.immortal_s = 0.0
         """Seconds for which SIGKILL does not end it."""
         self.orders: list[tuple[str, Mapping[str, Any]]] = []
-        self.world = 0
-        """Number of the world, as the agent knows it."""
+        self.world = self.place = 0
+        """Number of the world and index in it, as the agent knows them."""
         self.given = self.done = self.failed = False
         self.slot = -1
         self._connected: JaxWorld | None = None
@@ -485,9 +485,10 @@ class SimTrainers:
         return found.ident if found else 0
 
     @property
-    def world(self) -> int:
-        """See `Trainers.world`."""
-        return self._member.world if self._member is not None else 0
+    def membership(self) -> tuple[int, int]:
+        """See `Trainers.membership`."""
+        found = self._member
+        return (found.world, found.place) if found is not None else (0, 0)
 
     @property
     def _next(self) -> SimTrainer | None:
@@ -524,20 +525,21 @@ class SimTrainers:
 
     def start(self, message: Mapping[str, Any]) -> None:
         """See `Trainers.start`."""
-        number = message["world"]["number"]
-        trainer = self._member_of(number) or self._next or self._spawn()
+        world = message["world"]
+        trainer = self._member_of(world) or self._next or self._spawn()
         if trainer is self._member:
             self._member = None
         else:
             self._waiting = None
         self.trainer = trainer
         self._active, self._code = trainer.ident, None
-        trainer.given, trainer.world = True, number
+        trainer.given = True
+        trainer.world, trainer.place = world["number"], world["index"]
         self._order(trainer, "start", dict(message))
 
-    def _member_of(self, world: int) -> SimTrainer | None:
-        member = self._member
-        if member is None or member.world == world:
+    def _member_of(self, world: Mapping[str, Any]) -> SimTrainer | None:
+        member, wanted = self._member, (world["number"], world["index"])
+        if member is None or (member.world, member.place) == wanted:
             return member
         self._member = None
         self._kill(member)
@@ -545,10 +547,11 @@ class SimTrainers:
 
     def join(self, world: Mapping[str, Any]) -> None:
         """See `Trainers.join`."""
-        if self._member_of(world["number"]) is not None:
+        if self._member_of(world) is not None:
             return
-        self._member, self._waiting = self._waiting or self._spawn(), None
-        self._member.world = world["number"]
+        trainer, self._waiting = self._waiting or self._spawn(), None
+        self._member = trainer
+        trainer.world, trainer.place = world["number"], world["index"]
         self._order(self._member, "join", {"world": dict(world)})
 
     def rehearse(self, world: int, fields: Mapping[str, Any]) -> None:

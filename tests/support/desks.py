@@ -65,29 +65,6 @@ def record_of(host: str, **changes: Any) -> HostRecord:
     return HostRecord(**settings | changes)
 
 
-class ReadyService:
-    """In place of JAX's coordination service, which nobody here connects to."""
-
-    def __init__(self, loop: VirtualLoop) -> None:
-        """Serves when it is asked to."""
-        self._loop = loop
-
-    def start(
-        self,
-        num_processes: int,
-        ready: Callable[[str], None],
-        failed: Callable[[str], None],
-    ) -> None:
-        """See `Service.start`."""
-        self._loop.post(ready, f"10.0.0.1:{7000 + num_processes}")
-
-    def end(self) -> None:
-        """See `Service.end`."""
-
-    def close(self) -> None:
-        """See `Service.close`."""
-
-
 class LeaderDesk:
     """Has no leader before `begin`. A leader ticks as time passes."""
 
@@ -154,7 +131,6 @@ class LeaderDesk:
             self.loop,
             self.ordered,
             Journal(self.directory, self.config.host),
-            ReadyService(self.loop),
             self._list_steps,
             committing=self.commits_begun.append,
             ended=self.ended.append,
@@ -178,7 +154,17 @@ class LeaderDesk:
             msgpack.packb({"op": op, **fields}), strict_map_key=False
         )
         assert fault_of_order(received, host) is None
+        if op == "serve":
+            if host == fields["server"]:
+                self.loop.post(self._serves, host, fields["ballot"], fields["size"])
+            return
         self.orders.append((host, op, fields))
+
+    def _serves(self, host: str, ballot: tuple[int, int], size: int) -> None:
+        """JAX's coordination service, which nobody here connects to, is ready."""
+        address = f"10.0.0.1:{7000 + size}"
+        report = {"op": "serving", "ballot": ballot, "address": address, "error": ""}
+        self.leader.handle_report(host, report)
 
     def take(self, op: str) -> list[tuple[str, dict[str, Any]]]:
         """The orders of one kind, which are then forgotten."""

@@ -114,6 +114,8 @@ class Agent:
             on_ended=self._let_followers_go,
         )
         self._service = edges.service()
+        self._served: tuple[int, ...] = (0, 0)
+        """Ballot (number) of the round of the last order to serve a world."""
         self._hint: tuple[int, HostRecord] | None = None
         """(term, record) of the newest leader that another host has named while the
         store did not answer; None before that."""
@@ -305,7 +307,6 @@ class Agent:
             self._loop,
             self._order,
             self._edges.journal(),
-            self._service,
             self._edges.list_steps,
             committing=self._follower.committing,
             ended=self._finish,
@@ -428,8 +429,6 @@ class Agent:
         if fault is not None:
             self._leader_link.refuse(fault)
             return
-        if message["op"] == "reform":
-            self._service.end()  # the service belongs to a former leader's world
         self._obey({"op": message["op"], **order_fields(message)})
 
     def _order(self, host: str, op: str, **fields: Any) -> None:
@@ -443,8 +442,32 @@ class Agent:
     def _obey(self, message: Message) -> None:
         if message["op"] == "ended":
             self._finish(message["result"])
+        elif message["op"] == "serve":
+            self._serve(**{name: message[name] for name in ("ballot", "server", "size")})
         else:
+            if message["op"] == "reform" and not message.get("keep"):
+                self._service.end()  # it belongs to a world that is given up
             self._follower.obey(message)
+
+    def _serve(self, ballot: tuple[int, int], server: str, size: int) -> None:
+        """Starts JAX's coordination service for a new world, if it is to run here.
+
+        Ends the service of a former world in any case. An order of an earlier round
+        than the last is ignored.
+        """
+        if tuple(ballot) < self._served:
+            return
+        self._served = tuple(ballot)
+        if server != self._config.host:
+            self._service.end()
+            return
+
+        def tell(address: str, error: str) -> None:
+            self._report("serving", ballot=ballot, address=address, error=error)
+
+        self._service.start(
+            size, lambda address: tell(address, ""), lambda error: tell("", error)
+        )
 
     def _emit(self, kind: str, *values: Any) -> None:
         """Posts an event of this host to the event loop, from any thread."""

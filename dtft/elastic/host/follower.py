@@ -325,7 +325,7 @@ class Follower:
 
         def tell() -> None:
             if outcomes and "missed" in told and has_left:
-                told["world"] = self._trainers.world
+                told["world"], told["place"] = self._trainers.membership
                 self._tell_holdings(ballot, outcomes[0], told)
 
         def left() -> None:

@@ -114,6 +114,8 @@ class AttachedTrainer:
     world: int = 0
     """Number of the world that an agent's process has joined or is joining (see
     `train.world`); 0 for none."""
+    place: int = 0
+    """Index of an agent's process in this world."""
     given: bool = False
     """Whether a formation uses the trainer: an agent's process was assigned its slot,
     or a user's process was sent the restorable step. The next formation cannot use this
@@ -217,10 +219,11 @@ class Trainers:
         return trainer.pid if trainer is not None else 0
 
     @property
-    def world(self) -> int:
-        """Number of the world that the member is in; 0 without a member."""
+    def membership(self) -> tuple[int, int]:
+        """(number of the world, index) of the member; (0, 0) without a member."""
         with self._lock:
-            return self._member.world if self._member is not None else 0
+            found = self._member
+            return (found.world, found.place) if found is not None else (0, 0)
 
     @property
     def attachment(self) -> tuple[int, int]:
@@ -399,7 +402,7 @@ class Trainers:
             OSError: a new trainer cannot be started.
         """
         with self._lock:
-            trainer = self._member_of(message["world"]["number"]) or self._next
+            trainer = self._member_of(message["world"]) or self._next
             if trainer is None and self._command is not None:
                 trainer = self._spawn(self._command)
             if trainer is self._member:
@@ -413,12 +416,13 @@ class Trainers:
                 self._tell("trainer_exit", ABSENT, 0)
             elif trainer.process is not None:
                 trainer.given, trainer.world = True, message["world"]["number"]
+                trainer.place = message["world"]["index"]
                 self._order(trainer, "start", message)
 
-    def _member_of(self, world: int) -> AttachedTrainer | None:
-        """Returns the member if it is in this world; kills a member of another."""
-        member = self._member
-        if member is None or member.world == world:
+    def _member_of(self, world: Mapping[str, Any]) -> AttachedTrainer | None:
+        """Returns the member if it has this place of this world; kills it otherwise."""
+        member, wanted = self._member, (world["number"], world["index"])
+        if member is None or (member.world, member.place) == wanted:
             return member
         self._member = None
         self._dismiss(member, "")
@@ -437,11 +441,11 @@ class Trainers:
             OSError: a new trainer cannot be started.
         """
         with self._lock:
-            if self._command is None or self._member_of(world["number"]) is not None:
+            if self._command is None or self._member_of(world) is not None:
                 return
             trainer = self._waiting or self._spawn(self._command)
             self._member, self._waiting = trainer, None
-            trainer.world = world["number"]
+            trainer.world, trainer.place = world["number"], world["index"]
             self._order(trainer, "join", {"world": world})
 
     def rehearse(self, world: int, fields: Mapping[str, Any]) -> None:

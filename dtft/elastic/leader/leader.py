@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dtft.checkpoint.replication import Commit, Divergence, Mislabelled
 from dtft.elastic.assignment import HostRecord, SlotAssignment
@@ -36,10 +36,6 @@ from dtft.elastic.leader.shutdown import Shutdown
 from dtft.elastic.leader.sizes import JobSizes
 from dtft.elastic.messages import fault_of_report, known_layout, misfit, report_fields
 from dtft.elastic.store import Membership, View
-
-if TYPE_CHECKING:
-    from dtft.elastic.host import Service
-
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +61,6 @@ class Leader:
         loop: Loop,
         send: Callable[..., None],
         journal: Journal,
-        service: "Service",
         list_steps: Callable[[Path], Iterable[int]],
         *,
         committing: Callable[[int], None],
@@ -81,7 +76,6 @@ class Leader:
             loop: the agent's event loop.
             send: `send(host, op, **fields)` reaches any connected host.
             journal: prints and records messages.
-            service: JAX's coordination service on this host.
             list_steps: lists the steps that a storage directory holds.
             committing: called with the step of a commit that is being written, and with
                 0 once the commit is recorded.
@@ -106,7 +100,7 @@ class Leader:
         self._sizes = sizes = JobSizes(config, self._records, journal)
         self._rendezvous = Rendezvous(
             *(config, self._records, self._registry, loop, send, journal),
-            *(storage.health, storage.watch, sizes, service),
+            *(storage.health, storage.watch, sizes),
         )
         shared = config, self._records, self._rendezvous, self._registry
         self._monitor = HostMonitor(*shared, loop, journal)
@@ -175,6 +169,7 @@ class Leader:
             "holdings": self._on_holdings,
             "reached": self._rendezvous.reached,
             "joined": self._on_joined,
+            "serving": self._rendezvous.serving,
             "prepared": self._on_prepared,
             "prepare_failed": self._on_prepare_failed,
             "layout": self._on_layout,

@@ -35,12 +35,18 @@ from dtft.elastic.leader.rendezvous_plan import (
 )
 from dtft.elastic.leader.sizes import JobSizes
 from dtft.elastic.leader.storage import StorageHealth, StorageWatch
-from dtft.elastic.leader.world_plan import WorldPlan, admitted, new_world, swapped
+from dtft.elastic.leader.world_plan import (
+    WorldPlan,
+    admitted,
+    new_world,
+    recorded,
+    swapped,
+    unique,
+)
 from dtft.elastic.reachability import Reachability, peers_to_try, set_aside
 from dtft.elastic.seat_policy import Seating
 
 if TYPE_CHECKING:
-    from dtft.elastic.host import Service
     from dtft.elastic.leader.host_registry import HostRegistry
 
 
@@ -93,11 +99,10 @@ class Rendezvous:
         health: StorageHealth,
         storage: StorageWatch,
         sizes: JobSizes,
-        service: "Service",
     ) -> None:
         """Starts idle, without a round."""
         self._config, self._records, self._registry = config, records, registry
-        self._loop, self._service = loop, service
+        self._loop = loop
         self._sizes = sizes
         self._send, self._journal, self._health = send, journal, health
         self._storage = storage
@@ -114,8 +119,11 @@ class Rendezvous:
         self.deadline = 0.0
         self.current: Round | None = None
         self.previous = records.view.assignment
+        self.world = WorldPlan(number=0, indices={}, size=0)
+        """The world of the last formation; its number is 0 before the first."""
         if self.previous is not None:
             sizes.formed(self.previous)
+            self.world = recorded(self.previous.world)
         self.assignment: SlotAssignment | None = None
         self.coordinator: CommitCoordinator | None = None
         self.frozen = False
@@ -126,8 +134,6 @@ class Rendezvous:
         """The host whose answer was missing at the last check, or ""; the next check
         begins with this host, because checking all hosts takes longer."""
         self._storage_missed = self._fatal = False
-        self.world = WorldPlan(number=0, indices={}, size=0)
-        """The world of the last formation; its number is 0 before the first."""
         self._keep = 0
         """Number of the world whose trainers keep their processes in this round."""
         self._swaps = 0
@@ -185,7 +191,7 @@ class Rendezvous:
         return can and not self._fatal and self._swaps < MOST_SWAPS
 
     def _end_world(self) -> None:
-        self._service.end()
+        """Forgets the world; hosts that are ordered to keep no trainer end it."""
         self.world, self._swaps = WorldPlan(number=0, indices={}, size=0), 0
 
     def trained(self) -> None:
@@ -503,7 +509,7 @@ class Rendezvous:
             copies=self._config.copies,
             asked_slots=self._sizes.asked,
             aside=aside,
-            is_swap=world.turn > 0,
+            world=world,
         )
         if line := self._storage.news():
             self._journal.say(line)
@@ -525,6 +531,33 @@ class Rendezvous:
         if round_.assignment.rung == 3:
             self._explain_storage(round_.decision.passed_over, round_.assignment)
         self.enter("assigning", self._config.timeouts.restore)
+        if world.turn or not self._seats.has_coordination_service:
+            self._record(round_)
+            return
+        # The first slot's host serves, so that the loss of another leader is no loss
+        # of the service.
+        server = assignment.slots[0]
+        for host in sorted(self._registry.connected):
+            self._send(
+                host, "serve", ballot=round_.ballot, server=server, size=world.size
+            )
+
+    def serving(self, host: str, address: str, error: str) -> None:
+        """Handles the report that JAX's coordination service serves, or failed."""
+        round_ = self.current
+        if round_ is None or self.phase != "assigning" or self.world.address:
+            return
+        if error:
+            text = f"no coordination service on {host}: {error}"
+            self.failures.add(Failure(kind="late", host=host, error=text))
+            self.form(text)
+            return
+        self.world = replace(self.world, address=address)
+        self._record(round_)
+
+    def _record(self, round_: Round) -> None:
+        assert round_.assignment is not None
+        round_.assignment = replace(round_.assignment, world=self.world.record)
         self._records.put(
             "assignment", round_.ballot, "assignment", round_.assignment.to_json()
         )
@@ -533,7 +566,9 @@ class Rendezvous:
         """Decides the world of the formation: the same as before, or a new one."""
         slots = [record.host for record in filled]
         if self._keep:
-            found = swapped(self.world, slots, round_.members(self._keep))
+            members = round_.members(self._keep)
+            world = replace(self.world, indices=unique(members, slots))
+            found = swapped(world, slots, world.indices)
             if isinstance(found, WorldPlan):
                 return found
             self._journal.say(f"all trainers are restarted: {found}")
@@ -587,8 +622,11 @@ class Rendezvous:
             )
 
     def assigned(self, ballot: tuple[int, int]) -> None:
-        """Starts JAX's coordination service, once the store has recorded a round's
-        assignment; ignores the assignment of an older round."""
+        """Orders hosts to prepare, once the store has recorded a round's assignment.
+
+        Ignores the assignment of an older round. Begins another round instead if a host
+        of the assignment is not registered any more.
+        """
         round_ = self.current
         if round_ is None or round_.ballot != ballot:
             return
@@ -596,35 +634,8 @@ class Rendezvous:
         self.assignment, self.coordinator = round_.assignment, None
         self._journal.say_once("assignment", "")
         self._journal.event("assignment", **json.loads(round_.assignment.to_json()))
-        if self.world.turn:
-            self.coordination_ready(ballot, self.world.address)
-            return
-        self._service.start(
-            self.world.size,
-            lambda address: self.coordination_ready(ballot, address),
-            lambda why: self._coordinator_failed(ballot, why),
-        )
-
-    def _coordinator_failed(self, ballot: Ballot, why: str) -> None:
-        """Handles the failure of a formation's coordination service on this host."""
-        if self.current is None or self.current.ballot != ballot:
-            return
-        text = f"no coordination service on {self._config.host}: {why}"
-        self.failures.add(Failure(kind="late", host=self._config.host, error=text))
-        self.form(text)
-
-    def coordination_ready(self, ballot: tuple[int, int], address: str) -> None:
-        """Orders hosts to prepare, once the coordination service serves.
-
-        Begins another round instead if a host of the assignment is not registered any
-        more.
-        """
-        round_ = self.current
-        if round_ is None or round_.ballot != ballot or self.phase != "assigning":
-            return
         round_.restore_begun = self._loop.wall()
         assert round_.assignment is not None
-        self.world = replace(self.world, address=address)
         self._swaps += 1
         self.failures.begin(round_.assignment)
         self.enter("preparing", self._config.timeouts.start)

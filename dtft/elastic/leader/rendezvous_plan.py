@@ -146,10 +146,15 @@ class Round:
         texts = {text for it in self.replies.values() for text in it.get("commits", ())}
         return list({it.step: it for it in map(Commit.from_json, texts)}.values())
 
-    def members(self, world: int) -> set[str]:
-        """Returns the hosts that have reported a process without a slot in a world."""
+    def members(self, world: int) -> dict[str, int]:
+        """Returns the hosts that have reported a process without a slot in a world,
+        with the index of the process."""
         told = self.replies.items()
-        return {host for host, reply in told if reply.get("world", 0) == world}
+        return {
+            host: reply["place"]
+            for host, reply in told
+            if world and reply.get("world", 0) == world
+        }
 
     @property
     def layouts(self) -> dict[str, Layout]:
@@ -217,11 +222,11 @@ def assign(
     copies: int,
     asked_slots: int = 0,
     aside: Collection[str] = (),
-    is_swap: bool = False,
+    world: WorldPlan,
 ) -> tuple[SlotAssignment, RecoveryDecision]:
     """Decides which step is restored from where, and makes the assignment.
 
-    `is_swap` says whether trainers keep their processes.
+    Trainers keep their processes if the formation is not the first in `world`.
 
     The hosts in `aside` get no slot, because some other hosts do not reach them. So
     their copies are used only if the step cannot be restored without these copies.
@@ -256,7 +261,8 @@ def assign(
         incarnations=tuple(record.incarnation for record in filled),
         source=decision.source,
         step=decision.step,
-        rung=_rung(previous, decision, is_swap=is_swap),
+        rung=_rung(previous, decision, is_swap=world.turn > 0),
+        world=world.record,
         reason=main_reason(round_.reasons),
         spread=next_spread(previous, hosts, domains, copies, keep=in_memory),
         asked_slots=asked_slots,
@@ -375,7 +381,7 @@ def report_of(
         slots_before=len(previous.slots) if previous else 0,
         senders=round_.decision.sent if round_.decision else {},
         survivors=len(survivors),
-        survivors_restarted=len(survivors - round_.members(world.number)),
+        survivors_restarted=len(survivors - round_.members(world.number).keys()),
         phases_s={
             "leave": round_.decided - round_.detected,
             "record": round_.restore_begun - round_.decided,

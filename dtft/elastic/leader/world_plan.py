@@ -29,6 +29,11 @@ class WorldPlan:
     turn: int = 0
     """Number of the current formation in this world, from 0."""
 
+    @property
+    def record(self) -> tuple[int, str, int, int]:
+        """The world in `SlotAssignment.world`; inverse of `recorded`."""
+        return self.number, self.address, self.size, self.turn
+
     def seat(self, host: str) -> dict[str, object]:
         """Returns what a host's process needs to join the world."""
         return {
@@ -37,6 +42,12 @@ class WorldPlan:
             "size": self.size,
             "index": self.indices[host],
         }
+
+
+def recorded(record: tuple[int, str, int, int]) -> WorldPlan:
+    """Returns the world of `SlotAssignment.world`; hosts report their own places."""
+    number, address, size, turn = record
+    return WorldPlan(number=number, indices={}, size=size, address=address, turn=turn)
 
 
 SPARE_PLACES = 8
@@ -102,6 +113,21 @@ def swapped(
                 return f"the world has no free place for {host}"
             indices[host] = index
     return replace(world, indices=indices, turn=world.turn + 1)
+
+
+def unique(places: Mapping[str, int], slots: Collection[str]) -> dict[str, int]:
+    """Leaves out hosts that report the place of another host.
+
+    Two leaders may have given a place to two hosts. A host in `slots` counts first.
+
+    >>> unique({"a": 1, "b": 2, "c": 2}, {"c"})
+    {'c': 2, 'a': 1}
+    """
+    found: dict[str, int] = {}
+    for host in sorted(places, key=lambda host: (host not in slots, host)):
+        if places[host] not in found.values():
+            found[host] = places[host]
+    return found
 
 
 def admitted(world: WorldPlan, host: str, there: Collection[str]) -> WorldPlan | None:

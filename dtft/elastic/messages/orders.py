@@ -57,6 +57,7 @@ ORDER_FIELDS: Table = {
         "reach": map_of(text, address),
         "keep": number,
     },
+    "serve": {"ballot": ballot, "server": text, "size": positive},
     "join": {"ballot": ballot, "world": _world},
     "rehearse": {
         "ballot": ballot,

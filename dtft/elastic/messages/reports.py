@@ -14,6 +14,7 @@ from dtft.checkpoint.replication import Window
 from dtft.checkpoint.state import Layout
 from dtft.elastic.messages.fields import (
     Check,
+    address,
     anything,
     assignment,
     ballot,
@@ -72,7 +73,9 @@ REPORT_FIELDS: Mapping[str, Mapping[str, Check]] = {
         "commits": list_of(commit),
         "missed": list_of(text),
         "world": number,
+        "place": number,
     },
+    "serving": {"ballot": ballot, "address": or_empty(address), "error": text},
     "joined": {"ballot": ballot, "world": number},
     "reached": {"ballot": ballot, "missed": list_of(text)},
     "unfit": {"ballot": ballot, "why": text, "layout": layout},
@@ -178,7 +181,10 @@ SERVED_FIELDS: Mapping[str, Mapping[str, Check]] = {
 
 OPTIONAL_REPORT_FIELDS: Mapping[str, frozenset[str]] = {
     "holdings": frozenset(
-        {"complete", "export_port", "assignment", "commits", "missed", "world"}
+        {
+            *("complete", "export_port", "assignment", "commits", "missed"),
+            *("world", "place"),
+        }
     ),
     "unfit": frozenset({"layout"}),
     "staged": frozenset({"interval", "window"}),

@@ -84,7 +84,7 @@ class Host:
     def taken(self) -> Attached:
         """A process that is in a formation and was told what to restore."""
         attached = self.attach()
-        self.pool.start({"world": {"number": 1}})
+        self.pool.start({"world": {"number": 1, "index": 0}})
         self.pool.formed(source="init", step=0)
         assert attached.link.receive(5)["op"] == "formed"
         return attached
@@ -185,7 +185,7 @@ def test_a_process_that_was_told_its_step_is_let_go_with_the_reason(host: Host) 
 def test_a_process_that_waits_is_taken_into_the_next_formation(host: Host) -> None:
     attached = host.attach()
     ident = host.pool.waiting
-    host.pool.start({"world": {"number": 1}})
+    host.pool.start({"world": {"number": 1, "index": 0}})
     host.pool.let_go("a restore failed")
     assert host.pool.waiting == ident
     host.pool.note("process 1 of 2 to attach")
@@ -196,7 +196,7 @@ def test_a_process_that_waits_is_taken_into_the_next_formation(host: Host) -> No
 
 
 def test_nobody_to_start_is_as_one_that_ended(host: Host) -> None:
-    host.pool.start({"world": {"number": 1}})
+    host.pool.start({"world": {"number": 1, "index": 0}})
     assert host.pool.exited(host.hears("trainer_exit")[1])
 
 

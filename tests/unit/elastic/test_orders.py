@@ -41,6 +41,7 @@ SOUND: dict[str, dict[str, Any]] = {
         "reach": {"b": "10.0.0.6:7000"},
         "keep": 7340035,
     },
+    "serve": {"ballot": (7, 3), "server": "a", "size": 11},
     "join": {"ballot": (7, 3), "world": {**WORLD, "index": 5}},
     "rehearse": {
         "ballot": (7, 3),
