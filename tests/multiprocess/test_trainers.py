@@ -200,14 +200,14 @@ def test_a_trainer_that_leaves_its_slot_is_taken_into_the_next_formation(
     trainers.ensure_standby()
     assert trainers.leave(5, world=1) and not trainers.is_active(first.ident)
     assert trainers.membership == (0, 0)  # it has not left yet
-    assert events.get(timeout=20) == ("left_slot", 5)
+    assert events.get(timeout=20) == ("left_slot", 5, None)
     assert trainers.membership == (1, 1) and trainers.waiting != first.ident
     assert started(trainers, 3, obeys=True) is first
     said = events.get(timeout=20)
     assert said == ("trainer", first.ident, {"op": "running", "slot": 3})
     assert not trainers.leave(6, world=2)  # it is in another world
     assert trainers.leave(7, world=1)
-    assert events.get(timeout=20) == ("left_slot", 7)
+    assert events.get(timeout=20) == ("left_slot", 7, None)
     trainers.start(
         {"slot": 1, "world": {"number": 2, "index": 1}}
     )  # a new world, a new process
@@ -225,7 +225,7 @@ def test_a_trainer_that_does_not_leave_is_killed(
     trainers.end_leaving(4)  # an earlier order
     assert events.empty()
     trainers.end_leaving(5)
-    assert events.get(timeout=20) == ("left_slot", 5)
+    assert events.get(timeout=20) == ("left_slot", 5, None)
     assert events.get(timeout=20) == ("trainer_exit", trainer.ident, -9)
     assert trainers.membership == (0, 0) and not trainers.exited(trainer.ident)
 

@@ -600,7 +600,7 @@ class SimTrainers:
         if message["op"] == "left_slot":
             if self._leaving == (trainer, message["number"]):
                 self._leaving, self._member = None, trainer
-                self._emit("left_slot", message["number"])
+                self._emit("left_slot", message["number"], None)
         elif message["op"] == "joined":
             if trainer is self._member:
                 self._emit("joined", trainer.world)
@@ -611,13 +611,14 @@ class SimTrainers:
         """See `Trainers._ended`."""
         if self._known.pop(trainer.ident, None) is None:
             return
+        was_killed = trainer.ident in self._dying
         self._dying.discard(trainer.ident)
         self._waiting = None if trainer is self._waiting else self._waiting
         self.trainer = None if trainer is self.trainer else self.trainer
         self._member = None if trainer is self._member else self._member
         if self._leaving is not None and self._leaving[0] is trainer:
             number, self._leaving = self._leaving[1], None
-            self._emit("left_slot", number)
+            self._emit("left_slot", number, None if was_killed else code)
         self._code = code if trainer.ident == self._active else self._code
         for other in (self.trainer, self._member):
             if other is not None:

@@ -110,3 +110,12 @@ def drill(directory: Path, *arguments: str, status: str = "done") -> dict[str, A
     assert found["status"] == status
     assert found["left_behind"] == []
     return found | {"output": output}
+
+
+def is_rung(recovery: dict[str, Any], rung: int) -> bool:
+    """Whether a recovery's state came from where rung 1 or 2 has it: own memory, or
+    peers' memory too. On rung 0 no survivor may have been restarted."""
+    if recovery["rung"] != 0:
+        return recovery["rung"] == rung
+    from_peers = recovery["bytes_from_peers"] > 0
+    return not recovery["survivors_restarted"] and rung == (2 if from_peers else 1)

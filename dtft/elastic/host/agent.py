@@ -443,7 +443,9 @@ class Agent:
         if message["op"] == "ended":
             self._finish(message["result"])
         elif message["op"] == "serve":
-            self._serve(**{name: message[name] for name in ("ballot", "server", "size")})
+            self._serve(
+                **{name: message[name] for name in ("ballot", "server", "size")}
+            )
         else:
             if message["op"] == "reform" and not message.get("keep"):
                 self._service.end()  # it belongs to a world that is given up

@@ -138,7 +138,7 @@ class Follower:
         """At most `KEPT_COMMITS` commits that this host knows, newest first."""
         self._warm_at = 0.0
         self._leaves = itertools.count(1)
-        self._left: tuple[int, Callable[[], None]] | None = None
+        self._left: tuple[int, Callable[[int | None], None]] | None = None
         """Number of the order with which the trainer gives up its slot, and what is
         done then; None if no trainer is giving up a slot."""
         self._watch = ProgressWatch(config.timeouts)
@@ -308,7 +308,7 @@ class Follower:
         former, self._ballot = self._ballot, ballot
         self._board.set("recovering", 1)
         has_left: list[bool] = []
-        code = self._stand_down(reason, fatal, keep, lambda: left())
+        code = self._stand_down(reason, fatal, keep, lambda code: left(code))
         if code is not None:  # this exit may have caused the failures of other hosts
             self._tell_exit(code, former)
         told = {
@@ -328,7 +328,9 @@ class Follower:
                 told["world"], told["place"] = self._trainers.membership
                 self._tell_holdings(ballot, outcomes[0], told)
 
-        def left() -> None:
+        def left(code: int | None) -> None:
+            if code is not None:  # its end may have caused the failures of other hosts
+                self._tell_exit(code, former)
             has_left.append(True)
             tell()
 
@@ -345,12 +347,15 @@ class Follower:
         self._holding.submit(lambda: self._copies.report(read), listed)
         try_all(self._parts.probe, reach or {}, tried)
 
-    def left_slot(self, number: int) -> None:
-        """Goes on after the trainer has given up its slot, or has ended."""
+    def left_slot(self, number: int, code: int | None) -> None:
+        """Goes on after the trainer has given up its slot, or has ended.
+
+        `code` is the return code of a trainer that has ended by itself, else None.
+        """
         if self._left is not None and self._left[0] == number:
             _, then = self._left
             self._left = None
-            then()
+            then(code)
 
     def join(self, ballot: tuple[int, int], world: Mapping[str, Any]) -> None:
         """Makes this spare host's trainer join the world of JAX processes.
@@ -419,7 +424,7 @@ class Follower:
         reason: str = "",
         fatal: bool = False,
         keep: int = 0,
-        left: Callable[[], None] = lambda: None,
+        left: Callable[[int | None], None] = lambda code: None,
     ) -> int | None:
         """Gives up this host's slot: ends pushers, trainer, resharding and exports.
 
@@ -427,7 +432,8 @@ class Follower:
             reason: why, for the user's process.
             fatal: whether a waiting trainer is ended too, also without a slot.
             keep: number of the world whose trainer keeps its process; 0 for none.
-            left: called once the kept trainer has given up its slot, or has ended.
+            left: called once the kept trainer has given up its slot, or has ended; see
+                `left_slot`.
 
         Returns:
             The result of `Trainers.let_go`. None if `let_go` was not called, because
@@ -451,7 +457,7 @@ class Follower:
             self._board.set(field_name, 0)
         return code
 
-    def _leave(self, world: int, left: Callable[[], None]) -> bool:
+    def _leave(self, world: int, left: Callable[[int | None], None]) -> bool:
         """Orders the trainer to give up its slot, if it is in this world.
 
         Kills the trainer if it has not given up its slot after `LEAVE_S` seconds.

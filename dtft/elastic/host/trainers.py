@@ -147,8 +147,9 @@ class Trainers:
       started, `code` is the return code. For a user's process, `code` is 1 if the
       process had sent `left`, else 0.
     * ("attachment",): a user's process has attached or gone.
-    * ("left_slot", number): a trainer has carried out the order `leave` of this number,
-      or has ended before.
+    * ("left_slot", number, code): a trainer has carried out the order `leave` of this
+      number, or has ended before. `code` is its return code if it has ended by itself,
+      else None.
     * ("joined", world): the member has joined a world.
     """
 
@@ -293,7 +294,7 @@ class Trainers:
             return  # killed meanwhile
         self._leaving, trainer.given = None, False
         self._member = trainer
-        self._tell("left_slot", number)
+        self._tell("left_slot", number, None)
 
     def _welcome(
         self, message: dict[str, Any], link: AgentLink
@@ -545,6 +546,7 @@ class Trainers:
         with self._lock:
             if self._known.pop(trainer.ident, None) is None:
                 return  # the trainer was given up before
+            was_killed = trainer.ident in self._dying
             self._dying.discard(trainer.ident)
             was_attached = trainer is self._attached
             self._waiting = None if trainer is self._waiting else self._waiting
@@ -552,7 +554,7 @@ class Trainers:
             self._member = None if trainer is self._member else self._member
             if self._leaving is not None and self._leaving[0] is trainer:
                 number, self._leaving = self._leaving[1], None
-                self._tell("left_slot", number)
+                self._tell("left_slot", number, None if was_killed else code)
             self._code = code if trainer.ident == self._active else self._code
             if was_attached:
                 self._tell("attachment")

@@ -184,7 +184,8 @@ class RecoveryReport:
     senders: Mapping[str, int] = field(default_factory=dict)
     """Host to the bytes that other hosts fetch from its memory."""
     survivors: int = 0
-    """Number of hosts that had a slot before the recovery and have one after it."""
+    """Number of hosts that had a slot before the recovery and have one after it,
+    without the hosts that caused the recovery."""
     survivors_restarted: int = 0
     """Number of these hosts whose trainers were restarted."""
     phases_s: Mapping[str, float] = field(default_factory=dict)

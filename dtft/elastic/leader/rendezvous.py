@@ -40,8 +40,8 @@ from dtft.elastic.leader.world_plan import (
     admitted,
     new_world,
     recorded,
+    sound,
     swapped,
-    unique,
 )
 from dtft.elastic.reachability import Reachability, peers_to_try, set_aside
 from dtft.elastic.seat_policy import Seating
@@ -185,9 +185,11 @@ class Rendezvous:
     def _may_keep(self) -> bool:
         """Whether trainers may keep their processes in the round that begins.
 
-        Gives up the world after `MOST_SWAPS` formations in a row that did not train.
+        They end when the host of the coordination service is lost. Gives up the world
+        after `MOST_SWAPS` formations in a row that did not train.
         """
-        can = self._config.cpu_devices > 0 and bool(self.world.address)
+        is_served = self.world.server in self._registry.records
+        can = self._config.cpu_devices > 0 and bool(self.world.address) and is_served
         return can and not self._fatal and self._swaps < MOST_SWAPS
 
     def _end_world(self) -> None:
@@ -534,9 +536,7 @@ class Rendezvous:
         if world.turn or not self._seats.has_coordination_service:
             self._record(round_)
             return
-        # The first slot's host serves, so that the loss of another leader is no loss
-        # of the service.
-        server = assignment.slots[0]
+        server = world.server
         for host in sorted(self._registry.connected):
             self._send(
                 host, "serve", ballot=round_.ballot, server=server, size=world.size
@@ -567,7 +567,7 @@ class Rendezvous:
         slots = [record.host for record in filled]
         if self._keep:
             members = round_.members(self._keep)
-            world = replace(self.world, indices=unique(members, slots))
+            world = replace(self.world, indices=sound(members, self.world.size, slots))
             found = swapped(world, slots, world.indices)
             if isinstance(found, WorldPlan):
                 return found

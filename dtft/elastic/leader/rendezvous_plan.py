@@ -360,7 +360,7 @@ def report_of(
     assert assignment is not None and assignment.rung is not None
     named = {host for reason in causes(round_.reasons) for host in reason.hosts}
     taken = replaced(previous, assignment, named)
-    survivors = set(previous.slots if previous else ()) & set(assignment.slots)
+    survivors = set(previous.slots if previous else ()) & set(assignment.slots) - named
     return RecoveryReport(
         fault="; ".join([assignment.reason, *taken]),
         generation=assignment.generation,

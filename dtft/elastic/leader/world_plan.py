@@ -23,6 +23,8 @@ class WorldPlan:
     """Host to the place of its process."""
     size: int
     """Number of places."""
+    server: str = ""
+    """Name of the host of the coordination service."""
     address: str = ""
     """host:port of the coordination service; "" until it serves, and in a job whose
     processes the user starts."""
@@ -30,9 +32,9 @@ class WorldPlan:
     """Number of the current formation in this world, from 0."""
 
     @property
-    def record(self) -> tuple[int, str, int, int]:
+    def record(self) -> tuple[int, str, str, int, int]:
         """The world in `SlotAssignment.world`; inverse of `recorded`."""
-        return self.number, self.address, self.size, self.turn
+        return self.number, self.server, self.address, self.size, self.turn
 
     def seat(self, host: str) -> dict[str, object]:
         """Returns what a host's process needs to join the world."""
@@ -44,10 +46,17 @@ class WorldPlan:
         }
 
 
-def recorded(record: tuple[int, str, int, int]) -> WorldPlan:
+def recorded(record: tuple[int, str, str, int, int]) -> WorldPlan:
     """Returns the world of `SlotAssignment.world`; hosts report their own places."""
-    number, address, size, turn = record
-    return WorldPlan(number=number, indices={}, size=size, address=address, turn=turn)
+    number, server, address, size, turn = record
+    return WorldPlan(
+        number=number,
+        indices={},
+        size=size,
+        server=server,
+        address=address,
+        turn=turn,
+    )
 
 
 SPARE_PLACES = 8
@@ -56,6 +65,9 @@ SPARE_PLACES = 8
 
 def new_world(number: int, slots: Sequence[str], *, lasts: bool) -> WorldPlan:
     """Makes a world with a place for each slot, in slot order.
+
+    The first slot's host serves it, so that the loss of a leader with another slot is
+    no loss of the service.
 
     Args:
         number: number of the world.
@@ -71,7 +83,7 @@ def new_world(number: int, slots: Sequence[str], *, lasts: bool) -> WorldPlan:
     first = int(lasts)
     indices = {host: index for index, host in enumerate(slots, first)}
     size = first + len(slots) + SPARE_PLACES * first
-    return WorldPlan(number=number, indices=indices, size=size)
+    return WorldPlan(number=number, indices=indices, size=size, server=slots[0])
 
 
 def swapped(
@@ -115,17 +127,19 @@ def swapped(
     return replace(world, indices=indices, turn=world.turn + 1)
 
 
-def unique(places: Mapping[str, int], slots: Collection[str]) -> dict[str, int]:
-    """Leaves out hosts that report the place of another host.
+def sound(
+    places: Mapping[str, int], size: int, slots: Collection[str]
+) -> dict[str, int]:
+    """Leaves out hosts that report a place that is not there, or of another host.
 
     Two leaders may have given a place to two hosts. A host in `slots` counts first.
 
-    >>> unique({"a": 1, "b": 2, "c": 2}, {"c"})
+    >>> sound({"a": 1, "b": 2, "c": 2, "d": 0, "e": 99}, 11, {"c"})
     {'c': 2, 'a': 1}
     """
     found: dict[str, int] = {}
     for host in sorted(places, key=lambda host: (host not in slots, host)):
-        if places[host] not in found.values():
+        if 0 < places[host] < size and places[host] not in found.values():
             found[host] = places[host]
     return found
 
