@@ -39,11 +39,11 @@ from dtft.elastic.stack_dump import accept_requests
 from dtft.train.devices import keep_freed
 from dtft.train.drill_failure import DrillFailure
 from dtft.train.stop import NonFinite
-from dtft.train.world import World, broken_collective
 
 if TYPE_CHECKING:
     from dtft.parallel.planning import PlanChoice
     from dtft.train.rehearsal import Rehearsals
+    from dtft.train.world import World
 
 
 AHEAD = 2
@@ -136,7 +136,7 @@ class AgentRuntime:
         self,
         experiment: Experiment,
         dialogue: Dialogue,
-        world: World,
+        world: "World",
         rehearsals: "Rehearsals",
         start: dict[str, Any],
         resume: str,
@@ -550,7 +550,7 @@ class TrainerProcess:
         """Stores the arguments; `serve` takes orders."""
         self._experiment, self._arguments = experiment, arguments
         self._dialogue = Dialogue(link, experiment.timeouts.start)
-        self._world = World()
+        self._world: World | None = None
         self._rehearsals: Rehearsals | None = None
         self._runtime: AgentRuntime | None = None
         self._orders: list[dict[str, Any]] = []
@@ -565,8 +565,10 @@ class TrainerProcess:
             Exception: training has failed.
         """
         from dtft.train.rehearsal import Rehearsals
+        from dtft.train.world import World
 
-        self._rehearsals = Rehearsals(self._experiment, self._world)
+        self._world = world = World()
+        self._rehearsals = Rehearsals(self._experiment, world)
         self._dialogue.start(self._take)
         while True:
             order = self._next()
@@ -574,8 +576,8 @@ class TrainerProcess:
                 case "start":
                     self._start(order)
                 case "join":
-                    self._world.join(order["world"])
-                    self._dialogue.send("joined", world=self._world.number)
+                    world.join(order["world"])
+                    self._dialogue.send("joined", world=world.number)
                 case "leave":
                     self._leave(order)
 
@@ -595,7 +597,8 @@ class TrainerProcess:
             self._orders = [message]  # an older order is void
             self._is_leaving = True
             self._dialogue.interrupt(LeaveOrdered())
-            self._world.leave()
+            if self._world is not None:
+                self._world.leave()
         elif op in ("start", "join"):
             self._orders.append(message)
         elif op == "rehearse" and self._rehearsals is not None:
@@ -626,6 +629,8 @@ class TrainerProcess:
         before the order arrives; then the agent is told, and this process waits for the
         order.
         """
+        from dtft.train.world import broken_collective
+
         broken = broken_collective(error)
         if not self._is_leaving and broken is not None:
             self._dialogue.send("failed", **failure(broken, self.at))
@@ -675,7 +680,7 @@ class TrainerProcess:
 
         usual = f"dtft agent {' '.join(self._arguments)}"
         resume = os.environ.get("DTFT_RESUME_COMMAND", usual)
-        assert self._rehearsals is not None
+        assert self._world is not None and self._rehearsals is not None
         runtime = AgentRuntime(
             *(self._experiment, self._dialogue, self._world, self._rehearsals),
             *(start, resume),

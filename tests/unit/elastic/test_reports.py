@@ -130,6 +130,7 @@ def test_the_table_names_what_the_leader_takes(op: str) -> None:
         "unfit": HostMonitor.unfit,
         "fit": HostMonitor.fit,
         "reached": Rendezvous.reached,
+        "serving": Rendezvous.serving,
     }
     method = others.get(op) or getattr(Leader, f"_on_{op}")
     handler = inspect.signature(method).parameters.values()
