@@ -188,6 +188,8 @@ class RecoveryReport:
     without the hosts that caused the recovery."""
     survivors_restarted: int = 0
     """Number of these hosts whose trainers were restarted."""
+    restarted_because: str = ""
+    """Why they were restarted; "" if none was."""
     phases_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds of each phase, one after the other. "leave": until all hosts have given
     up their slots and reported their copies. "record": until the store has the
@@ -216,13 +218,14 @@ class RecoveryReport:
         size = ""
         if self.slots_before not in (0, self.slots):
             size = f"{self.slots} hosts train instead of {self.slots_before}; "
+        why = f" ({self.restarted_because})" if self.survivors_restarted else ""
         return (
             f"recovered: {self.fault}; {size}generation {self.generation}; "
             f"rung {self.rung}; "
             f"step {self.restored_step} restored ({where}{corrupt}); "
             f"{self.steps_lost} steps lost; restored in {self.restore_s:.2f} s, "
             f"training again {self.total_s:.2f} s after it was noticed; "
-            f"{self.survivors_restarted} of {self.survivors} survivors restarted"
+            f"{self.survivors_restarted} of {self.survivors} survivors restarted{why}"
         )
 
 

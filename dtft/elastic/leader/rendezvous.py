@@ -136,6 +136,8 @@ class Rendezvous:
         self._storage_missed = self._fatal = False
         self._keep = 0
         """Number of the world whose trainers keep their processes in this round."""
+        self._because = ""
+        """Why no trainer keeps its process in this round; "" if trainers do."""
         self._swaps = 0
         """Number of formations in the same world since one has trained."""
         self._end: RetryDecision | None = None
@@ -173,7 +175,8 @@ class Rendezvous:
         if self.assignment is not None:
             self.previous, self.assignment = self.assignment, None
         texts = "; ".join(reason.text for reason in whys)
-        self._keep = self.world.number if self._may_keep() else 0
+        self._because = self._why_restarted()
+        self._keep = 0 if self._because else self.world.number
         self._journal.event("forming", reason=texts, ballot=ballot, keeps=self._keep)
         if not self._keep:
             self._end_world()
@@ -182,15 +185,22 @@ class Rendezvous:
         for host in sorted(self._registry.connected):
             self.ask(host)
 
-    def _may_keep(self) -> bool:
-        """Whether trainers may keep their processes in the round that begins.
-
-        They end when the host of the coordination service is lost. Gives up the world
-        after `MOST_SWAPS` formations in a row that did not train.
-        """
-        is_served = self.world.server in self._registry.records
-        can = self._config.cpu_devices > 0 and bool(self.world.address) and is_served
-        return can and not self._fatal and self._swaps < MOST_SWAPS
+    def _why_restarted(self) -> str:
+        """Returns why all trainers restart in the round that begins; "" if they keep
+        their processes."""
+        if not self._seats.has_coordination_service:
+            return "the user starts the trainers"
+        if not self._config.cpu_devices:
+            return "trainers with accelerators cannot leave a collective"
+        if not self.world.address:
+            return "the round before did not get a coordination service"
+        if self.world.server not in self._registry.records:
+            return f"{self.world.server}, which ran JAX's coordination service, is lost"
+        if self._fatal:
+            return "the job ends"
+        if self._swaps >= MOST_SWAPS:
+            return f"{MOST_SWAPS} formations in a row failed in the same processes"
+        return ""
 
     def _end_world(self) -> None:
         """Forgets the world; hosts that are ordered to keep no trainer end it."""
@@ -571,10 +581,10 @@ class Rendezvous:
             found = swapped(world, slots, world.indices)
             if isinstance(found, WorldPlan):
                 return found
-            self._journal.say(f"all trainers are restarted: {found}")
+            self._because = found
         term, counter = round_.ballot
         number, lasts = term * BALLOTS + counter, self._config.cpu_devices > 0
-        return new_world(number, slots, lasts=lasts)
+        return new_world(number, slots, lasts=lasts, because=self._because)
 
     def _wait_for_storage(self, reasons: tuple[str, ...]) -> None:
         """Waits for storage that is silent or has lost its steps. Without the user's

@@ -361,6 +361,7 @@ def report_of(
     named = {host for reason in causes(round_.reasons) for host in reason.hosts}
     taken = replaced(previous, assignment, named)
     survivors = set(previous.slots if previous else ()) & set(assignment.slots) - named
+    restarted = survivors - round_.members(world.number).keys()
     return RecoveryReport(
         fault="; ".join([assignment.reason, *taken]),
         generation=assignment.generation,
@@ -381,7 +382,8 @@ def report_of(
         slots_before=len(previous.slots) if previous else 0,
         senders=round_.decision.sent if round_.decision else {},
         survivors=len(survivors),
-        survivors_restarted=len(survivors - round_.members(world.number).keys()),
+        survivors_restarted=len(restarted),
+        restarted_because=_why_restarted(restarted, world),
         phases_s={
             "leave": round_.decided - round_.detected,
             "record": round_.restore_begun - round_.decided,
@@ -389,6 +391,13 @@ def report_of(
             "first_step": now - round_.restore_begun - round_.restore_s,
         },
     )
+
+
+def _why_restarted(hosts: Collection[str], world: WorldPlan) -> str:
+    if not hosts or world.because:
+        return world.because
+    names = ", ".join(sorted(hosts))
+    return f"the trainer did not give up its slot in time, or ended: {names}"
 
 
 def _restarted(round_: Round, assignment: SlotAssignment, world: WorldPlan) -> int:

@@ -30,6 +30,8 @@ class WorldPlan:
     processes the user starts."""
     turn: int = 0
     """Number of the current formation in this world, from 0."""
+    because: str = ""
+    """Why the processes of the world before could not be kept; not recorded."""
 
     @property
     def record(self) -> tuple[int, str, str, int, int]:
@@ -63,7 +65,9 @@ SPARE_PLACES = 8
 """Number of places of a world for spares."""
 
 
-def new_world(number: int, slots: Sequence[str], *, lasts: bool) -> WorldPlan:
+def new_world(
+    number: int, slots: Sequence[str], *, lasts: bool, because: str = ""
+) -> WorldPlan:
     """Makes a world with a place for each slot, in slot order.
 
     The first slot's host serves it, so that the loss of a leader with another slot is
@@ -74,6 +78,7 @@ def new_world(number: int, slots: Sequence[str], *, lasts: bool) -> WorldPlan:
         slots: the host of each slot.
         lasts: whether the world can last over several formations. Then it has
             `SPARE_PLACES` more places, and no host gets place 0.
+        because: why the processes of the world before could not be kept.
 
     >>> new_world(1, ("b", "a"), lasts=True).indices
     {'b': 1, 'a': 2}
@@ -83,7 +88,9 @@ def new_world(number: int, slots: Sequence[str], *, lasts: bool) -> WorldPlan:
     first = int(lasts)
     indices = {host: index for index, host in enumerate(slots, first)}
     size = first + len(slots) + SPARE_PLACES * first
-    return WorldPlan(number=number, indices=indices, size=size, server=slots[0])
+    return WorldPlan(
+        number=number, indices=indices, size=size, server=slots[0], because=because
+    )
 
 
 def swapped(
@@ -124,7 +131,7 @@ def swapped(
             if index is None:
                 return f"the world has no free place for {host}"
             indices[host] = index
-    return replace(world, indices=indices, turn=world.turn + 1)
+    return replace(world, indices=indices, turn=world.turn + 1, because="")
 
 
 def sound(

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -146,3 +147,104 @@ def test_a_trainer_says_why_it_fails_and_waits_to_be_ended(
     agent.link.close()
     until(lambda: agent.process.poll() is not None)
     assert agent.process.returncode == 1
+
+
+class Ordered:
+    """A `TrainerProcess` that serves on a thread, and its agent's end of the link."""
+
+    def __init__(self, train: Callable[[worker.TrainerProcess, Any], None]) -> None:
+        here, there = socket.socketpair()
+        self.agent, self._link = AgentLink(there), AgentLink(here)
+        experiment = load_experiment("digits_cnn", [], prog="")
+        self.trainer = worker.TrainerProcess(experiment, self._link, ())
+        self.trainer.train = lambda order: train(self.trainer, order)
+        self.ended: list[BaseException] = []
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        try:
+            self.trainer.serve()
+        except Exception as error:
+            self.ended.append(error)
+
+    def start(self, slot: int) -> None:
+        self.agent.send("start", slot=slot, generation=1)
+
+    def close(self) -> None:
+        self.agent.close()
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+        self._link.close()
+
+
+@pytest.fixture
+def ordered() -> Iterator[Callable[..., Ordered]]:
+    made: list[Ordered] = []
+
+    def make(train: Callable[[worker.TrainerProcess, Any], None]) -> Ordered:
+        made.append(Ordered(train))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def waits(trainer: worker.TrainerProcess, order: Any) -> None:
+    """Trains until the order to leave comes."""
+    trainer._dialogue.send("running", step=order["slot"])
+    trainer._dialogue.wait(lambda: False, "the order to leave", 20.0)
+
+
+def test_a_trainer_that_leaves_its_slot_takes_another_one(
+    ordered: Callable[..., Ordered],
+) -> None:
+    one = ordered(waits)
+    for number in (1, 2):
+        one.start(number)
+        assert one.agent.receive(20) == {"op": "running", "step": number}
+        one.start(99)  # void: the order to leave is newer
+        one.agent.send("leave", number=number)
+        assert one.agent.receive(20) == {"op": "left_slot", "number": number}
+    assert not one.ended
+
+
+def test_a_collective_that_breaks_before_the_order_to_leave_is_told(
+    ordered: Callable[..., Ordered],
+) -> None:
+    def breaks(trainer: worker.TrainerProcess, order: Any) -> None:
+        del trainer, order
+        raise ValueError("[gloo/transport] Gloo all-reduce failed: connection closed")
+
+    one = ordered(breaks)
+    one.start(0)
+    told = one.agent.receive(20)
+    assert told["op"] == "failed" and "Gloo all-reduce" in told["error"]
+    one.agent.send("leave", number=7)
+    assert one.agent.receive(20) == {"op": "left_slot", "number": 7}
+    assert not one.ended
+
+
+def test_an_error_of_the_users_program_ends_the_trainer(
+    ordered: Callable[..., Ordered],
+) -> None:
+    def fails(trainer: worker.TrainerProcess, order: Any) -> None:
+        del trainer, order
+        raise ValueError("shapes (3,) and (4,)")
+
+    one = ordered(fails)
+    one.start(0)
+    until(lambda: bool(one.ended))
+    assert str(one.ended[0]) == "shapes (3,) and (4,)"
+
+
+def test_a_trainer_without_a_slot_leaves_at_once_and_ends_with_its_agent(
+    ordered: Callable[..., Ordered],
+) -> None:
+    one = ordered(waits)
+    one.agent.send("leave", number=3)
+    assert one.agent.receive(20) == {"op": "left_slot", "number": 3}
+    one.agent.close()
+    until(lambda: bool(one.ended))
+    assert isinstance(one.ended[0], worker.AgentGone)

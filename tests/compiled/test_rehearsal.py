@@ -1,0 +1,65 @@
+"""Steps that are compiled ahead: they are found, and compile nothing when they run."""
+
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from dtft.config.experiment import BalanceConfig, ClusterConfig, Experiment
+from dtft.parallel.state_sharding import make_mesh
+from dtft.parallel.step import TrainStep
+from dtft.parallel.validation import scaled_mesh
+from dtft.train.rehearsal import Rehearsals
+from dtft.train.world import World
+from tests.support.tiny_experiment import compilations, tiny
+
+
+def mesh_of(experiment: Experiment, turn: int) -> jax.sharding.Mesh:
+    devices = World().devices([0], turn, 4)
+    return make_mesh(scaled_mesh(experiment, 1, 4), devices)
+
+
+def rehearsed(rehearsals: Rehearsals, mesh: jax.sharding.Mesh) -> TrainStep:
+    until = time.monotonic() + 60
+    while (found := rehearsals.step_on(mesh)) is None:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    return found
+
+
+def test_a_step_compiled_ahead_runs_without_compiling(tmp_path: Path) -> None:
+    experiment = tiny(tmp_path, cluster=ClusterConfig(hosts=1, devices_per_host=4))
+    rehearsals = Rehearsals(experiment, World())
+    now, after = (mesh_of(experiment, turn) for turn in (0, 1))
+    assert not set(now.devices.flat) & set(after.devices.flat)
+    rehearsals.begin({"turn": 1, "formations": [[0]]})
+    step = rehearsed(rehearsals, after)
+    assert step.mesh == after and rehearsals.step_on(now) is None
+    state = step.init()
+    rows = np.zeros((16, 8, 8, 1), np.float32), np.zeros((16,), np.int32)
+    batch = jax.device_put(
+        dict(zip(("image", "label"), rows, strict=True)), step.batch_sharding
+    )
+    with compilations() as compiled:
+        jax.block_until_ready(step.step(state, batch))
+    assert not compiled
+
+
+def test_an_order_replaces_the_one_before(tmp_path: Path) -> None:
+    experiment = tiny(tmp_path, cluster=ClusterConfig(hosts=1, devices_per_host=4))
+    rehearsals = Rehearsals(experiment, World())
+    rehearsals.begin({"turn": 0, "formations": [[0]]})
+    first = rehearsed(rehearsals, mesh_of(experiment, 0))
+    rehearsals.begin({"turn": 1, "formations": [[0]]})
+    assert rehearsed(rehearsals, mesh_of(experiment, 1)) is not first
+    assert rehearsals.step_on(mesh_of(experiment, 0)) is None
+
+
+def test_a_balanced_step_is_not_compiled_ahead(tmp_path: Path) -> None:
+    cluster = ClusterConfig(hosts=1, devices_per_host=4)
+    balance = BalanceConfig(policy="exact")
+    experiment = tiny(tmp_path, cluster=cluster, balance=balance)
+    rehearsals = Rehearsals(experiment, World())
+    rehearsals.begin({"turn": 0, "formations": [[0]]})
+    assert rehearsals.step_on(mesh_of(experiment, 0)) is None
