@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         HostFlags,
         JobFlags,
         PlaceFlags,
+        SoakCommand,
     )
     from dtft.cli.dispatch import main
 
@@ -29,6 +30,7 @@ _PUBLIC = {
     "HostFlags": "commands",
     "JobFlags": "commands",
     "PlaceFlags": "commands",
+    "SoakCommand": "commands",
     "main": "dispatch",
 }
 
@@ -38,6 +40,7 @@ __all__ = [
     "HostFlags",
     "JobFlags",
     "PlaceFlags",
+    "SoakCommand",
     "main",
 ]
 

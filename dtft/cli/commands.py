@@ -202,8 +202,8 @@ class LaunchCommand:
 
 
 _FAULTS = (
-    "May be repeated. kill-host:SLOT, kill-trainer:SLOT, kill-leader, kill-store, "
-    "corrupt:SLOT, all with @STEP[:PHASE]; stop-agent:SLOT, stop-host:SLOT, "
+    "May be repeated. kill-host:SLOT, kill-trainer:SLOT, kill-leader, kill-spare, "
+    "kill-store, corrupt:SLOT, all with @STEP[:PHASE]; stop-agent:SLOT, stop-host:SLOT, "
     "stop-trainer:SLOT, cut:SLOT, all with @STEP[:SECONDS], for ever without seconds; "
     "cut:SLOT@STEP:REACH with REACH all, store, out, in, or pair with two slots "
     "(network namespaces: needs root); of stops and cuts SLOT may be leader or "
@@ -246,6 +246,44 @@ class DrillCommand:
         from dtft.drills import run_drill
 
         return run_drill(self, words)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoakCommand:
+    """Run many drills with random faults; say how often the job recovers.
+
+    An episode is a drill with one to three faults, drawn from a seed: killed, stopped
+    and cut off hosts, trainers and stores, corrupt copies, and exceptions. The same
+    command goes on where it was interrupted.
+    """
+
+    config: _Config
+    run_flags: _Run = field(default_factory=RunFlags)
+    spares: _Count = 1
+    """Number of spare hosts."""
+    host: _Host = field(default_factory=HostFlags)
+    episodes: _Count = 20
+    """Number of episodes, those of earlier parts of the same soak included."""
+    replicas: UseAppendAction[tuple[_Count, ...]] = ()
+    """Number of replicas to which the live job may be scaled; may be repeated."""
+    deadline: _Seconds = 180.0
+    """Largest number of seconds that an episode may take."""
+    rejoin: Annotated[float, _told("S")] = 3.0
+    """Restart killed hosts after S seconds; replace hosts that are stopped or cut for
+    ever."""
+    seed: _Count = 0
+    """Seed of the first episode; each episode has the next seed."""
+    json: _File = ""
+    """File of the episodes' records; default: soak.json in the run directory."""
+
+    def __post_init__(self) -> None:
+        _check_counts(spares=self.spares, episodes=self.episodes, seed=self.seed)
+
+    def run(self, words: list[str]) -> int:
+        """Runs the episodes that are still to come; returns the exit code."""
+        from dtft.drills import run_soak
+
+        return run_soak(self, words)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -556,6 +594,7 @@ WITH_KEYS = {
     "agent": AgentCommand,
     "agent --serve-only": ServeCommand,
     "drill": DrillCommand,
+    "soak": SoakCommand,
     "bench": BenchCommand,
     "bench transport": BenchTransportCommand,
     "plan": PlanCommand,

@@ -3,6 +3,7 @@
 * `drill`: the two runs of `dtft drill`, and the faults at their steps. `compare`:
   judges both runs. `leftovers`: processes, sockets and memory that an ended job has
   left on this machine.
+* `soak`: `dtft soak`, many drills with random faults. `fault_schedule`: draws them.
 * `bench`: `dtft bench`, the memory tier's cost per step.
 * `options`: values that commands of drills and jobs compute from their flags.
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
         settings,
         store_address,
     )
+    from dtft.drills.soak import run_soak
 
 _PUBLIC = {
     "cluster_options": "options",
@@ -37,6 +39,7 @@ _PUBLIC = {
     "read_secret": "options",
     "run_bench": "bench",
     "run_drill": "drill",
+    "run_soak": "soak",
     "settings": "options",
     "store_address": "options",
     "tier_off": "bench",
@@ -52,6 +55,7 @@ __all__ = [
     "read_secret",
     "run_bench",
     "run_drill",
+    "run_soak",
     "settings",
     "store_address",
     "tier_off",

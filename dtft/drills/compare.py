@@ -378,11 +378,11 @@ def judge(
     if record["resized"] or record["shares"]:
         segments = surviving_segments(events, step)
         record["loss_curve"] = compare_losses(control, faulted, segments)
-    record["ok"] = bool(injector.done) and _is_good(record)
+    record["ok"] = bool(injector.done) and is_good(record)
     return record
 
 
-def _is_good(record: dict[str, Any]) -> bool:
+def is_good(record: dict[str, Any]) -> bool:
     """Whether a record passes all checks; `judge` checks that all faults happened."""
     same_state = record["bit_identical"]
     if record["resized"] or record["shares"]:

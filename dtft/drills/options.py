@@ -23,7 +23,14 @@ from dtft.parallel import check_experiment
 from dtft.train import config_to_continue, make_directory, with_run_dir
 
 if TYPE_CHECKING:
-    from dtft.cli import BenchCommand, DrillCommand, HostFlags, JobFlags, PlaceFlags
+    from dtft.cli import (
+        BenchCommand,
+        DrillCommand,
+        HostFlags,
+        JobFlags,
+        PlaceFlags,
+        SoakCommand,
+    )
     from dtft.elastic.local_cluster import ClusterOptions
 
 
@@ -154,7 +161,7 @@ def _domains_in(name: str):
 
 
 def for_clusters(
-    command: "DrillCommand | BenchCommand", words: list[str], prog: str
+    command: "DrillCommand | SoakCommand | BenchCommand", words: list[str], prog: str
 ) -> tuple[Experiment, list[str]]:
     """Loads the experiment; returns it with the overrides for the runs' clusters.
 

@@ -265,6 +265,8 @@ class FaultInjector(threading.Thread):
         return [pid for pid in cells if pid]
 
     def _victims(self, fault: Fault) -> tuple[str, ...]:
+        if fault.kind == "kill-spare":
+            return self._spares()[:1]
         if fault.kind == "kill-leader" or fault.role == "leader":
             return (self._leader(),)
         if fault.role == "follower":
@@ -272,6 +274,14 @@ class FaultInjector(threading.Thread):
             count = 2 if fault.reach == "pair" else 1
             return tuple(host for host in self._slots if host != leader)[:count]
         return tuple(self._slots[slot] for slot in fault.slots)
+
+    def _spares(self) -> tuple[str, ...]:
+        """Returns the running hosts without a slot that take part in the job."""
+        return tuple(
+            host
+            for host in sorted(self._cluster.agents)
+            if host not in self._slots and self._board(host) is not None
+        )
 
     def _leader(self) -> str:
         """Returns the host that has the leader key.
@@ -335,7 +345,8 @@ class FaultInjector(threading.Thread):
 
         Returns:
             False if the fault's phase has ended meanwhile, if a victim was killed by
-            an earlier fault and has not been started again, if the fault hits trainers
+            an earlier fault and has not been started again, if a spare is to be killed
+            and there is none, if the fault hits trainers
             and a victim's trainer has not started, or if the faults were cancelled
             during the wait for an export. The fault is then not carried out.
         """
@@ -344,6 +355,8 @@ class FaultInjector(threading.Thread):
             return True
         victims = self._victims(fault)
         if any(host not in self._cluster.agents for host in victims):
+            return False
+        if fault.kind == "kill-spare" and not victims:
             return False
         started = len(self._trainer_pids(victims)) == len(victims)
         if fault.kind in _OF_TRAINERS and not started:
@@ -474,7 +487,7 @@ class FaultInjector(threading.Thread):
         match fault.kind:
             case "kill-trainer":
                 self._kill_trainers(victims)
-            case "kill-host" | "kill-leader":
+            case "kill-host" | "kill-leader" | "kill-spare":
                 self._kill_hosts(victims)
             case kind:
                 raise ValueError(f"fault {kind!r} is in RULES; nothing here does it")

@@ -1,0 +1,290 @@
+"""`dtft soak`: many drills with random faults, and how often the job recovers.
+
+Each episode is a drill with a schedule of faults that is drawn from a seed
+(`fault_schedule`). All episodes are compared with one undisturbed run. The file of
+--json is written after every episode, and the same command goes on after the last
+episode in it.
+"""
+
+import json
+import os
+import shutil
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from dtft.config import Experiment
+from dtft.drills.compare import is_good
+from dtft.drills.drill import drilled
+from dtft.drills.fault_schedule import STEADY, SoakedJob, schedule
+from dtft.drills.options import for_clusters
+from dtft.elastic.faults import check_namespaces
+
+if TYPE_CHECKING:
+    from dtft.cli import SoakCommand
+
+_TRACEBACK = "Traceback (most recent call last)"
+_INTENDED = "drill: fail at step"
+"""In a traceback that a fault of kind `fail` has caused."""
+
+Episode = dict[str, Any]
+"""Record of one episode; see `judged_episode`."""
+
+
+def run_soak(options: "SoakCommand", words: list[str]) -> int:
+    """Runs the episodes and prints a line for each, then the sums.
+
+    Returns:
+        0 if all episodes passed, else 1.
+
+    Raises:
+        ValueError: wrong input, the file of --json is of another soak, or etcd does not
+            start.
+        FileNotFoundError: there is no etcd executable.
+        SystemExit: CONFIG or a key of it is wrong, or the undisturbed run did not end
+            in time.
+    """
+    experiment, _ = for_clusters(options, words, "dtft soak")
+    job = soaked_job(experiment, options.spares, options.replicas)
+    if job.sizes:
+        words = [*words, "--log.every", "1"]  # the losses of all steps are compared
+    root = Path(experiment.log.run_dir or "runs/soak").resolve()
+    what = {
+        "config": options.config,
+        "overrides": words,
+        "hosts": job.slots,
+        "spares": job.spares,
+        "replicas": list(job.sizes),
+        "seed": options.seed,
+    }
+    file = Path(options.json) if options.json else root / "soak.json"
+    episodes = former_episodes(file, what)
+    if episodes:
+        print(f"dtft: {len(episodes)} episodes are in {file} already", flush=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    for number in range(len(episodes), options.episodes):
+        episodes.append(_episode(options, words, job, number, root))
+        _write(file, what | sums(episodes) | {"records": episodes})
+    for line in lines(sums(episodes)):
+        print(line)
+    return 0 if all(episode["passed"] for episode in episodes) else 1
+
+
+def soaked_job(
+    experiment: Experiment, spares: int, sizes: Sequence[int]
+) -> SoakedJob:
+    """Returns what schedules must know of a job.
+
+    Cuts are left out if this process cannot make network namespaces.
+
+    Args:
+        experiment: the experiment.
+        spares: number of spare hosts.
+        sizes: numbers of replicas to which the job is scaled; empty for none.
+    """
+    kinds = list(STEADY)
+    try:
+        check_namespaces()
+    except ValueError:
+        kinds.remove("cut")
+    return SoakedJob(
+        slots=experiment.cluster.hosts,
+        spares=spares,
+        steps=experiment.stop.steps,
+        sizes=tuple(sizes),
+        kinds=tuple(kinds),
+    )
+
+
+def _episode(
+    options: "SoakCommand", words: list[str], job: SoakedJob, number: int, root: Path
+) -> Episode:
+    from dtft.cli import DrillCommand
+
+    seed = options.seed + number
+    faults = schedule(seed, job)
+    begun = time.monotonic()
+    drill = DrillCommand(
+        config=options.config,
+        run_flags=replace(options.run_flags, run_dir=str(root)),
+        spares=options.spares,
+        host=options.host,
+        fault=faults,
+        deadline=options.deadline,
+        rejoin=options.rejoin,
+        seed=seed,
+        control=str(root / "control"),
+    )
+    record = drilled(drill, words, "dtft soak")
+    faulted = root / "faulted"
+    traced = tracebacks(faulted / "logs")
+    episode = judged_episode(number, seed, faults, record, traced)
+    episode["seconds"] = round(time.monotonic() - begun, 1)
+    if not episode["passed"]:
+        kept = root / f"episode-{number}"
+        shutil.rmtree(kept, ignore_errors=True)
+        faulted.rename(kept)
+        (kept / "drill.json").write_text(json.dumps(record, indent=2) + "\n")
+        episode["kept"] = str(kept)
+    print(line_of(episode), flush=True)
+    return episode
+
+
+def judged_episode(
+    number: int,
+    seed: int,
+    faults: Sequence[str],
+    record: dict[str, Any],
+    traced: Sequence[str],
+) -> Episode:
+    """Makes the record of an episode.
+
+    `passed`: whether the drill's checks hold and no log has an unexpected traceback. A
+    fault that was still to come when the job ended is no failure. `expects_bits`:
+    whether the final state must equal that of the undisturbed run bit for bit. `wrong`:
+    whether the job ended with another state or other samples. `hung`: whether the job
+    did not end in time.
+
+    Args:
+        number: the episode's number, from 0.
+        seed: seed of its schedule.
+        faults: the schedule.
+        record: the record of its drill.
+        traced: names of logs with an unexpected traceback.
+    """
+    expects_bits = not (record["resized"] or record["shares"])
+    curve = record.get("loss_curve", {"within_tolerance": False})
+    same = record["bit_identical"] if expects_bits else curve["within_tolerance"]
+    hung = not record["ended_in_time"]
+    finished = record["status"] == "done" and not hung
+    whys = {
+        "hung": hung,
+        f"status {record['status']} {record['message']}".strip(): not finished,
+        "another final state": finished and not same,
+        "wrong samples": finished and not record["samples_exactly_once"],
+        f"fault: {record['fault_error']}": bool(record["fault_error"]),
+        f"left behind: {record['left_behind']}": bool(record["left_behind"]),
+        f"traceback in {', '.join(traced)}": bool(traced),
+    }
+    why = [text for text, holds in whys.items() if holds]
+    return {
+        "number": number,
+        "seed": seed,
+        "faults": list(faults),
+        "passed": is_good(record) and not traced,
+        "why": why,
+        "hung": hung,
+        "wrong": finished and not (same and record["samples_exactly_once"]),
+        "expects_bits": expects_bits,
+        "bit_identical": record["bit_identical"],
+        "not_over": record["faults_not_over"],
+        "recoveries": [
+            {
+                name: recovery[name]
+                for name in (
+                    *("rung", "cause", "gap_s", "phases_s", "steps_lost", "survivors"),
+                    *("survivors_restarted", "restarted_because"),
+                )
+            }
+            for recovery in record["recoveries"]
+        ],
+    }
+
+
+def tracebacks(logs: Path) -> list[str]:
+    """Names the logs of a directory that have a traceback which no `fail` caused."""
+    found = []
+    for path in sorted(logs.glob("*.log")):
+        parts = path.read_text(errors="replace").split(_TRACEBACK)[1:]
+        if any(_INTENDED not in part for part in parts):
+            found.append(path.name)
+    return found
+
+
+def sums(episodes: Sequence[Episode]) -> dict[str, Any]:
+    """Sums up episodes.
+
+    `gaps_s` maps a rung to the (median, largest) gap between the commits before and
+    after a recovery, in seconds.
+    """
+    recoveries = [one for episode in episodes for one in episode["recoveries"]]
+    gaps: dict[int, list[float]] = {}
+    for one in recoveries:
+        if one["gap_s"] is not None:
+            gaps.setdefault(one["rung"], []).append(one["gap_s"])
+    expected = [episode for episode in episodes if episode["expects_bits"]]
+    return {
+        "episodes": len(episodes),
+        "passed": sum(episode["passed"] for episode in episodes),
+        "bit_identical": sum(episode["bit_identical"] for episode in expected),
+        "bit_identical_expected": len(expected),
+        "hangs": sum(episode["hung"] for episode in episodes),
+        "wrong": sum(episode["wrong"] for episode in episodes),
+        "recoveries": len(recoveries),
+        "rungs": dict(sorted(Counter(one["rung"] for one in recoveries).items())),
+        "gaps_s": {
+            rung: (round(median(found), 3), max(found))
+            for rung, found in sorted(gaps.items())
+        },
+        "steps_lost": sum(one["steps_lost"] for one in recoveries),
+    }
+
+
+def line_of(episode: Episode) -> str:
+    """Formats an episode as a line."""
+    verdict = "passed" if episode["passed"] else f"FAILED: {'; '.join(episode['why'])}"
+    rungs = ", ".join(str(one["rung"]) for one in episode["recoveries"]) or "none"
+    return (
+        f"dtft: episode {episode['number']} (seed {episode['seed']}): "
+        f"{' '.join(episode['faults'])}: rungs {rungs}, "
+        f"{episode['seconds']:.0f} s, {verdict}"
+    )
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    """Formats the sums of episodes as lines."""
+    gaps = [
+        f"rung {rung}: {found['rungs'][rung]} with a gap of {middle:.2f} s, at most "
+        f"{largest:.2f} s"
+        for rung, (middle, largest) in found["gaps_s"].items()
+    ]
+    return [
+        f"dtft: {found['passed']} of {found['episodes']} episodes passed, "
+        f"{found['bit_identical']} of {found['bit_identical_expected']} equal bit for "
+        f"bit, {found['hangs']} hung, {found['wrong']} wrong",
+        f"dtft: {found['recoveries']} recoveries, {found['steps_lost']} steps lost"
+        + "".join(f"; {text}" for text in gaps),
+    ]
+
+
+def former_episodes(file: Path, what: dict[str, Any]) -> list[Episode]:
+    """Returns the episodes that an earlier part of the same soak has written.
+
+    Raises:
+        ValueError: the file is of another soak, or cannot be parsed.
+    """
+    if not file.exists():
+        return []
+    try:
+        former = json.loads(file.read_text())
+        other = {key: former[key] for key in what if former[key] != what[key]}
+        episodes = former["records"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"--json {file} holds no soak ({error}). Remove it.") from error
+    if other:
+        raise ValueError(
+            f"--json {file} is of another soak: {other} there. Allowed: a file of the "
+            "same command. Give another file, or remove this one."
+        )
+    return episodes
+
+
+def _write(file: Path, content: dict[str, Any]) -> None:
+    """Replaces a JSON file in one step, so that it is always whole."""
+    new = file.with_name(f".{file.name}.new")
+    new.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(new, file)

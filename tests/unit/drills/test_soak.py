@@ -1,0 +1,136 @@
+"""Random schedules of faults, and the sums of a soak."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtft.drills.fault_schedule import STEADY, SoakedJob, kinds_of, schedule
+from dtft.drills.soak import (
+    former_episodes,
+    judged_episode,
+    line_of,
+    lines,
+    sums,
+    tracebacks,
+)
+from dtft.elastic.faults.schedule import check_together, parse_fault
+
+jobs = st.builds(
+    SoakedJob,
+    slots=st.integers(1, 5),
+    spares=st.integers(0, 2),
+    steps=st.integers(10, 300),
+    sizes=st.sampled_from([(), (2, 4)]),
+)
+
+
+@given(st.integers(0, 10**6), jobs)
+def test_a_schedule_is_one_that_a_drill_takes(seed: int, job: SoakedJob) -> None:
+    faults = schedule(seed, job)
+    assert faults == schedule(seed, job)
+    assert {*kinds_of(faults)} <= {*STEADY, "scale"}
+    assert 1 <= len(faults) - sum(kind == "corrupt" for kind in kinds_of(faults)) <= 3
+    parsed = [parse_fault(text, job.slots) for text in faults]
+    assert [str(fault) for fault in parsed] == list(faults)
+    assert all(fault.step < job.steps for fault in parsed)
+    check_together(parsed)
+
+
+def test_every_kind_is_drawn() -> None:
+    job = SoakedJob(slots=3, spares=1, steps=100, sizes=(2, 4))
+    drawn = [fault for seed in range(400) for fault in schedule(seed, job)]
+    assert {*kinds_of(drawn)} == {*STEADY, "scale"}
+    for option in (":recovery", ":collective", ":30", ":pair", ":store"):
+        assert any(option in fault for fault in drawn), option
+
+
+def record(**changes: Any) -> dict[str, Any]:
+    good = {
+        "resized": [],
+        "shares": [],
+        "bit_identical": True,
+        "samples_exactly_once": True,
+        "fault_error": None,
+        "faults_not_over": [],
+        "status": "done",
+        "message": "",
+        "expected_status": "done",
+        "ended_in_time": True,
+        "left_behind": [],
+        "recoveries": [recovery(0, 0.25), recovery(2, 2.5)],
+    }
+    return good | changes
+
+
+def recovery(rung: int, gap_s: float | None) -> dict[str, Any]:
+    return {
+        "rung": rung,
+        "cause": "h1 was lost",
+        "gap_s": gap_s,
+        "phases_s": {},
+        "steps_lost": 1,
+        "survivors": 2,
+        "survivors_restarted": 0,
+        "restarted_because": "",
+        "more": "left out",
+    }
+
+
+def judged(traced: list[str] | None = None, **changes: Any) -> dict[str, Any]:
+    episode = judged_episode(3, 9, ["kill-leader@5"], record(**changes), traced or [])
+    return episode | {"seconds": 12.25}
+
+
+def test_an_episode_passes_or_says_why() -> None:
+    good = judged()
+    assert good["passed"] and not good["why"] and not good["hung"]
+    assert "rungs 0, 2" in line_of(good) and "passed" in line_of(good)
+    assert judged(faults_not_over=["kill-leader@5"])["passed"]
+    hung = judged(ended_in_time=False, status="none", bit_identical=False)
+    assert hung["hung"] and not hung["wrong"] and not hung["passed"]
+    wrong = judged(bit_identical=False)
+    assert wrong["wrong"] and wrong["why"] == ["another final state"]
+    assert judged(samples_exactly_once=False)["wrong"]
+    assert not judged(["a.log"])["passed"] and not judged(left_behind=["x"])["passed"]
+    assert "FAILED: traceback in a.log" in line_of(judged(["a.log"]))
+
+
+def test_a_run_with_another_size_is_judged_by_its_losses() -> None:
+    resized = {"resized": [{"bit_exact": True}], "bit_identical": False}
+    good = judged(**resized, loss_curve={"within_tolerance": True})
+    assert good["passed"] and not good["expects_bits"]
+    wrong = judged(**resized, loss_curve={"within_tolerance": False})
+    assert wrong["wrong"] and not wrong["passed"]
+
+
+def test_sums_count_what_was_expected() -> None:
+    one, other = judged(), judged(ended_in_time=False, bit_identical=False)
+    found = sums([one, one, other])
+    assert (found["episodes"], found["passed"], found["hangs"]) == (3, 2, 1)
+    assert (found["bit_identical"], found["bit_identical_expected"]) == (2, 3)
+    assert found["rungs"] == {0: 3, 2: 3} and found["gaps_s"][2] == (2.5, 2.5)
+    assert "2 of 3 episodes passed" in lines(found)[0]
+    assert lines(sums([]))[0].startswith("dtft: 0 of 0")
+
+
+def test_only_unexpected_tracebacks_count(tmp_path: Path) -> None:
+    head = "Traceback (most recent call last):\n  File\n"
+    (tmp_path / "a.log").write_text(f"x\n{head}RuntimeError: drill: fail at step 3\n")
+    (tmp_path / "b.log").write_text(f"x\n{head}KeyError: 3\n")
+    assert tracebacks(tmp_path) == ["b.log"]
+
+
+def test_a_soak_goes_on_with_its_own_file_only(tmp_path: Path) -> None:
+    file, what = tmp_path / "soak.json", {"config": "digits_cnn", "seed": 1}
+    assert former_episodes(file, what) == []
+    file.write_text(json.dumps(what | {"records": [judged()]}))
+    assert former_episodes(file, what) == [judged()]
+    with pytest.raises(ValueError, match="another soak: {'seed': 1} there"):
+        former_episodes(file, what | {"seed": 2})
+    file.write_text("[]")
+    with pytest.raises(ValueError, match="holds no soak"):
+        former_episodes(file, what)
