@@ -180,13 +180,14 @@ def _agent_config(options: "AgentCommand", words: list[str]) -> AgentConfig:
     flags = settings(options.host, options.place, host)
     directory, extra = prepare_run(experiment)
     arguments = [options.config, *overrides, *extra]
+    cluster = experiment.cluster
     return AgentConfig(
         job=options.job.name,
         host=host,
         store=str(address),
         secret=secret,
-        num_slots=experiment.cluster.hosts,
-        failure_budget=experiment.cluster.failure_budget,
+        num_slots=cluster.hosts,
+        failure_budget=cluster.failure_budget,
         sizes=_size_limits(experiment),
         trainer_command=(sys.executable, "-m", "dtft.train.worker", *arguments),
         trainer_environment={
@@ -199,7 +200,7 @@ def _agent_config(options: "AgentCommand", words: list[str]) -> AgentConfig:
         timeouts=experiment.timeouts,
         **_checkpoint_settings(experiment.checkpoint),
         last_step=experiment.stop.steps,
-        cpu_devices=max(0, experiment.cluster.devices_per_host) * TURNS,
+        cpu_devices=max(0, cluster.devices_per_host) * TURNS * cluster.hot_swap,
         **flags,
     )
 

@@ -183,10 +183,12 @@ def _usable(control: Path, experiment: Experiment, *, every_loss: bool) -> bool:
 def _decisive(resolved: str) -> dict[str, Any]:
     """Returns the sections of a config (JSON text) that decide the final state.
 
-    These are all but `log`, `timeouts` and `checkpoint`.
+    These are all but `log`, `timeouts`, `checkpoint` and `cluster.hot_swap`.
     """
     free = ("log", "timeouts", "checkpoint")
-    return {k: v for k, v in json.loads(resolved).items() if k not in free}
+    found = {k: v for k, v in json.loads(resolved).items() if k not in free}
+    found["cluster"].pop("hot_swap", None)
+    return found
 
 
 def _fresh(directory: Path) -> None:

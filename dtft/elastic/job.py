@@ -81,8 +81,7 @@ class AgentConfig:
     """All deadlines, in seconds."""
     cpu_devices: int = 0
     """Number of CPU devices of every trainer: `TURNS` times the devices of a slot. 0 if
-    trainers have accelerators; then they cannot keep their processes when a host is
-    lost."""
+    trainers have accelerators, or are all to restart when a host is lost."""
     served: bool = False
     """Whether the trainers are processes that the user starts and that attach."""
     terms: str = ""

@@ -755,9 +755,10 @@ def _code(error: Exception) -> int:
 def _import_everything(experiment: Any) -> None:
     """Imports modules and makes datasets in advance, and configures JAX.
 
-    If `cluster.devices_per_host` is above 0, JAX gets `TURNS` times this number of CPU
-    devices and uses no other platform. Sets the compilation cache. Must not touch a
-    device, because JAX must first connect to the job's other processes.
+    If `cluster.devices_per_host` is above 0, JAX gets this number of CPU devices, with
+    `cluster.hot_swap` `TURNS` times, and uses no other platform. Sets the compilation
+    cache. Must not touch a device, because JAX must first connect to the job's other
+    processes.
     """
     if experiment.cluster.devices_per_host > 0:
         # Before threads start, so that a planned step takes the predicted time.
@@ -772,7 +773,8 @@ def _import_everything(experiment: Any) -> None:
 
     if experiment.cluster.devices_per_host > 0:
         jax.config.update("jax_platforms", "cpu")
-        devices = experiment.cluster.devices_per_host * TURNS
+        turns = TURNS if experiment.cluster.hot_swap else 1
+        devices = experiment.cluster.devices_per_host * turns
         jax.config.update("jax_num_cpu_devices", devices)
     cache = os.environ.get("DTFT_COMPILATION_CACHE")
     if cache:

@@ -98,6 +98,17 @@ def test_a_divided_state_survives_a_host(tmp_path):
 
 
 @every
+def test_trainers_restart_where_they_may_not_stay(tmp_path, control):
+    record = drill(
+        *(tmp_path, *DIGITS, *control("digits"), "--spares", "1"),
+        *("--fault", "kill-host:1@20", "--cluster.hot_swap", "False"),
+    )
+    recovery = only(record)
+    assert recovery["rung"] == 2 and recovery["bytes_from_storage"] == 0
+    assert recovery["survivors_restarted"] == recovery["survivors"] == 2
+    assert "cluster.hot_swap" in recovery["restarted_because"]
+
+
 def test_both_holders_of_a_slice_lost_falls_to_storage(tmp_path, control):
     record = drill(
         *(tmp_path, *FSDP, *control("fsdp")),

@@ -191,7 +191,7 @@ class Rendezvous:
         if not self._seats.has_coordination_service:
             return "the user starts the trainers"
         if not self._config.cpu_devices:
-            return "trainers with accelerators cannot leave a collective"
+            return "trainers keep their processes on CPU only, with cluster.hot_swap"
         if not self.world.address:
             return "the round before did not get a coordination service"
         if self.world.server not in self._registry.records:
