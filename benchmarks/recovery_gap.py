@@ -34,7 +34,7 @@ MESHES = {
     ),
 }
 STEPS_BETWEEN = {"replica": 300, "fsdp": 150, "stage": 150}
-"""Steps from one kill to the next: time for the killed host to come back and warm up."""
+"""Steps from one kill to the next, in which the killed host comes back and warms up."""
 PHASES = ("detect", "leave", "record", "restore", "first_step")
 
 

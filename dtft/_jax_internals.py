@@ -4,7 +4,7 @@ It uses the private API for:
 
 * JAX's coordination service in a separate process, so that no trainer has to run it,
   and a trainer's connection to the service.
-* Text from one process to others through the coordination service.
+* The keys of the coordination service: text from one process to others.
 * The bytes of a CPU array's buffer.
 * Compilation of a module that another process lowered.
 * The number of constant and carried arguments of a `scan`.
@@ -203,14 +203,15 @@ def meet(
 ) -> None:
     """Waits until every process in `processes` has called this function.
 
-    Uses the coordination service. Returns at once in a process that is not connected to
-    a service.
+    Uses the keys of the coordination service, which is one for all processes, or one
+    for each with the same keys. Returns at once in a process that is not connected to a
+    service.
 
     Args:
         name: name of the meeting; may be used only once in the life of the service.
         processes: indices of the processes; this process must be one of them.
         timeout_s: longest wait in seconds.
-        check: called about once a second; may raise an error to end the wait.
+        check: called again and again; may raise an error to end the wait.
 
     Raises:
         TimeoutError: another process did not call the function in time.
@@ -221,30 +222,37 @@ def meet(
     client = distributed.global_state.client
     if client is None or len(processes) == 1:
         return
-    until = time.monotonic() + timeout_s
-    client.key_value_set(f"{name}/here/{distributed.global_state.process_id}", "1")
-    if distributed.global_state.process_id == processes[0]:
-        pause_s = 0.002
-        while len(client.key_value_dir_get(f"{name}/here")) < len(processes):
-            _wait(until, name, check)
-            time.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, 0.1)
-        client.key_value_set(f"{name}/all", "1")
-        return
-    while True:
-        try:
-            client.blocking_key_value_get(f"{name}/all", 1000)
-            return
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise
-        _wait(until, name, check)
+    until, pause_s = time.monotonic() + timeout_s, 0.001
+    client.key_value_set(f"{name}/{distributed.global_state.process_id}", "1")
+    while len(client.key_value_dir_get(name)) < len(processes):
+        check()
+        if time.monotonic() > until:
+            raise TimeoutError(f"not all processes came to {name} in time")
+        time.sleep(pause_s)
+        pause_s = min(1.1 * pause_s, 0.05)
 
 
-def _wait(until: float, name: str, check: Callable[[], None]) -> None:
-    check()
-    if time.monotonic() > until:
-        raise TimeoutError(f"not all processes came to {name} in time")
+def service_keys(directory: str) -> dict[str, bytes]:
+    """Returns the keys of the coordination service that begin with `directory` and a
+    slash, with their values; {} in a process that is not connected to a service."""
+    check_version()
+    from jax._src import distributed
+
+    client = distributed.global_state.client
+    return dict(client.key_value_dir_get_bytes(directory)) if client is not None else {}
+
+
+def set_service_key(key: str, value: bytes) -> None:
+    """Sets a key of the coordination service; replaces an earlier value.
+
+    Does nothing in a process that is not connected to a service.
+    """
+    check_version()
+    from jax._src import distributed
+
+    client = distributed.global_state.client
+    if client is not None:
+        client.key_value_set_bytes(key, value, allow_overwrite=True)
 
 
 def cpu_buffer(array: jax.Array) -> memoryview:

@@ -53,7 +53,8 @@ class Timeouts:
     """Limit of one export (the write of a step to storage), in seconds. A late export
     is given up, and training continues."""
     heartbeat: float = 10.0
-    """Heartbeat timeout between trainers and the JAX coordination service, in seconds.
+    """Heartbeat timeout of the JAX coordination service that several trainers share, in
+    seconds; on CPU each has its own.
     """
     stop: float = 10.0
     """Limit in seconds from Ctrl-C to the end of every process. Later, every process

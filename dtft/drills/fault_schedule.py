@@ -93,9 +93,7 @@ def _faults(
     return [f"{kind}{whom}@{step}{options}"]
 
 
-def _cut(
-    draw: random.Random, job: SoakedJob, slot: int, step: int, reach: str
-) -> str:
+def _cut(draw: random.Random, job: SoakedJob, slot: int, step: int, reach: str) -> str:
     if reach == "pair":
         if job.slots == 1:
             return f"cut:{slot}@{step}:all:{draw.choice(_SECONDS)}"

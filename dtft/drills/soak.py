@@ -12,7 +12,6 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -74,9 +73,7 @@ def run_soak(options: "SoakCommand", words: list[str]) -> int:
     return 0 if all(episode["passed"] for episode in episodes) else 1
 
 
-def soaked_job(
-    experiment: Experiment, spares: int, sizes: Sequence[int]
-) -> SoakedJob:
+def soaked_job(experiment: Experiment, spares: int, sizes: Sequence[int]) -> SoakedJob:
     """Returns what schedules must know of a job.
 
     Cuts are left out if this process cannot make network namespaces.
@@ -103,22 +100,10 @@ def soaked_job(
 def _episode(
     options: "SoakCommand", words: list[str], job: SoakedJob, number: int, root: Path
 ) -> Episode:
-    from dtft.cli import DrillCommand
-
     seed = options.seed + number
     faults = schedule(seed, job)
     begun = time.monotonic()
-    drill = DrillCommand(
-        config=options.config,
-        run_flags=replace(options.run_flags, run_dir=str(root)),
-        spares=options.spares,
-        host=options.host,
-        fault=faults,
-        deadline=options.deadline,
-        rejoin=options.rejoin,
-        seed=seed,
-        control=str(root / "control"),
-    )
+    drill = options.drill(seed, faults, str(root))
     record = drilled(drill, words, "dtft soak")
     faulted = root / "faulted"
     traced = tracebacks(faulted / "logs")
@@ -274,7 +259,9 @@ def former_episodes(file: Path, what: dict[str, Any]) -> list[Episode]:
         other = {key: former[key] for key in what if former[key] != what[key]}
         episodes = former["records"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"--json {file} holds no soak ({error}). Remove it.") from error
+        raise ValueError(
+            f"--json {file} holds no soak ({error}). Remove it."
+        ) from error
     if other:
         raise ValueError(
             f"--json {file} is of another soak: {other} there. Allowed: a file of the "

@@ -104,9 +104,8 @@ class SlotAssignment:
     asked_slots: int = 0
     """The number of slots that a user has requested; 0 without a request. Kept here in
     case the store loses the request."""
-    world: tuple[int, str, str, int, int] = (0, "", "", 0, 0)
-    """The world of JAX processes: number, name of the host that serves it, host:port of
-    the service, size, and number of the formation in it
+    world: tuple[int, int, int] = (0, 0, 0)
+    """The world of JAX processes: number, size, and the number of this formation in it
     (`leader.world_plan.WorldPlan`)."""
 
     @functools.cached_property

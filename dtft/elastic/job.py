@@ -94,6 +94,12 @@ class AgentConfig:
         return SERVED if self.served else LAUNCHED
 
     @property
+    def is_served_by_one(self) -> bool:
+        """Whether a formation's trainers connect to one coordination service of JAX,
+        which an agent starts."""
+        return self.seats.has_coordination_service and not self.cpu_devices
+
+    @property
     def trainer_log(self) -> Path:
         """Log file of this host's trainers."""
         return self.run_directory / "logs" / f"{self.host}.trainer.log"

@@ -277,7 +277,8 @@ class SeatPolicy:
     reads_copies: bool
     """Whether hosts read and verify their copies in every attempt to form the job."""
     has_coordination_service: bool
-    """Whether the leader starts JAX's coordination service for each formation."""
+    """Whether trainers on accelerators get a coordination service of JAX from an agent,
+    for each formation."""
     reports: Mapping[str, Mapping[str, Check]]
     """Maps the op of each report that a host may send to the checks of the report's
     fields."""

@@ -187,6 +187,7 @@ class AgentRuntime:
         from dtft.parallel import make_mesh, scaled_mesh
         from dtft.parallel.planning import choose, planned_mesh
 
+        self._world.keys.hurry(self._dialogue.deadline_s)
         self._world.join(self._start["world"])
         logger.info("connected to the other JAX processes")
         devices = self._world.devices(
@@ -365,6 +366,7 @@ class AgentRuntime:
     def _tell_running(self) -> None:
         if not self._running:
             self._running = True
+            self._world.keys.calm()
             logger.info(
                 "step %d finished; %d programs were compiled for it",
                 *(self._step, _compiled() - self._compiled),
@@ -567,7 +569,9 @@ class TrainerProcess:
         from dtft.train.rehearsal import Rehearsals
         from dtft.train.world import World
 
-        self._world = world = World()
+        self._world = world = World(
+            lambda keys: self._dialogue.queue("keys", keys=keys)
+        )
         self._rehearsals = Rehearsals(self._experiment, world)
         self._dialogue.start(self._take)
         while True:
@@ -601,6 +605,8 @@ class TrainerProcess:
                 self._world.leave()
         elif op in ("start", "join"):
             self._orders.append(message)
+        elif op == "keys" and self._world is not None:
+            self._world.keys.take(message["keys"])
         elif op == "rehearse" and self._rehearsals is not None:
             self._rehearsals.begin(message)
         elif self._runtime is not None:

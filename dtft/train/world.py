@@ -1,9 +1,13 @@
 """The JAX processes of a job (the world), and this process's membership in it.
 
-A world has one coordination service and a fixed number of processes: those of the hosts
-with slots and those of the spares. It lasts over several formations: when a host is
-lost, the other processes leave their collectives, keep their state in host memory, and
-form a new mesh with a spare's process.
+A world has a fixed number of processes: those of the hosts with slots and those of the
+spares. On CPU it lasts over several formations: when a host is lost, the other
+processes leave their collectives, keep their state in host memory, and form a new mesh
+with a spare's process.
+
+JAX's coordination service aborts all processes that are connected to it when it ends.
+So on CPU each process has a service of its own, which believes that all processes of
+the world are connected to it, and the services have the same keys (`shared_keys`).
 
 On CPU, XLA keeps a gloo context for each ordered tuple of devices and never makes it
 again. A context in which a member has died is of no use, so each formation needs
@@ -16,14 +20,18 @@ import os
 import re
 import socket
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from dtft import _jax_internals
+from dtft.elastic.processes import free_port
+from dtft.train.shared_keys import SharedKeys
 
+_FOR_EVER_S = 7 * 86400.0
+"""Heartbeat timeout of a service that cannot be lost: it is in the same process."""
 _WATCHED = re.compile(r"^tfd: *(\d+) .* ino:([0-9a-f]+) ", re.MULTILINE)
 """A watched descriptor and its inode, in the kernel's description of an epoll."""
 
@@ -31,22 +39,25 @@ _WATCHED = re.compile(r"^tfd: *(\d+) .* ino:([0-9a-f]+) ", re.MULTILINE)
 class World:
     """This process's membership in a world; at most one in the life of a process."""
 
-    def __init__(self) -> None:
-        """Joins nothing yet."""
+    def __init__(self, publish: Callable[[Mapping[str, str]], None]) -> None:
+        """Joins nothing yet; `publish` is that of `SharedKeys`."""
         self.number = 0
         """Number of the joined world; 0 before `join`."""
+        self.keys = SharedKeys(publish)
         self._sockets = GlooSockets()
+        self._service: object = None
 
     def join(self, order: Mapping[str, Any]) -> None:
-        """Connects to the coordination service, and finds the devices.
+        """Connects to a coordination service, and finds the devices.
 
-        On accelerators returns when all processes have connected. Does nothing if this
-        process is in the world already.
+        With an address, as on accelerators, returns when all processes have connected.
+        Does nothing if this process is in the world already.
 
         Args:
-            order: `number`, `address` of the coordination service, `size` in processes,
-                `index` of this process, and the limits `heartbeat_s` and `start_s` in
-                seconds.
+            order: `number`, `address` of the coordination service, "" for one of this
+                process's own, `size` in processes, `index` of this process, the
+                limits `heartbeat_s` and `start_s` in seconds, and `devices`, the number
+                of CPU devices of each process.
 
         Raises:
             ValueError: this process is in another world.
@@ -58,16 +69,33 @@ class World:
                 f"world {order['number']} cannot be joined: this process is in world "
                 f"{self.number}. A process joins one world in its life."
             )
+        is_own = not order["address"]
         _jax_internals.join_world(
-            order["address"],
+            self._serve(order) if is_own else order["address"],
             process_id=order["index"],
             num_processes=order["size"],
-            heartbeat_s=order["heartbeat_s"],
+            heartbeat_s=_FOR_EVER_S if is_own else order["heartbeat_s"],
             timeout_s=order["start_s"],
         )
         with self._sockets.found():
             jax.devices()
         self.number = order["number"]
+        if is_own:
+            self.keys.start()
+
+    def _serve(self, order: Mapping[str, Any]) -> str:
+        """Starts a coordination service in this process; returns its address.
+
+        The address is a loopback address that no other process uses, so that two
+        processes that look for a free port at once do not find the same.
+        """
+        pid = os.getpid()
+        host = f"127.{1 + (pid >> 16)}.{pid >> 8 & 255}.{pid & 255}"
+        address = f"{host}:{free_port(host)}"
+        self._service = _jax_internals.start_coordination_service(
+            address, order["size"], _FOR_EVER_S, order["devices"]
+        )
+        return address
 
     def devices(self, indices: Sequence[int], turn: int, per_host: int) -> list[Any]:
         """Returns the devices of a formation, in slot order.

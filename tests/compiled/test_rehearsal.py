@@ -15,8 +15,12 @@ from dtft.train.world import World
 from tests.support.tiny_experiment import compilations, tiny
 
 
+def world() -> World:
+    return World(lambda keys: None)
+
+
 def mesh_of(experiment: Experiment, turn: int) -> jax.sharding.Mesh:
-    devices = World().devices([0], turn, 4)
+    devices = world().devices([0], turn, 4)
     return make_mesh(scaled_mesh(experiment, 1, 4), devices)
 
 
@@ -30,7 +34,7 @@ def rehearsed(rehearsals: Rehearsals, mesh: jax.sharding.Mesh) -> TrainStep:
 
 def test_a_step_compiled_ahead_runs_without_compiling(tmp_path: Path) -> None:
     experiment = tiny(tmp_path, cluster=ClusterConfig(hosts=1, devices_per_host=4))
-    rehearsals = Rehearsals(experiment, World())
+    rehearsals = Rehearsals(experiment, world())
     now, after = (mesh_of(experiment, turn) for turn in (0, 1))
     assert not set(now.devices.flat) & set(after.devices.flat)
     rehearsals.begin({"turn": 1, "formations": [[0]]})
@@ -48,7 +52,7 @@ def test_a_step_compiled_ahead_runs_without_compiling(tmp_path: Path) -> None:
 
 def test_an_order_replaces_the_one_before(tmp_path: Path) -> None:
     experiment = tiny(tmp_path, cluster=ClusterConfig(hosts=1, devices_per_host=4))
-    rehearsals = Rehearsals(experiment, World())
+    rehearsals = Rehearsals(experiment, world())
     rehearsals.begin({"turn": 0, "formations": [[0]]})
     first = rehearsed(rehearsals, mesh_of(experiment, 0))
     rehearsals.begin({"turn": 1, "formations": [[0]]})
@@ -60,6 +64,6 @@ def test_a_balanced_step_is_not_compiled_ahead(tmp_path: Path) -> None:
     cluster = ClusterConfig(hosts=1, devices_per_host=4)
     balance = BalanceConfig(policy="exact")
     experiment = tiny(tmp_path, cluster=cluster, balance=balance)
-    rehearsals = Rehearsals(experiment, World())
+    rehearsals = Rehearsals(experiment, world())
     rehearsals.begin({"turn": 0, "formations": [[0]]})
     assert rehearsals.step_on(mesh_of(experiment, 0)) is None

@@ -34,6 +34,8 @@ while True:
         link.send("joined", world=message["world"]["number"])
     elif message["op"] == "leave":
         link.send("left_slot", number=message["number"])
+    elif message["op"] == "keys":
+        link.send("found", keys=message["keys"])
 """
 
 
@@ -214,6 +216,20 @@ def test_a_trainer_that_leaves_its_slot_is_taken_into_the_next_formation(
     told = [events.get(timeout=20) for _ in range(2)]
     assert ("trainer_exit", first.ident, -9) in told
     assert trainers.waiting == 0 and trainers.pid != first.pid
+
+
+def test_keys_reach_a_trainer_after_its_slot_even_before_it_has_attached(
+    trainers: Trainers, events: Events
+) -> None:
+    trainers.share({"k": "lost"})  # no trainer has a slot
+    trainer = started(trainers, 0, obeys=True)
+    trainers.share({"k": "01"})
+    said = [events.get(timeout=20)[2] for _ in range(2)]
+    assert said == [{"op": "running", "slot": 0}, {"op": "found", "keys": {"k": "01"}}]
+    assert trainers.leave(5, world=1)
+    trainers.share({"k": "02"})  # it has no slot any more
+    assert events.get(timeout=20) == ("left_slot", 5, None)
+    assert trainer.orders == [] and events.empty()
 
 
 def test_a_trainer_that_does_not_leave_is_killed(

@@ -1,5 +1,6 @@
 """A world of JAX processes that outlives its formations: joining, leaving, meeting."""
 
+import contextlib
 import json
 import queue
 import subprocess
@@ -10,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from dtft.elastic.processes import free_port
-
 WORKER = "tests.support.in_world"
 SIZE = 8
 
@@ -19,11 +18,11 @@ SIZE = 8
 class Process:
     """One process of a world, which takes commands and says what it does."""
 
-    def __init__(self, address: str, index: int) -> None:
-        self.index = index
+    def __init__(self, index: int, everyone: dict[int, "Process"]) -> None:
+        self.index, self._everyone = index, everyone
         self.said: queue.Queue[dict[str, Any]] = queue.Queue()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", WORKER, address, str(index), str(SIZE)],
+            [sys.executable, "-m", WORKER, str(index), str(SIZE)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -33,8 +32,16 @@ class Process:
     def _hear(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if line.startswith("{"):  # gloo prints, too
-                self.said.put(json.loads(line))
+            if not line.startswith("{"):
+                continue  # gloo prints, too
+            said = json.loads(line)
+            if said["op"] != "keys":
+                self.said.put(said)
+                continue
+            for other in list(self._everyone.values()):
+                if other is not self:
+                    with contextlib.suppress(BrokenPipeError):
+                        other.tell(**said)
 
     def tell(self, **command: Any) -> None:
         assert self.process.stdin is not None
@@ -46,31 +53,13 @@ class Process:
 
 
 @pytest.fixture
-def address() -> Iterator[str]:
-    """Of a coordination service with room for `SIZE` processes."""
-    where = f"127.0.0.1:{free_port('127.0.0.1')}"
-    service = subprocess.Popen(
-        [sys.executable, "-m", "dtft.elastic.host.coordination_process"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert service.stdin is not None and service.stdout is not None
-    service.stdin.write(f"{where} {SIZE} 10.0 4\n")
-    service.stdin.flush()
-    assert service.stdout.readline() == "serving\n"
-    yield where
-    service.kill()
-    service.communicate()
-
-
-@pytest.fixture
-def world(address: str) -> Iterator[dict[int, Process]]:
+def world() -> Iterator[dict[int, Process]]:
+    """Processes by index; one that is not there yet is started."""
     made: list[Process] = []
 
     class Grows(dict[int, Process]):
         def __missing__(self, index: int) -> Process:
-            self[index] = Process(address, index)
+            self[index] = Process(index, self)
             made.append(self[index])
             assert self[index].hear()["op"] == "joined"
             return self[index]
@@ -110,12 +99,12 @@ def test_survivors_of_a_killed_process_leave_at_once_and_go_on_with_a_newcomer(
 
 def test_a_meeting_ends_when_all_are_there(world: dict[int, Process]) -> None:
     early, late = world[3], world[1]
-    early.tell(op="meet", indices=[1, 3], name="m", limit_s=50.0)
+    early.tell(op="meet", indices=[1, 3], name="dtft/m", limit_s=50.0)
     with pytest.raises(queue.Empty):
         early.hear(0.5)
-    late.tell(op="meet", indices=[1, 3], name="m", limit_s=50.0)
+    late.tell(op="meet", indices=[1, 3], name="dtft/m", limit_s=50.0)
     assert {early.hear()["op"], late.hear()["op"]} == {"met"}
     for index, one in ((1, late), (3, early)):
-        one.tell(op="meet", indices=[index, 5], name=f"never {index}", limit_s=1.0)
+        one.tell(op="meet", indices=[index, 5], name=f"dtft/never {index}", limit_s=1.0)
         said = one.hear()
         assert said["op"] == "broken" and "never" in said["error"]

@@ -54,9 +54,11 @@ class Job:
 
 
 class JaxWorld:
-    """A coordination service, and the trainers that are connected to it."""
+    """The places of a world, with one coordination service or one for each."""
 
-    def __init__(self, job: Job, process: Process, address: str, size: int) -> None:
+    def __init__(
+        self, job: Job, process: Process | None, address: str, size: int
+    ) -> None:
         self._job, self.process, self.address, self.size = job, process, address, size
         self.places: dict[int, SimTrainer] = {}
         self.ended = False
@@ -65,7 +67,7 @@ class JaxWorld:
     @property
     def serves(self) -> bool:
         """Whether the coordination service is there."""
-        return not self.ended and self.process.alive
+        return not self.ended and (self.process is None or self.process.alive)
 
     def connect(self, trainer: "SimTrainer", index: int) -> None:
         """A trainer takes a place, also that of another."""
@@ -162,6 +164,11 @@ class SimTrainer:
         """Number of the world and index in it, as the agent knows them."""
         self.given = self.done = self.failed = False
         self.slot = -1
+        self._keys: set[str] = set()
+        self._missing: set[str] = set()
+        """Keys of other trainers that the first step needs, and that it lacks."""
+        self._restored = False
+        """Whether only these keys are missing."""
         self._connected: JaxWorld | None = None
         self._formation: Formation | None = None
         self._hears_at = 0.0
@@ -289,6 +296,8 @@ class SimTrainer:
             self.say("joined", world=fields["world"]["number"])
         elif op == "leave":
             self._leave(fields["number"])
+        elif op == "keys":
+            self._find(fields["keys"])
         elif op == "restore":
             self._restore(fields)
         elif op == "room":
@@ -308,14 +317,24 @@ class SimTrainer:
         self.enter("start")
         self._formation = world.formation(start["turn"], len(start["indices"]))
         self._formation.join(self)
+        if not start["world"]["address"]:
+            name = f"{start['world']['number']}.{start['turn']}"
+            slots = range(len(start["indices"]))
+            self._missing = {f"{name}/{it}" for it in slots if it != self.slot}
+            self._missing -= self._keys
+            self.say("keys", keys={f"{name}/{self.slot}": "00"})
         self.later(start["world"]["start_s"], self._late_start)
 
     def _connect(self, order: Mapping[str, Any]) -> JaxWorld | None:
+        name = order["address"] or f"world {order['number']}"
         if self._connected is not None:
-            if self._connected.address != order["address"]:
+            if self._connected.address != name:
                 self._job.wrong(f"{self.host} is to join a second world")
             return self._connected
-        world = self._job.worlds.get(order["address"])
+        if not order["address"] and name not in self._job.worlds:
+            made = JaxWorld(self._job, None, name, order["size"])
+            self._job.worlds[name] = made
+        world = self._job.worlds.get(name)
         if world is None:
             self.exit_soon(1, 3.0)
             return None
@@ -330,6 +349,7 @@ class SimTrainer:
         self._life += 1
         self._formation, self.slot = None, -1
         self.given = self.done = self.failed = self._room = self._ran = False
+        self._restored, self._missing = False, set()
         self._step = self._saved = self._released = self.computing = 0
         self._asked = self._stop_at = None
         self._waits_for = ""
@@ -363,7 +383,18 @@ class SimTrainer:
                     self._job.wrong(f"{self.host} reads a wrong step {step}")
         self._job.restored(self, source, step)
         self._step = self._saved = self._released = step
-        self._compute()
+        if self._missing:
+            self._restored = True
+        else:
+            self._compute()
+
+    def _find(self, keys: Mapping[str, str]) -> None:
+        """Other trainers' keys come; the first step needs those of all."""
+        self._keys |= keys.keys()
+        self._missing -= keys.keys()
+        if self._restored and not self._missing:
+            self._restored = False
+            self._compute()
 
     def _compute(self) -> None:
         step = self._step + 1
@@ -556,6 +587,11 @@ class SimTrainers:
 
     def rehearse(self, world: int, fields: Mapping[str, Any]) -> None:
         """Compiles nothing here."""
+
+    def share(self, keys: Mapping[str, str]) -> None:
+        """See `Trainers.share`."""
+        if self.trainer is not None:
+            self._order(self.trainer, "keys", {"keys": dict(keys)})
 
     def leave(self, number: int, world: int) -> bool:
         """See `Trainers.leave`."""

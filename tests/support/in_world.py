@@ -39,12 +39,13 @@ def add(world: World, indices: list[int], turn: int, times: int) -> float:
 
 def main() -> None:
     """Joins the world of the arguments, and serves commands."""
-    address, index, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    index, size = int(sys.argv[1]), int(sys.argv[2])
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 4)
-    world, commands = World(), Queue[dict[str, Any]]()
-    limits = {"heartbeat_s": 10.0, "start_s": 60.0}
-    world.join({"number": 1, "address": address, "size": size, "index": index} | limits)
+    world = World(lambda keys: say("keys", keys=dict(keys)))
+    commands = Queue[dict[str, Any]]()
+    limits = {"heartbeat_s": 10.0, "start_s": 60.0, "devices": 4}
+    world.join({"number": 1, "address": "", "size": size, "index": index} | limits)
     say("joined", number=world.number)
 
     def listen() -> None:
@@ -52,6 +53,8 @@ def main() -> None:
             command = json.loads(line)
             if command["op"] == "leave":
                 world.leave()
+            elif command["op"] == "keys":
+                world.keys.take(command["keys"])
             else:
                 commands.put(command)
         os._exit(0)

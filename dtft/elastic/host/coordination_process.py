@@ -1,9 +1,9 @@
-"""JAX's coordination service in a separate process on the leading host.
+"""JAX's coordination service in a separate process on the first slot's host.
 
 ``python -m dtft.elastic.host.coordination_process`` does its imports, then waits for
-one line on stdin: ``ADDRESS NUM_PROCESSES HEARTBEAT_S CPU_DEVICES``. The process prints
-one line when it serves, and ends when stdin closes, that is, with its agent. Each world
-gets a new process. Only this module of `dtft.elastic` imports JAX.
+one line on stdin: ``ADDRESS NUM_PROCESSES HEARTBEAT_S``. The process prints one
+line when it serves, and ends when stdin closes, that is, with its agent. Each
+formation gets a new process. Only this module of `dtft.elastic` imports JAX.
 """
 
 import os
@@ -17,9 +17,9 @@ def main() -> None:
     words = sys.stdin.readline().split()
     if not words:
         os._exit(0)
-    address, num_processes, heartbeat_s, cpu_devices = words
+    address, num_processes, heartbeat_s = words
     service = _jax_internals.start_coordination_service(
-        address, int(num_processes), float(heartbeat_s), int(cpu_devices)
+        address, int(num_processes), float(heartbeat_s)
     )
     print("serving", flush=True)
     sys.stdin.read()

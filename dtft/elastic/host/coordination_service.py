@@ -1,4 +1,4 @@
-"""Starts and ends the JAX coordination service beside the leading agent.
+"""Starts and ends the JAX coordination service beside the agent of the first slot.
 
 Each formation gets one process on a fresh port. A callback reports when the service is
 ready, so the event loop never waits for a process.
@@ -52,7 +52,7 @@ class CoordinationService:
         service.
 
         Args:
-            num_processes: number of JAX processes for which the service has room.
+            num_processes: number of trainers, each a JAX process.
             ready: called with the service's address once it serves.
             failed: called with the reason if no process or port is available, or if the
                 process ends before it serves.
@@ -64,12 +64,12 @@ class CoordinationService:
             self._loop.post(failed, str(error))
             return
         self._serving = process
-        limit_s, devices = self._config.timeouts.heartbeat, self._config.cpu_devices
+        heartbeat_s = self._config.timeouts.heartbeat
 
         def serve() -> bool:
             assert process.stdin is not None and process.stdout is not None
             try:
-                process.stdin.write(f"{address} {num_processes} {limit_s} {devices}\n")
+                process.stdin.write(f"{address} {num_processes} {heartbeat_s}\n")
                 process.stdin.flush()
                 return process.stdout.readline().strip() == "serving"
             except (OSError, ValueError):  # the process died or was ended before

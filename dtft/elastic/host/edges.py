@@ -53,7 +53,7 @@ class HostServer(Protocol):
 
 
 class Service(Protocol):
-    """JAX's coordination service on the leading host."""
+    """JAX's coordination service for one formation's trainers."""
 
     def start(
         self,
@@ -109,7 +109,7 @@ class Edges:
 
 
 class NoService:
-    """Replaces the coordination service if the user's processes start their own."""
+    """Replaces the coordination service of a job whose processes start their own."""
 
     def start(
         self,
@@ -117,8 +117,8 @@ class NoService:
         ready: Callable[[str], None],
         failed: Callable[[str], None],
     ) -> None:
-        """Calls `ready` at once with an empty address."""
-        ready("")
+        """Calls `failed` at once."""
+        failed("the processes of this job start their own")
 
     def end(self) -> None:
         """Does nothing: no process runs."""
@@ -170,7 +170,7 @@ def local_edges(
         journal=lambda: Journal(config.run_directory, config.host),
         service=(
             (lambda: CoordinationService(config, loop))
-            if config.seats.has_coordination_service
+            if config.is_served_by_one
             else NoService
         ),
         list_steps=storage_steps,

@@ -28,7 +28,7 @@ from dtft.elastic.assignment import HostRecord
 from dtft.elastic.event_loop import Loop
 from dtft.elastic.hang_detection import Observation, ProgressWatch
 from dtft.elastic.host.export import HostExports
-from dtft.elastic.host.trainers import Command, Trainers, limits_of, start_message
+from dtft.elastic.host.trainers import Command, Trainers, joining, start_message
 from dtft.elastic.job import AgentConfig
 from dtft.elastic.network import Network, PortState
 from dtft.elastic.processes import free_port
@@ -217,6 +217,8 @@ class Follower:
                 self.join(**fields)
             case "rehearse":
                 self.rehearse(**fields)
+            case "keys":
+                self.share(**fields)
             case "replicate":
                 self.replicate(**fields)
             case "release":
@@ -368,7 +370,7 @@ class Follower:
         self._ballot = ballot
         self._board.set("recovering", 0)
         try:
-            self._trainers.join({**world, **limits_of(self._config)})
+            self._trainers.join({**world, **joining(self._config)})
         except OSError as error:
             self._unfit(f"a trainer cannot be started: {error}")
 
@@ -418,6 +420,12 @@ class Follower:
         """
         if ballot == self._ballot:
             self._trainers.rehearse(world, {"turn": turn, "formations": formations})
+
+    def share(self, ballot: tuple[int, int], keys: Mapping[str, str]) -> None:
+        """Passes keys of another host's coordination service to the trainer, for its
+        own. An order of another round is ignored."""
+        if ballot == self._ballot:
+            self._trainers.share(keys)
 
     def _stand_down(
         self,
@@ -654,6 +662,7 @@ class Follower:
             "layout": self._on_layout,
             "stage": self._on_stage,
             "staged": self._on_staged,
+            "keys": lambda task, message: self._tell("keys", keys=message["keys"]),
             "running": functools.partial(self._pass_up, "running"),
             "finished": functools.partial(self._pass_up, "finished"),
             "fatal": functools.partial(self._pass_up, "fatal"),

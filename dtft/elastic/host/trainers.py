@@ -456,6 +456,12 @@ class Trainers:
                 if trainer is not None and trainer.world == world:
                     self._order(trainer, "rehearse", fields)
 
+    def share(self, keys: Mapping[str, str]) -> None:
+        """Passes keys for its coordination service to the formation's trainer."""
+        with self._lock:
+            if self._trainer is not None and self._trainer.process is not None:
+                self._order(self._trainer, "keys", {"keys": keys})
+
     def leave(self, number: int, world: int) -> bool:
         """Orders the formation's trainer to give up its slot and to keep its process.
 
@@ -677,7 +683,7 @@ def start_message(config: AgentConfig, order: dict[str, Any]) -> dict[str, Any]:
         "hosts": order["hosts"],
         "generation": order["generation"],
         "attempt": order["attempt"],
-        "world": {**order["world"], **limits_of(config)},
+        "world": {**order["world"], **joining(config)},
         "indices": order["indices"],
         "turn": order["turn"],
         "board": str(config.memory_directory / "board"),
@@ -689,7 +695,10 @@ def start_message(config: AgentConfig, order: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def limits_of(config: AgentConfig) -> dict[str, float]:
-    """Returns the limits of joining a world, in seconds."""
-    timeouts = config.timeouts
-    return {"heartbeat_s": timeouts.heartbeat, "start_s": timeouts.start}
+def joining(config: AgentConfig) -> dict[str, Any]:
+    """Returns the fields of the order to join a world that the config decides."""
+    return {
+        "heartbeat_s": config.timeouts.heartbeat,
+        "start_s": config.timeouts.start,
+        "devices": config.cpu_devices,
+    }

@@ -170,6 +170,7 @@ class Leader:
             "reached": self._rendezvous.reached,
             "joined": self._on_joined,
             "serving": self._rendezvous.serving,
+            "keys": self._rendezvous.keys,
             "prepared": self._on_prepared,
             "prepare_failed": self._on_prepare_failed,
             "layout": self._on_layout,

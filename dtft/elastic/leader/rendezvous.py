@@ -192,10 +192,8 @@ class Rendezvous:
             return "the user starts the trainers"
         if not self._config.cpu_devices:
             return "trainers keep their processes on CPU only, with cluster.hot_swap"
-        if not self.world.address:
-            return "the round before did not get a coordination service"
-        if self.world.server not in self._registry.records:
-            return f"{self.world.server}, which ran JAX's coordination service, is lost"
+        if not self.world.number:
+            return "no formation was recorded before"
         if self._fatal:
             return "the job ends"
         if self._swaps >= MOST_SWAPS:
@@ -252,7 +250,7 @@ class Rendezvous:
 
     def admit(self, host: str) -> None:
         """Gives a spare host that has joined a place in the world, if one is free."""
-        if not (self._config.cpu_devices and self.world.address) or not self.current:
+        if not (self._config.cpu_devices and self.world.number) or not self.current:
             return
         there = self._registry.connected | self.slot_of.keys()
         world = admitted(self.world, host, there)
@@ -543,7 +541,7 @@ class Rendezvous:
         if round_.assignment.rung == 3:
             self._explain_storage(round_.decision.passed_over, round_.assignment)
         self.enter("assigning", self._config.timeouts.restore)
-        if world.turn or not self._seats.has_coordination_service:
+        if not self._config.is_served_by_one:
             self._record(round_)
             return
         server = world.server
@@ -564,6 +562,12 @@ class Rendezvous:
             return
         self.world = replace(self.world, address=address)
         self._record(round_)
+
+    def keys(self, host: str, keys: Mapping[str, str]) -> None:
+        """Passes keys of a host's coordination service to the hosts of other slots."""
+        assert self.current is not None
+        for other in sorted(self.slot_of.keys() - {host}):
+            self._send(other, "keys", ballot=self.current.ballot, keys=keys)
 
     def _record(self, round_: Round) -> None:
         assert round_.assignment is not None

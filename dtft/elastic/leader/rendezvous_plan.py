@@ -404,7 +404,7 @@ def _restarted(round_: Round, assignment: SlotAssignment, world: WorldPlan) -> i
     """Counts the processes that were started for a formation: trainers, and JAX's
     coordination service."""
     kept = [host for host in assignment.slots if host in round_.members(world.number)]
-    service = int(world.turn == 0 and bool(world.address))
+    service = int(bool(world.address))
     return len(assignment.slots) - len(kept) + service
 
 

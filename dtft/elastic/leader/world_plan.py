@@ -1,10 +1,11 @@
 """Pure decisions about the world: the JAX processes that a formation is made of.
 
-A world has one coordination service and a fixed number of places, each with an index:
-one for each host with a slot, and some for spares. It lasts over formations. When a
-host is lost, the processes of the other hosts stay in the world, and the next formation
-is made of them and of a spare's process (a hot swap). A place whose process has died
-can be taken by another process.
+A world has a fixed number of places, each with an index: one for each host with a slot,
+and some for spares. On CPU it lasts over formations. When a host is lost, the processes
+of the other hosts stay in the world, and the next formation is made of them and of a
+spare's process (a hot swap). A place whose process has died can be taken by another
+process. On accelerators a world is one formation, and has a coordination service; on
+CPU each process has a service of its own (`train.world`).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -24,19 +25,19 @@ class WorldPlan:
     size: int
     """Number of places."""
     server: str = ""
-    """Name of the host of the coordination service."""
+    """Name of the host of the coordination service; "" if the world lasts."""
     address: str = ""
-    """host:port of the coordination service; "" until it serves, and in a job whose
-    processes the user starts."""
+    """host:port of the coordination service; "" until it serves, if the world lasts,
+    and in a job whose processes the user starts."""
     turn: int = 0
     """Number of the current formation in this world, from 0."""
     because: str = ""
     """Why the processes of the world before could not be kept; not recorded."""
 
     @property
-    def record(self) -> tuple[int, str, str, int, int]:
+    def record(self) -> tuple[int, int, int]:
         """The world in `SlotAssignment.world`; inverse of `recorded`."""
-        return self.number, self.server, self.address, self.size, self.turn
+        return self.number, self.size, self.turn
 
     def seat(self, host: str) -> dict[str, object]:
         """Returns what a host's process needs to join the world."""
@@ -48,17 +49,10 @@ class WorldPlan:
         }
 
 
-def recorded(record: tuple[int, str, str, int, int]) -> WorldPlan:
+def recorded(record: tuple[int, int, int]) -> WorldPlan:
     """Returns the world of `SlotAssignment.world`; hosts report their own places."""
-    number, server, address, size, turn = record
-    return WorldPlan(
-        number=number,
-        indices={},
-        size=size,
-        server=server,
-        address=address,
-        turn=turn,
-    )
+    number, size, turn = record
+    return WorldPlan(number=number, indices={}, size=size, turn=turn)
 
 
 SPARE_PLACES = 8
@@ -70,14 +64,14 @@ def new_world(
 ) -> WorldPlan:
     """Makes a world with a place for each slot, in slot order.
 
-    The first slot's host serves it, so that the loss of a leader with another slot is
-    no loss of the service.
+    The first slot's host serves a world that does not last.
 
     Args:
         number: number of the world.
         slots: the host of each slot.
         lasts: whether the world can last over several formations. Then it has
-            `SPARE_PLACES` more places, and no host gets place 0.
+            `SPARE_PLACES` more places, and no host gets place 0, whose process
+            publishes the devices of all.
         because: why the processes of the world before could not be kept.
 
     >>> new_world(1, ("b", "a"), lasts=True).indices
@@ -89,7 +83,11 @@ def new_world(
     indices = {host: index for index, host in enumerate(slots, first)}
     size = first + len(slots) + SPARE_PLACES * first
     return WorldPlan(
-        number=number, indices=indices, size=size, server=slots[0], because=because
+        number=number,
+        indices=indices,
+        size=size,
+        server="" if lasts else slots[0],
+        because=because,
     )
 
 

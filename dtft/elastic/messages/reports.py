@@ -77,6 +77,7 @@ REPORT_FIELDS: Mapping[str, Mapping[str, Check]] = {
     },
     "serving": {"ballot": ballot, "address": or_empty(address), "error": text},
     "joined": {"ballot": ballot, "world": number},
+    "keys": {"ballot": ballot, "keys": map_of(text, text)},
     "reached": {"ballot": ballot, "missed": list_of(text)},
     "unfit": {"ballot": ballot, "why": text, "layout": layout},
     "fit": {"ballot": ballot},
@@ -199,7 +200,7 @@ OPTIONAL_REPORT_FIELDS: Mapping[str, frozenset[str]] = {
 
 OF_A_SLOT = frozenset(
     {
-        *("prepared", "prepare_failed", "layout", "running"),
+        *("prepared", "prepare_failed", "layout", "running", "keys"),
         *("staged", "held", "finished", "flush", "wanted", "failed", "progress"),
     }
 )

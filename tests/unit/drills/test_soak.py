@@ -35,7 +35,7 @@ def test_a_schedule_is_one_that_a_drill_takes(seed: int, job: SoakedJob) -> None
     assert {*kinds_of(faults)} <= {*STEADY, "scale"}
     assert 1 <= len(faults) - sum(kind == "corrupt" for kind in kinds_of(faults)) <= 3
     parsed = [parse_fault(text, job.slots) for text in faults]
-    assert [str(fault) for fault in parsed] == list(faults)
+    assert [parse_fault(str(fault), job.slots) for fault in parsed] == parsed
     assert all(fault.step < job.steps for fault in parsed)
     check_together(parsed)
 

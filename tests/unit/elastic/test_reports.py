@@ -46,6 +46,7 @@ SOUND: dict[str, dict[str, Any]] = {
     },
     "serving": {"address": "10.0.0.5:7001", "error": ""},
     "joined": {"world": 1048577},
+    "keys": {"keys": {"cpu:gloo/1,2/0": "0a0b"}},
     "reached": {"missed": ["b"]},
     "unfit": {"why": "no room in /dev/shm", "layout": STATE.to_json()},
     "fit": {},
@@ -114,6 +115,17 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Busy]:
     desk.close()
 
 
+def test_keys_go_to_the_hosts_of_the_other_slots(desk: Busy) -> None:
+    desk.enter("running")
+    desk.take("keys")
+    desk.leader.handle_report("a", sound("keys"))
+    ((host, order),) = desk.take("keys")
+    assert host == "b" and order["keys"] == {"cpu:gloo/1,2/0": "0a0b"}
+    desk.leader.handle_report("c", sound("keys"))  # has no slot
+    desk.leader.handle_report("a", sound("keys") | {"ballot": [1, 1]})
+    assert not desk.take("keys")
+
+
 def test_every_sound_report_is_taken(desk: Busy) -> None:
     assert SOUND.keys() == REPORT_FIELDS.keys()
     for op in SOUND:
@@ -131,6 +143,7 @@ def test_the_table_names_what_the_leader_takes(op: str) -> None:
         "fit": HostMonitor.fit,
         "reached": Rendezvous.reached,
         "serving": Rendezvous.serving,
+        "keys": Rendezvous.keys,
     }
     method = others.get(op) or getattr(Leader, f"_on_{op}")
     handler = inspect.signature(method).parameters.values()

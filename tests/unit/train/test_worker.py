@@ -157,7 +157,7 @@ class Ordered:
         self.agent, self._link = AgentLink(there), AgentLink(here)
         experiment = load_experiment("digits_cnn", [], prog="")
         self.trainer = worker.TrainerProcess(experiment, self._link, ())
-        self.trainer.train = lambda order: train(self.trainer, order)
+        self.trainer.train = lambda start: train(self.trainer, start)
         self.ended: list[BaseException] = []
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()

@@ -1,0 +1,79 @@
+"""The keys of this process's coordination service, the same as in other processes.
+
+On CPU each process of a world has a JAX coordination service of its own, so that no
+host's loss ends that of others. Processes find each other through keys: gloo writes its
+addresses under the first of `DIRECTORIES`, and dtft writes under the second. A thread
+passes on the keys that this process has written, and sets those of others.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from dtft import _jax_internals
+
+DIRECTORIES = ("cpu:gloo", "dtft")
+"""Directories of the keys that are shared."""
+HURRIED_S = 0.002
+"""Seconds between two looks for new keys while a formation begins."""
+CALM_S = 0.05
+"""Seconds between two looks at other times: a program of another kind, such as that of
+an evaluation, can begin with collectives between other devices."""
+
+
+class SharedKeys:
+    """Passes keys on in both directions, until the process ends."""
+
+    def __init__(self, publish: Callable[[Mapping[str, str]], None]) -> None:
+        """Does nothing yet.
+
+        Args:
+            publish: passes keys of this process to the others, with values in
+                hexadecimal; called on the thread.
+        """
+        self._publish = publish
+        self._known: set[str] = set()
+        self._received: queue.SimpleQueue[Mapping[str, str]] = queue.SimpleQueue()
+        self._calm_at = 0.0
+
+    def start(self) -> None:
+        """Starts the thread; this process must be connected to its service."""
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def hurry(self, seconds: float) -> None:
+        """Looks for new keys often, for some seconds from now on."""
+        self._calm_at = time.monotonic() + seconds
+        self._received.put({})
+
+    def calm(self) -> None:
+        """Looks for new keys rarely from now on."""
+        self._calm_at = 0.0
+
+    def take(self, keys: Mapping[str, str]) -> None:
+        """Handles keys of another process; returns at once."""
+        self._received.put(keys)
+
+    def _run(self) -> None:
+        while True:
+            self._share()
+            hurried = time.monotonic() < self._calm_at
+            try:
+                keys = self._received.get(timeout=HURRIED_S if hurried else CALM_S)
+            except queue.Empty:
+                continue
+            for key, value in keys.items():
+                if key.startswith(tuple(f"{it}/" for it in DIRECTORIES)):
+                    self._known.add(key)
+                    _jax_internals.set_service_key(key, bytes.fromhex(value))
+
+    def _share(self) -> None:
+        found = {
+            key: value.hex()
+            for directory in DIRECTORIES
+            for key, value in _jax_internals.service_keys(directory).items()
+            if key not in self._known
+        }
+        if found:
+            self._known |= found.keys()
+            self._publish(found)
