@@ -52,6 +52,9 @@ class Timeouts:
     export: float = 300.0
     """Limit of one export (the write of a step to storage), in seconds. A late export
     is given up, and training continues."""
+    drain: float = 20.0
+    """Limit in seconds from a signal to an agent until another host has taken its slot.
+    Later, the agent ends, and its host is lost to the job."""
     heartbeat: float = 10.0
     """Heartbeat timeout of the JAX coordination service that several trainers share, in
     seconds; on CPU each has its own.

@@ -428,6 +428,29 @@ class ScaleCommand:
         return jobs.run(self)
 
 
+@dataclass(frozen=True, kw_only=True)
+class DrainCommand:
+    """Take a host out of a live job: another host takes its slot, its agent ends.
+
+    No other trainer is restarted on CPU, and no step is lost. A signal to the host's
+    agent (Ctrl-C, SIGTERM) does the same.
+    """
+
+    host: Annotated[Positional[str], _told("HOST")]
+    """Name of the host (`dtft checkpoint ls` lists them)."""
+    timeout: _Seconds = 120.0
+    """Largest number of seconds that the change may take."""
+    json: _Switch = False
+    """Print JSON."""
+    job: _Job
+
+    def run(self) -> int:
+        """Drains the host; returns the exit code."""
+        from dtft.cli import jobs
+
+        return jobs.drain(self)
+
+
 # -------------------------------------------------------------------- checkpoints
 
 
@@ -619,6 +642,7 @@ WITHOUT_KEYS = {
     "plan predict": PredictCommand,
     "calibrate": CalibrateCommand,
     "scale": ScaleCommand,
+    "drain": DrainCommand,
     "checkpoint ls": CheckpointLsCommand,
     "checkpoint show": CheckpointShowCommand,
     "checkpoint verify": CheckpointVerifyCommand,

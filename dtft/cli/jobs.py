@@ -1,4 +1,4 @@
-"""The commands of jobs: `dtft launch`, `agent` (also `--serve-only`) and `scale`.
+"""The commands of jobs: `dtft launch`, `agent` (also `--serve-only`), `scale`, `drain`.
 
 Each command turns its flags into values for `dtft.elastic`, which does the work. Config
 and flags are checked before etcd or an agent is started.
@@ -58,10 +58,13 @@ from dtft.train import only_run_in
 if TYPE_CHECKING:
     from dtft.cli.commands import (
         AgentCommand,
+        DrainCommand,
+        JobFlags,
         LaunchCommand,
         ScaleCommand,
         ServeCommand,
     )
+    from dtft.elastic.inspect_job import Observer
 
 
 # ------------------------------------------------------------------- dtft agent CONFIG
@@ -136,7 +139,7 @@ def run_at(
                 logging.getLogger(__name__).warning("%s", warning)
         host = make(store)
         for number in heard_signals():
-            signal.signal(number, lambda *_: (leaving(), host.leave()))
+            signal.signal(number, lambda *_: (leaving(), host.depart()))
         return host.run()
     except StoreUnavailable as error:
         raise ValueError(f"--store {address}: {error}") from error
@@ -312,7 +315,7 @@ def _serve_config(words: list[str]) -> ServeConfig:
     return config
 
 
-# -------------------------------------------------------------------------- dtft scale
+# -------------------------------------------------------------- dtft scale, dtft drain
 
 
 def run(options: "ScaleCommand") -> int:
@@ -327,35 +330,88 @@ def run(options: "ScaleCommand") -> int:
         ValueError: wrong input, etcd cannot be reached or has no such job, the job has
             another secret, or the job cannot have this number of replicas.
     """
-    from dtft.drills import read_secret, store_address
-    from dtft.elastic.inspect_job import Observer
-    from dtft.elastic.scale_job import scale
-    from dtft.elastic.store import EtcdStore, StoreUnavailable
+    from dtft.elastic.job_changes import scale
 
     if options.replicas < 1 or options.timeout <= 0:
         raise ValueError(
             f"--replicas {options.replicas}, --timeout {options.timeout:g}: both are "
             "above 0. Give the number of replicas that shall train, and seconds."
         )
-    job = options.job
+    replicas, limit_s = options.replicas, options.timeout
+    found = _changed(options.job, lambda observer: scale(observer, replicas, limit_s))
+    if found is not None:
+        name = options.job.name
+        print(json.dumps(found) if options.json else line(name, found))
+    return int(found is None)
+
+
+def drain(options: "DrainCommand") -> int:
+    """Takes a host out of a live job.
+
+    Returns:
+        The exit code: 0 if the job trains without the host. 1 if no host can take the
+        slot, the job has ended, or the change failed or took too long.
+
+    Raises:
+        ValueError: wrong input, etcd cannot be reached or has no such job, the job has
+            another secret, or no such host.
+    """
+    from dtft.elastic.job_changes import drain
+
+    if options.timeout <= 0:
+        raise ValueError(f"--timeout {options.timeout:g}: give seconds above 0.")
+    host, limit_s = options.host, options.timeout
+    found = _changed(options.job, lambda observer: drain(observer, host, limit_s))
+    if found is not None:
+        name = options.job.name
+        print(json.dumps(found) if options.json else drained_line(name, found))
+    return int(found is None)
+
+
+def _changed(
+    job: "JobFlags", change: Callable[["Observer"], dict[str, Any]]
+) -> dict[str, Any] | None:
+    """Changes a live job; prints the error and returns None if that fails.
+
+    Raises:
+        ValueError: etcd cannot be reached or has no such job, the job has another
+            secret, or the change is refused.
+    """
+    from dtft.drills import read_secret, store_address
+    from dtft.elastic.inspect_job import Observer
+    from dtft.elastic.store import EtcdStore, StoreUnavailable
+
     address, secret = store_address(job), read_secret(job)
     store = EtcdStore(address)
     try:
-        observer = Observer(store, job.store, job.name, secret)
-        found = scale(observer, options.replicas, options.timeout)
+        return change(Observer(store, job.store, job.name, secret))
     except StoreUnavailable as error:
         raise ValueError(f"--store {job.store}: {error}") from error
     except RuntimeError as error:
         print(f"dtft: error: {error}", file=sys.stderr, flush=True)
-        return 1
+        return None
     finally:
         store.close()
-    print(json.dumps(found) if options.json else line(job.name, found))
-    return 0
+
+
+def drained_line(job: str, found: dict[str, Any]) -> str:
+    """Formats the result of `job_changes.drain` as a line of text.
+
+    >>> drained_line("j", {"host": "a", "slot": -1})
+    'a leaves job j; it had no slot'
+    """
+    if found["slot"] < 0:
+        return f"{found['host']} leaves job {job}; it had no slot"
+    return (
+        f"{found['host']} leaves job {job}; another host has slot {found['slot']}: "
+        f"went on from step {found['step']}, {size_text(found['bytes_from_peers'])} "
+        f"from peers' memory and {size_text(found['bytes_from_storage'])} from "
+        f"storage, {found['seconds']:.2f} s after it was asked for"
+    )
 
 
 def line(job: str, found: dict[str, Any]) -> str:
-    """Formats the result of `scale_job.scale` as a line of text.
+    """Formats the result of `job_changes.scale` as a line of text.
 
     >>> line("j", {"replicas": 3, "before": 3, "hosts": 3})
     'job j trains with 3 replicas (3 hosts) already; nothing was changed'

@@ -9,8 +9,8 @@ One agent per host runs an event loop. The agent carries out the leader's orders
   (slots and sizes), `seat_policy` and `anti_affinity` (the host of each slot),
   `reachability`, `hang_detection`, `admission` (of a host to a job).
 * Tools: `event_loop`, `processes`, `stack_dump`, `stop_signals`.
-* Access from outside the job: `local_cluster`, `inspect_job`, `scale_job`; `faults` for
-  drills.
+* Access from outside the job: `local_cluster`, `inspect_job`, `job_changes`; `faults`
+  for drills.
 
 `dtft.checkpoint` keeps, moves, digests and stores the bytes of the state; `dtft.train`
 trains. Agents never import JAX.

@@ -164,17 +164,17 @@ def missing(hosts: Collection[HostRecord], num_slots: int) -> str:
     return f"{word} {', '.join(absent)} of {num_slots} to attach"
 
 
-def scale_refusal(job: str) -> str:
-    """Explains why `dtft scale` cannot change the size of a served job.
+def change_refusal(job: str) -> str:
+    """Explains why neither `dtft scale` nor `dtft drain` can change a served job.
 
-    >>> scale_refusal("j").partition(":")[0]
+    >>> change_refusal("j").partition(":")[0]
     "job 'j' serves processes of its user's own (--serve-only)"
     """
     return (
         f"job {job!r} serves processes of its user's own (--serve-only): whoever "
-        "starts them decides how many there are. For another number close them, and "
-        "start agents and processes anew under another --job; they begin with what "
-        "storage has."
+        "starts them decides how many there are, and on which hosts. To change that "
+        "close them, and start agents and processes anew under another --job; they "
+        "begin with what storage has."
     )
 
 
@@ -285,8 +285,9 @@ class SeatPolicy:
     exit_report: Callable[[int], ExitReport]
     """Makes the report of a trainer's end from the code of the "trainer_exit" event
     (see `Trainers`)."""
-    scale_refusal: Callable[[str], str] | None
-    """Explains why a job of this name cannot be scaled; None if a job can be scaled."""
+    change_refusal: Callable[[str], str] | None
+    """Explains why a job of this name cannot be scaled, and no host of it drained; None
+    if a job can be changed."""
 
 
 LAUNCHED = SeatPolicy(
@@ -300,7 +301,7 @@ LAUNCHED = SeatPolicy(
     has_coordination_service=True,
     reports=REPORT_FIELDS,
     exit_report=_exit_code,
-    scale_refusal=None,
+    change_refusal=None,
 )
 """Policy of jobs whose agents start the trainers. Any host can have any slot."""
 
@@ -315,6 +316,6 @@ SERVED = SeatPolicy(
     has_coordination_service=False,
     reports=SERVED_FIELDS,
     exit_report=_gone_without_goodbye,
-    scale_refusal=scale_refusal,
+    change_refusal=change_refusal,
 )
 """Policy of jobs whose processes the user starts (`--serve-only`)."""

@@ -70,6 +70,7 @@ class AtOnce(EventLoop):
 NOBODY_LEADS = Asked(
     export=lambda answer: answer({"error": "nobody leads here"}),
     scale=lambda replicas, answer: answer({"error": "nobody leads here"}),
+    drain=lambda host, answer: answer({"error": "nobody leads here"}),
 )
 
 

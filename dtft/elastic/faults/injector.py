@@ -31,9 +31,9 @@ from dtft.elastic.faults.interruptions import (
 from dtft.elastic.faults.network_namespaces import HostNamespaces
 from dtft.elastic.faults.schedule import Fault, in_order
 from dtft.elastic.inspect_job import Observer
+from dtft.elastic.job_changes import scale
 from dtft.elastic.leader import read_events
 from dtft.elastic.local_cluster import LocalCluster
-from dtft.elastic.scale_job import scale
 from dtft.elastic.store import EtcdStore, StoreUnavailable, job_key
 
 POLL_S = 0.0003

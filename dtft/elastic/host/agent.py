@@ -76,7 +76,11 @@ class Agent:
             on_dead=self._host_dead,
             on_moved=self._leader_moved,
         )
-        asked = Asked(export=self._export_wanted, scale=self._scaling_wanted)
+        asked = Asked(
+            export=self._export_wanted,
+            scale=self._scaling_wanted,
+            drain=self._draining_wanted,
+        )
         try:
             self._server = edges.listen(self._follower.inbox(), self._accept, asked)
         except ValueError:
@@ -116,6 +120,10 @@ class Agent:
         self._service = edges.service()
         self._served: tuple[int, ...] = (0, 0)
         """Ballot (number) of the round of the last order to serve a world."""
+        self._departs = 0
+        """Number of calls of `depart`."""
+        self._leaves_by: float | None = None
+        """Time at which this agent ends in any case; None before `depart`."""
         self._hint: tuple[int, HostRecord] | None = None
         """(term, record) of the newest leader that another host has named while the
         store did not answer; None before that."""
@@ -176,6 +184,27 @@ class Agent:
         """Makes `run` return soon; safe in a signal handler."""
         self._loop.stop()
 
+    def depart(self) -> None:
+        """Makes `run` return once another host has taken this host's slot.
+
+        Makes `run` return soon if this host has no slot, if no host can take the slot,
+        after `timeouts.drain` seconds, and at a second call. Safe in a signal handler.
+        """
+        self._departs += 1
+        if self._departs > 1 or not self._follower.has_slot:
+            self._loop.stop()
+
+    def _hand_over(self) -> None:
+        """After `depart`, asks the leader to let another host take the slot."""
+        if not self._departs:
+            return
+        now = self._loop.now()
+        if self._leaves_by is None:
+            self._leaves_by = now + self._config.timeouts.drain
+            self._report("leaving", ballot=self._follower.ballot)
+        elif now > self._leaves_by:
+            self._loop.stop()
+
     def _finish(self, result: str) -> None:
         self._result = result
         self._loop.stop()
@@ -202,6 +231,7 @@ class Agent:
         self._links.tick(paused_s)
         self._leader_link.tick(paused_s)
         self._follower.tick()
+        self._hand_over()
         self._campaign_if_free()
         self._follow()
         if (leader := self._leadership.leader) is not None and not paused_s:
@@ -442,6 +472,9 @@ class Agent:
     def _obey(self, message: Message) -> None:
         if message["op"] == "ended":
             self._finish(message["result"])
+        elif message["op"] == "drained":
+            if tuple(message["ballot"]) == self._follower.ballot:
+                self._loop.stop()
         elif message["op"] == "serve":
             self._serve(
                 **{name: message[name] for name in ("ballot", "server", "size")}
@@ -517,6 +550,12 @@ class Agent:
             answer({"error": text, "moved": True})
         else:
             leader.export_wanted(answer)
+
+    def _draining_wanted(self, host: str, answer: Answer) -> None:
+        if (leader := self._leadership.leader) is None:
+            answer({"error": AGAIN, "again": True})
+        else:
+            leader.draining_wanted(host, answer)
 
     def _scaling_wanted(self, replicas: int, answer: Answer) -> None:
         if (leader := self._leadership.leader) is None:

@@ -77,11 +77,12 @@ class Service(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """Handlers of users' requests at a host's port: to export a step to storage, and to
-    change the number of replicas."""
+    """Handlers of users' requests at a host's port: to export a step to storage, to
+    change the number of replicas, and to let a host leave the job."""
 
     export: Callable[[Answer], None]
     scale: Callable[[int, Answer], None]
+    drain: Callable[[str, Answer], None]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -151,6 +151,16 @@ class Follower:
         """(generation, attempt) of this host's current slot; (0, 0) without a slot."""
         return self._task.epoch if self._task else (0, 0)
 
+    @property
+    def ballot(self) -> tuple[int, int]:
+        """Number (ballot) of the newest round that is known here."""
+        return self._ballot
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether this host has a slot."""
+        return self._task is not None
+
     def inbox(self) -> Inbox:
         """Returns the functions with which the transport's threads read this host's
         state and report received slices."""

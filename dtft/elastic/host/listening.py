@@ -12,7 +12,7 @@ from dtft.elastic.event_loop import Loop
 from dtft.elastic.host.inspection import serve_inspection
 from dtft.elastic.host.salvage import serve_salvage, write_address
 from dtft.elastic.job import AgentConfig
-from dtft.elastic.leader import serve_export, serve_scaling
+from dtft.elastic.leader import serve_change, serve_export
 from dtft.elastic.network import Closed, Heard, TcpChannel
 from dtft.elastic.transfer import Inbox, serve_fetch, serve_pushes
 
@@ -73,7 +73,10 @@ def handlers(
         serve_export(channel, config, lambda *it: loop.post(asked.export, *it))
 
     def scale(channel: Channel) -> None:
-        serve_scaling(channel, lambda *it: loop.post(asked.scale, *it))
+        serve_change(channel, "replicas", int, lambda *it: loop.post(asked.scale, *it))
+
+    def drain(channel: Channel) -> None:
+        serve_change(channel, "host", str, lambda *it: loop.post(asked.drain, *it))
 
     return {
         "push": lambda channel: serve_pushes(channel, inbox),
@@ -82,6 +85,7 @@ def handlers(
         "inspect": lambda channel: serve_inspection(channel, config, inbox),
         "export": export,
         "scale": scale,
+        "drain": drain,
         "salvage": lambda channel: serve_salvage(channel, inbox),
     }
 

@@ -198,7 +198,7 @@ class ServingHost:
             time.sleep(LOOK_S)
         return None
 
-    def leave(self) -> None:
+    def depart(self) -> None:
         """Makes `run` return soon; safe in a signal handler."""
         self._left = True
         if self._agent is not None:

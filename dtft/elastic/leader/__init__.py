@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dtft.elastic.leader.leadership import Leadership
     from dtft.elastic.leader.records import Records
     from dtft.elastic.leader.recovery import RecoveryDecision, decide, fetches_for
-    from dtft.elastic.leader.scaling import AGAIN, serve_scaling
+    from dtft.elastic.leader.scaling import AGAIN, serve_change
     from dtft.elastic.leader.storage import newest_stored
 
 _PUBLIC = {
@@ -42,7 +42,7 @@ _PUBLIC = {
     "newest_stored": "storage",
     "read_events": "events",
     "serve_export": "export_requests",
-    "serve_scaling": "scaling",
+    "serve_change": "scaling",
 }
 
 __all__ = [
@@ -58,7 +58,7 @@ __all__ = [
     "newest_stored",
     "read_events",
     "serve_export",
-    "serve_scaling",
+    "serve_change",
 ]
 
 __getattr__, __dir__ = attributes(__name__, _PUBLIC)

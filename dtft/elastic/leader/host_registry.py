@@ -56,6 +56,8 @@ class HostRegistry:
         self.unfit: dict[str, str] = {}
         """Host to the reason why it can have no slot (too little memory, for example),
         until it reports that it can have one."""
+        self._drained: set[str] = set()
+        """Hosts that are to leave the job, and get no slot any more."""
         self._asked_at: dict[str, float] = {}
         self._pause_s: dict[str, float] = {}
         """Host to the pause in seconds until an unusable host is checked again;
@@ -95,6 +97,7 @@ class HostRegistry:
         if was_away or not known:
             self._silent.discard(record.host)
         if not known:
+            self._drained.discard(record.host)
             for told in (self.unfit, self._asked_at, self._pause_s):
                 told.pop(record.host, None)
         return was_away or not known
@@ -131,6 +134,10 @@ class HostRegistry:
     def leave_out(self, host: str) -> None:
         """Excludes a host that has not reported its holdings, until it reports them."""
         self._silent.add(host)
+
+    def drain(self, host: str) -> None:
+        """Gives a host no slot any more, until its agent is started anew."""
+        self._drained.add(host)
 
     def answered(self, host: str) -> None:
         """Ends `leave_out` for a host that has reported its holdings."""
@@ -179,14 +186,14 @@ class HostRegistry:
 
     def usable(self) -> list[HostRecord]:
         """Returns the records of the hosts that may be given a slot, by name."""
-        hosts = self.connected - self._silent - set(self.unfit)
+        hosts = self.connected - self._silent - self._drained - set(self.unfit)
         return [self._records[host] for host in sorted(hosts)]
 
     @property
     def num_usable(self) -> int:
         """The number of hosts in `usable`. Counted without making a list, because the
         number is needed whenever a host joins."""
-        unusable = {*self._away, *self._silent, *self.unfit}
+        unusable = {*self._away, *self._silent, *self._drained, *self.unfit}
         return len(self._records) - len(unusable & self._records.keys())
 
     def why_nobody(self) -> str:
@@ -203,6 +210,7 @@ class HostRegistry:
     def unusable(self) -> dict[str, str]:
         """Returns the registered hosts that can have no slot now, with the reasons."""
         why = {host: "it does not answer" for host in self._silent}
+        why |= {host: "it leaves the job" for host in self._drained}
         why |= {host: "its connection is cut" for host in self._away}
         why |= self.unfit
         return {host: why[host] for host in sorted(why) if host in self._records}

@@ -22,6 +22,7 @@ from dtft.elastic.event_loop import Loop
 from dtft.elastic.hang_detection import JobProgress, verdict
 from dtft.elastic.job import AgentConfig
 from dtft.elastic.leader.commit_coordinator import CommitCoordinator
+from dtft.elastic.leader.draining import Draining
 from dtft.elastic.leader.events import Journal
 from dtft.elastic.leader.export_requests import Answer, StorageExports
 from dtft.elastic.leader.failure_budget import Failure, Kind, RetryDecision
@@ -105,6 +106,9 @@ class Leader:
         shared = config, self._records, self._rendezvous, self._registry
         self._monitor = HostMonitor(*shared, loop, journal)
         self._scaling = Scaling(*shared[:3], sizes, loop, journal)
+        self._draining = Draining(
+            config, self._rendezvous, self._registry, sizes, loop, send
+        )
         self._shutdown = Shutdown(*shared, loop, journal, storage.watch)
         self._re_replicator = ReReplicator(journal, send, loop.now)
         self._requests = (
@@ -205,6 +209,8 @@ class Leader:
             self._monitor.unfit(host, message["why"], message.get("layout", ""))
         elif op == "fit":
             self._monitor.fit(host)
+        elif op == "leaving":
+            self._on_leaving(host)
         elif op == "fatal":
             if round_ is None or ballot in ((), round_.ballot):
                 self._fail(_with_evidence(message), message.get("code", FATAL_INPUT))
@@ -256,6 +262,20 @@ class Leader:
     def _give_up(self, decision: RetryDecision) -> None:
         """Ends the job because the failure would repeat."""
         self._shutdown.fail(decision.message, self._error_code)
+
+    def _on_leaving(self, host: str) -> None:
+        """Lets another host take the slot of a host that wants to leave.
+
+        If no host can, ends the agent of the host at once; otherwise `Draining` does.
+        """
+
+        def answer(reply: dict[str, Any]) -> None:
+            round_ = self._rendezvous.current
+            if "error" in reply and round_ is not None:
+                self._journal.say(f"{host} leaves at once: {reply['error']}")
+                self._send(host, "drained", ballot=round_.ballot)
+
+        self._draining.asked(host, answer)
 
     def _on_progress(self, host: str, slot: int, **told: Any) -> None:
         self._progress[host] = self._loop.now(), JobProgress(**told)
@@ -371,6 +391,7 @@ class Leader:
             self._journal.recovery(report, round_.detected, now)
             if self._rendezvous.coordinator is not None:
                 self._scaling.trained(report)
+            self._draining.trained(report)
 
     def _stage_limit(self) -> float:
         coordinator = self._rendezvous.coordinator
@@ -468,10 +489,21 @@ class Leader:
 
         Refuses the request in a served job (whose processes the user starts).
         """
-        if (refusal := self._seats.scale_refusal) is not None:
-            answer({"error": refusal(self._config.job), "code": 2})
-        else:
+        if not self._refuses_change(answer):
             self._scaling.asked(replicas, answer)
+
+    def draining_wanted(self, host: str, answer: Answer) -> None:
+        """Handles a request that a host leaves the job.
+
+        Refuses the request in a served job (whose processes the user starts).
+        """
+        if not self._refuses_change(answer):
+            self._draining.asked(host, answer)
+
+    def _refuses_change(self, answer: Answer) -> bool:
+        if (refusal := self._seats.change_refusal) is not None:
+            answer({"error": refusal(self._config.job), "code": 2})
+        return refusal is not None
 
     # --------------------------------------------------------------- the store
 
@@ -491,11 +523,12 @@ class Leader:
         self._committing(0)
         self._journal.committed(commit.step, commit.root)
         self._re_replicator.committed(self._rendezvous.current, commit.step)
-        if why := self._scaling.due():
+        if why := self._scaling.due() or self._draining.due():
             coordinator.recorded(commit)
             self._rendezvous.form(why)
             return
         coordinator.written(commit)
+        self._draining.committed()
         if line := coordinator.intervals.news():
             self._journal.say(line)
         self._storage.committed(coordinator, commit.step)
@@ -609,6 +642,7 @@ class Leader:
         event log is written."""
         self._storage.close()
         self._scaling.close()
+        self._draining.close()
         self._records.close()
         self._journal.close(flush_s)
 

@@ -10,7 +10,7 @@ import dataclasses
 import queue
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from dtft.checkpoint.replication import Located
 from dtft.checkpoint.state import Layout, digest_root
@@ -269,24 +269,37 @@ class Scaling:
         self._waiting.clear()
 
 
-def serve_scaling(channel: Channel, ask: Callable[[int, Answer], None]) -> None:
-    """Serves one request for a number of replicas: replies when the job trains with it.
+Wanted = TypeVar("Wanted", int, str)
+
+
+def serve_change(
+    channel: Channel,
+    name: str,
+    kind: type[Wanted],
+    ask: Callable[[Wanted, Answer], None],
+) -> None:
+    """Serves one request to change the job: replies when the job trains so.
 
     The reply is an error if the request is malformed or refused, if the job will not
-    train with the number, if this host stops leading, or if the requester's time limit
-    (at most a day) is over.
+    train so, if this host stops leading, or if the requester's time limit (at most a
+    day) is over.
 
     Args:
         channel: the connection of the requester.
-        ask: passes the number and the function for the answer to the leader.
+        name: the field of the request that has what is wanted.
+        kind: type of this field: int for a number of replicas, str for a host.
+        ask: passes the field and the function for the answer to the leader.
     """
     request = _asked(channel)
-    replicas, limit_s = request.get("replicas"), request.get("limit_s")
-    if type(replicas) is not int or not isinstance(limit_s, int | float):
-        channel.send({"error": "not a request for a size", "code": 2}, timeout_s=ASK_S)
+    wanted, limit_s = request.get(name), request.get("limit_s")
+    if not isinstance(wanted, kind) or isinstance(wanted, bool):
+        wanted = None
+    if wanted is None or not isinstance(limit_s, int | float):
+        text = f"not a request with {name}"
+        channel.send({"error": text, "code": 2}, timeout_s=ASK_S)
         return
     answers: queue.Queue[dict[str, Any]] = queue.Queue()
-    ask(replicas, answers.put)
+    ask(wanted, answers.put)
     try:
         reply = answers.get(timeout=max(0.0, min(float(limit_s), 86400.0)))
     except queue.Empty:

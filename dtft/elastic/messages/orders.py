@@ -112,6 +112,7 @@ ORDER_FIELDS: Table = {
     "flushed": {"token": number, "error": text},
     "storage_failed": {"error": text},
     "ended": {"result": text},
+    "drained": {"ballot": ballot},
     "assemble": {
         "step": number,
         "layout": layout,

@@ -67,7 +67,7 @@ class Serving:
             self.refused = str(error)
 
     def end(self) -> None:
-        self.host.leave()
+        self.host.depart()
         self._thread.join(timeout=30)
         assert not self._thread.is_alive()
 

@@ -42,6 +42,7 @@ SOUND: dict[str, dict[str, Any]] = {
         "keep": 7340035,
     },
     "serve": {"ballot": (7, 3), "server": "a", "size": 11},
+    "drained": {"ballot": (7, 3)},
     "keys": {"ballot": (7, 3), "keys": {"cpu:gloo/1,2/0": "0a0b"}},
     "join": {"ballot": (7, 3), "world": {**WORLD, "index": 5}},
     "rehearse": {

@@ -7,162 +7,20 @@ from typing import Any
 
 import pytest
 
-from dtft.checkpoint.replication.commit import Commit
-from dtft.checkpoint.replication.copy_placement import place_copies
 from dtft.cli.jobs import line
-from dtft.elastic.assignment import HostRecord, SizeLimits, SlotAssignment, resized
+from dtft.elastic.assignment import resized
 from dtft.elastic.inspect_job import NotThere, Observer
+from dtft.elastic.job_changes import ChangeRefused, scale
 from dtft.elastic.leader.records import ASSIGNMENT_PATIENCE_S
-from dtft.elastic.scale_job import ScaleRefused, scale
-from tests.support.commits import layout, root_of, value
-from tests.support.desks import LeaderDesk, record_of
-
-STATE = layout(2, 1)
-PROMPT_S = 0.5
-"""Nobody here takes any time; the leader ticks."""
-
-
-class Desk(LeaderDesk):
-    """A leader whose hosts do at once what they are told."""
-
-    def __init__(self, directory: Path, hosts: int, min_replicas: int = 0) -> None:
-        sizes = SizeLimits(min_replicas=min_replicas, global_batch=96)
-        super().__init__(directory, _record(0), sizes=sizes)
-        self.exports: list[tuple[str, int, int]] = []
-        self.answers: list[dict[str, Any]] = []
-        self.held: dict[int, Any] = {7: STATE}
-        self.silent: set[str] = set()
-        self.obeyed: SlotAssignment | None = None
-        """What the hosts tell a leader whose store does not know it."""
-        self.members = {"h0", "h1"}
-        for number in range(hosts):
-            self.register(_record(number))
-        self.put("m/assignment", _assignment().to_json())
-        self.put("c/commits", _commit(7, STATE).to_json())
-        self.lead()
-
-    def lead(self) -> None:
-        """A leader takes over, and the job trains again."""
-        self.begin()
-        self.until(lambda: self.leader._rendezvous.phase in ("running", "waiting"))
-
-    def ordered(self, host: str, op: str, **fields: Any) -> None:
-        super().ordered(host, op, **fields)
-        if op == "export":
-            self.exports.append((host, fields["step"], fields["slot"]))
-        if host in self.silent and op == "prepare":
-            return
-        told = {"ballot": fields.get("ballot")}
-        if op == "reform":
-            digests = {
-                p.key: value(p.key) for s in self.held.values() for p in s.owners
-            }
-            mine = self.held if host in self.members else {}
-            holdings = {step: digests for step in mine}
-            known = [state.to_json() for state in mine.values()]
-            told |= {"op": "holdings", "holdings": holdings, "layouts": known}
-            told |= {"corrupt": [], "finished": 7, "items": {}}
-            if self.obeyed is not None and host in self.obeyed.slots:
-                told["assignment"] = self.obeyed.to_json()
-            self.report(host, told)
-        elif op == "prepare":
-            self.members.add(host)
-            restored = {key: value(key) for key in fields["digests"]}
-            prepared = {"op": "prepared", "own": 1, "peers": 2, "seconds": 0.0}
-            prepared |= {"export_port": 1, "restored": restored}
-            if not fields["resized"]:
-                prepared["restored"] = {}
-            self.report(host, told | prepared)
-            announced = {"op": "layout", "layout": fields["layout"]}
-            self.report(host, told | announced)
-            running = {"op": "running", "bytes_from_storage": 0, "step": 8}
-            running["slot"] = fields["slot"]
-            self.report(host, told | running)
-
-    def report(self, host: str, message: dict[str, Any]) -> None:
-        """What a host says reaches the leader."""
-        self.loop.post(lambda: self.leader.handle_report(host, message))
-
-    def until(self, ready: Any, limit_s: float = PROMPT_S) -> None:
-        """Lets time pass until something is so; the leader sees the store's news."""
-
-        def so() -> bool:
-            self.look()
-            return ready()
-
-        self.loop.turn_until(so, limit_s)
-
-    def ask(self, replicas: int) -> None:
-        self.leader.scaling_wanted(replicas, self.answers.append)
-
-    def commit(self, step: int) -> None:
-        """All hosts of the formation stage and hold a step; the leader records it."""
-        coordinator = self.leader._rendezvous.coordinator
-        assert coordinator is not None
-        self.held = {step: coordinator.layout}
-        for slot in range(coordinator.layout.mesh.num_slots):
-            told = [value(piece.key) for piece in coordinator.layout.slices(slot)]
-            coordinator.staged(slot, step, told)
-        for push in place_copies(coordinator.layout, 2).pushes:
-            coordinator.held(step, push.source, push.target, root_of(push))
-        told = self.leader._journal
-        self.until(lambda: told.last_commit == step)
-
-    def lose(self, host: str) -> None:
-        """A host's process ends."""
-        self.delete(f"m/hosts/{host}")
-        self.leader.lost(host, "its port is dead")
-        self.look()
-
-    def settle(self, slots: int) -> None:
-        """Until the job trains on so many hosts."""
-
-        def trains() -> bool:
-            found = self.leader._rendezvous.assignment
-            running = self.leader._rendezvous.phase == "running"
-            return running and found is not None and len(found.slots) == slots
-
-        self.until(trains)
-
-
-def _record(number: int) -> HostRecord:
-    return record_of(f"h{number}", joined_ns=number)
-
-
-def _assignment() -> SlotAssignment:
-    return SlotAssignment(
-        generation=1,
-        attempt=1,
-        slots=("h0", "h1"),
-        incarnations=("h0.1", "h1.1"),
-        source="init",
-        step=0,
-        rung=None,
-        reason="",
-    )
-
-
-def _commit(step: int, state: Any) -> Commit:
-    from dtft.checkpoint.state.digests import digest_root
-
-    slots = state.mesh.num_slots
-    return Commit(
-        step=step,
-        generation=1,
-        attempt=1,
-        root=digest_root((p.key, value(p.key)) for p in state.owners),
-        layout=state.digest,
-        holders=tuple(f"h{n}" for n in range(slots)),
-        copies=2,
-    )
+from tests.support.obedient_desk import STATE, ObedientDesk, record_number
 
 
 @pytest.fixture
 def desk_of(tmp_path: Path):
-    made: list[Desk] = []
+    made: list[ObedientDesk] = []
 
-    def make(hosts: int, **options: Any) -> Desk:
-        made.append(Desk(tmp_path, hosts, **options))
+    def make(hosts: int, **options: Any) -> ObedientDesk:
+        made.append(ObedientDesk(tmp_path, hosts, **options))
         return made[0]
 
     yield make
@@ -229,7 +87,7 @@ def test_a_store_that_has_lost_the_wish_is_told_of_it_by_the_hosts(desk_of) -> N
         desk.leader.close()
 
 
-def growing(desk_of: Callable[..., Desk]) -> Desk:
+def growing(desk_of: Callable[..., ObedientDesk]) -> ObedientDesk:
     """A job of two hosts that grows to three, of which the new one does not answer."""
     desk = desk_of(hosts=3)
     desk.ask(3)
@@ -247,8 +105,8 @@ def test_a_host_lost_while_the_job_grows_leads_back(desk_of) -> None:
     (answer,) = desk.answers
     assert "trains on 2 hosts, not on 3: a host was lost" in answer["error"]
     desk.silent.clear()
-    desk.register(_record(3))
-    desk.leader.connected(_record(3))
+    desk.register(record_number(3))
+    desk.leader.connected(record_number(3))
     desk.look()
     desk.commit(9)
     desk.settle(3)
@@ -351,7 +209,7 @@ class Told(Observer):
 
 
 def test_who_asks_asks_the_next_leader_too(monkeypatch) -> None:
-    monkeypatch.setattr("dtft.elastic.scale_job.PAUSE_S", 0.0)
+    monkeypatch.setattr("dtft.elastic.job_changes.PAUSE_S", 0.0)
     good = {"replicas": 3, "before": 2, "hosts": 3}
     gone = {"error": "this host does not lead any more", "again": True}
     found = scale(Told("refused", gone, good), 3, limit_s=9.0)
@@ -361,7 +219,7 @@ def test_who_asks_asks_the_next_leader_too(monkeypatch) -> None:
         == "job j trains with 3 replicas (3 hosts); its leader changed meanwhile"
     )
     assert scale(Told(good), 3, limit_s=9.0) == good | {"asked_again": False}
-    with pytest.raises(ScaleRefused, match="nearest"):
+    with pytest.raises(ChangeRefused, match="nearest"):
         scale(Told({"error": "nearest 4", "code": 2}), 3, limit_s=9.0)
     with pytest.raises(RuntimeError, match="start 1 more"):
         scale(Told({"error": "start 1 more"}), 3, limit_s=9.0)

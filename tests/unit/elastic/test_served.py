@@ -13,7 +13,7 @@ from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
 from dtft.elastic.admission import SERVED, proof_of
 from dtft.elastic.assignment import HostRecord
 from dtft.elastic.inspect_job import Observer
-from dtft.elastic.scale_job import ScaleRefused, scale
+from dtft.elastic.job_changes import ChangeRefused, scale
 from dtft.elastic.seat_policy import fill_by_process, missing
 from dtft.elastic.store.view import job_key
 from tests.support.desks import LeaderDesk, record_of
@@ -226,7 +226,7 @@ def test_a_job_that_serves_has_the_size_that_its_user_gave_it(desk: Desk) -> Non
     known = {"secret": proof_of(b"x" * 16, "j"), "config": f"{SERVED} --copies 2"}
     desk.store.put(job_key("j", "m/fingerprint"), json.dumps(known).encode())
     observer = Observer(desk.store, "s:1", "j", b"x" * 16)
-    with pytest.raises(ScaleRefused, match="whoever starts them decides how many"):
+    with pytest.raises(ChangeRefused, match="whoever starts them decides how many"):
         scale(observer, 3, 10.0)  # nobody leads it yet
     answers: list[dict[str, Any]] = []
     desk.leader.scaling_wanted(3, answers.append)

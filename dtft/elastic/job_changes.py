@@ -1,0 +1,107 @@
+"""Changes a live job from outside: its number of replicas, and which hosts it uses.
+
+Sends a request to the leader, and repeats it while no leader answers or the job does
+not train.
+"""
+
+import time
+from typing import Any
+
+from dtft.elastic.inspect_job import NotThere, Observer
+from dtft.elastic.seat_policy import change_refusal
+from dtft.elastic.store import StoreUnavailable
+
+PAUSE_S = 0.5
+
+
+class ChangeRefused(ValueError):
+    """The job cannot be changed so; the message has the reason."""
+
+
+def scale(observer: Observer, replicas: int, limit_s: float) -> dict[str, Any]:
+    """Changes the number of replicas; returns once the job trains with it.
+
+    The store keeps the requested number.
+
+    Args:
+        observer: the job's observer, which knows the job's secret.
+        replicas: the number of replicas.
+        limit_s: seconds after which the call fails.
+
+    Returns:
+        `replicas`, `before` (the number before the last attempt), `hosts` (number of
+        hosts with a slot), `leader` (the leader's host) and `asked_again` (whether an
+        earlier attempt of this call failed). After a change by the last attempt also
+        `step` (restored), `bytes_from_peers`, `bytes_from_storage` and `seconds` since
+        the request. An earlier attempt may have changed the size although the attempt
+        failed; then `before` equals `replicas`.
+
+    Raises:
+        ChangeRefused: the job cannot have this number of replicas, or serves processes
+            that its user starts.
+        RuntimeError: the job has ended or has too few hosts, or the change failed or
+            was late; the message has the reason.
+    """
+    if observer.is_served:  # without its processes this job may have no leader
+        raise ChangeRefused(change_refusal(observer.job))
+    late = f"the job does not train with {replicas} replicas"
+    return _changed(observer, "scale", {"replicas": replicas}, limit_s, late)
+
+
+def drain(observer: Observer, host: str, limit_s: float) -> dict[str, Any]:
+    """Makes a host leave the job; returns once the job trains without it.
+
+    If the host has a slot, another host takes the slot at the next commit. The other
+    trainers keep their processes, as after a loss. The host's agent ends once its
+    copies are not needed any more.
+
+    Args:
+        observer: the job's observer, which knows the job's secret.
+        host: name of the host.
+        limit_s: seconds after which the call fails.
+
+    Returns:
+        `host`, `slot` (that it had; -1 for none), `leader` (the leader's host) and
+        `asked_again`, as of `scale`. If it had a slot, also `step` (restored),
+        `bytes_from_peers`, `bytes_from_storage` and `seconds` since the request.
+
+    Raises:
+        ChangeRefused: the job has no such host, or serves processes that its user
+            starts.
+        RuntimeError: no other host can take the slot, the job has ended, or the change
+            failed or was late; the message has the reason.
+    """
+    if observer.is_served:
+        raise ChangeRefused(change_refusal(observer.job))
+    late = f"the job does not train without {host}"
+    return _changed(observer, "drain", {"host": host}, limit_s, late)
+
+
+def _changed(
+    observer: Observer, op: str, request: dict[str, Any], limit_s: float, late: str
+) -> dict[str, Any]:
+    """Sends a request until the leader says that the change is made.
+
+    Raises:
+        ChangeRefused: the leader refuses the change.
+        RuntimeError: the change failed or was late.
+    """
+    end = time.monotonic() + limit_s
+    why = ""
+    while (left := end - time.monotonic()) > 0:
+        try:
+            if (ended := observer.result()) is not None:
+                raise RuntimeError(f"the job has ended ({ended}).")
+            asked = request | {"limit_s": left}
+            reply = observer.ask_leader(op, asked, left + PAUSE_S)
+        except (NotThere, StoreUnavailable) as error:
+            reply = {"error": str(error), "again": True}
+        if "error" not in reply:
+            return reply | {"asked_again": bool(why)}
+        if reply.get("code") == 2:
+            raise ChangeRefused(reply["error"])
+        if not reply.get("again"):
+            raise RuntimeError(reply["error"])
+        why = reply["error"]
+        time.sleep(min(PAUSE_S, max(0.0, end - time.monotonic())))
+    raise RuntimeError(f"{late} after {limit_s:.0f} s: {why}")
