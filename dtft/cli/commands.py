@@ -211,7 +211,7 @@ _FAULTS = (
     "follower: who is it then; "
     "pause-store@STEP:SECONDS; empty-store@STEP; crash-store@STEP (its supervisor "
     "starts it again); fail:SLOT@STEP[:always] (an exception in the step); "
-    "scale:REPLICAS@STEP. Slots: 0+2 hits two at once."
+    "scale:REPLICAS@STEP; drain:SLOT@STEP. Slots: 0+2 hits two at once."
 )
 
 

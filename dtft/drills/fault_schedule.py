@@ -10,7 +10,7 @@ from dataclasses import dataclass
 STEADY = (
     *("kill-host", "kill-trainer", "kill-leader", "kill-spare", "kill-store"),
     *("crash-store", "empty-store", "pause-store", "stop-host", "stop-agent"),
-    *("stop-trainer", "cut", "corrupt", "fail"),
+    *("stop-trainer", "cut", "corrupt", "fail", "drain"),
 )
 """Kinds of faults after which the number of replicas is that of before."""
 _MOMENTS = (None, None, None, "compute", "collective", "replicate", "commit", "export")
@@ -75,8 +75,8 @@ def _faults(
             return [f"{kind}@{step}"]
         case "pause-store":
             return [f"{kind}@{step}:{draw.choice(_SECONDS)}"]
-        case "fail":
-            return [f"fail:{slot}@{step}"]
+        case "fail" | "drain":
+            return [f"{kind}:{slot}@{step}"]
         case "corrupt":
             other = draw.randrange(job.slots)
             return [f"corrupt:{slot}@{step}", f"kill-host:{other}@{step}"]

@@ -1,7 +1,10 @@
 """Jobs that grow and shrink while they train; `make test` runs the first drill."""
 
+import contextlib
 import json
+import os
 import re
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -178,3 +181,54 @@ def test_the_command_on_a_live_job(tmp_path: Path) -> None:
         done = dtft("scale", *asked, "--replicas", "2", "--json", timeout=200)
         assert json.loads(done.stdout)["replicas"] == 2
     assert not [e for e in read_events(run) if e.get("bytes_from_storage")]
+
+
+@every
+def test_a_drained_host_leaves_and_costs_no_step(tmp_path, control):
+    record = drill(
+        *(tmp_path, *DIGITS, *control("digits"), "--spares", "1"),
+        *("--fault", "drain:1@20"),
+    )
+    (recovery,), (fault,) = record["recoveries"], record["faults"]
+    assert recovery["rung"] == 0 and recovery["survivors_restarted"] == 0
+    assert recovery["steps_lost"] == recovery["bytes_from_storage"] == 0
+    assert recovery["bytes_from_peers"] > 0
+    assert "host-1 (slot 1) leaves the job" in recovery["cause"]
+    assert fault["reply"]["slot"] == 1 and not fault["reply"]["asked_again"]
+
+
+def agent_pid(run: Path, host: str) -> int:
+    """The process of a host of a launched job."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = path.read_bytes().decode(errors="replace").split("\0")
+            if {"agent", str(run), host} <= {*words}:
+                return int(path.parent.name)
+    raise AssertionError(f"no agent of {host}")
+
+
+def wait_for(run: Path, kind: str, number: int = 1) -> list[dict[str, Any]]:
+    """The job's first events of a kind, once there are so many."""
+    end = time.monotonic() + 120
+    while True:
+        found = [it for it in read_events(run) if it["event"] == kind]
+        if len(found) >= number:
+            return found
+        assert time.monotonic() < end, f"no {kind} in time"
+        time.sleep(0.1)
+
+
+@every
+def test_a_signal_to_an_agent_hands_its_slot_over(tmp_path):
+    run = tmp_path / "run"
+    with launched(run, "--spares", "1") as job:
+        wait_for(run, "commit", 20)
+        os.kill(agent_pid(run, "host-1"), signal.SIGTERM)
+        (recovery,) = wait_for(run, "recovery")
+        after = len(wait_for(run, "commit"))
+        wait_for(run, "commit", after + 20)
+        assert job.runs
+    assert recovery["rung"] == 0 and recovery["survivors_restarted"] == 0
+    assert recovery["steps_lost"] == recovery["bytes_from_storage"] == 0
+    assert "host-1 (slot 1) leaves the job" in recovery["fault"]
+    assert "host-1 left job" in (run / "logs" / "host-1.log").read_text()

@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from dtft.elastic.faults.interruptions import (
 from dtft.elastic.faults.network_namespaces import HostNamespaces
 from dtft.elastic.faults.schedule import Fault, in_order
 from dtft.elastic.inspect_job import Observer
-from dtft.elastic.job_changes import scale
+from dtft.elastic.job_changes import drain, scale
 from dtft.elastic.leader import read_events
 from dtft.elastic.local_cluster import LocalCluster
 from dtft.elastic.store import EtcdStore, StoreUnavailable, job_key
@@ -39,7 +39,8 @@ from dtft.elastic.store import EtcdStore, StoreUnavailable, job_key
 POLL_S = 0.0003
 STORE_AWAY_S = 5.0
 FIRST_EXPORT_S = 50.0  # below `timeouts.stage`, the limit between two snapshots
-SCALE_S = 240.0
+REQUEST_S = 240.0
+"""Limit in seconds of a `scale` or a `drain`."""
 HEALED_S = 5.0
 """A fault of phase `healed` waits until all earlier stops, cuts and pauses with a
 duration have been undone for this many seconds."""
@@ -48,6 +49,7 @@ WARM_STEPS = 10
 """Number of first steps left out of measured speeds, because of compilation and cold
 caches."""
 _STORE = ("kill-store", "crash-store", "pause-store", "empty-store")
+_REQUESTS = ("scale", "drain")
 _OF_TRAINERS = ("kill-trainer", "stop-trainer")
 _PHASE_FIELD: dict[str, ProgressField] = {
     "replicate": "replicating",
@@ -68,7 +70,7 @@ class InjectedFault:
     finished: int = 0
     """Last step that any trainer had finished at the time of the fault. `computing` and
     `committed`: the last dispatched and the last committed step at that time; for a
-    `scale`, `computing` is 0."""
+    `scale` or a `drain`, `computing` is 0."""
     computing: int = 0
     committed: int = 0
     steps_seen: tuple[int, int] = (0, 0)
@@ -87,7 +89,7 @@ class InjectedFault:
     steps_per_s_during: float | None = None
     corrupted_bytes: int = 0
     reply: dict[str, Any] = field(default_factory=dict)
-    """scale: the job's reply to the request; empty before the reply."""
+    """scale, drain: the job's reply to the request; empty before the reply."""
 
 
 class FaultInjector(threading.Thread):
@@ -168,7 +170,7 @@ class FaultInjector(threading.Thread):
         requests to scale have replies."""
         expected = [fault for fault in self._faults if fault.kind != "corrupt"]
         open_ = [
-            it for it in self.injected if it.fault.kind == "scale" and not it.reply
+            it for it in self.injected if it.fault.kind in _REQUESTS and not it.reply
         ]
         lasts = [it for it in self.injected if it.fault.heals and it.until is None]
         return len(self.injected) == len(expected) and not open_ and not lasts
@@ -351,11 +353,16 @@ class FaultInjector(threading.Thread):
             during the wait for an export. The fault is then not carried out.
         """
         if fault.kind == "scale":
-            self._scale(fault)
+            self._request(fault, lambda it: scale(it, fault.replicas, REQUEST_S))
             return True
         victims = self._victims(fault)
         if any(host not in self._cluster.agents for host in victims):
             return False
+        if fault.kind == "drain":
+            for host in victims:
+                ask = functools.partial(drain, host=host, limit_s=REQUEST_S)
+                self._request(fault, ask, host)
+            return True
         if fault.kind == "kill-spare" and not victims:
             return False
         started = len(self._trainer_pids(victims)) == len(victims)
@@ -535,30 +542,38 @@ class FaultInjector(threading.Thread):
             flipped += len(places)
         return flipped
 
-    def _scale(self, fault: Fault) -> None:
-        """Requests another size, as `dtft scale` does, on a separate thread.
+    def _request(
+        self, fault: Fault, change: Callable[[Observer], dict[str, Any]], *hosts: str
+    ) -> None:
+        """Requests a change of the job, as a command does, on a separate thread.
 
-        Further faults may happen before the reply.
+        Further faults may happen before the reply. A host that has left is replaced by
+        a new one, if killed hosts are.
         """
-        strike = InjectedFault(fault=fault, at=time.time())
+        strike = InjectedFault(fault=fault, hosts=hosts, at=time.time())
         strike.finished, strike.committed = (
             self._most("finished"),
             self._most("committed"),
         )
         self.injected.append(strike)
-        threading.Thread(target=self._ask, args=(strike,), daemon=True).start()
+        args = strike, change
+        threading.Thread(target=self._ask, args=args, daemon=True).start()
 
-    def _ask(self, strike: InjectedFault) -> None:
+    def _ask(
+        self, strike: InjectedFault, change: Callable[[Observer], dict[str, Any]]
+    ) -> None:
         cluster = self._cluster
         store = EtcdStore(cluster.store_address)
         try:
             observer = Observer(
                 store, cluster.store_address, cluster.options.job, cluster.secret
             )
-            strike.reply = scale(observer, strike.fault.replicas, SCALE_S)
+            strike.reply = change(observer)
+            if strike.fault.kind == "drain" and self._rejoin_s is not None:
+                self._start_later(functools.partial(self._cluster.start_host))
         except Exception as error:
             strike.reply = {"error": str(error)}
-            if all(fault.kind == "scale" for fault in self._faults):
+            if all(fault.kind in _REQUESTS for fault in self._faults):
                 self.error = f"{strike.fault}: {error}"  # no other fault is a cause
         finally:
             store.close()

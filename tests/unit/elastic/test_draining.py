@@ -101,7 +101,9 @@ def test_the_leader_itself_can_leave_and_two_may_ask(desk_of: Make) -> None:
 
 def test_a_host_that_asks_itself_is_told_to_end_in_any_case(desk_of: Make) -> None:
     desk = desk_of(hosts=2)
-    ballot = desk.leader._rendezvous.current.ballot
+    round_ = desk.leader._rendezvous.current
+    assert round_ is not None
+    ballot = round_.ballot
     desk.leader.handle_report("h1", {"op": "leaving", "ballot": ballot})
     assert [host for host, _ in desk.take("drained")] == ["h1"]
 
