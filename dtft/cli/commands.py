@@ -209,8 +209,9 @@ _FAULTS = (
     "cut:SLOT@STEP:REACH with REACH all, store, out, in, or pair with two slots "
     "(network namespaces: needs root); of stops and cuts SLOT may be leader or "
     "follower: who is it then; "
-    "pause-store@STEP:SECONDS; empty-store@STEP; crash-store@STEP (its supervisor "
-    "starts it again); fail:SLOT@STEP[:always] (an exception in the step); "
+    "pause-store@STEP:SECONDS; full-storage, readonly-storage and full-memory, all "
+    "with @STEP:SECONDS (mounts: need root); empty-store@STEP; crash-store@STEP (its "
+    "supervisor starts it again); fail:SLOT@STEP[:always] (an exception in the step); "
     "scale:REPLICAS@STEP; drain:SLOT@STEP. Slots: 0+2 hits two at once."
 )
 

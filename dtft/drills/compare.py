@@ -116,7 +116,7 @@ def interruption_lines(record: dict[str, Any]) -> list[str]:
     for entry in record["faults"]:
         if "stopped_s" not in entry:
             continue
-        whom = ", ".join(entry["hosts"]) or "the store"
+        whom = ", ".join(entry["hosts"]) or _whom(entry["fault"])
         took = entry["stopped_s"]
         lasted = "for ever" if took is None else f"for {took:.1f} s"
         line = f"dtft: {entry['fault']}: {whom} {lasted}"
@@ -147,6 +147,16 @@ def interruption_lines(record: dict[str, Any]) -> list[str]:
 # force at the restored step.
 
 Record = dict[str, Any]
+
+
+def _whom(fault: str) -> str:
+    """Names what a fault without hosts hits.
+
+    >>> _whom("full-storage@20:5"), _whom("pause-store@3:2")
+    ('storage', 'the store')
+    """
+    what = fault.partition("@")[0].partition("-")[2]
+    return {"store": "the store", "memory": "shared memory"}.get(what, what)
 
 
 def attempts(directory: Path) -> list[Record]:

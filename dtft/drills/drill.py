@@ -24,14 +24,17 @@ from dtft.drills import leftovers
 from dtft.drills.compare import judge, say
 from dtft.drills.options import cluster_options, for_clusters, handed_on
 from dtft.elastic.faults import (
+    OF_DIRECTORIES,
     Fault,
     FaultInjector,
     HostNamespaces,
+    check_mounts,
     check_namespaces,
     check_together,
     existing_namespaces,
     parse_fault,
     sweep_namespaces,
+    unmount_below,
 )
 from dtft.elastic.local_cluster import ClusterOptions, HostPlace, LocalCluster
 
@@ -138,6 +141,8 @@ def _faults(experiment: Experiment, options: "DrillCommand") -> list[Fault]:
     _memory_limits(options)
     if any(fault.kind == "cut" for fault in faults):
         check_namespaces()
+    if any(fault.kind in OF_DIRECTORIES for fault in faults):
+        check_mounts()
     return faults
 
 
@@ -192,6 +197,7 @@ def _decisive(resolved: str) -> dict[str, Any]:
 
 
 def _fresh(directory: Path) -> None:
+    unmount_below(directory)
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
 
@@ -245,6 +251,7 @@ def _run(
             injector.stop()
             cluster.close()
         injector.join(10.0)
+        injector.undo_mounts()
     left += leftovers.of_job(settings.job, settings.arena_directory, directory)
     left += existing_namespaces(os.getpid()) if network else []
     return Ran(injector=injector, ended_in_time=ended, left_behind=left)

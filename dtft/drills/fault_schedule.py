@@ -11,6 +11,7 @@ STEADY = (
     *("kill-host", "kill-trainer", "kill-leader", "kill-spare", "kill-store"),
     *("crash-store", "empty-store", "pause-store", "stop-host", "stop-agent"),
     *("stop-trainer", "cut", "corrupt", "fail", "drain"),
+    *("full-storage", "readonly-storage", "full-memory"),
 )
 """Kinds of faults after which the number of replicas is that of before."""
 _MOMENTS = (None, None, None, "compute", "collective", "replicate", "commit", "export")
@@ -73,7 +74,7 @@ def _faults(
             return [f"scale:{draw.choice(job.sizes)}@{step}"]
         case "kill-store" | "crash-store" | "empty-store":
             return [f"{kind}@{step}"]
-        case "pause-store":
+        case "pause-store" | "full-storage" | "readonly-storage" | "full-memory":
             return [f"{kind}@{step}:{draw.choice(_SECONDS)}"]
         case "fail" | "drain":
             return [f"{kind}:{slot}@{step}"]

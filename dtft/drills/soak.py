@@ -6,12 +6,13 @@ Each episode is a drill with a schedule of faults that is drawn from a seed
 episode in it.
 """
 
+import contextlib
 import json
 import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -21,11 +22,18 @@ from dtft.drills.compare import is_good
 from dtft.drills.drill import drilled
 from dtft.drills.fault_schedule import STEADY, SoakedJob, schedule
 from dtft.drills.options import for_clusters
-from dtft.elastic.faults import check_namespaces
+from dtft.elastic.faults import (
+    OF_DIRECTORIES,
+    check_mounts,
+    check_namespaces,
+    small_memory,
+)
 
 if TYPE_CHECKING:
     from dtft.cli import SoakCommand
 
+MEMORY_MIB = 512
+"""Size of the shared memory of an episode's hosts together."""
 _TRACEBACK = "Traceback (most recent call last)"
 _INTENDED = "drill: fail at step"
 """In a traceback that a fault of kind `fail` has caused."""
@@ -65,9 +73,11 @@ def run_soak(options: "SoakCommand", words: list[str]) -> int:
     if episodes:
         print(f"dtft: {len(episodes)} episodes are in {file} already", flush=True)
     file.parent.mkdir(parents=True, exist_ok=True)
-    for number in range(len(episodes), options.episodes):
-        episodes.append(_episode(options, words, job, number, root))
-        _write(file, what | sums(episodes) | {"records": episodes})
+    with _memory(root, job) as memory:
+        for number in range(len(episodes), options.episodes):
+            episode = _episode(options, [*words, *memory], job, number, root)
+            episodes.append(episode)
+            _write(file, what | sums(episodes) | {"records": episodes})
     for line in lines(sums(episodes)):
         print(line)
     return 0 if all(episode["passed"] for episode in episodes) else 1
@@ -76,25 +86,41 @@ def run_soak(options: "SoakCommand", words: list[str]) -> int:
 def soaked_job(experiment: Experiment, spares: int, sizes: Sequence[int]) -> SoakedJob:
     """Returns what schedules must know of a job.
 
-    Cuts are left out if this process cannot make network namespaces.
+    Cuts are left out if this process cannot make network namespaces, and faults of
+    directories if it cannot mount file systems.
 
     Args:
         experiment: the experiment.
         spares: number of spare hosts.
         sizes: numbers of replicas to which the job is scaled; empty for none.
     """
-    kinds = list(STEADY)
-    try:
-        check_namespaces()
-    except ValueError:
-        kinds.remove("cut")
+    left_out = [*OF_DIRECTORIES] * (not _can(check_mounts))
+    left_out += ["cut"] * (not _can(check_namespaces))
     return SoakedJob(
         slots=experiment.cluster.hosts,
         spares=spares,
         steps=experiment.stop.steps,
         sizes=tuple(sizes),
-        kinds=tuple(kinds),
+        kinds=tuple(kind for kind in STEADY if kind not in left_out),
     )
+
+
+def _can(check: Callable[[], None]) -> bool:
+    try:
+        check()
+    except ValueError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _memory(root: Path, job: SoakedJob) -> Iterator[list[str]]:
+    """Makes shared memory that a fault can fill; yields the flags that name it."""
+    if "full-memory" not in job.kinds:
+        yield []
+        return
+    with small_memory(root / "memory", MEMORY_MIB) as directory:
+        yield ["--checkpoint.arena_directory", str(directory)]
 
 
 def _episode(

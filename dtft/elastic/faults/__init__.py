@@ -3,6 +3,7 @@
 * `schedule`: the kinds of faults and their notation (`kill-host:1@150`).
 * `injector` waits for the moment of each fault and carries the fault out.
 * `interruptions` begins and undoes the stops, cuts and pauses.
+* `full_disks` makes storage full or read-only, and shared memory full.
 * `network_namespaces` makes the network namespaces in which hosts can be cut off.
 
 This package takes no part in the recovery under test. `dtft drill` compares the outcome
@@ -14,8 +15,17 @@ from typing import TYPE_CHECKING
 from dtft._lazy import attributes
 
 if TYPE_CHECKING:
+    from dtft.elastic.faults.full_disks import (
+        check_mounts,
+        small_memory,
+        unmount_below,
+    )
     from dtft.elastic.faults.injector import STORE_AWAY_S, FaultInjector, InjectedFault
-    from dtft.elastic.faults.interruptions import INTERRUPTIONS, session
+    from dtft.elastic.faults.interruptions import (
+        INTERRUPTIONS,
+        OF_DIRECTORIES,
+        session,
+    )
     from dtft.elastic.faults.network_namespaces import (
         HostNamespaces,
         check_namespaces,
@@ -30,13 +40,17 @@ _PUBLIC = {
     "HostNamespaces": "network_namespaces",
     "INTERRUPTIONS": "interruptions",
     "InjectedFault": "injector",
+    "OF_DIRECTORIES": "interruptions",
     "STORE_AWAY_S": "injector",
+    "check_mounts": "full_disks",
     "check_namespaces": "network_namespaces",
     "check_together": "schedule",
     "existing_namespaces": "network_namespaces",
     "parse_fault": "schedule",
     "session": "interruptions",
+    "small_memory": "full_disks",
     "sweep_namespaces": "network_namespaces",
+    "unmount_below": "full_disks",
 }
 
 __all__ = [
@@ -45,13 +59,17 @@ __all__ = [
     "HostNamespaces",
     "INTERRUPTIONS",
     "InjectedFault",
+    "OF_DIRECTORIES",
     "STORE_AWAY_S",
+    "check_mounts",
     "check_namespaces",
     "check_together",
     "existing_namespaces",
     "parse_fault",
     "session",
+    "small_memory",
     "sweep_namespaces",
+    "unmount_below",
 ]
 
 __getattr__, __dir__ = attributes(__name__, _PUBLIC)

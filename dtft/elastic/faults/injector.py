@@ -24,6 +24,7 @@ from typing import Any
 from dtft.checkpoint.managers import ProgressBoard, ProgressField
 from dtft.elastic.faults.interruptions import (
     INTERRUPTIONS,
+    OF_DIRECTORIES,
     Interruption,
     begin,
     stopped,
@@ -163,6 +164,13 @@ class FaultInjector(threading.Thread):
         """Cancels the faults that have not happened yet. Stops, cuts and pauses that
         are in force are not undone any more."""
         self._cancelled.set()
+
+    def undo_mounts(self) -> None:
+        """Ends the faults of directories that are in force; the thread must have
+        ended."""
+        for strike, interruption in self._open:
+            if strike.fault.kind in OF_DIRECTORIES:
+                interruption.end()
 
     @property
     def done(self) -> bool:

@@ -1,8 +1,9 @@
-"""Reversible faults of a drill: stopped processes, cut hosts, a paused store.
+"""Reversible faults of a drill: stopped processes, cut hosts, a paused store, and
+directories that are full or read-only.
 
 `begin` begins a fault and returns an `Interruption`, whose `end` undoes the fault. Both
-use signals or the hosts' network namespaces. The `injector` decides the victims and the
-moment.
+use signals, the hosts' network namespaces, or mounts. The `injector` decides the
+victims and the moment.
 """
 
 import contextlib
@@ -12,12 +13,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dtft.elastic.faults.full_disks import (
+    memory_full,
+    storage_full,
+    storage_read_only,
+)
 from dtft.elastic.faults.network_namespaces import HostNamespaces, NetworkCut
 from dtft.elastic.faults.schedule import Fault
 from dtft.elastic.local_cluster import LocalCluster
 from dtft.elastic.processes import process_alive
 
-INTERRUPTIONS = ("stop-agent", "stop-host", "stop-trainer", "cut", "pause-store")
+OF_DIRECTORIES = ("full-storage", "readonly-storage", "full-memory")
+"""Kinds of faults of the job's directories; they are always undone at the end."""
+INTERRUPTIONS = (
+    *("stop-agent", "stop-host", "stop-trainer", "cut", "pause-store"),
+    *OF_DIRECTORIES,
+)
 """Kinds of faults that last for a time and can be undone."""
 
 
@@ -73,6 +84,15 @@ def begin(
             return Interruption(pids=(), end=lambda: _heal(network, cuts))
         case "pause-store":
             return _store_paused(cluster)
+        case "full-storage":
+            end = storage_full(cluster.options.storage_directory)
+            return Interruption(pids=(), end=end)
+        case "readonly-storage":
+            end = storage_read_only(cluster.options.storage_directory)
+            return Interruption(pids=(), end=end)
+        case "full-memory":
+            end = memory_full(cluster.options.arena_directory)
+            return Interruption(pids=(), end=end)
         case _:
             raise ValueError(f"{fault} is over at once; allowed: {INTERRUPTIONS}")
 

@@ -31,6 +31,9 @@ Kind = Literal[
     "crash-store",
     "pause-store",
     "empty-store",
+    "full-storage",
+    "readonly-storage",
+    "full-memory",
     "fail",
 ]
 Phase = Literal[
@@ -101,6 +104,9 @@ RULES: dict[str, Rule] = {
     "crash-store": Rule(phase=True),
     "pause-store": Rule(phase=True, seconds="required"),
     "empty-store": Rule(phase=True),
+    "full-storage": Rule(phase=True, seconds="required"),
+    "readonly-storage": Rule(phase=True, seconds="required"),
+    "full-memory": Rule(phase=True, seconds="required"),
     "fail": Rule(whom="slots", always=True),
 }
 """Maps each kind of fault to the notation that the kind allows.

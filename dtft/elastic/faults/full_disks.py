@@ -1,0 +1,134 @@
+"""Faults of a job's directories: full or read-only storage, full shared memory.
+
+All are brought about by mounts or by a file that takes the room, so the job meets the
+errors of a real file system. They need root.
+"""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+LARGEST_MEMORY = 1 << 30
+"""Bytes of the largest file system that `memory_full` fills."""
+_ROOM = "64k"
+"""Size of the file system that takes what is written to full storage."""
+_COMMAND_S = 20.0
+
+
+def check_mounts() -> None:
+    """Checks that this process can mount file systems.
+
+    Raises:
+        ValueError: it cannot; the message says what to change.
+    """
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        raise ValueError(
+            "faults of storage and of shared memory mount file systems: run this as "
+            "root, with `mount` (util-linux), or leave them out."
+        )
+
+
+def storage_full(directory: Path) -> Callable[[], None]:
+    """Makes a directory refuse new data with ENOSPC; what is in it stays readable.
+
+    What is deleted meanwhile is there again at the end. Returns the function that ends
+    the fault.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    room = Path(tempfile.mkdtemp(prefix="dtft-full-"))
+    _run("mount", "-t", "tmpfs", "-o", f"size={_ROOM}", "dtft", room)
+    upper, work = room / "upper", room / "work"
+    upper.mkdir()
+    work.mkdir()
+    options = f"lowerdir={directory},upperdir={upper},workdir={work}"
+    _run("mount", "-t", "overlay", "-o", options, "dtft", directory)
+    _fill(room / "ballast")
+
+    def end() -> None:
+        _unmount(directory)
+        _unmount(room)
+        with contextlib.suppress(OSError):
+            room.rmdir()
+
+    return end
+
+
+def storage_read_only(directory: Path) -> Callable[[], None]:
+    """Makes a directory read-only (EROFS); returns the function that ends the fault."""
+    directory.mkdir(parents=True, exist_ok=True)
+    _run("mount", "--bind", directory, directory)
+    _run("mount", "-o", "remount,bind,ro", directory)
+    return lambda: _unmount(directory)
+
+
+def memory_full(directory: Path) -> Callable[[], None]:
+    """Takes all room that a file system has left (ENOSPC).
+
+    Returns the function that ends the fault.
+
+    Raises:
+        ValueError: the file system is larger than `LARGEST_MEMORY`: other programs may
+            need its room.
+    """
+    found = os.statvfs(directory)
+    if found.f_blocks * found.f_frsize > LARGEST_MEMORY:
+        raise ValueError(
+            f"checkpoint.arena_directory={directory} is in a file system of "
+            f"{found.f_blocks * found.f_frsize >> 20} MiB, which full-memory does not "
+            f"fill. Allowed: {LARGEST_MEMORY >> 20} MiB. Mount a tmpfs of its own, and "
+            "give --checkpoint.arena_directory."
+        )
+    ballast = directory / "ballast"
+    _fill(ballast)
+    return lambda: ballast.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def small_memory(directory: Path, mib: int) -> Iterator[Path]:
+    """Mounts shared memory of its own in a new directory; removes it at the end."""
+    unmount_below(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    _run("mount", "-t", "tmpfs", "-o", f"size={mib}m", "dtft", directory)
+    try:
+        yield directory
+    finally:
+        _unmount(directory)
+
+
+def unmount_below(directory: Path) -> None:
+    """Unmounts what an interrupted drill has left mounted in a directory."""
+    mounts = Path("/proc/self/mounts").read_text().splitlines()
+    below = [Path(line.split()[1].encode().decode("unicode_escape")) for line in mounts]
+    for path in reversed(below):
+        if path.is_relative_to(directory):
+            _unmount(path)
+
+
+def _fill(path: Path) -> None:
+    block = bytes(1 << 20)
+    with open(path, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while len(block):
+            try:
+                file.write(block)
+            except OSError:  # a smaller piece may still fit
+                block = block[: len(block) // 2]
+
+
+def _unmount(directory: Path) -> None:
+    _run("umount", "-l", directory)
+
+
+def _run(*words: object) -> None:
+    """Runs a command.
+
+    Raises:
+        RuntimeError: it failed; the message has its output.
+    """
+    command = [str(word) for word in words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")

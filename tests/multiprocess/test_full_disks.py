@@ -1,0 +1,74 @@
+"""Directories that a drill makes full or read-only: real mounts, and real errors."""
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dtft.elastic.faults.full_disks import (
+    check_mounts,
+    memory_full,
+    small_memory,
+    storage_full,
+    storage_read_only,
+    unmount_below,
+)
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Iterator[Path]:
+    directory = tmp_path / "storage"
+    directory.mkdir()
+    (directory / "old").write_text("step 10")
+    check_mounts()
+    yield directory
+    unmount_below(tmp_path)
+
+
+def error_of(write: Callable[[], object]) -> int:
+    with pytest.raises(OSError) as caught:
+        write()
+    assert caught.value.errno is not None
+    return caught.value.errno
+
+
+@pytest.mark.parametrize(
+    ("begin", "number"),
+    [(storage_full, errno.ENOSPC), (storage_read_only, errno.EROFS)],
+)
+def test_storage_takes_nothing_new_and_is_as_before_at_the_end(
+    storage: Path, begin: Callable[[Path], Callable[[], None]], number: int
+) -> None:
+    end = begin(storage)
+    assert (storage / "old").read_text() == "step 10"
+    assert error_of(lambda: (storage / "new").write_bytes(bytes(1 << 20))) == number
+    end()
+    assert [path.name for path in storage.iterdir()] == ["old"]
+    (storage / "new").write_bytes(bytes(1 << 20))
+    assert not os.path.ismount(storage)
+
+
+def test_memory_is_full_until_the_end(tmp_path: Path) -> None:
+    with small_memory(tmp_path / "memory", 8) as memory:
+        end = memory_full(memory)
+        assert error_of(lambda: (memory / "x").write_bytes(b"1" * 8192)) == errno.ENOSPC
+        end()
+        (memory / "y").write_bytes(bytes(4 << 20))
+    assert not os.path.ismount(tmp_path / "memory")
+
+
+def test_memory_of_other_programs_is_not_filled(tmp_path: Path) -> None:
+    with small_memory(tmp_path / "memory", 2048) as memory:
+        with pytest.raises(ValueError, match="full-memory does not fill"):
+            memory_full(memory)
+
+
+def test_what_an_interrupted_drill_has_mounted_is_unmounted(tmp_path: Path) -> None:
+    storage = tmp_path / "a" / "storage"
+    storage_read_only(storage)
+    unmount_below(tmp_path)
+    (storage / "new").touch()
