@@ -34,7 +34,8 @@ from dtft.parallel.load_balancing import (
     node_names,
     shared_by,
 )
-from dtft.parallel.planning import PlanChoice, planned_train_step
+from dtft.parallel.planning import planned_train_step
+from dtft.planner.plan import Plan
 from dtft.train.run_log import Record, RunLog
 from dtft.train.runtime import Items, Runtime
 from dtft.train.stop import Plateau, observe
@@ -139,18 +140,19 @@ def train_step_of(experiment: Experiment, runtime: Runtime) -> TrainStep:
     """Returns the train step that was compiled ahead for the runtime's mesh, else makes
     the train step."""
     mesh = runtime.mesh(experiment)
-    return runtime.rehearsed(mesh) or step_on(experiment, mesh, runtime.choice)
+    plan = runtime.choice.plan if runtime.choice is not None else None
+    return runtime.rehearsed(mesh) or step_on(experiment, mesh, plan)
 
 
 def step_on(
-    experiment: Experiment, mesh: jax.sharding.Mesh, choice: PlanChoice | None
+    experiment: Experiment, mesh: jax.sharding.Mesh, plan: Plan | None
 ) -> TrainStep:
     """Makes the train step by a plan, or by the config if there is no plan.
 
     The config chooses a load-balanced, pipelined or sharded step.
     """
-    if choice is not None:
-        return planned_train_step(experiment, mesh, choice.plan)
+    if plan is not None:
+        return planned_train_step(experiment, mesh, plan)
     if experiment.balance.policy != "off":
         return load_balanced_step(experiment, mesh)
     if mesh.shape[STAGE_AXIS] > 1:

@@ -17,6 +17,8 @@ import jax
 from dtft.config import Experiment
 from dtft.data import make_datasets
 from dtft.parallel import TrainStep, make_mesh, scaled_mesh
+from dtft.parallel.planning import planned_mesh, recorded_plan
+from dtft.planner.plan import Plan
 from dtft.train.loop import step_on
 from dtft.train.world import World
 
@@ -37,19 +39,20 @@ class Rehearsals:
     def begin(self, order: Mapping[str, Any]) -> None:
         """Starts to compile the steps of formations on a thread; forgets all others.
 
-        An earlier thread ends after its current step. Does nothing for experiments
-        whose steps depend on more than the devices: a plan, or balanced loads.
+        An earlier thread ends after its current step. Does nothing for balanced loads,
+        whose programs belong to the `Balancer`.
 
         Args:
-            order: `turn` of the next formation (see `World.devices`), and `formations`:
-                for each one the index of the process of each slot.
+            order: `turn` of the next formation (see `World.devices`), `formations`: for
+                each one the index of the process of each slot, and `items`: the
+                checkpoint items that record the run's plan, {} without a plan.
         """
-        experiment = self._experiment
-        if experiment.plan or experiment.balance.policy != "off":
+        if self._experiment.balance.policy != "off":
             return
         self._number += 1
         self._steps = {}
-        args = self._number, order["turn"], order["formations"]
+        plan = recorded_plan(self._experiment, order["items"])
+        args = self._number, order["turn"], order["formations"], plan
         threading.Thread(target=self._run, args=args, daemon=True).start()
 
     def step_on(self, mesh: jax.sharding.Mesh) -> TrainStep | None:
@@ -57,13 +60,15 @@ class Rehearsals:
         found = self._steps.get(_key(mesh))
         return found if found is not None and found.mesh == mesh else None
 
-    def _run(self, number: int, turn: int, formations: list[list[int]]) -> None:
+    def _run(
+        self, number: int, turn: int, formations: list[list[int]], plan: Plan | None
+    ) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
         for indices in formations:
             if number != self._number:
                 return
             try:
-                step = self._compiled(indices, turn)
+                step = self._compiled(indices, turn, plan)
             except Exception:  # the formation will report it, if it comes to it
                 logger.exception("a step could not be compiled ahead")
                 return
@@ -71,12 +76,15 @@ class Rehearsals:
                 self._steps[_key(step.mesh)] = step
         logger.info("%d formations are compiled ahead", len(formations))
 
-    def _compiled(self, indices: list[int], turn: int) -> TrainStep:
+    def _compiled(self, indices: list[int], turn: int, plan: Plan | None) -> TrainStep:
         experiment = self._experiment
         per_host = experiment.cluster.devices_per_host
         devices = self._world.devices(indices, turn, per_host)
-        mesh = make_mesh(scaled_mesh(experiment, len(indices), per_host), devices)
-        step = step_on(experiment, mesh, None)
+        if plan is not None:
+            mesh = planned_mesh(plan, devices)
+        else:
+            mesh = make_mesh(scaled_mesh(experiment, len(indices), per_host), devices)
+        step = step_on(experiment, mesh, plan)
         data = make_datasets(experiment.data, experiment.seed).train
         rows = experiment.data.global_batch
         step.lower(

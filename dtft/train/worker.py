@@ -372,7 +372,10 @@ class AgentRuntime:
                 *(self._step, _compiled() - self._compiled),
             )
             read = self._manager.bytes_from_storage
-            self._dialogue.send("running", step=self._step, bytes_from_storage=read)
+            items = self.choice.items if self.choice is not None else {}
+            self._dialogue.send(
+                "running", step=self._step, bytes_from_storage=read, items=items
+            )
 
     def should_stop(self, step: int) -> bool:
         """Whether `step` has reached the step at which the leader stops all hosts."""

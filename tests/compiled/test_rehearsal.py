@@ -7,6 +7,8 @@ import jax
 import numpy as np
 
 from dtft.config.experiment import BalanceConfig, ClusterConfig, Experiment
+from dtft.parallel.planning.choice import choose, recorded_plan
+from dtft.parallel.planning.planned_experiment import planned_mesh
 from dtft.parallel.state_sharding import make_mesh
 from dtft.parallel.step import TrainStep
 from dtft.parallel.validation import scaled_mesh
@@ -37,7 +39,7 @@ def test_a_step_compiled_ahead_runs_without_compiling(tmp_path: Path) -> None:
     rehearsals = Rehearsals(experiment, world())
     now, after = (mesh_of(experiment, turn) for turn in (0, 1))
     assert not set(now.devices.flat) & set(after.devices.flat)
-    rehearsals.begin({"turn": 1, "formations": [[0]]})
+    rehearsals.begin({"turn": 1, "formations": [[0]], "items": {}})
     step = rehearsed(rehearsals, after)
     assert step.mesh == after and rehearsals.step_on(now) is None
     state = step.init()
@@ -53,9 +55,9 @@ def test_a_step_compiled_ahead_runs_without_compiling(tmp_path: Path) -> None:
 def test_an_order_replaces_the_one_before(tmp_path: Path) -> None:
     experiment = tiny(tmp_path, cluster=ClusterConfig(hosts=1, devices_per_host=4))
     rehearsals = Rehearsals(experiment, world())
-    rehearsals.begin({"turn": 0, "formations": [[0]]})
+    rehearsals.begin({"turn": 0, "formations": [[0]], "items": {}})
     first = rehearsed(rehearsals, mesh_of(experiment, 0))
-    rehearsals.begin({"turn": 1, "formations": [[0]]})
+    rehearsals.begin({"turn": 1, "formations": [[0]], "items": {}})
     assert rehearsed(rehearsals, mesh_of(experiment, 1)) is not first
     assert rehearsals.step_on(mesh_of(experiment, 0)) is None
 
@@ -65,5 +67,19 @@ def test_a_balanced_step_is_not_compiled_ahead(tmp_path: Path) -> None:
     balance = BalanceConfig(policy="exact")
     experiment = tiny(tmp_path, cluster=cluster, balance=balance)
     rehearsals = Rehearsals(experiment, world())
-    rehearsals.begin({"turn": 0, "formations": [[0]]})
+    rehearsals.begin({"turn": 0, "formations": [[0]], "items": {}})
     assert rehearsals.step_on(mesh_of(experiment, 0)) is None
+
+
+def test_the_step_of_a_recorded_plan_is_compiled_ahead(tmp_path: Path) -> None:
+    cluster = ClusterConfig(hosts=1, devices_per_host=4)
+    experiment = tiny(tmp_path, cluster=cluster, plan="auto")
+    choice = choose(experiment, world().devices([0], 0, 4), {})
+    assert choice is not None
+    rehearsals = Rehearsals(experiment, world())
+    rehearsals.begin({"turn": 1, "formations": [[0]], "items": choice.items})
+    again = choose(experiment, world().devices([0], 1, 4), choice.items)
+    assert again is not None
+    mesh = planned_mesh(again.plan, world().devices([0], 1, 4))
+    step = rehearsed(rehearsals, mesh)
+    assert step.mesh == mesh and recorded_plan(experiment, {}) is None

@@ -417,6 +417,7 @@ class Follower:
         world: int,
         turn: int,
         formations: list[list[int]],
+        items: Mapping[str, Any],
     ) -> None:
         """Makes the trainer in a world compile ahead for formations that may follow.
 
@@ -427,9 +428,11 @@ class Follower:
             world: number of the world.
             turn: number of the next formation in the world.
             formations: for each one the index of the process of each slot.
+            items: checkpoint items that record the trainers' plan.
         """
         if ballot == self._ballot:
-            self._trainers.rehearse(world, {"turn": turn, "formations": formations})
+            fields = {"turn": turn, "formations": formations, "items": items}
+            self._trainers.rehearse(world, fields)
 
     def share(self, ballot: tuple[int, int], keys: Mapping[str, str]) -> None:
         """Passes keys of another host's coordination service to the trainer, for its

@@ -360,11 +360,18 @@ class Leader:
         elif coordinator and coordinator.layout.digest != announced.digest:
             self._fail(f"{host} announced another state layout than its peers")
 
-    def _on_running(self, host: str, bytes_from_storage: int, **_: Any) -> None:
+    def _on_running(
+        self,
+        host: str,
+        bytes_from_storage: int,
+        items: Mapping[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
         round_ = self._rendezvous.current
         assert round_ is not None and round_.assignment is not None
         round_.running.add(host)
         round_.bytes_from_storage += bytes_from_storage
+        round_.planned = items or {}
         slots = len(round_.assignment.slots)
         if len(round_.running) < slots or round_.reported:
             return

@@ -232,6 +232,7 @@ class Rendezvous:
                     world=self.world.number,
                     turn=self.world.turn + 1,
                     formations=own[:MOST_REHEARSED],
+                    items=round_.planned,
                 )
 
     def _after_losses(self, round_: Round, old: SlotAssignment) -> list[list[int]]:

@@ -114,6 +114,8 @@ class Round:
     last_finished: int = 0
     decided: float = 0.0
     """Wall-clock time in seconds at which the assignment was decided."""
+    planned: Mapping[str, Any] = field(default_factory=dict)
+    """Checkpoint items that record the trainers' plan; {} without a plan."""
     restore_begun: float = 0.0
     restore_s: float = 0.0
     bytes_from_storage: int = 0

@@ -65,6 +65,7 @@ ORDER_FIELDS: Table = {
         "world": number,
         "turn": number,
         "formations": list_of(list_of(number)),
+        "items": items,
     },
     "prepare": {
         "ballot": ballot,

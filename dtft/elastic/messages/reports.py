@@ -101,6 +101,7 @@ REPORT_FIELDS: Mapping[str, Mapping[str, Check]] = {
         "slot": number,
         "step": number,
         "bytes_from_storage": number,
+        "items": items,
     },
     "staged": {
         "ballot": ballot,
@@ -189,6 +190,7 @@ OPTIONAL_REPORT_FIELDS: Mapping[str, frozenset[str]] = {
         }
     ),
     "unfit": frozenset({"layout"}),
+    "running": frozenset({"items"}),
     "staged": frozenset({"interval", "window"}),
     "fatal": frozenset(
         {"ballot", "slot", "code", "step", "phase", "error", "traceback", "log"}

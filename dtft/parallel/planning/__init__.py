@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         append_past_run,
         past_run,
     )
-    from dtft.parallel.planning.choice import PlanChoice, choose
+    from dtft.parallel.planning.choice import PlanChoice, choose, recorded_plan
     from dtft.parallel.planning.inputs import (
         check_arrays,
         check_function,
@@ -65,6 +65,7 @@ _PUBLIC = {
     "plan": "api",
     "planned_mesh": "planned_experiment",
     "planned_train_step": "planned_experiment",
+    "recorded_plan": "choice",
     "target_of": "verify",
     "trial_section": "trial",
     "try_plans": "trial",
@@ -94,6 +95,7 @@ __all__ = [
     "plan",
     "planned_mesh",
     "planned_train_step",
+    "recorded_plan",
     "target_of",
     "trial_section",
     "try_plans",

@@ -137,10 +137,9 @@ def choose(
     asked = experiment.plan
     if not asked:
         return None
-    recorded, known, num_known, text = items.get(ITEM, {}), None, 0, ""
-    if recorded.get("asked") == asked:
-        known = Plan.from_json(json.dumps(recorded["plan"]))
-        num_known = recorded.get("devices", used(known))
+    known, num_known, text = recorded_plan(experiment, items), 0, ""
+    if known is not None:
+        num_known = items[ITEM].get("devices", used(known))
     is_same = known is not None and num_known == len(devices)
     if known is not None and (is_same or asked != AUTO):
         text = known.to_json()
@@ -163,6 +162,19 @@ def choose(
         num_devices=len(devices),
         here=_words(devices),
     )
+
+
+def recorded_plan(experiment: Experiment, items: Mapping[str, Any]) -> Plan | None:
+    """Returns the plan in a checkpoint's items; None if they have none, or if it was
+    chosen for another `plan` of the config.
+
+    Raises:
+        ValueError: the recorded plan has another version.
+    """
+    recorded = items.get(ITEM, {})
+    if not experiment.plan or recorded.get("asked") != experiment.plan:
+        return None
+    return Plan.from_json(json.dumps(recorded["plan"]))
 
 
 def used(plan: Plan) -> int:

@@ -50,6 +50,7 @@ SOUND: dict[str, dict[str, Any]] = {
         "world": 7340035,
         "turn": 4,
         "formations": [[1, 5], [5, 2]],
+        "items": {"plan": {"asked": "auto"}},
     },
     "reach": {"ballot": (7, 3), "reach": {"b": "10.0.0.6:7000"}},
     "prepare": {
