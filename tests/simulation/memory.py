@@ -23,6 +23,8 @@ from tests.simulation.scheduler import Deferred
 
 OWN_BUFFERS, HOSTED_BUFFERS = 4, 3
 RETRY_S = 0.1
+HOLD_S = (0.0005, 0.1)
+"""Seconds until memory for a slot is allocated."""
 
 
 @functools.lru_cache(maxsize=65536)
@@ -425,14 +427,21 @@ class SimCopies(Copies):
     # ---------------------------------------------------------------- restore
 
     def restore(self, order: dict[str, Any]) -> Deferred:
-        """As `restore_copies`: fetches from all peers at once."""
+        """As `restore_copies`, on a thread: fetches from all peers at once."""
         outcome = Deferred()
+        delay_s = self.rng.uniform(*HOLD_S)
+        self.process.loop.beside(delay_s, lambda: self._restore(order, outcome))
+        return outcome
+
+    def _restore(self, order: dict[str, Any], outcome: Deferred) -> None:
         layout, step = layout_from(order["layout"]), order["step"]
+        epoch = order["generation"], order["attempt"]
+        slot, domains = order["slot"], order["domains"]
         try:
-            holder = self.hold(layout, order["slot"], order["domains"], keep=step)
+            holder = self.hold(layout, slot, domains, keep=step, epoch=epoch)
         except OSError as error:
             outcome.resolve({"fatal": str(error)})
-            return outcome
+            return
         assert isinstance(holder, SimHolder)
         told = step, order["digests"], order["items"], order["read"]
         missing = self._adopt(holder, order, holder.begin_restore(*told))
@@ -442,9 +451,8 @@ class SimCopies(Copies):
             text = f"own copies of {surprise} are missing or corrupt"
             bad = [f"{self._config.host} step {step}: {key}" for key in surprise]
             outcome.resolve({"error": text, "host": "", "corrupt": bad})
-            return outcome
+            return
         self._fetch_all(holder, order, outcome)
-        return outcome
 
     def _adopt(
         self, holder: SimHolder, order: dict[str, Any], missing: list[Slice]

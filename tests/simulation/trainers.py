@@ -29,6 +29,7 @@ class Pace:
 
     start_s: tuple[float, float] = (0.3, 1.2)
     compile_s: tuple[float, float] = (0.1, 0.6)
+    ahead_s: tuple[float, float] = (0.001, 0.3)
     step_s: tuple[float, float] = (0.4, 0.7)
     snapshot_s: tuple[float, float] = (0.005, 0.05)
 
@@ -71,14 +72,14 @@ class JaxWorld:
 
     def connect(self, trainer: "SimTrainer", index: int) -> None:
         """A trainer takes a place, also that of another."""
-        if not 0 <= index < self.size:
-            self._job.wrong(f"{trainer.host} takes place {index} of {self.size}")
+        if not 0 <= index < self.size:  # a lie about the size of the service
+            trainer.exit_soon(1, 3.0)
         self.places[index] = trainer
 
     def formation(self, turn: int, size: int) -> "Formation":
         """The formation of a turn, made by the first trainer that asks."""
         if turn not in self._formations:
-            self._formations[turn] = Formation(self._job, self, size)
+            self._formations[turn] = Formation(self._job, self, turn, size)
         found = self._formations[turn]
         if found.size != size:
             self._job.wrong(f"turn {turn} of {self.address} is used twice")
@@ -94,8 +95,8 @@ class JaxWorld:
 class Formation:
     """The trainers that compute steps together."""
 
-    def __init__(self, job: Job, world: JaxWorld, size: int) -> None:
-        self._job, self._world, self.size = job, world, size
+    def __init__(self, job: Job, world: JaxWorld, turn: int, size: int) -> None:
+        self._job, self._world, self._turn, self.size = job, world, turn, size
         self.members: dict[int, SimTrainer] = {}
         self.broken = False
         self._at: dict[int, set[int]] = {}
@@ -107,8 +108,10 @@ class Formation:
             return
         self.members[trainer.slot] = trainer
         if len(self.members) == self.size:
+            pace = self._job.pace
             for one in self.members.values():
-                one.soon(self._job.pace.compile_s, one.joined)
+                # A later formation of a world was compiled ahead, perhaps.
+                one.soon(pace.ahead_s if self._turn else pace.compile_s, one.joined)
 
     def lost(self, trainer: "SimTrainer") -> None:
         """A trainer has ended or left: the collectives of the others break."""

@@ -561,7 +561,10 @@ class Follower:
                 seconds=outcome["s"],
                 restored=outcome.get("restored", {}),
             )
-            self._hand_over(task)
+            if task.layout is not None:
+                self._accept_restored(task)
+            else:
+                self._hand_over(task)
             if self._seats.attached:  # the process goes on and may ask for the step
                 order = task.order
                 self._board.set("recovering", 0)
@@ -758,7 +761,8 @@ class Follower:
             self._fatal("the trainer's state differs from the commit's: other config?")
             return
         if is_held and not is_new:
-            self._accept(task, layout)
+            task.layout = layout
+            self._accept_restored(task)
             return
         slot, domains, copies = order["slot"], order["domains"], self._copies
 
@@ -790,6 +794,12 @@ class Follower:
             task.stop_pushers()  # pushers of the old layout end
             task.order = {**task.order, "source": "init"}
         self._accept(task, layout)
+
+    def _accept_restored(self, task: SlotTask) -> None:
+        """Accepts the trainer's layout, which is that of the commit, once the restore
+        has succeeded. Before, there may be no memory for the slot yet."""
+        if task.layout is not None and task.restored is not None:
+            self._accept(task, task.layout)
 
     def _accept(self, task: SlotTask, layout: Layout) -> None:
         """Reports an accepted layout to the leader and starts the pushers to peers.

@@ -182,6 +182,10 @@ def _prepare(order: Message, host: str | None) -> str | None:
         return f"slot={slot} of {len(hosts)} hosts"
     if host is not None and hosts[slot] != host:
         return f"slot={slot} is of {short(hosts[slot])}, not of {host}"
+    if order["indices"][slot] != order["world"]["index"]:
+        return f"index={order['world']['index']}, but indices[{slot}] is another"
+    if found := _join(order, host):
+        return found
     if not memory:
         return None
     if not order["layout"]:
@@ -190,6 +194,14 @@ def _prepare(order: Message, host: str | None) -> str | None:
     if slots != len(hosts):
         return f"layout of {slots} slots for {len(hosts)} hosts"
     return _without_digest(order)
+
+
+def _join(order: Message, host: str | None) -> str | None:
+    del host
+    world = order["world"]
+    if world["index"] >= world["size"]:
+        return f"index={world['index']} of size={world['size']}"
+    return None
 
 
 def _export(order: Message, host: str | None) -> str | None:
@@ -232,6 +244,7 @@ def _key(piece: Mapping[str, Any]) -> str:
 
 _WHOLE: Mapping[str, Callable[[Message, str | None], str | None]] = {
     "prepare": _prepare,
+    "join": _join,
     "export": _export,
     "assemble": _assemble,
 }

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtft.checkpoint.replication import Window
+from dtft.checkpoint.state import Layout
 from dtft.checkpoint.transport import Credentials, PushPace
 from dtft.elastic.transfer.copies import Copies
 from dtft.elastic.transfer.replication import Pusher, share_pace
@@ -22,6 +23,9 @@ class SlotTask:
     restored: dict[str, Any] | None = None
     """Outcome of the restore (see `restore_into`) once it has succeeded; None before.
     All zeros if nothing is restored from memory."""
+    layout: Layout | None = None
+    """The trainer's layout, if it is that of the commit that is restored from memory;
+    else None. It is accepted once the restore has succeeded."""
     announced: bool = False
     """Whether the trainer's layout was accepted."""
     turn: int = 0

@@ -163,6 +163,9 @@ def test_a_wrong_value_at_any_depth_is_named(op: str) -> None:
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("prepare", {"world": {**WORLD, "address": "10.0.0.5"}}, "world={"),
     ("prepare", {"indices": [1]}, "1 indices of 2 hosts"),
+    ("prepare", {"indices": [3, 2]}, "indices[0] is another"),
+    ("prepare", {"world": {**WORLD, "size": 1}}, "index=1 of size=1"),
+    ("join", {"world": {**WORLD, "index": 11}}, "index=11 of size=11"),
     ("prepare", {"addresses": ["a:1", "::1:80"]}, "addresses="),
     ("prepare", {"addresses": ["a:1"]}, "1 addresses of 2 hosts"),
     ("prepare", {"domains": ["r"]}, "1 domains of 2 hosts"),
