@@ -132,7 +132,8 @@ def _is_agent(process: Path, run: Path, host: str) -> bool:
 def test_a_killed_coordination_service_costs_no_host(tmp_path):
     run = tmp_path / "run"
     arguments = ("launch", *SMALL, "--hosts", "2", "--run-dir", str(run), *memory())
-    process = start(*arguments, "--stop.steps", "300")
+    # As on accelerators, where one service is for all trainers.
+    process = start(*arguments, "--stop.steps", "300", "--cluster.hot_swap", "False")
     until(lambda: len(commits(run)) > 20)
     killed = []
     for path in Path("/proc").glob("[0-9]*"):

@@ -249,12 +249,16 @@ class SimHolder:
         hosted = [it.get(step, {}) for it in self._hosted.values()]
         missing = []
         for piece in self.own_slices:
-            key, good = piece.key, digests[piece.key]
-            wrong = read and (step, key) in self.corrupt
+            key, good = piece.key, digests.get(piece.key)
+            wrong = good is None or (read and (step, key) in self.corrupt)
             if own.get(key) == good and not wrong:
                 continue
             own.pop(key, None)
-            if any(it.get(key) == good for it in hosted) and not wrong:
+            if (
+                good is not None
+                and not wrong
+                and good in [it.get(key) for it in hosted]
+            ):
                 own[key] = good
             else:
                 missing.append(piece)
@@ -459,11 +463,15 @@ class SimCopies(Copies):
     ) -> list[Slice]:
         step, left = order["step"], []
         for piece in missing:
-            good = order["digests"][piece.key]
+            good = order["digests"].get(piece.key)
             for old in self.former:
                 assert isinstance(old, SimHolder)
                 here = old.here(step).get(piece.key)
-                if here == good and (step, piece.key) not in old.corrupt:
+                if (
+                    good is not None
+                    and here == good
+                    and (step, piece.key) not in old.corrupt
+                ):
                     holder.restored(step, {piece.key: good})
                     break
             else:
