@@ -55,6 +55,13 @@ class Rehearsals:
         args = self._number, order["turn"], order["formations"], plan
         threading.Thread(target=self._run, args=args, daemon=True).start()
 
+    def stop(self) -> None:
+        """Compiles no other steps; those that are compiled stay.
+
+        So the next formation, which may compile a step of its own, has the processor.
+        """
+        self._number += 1
+
     def step_on(self, mesh: jax.sharding.Mesh) -> TrainStep | None:
         """Returns the compiled step for exactly this mesh; None if there is none."""
         found = self._steps.get(_key(mesh))
@@ -72,8 +79,9 @@ class Rehearsals:
             except Exception:  # the formation will report it, if it comes to it
                 logger.exception("a step could not be compiled ahead")
                 return
-            if number == self._number:
-                self._steps[_key(step.mesh)] = step
+            if number != self._number:
+                return
+            self._steps[_key(step.mesh)] = step
         logger.info("%d formations are compiled ahead", len(formations))
 
     def _compiled(self, indices: list[int], turn: int, plan: Plan | None) -> TrainStep:

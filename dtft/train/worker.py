@@ -604,8 +604,9 @@ class TrainerProcess:
             self._orders = [message]  # an older order is void
             self._is_leaving = True
             self._dialogue.interrupt(LeaveOrdered())
-            if self._world is not None:
+            if self._world is not None and self._rehearsals is not None:
                 self._world.leave()
+                self._rehearsals.stop()
         elif op in ("start", "join"):
             self._orders.append(message)
         elif op == "keys" and self._world is not None:

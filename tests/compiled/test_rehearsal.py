@@ -62,6 +62,23 @@ def test_an_order_replaces_the_one_before(tmp_path: Path) -> None:
     assert rehearsals.step_on(mesh_of(experiment, 0)) is None
 
 
+def test_nothing_more_is_compiled_once_a_formation_begins(tmp_path: Path) -> None:
+    experiment = tiny(tmp_path, cluster=ClusterConfig(hosts=1, devices_per_host=2))
+    rehearsals = Rehearsals(experiment, world())
+
+    def mesh(turn: int) -> jax.sharding.Mesh:
+        devices = world().devices([0], turn, 2)
+        return make_mesh(scaled_mesh(experiment, 1, 2), devices)
+
+    rehearsals.begin({"turn": 0, "formations": [[0]], "items": {}})
+    ready = rehearsed(rehearsals, mesh(0))
+    rehearsals.stop()
+    assert rehearsals.step_on(mesh(0)) is ready
+    rehearsals.begin({"turn": 1, "formations": [[0]] * 50, "items": {}})
+    rehearsals.stop()
+    assert rehearsals.step_on(mesh(0)) is rehearsals.step_on(mesh(1)) is None
+
+
 def test_a_balanced_step_is_not_compiled_ahead(tmp_path: Path) -> None:
     cluster = ClusterConfig(hosts=1, devices_per_host=4)
     balance = BalanceConfig(policy="exact")
