@@ -31,7 +31,7 @@ from tests.support.etcd_cluster import Member, TlsEtcdCluster, until
 from tests.support.harness import REPOSITORY, dtft, memory
 
 pytestmark = [pytest.mark.drill, pytest.mark.drill_all, pytest.mark.timeout(900)]
-STEPS, BATCH, HOSTS = 900, 960, 3
+STEPS, BATCH, HOSTS = 1500, 960, 3
 RUN = (
     *("digits_cnn", "--stop.steps", str(STEPS), "--data.global_batch", str(BATCH)),
     *("--checkpoint.storage_interval", "100"),
