@@ -1,0 +1,62 @@
+"""The table and the figure of a soak, from the records of `dtft soak`."""
+
+import shlex
+from typing import Any
+
+import pytest
+
+from dtft.cli.dispatch import read
+from dtft.config import parse_experiment
+from dtft.parallel import check_experiment
+from experiments.soak import HEADER, JOBS, drawn, failures, row
+
+
+def record(**changes: Any) -> dict[str, Any]:
+    recovery = {"rung": 0, "gap_s": 0.25, "steps_lost": 1}
+    episode = {
+        "seed": 4,
+        "faults": ["kill-host:1@20", "kill-leader@30:recovery"],
+        "passed": True,
+        "why": [],
+        "recoveries": [recovery, recovery | {"rung": 2, "gap_s": None}],
+    }
+    sums = {
+        "episodes": 1,
+        "passed": 1,
+        "bit_identical": 1,
+        "bit_identical_expected": 1,
+        "hangs": 0,
+        "wrong": 0,
+        "recoveries": 2,
+        "rungs": {"0": 1, "2": 1},
+        "gaps_s": {"0": [0.25, 0.25]},
+        "steps_lost": 2,
+    }
+    return sums | {"records": [episode | changes]}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_every_job_is_one_that_can_be_soaked(name: str) -> None:
+    command, keys = read(shlex.split(f"soak {shlex.join(JOBS[name])}"))
+    words = [*keys, *command.run_flags.keys()]
+    check_experiment(parse_experiment(command.config, words))
+
+
+def test_a_row_has_a_cell_for_each_column() -> None:
+    cells = row("replica", record())
+    assert len(cells) == len(HEADER)
+    assert cells[-4:] == [2, "0: 1, 2: 1", "0.25, 0.25", 2]
+    assert row("x", record() | {"gaps_s": {}, "rungs": {}})[-3:-1] == ["-", "-"]
+
+
+def test_failures_are_told_with_seed_and_reason() -> None:
+    assert failures({"replica": record()}) == []
+    (line,) = failures({"fsdp": record(passed=False, why=["hung"])})
+    assert line == "fsdp, seed 4: kill-host:1@20 kill-leader@30:recovery: hung"
+
+
+def test_the_figure_has_gaps_by_rung_and_kinds_of_faults() -> None:
+    above, below = drawn({"replica": record()}).axes
+    names = [text.get_text() for text in above.get_legend().get_texts()]
+    assert names == ["rung 0 (1)"]
+    assert len(below.patches) == 2
