@@ -21,7 +21,7 @@ from dtft.elastic.leader.sizes import JobSizes
 
 
 @dataclass(kw_only=True)
-class _Request:
+class _Departure:
     slot: int
     at: float
     answers: list[Answer]
@@ -44,7 +44,7 @@ class Draining:
         """Starts with no request."""
         self._config, self._rendezvous, self._registry = config, rendezvous, registry
         self._sizes, self._loop, self._send = sizes, loop, send
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, _Departure] = {}
 
     def asked(self, host: str, answer: Answer) -> None:
         """Handles a request that a host leaves the job.
@@ -71,7 +71,7 @@ class Draining:
         else:
             self._registry.drain(host)
             now = self._loop.now()
-            self._requests[host] = _Request(slot=slot, at=now, answers=[answer])
+            self._requests[host] = _Departure(slot=slot, at=now, answers=[answer])
 
     def _why_not(self, host: str) -> str:
         """Returns why the job could not train without a host; "" if it could."""
