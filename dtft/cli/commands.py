@@ -7,7 +7,7 @@ the command, such as keys of the config. This module has only light imports, so 
 help is fast; `run` imports the module that it calls.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from tyro.conf import OmitArgPrefixes, Positional, UseAppendAction, arg
@@ -280,20 +280,6 @@ class SoakCommand:
 
     def __post_init__(self) -> None:
         _check_counts(spares=self.spares, episodes=self.episodes, seed=self.seed)
-
-    def drill(self, seed: int, faults: tuple[str, ...], directory: str) -> DrillCommand:
-        """Makes the drill of one episode, in the soak's run directory."""
-        return DrillCommand(
-            config=self.config,
-            run_flags=replace(self.run_flags, run_dir=directory),
-            spares=self.spares,
-            host=self.host,
-            fault=faults,
-            deadline=self.deadline,
-            rejoin=self.rejoin,
-            seed=seed,
-            control=f"{directory}/control",
-        )
 
     def run(self, words: list[str]) -> int:
         """Runs the episodes that are still to come; returns the exit code."""

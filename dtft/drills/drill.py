@@ -75,25 +75,7 @@ def run_drill(options: "DrillCommand", words: list[str]) -> int:
         SystemExit: CONFIG or a key of it is wrong, or the undisturbed run did not end
             within `DEADLINE_S`.
     """
-    record = drilled(options, words, "dtft drill")
-    say(record)
-    if options.json:
-        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.json).write_text(json.dumps(record, indent=2) + "\n")
-    return 0 if record["ok"] else 1
-
-
-def drilled(options: "DrillCommand", words: list[str], prog: str) -> dict[str, Any]:
-    """Runs a drill; returns its record (see `compare.judge`).
-
-    Raises the errors of `run_drill`.
-
-    Args:
-        options: CONFIG, faults, and the clusters' settings.
-        words: overrides of config keys, as typed on the command line.
-        prog: the command, for the help text.
-    """
-    experiment, overrides = for_clusters(options, words, prog)
+    experiment, overrides = for_clusters(options, words, "dtft drill")
     overrides += handed_on(options.host)
     logging.getLogger("absl").setLevel(logging.ERROR)
     faults = _faults(experiment, options)
@@ -119,11 +101,16 @@ def drilled(options: "DrillCommand", words: list[str], prog: str) -> dict[str, A
     names = ", ".join(map(str, faults)) or "no fault"
     print(f"dtft: faulted run in {faulted}: {names}", flush=True)
     ran = _run(experiment, arguments, faulted, options.spares, faults, options)
-    return judge(
+    record = judge(
         *(control, faulted, ran.injector, experiment),
         ended_in_time=ran.ended_in_time,
         left_behind=ran.left_behind,
     )
+    say(record)
+    if options.json:
+        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(options.json).write_text(json.dumps(record, indent=2) + "\n")
+    return 0 if record["ok"] else 1
 
 
 def _faults(experiment: Experiment, options: "DrillCommand") -> list[Fault]:

@@ -10,6 +10,8 @@ import contextlib
 import json
 import os
 import shutil
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -19,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from dtft.config import Experiment
 from dtft.drills.compare import is_good
-from dtft.drills.drill import drilled
-from dtft.drills.fault_schedule import STEADY, SoakedJob, schedule
-from dtft.drills.options import for_clusters
+from dtft.drills.drill import DEADLINE_S
+from dtft.drills.fault_schedule import STEADY, SoakedJob, kinds_of, schedule
+from dtft.drills.options import for_clusters, handed_on
 from dtft.elastic.faults import (
     OF_DIRECTORIES,
     check_mounts,
@@ -32,6 +34,8 @@ from dtft.elastic.faults import (
 if TYPE_CHECKING:
     from dtft.cli import SoakCommand
 
+CLOSING_S = 120.0
+"""Seconds beyond the limits of both runs after which a drill is killed."""
 MEMORY_MIB = 512
 """Size of the shared memory of an episode's hosts together."""
 _TRACEBACK = "Traceback (most recent call last)"
@@ -126,23 +130,61 @@ def _memory(root: Path, job: SoakedJob) -> Iterator[list[str]]:
 def _episode(
     options: "SoakCommand", words: list[str], job: SoakedJob, number: int, root: Path
 ) -> Episode:
+    """Runs one drill in a process of its own, and judges it."""
     seed = options.seed + number
     faults = schedule(seed, job)
     begun = time.monotonic()
-    drill = options.drill(seed, faults, str(root))
-    record = drilled(drill, words, "dtft soak")
+    file, log = root / "drill.json", root / "drill.log"
+    file.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "dtft.cli", "drill", options.config, *words]
+    command += [*options.run_flags.keys(), *handed_on(options.host)]
+    command += ["--run-dir", str(root), "--control", str(root / "control")]
+    command += ["--spares", str(options.spares), "--rejoin", str(options.rejoin)]
+    command += ["--deadline", str(options.deadline), "--seed", str(seed)]
+    command += ["--json", str(file)]
+    command += [word for fault in faults for word in ("--fault", fault)]
+    with open(log, "wb") as out:
+        limit_s = options.deadline + DEADLINE_S + CLOSING_S
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(command, stdout=out, stderr=out, timeout=limit_s)
     faulted = root / "faulted"
-    traced = tracebacks(faulted / "logs")
-    episode = judged_episode(number, seed, faults, record, traced)
+    if file.exists():
+        record = json.loads(file.read_text())
+        traced = tracebacks(faulted / "logs", faults)
+        episode = judged_episode(number, seed, faults, record, traced)
+    else:
+        text = log.read_text(errors="replace").strip()
+        why = f"the drill failed: {text[-1000:]}"
+        episode = failed_episode(number, seed, faults, why)
     episode["seconds"] = round(time.monotonic() - begun, 1)
     if not episode["passed"]:
         kept = root / f"episode-{number}"
         shutil.rmtree(kept, ignore_errors=True)
-        faulted.rename(kept)
-        (kept / "drill.json").write_text(json.dumps(record, indent=2) + "\n")
+        if faulted.exists():
+            faulted.rename(kept)
+        for path in (file, log):
+            if path.exists() and kept.exists():
+                shutil.copy(path, kept)
         episode["kept"] = str(kept)
     print(line_of(episode), flush=True)
     return episode
+
+
+def failed_episode(number: int, seed: int, faults: Sequence[str], why: str) -> Episode:
+    """Makes the record of an episode whose drill has left no record."""
+    return {
+        "number": number,
+        "seed": seed,
+        "faults": list(faults),
+        "passed": False,
+        "why": [why],
+        "hung": False,
+        "wrong": False,
+        "expects_bits": False,
+        "bit_identical": False,
+        "not_over": [],
+        "recoveries": [],
+    }
 
 
 def judged_episode(
@@ -206,10 +248,16 @@ def judged_episode(
     }
 
 
-def tracebacks(logs: Path) -> list[str]:
-    """Names the logs of a directory that have a traceback which no `fail` caused."""
+def tracebacks(logs: Path, faults: Sequence[str]) -> list[str]:
+    """Names the logs of a directory that have a traceback which no fault explains.
+
+    A `fail` explains that of its exception, and a fault of storage those of exporters.
+    """
+    of_storage = any(kind.endswith("-storage") for kind in kinds_of(faults))
     found = []
     for path in sorted(logs.glob("*.log")):
+        if of_storage and path.name.endswith(".exporter.log"):
+            continue
         parts = path.read_text(errors="replace").split(_TRACEBACK)[1:]
         if any(_INTENDED not in part for part in parts):
             found.append(path.name)

@@ -189,7 +189,9 @@ def test_a_drained_host_leaves_and_costs_no_step(tmp_path, control):
         *(tmp_path, *DIGITS, *control("digits"), "--spares", "1"),
         *("--fault", "drain:1@20"),
     )
-    (recovery,), (fault,) = record["recoveries"], record["faults"]
+    (fault,), (recovery, *more) = record["faults"], record["recoveries"]
+    # A leader that leaves is followed by one that forms the job again.
+    assert all("leads from now on" in it["cause"] for it in more)
     assert recovery["rung"] == 0 and recovery["survivors_restarted"] == 0
     assert recovery["steps_lost"] == recovery["bytes_from_storage"] == 0
     assert recovery["bytes_from_peers"] > 0

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from dtft.drills.fault_schedule import STEADY, SoakedJob, kinds_of, schedule
 from dtft.drills.soak import (
+    failed_episode,
     former_episodes,
     judged_episode,
     line_of,
@@ -121,7 +122,16 @@ def test_only_unexpected_tracebacks_count(tmp_path: Path) -> None:
     head = "Traceback (most recent call last):\n  File\n"
     (tmp_path / "a.log").write_text(f"x\n{head}RuntimeError: drill: fail at step 3\n")
     (tmp_path / "b.log").write_text(f"x\n{head}KeyError: 3\n")
-    assert tracebacks(tmp_path) == ["b.log"]
+    (tmp_path / "h.exporter.log").write_text(f"{head}OSError: read-only\n")
+    assert tracebacks(tmp_path, ["fail:1@3", "full-storage@9:2"]) == ["b.log"]
+    assert tracebacks(tmp_path, ["fail:1@3"]) == ["b.log", "h.exporter.log"]
+
+
+def test_an_episode_without_a_record_has_failed() -> None:
+    episode = failed_episode(1, 2, ["kill-leader@5"], "the drill failed: no etcd")
+    assert "FAILED: the drill failed: no etcd" in line_of(episode | {"seconds": 1.0})
+    assert sums([episode | {"seconds": 1.0}])["passed"] == 0
+    assert episode.keys() | {"seconds"} == judged().keys()
 
 
 def test_a_soak_goes_on_with_its_own_file_only(tmp_path: Path) -> None:
