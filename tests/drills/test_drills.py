@@ -109,6 +109,7 @@ def test_trainers_restart_where_they_may_not_stay(tmp_path, control):
     assert "cluster.hot_swap" in recovery["restarted_because"]
 
 
+@every
 def test_both_holders_of_a_slice_lost_falls_to_storage(tmp_path, control):
     record = drill(
         *(tmp_path, *FSDP, *control("fsdp")),
