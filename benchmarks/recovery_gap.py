@@ -19,6 +19,8 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from dtft.elastic.processes import die_with_parent
+
 PER_JOB = 10
 """Kills in one job; a job may form 16 times in the same processes."""
 CHARS = (
@@ -54,7 +56,13 @@ def recoveries(
     words += [str(hot_swap), "--checkpoint.storage_interval", "0"]
     words += [word for fault in faults for word in ("--fault", fault)]
     command = [sys.executable, "-m", "dtft.cli", "drill", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        preexec_fn=die_with_parent,
+    )
     if done.returncode:
         raise SystemExit(done.stdout[-4000:] + done.stderr[-4000:])
     return json.loads(file.read_text())["recoveries"]

@@ -20,6 +20,7 @@ from statistics import median
 from typing import Any
 
 from dtft.elastic.leader import read_events
+from dtft.elastic.processes import die_with_parent
 from experiments import report
 
 HOSTS, SPARES, REJOIN_S = 3, 2, 2.0
@@ -92,7 +93,7 @@ def drill(root: Path, steps: int, faults: Sequence[str]) -> dict[str, Any]:
     words += ["--json", str(root / "drill.json"), "--deadline", "1500"]
     words += [word for fault in faults for word in ("--fault", fault)]
     command = [sys.executable, "-m", "dtft.cli", "drill", *words]
-    subprocess.run(command, check=True, timeout=3000)
+    subprocess.run(command, check=True, timeout=3000, preexec_fn=die_with_parent)
     return json.loads((root / "drill.json").read_text())
 
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtft.elastic.processes import die_with_parent
 from experiments import report
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def main(arguments: list[str] | None = None) -> None:
             more = ["--episodes", str(asked.episodes), "--seed", str(asked.seed)]
             more += ["--run-dir", str(run)]
             command = [sys.executable, "-m", "dtft.cli", "soak", *words, *more]
-            subprocess.run(command, check=False)
+            subprocess.run(command, check=False, preexec_fn=die_with_parent)
         if (run / "soak.json").exists():
             found[name] = json.loads((run / "soak.json").read_text())
     report.write(

@@ -255,8 +255,9 @@ class SoakCommand:
     """Run many drills with random faults; say how often the job recovers.
 
     An episode is a drill with one to three faults, drawn from a seed: killed, stopped
-    and cut off hosts, trainers and stores, corrupt copies, and exceptions. The same
-    command goes on where it was interrupted.
+    and cut off hosts, trainers and stores, corrupt copies, full or read-only
+    directories, drained hosts, and exceptions. The same command goes on where it was
+    interrupted.
     """
 
     config: _Config
@@ -419,8 +420,8 @@ class ScaleCommand:
 class DrainCommand:
     """Take a host out of a live job: another host takes its slot, its agent ends.
 
-    No other trainer is restarted on CPU, and no step is lost. A signal to the host's
-    agent (Ctrl-C, SIGTERM) does the same.
+    On CPU no other trainer is restarted. No step is lost, or one if the host leads the
+    job. A signal to the host's agent (Ctrl-C, SIGTERM) does the same.
     """
 
     host: Annotated[Positional[str], _told("HOST")]

@@ -30,6 +30,7 @@ from dtft.elastic.faults import (
     check_namespaces,
     small_memory,
 )
+from dtft.elastic.processes import die_with_parent
 
 if TYPE_CHECKING:
     from dtft.cli import SoakCommand
@@ -146,7 +147,13 @@ def _episode(
     with open(log, "wb") as out:
         limit_s = options.deadline + DEADLINE_S + CLOSING_S
         with contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run(command, stdout=out, stderr=out, timeout=limit_s)
+            subprocess.run(
+                command,
+                stdout=out,
+                stderr=out,
+                timeout=limit_s,
+                preexec_fn=die_with_parent,
+            )
     faulted = root / "faulted"
     if file.exists():
         record = json.loads(file.read_text())

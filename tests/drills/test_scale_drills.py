@@ -13,6 +13,7 @@ import pytest
 
 from dtft.checkpoint.storage.step_directories import storage_steps
 from dtft.elastic.leader.events import read_events
+from dtft.elastic.processes import process_alive
 from tests.drills.test_checkpoint_commands import store_and_job
 from tests.support.harness import DIGITS, HYBRID, STAGES, drill, dtft, is_rung, launched
 
@@ -234,3 +235,24 @@ def test_a_signal_to_an_agent_hands_its_slot_over(tmp_path):
     assert recovery["steps_lost"] == recovery["bytes_from_storage"] == 0
     assert "host-1 (slot 1) leaves the job" in recovery["fault"]
     assert "host-1 left job" in job.output
+
+
+@every
+@pytest.mark.parametrize("hot_swap", ["True", "False"])
+def test_the_command_takes_a_spare_out_of_a_live_job(tmp_path, hot_swap):
+    run = tmp_path / "run"
+    with launched(run, "--spares", "1", "--cluster.hot_swap", hot_swap) as job:
+        wait_for(run, "commit", 20)
+        (slots,) = [it["slots"] for it in wait_for(run, "assignment")]
+        (spare,) = {"host-0", "host-1", "host-2"} - {*slots}
+        pid, asked = agent_pid(run, spare), store_and_job(run)
+        done = dtft("drain", spare, *asked, timeout=100)
+        assert done.returncode == 0 and "it had no slot" in done.stdout, done.stderr
+        end = time.monotonic() + 30
+        while process_alive(pid):
+            assert time.monotonic() < end, "its agent goes on"
+            time.sleep(0.1)
+        done = dtft("drain", slots[0], *asked, timeout=100)
+        assert done.returncode == 1 and "no host is left" in done.stderr
+        assert dtft("drain", "host-9", *asked, timeout=100).returncode == 2
+        assert job.runs and len(wait_for(run, "assignment")) == 1

@@ -356,9 +356,9 @@ class FaultInjector(threading.Thread):
         Returns:
             False if the fault's phase has ended meanwhile, if a victim was killed by
             an earlier fault and has not been started again, if a spare is to be killed
-            and there is none, if the fault hits trainers
-            and a victim's trainer has not started, or if the faults were cancelled
-            during the wait for an export. The fault is then not carried out.
+            and there is none, if the fault hits trainers and a victim's trainer has not
+            started, or if the faults were cancelled during the wait for an export. The
+            fault is then not carried out.
         """
         if fault.kind == "scale":
             self._request(fault, lambda it: scale(it, fault.replicas, REQUEST_S))

@@ -473,7 +473,8 @@ class Agent:
         if message["op"] == "ended":
             self._finish(message["result"])
         elif message["op"] == "drained":
-            if tuple(message["ballot"]) == self._follower.ballot:
+            # A spare may not know the current round.
+            if tuple(message["ballot"]) >= self._follower.ballot:
                 self._loop.stop()
         elif message["op"] == "serve":
             self._serve(

@@ -42,6 +42,7 @@ from dtft.elastic.leader.world_plan import (
     recorded,
     sound,
     swapped,
+    why_restarted,
 )
 from dtft.elastic.reachability import Reachability, peers_to_try, set_aside
 from dtft.elastic.seat_policy import Seating
@@ -61,9 +62,6 @@ Phase = Literal[
     "preparing",
     "running",
 ]
-MOST_SWAPS = 2
-"""Number of formations in a row in one world that may fail to train. Then all trainers
-are restarted in a new world."""
 MOST_REHEARSED = 8
 """Number of formations that a process compiles ahead at most."""
 BALLOTS = 1 << 20
@@ -186,19 +184,10 @@ class Rendezvous:
             self.ask(host)
 
     def _why_restarted(self) -> str:
-        """Returns why all trainers restart in the round that begins; "" if they keep
-        their processes."""
         if not self._seats.has_coordination_service:
             return "the user starts the trainers"
-        if not self._config.cpu_devices:
-            return "trainers keep their processes on CPU only, with cluster.hot_swap"
-        if not self.world.number:
-            return "no formation was recorded before"
-        if self._fatal:
-            return "the job ends"
-        if self._swaps >= MOST_SWAPS:
-            return f"{MOST_SWAPS} formations in a row failed in the same processes"
-        return ""
+        lasts = self._config.cpu_devices > 0
+        return why_restarted(self.world, self._swaps, lasts=lasts, fatal=self._fatal)
 
     def _end_world(self) -> None:
         """Forgets the world; hosts that are ordered to keep no trainer end it."""

@@ -55,6 +55,9 @@ def recorded(record: tuple[int, int, int]) -> WorldPlan:
     return WorldPlan(number=number, indices={}, size=size, turn=turn)
 
 
+MOST_SWAPS = 2
+"""Number of formations in a row in one world that may fail to train. Then all trainers
+are restarted in a new world."""
 SPARE_PLACES = 8
 """Number of places of a world for spares."""
 
@@ -89,6 +92,32 @@ def new_world(
         server="" if lasts else slots[0],
         because=because,
     )
+
+
+def why_restarted(world: WorldPlan, swaps: int, *, lasts: bool, fatal: bool) -> str:
+    """Returns why all trainers restart in the round that begins; "" if they stay.
+
+    Args:
+        world: the world of the last formation.
+        swaps: number of formations in it since one has trained.
+        lasts: whether worlds of this job last.
+        fatal: whether the same processes would fail again.
+
+    >>> world = new_world(1, ("a", "b"), lasts=True)
+    >>> why_restarted(world, 1, lasts=True, fatal=False)
+    ''
+    >>> why_restarted(world, 2, lasts=True, fatal=False)
+    '2 formations in a row failed in the same processes'
+    """
+    if not lasts:
+        return "trainers keep their processes on CPU only, with cluster.hot_swap"
+    if not world.number:
+        return "no formation was recorded before"
+    if fatal:
+        return "the same processes would fail again"
+    if swaps >= MOST_SWAPS:
+        return f"{MOST_SWAPS} formations in a row failed in the same processes"
+    return ""
 
 
 def swapped(
