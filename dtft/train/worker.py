@@ -636,14 +636,16 @@ class TrainerProcess:
         """Whether this process stays for the next formation after an error.
 
         It stays if the order to leave has caused the error. A collective can break
-        before the order arrives; then the agent is told, and this process waits for the
-        order.
+        before the order arrives, and a corrupt copy is found by this process alone;
+        then the agent is told, and this process waits for the order.
         """
+        from dtft.checkpoint.memory import CorruptCopy
         from dtft.train.world import broken_collective
 
-        broken = broken_collective(error)
-        if not self._is_leaving and broken is not None:
-            self._dialogue.send("failed", **failure(broken, self.at))
+        is_corrupt = isinstance(error, CorruptCopy)
+        cause = error if is_corrupt else broken_collective(error)
+        if not self._is_leaving and cause is not None:
+            self._dialogue.send("failed", **failure(cause, self.at))
             limit_s = self._experiment.timeouts.lease + LAST_WORDS_S
             with self._dialogue.condition:
                 self._dialogue.condition.wait_for(

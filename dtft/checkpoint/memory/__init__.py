@@ -24,13 +24,14 @@ if TYPE_CHECKING:
     from dtft.checkpoint.memory.incoming import Receiving
     from dtft.checkpoint.memory.local_store import Corrupt, Version, Versions
     from dtft.checkpoint.memory.replica_store import ReplicaStore
-    from dtft.checkpoint.memory.snapshot import Snapshot, SnapshotPlan
+    from dtft.checkpoint.memory.snapshot import CorruptCopy, Snapshot, SnapshotPlan
     from dtft.checkpoint.memory.verification import VerifiedCopies
 
 _PUBLIC = {
     "AlignedAllocator": "arena",
     "Arena": "arena",
     "Corrupt": "local_store",
+    "CorruptCopy": "snapshot",
     "DEFAULT_DIRECTORY": "arena",
     "Receiving": "incoming",
     "ReplicaStore": "replica_store",
@@ -46,6 +47,7 @@ __all__ = [
     "AlignedAllocator",
     "Arena",
     "Corrupt",
+    "CorruptCopy",
     "DEFAULT_DIRECTORY",
     "Receiving",
     "ReplicaStore",

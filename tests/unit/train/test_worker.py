@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from dtft.checkpoint.managers.agent_link import AgentLink, listen_for_links
+from dtft.checkpoint.memory import CorruptCopy
 from dtft.config import load_experiment
 from dtft.elastic.stack_dump import dump_stack
 from dtft.train import worker
@@ -210,17 +211,24 @@ def test_a_trainer_that_leaves_its_slot_takes_another_one(
     assert not one.ended
 
 
-def test_a_collective_that_breaks_before_the_order_to_leave_is_told(
-    ordered: Callable[..., Ordered],
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("[gloo/transport] Gloo all-reduce failed: connection closed"),
+        CorruptCopy("slice params/w[0:4]:float32 does not match its digest"),
+    ],
+)
+def test_an_error_that_the_next_formation_repairs_is_told_and_ends_no_process(
+    ordered: Callable[..., Ordered], error: Exception
 ) -> None:
-    def breaks(trainer: worker.TrainerProcess, order: Any) -> None:
+    def fails(trainer: worker.TrainerProcess, order: Any) -> None:
         del trainer, order
-        raise ValueError("[gloo/transport] Gloo all-reduce failed: connection closed")
+        raise error
 
-    one = ordered(breaks)
+    one = ordered(fails)
     one.start(0)
     told = one.agent.receive(20)
-    assert told["op"] == "failed" and "Gloo all-reduce" in told["error"]
+    assert told["op"] == "failed" and str(error) in told["error"]
     one.agent.send("leave", number=7)
     assert one.agent.receive(20) == {"op": "left_slot", "number": 7}
     assert not one.ended
