@@ -40,14 +40,16 @@ class Rehearsals:
         """Starts to compile the steps of formations on a thread; forgets all others.
 
         An earlier thread ends after its current step. Does nothing for balanced loads,
-        whose programs belong to the `Balancer`.
+        whose programs belong to the `Balancer`. Does nothing either before this process
+        has joined the world: JAX may not look for devices yet, and the leader repeats
+        the order for a process that has joined.
 
         Args:
             order: `turn` of the next formation (see `World.devices`), `formations`: for
                 each one the index of the process of each slot, and `items`: the
                 checkpoint items that record the run's plan, {} without a plan.
         """
-        if self._experiment.balance.policy != "off":
+        if self._experiment.balance.policy != "off" or not self._world.number:
             return
         self._number += 1
         self._steps = {}

@@ -1,5 +1,6 @@
 """Steps that are compiled ahead: they are found, and compile nothing when they run."""
 
+import threading
 import time
 from pathlib import Path
 
@@ -18,7 +19,10 @@ from tests.support.tiny_experiment import compilations, tiny
 
 
 def world() -> World:
-    return World(lambda keys: None)
+    """A world of this process alone, which needs no coordination service."""
+    made = World(lambda keys: None)
+    made.number = 1
+    return made
 
 
 def mesh_of(experiment: Experiment, turn: int) -> jax.sharding.Mesh:
@@ -77,6 +81,14 @@ def test_nothing_more_is_compiled_once_a_formation_begins(tmp_path: Path) -> Non
     rehearsals.begin({"turn": 1, "formations": [[0]] * 50, "items": {}})
     rehearsals.stop()
     assert rehearsals.step_on(mesh(0)) is rehearsals.step_on(mesh(1)) is None
+
+
+def test_no_device_is_looked_for_before_the_world_is_joined(tmp_path: Path) -> None:
+    experiment = tiny(tmp_path, cluster=ClusterConfig(hosts=1, devices_per_host=4))
+    threads = threading.active_count()
+    early = Rehearsals(experiment, World(lambda keys: None))
+    early.begin({"turn": 0, "formations": [[0]], "items": {}})
+    assert threading.active_count() == threads
 
 
 def test_a_balanced_step_is_not_compiled_ahead(tmp_path: Path) -> None:
