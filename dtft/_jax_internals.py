@@ -170,6 +170,19 @@ def join_world(
     state.coordinator_address = address
 
 
+def write_compilation_cache() -> None:
+    """Lets this process write to JAX's persistent compilation cache.
+
+    JAX writes only in process 0, but index 0 of a world belongs to no process. So one
+    other process of the world must call this, after JAX has found its devices: until
+    then JAX takes the process's index from the same variable.
+    """
+    check_version()
+    from jax._src import distributed
+
+    distributed.global_state.process_id = 0
+
+
 def told_by(teller: int, key: str, text: str, timeout_s: float) -> str:
     """Broadcasts the text of one process to others, by the coordination service.
 

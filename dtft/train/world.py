@@ -32,6 +32,8 @@ from dtft.train.shared_keys import SharedKeys
 
 _FOR_EVER_S = 7 * 86400.0
 """Heartbeat timeout of a service that cannot be lost: it is in the same process."""
+_CACHE_WRITER = 1
+"""Index of the process that writes to JAX's compilation cache; all others read."""
 _WATCHED = re.compile(r"^tfd: *(\d+) .* ino:([0-9a-f]+) ", re.MULTILINE)
 """A watched descriptor and its inode, in the kernel's description of an epoll."""
 
@@ -79,6 +81,8 @@ class World:
         )
         with self._sockets.found():
             jax.devices()
+        if order["index"] == _CACHE_WRITER:
+            _jax_internals.write_compilation_cache()
         self.number = order["number"]
         if is_own:
             self.keys.start()
@@ -163,7 +167,13 @@ class GlooSockets:
         }
 
     def shut_down(self) -> None:
-        """Shuts down all connections to peers, also those in use by other threads."""
+        """Ends the receiving side of all connections to peers, also those in use by
+        other threads; gloo's own thread then closes them.
+
+        Sending goes on until then: if a thread that sends is the first to find its
+        connection closed, gloo forgets that send, and the thread waits for it until
+        gloo's timeout.
+        """
         for loop in self._loops:
             for descriptor, inode in _watched(loop).items():
                 if descriptor not in self._listening:
@@ -171,7 +181,7 @@ class GlooSockets:
 
 
 def _shut_down(descriptor: int, inode: int) -> None:
-    """Shuts down a socket if `descriptor` still is the socket with this inode."""
+    """Ends the receiving side of a socket, if `descriptor` is still that of `inode`."""
     with contextlib.suppress(OSError):  # closed meanwhile
         copy = os.dup(descriptor)
         try:
@@ -179,7 +189,7 @@ def _shut_down(descriptor: int, inode: int) -> None:
             if status.st_ino == inode and stat.S_ISSOCK(status.st_mode):
                 with socket.socket(fileno=copy) as connection:
                     copy = -1
-                    connection.shutdown(socket.SHUT_RDWR)
+                    connection.shutdown(socket.SHUT_RD)
         finally:
             if copy >= 0:
                 os.close(copy)

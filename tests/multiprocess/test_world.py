@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,3 +109,16 @@ def test_a_meeting_ends_when_all_are_there(world: dict[int, Process]) -> None:
         one.tell(op="meet", indices=[index, 5], name=f"dtft/never {index}", limit_s=1.0)
         said = one.hear()
         assert said["op"] == "broken" and "never" in said["error"]
+
+
+def test_one_process_of_a_world_writes_the_compilation_cache(
+    world: dict[int, Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    for writer, reader in ((4, 3), (1, 2)):
+        assert not list(tmp_path.iterdir())
+        for index in (writer, reader):
+            world[index].tell(op="sum", indices=[writer, reader], turn=0, times=1)
+        assert world[writer].hear()["sum"] == world[reader].hear()["sum"]
+    assert list(tmp_path.glob("*-cache"))
