@@ -420,8 +420,9 @@ class ScaleCommand:
 class DrainCommand:
     """Take a host out of a live job: another host takes its slot, its agent ends.
 
-    On CPU no other trainer is restarted. No step is lost, or one if the host leads the
-    job. A signal to the host's agent (Ctrl-C, SIGTERM) does the same.
+    On CPU no other trainer is restarted. No step is lost. If the host leads the job,
+    another host leads it from then on. A signal to the host's agent (Ctrl-C, SIGTERM)
+    does the same.
     """
 
     host: Annotated[Positional[str], _told("HOST")]

@@ -46,6 +46,8 @@ class HostRecord:
     attached_ns: int = 0
     """Wall-clock time in nanoseconds at which the process attached; 0 for none. It
     identifies the process."""
+    leaving: bool = False
+    """Whether the host is to leave the job as soon as the job can do without it."""
 
     def replaces(self, other: "HostRecord") -> bool:
         """Whether this record is of another agent process, which joined after `other`.

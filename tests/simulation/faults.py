@@ -27,6 +27,7 @@ SECONDS = (2.0, 6.0, 10.0, 30.0, math.inf)
 OF_HOSTS = (
     *("die", "vanish", "stop", "stop-host", "cut", "cut-out", "cut-in", "cut-store"),
     *("cut-peers", "cut-one", "split", "slow", "memory-full", "no-processes", "lie"),
+    *("depart", "drain"),
 )
 OF_PAIRS = ("cut-pair", "cut-pair-out", "cut-copies")
 """Between two hosts with slots alone: both ways, one way, and so that trainers do not
@@ -34,6 +35,11 @@ feel it, but what agents send each other."""
 OF_ETCD = ("stop", "die", "empty", "older", "slow", "flaky", "full")
 OF_TRAINERS = ("die", "stop", "stuck-kill", "exception", "exception-always")
 OF_STORAGE = ("away", "full", "hung", "slow")
+DRAIN_S = 30.0
+"""Seconds for which a user asks that a host leaves."""
+DEPARTED_S = 5.0
+"""Seconds after the agent's own limit until it must have ended."""
+LONGEST_PAUSE_S = 40.0
 AT_ONCE = ("reset", "corrupt", "exception")
 """Faults of a moment."""
 
@@ -184,6 +190,14 @@ class FaultInjector:
                 return lambda: world.no_processes.discard(host)
             case "lie":
                 return self._lie(host)
+            case "depart":
+                node.agent.depart()
+                limit_s = world.settings.timeouts.drain + DEPARTED_S
+                world.scheduler.after(limit_s, self._has_left, node)
+                return lambda: world.start_host(host)
+            case "drain":
+                self._drain(host, world.now + DRAIN_S)
+                return lambda: world.start_host(host)
             case "reset":
                 world.wire.reset(host)
                 return None
@@ -191,6 +205,30 @@ class FaultInjector:
                 self._corrupt(node)
                 return None
         return self._cut_pair(what, host) if what in OF_PAIRS else self._cut(what, host)
+
+    def _has_left(self, node: Node, was_paused_s: float = LONGEST_PAUSE_S) -> None:
+        """The agent's own limit begins when it runs again after a pause."""
+        if not node.alive or node.loop.paused or node.loop.slow_s:
+            return
+        if was_paused_s:
+            self._world.scheduler.after(was_paused_s, self._has_left, node, 0.0)
+        else:
+            self._world.wrong(f"{node.host} was told to end and goes on")
+
+    def _drain(self, host: str, until: float) -> None:
+        """Asks who leads, as a user does, until the answer is final."""
+        world = self._world
+
+        def answer(reply: dict[str, Any]) -> None:
+            world.note("drain", str(reply))
+            if reply.get("again") and world.now < until:
+                world.scheduler.after(0.5, self._drain, host, until)
+
+        leading = [it for it in world.leading if it.host == world.store_leader()]
+        if leading and not leading[0].loop.paused:
+            leading[0].leader.draining_wanted(host, answer)
+        else:
+            answer({"error": "nobody leads", "again": True})
 
     def _power_on(self, host: str) -> None:
         self._world.wire.gone.discard(host)

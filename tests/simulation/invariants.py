@@ -224,6 +224,8 @@ class Invariants:
         """Agents with which nothing is wrong, whatever the network does."""
         world = self._world
         bad = set(world.memory_full) | set(world.no_processes) | set(world.wire.delay_s)
+        bad |= {it.host for it in world.live if it.agent._membership.record.leaving}
+        bad |= {it for one in world.leading for it in one.leader._registry.drained}
         return [
             node
             for node in world.live

@@ -95,6 +95,8 @@ class LeaderDesk:
         self.orders: list[tuple[str, str, dict[str, Any]]] = []
         self.ended: list[str] = []
         self.commits_begun: list[int] = []
+        self.resigned: list[int] = []
+        """Terms in which the leader let another host lead."""
         self._terms = 0
 
     # --------------------------------------------------------------- the store
@@ -134,6 +136,7 @@ class LeaderDesk:
             self._list_steps,
             committing=self.commits_begun.append,
             ended=self.ended.append,
+            resign=lambda: self.resigned.append(self._terms),
         )
         self._tick(self._terms)
         for record in self.view().hosts.values():

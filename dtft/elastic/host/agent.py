@@ -23,7 +23,7 @@ from dtft.elastic.job import AgentConfig
 from dtft.elastic.leader import AGAIN, Answer, Leader, Leadership
 from dtft.elastic.links import FollowerLinks, LeaderLink, described, moved
 from dtft.elastic.messages import fault_of_order, order_fields
-from dtft.elastic.network import Closed, ControlChannel, Heard, Message
+from dtft.elastic.network import Closed, ControlChannel, Heard, Message, PortState
 from dtft.elastic.store import Membership, Store, View
 
 logger = logging.getLogger(__name__)
@@ -127,6 +127,10 @@ class Agent:
         self._hint: tuple[int, HostRecord] | None = None
         """(term, record) of the newest leader that another host has named while the
         store did not answer; None before that."""
+        self._seen: dict[str, HostRecord] = {}
+        """Last known record of each host that the store lists or whose slot the
+        assignment names."""
+        self._resigned = False
         self._store_up = True
         self._leaderless_since: float | None = None
         self._isolated_since: float | None = None
@@ -187,11 +191,13 @@ class Agent:
     def depart(self) -> None:
         """Makes `run` return once another host has taken this host's slot.
 
-        Makes `run` return soon if this host has no slot, if no host can take the slot,
-        after `timeouts.drain` seconds, and at a second call. Safe in a signal handler.
+        Makes `run` return soon if this host has no slot and does not lead, if no host
+        can take the slot, after `timeouts.drain` seconds, and at a second call. Safe in
+        a signal handler.
         """
         self._departs += 1
-        if self._departs > 1 or not self._follower.has_slot:
+        needed = self._follower.has_slot or self._leadership.leader is not None
+        if self._departs > 1 or not needed:
             self._loop.stop()
 
     def _hand_over(self) -> None:
@@ -201,7 +207,7 @@ class Agent:
         now = self._loop.now()
         if self._leaves_by is None:
             self._leaves_by = now + self._config.timeouts.drain
-            self._report("leaving", ballot=self._follower.ballot)
+            self._say_leaving()
         elif now > self._leaves_by:
             self._loop.stop()
 
@@ -250,6 +256,9 @@ class Agent:
         if view.result is not None:
             self._finish(view.result)
             return
+        slots = view.assignment.slots if view.assignment is not None else ()
+        left = {it: self._seen[it] for it in slots if it in self._seen}
+        self._seen = left | view.hosts
         self._leadership.see(view)
         self._campaign_if_free()
         self._follow()
@@ -308,8 +317,9 @@ class Agent:
         """Campaigns for leadership once the store has had no leader for a delay.
 
         The delay is `RANK_S` for each host whose name sorts before this host's, at most
-        1 s; half a lease more while this host hears the last leader; 0 if this host
-        still runs a `Leader`, because the leader key was its own.
+        1 s; half a lease more while this host hears the last leader, unless that leader
+        is to leave the job; one lease more if this host is to leave the job; 0 if this
+        host still runs a `Leader`, because the leader key was its own.
         """
         view, now, me = self._membership.view, self._loop.now(), self._config.host
         if view.leader is not None or not view.hosts:
@@ -323,8 +333,12 @@ class Agent:
         if self._leadership.leader is None:
             rank = sum(host < me for host in view.hosts)
             wait_s = min(rank * RANK_S, 1.0)
-            if self._leader_link.hears:
+            last = view.hosts.get(view.last_led)
+            resigned = last is not None and last.leaving
+            if self._leader_link.hears and not resigned:
                 wait_s += self._config.timeouts.lease / 2
+            if self._membership.record.leaving:
+                wait_s += self._config.timeouts.lease
         if now >= self._leaderless_since + wait_s:
             self._membership.campaign()
 
@@ -340,6 +354,7 @@ class Agent:
             self._edges.list_steps,
             committing=self._follower.committing,
             ended=self._finish,
+            resign=self._resign,
         )
 
     def _begin_to_lead(self) -> None:
@@ -349,6 +364,43 @@ class Agent:
         self._isolated_since = None
         for record in [self._membership.record, *self._links.records]:
             leader.connected(record)
+        old, there = leader.view.assignment, leader.view.hosts
+        members = {process_of(one) for one in old.incarnations} if old else set()
+        for record in self._seen.values():
+            if record.host not in there and process_of(record.incarnation) in members:
+                self._prove_end(leader, record)
+
+    def _prove_end(self, leader: Leader, record: HostRecord) -> None:
+        """Tells the leader if the port of a slot's host, which the store does not list,
+        refuses connections.
+
+        Otherwise the host may be cut off from the store alone, and a new leader waits
+        for it.
+        """
+
+        def answered(state: PortState) -> None:
+            if state == "refused" and self._leadership.leader is leader:
+                leader.agent_ended(record)
+
+        self._edges.network.probe(record.address, answered)
+
+    def _resign(self) -> None:
+        """Lets another host lead, because this host is to leave the job.
+
+        If this host leads again after that, no other host can, and this agent ends.
+        """
+        leader = self._leadership.leader
+        if leader is None:
+            return
+        if self._resigned:
+            self._loop.stop()
+            return
+        self._resigned = True
+        self._say_leaving()
+        self._leadership.let_go(leader.view, "this host leaves the job")
+
+    def _say_leaving(self) -> None:
+        self.describe(dataclasses.replace(self._membership.record, leaving=True))
 
     def _newest_leader(self) -> tuple[int, HostRecord] | None:
         """Returns (term, record) of the newest known leader; None if there is none.

@@ -1,16 +1,19 @@
-"""Draining: hosts leave a live job on request, and the requests are answered.
+"""Draining: hosts leave a live job, on request or because their agents are to end.
 
 A drained host gets no slot any more. If it has one, the job is re-formed at the next
 commit, and another host takes the slot. The drained host's copies are a source of that
-restore. Its agent is told to end once a step is committed without it.
+restore. Its agent is told to end once a step is committed without it. If the drained
+host leads, another host leads the new formation.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from dtft.elastic.assignment import process_of
 from dtft.elastic.event_loop import Loop
 from dtft.elastic.job import AgentConfig
+from dtft.elastic.leader.events import Journal
 from dtft.elastic.leader.export_requests import Answer
 from dtft.elastic.leader.host_registry import HostRegistry
 from dtft.elastic.leader.recovery import RecoveryReport
@@ -22,15 +25,18 @@ from dtft.elastic.leader.sizes import JobSizes
 
 @dataclass(kw_only=True)
 class _Departure:
-    slot: int
+    process: str
+    """Identity of the agent process that is to end (`process_of`)."""
     at: float
-    answers: list[Answer]
-    reply: dict[str, Any] = field(default_factory=dict)
-    """The answer, once the job trains without the host."""
+    reply: dict[str, Any]
+    """The answer to those who ask for it. Its `slot` is -1 if the host had none."""
+    answers: list[Answer] = field(default_factory=list)
+    told: bool = False
+    """Whether the agent has been told to end."""
 
 
 class Draining:
-    """Requests that hosts leave the job. Used by the leader's event loop."""
+    """The hosts that are to leave the job. Used by the leader's event loop."""
 
     def __init__(
         self,
@@ -40,99 +46,180 @@ class Draining:
         sizes: JobSizes,
         loop: Loop,
         send: Callable[..., None],
+        journal: Journal,
     ) -> None:
-        """Starts with no request."""
+        """Starts with no host that is to leave."""
         self._config, self._rendezvous, self._registry = config, rendezvous, registry
         self._sizes, self._loop, self._send = sizes, loop, send
-        self._requests: dict[str, _Departure] = {}
+        self._journal = journal
+        self._departures: dict[str, _Departure] = {}
 
     def asked(self, host: str, answer: Answer) -> None:
         """Handles a request that a host leaves the job.
 
-        Answers at once if the request is refused or the host has no slot. Otherwise
+        Answers at once if the request is refused or the host is not needed. Otherwise
         answers once a step is committed without the host. If this host stops leading
         before that, `close` answers.
         """
-        rendezvous = self._rendezvous
-        if host in self._requests:
-            self._requests[host].answers.append(answer)
-        elif host not in self._registry.records:
+        rendezvous, there = self._rendezvous, host in self._registry.records
+        known = self._departures.get(host)
+        if known is not None and (self._is_leaving(host) or not there):
+            known.answers.append(answer)
+            if known.told:
+                self._answer(known)
+        elif not there:
             hosts = ", ".join(sorted(self._registry.records))
             answer({"error": f"the job has no host {host}: it has {hosts}", "code": 2})
-        elif rendezvous.frozen or rendezvous.phase != "running":
+        elif not self._trains:
             text = f"the job does not train now ({rendezvous.phase}); ask again later"
             answer({"error": text, "again": not rendezvous.frozen})
-        elif (slot := rendezvous.slot_of.get(host)) is None:
-            self._registry.drain(host)
-            answer({"host": host, "slot": -1})
-            self._end(host)
-        elif why := self._why_not(host):
+        elif self._is_needed(host) and (why := self._why_not(rendezvous.available - 1)):
             answer({"error": why})
         else:
-            self._registry.drain(host)
-            now = self._loop.now()
-            self._requests[host] = _Departure(slot=slot, at=now, answers=[answer])
+            self._begin(host).answers.append(answer)
+            if not self._is_needed(host):
+                self._end(host)
 
-    def _why_not(self, host: str) -> str:
-        """Returns why the job could not train without a host; "" if it could."""
+    def leaves(self, host: str) -> None:
+        """Handles the record of a registered host that is to leave the job.
+
+        If no other host can take its slot, its agent is told to end at once.
+        """
+        if not self._is_leaving(host):
+            self._begin(host)
+        if not self._trains:
+            if self._rendezvous.is_deciding and self._rendezvous.current is not None:
+                self._rendezvous.current.reasons.append(self._reason([host]))
+        elif not self._is_needed(host):
+            self._end(host)
+        elif why := self._why_not(self._rendezvous.available):
+            self._refuse(host, why)
+
+    def _begin(self, host: str) -> _Departure:
+        assignment = self._rendezvous.assignment or self._rendezvous.previous
+        slot = assignment.slot_of.get(host, -1) if assignment is not None else -1
+        self._registry.drain(host)
+        self._departures[host] = departure = _Departure(
+            process=process_of(self._registry.records[host].incarnation),
+            at=self._loop.now(),
+            reply={"host": host, "slot": slot},
+        )
+        return departure
+
+    @property
+    def _trains(self) -> bool:
+        return self._rendezvous.phase == "running" and not self._rendezvous.frozen
+
+    def _is_leaving(self, host: str) -> bool:
+        """Whether a registered agent process is to leave."""
+        known, record = self._departures.get(host), self._registry.records.get(host)
+        if known is None or record is None or host not in self._registry.drained:
+            return False
+        return known.process == process_of(record.incarnation)
+
+    def _is_needed(self, host: str) -> bool:
+        """Whether a host has a slot or is this host, which leads."""
+        return host in self._rendezvous.slot_of or host == self._config.host
+
+    def _why_not(self, left: int) -> str:
+        """Returns why the job cannot train with `left` hosts; "" if it can."""
         coordinator = self._rendezvous.coordinator
-        left = self._rendezvous.available - 1
         layout = coordinator.layout if coordinator is not None else None
         if self._sizes.choose(left, layout) <= left:
             return ""
         return (
-            f"no host is left for the slot of {host}. Start another agent (the command "
-            f"of the others, with --job {self._config.job} --store "
+            "no host is left that could take its place. Start another agent (the "
+            f"command of the others, with --job {self._config.job} --store "
             f"{self._config.store}), then ask again."
         )
 
+    def _refuse(self, host: str, why: str) -> None:
+        """Lets a host stay; one that is to end in any case is told to end at once."""
+        departure = self._departures[host]
+        departure.reply = {"error": why}
+        if self._registry.records[host].leaving:
+            self._journal.say(f"{host} leaves at once: {why}")
+            self._end(host)
+        else:
+            self._registry.keep(host)
+            self._answer(self._departures.pop(host))
+
     def due(self) -> RoundReason | None:
-        """Returns why the job is to be re-formed at this commit; None if no drained
-        host has a slot."""
+        """Returns why the job is to be re-formed at this commit; None if it needs no
+        drained host."""
         coordinator = self._rendezvous.coordinator
         round_ = self._rendezvous.current
-        if coordinator is None or coordinator.stopping or self._rendezvous.frozen:
+        if coordinator is None or coordinator.stopping or not self._trains:
             return None
-        if self._rendezvous.phase != "running" or round_ is None or round_.finished:
+        if round_ is None or round_.finished:
             return None
-        found = [it for it in self._requests if it in self._rendezvous.slot_of]
+        found = self._needed
         if not found:
             return None
-        slots = self._rendezvous.slot_of
-        text = ", ".join(f"{host} (slot {slots[host]})" for host in found)
-        return RoundReason(f"{text} leaves the job", hosts=tuple(found))
+        if why := self._why_not(self._rendezvous.available):
+            for host in found:
+                self._refuse(host, why)
+            return None
+        return self._reason(found)
+
+    @property
+    def _needed(self) -> list[str]:
+        """The drained hosts that the job still needs and that were not told to end."""
+        return [
+            host
+            for host, departure in self._departures.items()
+            if self._is_leaving(host) and self._is_needed(host) and not departure.told
+        ]
+
+    @property
+    def leads(self) -> bool:
+        """Whether this host, which leads, is to leave the job."""
+        return self._config.host in self._needed
+
+    def _reason(self, hosts: list[str]) -> RoundReason:
+        def named(host: str) -> str:
+            slot = self._departures[host].reply.get("slot", -1)
+            return f"{host} (slot {slot})" if slot >= 0 else host
+
+        text = ", ".join(named(host) for host in hosts)
+        leave = "leaves" if len(hosts) == 1 else "leave"
+        return RoundReason(f"{text} {leave} the job", hosts=tuple(hosts))
 
     def trained(self, report: RecoveryReport) -> None:
-        """Makes the answers of requests whose hosts have no slot any more."""
-        for host, request in self._requests.items():
-            if host not in self._rendezvous.slot_of and not request.reply:
-                request.reply = {
-                    "host": host,
-                    "slot": request.slot,
+        """Completes the replies about hosts that have no slot any more."""
+        for host, departure in self._departures.items():
+            had_slot = departure.reply.get("slot", -1) >= 0
+            if had_slot and not departure.told and not self._is_needed(host):
+                departure.reply |= {
                     "step": report.restored_step,
                     "bytes_from_peers": report.bytes_from_peers,
                     "bytes_from_storage": report.bytes_from_storage,
-                    "seconds": self._loop.now() - request.at,
+                    "seconds": self._loop.now() - departure.at,
                 }
 
     def committed(self) -> None:
-        """Ends the agents of drained hosts that have no slot, after a commit of the
-        hosts that have slots; gives the answers."""
-        ready = [host for host, request in self._requests.items() if request.reply]
-        for host in ready:
-            request = self._requests.pop(host)
-            for answer in request.answers:
-                answer(request.reply)
-            self._end(host)
+        """Ends the agents of drained hosts that the job does not need, after a commit
+        of the hosts that have slots; answers the requests."""
+        for host, departure in list(self._departures.items()):
+            if not departure.told and not self._is_needed(host):
+                self._end(host)
 
     def _end(self, host: str) -> None:
-        round_ = self._rendezvous.current
+        """Tells the agent of a drained host to end; answers those who asked for it."""
+        round_, departure = self._rendezvous.current, self._departures[host]
         if round_ is not None and host in self._registry.connected:
             self._send(host, "drained", ballot=round_.ballot)
+        departure.told = True
+        self._answer(departure)
+
+    def _answer(self, departure: _Departure) -> None:
+        answers, departure.answers = departure.answers, []
+        for answer in answers:
+            answer(departure.reply)
 
     def close(self) -> None:
         """Replies to all waiting requesters that they must ask the next leader."""
-        for request in self._requests.values():
-            for answer in request.answers:
-                answer({"error": AGAIN, "again": True})
-        self._requests.clear()
+        for departure in self._departures.values():
+            departure.reply = {"error": AGAIN, "again": True}
+            self._answer(departure)
+        self._departures.clear()

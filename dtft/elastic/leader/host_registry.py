@@ -96,8 +96,11 @@ class HostRegistry:
         known = old is not None and _process(old) == _process(record)
         if was_away or not known:
             self._silent.discard(record.host)
-        if not known:
+        if record.leaving:
+            self._drained.add(record.host)
+        elif not known:
             self._drained.discard(record.host)
+        if not known:
             for told in (self.unfit, self._asked_at, self._pause_s):
                 told.pop(record.host, None)
         return was_away or not known
@@ -138,6 +141,26 @@ class HostRegistry:
     def drain(self, host: str) -> None:
         """Gives a host no slot any more, until its agent is started anew."""
         self._drained.add(host)
+
+    def keep(self, host: str) -> None:
+        """Undoes `drain`."""
+        self._drained.discard(host)
+
+    @property
+    def drained(self) -> set[str]:
+        """The registered hosts that are to leave the job."""
+        return self._drained & self._records.keys()
+
+    def ended(self, record: HostRecord) -> bool:
+        """Records that the agent process of a host that is not registered has ended.
+
+        Returns:
+            False if the host is registered; then nothing changes.
+        """
+        if record.host in self._records:
+            return False
+        self._gone.setdefault(record.host, _process(record))
+        return True
 
     def answered(self, host: str) -> None:
         """Ends `leave_out` for a host that has reported its holdings."""
@@ -348,6 +371,12 @@ class HostMonitor:
             rendezvous.form(reason)
         elif rendezvous.phase != "idle":
             self._journal.say(f"spare {host} was lost ({how})")
+
+    def ended(self, record: HostRecord) -> None:
+        """Handles the proof that an agent ended before this host led: it is not waited
+        for any more."""
+        if self._registry.ended(record):
+            self._rendezvous.gathered()
 
     def unfit(self, host: str, why: str, layout: str = "") -> None:
         """Handles the report that a host cannot have a slot.

@@ -66,6 +66,7 @@ class Leader:
         *,
         committing: Callable[[int], None],
         ended: Callable[[str], None],
+        resign: Callable[[], None],
     ) -> None:
         """Takes over the job.
 
@@ -82,9 +83,11 @@ class Leader:
                 0 once the commit is recorded.
             ended: called with the job's result if the store has not recorded the result
                 in time.
+            resign: lets another host lead, because this host is to leave the job.
         """
         self._config, self._journal, self._loop = config, journal, loop
         self._committing, self._ended, self._send = committing, ended, send
+        self._resign = resign
         self._seats = config.seats
         self._records = Records(
             *(membership, view, commits, loop, journal, config.store),
@@ -107,7 +110,7 @@ class Leader:
         self._monitor = HostMonitor(*shared, loop, journal)
         self._scaling = Scaling(*shared[:3], sizes, loop, journal)
         self._draining = Draining(
-            config, self._rendezvous, self._registry, sizes, loop, send
+            *(config, self._rendezvous, self._registry, sizes, loop, send, journal)
         )
         self._shutdown = Shutdown(*shared, loop, journal, storage.watch)
         self._re_replicator = ReReplicator(journal, send, loop.now)
@@ -152,6 +155,8 @@ class Leader:
     def connected(self, record: HostRecord) -> None:
         """Handles a host's connection or its newer record."""
         self._monitor.connected(record)
+        if record.leaving:
+            self._draining.leaves(record.host)
 
     def disconnected(self, record: HostRecord, why: str) -> None:
         """Handles the end of a host's link.
@@ -164,6 +169,10 @@ class Leader:
     def lost(self, host: str, how: str) -> None:
         """Handles the loss of a host: its port refuses connections."""
         self._monitor.lost(host, how)
+
+    def agent_ended(self, record: HostRecord) -> None:
+        """Handles the proof that an agent ended before this host led."""
+        self._monitor.ended(record)
 
     # ----------------------------------------------------------------- reports
 
@@ -209,8 +218,6 @@ class Leader:
             self._monitor.unfit(host, message["why"], message.get("layout", ""))
         elif op == "fit":
             self._monitor.fit(host)
-        elif op == "leaving":
-            self._on_leaving(host)
         elif op == "fatal":
             if round_ is None or ballot in ((), round_.ballot):
                 self._fail(_with_evidence(message), message.get("code", FATAL_INPUT))
@@ -262,20 +269,6 @@ class Leader:
     def _give_up(self, decision: RetryDecision) -> None:
         """Ends the job because the failure would repeat."""
         self._shutdown.fail(decision.message, self._error_code)
-
-    def _on_leaving(self, host: str) -> None:
-        """Lets another host take the slot of a host that wants to leave.
-
-        If no host can, ends the agent of the host at once; otherwise `Draining` does.
-        """
-
-        def answer(reply: dict[str, Any]) -> None:
-            round_ = self._rendezvous.current
-            if "error" in reply and round_ is not None:
-                self._journal.say(f"{host} leaves at once: {reply['error']}")
-                self._send(host, "drained", ballot=round_.ballot)
-
-        self._draining.asked(host, answer)
 
     def _on_progress(self, host: str, slot: int, **told: Any) -> None:
         self._progress[host] = self._loop.now(), JobProgress(**told)
@@ -533,6 +526,8 @@ class Leader:
         if why := self._scaling.due() or self._draining.due():
             coordinator.recorded(commit)
             self._rendezvous.form(why)
+            if self._draining.leads:
+                self._loop.post(self._resign)
             return
         coordinator.written(commit)
         self._draining.committed()

@@ -75,7 +75,6 @@ REPORT_FIELDS: Mapping[str, Mapping[str, Check]] = {
         "world": number,
         "place": number,
     },
-    "leaving": {"ballot": ballot},
     "serving": {"ballot": ballot, "address": or_empty(address), "error": text},
     "joined": {"ballot": ballot, "world": number},
     "keys": {"ballot": ballot, "keys": map_of(text, text)},

@@ -1,13 +1,14 @@
 """A host is to leave a live job: what the leader does, and what it answers."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dtft.cli.jobs import drained_line
 from dtft.elastic.job_changes import ChangeRefused, drain
-from tests.support.obedient_desk import ObedientDesk
+from tests.support.obedient_desk import ObedientDesk, record_number
 
 Make = Callable[..., ObedientDesk]
 
@@ -68,7 +69,7 @@ def test_a_drained_host_gets_no_slot_again(desk_of: Make) -> None:
 def test_a_host_that_nobody_can_replace_stays(desk_of: Make) -> None:
     desk = desk_of(hosts=2)
     wanted(desk, "h1")
-    assert "no host is left for the slot of h1" in desk.answers.pop()["error"]
+    assert "no host is left" in desk.answers.pop()["error"]
     wanted(desk, "h7")
     refused = desk.answers.pop()
     assert refused["code"] == 2 and "it has h0, h1" in refused["error"]
@@ -86,26 +87,92 @@ def test_with_fewer_replicas_allowed_the_job_shrinks(desk_of: Make) -> None:
     assert [host for host, _ in desk.take("drained")] == ["h1"]
 
 
-def test_the_leader_itself_can_leave_and_two_may_ask(desk_of: Make) -> None:
-    desk = desk_of(hosts=4)
+def test_a_leader_that_leaves_lets_another_host_lead_the_formation(
+    desk_of: Make,
+) -> None:
+    desk = desk_of(hosts=3)
     wanted(desk, "h0")
     wanted(desk, "h0")
-    wanted(desk, "h1")
+    assert not desk.resigned
     desk.commit(8)
-    desk.until(lambda: set(slots(desk)) == {"h2", "h3"})
+    desk.until(lambda: bool(desk.resigned))
+    desk.leader.close()
+    assert all(answer["again"] for answer in desk.answers) and len(desk.answers) == 2
+    desk.answers.clear()
+    desk.config = replace(desk.config, host="h2")
+    desk.register(replace(record_number(0), leaving=True))
+    desk.lead()
+    assert slots(desk) == ("h2", "h1")
+    wanted(desk, "h0")  # those who asked repeat it
+    assert not desk.answers
+    desk.commit(9)
+    assert [host for host, _ in desk.take("drained")] == ["h0"]
+    assert (desk.answers[0]["slot"], desk.answers[0]["step"]) == (0, 8)
+    recoveries = [it for it in desk.events() if it["event"] == "recovery"]
+    assert "h0 (slot 0) leaves the job" in recoveries[-1]["fault"]
+    desk.lose("h0")
+    wanted(desk, "h0")  # it has gone
+    assert desk.answers[1] == desk.answers[0]
+    assert len(desk.resigned) == 1
+
+
+def test_a_leader_without_a_slot_that_leaves_lets_another_host_lead(
+    desk_of: Make,
+) -> None:
+    desk = desk_of(hosts=3)
+    desk.leader.close()
+    desk.config = replace(desk.config, host="h2")
+    desk.lead()
+    wanted(desk, "h2")
+    assert not desk.answers and not desk.take("drained")
+    desk.commit(8)
+    desk.until(lambda: bool(desk.resigned))
+
+
+def test_a_request_is_undone_if_the_spare_is_lost_before_the_commit(
+    desk_of: Make,
+) -> None:
+    desk = desk_of(hosts=3)
+    wanted(desk, "h1")
+    desk.lose("h2")
+    desk.commit(8)
+    (answer,) = desk.answers
+    assert "no host is left" in answer["error"] and slots(desk) == ("h0", "h1")
+    desk.commit(9)
+    assert slots(desk) == ("h0", "h1") and not desk.take("drained")
+
+
+def leaving(desk: ObedientDesk, number: int) -> str:
+    """A host's agent was told to end, and says so."""
+    record = replace(record_number(number), leaving=True)
+    desk.leader.connected(record)
+    return record.host
+
+
+def test_a_host_that_wants_to_leave_is_replaced_or_ends_at_once(desk_of: Make) -> None:
+    desk = desk_of(hosts=3)
+    host = leaving(desk, 1)
+    desk.commit(8)
+    desk.until(lambda: slots(desk) == ("h0", "h2"))
     desk.settle(2)
     desk.commit(9)
-    assert sorted(it["host"] for it in desk.answers) == ["h0", "h0", "h1"]
-    assert {host for host, _ in desk.take("drained")} == {"h0", "h1"}
+    assert [it for it, _ in desk.take("drained")] == [host]
+    assert leaving(desk, 2) == "h2"  # nobody is left for its slot
+    assert [it for it, _ in desk.take("drained")] == ["h2"]
+    assert "h2 leaves at once: no host is left" in desk.said
 
 
-def test_a_host_that_asks_itself_is_told_to_end_in_any_case(desk_of: Make) -> None:
-    desk = desk_of(hosts=2)
-    round_ = desk.leader._rendezvous.current
-    assert round_ is not None
-    ballot = round_.ballot
-    desk.leader.handle_report("h1", {"op": "leaving", "ballot": ballot})
-    assert [host for host, _ in desk.take("drained")] == ["h1"]
+def test_a_host_that_wants_to_leave_gets_no_slot_in_the_formation_that_is_decided(
+    desk_of: Make,
+) -> None:
+    desk = desk_of(hosts=4)
+    desk.lose("h1")
+    assert desk.phase == "gathering"
+    host = leaving(desk, 2)
+    desk.settle(2)
+    assert slots(desk) == ("h0", "h3")
+    desk.commit(8)
+    assert [it for it, _ in desk.take("drained")] == [host]
 
 
 def test_a_leader_that_ends_sends_requesters_to_the_next(desk_of: Make) -> None:

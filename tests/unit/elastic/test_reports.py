@@ -45,7 +45,6 @@ SOUND: dict[str, dict[str, Any]] = {
         "place": 3,
     },
     "serving": {"address": "10.0.0.5:7001", "error": ""},
-    "leaving": {},
     "joined": {"world": 1048577},
     "keys": {"keys": {"cpu:gloo/1,2/0": "0a0b"}},
     "reached": {"missed": ["b"]},
