@@ -201,7 +201,13 @@ class Draining:
         """Ends the agents of drained hosts that the job does not need, after a commit
         of the hosts that have slots; answers the requests."""
         for host, departure in list(self._departures.items()):
-            if not departure.told and not self._is_needed(host):
+            if departure.told:
+                continue
+            if host in self._registry.records and not self._is_leaving(host):
+                text = f"{host} was started anew before it had left the job; ask again"
+                departure.reply = {"error": text}
+                self._answer(self._departures.pop(host))
+            elif not self._is_needed(host):
                 self._end(host)
 
     def _end(self, host: str) -> None:

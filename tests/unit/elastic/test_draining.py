@@ -142,6 +142,23 @@ def test_a_request_is_undone_if_the_spare_is_lost_before_the_commit(
     assert slots(desk) == ("h0", "h1") and not desk.take("drained")
 
 
+def test_a_host_that_is_started_anew_before_it_has_left_stays(desk_of: Make) -> None:
+    desk = desk_of(hosts=3)
+    wanted(desk, "h1")
+    desk.commit(8)
+    desk.until(lambda: slots(desk) == ("h0", "h2"))
+    desk.settle(2)
+    desk.lose("h1")
+    anew = replace(record_number(1), incarnation="anew.1", joined_ns=9)
+    desk.register(anew)
+    desk.leader.connected(anew)
+    desk.commit(9)
+    (answer,) = desk.answers
+    assert "started anew" in answer["error"] and not desk.take("drained")
+    desk.lose("h2")
+    desk.until(lambda: slots(desk) == ("h0", "h1"))
+
+
 def leaving(desk: ObedientDesk, number: int) -> str:
     """A host's agent was told to end, and says so."""
     record = replace(record_number(number), leaving=True)
