@@ -4,14 +4,17 @@ Runs the same job repeatedly on a local cluster, with the tier off and on in tur
 that noise of the machine affects both alike. Prints the median step times, and the
 median of the rounds' ratios (tier on to tier off). The runs with the tier on use the
 config's snapshot interval, so `--checkpoint.interval auto` measures the cost of the
-automatic interval. Periodic writes to storage are off in all runs. No figure is
-compared with a target.
+automatic interval. Periodic writes to storage are off in all runs. Also prints for how
+long a snapshot blocks training, and the processor time of an agent for each commit. No
+figure is compared with a target.
 """
 
 import json
 import os
 import shutil
 import tempfile
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -21,12 +24,17 @@ from dtft.checkpoint.replication import Automatic
 from dtft.config import Experiment
 from dtft.drills.options import cluster_options, for_clusters
 from dtft.elastic.local_cluster import LocalCluster
+from dtft.elastic.stack_dump import process_state
 
 if TYPE_CHECKING:
     from dtft.cli import BenchCommand
 
 
 DEADLINE_S = 600.0
+WARM_UP = 0.25
+"""Share of the commits that is left out of the agents' processor time: trainers still
+compile then, and agents start."""
+SAMPLE_S = 0.1
 
 
 def run_bench(options: "BenchCommand", words: list[str]) -> int:
@@ -80,7 +88,8 @@ def measure_tier(
         rounds: number of turns of each variant.
 
     Returns:
-        Name to the parsed summary.json of each run, in the order of the rounds.
+        Name to the parsed summary.json of each run, in the order of the rounds. Runs
+        with 20 commits or more also have `agents_cpu_s`, see `cpu_per_commit`.
 
     Raises:
         ValueError: etcd does not start.
@@ -102,10 +111,12 @@ def measure_tier(
 def summarize(seen: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Summarizes the rounds: medians of the step time, the stall and the slowdown.
 
-    The stall is the seconds for which a snapshot blocks training. The slowdown of a
-    round is the step time with the memory tier on, divided by the step time with the
-    tier off: `ratios` has one per round, `ratio` their median. `snapshots` is from the
-    first round with the tier on, `interval` from the last.
+    The stall is the seconds for which a snapshot blocks training. `agent_cpu_s` is the
+    median of an agent's processor time in seconds for each commit, and `leader_cpu_s`
+    the median of each run's largest. The slowdown of a round is the step time with the
+    memory tier on, divided by the step time with the tier off: `ratios` has one per
+    round, `ratio` their median. `snapshots` is from the first round with the tier on,
+    `interval` from the last.
 
     >>> figures = summarize({"off": [{"step_s": 1.0}], "on": [
     ...     {"step_s": 1.5, "stall_s": 0.25, "snapshots": 9, "interval": 1}]})
@@ -120,9 +131,64 @@ def summarize(seen: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         "ratio": median(b / a for a, b in zip(off, on, strict=True)),
         "ratios": [b / a for a, b in zip(off, on, strict=True)],
         "stall_s": median(run["stall_s"] for run in seen["on"]),
+        **_agents([run["agents_cpu_s"] for run in seen["on"] if "agents_cpu_s" in run]),
         "snapshots": seen["on"][0]["snapshots"],
         "interval": seen["on"][-1]["interval"],
     }
+
+
+def _agents(runs: list[dict[str, float]]) -> dict[str, float]:
+    if not runs:
+        return {}
+    return {
+        "agent_cpu_s": median(cpu_s for run in runs for cpu_s in run.values()),
+        "leader_cpu_s": median(max(run.values()) for run in runs),
+    }
+
+
+Sample = tuple[float, dict[str, float]]
+"""Wall-clock time in seconds, and host to its agent's processor time in seconds."""
+
+
+def cpu_per_commit(
+    samples: Sequence[Sample], commits_at: Sequence[float]
+) -> dict[str, float]:
+    """Computes the processor time of each agent for each commit, in seconds.
+
+    Args:
+        samples: samples in order of time.
+        commits_at: wall-clock times of the commits in seconds, in order. The first
+            `WARM_UP` of them is left out.
+
+    Returns:
+        Host to seconds; {} with fewer than 20 commits, or with fewer than two samples
+        of all agents between the first and the last commit that count.
+
+    >>> samples = [(0.0, {"a": 1.0}), (10.0, {"a": 2.0}), (30.0, {"a": 4.0})]
+    >>> cpu_per_commit(samples, [float(n) for n in range(40)])
+    {'a': 0.1}
+    """
+    if len(commits_at) < 20:
+        return {}
+    begin, end = commits_at[int(WARM_UP * len(commits_at))], commits_at[-1]
+    hosts = {host for _, found in samples for host in found}
+    inside = [it for it in samples if begin <= it[0] <= end and it[1].keys() == hosts]
+    if len(inside) < 2:
+        return {}
+    (since, before), (until, after) = inside[0], inside[-1]
+    commits = sum(since < at <= until for at in commits_at)
+    if not commits:
+        return {}
+    return {host: (after[host] - before[host]) / commits for host in sorted(hosts)}
+
+
+def _sample(
+    cluster: LocalCluster, samples: list[Sample], ended: threading.Event
+) -> None:
+    while not ended.wait(SAMPLE_S):
+        states = {it: process_state(at.pid) for it, at in [*cluster.agents.items()]}
+        now = {it: state.cpu_s for it, state in states.items() if state is not None}
+        samples.append((time.time(), now))
 
 
 def _one(experiment: Experiment, arguments: list[str]) -> dict[str, Any]:
@@ -130,8 +196,11 @@ def _one(experiment: Experiment, arguments: list[str]) -> dict[str, Any]:
     arguments = [*arguments, "--log.run_dir", str(directory)]
     arguments += ["--log.tensorboard", "False"]
     cluster = LocalCluster(cluster_options(experiment, arguments, 0, directory))
+    samples, ended = list[Sample](), threading.Event()
+    sampler = threading.Thread(target=_sample, args=(cluster, samples, ended))
     try:
         cluster.start()
+        sampler.start()
         if not cluster.wait(DEADLINE_S):
             raise SystemExit(f"dtft: error: a run did not end in {DEADLINE_S:.0f} s")
         summary = directory / "summary.json"
@@ -146,7 +215,13 @@ def _one(experiment: Experiment, arguments: list[str]) -> dict[str, Any]:
                 f"{found['step']}, and its first steps do not count. Set --stop.steps "
                 "to 100 or more."
             )
+        commits = [it["time"] for it in cluster.events() if it["event"] == "commit"]
+        if per_commit := cpu_per_commit(samples, commits):
+            found["agents_cpu_s"] = per_commit
         return found
     finally:
+        ended.set()
+        if sampler.ident is not None:
+            sampler.join(timeout=10)
         cluster.close()
         shutil.rmtree(directory, ignore_errors=True)
