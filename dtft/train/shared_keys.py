@@ -6,12 +6,17 @@ addresses under the first of `DIRECTORIES`, and dtft writes under the second. A 
 passes on the keys that this process has written, and sets those of others.
 """
 
+import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
 
+import jax
+
 from dtft import _jax_internals
+
+logger = logging.getLogger(__name__)
 
 DIRECTORIES = ("cpu:gloo", "dtft")
 """Directories of the keys that are shared."""
@@ -56,16 +61,25 @@ class SharedKeys:
 
     def _run(self) -> None:
         while True:
-            self._share()
-            hurried = time.monotonic() < self._calm_at
             try:
-                keys = self._received.get(timeout=HURRIED_S if hurried else CALM_S)
-            except queue.Empty:
-                continue
-            for key, value in keys.items():
-                if key.startswith(tuple(f"{it}/" for it in DIRECTORIES)):
-                    self._known.add(key)
-                    _jax_internals.set_service_key(key, bytes.fromhex(value))
+                self._share()
+                self._receive()
+            except (ValueError, jax.errors.JaxRuntimeError) as error:
+                # A wrong value from elsewhere, or a call to the service that failed.
+                logger.warning("keys of the coordination service: %s", error)
+                time.sleep(CALM_S)
+
+    def _receive(self) -> None:
+        """Sets the next keys of other processes, if some come before the next look."""
+        hurried = time.monotonic() < self._calm_at
+        try:
+            keys = self._received.get(timeout=HURRIED_S if hurried else CALM_S)
+        except queue.Empty:
+            return
+        for key, value in keys.items():
+            if key.startswith(tuple(f"{it}/" for it in DIRECTORIES)):
+                self._known.add(key)
+                _jax_internals.set_service_key(key, bytes.fromhex(value))
 
     def _share(self) -> None:
         found = {

@@ -29,6 +29,7 @@ def test_keys_go_out_once_and_those_that_come_do_not_go_back(
 ) -> None:
     services = Services(monkeypatch)
     shared = SharedKeys(services.published.put)
+    shared.take({"cpu:gloo/1,2/2": "not hexadecimal"})
     shared.take({"cpu:gloo/1,2/1": "0b", "elsewhere/x": "00"})  # before it starts
     shared.hurry(60.0)
     shared.start()
