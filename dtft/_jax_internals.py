@@ -173,9 +173,10 @@ def join_world(
 def write_compilation_cache() -> None:
     """Lets this process write to JAX's persistent compilation cache.
 
-    JAX writes only in process 0, but index 0 of a world belongs to no process. So one
-    other process of the world must call this, after JAX has found its devices: until
-    then JAX takes the process's index from the same variable.
+    JAX writes only in process 0, but index 0 of a world belongs to no process if each
+    process has a service of its own. So one other process of the world must call this,
+    after JAX has found its devices: until then JAX takes the process's index from the
+    same variable. `jax.process_index()` stays.
     """
     check_version()
     from jax._src import distributed
@@ -202,7 +203,7 @@ def told_by(teller: int, key: str, text: str, timeout_s: float) -> str:
     client = distributed.global_state.client
     if client is None:
         return text
-    if distributed.global_state.process_id == teller:
+    if jax.process_index() == teller:
         client.key_value_set(key, text, allow_overwrite=True)
         return text
     return client.blocking_key_value_get(key, math.ceil(1e3 * timeout_s))
@@ -236,7 +237,7 @@ def meet(
     if client is None or len(processes) == 1:
         return
     until, pause_s = time.monotonic() + timeout_s, 0.001
-    client.key_value_set(f"{name}/{distributed.global_state.process_id}", "1")
+    client.key_value_set(f"{name}/{jax.process_index()}", "1")
     while len(client.key_value_dir_get(name)) < len(processes):
         check()
         if time.monotonic() > until:

@@ -33,7 +33,8 @@ from dtft.train.shared_keys import SharedKeys
 _FOR_EVER_S = 7 * 86400.0
 """Heartbeat timeout of a service that cannot be lost: it is in the same process."""
 _CACHE_WRITER = 1
-"""Index of the process that writes to JAX's compilation cache; all others read."""
+"""Index of the process that writes to JAX's compilation cache, if each process has a
+coordination service of its own; all others read."""
 _WATCHED = re.compile(r"^tfd: *(\d+) .* ino:([0-9a-f]+) ", re.MULTILINE)
 """A watched descriptor and its inode, in the kernel's description of an epoll."""
 
@@ -81,7 +82,7 @@ class World:
         )
         with self._sockets.found():
             jax.devices()
-        if order["index"] == _CACHE_WRITER:
+        if is_own and order["index"] == _CACHE_WRITER:
             _jax_internals.write_compilation_cache()
         self.number = order["number"]
         if is_own:
