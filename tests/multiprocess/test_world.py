@@ -111,6 +111,14 @@ def test_a_meeting_ends_when_all_are_there(world: dict[int, Process]) -> None:
         assert said["op"] == "broken" and "never" in said["error"]
 
 
+def test_all_get_the_text_of_one_process(world: dict[int, Process]) -> None:
+    both = [world[1], world[3]]
+    for teller in (1, 3):
+        for one in both:
+            one.tell(op="broadcast", teller=teller, key=f"dtft/text {teller}")
+        assert [one.hear()["text"] for one in both] == [f"of {teller}"] * 2
+
+
 def test_one_process_of_a_world_writes_the_compilation_cache(
     world: dict[int, Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

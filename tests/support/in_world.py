@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dtft._jax_internals import meet
+from dtft._jax_internals import meet, told_by
 from dtft.train.world import World, broken_collective
 
 
@@ -67,6 +67,8 @@ def main() -> None:
             if op == "meet":
                 meet(command["name"], command["indices"], command["limit_s"])
                 say("met")
+            elif op == "broadcast":
+                say("told", text=told_by(**command, text=f"of {index}", timeout_s=20.0))
             else:
                 say("sum", sum=add(world, **command))
         except (jax.errors.JaxRuntimeError, ValueError, TimeoutError) as error:
