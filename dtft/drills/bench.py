@@ -186,9 +186,11 @@ def _sample(
     cluster: LocalCluster, samples: list[Sample], ended: threading.Event
 ) -> None:
     while not ended.wait(SAMPLE_S):
-        states = {it: process_state(at.pid) for it, at in [*cluster.agents.items()]}
-        now = {it: state.cpu_s for it, state in states.items() if state is not None}
-        samples.append((time.time(), now))
+        found: dict[str, float] = {}
+        for host, agent in list(cluster.agents.items()):
+            if (state := process_state(agent.pid)) is not None:
+                found[host] = state.cpu_s
+        samples.append((time.time(), found))
 
 
 def _one(experiment: Experiment, arguments: list[str]) -> dict[str, Any]:
@@ -198,9 +200,9 @@ def _one(experiment: Experiment, arguments: list[str]) -> dict[str, Any]:
     cluster = LocalCluster(cluster_options(experiment, arguments, 0, directory))
     samples, ended = list[Sample](), threading.Event()
     sampler = threading.Thread(target=_sample, args=(cluster, samples, ended))
+    sampler.start()
     try:
         cluster.start()
-        sampler.start()
         if not cluster.wait(DEADLINE_S):
             raise SystemExit(f"dtft: error: a run did not end in {DEADLINE_S:.0f} s")
         summary = directory / "summary.json"
@@ -221,7 +223,6 @@ def _one(experiment: Experiment, arguments: list[str]) -> dict[str, Any]:
         return found
     finally:
         ended.set()
-        if sampler.ident is not None:
-            sampler.join(timeout=10)
+        sampler.join(timeout=10)
         cluster.close()
         shutil.rmtree(directory, ignore_errors=True)

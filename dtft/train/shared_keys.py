@@ -60,13 +60,16 @@ class SharedKeys:
         self._received.put(keys)
 
     def _run(self) -> None:
+        told = ""
         while True:
             try:
                 self._share()
                 self._receive()
             except (ValueError, jax.errors.JaxRuntimeError) as error:
                 # A wrong value from elsewhere, or a call to the service that failed.
-                logger.warning("keys of the coordination service: %s", error)
+                if str(error) != told:
+                    logger.warning("keys could not be shared: %s", error)
+                told = str(error)
                 time.sleep(CALM_S)
 
     def _receive(self) -> None:

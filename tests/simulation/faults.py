@@ -40,6 +40,7 @@ DRAIN_S = 30.0
 DEPARTED_S = 5.0
 """Seconds after the agent's own limit until it must have ended."""
 LONGEST_PAUSE_S = 40.0
+"""Longer than any pause that ends: the agent's own limit begins when it runs again."""
 AT_ONCE = ("reset", "corrupt", "exception")
 """Faults of a moment."""
 
@@ -206,12 +207,12 @@ class FaultInjector:
                 return None
         return self._cut_pair(what, host) if what in OF_PAIRS else self._cut(what, host)
 
-    def _has_left(self, node: Node, was_paused_s: float = LONGEST_PAUSE_S) -> None:
-        """The agent's own limit begins when it runs again after a pause."""
+    def _has_left(self, node: Node, pause_s: float = LONGEST_PAUSE_S) -> None:
+        """Looks whether an agent has ended, and again after `pause_s` if not."""
         if not node.alive or node.loop.paused or node.loop.slow_s:
             return
-        if was_paused_s:
-            self._world.scheduler.after(was_paused_s, self._has_left, node, 0.0)
+        if pause_s:
+            self._world.scheduler.after(pause_s, self._has_left, node, 0.0)
         else:
             self._world.wrong(f"{node.host} was told to end and goes on")
 

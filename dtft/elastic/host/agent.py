@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dtft.checkpoint.replication import Commit
@@ -131,6 +131,7 @@ class Agent:
         """Last known record of each host that the store lists or whose slot the
         assignment names."""
         self._resigned = False
+        """Whether this host has let another host lead, because it leaves the job."""
         self._store_up = True
         self._leaderless_since: float | None = None
         self._isolated_since: float | None = None
@@ -200,8 +201,9 @@ class Agent:
         if self._departs > 1 or not needed:
             self._loop.stop()
 
-    def _hand_over(self) -> None:
-        """After `depart`, asks the leader to let another host take the slot."""
+    def _watch_departure(self) -> None:
+        """After `depart`, tells the leader that this host leaves; ends this agent if it
+        is still there after `timeouts.drain` seconds."""
         if not self._departs:
             return
         now = self._loop.now()
@@ -237,7 +239,7 @@ class Agent:
         self._links.tick(paused_s)
         self._leader_link.tick(paused_s)
         self._follower.tick()
-        self._hand_over()
+        self._watch_departure()
         self._campaign_if_free()
         self._follow()
         if (leader := self._leadership.leader) is not None and not paused_s:
@@ -316,12 +318,10 @@ class Agent:
     def _campaign_if_free(self) -> None:
         """Campaigns for leadership once the store has had no leader for a delay.
 
-        The delay is `RANK_S` for each host whose name sorts before this host's, at most
-        1 s; half a lease more while this host hears the last leader, unless that leader
-        is to leave the job; one lease more if this host is to leave the job; 0 if this
-        host still runs a `Leader`, because the leader key was its own.
+        The delay is that of `campaign_delay_s`; 0 if this host still runs a `Leader`,
+        because the leader key was its own.
         """
-        view, now, me = self._membership.view, self._loop.now(), self._config.host
+        view, now = self._membership.view, self._loop.now()
         if view.leader is not None or not view.hosts:
             self._leaderless_since = None
             return
@@ -331,14 +331,9 @@ class Agent:
             return
         wait_s = 0.0
         if self._leadership.leader is None:
-            rank = sum(host < me for host in view.hosts)
-            wait_s = min(rank * RANK_S, 1.0)
-            last = view.hosts.get(view.last_led)
-            resigned = last is not None and last.leaving
-            if self._leader_link.hears and not resigned:
-                wait_s += self._config.timeouts.lease / 2
-            if self._membership.record.leaving:
-                wait_s += self._config.timeouts.lease
+            lease_s, hears = self._config.timeouts.lease, self._leader_link.hears
+            me = self._membership.record
+            wait_s = campaign_delay_s(view, me, lease_s, hears=hears)
         if now >= self._leaderless_since + wait_s:
             self._membership.campaign()
 
@@ -364,11 +359,8 @@ class Agent:
         self._isolated_since = None
         for record in [self._membership.record, *self._links.records]:
             leader.connected(record)
-        old, there = leader.view.assignment, leader.view.hosts
-        members = {process_of(one) for one in old.incarnations} if old else set()
-        for record in self._seen.values():
-            if record.host not in there and process_of(record.incarnation) in members:
-                self._prove_end(leader, record)
+        for record in unlisted(leader.view, self._seen):
+            self._prove_end(leader, record)
 
     def _prove_end(self, leader: Leader, record: HostRecord) -> None:
         """Tells the leader if the port of a slot's host, which the store does not list,
@@ -615,3 +607,61 @@ class Agent:
             answer({"error": AGAIN, "again": True})
         else:
             leader.scaling_wanted(replicas, answer)
+
+
+def campaign_delay_s(
+    view: View, me: HostRecord, lease_s: float, *, hears: bool
+) -> float:
+    """Computes how long a host waits before it campaigns for the free leader key.
+
+    `RANK_S` for each host whose name sorts before this host's, at most 1 s, so that
+    hosts do not campaign at once. Half a lease more while this host hears the last
+    leader, which may only have lost its lease, unless that leader leaves the job. One
+    lease more if this host leaves the job.
+
+    Args:
+        view: the view of the store.
+        me: this host's record.
+        lease_s: duration of a lease in seconds.
+        hears: whether the link to the last leader is open and not silent.
+
+    >>> one, two = (
+    ...     HostRecord(host=it, address="", incarnation="", joined_ns=0, pid=1)
+    ...     for it in "ab")
+    >>> view = View(hosts={"a": one, "b": two}, last_led="a")
+    >>> campaign_delay_s(view, two, 5.0, hears=True)
+    2.52
+    >>> left = View(hosts={"a": dataclasses.replace(one, leaving=True), "b": two},
+    ...     last_led="a")
+    >>> campaign_delay_s(left, two, 5.0, hears=True)
+    0.02
+    >>> campaign_delay_s(left, left.hosts["a"], 5.0, hears=False)
+    5.0
+    """
+    rank = sum(host < me.host for host in view.hosts)
+    last = view.hosts.get(view.last_led)
+    has_resigned = last is not None and last.leaving
+    delay_s = min(rank * RANK_S, 1.0)
+    if hears and not has_resigned:
+        delay_s += lease_s / 2
+    if me.leaving:
+        delay_s += lease_s
+    return delay_s
+
+
+def unlisted(view: View, seen: Mapping[str, HostRecord]) -> list[HostRecord]:
+    """Returns the records of the agents that have a slot and that the store lists no
+    more: they have ended, or are cut off from the store.
+
+    Args:
+        view: the view of the store.
+        seen: host to the record that the store listed last.
+    """
+    if view.assignment is None:
+        return []
+    members = {process_of(it) for it in view.assignment.incarnations}
+    return [
+        record
+        for host, record in sorted(seen.items())
+        if host not in view.hosts and process_of(record.incarnation) in members
+    ]

@@ -27,9 +27,11 @@ from dtft.elastic.leader.sizes import JobSizes
 class _Departure:
     process: str
     """Identity of the agent process that is to end (`process_of`)."""
+    slot: int
+    """The slot that the host had; -1 for none."""
     at: float
     reply: dict[str, Any]
-    """The answer to those who ask for it. Its `slot` is -1 if the host had none."""
+    """The answer to those who ask for it."""
     answers: list[Answer] = field(default_factory=list)
     told: bool = False
     """Whether the agent has been told to end."""
@@ -73,8 +75,8 @@ class Draining:
         elif not self._trains:
             text = f"the job does not train now ({rendezvous.phase}); ask again later"
             answer({"error": text, "again": not rendezvous.frozen})
-        elif self._is_needed(host) and (why := self._why_not(rendezvous.available - 1)):
-            answer({"error": why})
+        elif self._is_needed(host) and not self._can_train(rendezvous.available - 1):
+            answer({"error": self._nobody_left_for(host)})
         else:
             self._begin(host).answers.append(answer)
             if not self._is_needed(host):
@@ -85,15 +87,16 @@ class Draining:
 
         If no other host can take its slot, its agent is told to end at once.
         """
-        if not self._is_leaving(host):
+        rendezvous, is_new = self._rendezvous, not self._is_leaving(host)
+        if is_new:
             self._begin(host)
         if not self._trains:
-            if self._rendezvous.is_deciding and self._rendezvous.current is not None:
-                self._rendezvous.current.reasons.append(self._reason([host]))
+            if is_new and rendezvous.is_deciding and rendezvous.current is not None:
+                rendezvous.current.reasons.append(self._reason([host]))
         elif not self._is_needed(host):
             self._end(host)
-        elif why := self._why_not(self._rendezvous.available):
-            self._refuse(host, why)
+        elif not self._can_train(rendezvous.available):
+            self._refuse(host)
 
     def _begin(self, host: str) -> _Departure:
         assignment = self._rendezvous.assignment or self._rendezvous.previous
@@ -101,6 +104,7 @@ class Draining:
         self._registry.drain(host)
         self._departures[host] = departure = _Departure(
             process=process_of(self._registry.records[host].incarnation),
+            slot=slot,
             at=self._loop.now(),
             reply={"host": host, "slot": slot},
         )
@@ -121,21 +125,22 @@ class Draining:
         """Whether a host has a slot or is this host, which leads."""
         return host in self._rendezvous.slot_of or host == self._config.host
 
-    def _why_not(self, left: int) -> str:
-        """Returns why the job cannot train with `left` hosts; "" if it can."""
+    def _can_train(self, hosts: int) -> bool:
+        """Whether the job can train with this number of hosts."""
         coordinator = self._rendezvous.coordinator
         layout = coordinator.layout if coordinator is not None else None
-        if self._sizes.choose(left, layout) <= left:
-            return ""
+        return self._sizes.choose(hosts, layout) <= hosts
+
+    def _nobody_left_for(self, host: str) -> str:
         return (
-            "no host is left that could take its place. Start another agent (the "
-            f"command of the others, with --job {self._config.job} --store "
+            f"no host is left for the slot of {host}. Start another agent (the command "
+            f"of the others, with --job {self._config.job} --store "
             f"{self._config.store}), then ask again."
         )
 
-    def _refuse(self, host: str, why: str) -> None:
+    def _refuse(self, host: str) -> None:
         """Lets a host stay; one that is to end in any case is told to end at once."""
-        departure = self._departures[host]
+        departure, why = self._departures[host], self._nobody_left_for(host)
         departure.reply = {"error": why}
         if self._registry.records[host].leaving:
             self._journal.say(f"{host} leaves at once: {why}")
@@ -156,9 +161,9 @@ class Draining:
         found = self._needed
         if not found:
             return None
-        if why := self._why_not(self._rendezvous.available):
+        if not self._can_train(self._rendezvous.available):
             for host in found:
-                self._refuse(host, why)
+                self._refuse(host)
             return None
         return self._reason(found)
 
@@ -178,7 +183,7 @@ class Draining:
 
     def _reason(self, hosts: list[str]) -> RoundReason:
         def named(host: str) -> str:
-            slot = self._departures[host].reply.get("slot", -1)
+            slot = self._departures[host].slot
             return f"{host} (slot {slot})" if slot >= 0 else host
 
         text = ", ".join(named(host) for host in hosts)
@@ -188,8 +193,8 @@ class Draining:
     def trained(self, report: RecoveryReport) -> None:
         """Completes the replies about hosts that have no slot any more."""
         for host, departure in self._departures.items():
-            had_slot = departure.reply.get("slot", -1) >= 0
-            if had_slot and not departure.told and not self._is_needed(host):
+            is_free = not departure.told and not self._is_needed(host)
+            if is_free and departure.slot >= 0:
                 departure.reply |= {
                     "step": report.restored_step,
                     "bytes_from_peers": report.bytes_from_peers,

@@ -151,7 +151,7 @@ class HostRegistry:
         """The registered hosts that are to leave the job."""
         return self._drained & self._records.keys()
 
-    def ended(self, record: HostRecord) -> bool:
+    def agent_ended(self, record: HostRecord) -> bool:
         """Records that the agent process of a host that is not registered has ended.
 
         Returns:
@@ -372,10 +372,10 @@ class HostMonitor:
         elif rendezvous.phase != "idle":
             self._journal.say(f"spare {host} was lost ({how})")
 
-    def ended(self, record: HostRecord) -> None:
+    def agent_ended(self, record: HostRecord) -> None:
         """Handles the proof that an agent ended before this host led: it is not waited
         for any more."""
-        if self._registry.ended(record):
+        if self._registry.agent_ended(record):
             self._rendezvous.gathered()
 
     def unfit(self, host: str, why: str, layout: str = "") -> None:

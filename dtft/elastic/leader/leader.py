@@ -172,7 +172,7 @@ class Leader:
 
     def agent_ended(self, record: HostRecord) -> None:
         """Handles the proof that an agent ended before this host led."""
-        self._monitor.ended(record)
+        self._monitor.agent_ended(record)
 
     # ----------------------------------------------------------------- reports
 

@@ -69,7 +69,7 @@ def test_a_drained_host_gets_no_slot_again(desk_of: Make) -> None:
 def test_a_host_that_nobody_can_replace_stays(desk_of: Make) -> None:
     desk = desk_of(hosts=2)
     wanted(desk, "h1")
-    assert "no host is left" in desk.answers.pop()["error"]
+    assert "no host is left for the slot of h1" in desk.answers.pop()["error"]
     wanted(desk, "h7")
     refused = desk.answers.pop()
     assert refused["code"] == 2 and "it has h0, h1" in refused["error"]
@@ -116,6 +116,18 @@ def test_a_leader_that_leaves_lets_another_host_lead_the_formation(
     assert len(desk.resigned) == 1
 
 
+def test_two_may_ask_for_the_same_host(desk_of: Make) -> None:
+    desk = desk_of(hosts=3)
+    wanted(desk, "h1")
+    wanted(desk, "h1")
+    desk.commit(8)
+    desk.until(lambda: slots(desk) == ("h0", "h2"))
+    desk.settle(2)
+    desk.commit(9)
+    assert [it["host"] for it in desk.answers] == ["h1", "h1"]
+    assert [host for host, _ in desk.take("drained")] == ["h1"]
+
+
 def test_a_leader_without_a_slot_that_leaves_lets_another_host_lead(
     desk_of: Make,
 ) -> None:
@@ -137,7 +149,8 @@ def test_a_request_is_undone_if_the_spare_is_lost_before_the_commit(
     desk.lose("h2")
     desk.commit(8)
     (answer,) = desk.answers
-    assert "no host is left" in answer["error"] and slots(desk) == ("h0", "h1")
+    assert "no host is left for the slot of h1" in answer["error"]
+    assert slots(desk) == ("h0", "h1")
     desk.commit(9)
     assert slots(desk) == ("h0", "h1") and not desk.take("drained")
 
@@ -176,7 +189,7 @@ def test_a_host_that_wants_to_leave_is_replaced_or_ends_at_once(desk_of: Make) -
     assert [it for it, _ in desk.take("drained")] == [host]
     assert leaving(desk, 2) == "h2"  # nobody is left for its slot
     assert [it for it, _ in desk.take("drained")] == ["h2"]
-    assert "h2 leaves at once: no host is left" in desk.said
+    assert "h2 leaves at once: no host is left for the slot of h2" in desk.said
 
 
 def test_a_host_that_wants_to_leave_gets_no_slot_in_the_formation_that_is_decided(
