@@ -3,7 +3,8 @@
 It uses the private API for:
 
 * JAX's coordination service in a separate process, so that no trainer has to run it,
-  and a trainer's connection to the service.
+  a trainer's connection to the service, and the devices and the lives of processes that
+  the service tells XLA.
 * The keys of the coordination service: text from one process to others.
 * The bytes of a CPU array's buffer.
 * Compilation of a module that another process lowered.
@@ -15,8 +16,9 @@ dtft may import ``jax._src`` or private modules of ``jaxlib``.
 
 import ctypes
 import math
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -44,17 +46,23 @@ def check_version(version: str | None = None) -> None:
 
 
 def start_coordination_service(
-    address: str, num_processes: int, heartbeat_s: float, cpu_devices: int = 0
+    address: str,
+    num_processes: int,
+    heartbeat_s: float,
+    cpu_devices: int = 0,
+    *,
+    is_open: bool = False,
 ) -> Any:
     """Starts JAX's coordination service in this process.
 
     The service runs as long as the returned object exists.
 
     A service accepts processes only when all have connected once, and process 0 then
-    publishes the devices of all. With `cpu_devices`, this function does both itself, so
-    that processes with the indices 1 to num_processes - 1 can join at any time, and
+    publishes the devices of all. An open service has had a connection for each index,
+    so that processes with the indices 1 to num_processes - 1 can join at any time, and
     another process can take the index of one that has died. No process may have the
-    index 0 then.
+    index 0 then. The devices are published here with `cpu_devices`, otherwise by the
+    processes (`publish_devices`).
 
     Args:
         address: host:port at which the service listens.
@@ -62,6 +70,7 @@ def start_coordination_service(
         heartbeat_s: heartbeat timeout of JAX in seconds, rounded up to whole seconds.
         cpu_devices: number of CPU devices of every process, if all processes have
             devices of this kind only; 0 for other processes.
+        is_open: whether the service is open; it is with `cpu_devices`.
     """
     check_version()
     from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
@@ -74,15 +83,15 @@ def start_coordination_service(
         shutdown_timeout=5,
         recoverable=True,
     )
-    if cpu_devices:
-        topology = _cpu_topology(num_processes, cpu_devices)
+    if cpu_devices or is_open:
 
         def connect_once(index: int) -> None:
             client = _jax.get_distributed_runtime_client(
                 address, index, init_timeout=60, heartbeat_timeout=limit_s
             )
             client.connect()  # returns when all have connected
-            if index == 0:
+            if index == 0 and cpu_devices:
+                topology = _cpu_topology(num_processes, cpu_devices)
                 client.key_value_set_bytes(_TOPOLOGY, topology)
 
         with ThreadPoolExecutor(num_processes) as threads:
@@ -113,6 +122,159 @@ def _cpu_topology(num_processes: int, cpu_devices: int) -> bytes:
             )
         nodes += _encoded(1, node)
     return nodes
+
+
+_GPU_PLATFORMS = ("cuda", "rocm")
+_NODE, _BOOT, _DEVICE = 1, 2, 3
+"""Fields of XLA's LocalTopologyProto: index and boot id of a process, a device."""
+_DEVICE_ID, _PARTITION = 4, 5
+"""Fields of its DeviceProto: number in the world, and number of the machine."""
+_PLACED = (_DEVICE_ID, _PARTITION)
+
+
+def publish_devices(index: int, num_processes: int, found: threading.Event) -> None:
+    """Publishes the devices of all processes of an open service, as process 0 would.
+
+    Assumes that all processes have devices like those of this one. JAX waits for this
+    while it looks for devices, once for each platform (CUDA and CPU, say). So call this
+    function on another thread; it returns once `found` is set.
+
+    Args:
+        index: index of this process.
+        num_processes: size of the world.
+        found: set when JAX has found the devices.
+    """
+    check_version()
+    from jax._src import distributed
+
+    client: Any = distributed.global_state.client
+    published = set[str]()
+    while not found.wait(0.01):
+        for platform in ("cpu", *_GPU_PLATFORMS):
+            local = client.key_value_dir_get_bytes(f"{platform}:local_topology")
+            for key, own in local:
+                name = key.replace("local", "global").rpartition("/")[0]
+                if key.endswith(f"/{index}") and name not in published:
+                    every = topology_like(own, num_processes, platform)
+                    # Another process may have published the same.
+                    client.key_value_set_bytes(name, every, allow_overwrite=True)
+                    published.add(name)
+
+
+def topology_like(own: bytes, num_processes: int, platform: str) -> bytes:
+    """Encodes a GlobalTopologyProto of processes that all have a process's devices.
+
+    Args:
+        own: LocalTopologyProto of the process.
+        num_processes: number of processes.
+        platform: XLA's name of the platform.
+    """
+    fields = list(_fields(own))
+    devices = [value for number, value, _ in fields if number == _DEVICE]
+    if platform == "cpu":
+        return _cpu_topology(num_processes, len(devices))
+    topology = b""
+    for index in range(num_processes):
+        at, node = index * len(devices), _encoded(_NODE, index)
+        for number, value, whole in fields:
+            if number == _BOOT:
+                node += _encoded(_BOOT, value + f"-{index}".encode())
+            elif number == _DEVICE:
+                rest = [(it, part) for it, _, part in _fields(value)]
+                device = b"".join(it for n, it in rest if n not in _PLACED)
+                device += _encoded(_DEVICE_ID, at) + _encoded(_PARTITION, index)
+                node += _encoded(_DEVICE, device)
+                at += 1
+            elif number != _NODE:
+                node += whole
+        topology += _encoded(1, node)
+    return topology
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, bytes, bytes]]:
+    """Yields the fields of a protocol buffer: number, content, and all bytes.
+
+    >>> list(_fields(_encoded(1, 300) + _encoded(4, b"ab")))
+    [(1, b'\\xac\\x02', b'\\x08\\xac\\x02'), (4, b'ab', b'"\\x02ab')]
+    """
+    at = 0
+    while at < len(message):
+        begin, (tag, at) = at, _read_varint(message, at)
+        content = at
+        match tag & 7:
+            case 0:
+                at = _read_varint(message, at)[1]
+            case 1:
+                at += 8
+            case 2:
+                size, content = _read_varint(message, at)
+                at = content + size
+            case 5:
+                at += 4
+            case kind:
+                raise ValueError(f"field {tag >> 3} of XLA's topology has kind {kind}")
+        yield tag >> 3, message[content:at], message[begin:at]
+
+
+def _read_varint(message: bytes, at: int) -> tuple[int, int]:
+    """Returns the integer at a position, and the position after it."""
+    value = shift = 0
+    while True:
+        byte = message[at]
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 0x80:
+            return value, at
+
+
+def take_place(address: str, index: int) -> None:
+    """Makes a service believe that a process of an open service was replaced.
+
+    Connects in its place, and leaves again. If the process still runs, JAX ends it.
+    The processes that share collectives with it leave them with an error.
+
+    Args:
+        address: host:port of the service.
+        index: index of the process.
+    """
+    check_version()
+    from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
+
+    client = _jax.get_distributed_runtime_client(
+        address,
+        index,
+        init_timeout=5,
+        shutdown_timeout=1,
+        heartbeat_timeout=10,
+        shutdown_on_destruction=False,
+    )
+    client.connect()
+    client.shutdown()
+
+
+def know_processes(indices: Sequence[int], timeout_s: float) -> None:
+    """Lets XLA know which processes the next collectives are with, each in which life.
+
+    On GPUs XLA gives up a collective once a process in it has died, if it knew of this
+    life of the process. Waits until all processes in `indices` have called this
+    function; this process must be connected to the same service.
+
+    Args:
+        indices: indices of the processes, with this one.
+        timeout_s: longest wait for processes that are not connected, in seconds.
+
+    Raises:
+        TimeoutError: a process was not connected in time.
+    """
+    check_version()
+    from jax._src import distributed
+
+    client: Any = distributed.global_state.client
+    until = time.monotonic() + timeout_s
+    while missing := set(indices) - client.get_live_nodes(sorted(indices)).keys():
+        if time.monotonic() > until:
+            raise TimeoutError(f"processes {sorted(missing)} of the world did not come")
+        time.sleep(0.01)
 
 
 def _encoded(number: int, value: int | bytes) -> bytes:

@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,13 @@ import tyro
 
 from dtft.checkpoint.managers import ProgressBoard
 from dtft.checkpoint.tables import size_text
-from dtft.config import CheckpointConfig, Experiment, load_experiment, to_json
+from dtft.config import (
+    CheckpointConfig,
+    ClusterConfig,
+    Experiment,
+    load_experiment,
+    to_json,
+)
 from dtft.drills import (
     cluster_options,
     handed_on,
@@ -203,8 +210,19 @@ def _agent_config(options: "AgentCommand", words: list[str]) -> AgentConfig:
         timeouts=experiment.timeouts,
         **_checkpoint_settings(experiment.checkpoint),
         last_step=experiment.stop.steps,
+        hot_swap=can_swap(cluster),
         cpu_devices=max(0, cluster.devices_per_host) * TURNS * cluster.hot_swap,
         **flags,
+    )
+
+
+def can_swap(cluster: ClusterConfig) -> bool:
+    """Whether trainers keep their processes when a host is lost.
+
+    They cannot on TPUs, whose JAX processes form one mesh in their life.
+    """
+    return cluster.hot_swap and (
+        cluster.devices_per_host > 0 or find_spec("libtpu") is None
     )
 
 

@@ -264,8 +264,8 @@ class ClusterConfig:
     """Fewest replicas with which the job continues when hosts are lost and no spare is
     left; 0: the job waits for a host."""
     hot_swap: bool = True
-    """Whether, on CPU, the trainers of other hosts keep their processes when a host is
-    lost; False: all trainers restart."""
+    """Whether the trainers of other hosts keep their processes when a host is lost
+    (CPU and GPU; not TPU); False: all trainers restart."""
     failure_budget: int = 2
     """The job ends when the same exception has occurred this many times without a
     commit beyond its step in between."""

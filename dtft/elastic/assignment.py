@@ -109,6 +109,12 @@ class SlotAssignment:
     world: tuple[int, int, int] = (0, 0, 0)
     """The world of JAX processes: number, size, and the number of this formation in it
     (`leader.world_plan.WorldPlan`)."""
+    places: tuple[int, ...] = ()
+    """The place in the world of each slot's process; () if an older version wrote the
+    assignment."""
+    service: tuple[str, str] = ("", "")
+    """Host and address (host:port) of the world's coordination service; empty if each
+    process has a service of its own."""
 
     @functools.cached_property
     def slot_of(self) -> dict[str, int]:
@@ -134,6 +140,8 @@ class SlotAssignment:
                 "slots": tuple(raw["slots"]),
                 "incarnations": tuple(raw["incarnations"]),
                 "world": tuple(raw["world"]),
+                "places": tuple(raw.get("places", ())),
+                "service": tuple(raw.get("service", ("", ""))),
                 "spread": Spread(
                     **{**raw["spread"], "domains": tuple(raw["spread"]["domains"])}
                 ),

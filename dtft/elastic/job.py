@@ -14,7 +14,7 @@ from dtft.elastic.assignment import SizeLimits
 from dtft.elastic.seat_policy import LAUNCHED, SERVED, SeatPolicy
 
 TURNS = 16
-"""Number of formations of one world of JAX processes. On CPU each formation uses
+"""Number of formations of one world of JAX processes on CPU, where each formation uses
 devices of its own; see `train.world`."""
 
 
@@ -79,9 +79,11 @@ class AgentConfig:
     """Bytes of a chunk, which has one digest."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     """All deadlines, in seconds."""
+    hot_swap: bool = False
+    """Whether the trainers of other hosts keep their processes when a host is lost."""
     cpu_devices: int = 0
     """Number of CPU devices of every trainer: `TURNS` times the devices of a slot. 0 if
-    trainers have accelerators, or are all to restart when a host is lost."""
+    trainers have accelerators, or without `hot_swap`."""
     served: bool = False
     """Whether the trainers are processes that the user starts and that attach."""
     terms: str = ""
@@ -95,7 +97,7 @@ class AgentConfig:
 
     @property
     def is_served_by_one(self) -> bool:
-        """Whether a formation's trainers connect to one coordination service of JAX,
+        """Whether a world's trainers connect to one coordination service of JAX,
         which an agent starts."""
         return self.seats.has_coordination_service and not self.cpu_devices
 

@@ -6,6 +6,7 @@
 import ctypes
 import os
 import sys
+from collections.abc import MutableMapping
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import Any
@@ -47,6 +48,37 @@ def keep_freed(large: bool = False) -> bool:
     if large:
         settings[_ARENA_MAX] = 1
     return all(library.mallopt(name, value) for name, value in settings.items())
+
+
+_LEAVING_FLAGS = {
+    "xla_gpu_nccl_terminate_on_error": "false",
+    "xla_gpu_nccl_async_execution": "true",
+    "xla_gpu_nccl_blocking_communicators": "false",
+    # Tuning is shared through keys of processes that compile at the same time.
+    "xla_gpu_shard_autotuning": "false",
+}
+
+
+def leave_gpu_collectives(environment: MutableMapping[str, str]) -> None:
+    """Sets what XLA needs to give up a GPU collective with a lost process.
+
+    Without this, XLA waits in the collective, or ends the process. Must be called
+    before JAX looks for devices. Keeps flags that the user has set.
+
+    Args:
+        environment: the environment variables of this process.
+
+    >>> environment = {"XLA_FLAGS": "--xla_gpu_shard_autotuning=true"}
+    >>> leave_gpu_collectives(environment)
+    >>> environment["XLA_FLAGS"].split()[:2]
+    ['--xla_gpu_shard_autotuning=true', '--xla_gpu_nccl_terminate_on_error=false']
+    """
+    flags = environment.get("XLA_FLAGS", "")
+    added = [f"--{it}={to}" for it, to in _LEAVING_FLAGS.items() if it not in flags]
+    environment["XLA_FLAGS"] = " ".join([*flags.split(), *added])
+    environment.setdefault("XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE", "1")
+    # XLA warns at each step of every place of the world that has no process.
+    environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 
 def devices_of(experiment: Experiment) -> list[Any]:

@@ -36,7 +36,7 @@ from dtft.checkpoint.replication import Experience, Window
 from dtft.config import ConfigError, Experiment, load_experiment, refuse_other, to_json
 from dtft.elastic.job import TURNS
 from dtft.elastic.stack_dump import accept_requests
-from dtft.train.devices import keep_freed
+from dtft.train.devices import keep_freed, leave_gpu_collectives
 from dtft.train.drill_failure import DrillFailure
 from dtft.train.stop import NonFinite
 
@@ -768,13 +768,16 @@ def _import_everything(experiment: Any) -> None:
     """Imports modules and makes datasets in advance, and configures JAX.
 
     If `cluster.devices_per_host` is above 0, JAX gets this number of CPU devices, with
-    `cluster.hot_swap` `TURNS` times, and uses no other platform. Sets the compilation
-    cache. Must not touch a device, because JAX must first connect to the job's other
+    `cluster.hot_swap` `TURNS` times, and uses no other platform. Otherwise
+    `cluster.hot_swap` lets XLA give up GPU collectives. Sets the compilation cache.
+    Must not touch a device, because JAX must first connect to the job's other
     processes.
     """
     if experiment.cluster.devices_per_host > 0:
         # Before threads start, so that a planned step takes the predicted time.
         keep_freed(large=bool(experiment.plan))
+    elif experiment.cluster.hot_swap:
+        leave_gpu_collectives(os.environ)
     import jax
 
     import dtft.train.rehearsal  # noqa: F401

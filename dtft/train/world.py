@@ -1,9 +1,9 @@
 """The JAX processes of a job (the world), and this process's membership in it.
 
 A world has a fixed number of processes: those of the hosts with slots and those of the
-spares. On CPU it lasts over several formations: when a host is lost, the other
-processes leave their collectives, keep their state in host memory, and form a new mesh
-with a spare's process.
+spares. It lasts over several formations: when a host is lost, the other processes leave
+their collectives, keep their state in host memory, and form a new mesh with a spare's
+process.
 
 JAX's coordination service aborts all processes that are connected to it when it ends.
 So on CPU each process has a service of its own, which believes that all processes of
@@ -13,6 +13,11 @@ On CPU, XLA keeps a gloo context for each ordered tuple of devices and never mak
 again. A context in which a member has died is of no use, so each formation needs
 devices that no formation before has used. Therefore a process has `TURNS` sets of CPU
 devices, and each formation uses the next set.
+
+On GPUs all processes are connected to one service, which a host's agent runs. XLA gives
+up (NCCL: aborts) a collective once the service says that a process in it has died or
+was replaced. It makes a new NCCL communicator for the next formation, because the lives
+of the processes in it are part of its name.
 """
 
 import contextlib
@@ -20,6 +25,7 @@ import os
 import re
 import socket
 import stat
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,8 +39,8 @@ from dtft.train.shared_keys import SharedKeys
 _FOR_EVER_S = 7 * 86400.0
 """Heartbeat timeout of a service that cannot be lost: it is in the same process."""
 _CACHE_WRITER = 1
-"""Index of the process that writes to JAX's compilation cache, if each process has a
-coordination service of its own; all others read."""
+"""Index of the process that writes to JAX's compilation cache in a world that lasts;
+all others read."""
 _WATCHED = re.compile(r"^tfd: *(\d+) .* ino:([0-9a-f]+) ", re.MULTILINE)
 """A watched descriptor and its inode, in the kernel's description of an epoll."""
 
@@ -49,6 +55,10 @@ class World:
         self.keys = SharedKeys(publish)
         self._sockets = GlooSockets()
         self._service: object = None
+        self._limit_s = 0.0
+        """Longest wait for other processes of a formation, in seconds."""
+        self._is_shared = False
+        """Whether one service is for all processes of a world that lasts."""
 
     def join(self, order: Mapping[str, Any]) -> None:
         """Connects to a coordination service, and finds the devices.
@@ -59,8 +69,9 @@ class World:
         Args:
             order: `number`, `address` of the coordination service, "" for one of this
                 process's own, `size` in processes, `index` of this process, the
-                limits `heartbeat_s` and `start_s` in seconds, and `devices`, the number
-                of CPU devices of each process.
+                limits `heartbeat_s` and `start_s` in seconds, `devices`, the number of
+                CPU devices of each process, and `lasts`, whether the world can last
+                over several formations.
 
         Raises:
             ValueError: this process is in another world.
@@ -80,9 +91,20 @@ class World:
             heartbeat_s=_FOR_EVER_S if is_own else order["heartbeat_s"],
             timeout_s=order["start_s"],
         )
-        with self._sockets.found():
-            jax.devices()
-        if is_own and order["index"] == _CACHE_WRITER:
+        self._limit_s = order["start_s"]
+        self._is_shared = order["lasts"] and not is_own
+        found = threading.Event()
+        if self._is_shared:
+            arguments = order["index"], order["size"], found
+            threading.Thread(
+                target=_jax_internals.publish_devices, args=arguments, daemon=True
+            ).start()
+        try:
+            with self._sockets.found():
+                jax.devices()
+        finally:
+            found.set()
+        if order["lasts"] and order["index"] == _CACHE_WRITER:
             _jax_internals.write_compilation_cache()
         self.number = order["number"]
         if is_own:
@@ -105,18 +127,24 @@ class World:
     def devices(self, indices: Sequence[int], turn: int, per_host: int) -> list[Any]:
         """Returns the devices of a formation, in slot order.
 
+        On GPUs waits for the formation's other processes first.
+
         Args:
             indices: index of the process of each slot.
             turn: number of the set of devices, from 0.
-            per_host: number of devices in a set; 0: all devices of a process, as on
+            per_host: number of devices in a set; -1: all devices of a process, as on
                 accelerators.
         """
+        if self._is_shared:
+            _jax_internals.know_processes(indices, self._limit_s)
         by_process: dict[int, list[Any]] = {index: [] for index in indices}
         for device in sorted(jax.devices(), key=lambda it: it.id):
             if device.process_index in by_process:
                 by_process[device.process_index].append(device)
         chosen = (
-            slice(turn * per_host, (turn + 1) * per_host) if per_host else slice(None)
+            slice(turn * per_host, (turn + 1) * per_host)
+            if per_host > 0
+            else slice(None)
         )
         return [device for found in by_process.values() for device in found[chosen]]
 
@@ -124,7 +152,8 @@ class World:
         """Ends the collectives of this process with an error, at once and for ever.
 
         Peers that wait for this process get an error, too. May be called from any
-        thread, also while the training thread waits in a collective.
+        thread, also while the training thread waits in a collective. On GPUs does
+        nothing: XLA ends them once the service has given up one of the processes.
         """
         self._sockets.shut_down()
 

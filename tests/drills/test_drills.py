@@ -98,6 +98,26 @@ def test_a_divided_state_survives_a_host(tmp_path):
 
 
 @every
+@pytest.mark.parametrize(
+    ("fault", "rung", "restarted"),
+    [
+        ("kill-host:1@20", 0, 0),
+        ("kill-trainer:0@20", 0, 0),
+        ("kill-host:0@20", 2, 1),  # it served the processes of all
+    ],
+)
+def test_processes_of_one_service_stay(tmp_path, monkeypatch, fault, rung, restarted):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # otherwise as on GPUs
+    record = drill(
+        *(tmp_path, "digits_cnn", "--hosts", "2", "--spares", "1"),
+        *("--cluster.devices_per_host", "-1", "--stop.steps", "40", "--fault", fault),
+    )
+    recovery = only(record)
+    assert (recovery["rung"], recovery["survivors_restarted"]) == (rung, restarted)
+    assert recovery["bytes_from_storage"] == 0 and record["bit_identical"]
+
+
+@every
 def test_trainers_restart_where_they_may_not_stay(tmp_path, control):
     record = drill(
         *(tmp_path, *DIGITS, *control("digits"), "--spares", "1"),

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from dtft.elastic.processes import free_port
+
 WORKER = "tests.support.in_world"
 SIZE = 8
 
@@ -19,11 +21,13 @@ SIZE = 8
 class Process:
     """One process of a world, which takes commands and says what it does."""
 
-    def __init__(self, index: int, everyone: dict[int, "Process"]) -> None:
+    def __init__(
+        self, index: int, everyone: dict[int, "Process"], address: str
+    ) -> None:
         self.index, self._everyone = index, everyone
         self.said: queue.Queue[dict[str, Any]] = queue.Queue()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", WORKER, str(index), str(SIZE)],
+            [sys.executable, "-m", WORKER, str(index), str(SIZE), address],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -53,14 +57,14 @@ class Process:
         return self.said.get(timeout=limit_s)
 
 
-@pytest.fixture
-def world() -> Iterator[dict[int, Process]]:
+@contextlib.contextmanager
+def processes(address: str) -> Iterator[dict[int, Process]]:
     """Processes by index; one that is not there yet is started."""
     made: list[Process] = []
 
     class Grows(dict[int, Process]):
         def __missing__(self, index: int) -> Process:
-            self[index] = Process(index, self)
+            self[index] = Process(index, self, address)
             made.append(self[index])
             assert self[index].hear()["op"] == "joined"
             return self[index]
@@ -69,6 +73,81 @@ def world() -> Iterator[dict[int, Process]]:
     for one in made:
         one.process.kill()
         one.process.communicate()
+
+
+@pytest.fixture
+def world() -> Iterator[dict[int, Process]]:
+    """Processes that each have a coordination service of their own."""
+    with processes("") as found:
+        yield found
+
+
+class Service:
+    """One coordination service for all processes, as on accelerators."""
+
+    def __init__(self) -> None:
+        self.address = f"127.0.0.1:{free_port('127.0.0.1')}"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "dtft.elastic.host.coordination_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.write(f"{self.address} {SIZE} 10.0 1")
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "serving\n"
+
+    def write(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    """A service that ends after the test."""
+    made = Service()
+    yield made
+    made.process.kill()
+    made.process.communicate()
+
+
+@pytest.fixture
+def served(service: Service) -> Iterator[dict[int, Process]]:
+    """Processes that are connected to one service."""
+    with processes(service.address) as found:
+        yield found
+
+
+def test_survivors_go_on_in_a_world_that_one_process_serves(
+    service: Service, served: dict[int, Process]
+) -> None:
+    first = [served[index] for index in (2, 5)]
+    for one in first:
+        one.tell(op="sum", indices=[2, 5], turn=0, times=1)
+    assert [one.hear()["sum"] for one in first] == [7.0] * 2
+    first[1].process.kill()
+    service.write("5")
+    spare = served[7]  # joins late, at a place that nobody had
+    for one in (first[0], spare):
+        one.tell(op="sum", indices=[2, 7], turn=1, times=1)
+    assert [one.hear()["sum"] for one in (first[0], spare)] == [9.0] * 2
+    del served[5]
+    again = served[5]
+    for one in (again, spare):
+        one.tell(op="sum", indices=[5, 7], turn=2, times=1)
+    assert [one.hear()["sum"] for one in (again, spare)] == [12.0] * 2
+
+
+def test_a_process_that_is_given_up_ends(
+    service: Service, served: dict[int, Process]
+) -> None:
+    given_up, other = served[1], served[3]
+    service.write("1")
+    assert given_up.process.wait(30) != 0
+    other.tell(op="sum", indices=[3], turn=0, times=1)
+    assert other.hear()["sum"] == 3.0
+    assert service.process.poll() is None
 
 
 def test_survivors_of_a_killed_process_leave_at_once_and_go_on_with_a_newcomer(

@@ -45,8 +45,10 @@ def run(
 ) -> Outcome:
     """Runs one schedule until the job has ended, or has had time enough."""
     known = tuple(filter(None, os.environ.get("DTFT_SIMULATION_KNOWN", "").split(";")))
-    # A quarter of the seeds is of trainers with accelerators, which all restart.
-    sizes = {"cpu_devices": 0 if seed % 4 == 3 else 16, **sizes}
+    # A quarter of the seeds is of trainers with accelerators; in half of these all
+    # trainers restart.
+    cpu_devices = 0 if seed % 4 == 3 else 16
+    sizes = {"cpu_devices": cpu_devices, "hot_swap": seed % 8 != 3, **sizes}
     world = World(Settings(seed=seed, trace=trace, known=known, **sizes))
     world.print = show
     lies = any(fault.what == "lie" for fault in faults)

@@ -5,7 +5,7 @@ the others' collectives, and they end soon after; one that is stopped makes them
 `SimTrainers` is what the real `Trainers` is for a follower.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,6 +85,15 @@ class JaxWorld:
             self._job.wrong(f"turn {turn} of {self.address} is used twice")
         return found
 
+    def release(self, index: int) -> None:
+        """The service gives up a process: it ends, and others can leave it."""
+        trainer = self.places.get(index)
+        for formation in self._formations.values():
+            if trainer in formation.all:
+                formation.open()
+        if trainer is not None:
+            trainer.abort()
+
     def end(self) -> None:
         """The service ends: the trainers of its world abort."""
         self.ended = True
@@ -99,6 +108,10 @@ class Formation:
         self._job, self._world, self._turn, self.size = job, world, turn, size
         self.members: dict[int, SimTrainer] = {}
         self.broken = False
+        self.is_open = world.process is None
+        """Whether a trainer that computes can leave."""
+        self.all: list[SimTrainer] = []
+        """Also those that are there no more."""
         self._at: dict[int, set[int]] = {}
 
     def join(self, trainer: "SimTrainer") -> None:
@@ -107,11 +120,18 @@ class Formation:
             trainer.exit_soon(1, 5.0)
             return
         self.members[trainer.slot] = trainer
+        self.all.append(trainer)
         if len(self.members) == self.size:
             pace = self._job.pace
             for one in self.members.values():
                 # A later formation of a world was compiled ahead, perhaps.
                 one.soon(pace.ahead_s if self._turn else pace.compile_s, one.joined)
+
+    def open(self) -> None:
+        """A process of it was given up: the others can leave."""
+        self.is_open = True
+        for one in list(self.all):
+            one.freed()
 
     def lost(self, trainer: "SimTrainer") -> None:
         """A trainer has ended or left: the collectives of the others break."""
@@ -182,6 +202,8 @@ class SimTrainer:
         self._asked: int | None = None
         self._room = self._ran = False
         self._stop_at: int | None = None
+        self._wanted: int | None = None
+        """Number of the order to leave, until it can."""
         self._waits_for = ""
         self.phase: Phase = ""
         self.since_s = 0.0
@@ -241,8 +263,16 @@ class SimTrainer:
         else:
             self.soon((0.02, within_s), lambda: self.end(code))
 
+    def abort(self) -> None:
+        """Its coordination service has given it up: JAX ends it."""
+        delay_s = self._job.scheduler.rng.uniform(0.02, 2.0)
+        self._job.scheduler.after(delay_s, self._do, lambda: self.end(-6))
+
     def fail(self, error: str, phase: str = "step") -> None:
         """An exception ends it: its agent is told first."""
+        if self._wanted is not None:
+            self.freed()
+            return
         if self.failed:
             return
         self.failed = True
@@ -347,6 +377,18 @@ class SimTrainer:
 
     def _leave(self, number: int) -> None:
         """Leaves its formation; goes on as it began, but connected."""
+        self._wanted = number
+        formation = self._formation
+        if formation is None or self.failed or not self._ran or formation.is_open:
+            self.freed()
+
+    def freed(self) -> None:
+        """It can leave its formation, if it is to."""
+        if self._wanted is not None:
+            number, self._wanted = self._wanted, None
+            self._do(lambda: self._left(number))
+
+    def _left(self, number: int) -> None:
         if self._formation is not None and not self.failed:
             self._formation.lost(self)
         self._life += 1
@@ -734,6 +776,12 @@ class SimService:
                 loop.post(ready, address)
 
         loop.beside(delay, serves)
+
+    def give_up(self, places: Sequence[int]) -> None:
+        """See `Service.release`."""
+        if self._world is not None:
+            for place in places:
+                self._world.release(place)
 
     def end(self) -> None:
         """See `Service.end`."""

@@ -258,6 +258,7 @@ class Settings:
     skew: bool = False
     pace: Pace = field(default_factory=Pace)
     timeouts: Timeouts = TIMEOUTS
+    hot_swap: bool = True
     cpu_devices: int = 16
     large: bool = False
     """Thousands of hosts: what only costs the simulation is left out."""
@@ -346,6 +347,7 @@ class World:
                 last_step=self.settings.last_step,
                 storage_interval=self.settings.storage_interval,
                 timeouts=self.settings.timeouts,
+                hot_swap=self.settings.hot_swap,
                 cpu_devices=self.settings.cpu_devices,
             )
         return self._configs[host]

@@ -39,13 +39,14 @@ def add(world: World, indices: list[int], turn: int, times: int) -> float:
 
 def main() -> None:
     """Joins the world of the arguments, and serves commands."""
-    index, size = int(sys.argv[1]), int(sys.argv[2])
+    index, size, address = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 4)
     world = World(lambda keys: say("keys", keys=dict(keys)))
     commands = Queue[dict[str, Any]]()
-    limits = {"heartbeat_s": 10.0, "start_s": 60.0, "devices": 4}
-    world.join({"number": 1, "address": "", "size": size, "index": index} | limits)
+    seat = {"number": 1, "address": address, "size": size, "index": index}
+    limits = {"heartbeat_s": 10.0, "start_s": 60.0, "devices": 4, "lasts": True}
+    world.join(seat | limits)
     say("joined", number=world.number)
 
     def listen() -> None:

@@ -7,7 +7,8 @@ at the last snapshot nor since then is not written.
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,7 @@ from dtft.checkpoint.state import (
     copy_chunk,
     equal_chunks,
     host_bytes,
+    on_accelerator,
     split_ranges,
     unpack_flags,
 )
@@ -39,6 +41,10 @@ NICENESS = 5
 """Niceness of the copying threads."""
 RANGE_BYTES = 16 << 20
 """Bytes copied at a time by one thread; a larger chunk is copied whole."""
+_AHEAD_BYTES = 64 << 20
+"""Bytes of an accelerator's arrays that are on their way to the host at a time."""
+
+HostOrDevice = jax.Array | np.ndarray
 
 
 def copied_out(
@@ -187,12 +193,20 @@ class SnapshotPlan:
         # Lists, because a state may have many small leaves.
         where = (buffers * np.int64(self.chunks.nbytes) + self.chunks.starts).tolist()
         calm = base.kept.tolist() if base is not None else [False] * len(where)
+        wanted = [
+            copied is None or bool(copied[index]) for index in range(len(self.slices))
+        ]
+        parts = _fetched(
+            _shard_of(arrays[piece.path], piece)
+            for piece, is_wanted in zip(self.slices, wanted, strict=True)
+            if is_wanted
+        )
         digests = []
-        for index, piece in enumerate(self.slices):
-            if copied is not None and not copied[index]:
+        for index, is_wanted in enumerate(wanted):
+            if not is_wanted:
                 digests.append(b"")
                 continue
-            raw = _bytes_of(arrays[piece.path], piece)
+            raw = _bytes_of(next(parts))
             mine = slice(self._first[index], self._first[index + 1])
             known = base.digests[index] if base is not None else b""
             found = self._write_slice(raw, memory, where[mine], known, calm[mine])
@@ -310,13 +324,34 @@ def _bounds(
     return tuple(r[0] for r in ranges), tuple(r[1] for r in ranges)
 
 
-def _bytes_of(array: jax.Array | np.ndarray, piece: Slice) -> memoryview:
+def _fetched(arrays: Iterable[HostOrDevice]) -> Iterator[HostOrDevice]:
+    """Yields the arrays, and starts copies of later ones from accelerators to the host.
+
+    So a state of many small arrays does not wait for each copy in turn. At most
+    `_AHEAD_BYTES` are copied ahead.
+    """
+    ahead, num_bytes = deque[HostOrDevice](), 0
+    for array in arrays:
+        if isinstance(array, jax.Array) and on_accelerator(array):
+            array.copy_to_host_async()
+        ahead.append(array)
+        num_bytes += array.nbytes
+        while num_bytes > _AHEAD_BYTES:
+            num_bytes -= ahead[0].nbytes
+            yield ahead.popleft()
+    yield from ahead
+
+
+def _bytes_of(array: HostOrDevice) -> memoryview:
     if isinstance(array, np.ndarray):
         return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-    return host_bytes(_shard_of(array, piece))
+    return host_bytes(array)
 
 
-def _shard_of(array: jax.Array, piece: Slice) -> jax.Array:
+def _shard_of(array: HostOrDevice, piece: Slice) -> HostOrDevice:
+    """Returns the part of an array that is a slice; a numpy array is always whole."""
+    if isinstance(array, np.ndarray):
+        return array
     for shard in array.addressable_shards:
         if _bounds(shard.index, array.shape) == (piece.start, piece.stop):
             return shard.data

@@ -15,7 +15,11 @@ from typing import TYPE_CHECKING
 from dtft._lazy import attributes
 
 if TYPE_CHECKING:
-    from dtft.checkpoint.state.array_bytes import fingerprints, host_bytes
+    from dtft.checkpoint.state.array_bytes import (
+        fingerprints,
+        host_bytes,
+        on_accelerator,
+    )
     from dtft.checkpoint.state.digests import (
         ABSENT,
         DIGEST_BYTES,
@@ -167,6 +171,7 @@ _PUBLIC = {
     "normal_spec": "partition",
     "not_right": "ranges",
     "offsets_of": "slices",
+    "on_accelerator": "array_bytes",
     "overlap": "partition",
     "pack_flags": "digests",
     "partition_of": "partition",
@@ -248,6 +253,7 @@ __all__ = [
     "normal_spec",
     "not_right",
     "offsets_of",
+    "on_accelerator",
     "overlap",
     "pack_flags",
     "partition_of",

@@ -125,6 +125,11 @@ def _mix(words: jax.Array, first: int, second: int) -> jax.Array:
     return words ^ (words >> jnp.uint32(16))
 
 
+def on_accelerator(array: jax.Array) -> bool:
+    """Whether an array on one device is in the memory of an accelerator."""
+    return next(iter(array.devices())).platform != "cpu"
+
+
 def host_bytes(array: jax.Array) -> memoryview:
     """Returns the bytes of an array on one device as a view, in row-major order.
 
@@ -141,7 +146,7 @@ def host_bytes(array: jax.Array) -> memoryview:
     if not array.size:
         return memoryview(b"")
     # The device may pack numbers smaller than a byte; numpy unpacks such numbers.
-    if next(iter(array.devices())).platform != "cpu" or is_packed(array.dtype):
+    if on_accelerator(array) or is_packed(array.dtype):
         return np.asarray(array).reshape(-1).view(np.uint8).data
     raw = _jax_internals.cpu_buffer(array)
     order = _major_to_minor(array)

@@ -524,9 +524,9 @@ class Agent:
             self._serve(
                 **{name: message[name] for name in ("ballot", "server", "size")}
             )
+        elif message["op"] == "give_up":
+            self._service.give_up(message["places"])
         else:
-            if message["op"] == "reform" and not message.get("keep"):
-                self._service.end()  # it belongs to a world that is given up
             self._follower.obey(message)
 
     def _serve(self, ballot: tuple[int, int], server: str, size: int) -> None:

@@ -1,13 +1,16 @@
 """JAX's coordination service in a separate process on the first slot's host.
 
 ``python -m dtft.elastic.host.coordination_process`` does its imports, then waits for
-one line on stdin: ``ADDRESS NUM_PROCESSES HEARTBEAT_S``. The process prints one
-line when it serves, and ends when stdin closes, that is, with its agent. Each
-formation gets a new process. Only this module of `dtft.elastic` imports JAX.
+one line on stdin: ``ADDRESS NUM_PROCESSES HEARTBEAT_S IS_OPEN``. With IS_OPEN 1,
+processes can join at any time. The process prints one line when it serves. Each further
+line has the indices of processes that are to count as lost. The process ends when stdin
+closes, that is, with its agent. Each world gets a new process. Only this module of
+`dtft.elastic` imports JAX.
 """
 
 import os
 import sys
+import traceback
 
 from dtft import _jax_internals
 
@@ -17,12 +20,17 @@ def main() -> None:
     words = sys.stdin.readline().split()
     if not words:
         os._exit(0)
-    address, num_processes, heartbeat_s = words
+    address, num_processes, heartbeat_s, is_open = words
     service = _jax_internals.start_coordination_service(
-        address, int(num_processes), float(heartbeat_s)
+        address, int(num_processes), float(heartbeat_s), is_open=is_open == "1"
     )
     print("serving", flush=True)
-    sys.stdin.read()
+    for line in sys.stdin:
+        for place in line.split():
+            try:
+                _jax_internals.take_place(address, int(place))
+            except Exception:  # the others' agents end those that do not leave
+                traceback.print_exc()
     del service
     os._exit(0)
 

@@ -1,6 +1,6 @@
 """Starts and ends the JAX coordination service beside the agent of the first slot.
 
-Each formation gets one process on a fresh port. A callback reports when the service is
+Each world gets one process on a fresh port. A callback reports when the service is
 ready, so the event loop never waits for a process.
 """
 
@@ -8,7 +8,7 @@ import contextlib
 import logging
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from dtft.checkpoint.transport import format_address, parse_address
 from dtft.elastic.event_loop import Loop
@@ -48,11 +48,11 @@ class CoordinationService:
         ready: Callable[[str], None],
         failed: Callable[[str], None],
     ) -> None:
-        """Makes the standby process serve one formation's trainers; ends the former
+        """Makes the standby process serve one world's trainers; ends the former
         service.
 
         Args:
-            num_processes: number of trainers, each a JAX process.
+            num_processes: number of places, each for a JAX process.
             ready: called with the service's address once it serves.
             failed: called with the reason if no process or port is available, or if the
                 process ends before it serves.
@@ -64,12 +64,13 @@ class CoordinationService:
             self._loop.post(failed, str(error))
             return
         self._serving = process
-        heartbeat_s = self._config.timeouts.heartbeat
+        is_open = int(self._config.hot_swap)
+        line = f"{address} {num_processes} {self._config.timeouts.heartbeat} {is_open}"
 
         def serve() -> bool:
             assert process.stdin is not None and process.stdout is not None
             try:
-                process.stdin.write(f"{address} {num_processes} {heartbeat_s}\n")
+                process.stdin.write(f"{line}\n")
                 process.stdin.flush()
                 return process.stdout.readline().strip() == "serving"
             except (OSError, ValueError):  # the process died or was ended before
@@ -81,6 +82,22 @@ class CoordinationService:
                 ready(address) if outcome.result() else failed("its process has ended")
             ),
         )
+
+    def give_up(self, places: Sequence[int]) -> None:
+        """Makes the service believe that the processes in these places are lost.
+
+        The processes in other places then leave the collectives that they share with
+        them. Does nothing if no process serves.
+
+        Args:
+            places: indices of processes in the world.
+        """
+        process = self._serving
+        if process is None or process.stdin is None:
+            return
+        with contextlib.suppress(OSError, ValueError):  # it has died
+            process.stdin.write(" ".join(map(str, places)) + "\n")
+            process.stdin.flush()
 
     def _take(self) -> subprocess.Popen:
         """Takes the standby process and starts a new standby; a standby that has ended

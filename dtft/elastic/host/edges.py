@@ -6,7 +6,7 @@ and runs the same agent, leader and follower.
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -53,7 +53,7 @@ class HostServer(Protocol):
 
 
 class Service(Protocol):
-    """JAX's coordination service for one formation's trainers."""
+    """JAX's coordination service for one world's trainers."""
 
     def start(
         self,
@@ -64,6 +64,10 @@ class Service(Protocol):
         """Serves a new set of processes; calls `ready` with the service's address, or
         `failed` with a reason.
         """
+        ...
+
+    def give_up(self, places: Sequence[int]) -> None:
+        """Makes the service believe that the processes in these places are lost."""
         ...
 
     def end(self) -> None:
@@ -120,6 +124,9 @@ class NoService:
     ) -> None:
         """Calls `failed` at once."""
         failed("the processes of this job start their own")
+
+    def give_up(self, places: Sequence[int]) -> None:
+        """Does nothing: no process runs."""
 
     def end(self) -> None:
         """Does nothing: no process runs."""

@@ -701,4 +701,5 @@ def joining(config: AgentConfig) -> dict[str, Any]:
         "heartbeat_s": config.timeouts.heartbeat,
         "start_s": config.timeouts.start,
         "devices": config.cpu_devices,
+        "lasts": config.hot_swap,
     }

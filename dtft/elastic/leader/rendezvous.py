@@ -7,7 +7,7 @@ prepare its slot.
 """
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -38,6 +38,7 @@ from dtft.elastic.leader.storage import StorageHealth, StorageWatch
 from dtft.elastic.leader.world_plan import (
     WorldPlan,
     admitted,
+    given_up,
     new_world,
     recorded,
     sound,
@@ -121,7 +122,7 @@ class Rendezvous:
         """The world of the last formation; its number is 0 before the first."""
         if self.previous is not None:
             sizes.formed(self.previous)
-            self.world = recorded(self.previous.world)
+            self.world = recorded(self.previous)
         self.assignment: SlotAssignment | None = None
         self.coordinator: CommitCoordinator | None = None
         self.frozen = False
@@ -134,6 +135,9 @@ class Rendezvous:
         self._storage_missed = self._fatal = False
         self._keep = 0
         """Number of the world whose trainers keep their processes in this round."""
+        self._given_up: set[str] = set()
+        """The hosts whose trainers do not keep their processes in this round, so that
+        others can leave their collectives."""
         self._because = ""
         """Why no trainer keeps its process in this round; "" if trainers do."""
         self._swaps = 0
@@ -173,25 +177,43 @@ class Rendezvous:
         if self.assignment is not None:
             self.previous, self.assignment = self.assignment, None
         texts = "; ".join(reason.text for reason in whys)
-        self._because = self._why_restarted()
+        named = {host for reason in whys for host in reason.hosts}
+        self._because = self._why_restarted(whys, named)
         self._keep = 0 if self._because else self.world.number
         self._journal.event("forming", reason=texts, ballot=ballot, keeps=self._keep)
+        self._given_up = named if given_up(self.world, named) else set()
         if not self._keep:
             self._end_world()
+        elif self._given_up:
+            places = given_up(self.world, named)
+            self._send(self.world.server, "give_up", ballot=ballot, places=places)
         self._storage.look()
         self.enter("gathering", self._config.timeouts.restore)
         for host in sorted(self._registry.connected):
             self.ask(host)
 
-    def _why_restarted(self) -> str:
+    def _why_restarted(
+        self, reasons: Sequence[RoundReason], named: Collection[str]
+    ) -> str:
         if not self._seats.has_coordination_service:
             return "the user starts the trainers"
-        lasts = self._config.cpu_devices > 0
-        return why_restarted(self.world, self._swaps, lasts=lasts, fatal=self._fatal)
+        return why_restarted(
+            self.world,
+            self._swaps,
+            lasts=self._config.hot_swap,
+            fatal=self._fatal,
+            named=named,
+            lost={it for why in reasons if why.cause == "lost" for it in why.hosts},
+        )
 
     def _end_world(self) -> None:
-        """Forgets the world; hosts that are ordered to keep no trainer end it."""
-        self.world, self._swaps = WorldPlan(number=0, indices={}, size=0), 0
+        """Forgets the world, and ends its coordination service if one host has it;
+        hosts that are ordered to keep no trainer end theirs."""
+        old, self.world = self.world, WorldPlan(number=0, indices={}, size=0)
+        self._swaps = 0
+        if old.server and self.current is not None:
+            ballot = self.current.ballot
+            self._send(old.server, "serve", ballot=ballot, server="", size=old.size)
 
     def trained(self) -> None:
         """Records that every slot trains."""
@@ -240,8 +262,10 @@ class Rendezvous:
 
     def admit(self, host: str) -> None:
         """Gives a spare host that has joined a place in the world, if one is free."""
-        if not (self._config.cpu_devices and self.world.number) or not self.current:
+        if not (self._config.hot_swap and self.world.number) or not self.current:
             return
+        if self.world.server and not self.world.address:
+            return  # `assigned` admits the host
         there = self._registry.connected | self.slot_of.keys()
         world = admitted(self.world, host, there)
         if world is None:
@@ -266,7 +290,7 @@ class Rendezvous:
             epoch=old.epoch if old is not None else (0, 0),
             step=commits[0].step if commits else -1,
             reach=self._to_reach(host, self.current),
-            keep=self._keep,
+            keep=0 if host in self._given_up else self._keep,
         )
 
     @property
@@ -531,7 +555,7 @@ class Rendezvous:
         if round_.assignment.rung == 3:
             self._explain_storage(round_.decision.passed_over, round_.assignment)
         self.enter("assigning", self._config.timeouts.restore)
-        if not self._config.is_served_by_one:
+        if not self._config.is_served_by_one or world.address:
             self._record(round_)
             return
         server = world.server
@@ -561,7 +585,13 @@ class Rendezvous:
 
     def _record(self, round_: Round) -> None:
         assert round_.assignment is not None
-        round_.assignment = replace(round_.assignment, world=self.world.record)
+        world, slots = self.world, round_.assignment.slots
+        round_.assignment = replace(
+            round_.assignment,
+            world=world.record,
+            places=tuple(world.indices[host] for host in slots),
+            service=(world.server, world.address),
+        )
         self._records.put(
             "assignment", round_.ballot, "assignment", round_.assignment.to_json()
         )
@@ -572,13 +602,23 @@ class Rendezvous:
         if self._keep:
             members = round_.members(self._keep)
             world = replace(self.world, indices=sound(members, self.world.size, slots))
-            found = swapped(world, slots, world.indices)
+            usable = {record.host for record in self._registry.usable()}
+            found = (
+                swapped(world, slots, world.indices)
+                if not world.server or world.server in usable
+                else f"{world.server}, which served the trainers' processes, is gone"
+            )
             if isinstance(found, WorldPlan):
                 return found
             self._because = found
         term, counter = round_.ballot
-        number, lasts = term * BALLOTS + counter, self._config.cpu_devices > 0
-        return new_world(number, slots, lasts=lasts, because=self._because)
+        return new_world(
+            term * BALLOTS + counter,
+            slots,
+            lasts=self._config.hot_swap,
+            served=self._config.is_served_by_one,
+            because=self._because,
+        )
 
     def _wait_for_storage(self, reasons: tuple[str, ...]) -> None:
         """Waits for storage that is silent or has lost its steps. Without the user's

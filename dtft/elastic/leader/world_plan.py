@@ -1,16 +1,22 @@
 """Pure decisions about the world: the JAX processes that a formation is made of.
 
 A world has a fixed number of places, each with an index: one for each host with a slot,
-and some for spares. On CPU it lasts over formations. When a host is lost, the processes
-of the other hosts stay in the world, and the next formation is made of them and of a
-spare's process (a hot swap). A place whose process has died can be taken by another
-process. On accelerators a world is one formation, and has a coordination service; on
-CPU each process has a service of its own (`train.world`).
+and some for spares. It lasts over formations. When a host is lost, the processes of the
+other hosts stay in the world, and the next formation is made of them and of a spare's
+process (a hot swap). A place whose process has died can be taken by another process.
+Without hot swaps a world is one formation.
+
+On CPU each process has a coordination service of its own (`train.world`), so every
+process can leave its collectives by itself. On accelerators one host serves the world.
+There a process can leave only the collectives of a process that the service believes to
+be lost. So the leader names the places that are to be lost (`given_up`), and the world
+ends with the host that serves it.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from dtft.elastic.assignment import SlotAssignment
 from dtft.elastic.job import TURNS
 
 
@@ -25,10 +31,10 @@ class WorldPlan:
     size: int
     """Number of places."""
     server: str = ""
-    """Name of the host of the coordination service; "" if the world lasts."""
+    """Name of the host of the coordination service; "" if each process has its own."""
     address: str = ""
-    """host:port of the coordination service; "" until it serves, if the world lasts,
-    and in a job whose processes the user starts."""
+    """host:port of the coordination service; "" until it serves, if each process has
+    its own, and in a job whose processes the user starts."""
     turn: int = 0
     """Number of the current formation in this world, from 0."""
     because: str = ""
@@ -49,10 +55,18 @@ class WorldPlan:
         }
 
 
-def recorded(record: tuple[int, int, int]) -> WorldPlan:
-    """Returns the world of `SlotAssignment.world`; hosts report their own places."""
-    number, size, turn = record
-    return WorldPlan(number=number, indices={}, size=size, turn=turn)
+def recorded(assignment: SlotAssignment) -> WorldPlan:
+    """Returns the world of an assignment, with the places of its slots."""
+    number, size, turn = assignment.world
+    server, address = assignment.service
+    return WorldPlan(
+        number=number,
+        indices=dict(zip(assignment.slots, assignment.places, strict=False)),
+        size=size,
+        turn=turn,
+        server=server,
+        address=address,
+    )
 
 
 MOST_SWAPS = 2
@@ -63,11 +77,14 @@ SPARE_PLACES = 8
 
 
 def new_world(
-    number: int, slots: Sequence[str], *, lasts: bool, because: str = ""
+    number: int,
+    slots: Sequence[str],
+    *,
+    lasts: bool,
+    served: bool = False,
+    because: str = "",
 ) -> WorldPlan:
     """Makes a world with a place for each slot, in slot order.
-
-    The first slot's host serves a world that does not last.
 
     Args:
         number: number of the world.
@@ -75,11 +92,12 @@ def new_world(
         lasts: whether the world can last over several formations. Then it has
             `SPARE_PLACES` more places, and no host gets place 0, whose process
             publishes the devices of all.
+        served: whether the first slot's host serves the world.
         because: why the processes of the world before could not be kept.
 
     >>> new_world(1, ("b", "a"), lasts=True).indices
     {'b': 1, 'a': 2}
-    >>> new_world(1, ("b", "a"), lasts=False).indices
+    >>> new_world(1, ("b", "a"), lasts=False, served=True).indices
     {'b': 0, 'a': 1}
     """
     first = int(lasts)
@@ -89,18 +107,28 @@ def new_world(
         number=number,
         indices=indices,
         size=size,
-        server="" if lasts else slots[0],
+        server=slots[0] if served else "",
         because=because,
     )
 
 
-def why_restarted(world: WorldPlan, swaps: int, *, lasts: bool, fatal: bool) -> str:
+def why_restarted(
+    world: WorldPlan,
+    swaps: int,
+    *,
+    lasts: bool,
+    fatal: bool,
+    named: Collection[str] = (),
+    lost: Collection[str] = (),
+) -> str:
     """Returns why all trainers restart in the round that begins; "" if they stay.
 
     Args:
         world: the world of the last formation.
         swaps: number of formations in it since one has trained.
         lasts: whether worlds of this job last.
+        named: the hosts that the reasons of the round name: lost, failed, or leaving.
+        lost: those of them that are lost.
         fatal: whether the same processes would fail again.
 
     >>> world = new_world(1, ("a", "b"), lasts=True)
@@ -108,16 +136,43 @@ def why_restarted(world: WorldPlan, swaps: int, *, lasts: bool, fatal: bool) -> 
     ''
     >>> why_restarted(world, 2, lasts=True, fatal=False)
     '2 formations in a row failed in the same processes'
+    >>> served = new_world(1, ("a", "b"), lasts=True, served=True)
+    >>> why_restarted(served, 1, lasts=True, fatal=False, named=("b",), lost=("b",))
+    ''
+    >>> why_restarted(served, 1, lasts=True, fatal=False, named=("a",), lost=("a",))
+    "a, which served the trainers' processes, was lost"
     """
     if not lasts:
-        return "trainers keep their processes on CPU only, with cluster.hot_swap"
+        return "cluster.hot_swap is off, or these devices cannot form a new mesh (TPU)"
     if not world.number:
         return "no formation was recorded before"
     if fatal:
         return "the same processes would fail again"
     if swaps >= MOST_SWAPS:
         return f"{MOST_SWAPS} formations in a row failed in the same processes"
+    if world.server in lost:
+        return f"{world.server}, which served the trainers' processes, was lost"
+    if world.server and not given_up(world, named):
+        return "no process is lost, and on accelerators others cannot leave without"
     return ""
+
+
+def given_up(world: WorldPlan, named: Collection[str]) -> list[int]:
+    """Returns the places whose processes the coordination service is to give up.
+
+    The processes in other places can then leave their collectives. Nothing is released
+    in a world whose processes have services of their own.
+
+    Args:
+        world: the world of the last formation.
+        named: the hosts that the reasons of the round name: lost, failed, or leaving.
+
+    >>> given_up(new_world(1, ("a", "b"), lasts=True, served=True), {"b", "z"})
+    [2]
+    """
+    if not world.server:
+        return []
+    return sorted(at for host, at in world.indices.items() if host in named)
 
 
 def swapped(
@@ -144,7 +199,7 @@ def swapped(
     """
     if not set(slots) & set(members):
         return "no process of the slots is left in the world"
-    if world.turn + 1 >= TURNS:
+    if not world.server and world.turn + 1 >= TURNS:
         return f"the world has had its {TURNS} formations"
     indices = {
         host: index

@@ -58,6 +58,7 @@ ORDER_FIELDS: Table = {
         "keep": number,
     },
     "serve": {"ballot": ballot, "server": text, "size": positive},
+    "give_up": {"ballot": ballot, "places": list_of(number)},
     "keys": {"ballot": ballot, "keys": map_of(text, text)},
     "join": {"ballot": ballot, "world": _world},
     "rehearse": {
