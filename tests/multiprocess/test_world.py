@@ -205,7 +205,8 @@ def test_one_process_of_a_world_writes_the_compilation_cache(
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     for writer, reader in ((4, 3), (1, 2)):
         assert not list(tmp_path.iterdir())
-        for index in (writer, reader):
-            world[index].tell(op="sum", indices=[writer, reader], turn=0, times=1)
-        assert world[writer].hear()["sum"] == world[reader].hear()["sum"]
+        both = [world[writer], world[reader]]  # both are there before one has keys
+        for one in both:
+            one.tell(op="sum", indices=[writer, reader], turn=0, times=1)
+        assert both[0].hear()["sum"] == both[1].hear()["sum"]
     assert list(tmp_path.glob("*-cache"))
