@@ -204,6 +204,7 @@ class Rendezvous:
             fatal=self._fatal,
             named=named,
             lost={it for why in reasons if why.cause == "lost" for it in why.hosts},
+            is_training=self.phase in ("idle", "preparing", "running"),
         )
 
     def _end_world(self) -> None:

@@ -120,6 +120,7 @@ def why_restarted(
     fatal: bool,
     named: Collection[str] = (),
     lost: Collection[str] = (),
+    is_training: bool = True,
 ) -> str:
     """Returns why all trainers restart in the round that begins; "" if they stay.
 
@@ -129,6 +130,7 @@ def why_restarted(
         lasts: whether worlds of this job last.
         named: the hosts that the reasons of the round name: lost, failed, or leaving.
         lost: those of them that are lost.
+        is_training: whether processes may be in collectives.
         fatal: whether the same processes would fail again.
 
     >>> world = new_world(1, ("a", "b"), lasts=True)
@@ -152,7 +154,7 @@ def why_restarted(
         return f"{MOST_SWAPS} formations in a row failed in the same processes"
     if world.server in lost:
         return f"{world.server}, which served the trainers' processes, was lost"
-    if world.server and not given_up(world, named):
+    if world.server and is_training and not given_up(world, named):
         return "no process is lost, and on accelerators others cannot leave without"
     return ""
 

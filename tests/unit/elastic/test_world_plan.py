@@ -114,6 +114,10 @@ def test_processes_stay_in_a_served_world_if_one_can_be_given_up(
     told = {"named": named, "lost": lost}
     found = why_restarted(world, 0, lasts=True, fatal=False, **told)
     assert because in found and bool(found) == bool(because)
+    waiting = why_restarted(
+        world, 0, lasts=True, fatal=False, **told, is_training=False
+    )
+    assert bool(waiting) == bool(lost & {"a"})  # none is in a collective
 
 
 @given(hosts, st.booleans(), st.integers(0, 9))
