@@ -50,14 +50,14 @@ def resnet50_shapes() -> Shapes:
     return [*shapes, (2048, 1000), (1000,)]
 
 
-def require_gpu() -> Any:
-    """The first GPU; ends the program where there is none."""
+def require_gpu(script: str = "gpu_optimizer") -> Any:
+    """The first GPU; ends the program, named `script`, where there is none."""
     import jax
 
     device = jax.devices()[0]
     if device.platform != "gpu":
         raise SystemExit(
-            f"gpu_optimizer: error: this needs a GPU, and jax {jax.__version__} sees "
+            f"{script}: error: this needs a GPU, and jax {jax.__version__} sees "
             f"only {device.platform}. Run it on a machine with one, with "
             "pip install -e '.[gpu]'."
         )
