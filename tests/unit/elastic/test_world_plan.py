@@ -111,13 +111,21 @@ def test_processes_stay_in_a_served_world_if_one_can_be_given_up(
     named: set[str], lost: set[str], because: str
 ) -> None:
     world = new_world(7, ("a", "b"), lasts=True, served=True)
-    told = {"named": named, "lost": lost}
-    found = why_restarted(world, 0, lasts=True, fatal=False, **told)
+
+    def why(is_training: bool) -> str:
+        return why_restarted(
+            *(world, 0),
+            lasts=True,
+            fatal=False,
+            named=named,
+            lost=lost,
+            is_training=is_training,
+        )
+
+    found = why(is_training=True)
     assert because in found and bool(found) == bool(because)
-    waiting = why_restarted(
-        world, 0, lasts=True, fatal=False, **told, is_training=False
-    )
-    assert bool(waiting) == bool(lost & {"a"})  # none is in a collective
+    # If none is in a collective, only the service's loss matters.
+    assert bool(why(is_training=False)) == bool(lost & {"a"})
 
 
 @given(hosts, st.booleans(), st.integers(0, 9))
