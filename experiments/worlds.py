@@ -54,7 +54,7 @@ def run_world(
     processes = []
     try:
         assert service.stdin is not None
-        service.stdin.write(f"{address} {num} {HEARTBEAT_S}\n")
+        service.stdin.write(f"{address} {num} {HEARTBEAT_S} 0\n")
         service.stdin.flush()
         for rank, (own, prefix) in enumerate(zip(arguments, prefixes, strict=True)):
             place = (str(rank), str(num), address)

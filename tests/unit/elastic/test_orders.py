@@ -43,6 +43,7 @@ SOUND: dict[str, dict[str, Any]] = {
     },
     "serve": {"ballot": (7, 3), "server": "a", "size": 11},
     "drained": {"ballot": (7, 3)},
+    "give_up": {"ballot": (7, 3), "places": [2, 5]},
     "keys": {"ballot": (7, 3), "keys": {"cpu:gloo/1,2/0": "0a0b"}},
     "join": {"ballot": (7, 3), "world": {**WORLD, "index": 5}},
     "rehearse": {
