@@ -227,8 +227,8 @@ def _read_varint(message: bytes, at: int) -> tuple[int, int]:
             return value, at
 
 
-def take_place(address: str, index: int) -> None:
-    """Makes a service believe that a process of an open service was replaced.
+def give_up_process(address: str, index: int) -> None:
+    """Makes an open service give up a process: it takes the process for replaced.
 
     Connects in its place, and leaves again. If the process still runs, JAX ends it.
     The processes that share collectives with it leave them with an error.
@@ -257,7 +257,8 @@ def know_processes(indices: Sequence[int], timeout_s: float) -> None:
 
     On GPUs XLA gives up a collective once a process in it has died, if it knew of this
     life of the process. Waits until all processes in `indices` have called this
-    function; this process must be connected to the same service.
+    function; this process must be connected to the same service. JAX gives no limit for
+    those that are connected and do not call it: the agent ends a trainer that waits.
 
     Args:
         indices: indices of the processes, with this one.

@@ -525,7 +525,9 @@ class Agent:
                 **{name: message[name] for name in ("ballot", "server", "size")}
             )
         elif message["op"] == "give_up":
-            self._service.give_up(message["places"])
+            # A late order of a former leader could name places of a newer formation.
+            if tuple(message["ballot"]) >= self._follower.ballot:
+                self._service.give_up(message["places"])
         else:
             self._follower.obey(message)
 

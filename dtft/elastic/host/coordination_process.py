@@ -28,7 +28,7 @@ def main() -> None:
     for line in sys.stdin:
         for place in line.split():
             try:
-                _jax_internals.take_place(address, int(place))
+                _jax_internals.give_up_process(address, int(place))
             except Exception:  # the others' agents end those that do not leave
                 traceback.print_exc()
     del service

@@ -181,11 +181,11 @@ class Rendezvous:
         self._because = self._why_restarted(whys, named)
         self._keep = 0 if self._because else self.world.number
         self._journal.event("forming", reason=texts, ballot=ballot, keeps=self._keep)
-        self._given_up = named if given_up(self.world, named) else set()
+        places = given_up(self.world, named) if self._keep else []
+        self._given_up = named if places else set()
         if not self._keep:
             self._end_world()
-        elif self._given_up:
-            places = given_up(self.world, named)
+        elif places:
             self._send(self.world.server, "give_up", ballot=ballot, places=places)
         self._storage.look()
         self.enter("gathering", self._config.timeouts.restore)
@@ -604,11 +604,7 @@ class Rendezvous:
             members = round_.members(self._keep)
             world = replace(self.world, indices=sound(members, self.world.size, slots))
             usable = {record.host for record in self._registry.usable()}
-            found = (
-                swapped(world, slots, world.indices)
-                if not world.server or world.server in usable
-                else f"{world.server}, which served the trainers' processes, is gone"
-            )
+            found = swapped(world, slots, world.indices, usable)
             if isinstance(found, WorldPlan):
                 return found
             self._because = found

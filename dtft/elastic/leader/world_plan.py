@@ -128,10 +128,10 @@ def why_restarted(
         world: the world of the last formation.
         swaps: number of formations in it since one has trained.
         lasts: whether worlds of this job last.
+        fatal: whether the same processes would fail again.
         named: the hosts that the reasons of the round name: lost, failed, or leaving.
         lost: those of them that are lost.
         is_training: whether processes may be in collectives.
-        fatal: whether the same processes would fail again.
 
     >>> world = new_world(1, ("a", "b"), lasts=True)
     >>> why_restarted(world, 1, lasts=True, fatal=False)
@@ -162,8 +162,8 @@ def why_restarted(
 def given_up(world: WorldPlan, named: Collection[str]) -> list[int]:
     """Returns the places whose processes the coordination service is to give up.
 
-    The processes in other places can then leave their collectives. Nothing is released
-    in a world whose processes have services of their own.
+    The processes in other places can then leave their collectives. None is given up in
+    a world whose processes have services of their own.
 
     Args:
         world: the world of the last formation.
@@ -178,7 +178,10 @@ def given_up(world: WorldPlan, named: Collection[str]) -> list[int]:
 
 
 def swapped(
-    world: WorldPlan, slots: Sequence[str], members: Collection[str]
+    world: WorldPlan,
+    slots: Sequence[str],
+    members: Collection[str],
+    usable: Collection[str] = (),
 ) -> WorldPlan | str:
     """Decides whether the next formation can be made in the same world.
 
@@ -186,6 +189,7 @@ def swapped(
         world: the world.
         slots: the host of each slot in the next formation.
         members: the hosts whose processes are in the world and without a slot now.
+        usable: the hosts that may have a slot; only a usable host can serve the world.
 
     Returns:
         The world with a place for every host in `slots`; or the reason why a new world
@@ -201,6 +205,8 @@ def swapped(
     """
     if not set(slots) & set(members):
         return "no process of the slots is left in the world"
+    if world.server and world.server not in usable:
+        return f"{world.server}, which served the trainers' processes, is gone"
     if not world.server and world.turn + 1 >= TURNS:
         return f"the world has had its {TURNS} formations"
     indices = {

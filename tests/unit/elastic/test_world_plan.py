@@ -85,10 +85,16 @@ def test_a_served_world_has_as_many_turns_as_it_needs() -> None:
     world = new_world(7, ("a", "b"), lasts=True, served=True)
     for turn in range(3 * TURNS):
         assert world.turn == turn
-        found = swapped(world, ("a", "b"), {"a", "b"})
+        found = swapped(world, ("a", "b"), {"a", "b"}, {"a", "b"})
         assert isinstance(found, WorldPlan)
         world = found
     assert world.server == "a"
+
+
+def test_a_served_world_ends_with_its_server() -> None:
+    world = new_world(7, ("a", "b"), lasts=True, served=True)
+    found = swapped(world, ("b", "c"), {"b"}, {"b", "c"})
+    assert found == "a, which served the trainers' processes, is gone"
 
 
 def test_only_a_served_world_gives_up_processes() -> None:
