@@ -20,7 +20,8 @@ import pytest
 from dtft.checkpoint.state.digests import chunk_digests
 from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
 from dtft.checkpoint.storage.directory import StorageTier, load_numpy
-from tests.support.exporting import Process
+from tests.support.exporting import Process, opening, saving
+from tests.support.states import layout
 
 pytestmark = [
     pytest.mark.timeout(240),
@@ -144,6 +145,29 @@ def test_read_only(storage: Path, start: Callable[[], Exporting]) -> None:
     run("mount", "-o", "remount,rw", storage)
     assert exporter.save(3)["ok"]
     assert offered(storage, exporter.arena) == (1, 3)
+
+
+READ_ONLY = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_read_only_for_one_of_two(
+    failing: int, tmp_path: Path, storage: Path, free_port: int
+) -> None:
+    # The other process waits for the failing one, which must answer all the same.
+    alone = ("unshare", "--mount", "sh", "-c", READ_ONLY, str(storage))
+    with contextlib.ExitStack() as stack:
+        exporters = [Process(*alone * (rank == failing)) for rank in (0, 1)]
+        for rank, exporter in enumerate(exporters):
+            stack.callback(exporter.end)
+            message = opening(tmp_path, layout(), rank, slot=rank, world=2)
+            exporter.send(**message | {"coordinator": f"localhost:{free_port}"})
+        assert all(exporter.answer()["ok"] for exporter in exporters)
+        for rank, exporter in enumerate(exporters):
+            exporter.send(**saving(tmp_path, layout(), rank, 1))
+        answer = exporters[failing].answer()
+        assert not answer["ok"] and "ead-only file system" in answer["error"], answer
+        assert offered(storage, tmp_path) == ()
 
 
 def hold_while_writing(exporter: Exporting, storage: Path, first: int) -> int:

@@ -16,9 +16,9 @@ CHUNK = 64
 class Process:
     """One exporter, spoken to line by line."""
 
-    def __init__(self) -> None:
+    def __init__(self, *wrapper: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "dtft.checkpoint.storage.exporter"],
+            [*wrapper, sys.executable, "-m", "dtft.checkpoint.storage.exporter"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

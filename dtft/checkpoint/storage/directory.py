@@ -33,6 +33,10 @@ from dtft.checkpoint.storage.orbax_manager import OpenedDirectory
 from dtft.checkpoint.storage.stored_steps import CheckpointUnreadable, StoredSteps
 
 
+BACKGROUND_S = 300
+"""Limit of the background part of one save, in seconds."""
+
+
 class WrittenByAnother(RuntimeError):
     """Storage has a step of the same number, but with other contents."""
 
@@ -49,18 +53,20 @@ class StorageTier:
         directory: Path | str,
         *,
         max_to_keep: int | None = 3,
-        timeout_s: int = 300,
         read_only: bool = False,
         scored: bool = False,
+        background: bool = True,
     ) -> None:
         """Stores the options; Orbax opens the directory at the first save or deletion.
 
         Args:
             directory: directory of the steps; the first save creates it.
             max_to_keep: number of the newest steps that a save keeps; None keeps all.
-            timeout_s: limit of the asynchronous part of one save, in seconds.
             read_only: whether saves are refused.
             scored: whether Orbax also writes the metrics of a step.
+            background: whether a save returns before the step is complete. In a world
+                of several processes, a process whose part of a save fails in the
+                background reports the error only after all others have ended theirs.
 
         Raises:
             ValueError: `max_to_keep` is below 1.
@@ -75,7 +81,8 @@ class StorageTier:
         self._read_only = read_only
         self._stored = StoredSteps(self.directory)
         self._opened = OpenedDirectory(
-            self.directory, orbax_options(max_to_keep, timeout_s, scored=scored)
+            self.directory,
+            orbax_options(max_to_keep, scored=scored, background=background),
         )
 
     def save(
@@ -244,7 +251,10 @@ def load_numpy(directory: Path | str, step: int) -> dict[str, np.ndarray]:
 
 
 def orbax_options(
-    max_to_keep: int | None, timeout_s: int, *, scored: bool = False
+    max_to_keep: int | None,
+    *,
+    scored: bool = False,
+    background: bool = True,
 ) -> ocp.CheckpointManagerOptions:
     """Makes the options of an Orbax manager; arguments: see `StorageTier`."""
     return ocp.CheckpointManagerOptions(
@@ -253,7 +263,8 @@ def orbax_options(
         # Orbax writes metrics only if it has a `best_fn`. The process with the user's
         # function decides which steps are deleted.
         best_fn=(lambda metrics: 0.0) if scored else None,
-        async_options=ocp.options.AsyncOptions(timeout_secs=timeout_s),
+        enable_async_checkpointing=background,
+        async_options=ocp.options.AsyncOptions(timeout_secs=BACKGROUND_S),
     )
 
 

@@ -235,8 +235,8 @@ class Opening:
     writers and keeps an existing step. False: a save replaces a step of the same
     number."""
     limit_s: float = 300.0
-    """Limit of the asynchronous part of one Orbax save, in seconds. A save in a shared
-    directory waits for other writers for up to 0.8 of this limit."""
+    """Limit of one save, in seconds. A save in a shared directory waits for other
+    writers for up to 0.8 of this limit."""
 
 
 class Exporter:
@@ -260,8 +260,8 @@ class Exporter:
         self._tier = StorageTier(
             opening.directory,
             max_to_keep=opening.max_to_keep,
-            timeout_s=round(opening.limit_s),
             scored=opening.scored,
+            background=False,  # a failed rank must answer although others wait for it
         )
 
     def save(

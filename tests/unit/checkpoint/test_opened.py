@@ -28,7 +28,7 @@ def test_what_was_given_up_gets_no_name(
         finalize(self, path)
 
     monkeypatch.setattr(ocp.StandardCheckpointHandler, "finalize", slow)
-    opened = OpenedDirectory(epath.Path(directory), orbax_options(3, 60))
+    opened = OpenedDirectory(epath.Path(directory), orbax_options(3))
     args = {
         "state": ocp.args.StandardSave({"w": jnp.ones(3, jnp.float32)}),
         "items": ocp.args.JsonSave({}),
