@@ -514,6 +514,8 @@ def _words(op: Operator, number: int) -> str:
 
 def _seconds(graph: Graph, device: DeviceType, done: Any) -> float:
     op = done.operator
+    if op.unread:
+        return 0.0
     # A compiler fuses cheap operators with their neighbours, without a launch for each.
     launch = 0.0 if op.kind in CHEAP else device.efficiency.launch_s
     return op.trips * (float(computing_s(graph, device, done, {})) + launch)

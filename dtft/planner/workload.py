@@ -412,18 +412,19 @@ def of_loss(
         batch: tree of arrays or shapes; the first dim of each leaf indexes examples.
     """
 
-    def scalar(params: Any, batch: Any) -> jax.Array:
-        value = loss(params, batch)
-        return value[0] if isinstance(value, tuple) else value
+    def with_aux(params: Any, batch: Any) -> tuple[jax.Array, Any]:
+        result = loss(params, batch)
+        return result if isinstance(result, tuple) else (result, ())
 
     def traced(remat: Remat) -> Graph:
         def step(params: Any, optimizer_state: Any, batch: Any) -> Any:
-            prepared = _prepared(scalar, remat, params, batch)
-            gradients = jax.grad(prepared)(params, batch)
+            prepared = _prepared(with_aux, remat, params, batch)
+            differentiated = jax.value_and_grad(prepared, has_aux=True)
+            result, gradients = differentiated(params, batch)
             with jax.numpy_dtype_promotion("standard"):  # stock optax needs it
                 updates, after = optimizer.update(gradients, optimizer_state, params)
                 params = optax.apply_updates(params, updates)
-            return {"params": params, "optimizer": after}
+            return {"params": params, "optimizer": after, "loss": result}
 
         return trace(
             lambda params, optimizer, batch: step(params, optimizer, batch),
@@ -443,14 +444,26 @@ def of_loss(
 
 
 def _prepared(
-    loss: Callable[..., jax.Array], remat: Remat, params: Any, batch: Any
-) -> Callable[..., jax.Array]:
-    """Returns the loss that `make_step` differentiates, with rematerialization."""
+    loss: Callable[..., tuple[jax.Array, Any]], remat: Remat, params: Any, batch: Any
+) -> Callable[..., tuple[jax.Array, Any]]:
+    """Returns the loss that `make_step` differentiates, with rematerialization.
+
+    Args:
+        loss: returns the loss and auxiliary values.
+        remat: the policy; with "none", `loss` is returned.
+        params: tree of arrays or shapes.
+        batch: tree of arrays or shapes.
+    """
     if remat == "none":
         return loss
     program = jax.make_jaxpr(loss)(params, batch)
     run = jaxpr_as_fun(rematerialized(program, POLICIES[remat]))
-    return lambda params, batch: run(*jax.tree.leaves((params, batch)))[0]
+
+    def rematerializing(params: Any, batch: Any) -> tuple[jax.Array, Any]:
+        value, *aux = run(*jax.tree.leaves((params, batch)))
+        return value, aux
+
+    return rematerializing
 
 
 def _workload(

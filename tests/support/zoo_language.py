@@ -33,9 +33,9 @@ from tests.support.zoo_transformers import (
 def llama(
     batch: int = 4, time: int = 2048, width: int = 2048, layers: int = 16,
     heads: int = 32, kv_heads: int = 8, hidden: int = 8192, vocabulary: int = 128_256,
-    remat: bool = True,
+    remat: bool = True, unrolled: bool = False,
 ) -> Model:  # fmt: skip
-    """Grouped queries, rotary positions, SwiGLU, RMSNorm, bfloat16; scanned, remat."""
+    """Grouped queries, rotary positions, SwiGLU, RMSNorm, bfloat16."""
     head = width // heads
 
     def weight(*shape: int) -> jax.ShapeDtypeStruct:
@@ -90,7 +90,11 @@ def llama(
     def loss(params: Any, batch: Any) -> jax.Array:
         x = params["embed"][batch["tokens"]]
         body = jax.checkpoint(layer) if remat else layer
-        x, _ = jax.lax.scan(body, x, params["layers"])
+        if unrolled:
+            for i in range(layers):
+                x, _ = body(x, {name: p[i] for name, p in params["layers"].items()})
+        else:
+            x, _ = jax.lax.scan(body, x, params["layers"])
         logits = norm(x, params["norm"]) @ params["logits"]
         return cross_entropy(logits.astype(jnp.float32), batch["labels"])
 

@@ -32,7 +32,6 @@ from dtft.checkpoint.state import (
 from dtft.checkpoint.storage.orbax_manager import OpenedDirectory
 from dtft.checkpoint.storage.stored_steps import CheckpointUnreadable, StoredSteps
 
-
 BACKGROUND_S = 300
 """Limit of the background part of one save, in seconds."""
 

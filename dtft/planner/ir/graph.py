@@ -118,6 +118,9 @@ class Operator:
     """Dims that this operator needs undivided (sorted along, rolled, indexed)."""
     again: bool = False
     """Whether the operator is recomputed in the backward pass (rematerialized)."""
+    unread: bool = False
+    """Whether nothing needs the results. XLA removes such an operator, so it costs
+    nothing."""
     within: tuple[int, ...] = ()
     """Loops around the operator, outermost first, as indices into `Graph.loops`."""
     name: str = ""
@@ -183,7 +186,7 @@ class Graph:
     @property
     def flops(self) -> float:
         """Operations of a step on all devices, including recomputation."""
-        return sum(op.flops * op.trips for op in self.operators)
+        return sum(op.flops * op.trips for op in self.operators if not op.unread)
 
     def bytes_of(self, operator: Operator) -> int:
         """Returns the bytes that an operator without fusion reads and writes in one

@@ -374,6 +374,8 @@ def group_operators(graph: Graph, alias: Mapping[int, int]) -> tuple[OpGroup, ..
     known = awaited(graph, {n: _waits(op) for n, op in enumerate(graph.operators)})
     last: dict[object, bool] = {}
     for number, operator in enumerate(graph.operators):
+        if operator.unread or not operator.trips:
+            continue
         key = _key(graph, operator, alias)
         operator = across.get(number, operator)
         if operator.kind in CHEAP:

@@ -9,7 +9,7 @@ start, the step and the bound of a counter as literals; otherwise one iteration 
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -60,6 +60,7 @@ class Step:
     within: tuple[int, ...]
     trips: int
     name: str
+    unread: bool = False
 
 
 class Drafts:
@@ -70,6 +71,10 @@ class Drafts:
         self.values: list[Draft] = []
         self.steps: list[Step] = []
         self.loops: list[CountedLoop | None] = []
+        self.needed: set[int] = set()
+        """Values that are needed although no operator reads them: those that a side
+        effect or the condition of a loop or branch reads, and arrays that enter or
+        leave a shard_map."""
         self.endless: Counter[str] = Counter()
         """Bytes that loops with an unknown trip count read and write in a step, by
         primitive. Each of these loops counts as one iteration."""
@@ -127,6 +132,30 @@ class Drafts:
             shape: tuple[int, ...] = getattr(known.aval, "shape", ())
             return self.dims.news(shape)
         return self.values[known].dims
+
+    def drop_unread(self, results: Iterable[int]) -> None:
+        """Marks the operators whose results nothing needs (`Operator.unread`).
+
+        XLA removes them. Differentiation leaves such operators behind, for example the
+        constants of a `jnp.where` whose gradient is zero.
+
+        Args:
+            results: the values that the program returns.
+        """
+        needed, known = self.needed | set(results), -1
+        while len(needed) > known:
+            known = len(needed)
+            for step in reversed(self.steps):
+                if not needed.isdisjoint(step.outputs):
+                    needed.update(step.inputs)
+            for loop in filter(None, self.loops):
+                for before, into, out, after in loop.carried:
+                    if into in needed or after in needed:
+                        needed |= {before, out}
+                needed.update(inner for inner, outer in loop.stacked if outer in needed)
+                needed.update(outer for outer, inner in loop.sliced if inner in needed)
+        for step in self.steps:
+            step.unread = bool(step.outputs) and needed.isdisjoint(step.outputs)
 
     def bytes_since(self, start: int) -> int:
         """Returns the bytes that the operators from number `start` on read and write,
@@ -357,11 +386,14 @@ class Walk:
         written: list[Any] = [atom.aval for atom in eqn.outvars]
         kind, flops = count(name, read, written, eqn.params)
         stack = str(eqn.source_info.name_stack)
+        inputs = tuple(k for k in operands if not isinstance(k, Literal))
+        if eqn.effects:
+            self.found.needed.update(inputs, outputs)
         self.found.steps.append(
             Step(
                 primitive=name,
                 kind=kind,
-                inputs=tuple(k for k in operands if not isinstance(k, Literal)),
+                inputs=inputs,
                 outputs=outputs,
                 flops=flops * frame.members,
                 summed=found.summed,
@@ -416,7 +448,8 @@ class Walk:
         before = [found.held(known) for known in operands[second:]]
         into = [found.copy(index) for index in before]
         start = len(found.steps)
-        self.run(condition, [*operands[:first], *into], inner)
+        (going,) = self.run(condition, [*operands[:first], *into], inner)
+        found.needed.add(found.held(going))
         results = self.run(body, [*operands[first:second], *into], inner)
         out = [found.held(known) for known in results]
         after = found.carried(before, out)
@@ -435,6 +468,7 @@ class Walk:
         """Walks every branch; sets `trips` to 0 for the operators of all branches but
         the branch with the most flops."""
         found, best = self.found, -1.0
+        found.needed.add(found.held(operands[0]))
         results: list[list[int]] = []
         chosen: list[int] = []
         counted: list[Step] = []
@@ -480,6 +514,7 @@ class Walk:
             atoms: the variables of the same arrays after they enter or leave.
             specs: the shard_map's spec of each array.
         """
+        self.found.needed.update(k for k in outside if not isinstance(k, Literal))
         return [
             self.found.value(
                 atom.aval,
@@ -545,6 +580,7 @@ def trace(fn: Callable[..., Any], /, *args: Any, **keywords: Any) -> Graph:
         ends = [walk.found.held(known) for known in outs]
         inputs = dict(zip(_paths(args) + _paths(keywords), ins, strict=True))
         outputs = dict(zip(_paths(result), ends, strict=True))
+        walk.found.drop_unread(ends)
         return _graph(walk.found, inputs, outputs)
 
 
@@ -588,6 +624,7 @@ def _graph(found: Drafts, inputs: dict[str, int], outputs: dict[str, int]) -> Gr
             again=step.again,
             within=step.within,
             name=step.name,
+            unread=step.unread,
         )
         for step in found.steps
     )
