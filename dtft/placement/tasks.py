@@ -12,7 +12,7 @@ from dtft.placement.kernels import Kernels, check_kernels, check_pins, pinned
 from dtft.placement.nodes import Nodes
 from dtft.planner.cluster import DeviceType
 from dtft.planner.cost import computing_s
-from dtft.planner.ir import CHEAP, Graph, Operator, find_repeats
+from dtft.planner.ir import CHEAP, Graph, Operator, find_repeats, moved_bytes
 from dtft.planner.spmd import ShardingAssignment, work_of
 
 Floats = NDArray[np.float64]
@@ -401,6 +401,7 @@ class _Seconds:
         self.types = {device.name: device for device in nodes.devices}
         self.columns = [list(self.types).index(d.name) for d in nodes.devices]
         self._known: dict[Any, Floats] = {}
+        self._moved = moved_bytes(graph)
 
     def of(self, start: int, stop: int) -> Floats:
         """Returns a task's seconds by node, `[nodes]`; infinite where it cannot run.
@@ -435,11 +436,14 @@ class _Seconds:
         arrays = tuple(
             (values[v].shape, values[v].dtype) for v in (*op.inputs, *op.outputs)
         )
-        key = op.primitive, op.flops, op.special, op.trips, arrays
+        own = self.graph.bytes_of(op) * op.trips
+        moved = self._moved.get(number, 0.0) / own if own else 0.0
+        key = op.primitive, op.flops, op.special, op.trips, arrays, moved
         if key not in self._known:
             done = work_of(self.graph, op, ShardingAssignment(axes={}))
+            types = self.types.values()
             self._known[key] = np.array(
-                [_seconds(self.graph, device, done) for device in self.types.values()]
+                [_seconds(self.graph, device, done, moved) for device in types]
             )
         return self._known[key]
 
@@ -512,13 +516,14 @@ def _words(op: Operator, number: int) -> str:
     return f"{op.primitive} (operator {number}, {op.kind}{where})"
 
 
-def _seconds(graph: Graph, device: DeviceType, done: Any) -> float:
+def _seconds(graph: Graph, device: DeviceType, done: Any, moved: float) -> float:
     op = done.operator
     if op.unread:
         return 0.0
     # A compiler fuses cheap operators with their neighbours, without a launch for each.
     launch = 0.0 if op.kind in CHEAP else device.efficiency.launch_s
-    return op.trips * (float(computing_s(graph, device, done, {})) + launch)
+    computing = float(computing_s(graph, device, done, {}, moved=moved))
+    return op.trips * (computing + launch)
 
 
 def _name(graph: Graph, start: int, stop: int) -> str:

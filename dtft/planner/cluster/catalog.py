@@ -28,10 +28,10 @@ from dtft.planner.cluster.hardware import (
 _XLA = "openxla/xla backends/gpu/target_config/specs"
 _SHEET = "data sheet"
 _SCALING = "jax-ml/scaling-book, TPU specs"
-_GPU = Efficiency(e0=0.75, x0=8.0, memory=0.85, fuse=0.5, launch_s=4e-6, misaligned=0.5)
+_GPU = Efficiency(e0=0.75, x0=8.0, memory=0.85, launch_s=4e-6, misaligned=0.5)
 """Efficiency of GPUs. e0 and x0 come from a fit to BigScience runs on A100; the other
 scalars are assumed."""
-_TPU = Efficiency(e0=0.8, x0=0.0, memory=0.85, fuse=0.5, launch_s=1e-6)
+_TPU = Efficiency(e0=0.8, x0=0.0, memory=0.85, launch_s=1e-6)
 """Efficiency of TPUs, assumed. Launches are short, because a TPU program launches its
 operators on the device."""
 _T = 1e12

@@ -116,8 +116,8 @@ class Efficiency:
     """Seconds of one operation of `select_and_scatter_add`, the backward pass of max
     pooling; if 0, `simple_s` takes its place."""
     fuse: float = 0.5
-    """Share of the bytes of unfused element-wise operators that remains after
-    fusion."""
+    """Share of the bytes of unfused element-wise operators that remains after fusion,
+    on CPU. On other devices the kernels are counted (`planner.ir.fusion`)."""
     launch_s: float = 5e-6
     """Seconds to launch one operator."""
     dispatch_s: float = 0.0

@@ -181,7 +181,7 @@ def memory_s(device: DeviceType, num_bytes: Any, *, cold: bool = False) -> Any:
     return moved / (device.memory_bandwidth * efficiency.memory)
 
 
-def unfused_s(
+def elementwise_s(
     device: DeviceType,
     num_bytes: Any,
     simple: Any = 0.0,
@@ -193,17 +193,15 @@ def unfused_s(
     is larger.
 
     Args:
-        device: the device type, with its memory and the share of bytes left by fusion.
-        num_bytes: sum of the bytes that each operator reads and writes without fusion;
-            with `cold`, the bytes after fusion.
+        device: the device type, with its memory.
+        num_bytes: bytes that are read and written after fusion.
         simple: the number of all operations, special functions included.
         special: the number of special functions, such as exp.
         cold: whether the bytes were not used recently, as the state in an optimizer
             update.
     """
     efficiency = device.efficiency
-    share = 1.0 if cold else efficiency.fuse
-    moving = memory_s(device, num_bytes * share, cold=cold)
+    moving = memory_s(device, num_bytes, cold=cold)
     computing = simple * efficiency.simple_s + special * efficiency.special_s
     return np.maximum(moving, computing)
 

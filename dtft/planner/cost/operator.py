@@ -15,9 +15,9 @@ from dtft.planner.cost.collectives import collective_s, hidden, sync_skew_s
 from dtft.planner.cost.compute import (
     convolution_factor,
     element_s,
+    elementwise_s,
     matmul_s,
     memory_s,
-    unfused_s,
 )
 from dtft.planner.cost.mesh_topology import group_of
 from dtft.planner.ir import CHEAP, Graph
@@ -105,6 +105,7 @@ def computing_s(
     sizes: Sizes,
     *,
     cold: bool = False,
+    moved: float = 1.0,
 ) -> Any:
     """Computes the seconds of one execution of an operator on one device.
 
@@ -115,24 +116,32 @@ def computing_s(
         sizes: sizes of the axes.
         cold: whether the operator's bytes were not used recently, as the state in an
             optimizer update.
+        moved: bytes that kernels move for the operator, per byte of its operands and
+            results (`OpGroup.moved`). XLA's CPU backend fuses by other rules: there
+            `Efficiency.fuse` takes its place for cheap operators, and others move all
+            bytes of their operands and results.
     """
     operator = work.operator
+    on_cpu = device.platform == "cpu"
+    own = sum(amount.at(sizes) for amount in (*work.reads, *work.writes))
     dtype = graph.values[operator.inputs[0]].dtype if operator.inputs else "float32"
     if work.sizes:
         rows, columns, depth, batch = (amount.at(sizes) for amount in work.sizes)
         seconds = matmul_s(device, rows, columns, depth, batch, dtype)
-        return seconds + _copying_s(device, work, sizes)
-    moved = sum(amount.at(sizes) for amount in (*work.reads, *work.writes))
+        copied = 0.0 if on_cpu else memory_s(device, own * moved)
+        return seconds + copied + _copying_s(device, work, sizes)
     simple, special = work.flops.at(sizes), work.special.at(sizes)
     if operator.kind in CHEAP:
         across = _across(work, sizes) * device.efficiency.strided_s
-        return unfused_s(device, moved, simple, special, cold=cold) + across
+        share = device.efficiency.fuse if on_cpu and not cold else moved
+        return elementwise_s(device, own * share, simple, special, cold=cold) + across
     each = 1 / (device.peak(dtype) * device.efficiency.e0)
     if work.sides is not None:
         each = each * convolution_factor(device, *(s.at(sizes) for s in work.sides))
     if operator.kind in _ELEMENT_BY_ELEMENT:
         each = element_s(device.efficiency, operator.primitive)
-    seconds = np.maximum(simple * each, memory_s(device, moved, cold=cold))
+    share = 1.0 if on_cpu or operator.kind == "convolution" else moved
+    seconds = np.maximum(simple * each, memory_s(device, own * share, cold=cold))
     return seconds + _copying_s(device, work, sizes)
 
 

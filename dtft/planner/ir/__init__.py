@@ -4,6 +4,7 @@
 * `tracing`: traces a Python function to a graph. `jaxprs`: walks and rebuilds jaxprs.
 * `dim_propagation`: derives the dims of an operator's results from its operands' dims.
   `flops`: classifies operators and counts their operations.
+* `fusion`: finds the kernels of a compiled step, and the bytes that they move.
 * `repeats`: finds equal layers. `op_groups`: groups operators of equal cost. `remat`:
   wraps parts of a loss in `jax.checkpoint`.
 """
@@ -14,6 +15,7 @@ from dtft._lazy import attributes
 
 if TYPE_CHECKING:
     from dtft.planner.ir.flops import COUNTED
+    from dtft.planner.ir.fusion import CHEAP, moved_bytes
     from dtft.planner.ir.graph import (
         CountedLoop,
         Dim,
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
         uncut,
         with_bodies,
     )
-    from dtft.planner.ir.op_groups import CHEAP, OpGroup, group_operators, region
+    from dtft.planner.ir.op_groups import OpGroup, group_operators, region
     from dtft.planner.ir.remat import POLICIES, rematerialized
     from dtft.planner.ir.repeats import (
         LayerStack,
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
 
 _PUBLIC = {
     "CALLS": "jaxprs",
-    "CHEAP": "op_groups",
+    "CHEAP": "fusion",
     "COUNTED": "flops",
     "CountedLoop": "graph",
     "Dim": "graph",
@@ -65,6 +67,7 @@ _PUBLIC = {
     "group_operators": "op_groups",
     "is_var": "jaxprs",
     "item_bits": "graph",
+    "moved_bytes": "fusion",
     "operators": "jaxprs",
     "region": "op_groups",
     "rematerialized": "remat",
@@ -96,6 +99,7 @@ __all__ = [
     "group_operators",
     "is_var",
     "item_bits",
+    "moved_bytes",
     "operators",
     "region",
     "rematerialized",

@@ -9,6 +9,7 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from dtft.planner.ir.flops import SPECIAL
+from dtft.planner.ir.fusion import CHEAP, moved_bytes
 from dtft.planner.ir.graph import Graph, Operator, item_bits
 
 
@@ -310,10 +311,6 @@ def _readers(
 # added up.
 
 
-CHEAP = ("elementwise", "layout", "random")
-"""Kinds of operators that a compiler fuses with their neighbours."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpGroup:
     """A group of operators of equal cost, or of cheap operators over the same dims."""
@@ -330,6 +327,10 @@ class OpGroup:
     waits for the sums (the update may wait)."""
     copies: bool = False
     """Whether the group represents the copies of loops (`loop_copies`)."""
+    moved: float = 1.0
+    """Bytes that the kernels of a GPU or TPU read and write for the group, per byte of
+    the operands and results of its operators (`fusion.moved_bytes`). For products: of
+    copies of operands, beside what products read and write."""
 
     @property
     def uncached(self) -> bool:
@@ -373,6 +374,8 @@ def group_operators(graph: Graph, alias: Mapping[int, int]) -> tuple[OpGroup, ..
     cheap: dict[object, list[Operator]] = defaultdict(list)
     known = awaited(graph, {n: _waits(op) for n, op in enumerate(graph.operators)})
     last: dict[object, bool] = {}
+    moved = moved_bytes(graph)
+    numbers: dict[object, list[int]] = defaultdict(list)
     for number, operator in enumerate(graph.operators):
         if operator.unread or not operator.trips:
             continue
@@ -380,23 +383,40 @@ def group_operators(graph: Graph, alias: Mapping[int, int]) -> tuple[OpGroup, ..
         operator = across.get(number, operator)
         if operator.kind in CHEAP:
             cheap[key].append(operator)
+            numbers[key].append(number)
             continue
         is_last = nobody_waits(operator, known)
         key = key, operator.within if is_last else None
         first.setdefault(key, operator)
         last[key] = is_last
         times[key] += operator.trips
+        numbers[key].append(number)
+    shares = {key: _share(graph, moved, some) for key, some in numbers.items()}
     found = [
-        OpGroup(operator=first[k], times=count, region=region(first[k]), last=last[k])
+        OpGroup(
+            operator=first[k],
+            times=count,
+            region=region(first[k]),
+            last=last[k],
+            moved=shares[k],
+        )
         for k, count in times.items()
     ]
     readers = Counter(index for op in graph.operators for index in set(op.inputs))
     readers.update(graph.outputs.values())
-    found += [
-        _merged(graph, operators, _moved(graph, operators, readers))
-        for operators in cheap.values()
-    ]
+    for key, operators in cheap.items():
+        group = _merged(graph, operators, _moved(graph, operators, readers))
+        fused = group.region == "update"  # its bytes are those after fusion already
+        found.append(group if fused else replace(group, moved=shares[key]))
     return (*found, *_copied(graph, alias))
+
+
+def _share(graph: Graph, moved: Mapping[int, float], numbers: list[int]) -> float:
+    """Returns the bytes that kernels move for operators, per byte of their operands
+    and results."""
+    operators = [graph.operators[number] for number in numbers]
+    own = sum(graph.bytes_of(operator) * operator.trips for operator in operators)
+    return sum(moved.get(number, 0.0) for number in numbers) / own if own else 0.0
 
 
 def _copied(graph: Graph, alias: Mapping[int, int]) -> list[OpGroup]:
@@ -429,7 +449,7 @@ def _moved(
 
     In the update, the operators are one fused loop: only values that enter or leave the
     loop count. In the other regions, all operands and results of each operator count;
-    `Efficiency.fuse` later reduces their bytes.
+    `OpGroup.moved`, or `Efficiency.fuse` on CPU, later reduces their bytes.
     """
     if region(operators[0]) != "update":
         return sum(graph.bytes_of(op) * op.trips for op in operators)

@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from dtft.planner.ir.fusion import CHEAP
 from dtft.planner.ir.graph import Graph, Operator
-from dtft.planner.ir.op_groups import CHEAP, region
+from dtft.planner.ir.op_groups import region
 
 # Equal dims. The forward pass of a traced step contains the operators of the loss in
 # their order, between operators that differentiation adds.
@@ -307,14 +308,14 @@ class _LayerRun:
 
 
 def find_layers(
-    graph: Graph, repeats: tuple[Repeat, ...], seconds: Callable[[Operator], float]
+    graph: Graph, repeats: tuple[Repeat, ...], seconds: Callable[[int], float]
 ) -> LayerStack | None:
     """Finds the layers of a step; None if forward or backward pass has no layers.
 
     Args:
         graph: the step, with its backward pass.
         repeats: its equal blocks (`find_repeats`).
-        seconds: seconds of all executions of an operator together.
+        seconds: seconds of all executions of an operator together, by its number.
     """
     runs = [*_loops(graph), *_repeats(graph, repeats)]
     best: dict[str, _LayerRun] = {}
@@ -328,7 +329,7 @@ def find_layers(
     parts = dict(_parts(graph, forward, backward))
     totals = dict.fromkeys(PARTS, 0.0)
     for number, part in parts.items():
-        totals[part] += seconds(graph.operators[number])
+        totals[part] += seconds(number)
     every = sum(totals.values())
     return LayerStack(
         count=forward.count,

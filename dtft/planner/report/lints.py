@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from dtft.planner import wording
 from dtft.planner.cluster import Cluster
-from dtft.planner.cost import matmul_s, runs, shape_factor
-from dtft.planner.ir import Dim, Graph, OpGroup, item_bits
+from dtft.planner.cost import computing_s, matmul_s, runs, shape_factor
+from dtft.planner.ir import CHEAP, Dim, Graph, OpGroup, item_bits
 from dtft.planner.plan import Plan
 from dtft.planner.report.compare import layered
 from dtft.planner.report.text import little
@@ -198,7 +198,13 @@ class Lint:
     """One finding, with its cost in seconds or bytes if known."""
 
     kind: Literal[
-        "alignment", "tiles", "indivisible", "replicated", "batch", "repeated"
+        "alignment",
+        "tiles",
+        "indivisible",
+        "replicated",
+        "batch",
+        "repeated",
+        "attention",
     ]
     text: str
     cost_s: float = 0.0
@@ -211,11 +217,12 @@ class Lint:
 
 
 def find_lints(decision: Decision) -> tuple[Lint, ...]:
-    """Lists all findings without duplicates: repeated work first, then batches, matmul
-    sizes, indivisible dims and replicated arrays."""
+    """Lists all findings without duplicates: repeated work first, then batches, scores
+    of attention, matmul sizes, indivisible dims and replicated arrays."""
     found = (
         *repeated(decision.plan),
         *batch(decision),
+        *attention(decision),
         *products(decision),
         *indivisible(decision),
         *replicated(decision),
@@ -232,6 +239,8 @@ def products(decision: Decision) -> tuple[Lint, ...]:
     lost: dict[tuple[str, str], float] = defaultdict(float)
     where: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for group, done, sizes in _works(decision):
+        if not done.sizes:
+            continue
         for kind, text, cost_s in _product(decision, group, done, sizes):
             lost[kind, text] += cost_s
             where[kind, text][_name(decision.question.graph, group)] += 1
@@ -251,14 +260,13 @@ def products(decision: Decision) -> tuple[Lint, ...]:
 def _works(
     decision: Decision,
 ) -> Iterable[tuple[OpGroup, OperatorWork, dict[str, Any]]]:
-    """Yields each group of equal matmuls of the plan, its work on one device, and the
-    sizes of the mesh axes."""
+    """Yields each group of equal operators of the plan, its work on one device, and
+    the sizes of the mesh axes."""
     chosen, candidate = decision.found[decision.plan.knobs.remat], decision.candidate
     sizes = {**candidate.mesh, MICRO: candidate.knobs.microbatches}
     division = chosen.priced.division_of(decision.at)
     for group, done in chosen.search.works(division):
-        if done.sizes:
-            yield group, done, sizes
+        yield group, done, sizes
 
 
 def _product(
@@ -294,6 +302,83 @@ def _product(
         sides = " x ".join(f"{n:g}" for n in shape)
         text = f"a matmul of {sides} on a device fills {percent(used)} of its tiles"
         yield "tiles", text, times * takes(*shape) * (1 - used)
+
+
+# ----------------------------------------------------------------- attention
+
+
+def attention(decision: Decision) -> tuple[Lint, ...]:
+    """Finds attention whose scores are arrays in memory, costliest first.
+
+    The scores are the result of a batched matmul, of which rows are reduced (the
+    softmax), and that another batched matmul then contracts. Returns () for CPU, which
+    has no kernel that keeps scores on the chip.
+    """
+    question, device = decision.question, decision.cluster.uniform.device
+    graph = question.graph
+    if device.platform == "cpu":
+        return ()
+    cost_s: dict[tuple[int, ...], float] = defaultdict(float)
+    found = _scores(question)
+    for group, done, sizes in _works(decision):
+        operator = group.operator
+        if operator.kind not in (*CHEAP, "reduction"):
+            continue
+        arrays = (graph.values[i] for i in (*operator.inputs, *operator.outputs))
+        known = found.keys() & {_roots(question, array.dims) for array in arrays}
+        once_s = computing_s(
+            graph, device, done, sizes, cold=group.uncached, moved=group.moved
+        )
+        for dims in known:
+            part = float(once_s) / len(known)
+            cost_s[found[dims]] += part * group.times * runs(done, sizes)
+    step_s = decision.plan.prediction.step_s
+    return tuple(
+        Lint(
+            kind="attention",
+            text=f"scores of {_times(shape)} in all are read and written in memory: "
+            f"up to {seconds(each_s)} of a step ({percent(each_s / step_s)}). A fused "
+            "kernel keeps them on the chip, such as jax.nn.dot_product_attention with "
+            "implementation='cudnn'",
+            cost_s=each_s,
+        )
+        for shape, each_s in sorted(cost_s.items(), key=lambda item: -item[1])
+        if each_s >= LEAST * step_s
+    )
+
+
+def _scores(question: Workload) -> dict[frozenset[int], tuple[int, ...]]:
+    """Finds the shapes of attention scores, by the set of their dims."""
+    graph = question.graph
+    made: dict[frozenset[int], tuple[int, ...]] = {}
+    reduced: set[frozenset[int]] = set()
+    contracted: set[frozenset[int]] = set()
+    for operator in graph.operators:
+        if operator.unread or not operator.inputs:
+            continue
+        first = graph.values[operator.inputs[0]]
+        if operator.kind == "reduction" and len(operator.summed) == 1:
+            reduced.add(_roots(question, first.dims))
+        if operator.kind != "matmul":
+            continue
+        inputs = [graph.values[index] for index in operator.inputs[:2]]
+        result = graph.values[operator.outputs[0]]
+        ranks = sum(len(one.shape) for one in inputs) - 2 * len(operator.contracted[0])
+        if ranks == len(result.shape):  # no matmul of a batch: a projection
+            continue
+        contracted |= {_roots(question, one.dims) for one in inputs}
+        if result.size > max(one.size for one in inputs):
+            shape = (size for size in result.shape if size > 1)
+            made[_roots(question, result.dims)] = tuple(sorted(shape))
+    return {
+        dims: shape
+        for dims, shape in made.items()
+        if dims in reduced and dims in contracted and len(dims) > 2
+    }
+
+
+def _roots(question: Workload, dims: Iterable[int]) -> frozenset[int]:
+    return frozenset(map(question.root, dims))
 
 
 def _name(graph: Graph, group: OpGroup) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 
 from dtft.planner.cluster import DeviceType
 from dtft.planner.cost import SCHEDULES, in_flight, memory_s, pipeline_s, transfers
-from dtft.planner.ir import LayerStack, Operator, Part, find_layers, find_repeats
+from dtft.planner.ir import LayerStack, Part, find_layers, find_repeats, moved_bytes
 from dtft.planner.search.price_table import Message, Prices
 from dtft.planner.search.space import Space
 from dtft.planner.spmd import MICRO, CollectiveOp, ShardedSize, ShardingAssignment, flat
@@ -32,13 +32,16 @@ def layers_of(question: Workload, device: DeviceType) -> LayerStack | None:
             before and after the layers.
     """
     graph = question.graph
+    moved = moved_bytes(graph)
 
-    def seconds(operator: Operator) -> float:
-        moved = float(memory_s(device, graph.bytes_of(operator))) * operator.trips
+    def seconds(number: int) -> float:
+        operator = graph.operators[number]
+        copied = float(memory_s(device, moved.get(number, 0.0)))
         if operator.kind not in ("matmul", "convolution"):
-            return moved * device.efficiency.fuse
+            return copied
         dtype = graph.values[operator.inputs[0]].dtype
-        return max(moved, operator.flops * operator.trips / device.peak(dtype))
+        own = float(memory_s(device, graph.bytes_of(operator))) * operator.trips
+        return copied + max(own, operator.flops * operator.trips / device.peak(dtype))
 
     return find_layers(graph, find_repeats(graph).repeats, seconds)
 

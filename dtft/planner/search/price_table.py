@@ -305,7 +305,13 @@ class Rates:
         return cases, times
 
     def computing(
-        self, graph: Graph, key: Hashable, done: OperatorWork, *, cold: bool
+        self,
+        graph: Graph,
+        key: Hashable,
+        done: OperatorWork,
+        *,
+        cold: bool,
+        moved: float,
     ) -> Table:
         """Computes the seconds of an operator on a device, by case of the points.
 
@@ -318,9 +324,10 @@ class Rates:
             done: the work of the operator.
             cold: whether the operator's bytes were not used recently; see
                 `computing_s`.
+            moved: bytes that kernels move per byte of operands and results.
         """
         one = done.operator
-        key = key, one.flops, one.special, one.strided, one.turned, cold
+        key = key, one.flops, one.special, one.strided, one.turned, cold, moved
         if key not in self._computing:
             columns, repeats = self.columns, repeats_of(done)
             amounts = done.sizes or (*done.reads, *done.writes, done.flops)
@@ -330,7 +337,9 @@ class Rates:
             divisors |= {done.turned_by} if done.turned_by else set()
             cases = columns.divided(divisors)
             device = columns.pool.device
-            seconds = computing_s(graph, device, done, cases.sizes, cold=cold)
+            seconds = computing_s(
+                graph, device, done, cases.sizes, cold=cold, moved=moved
+            )
             for axes in repeats:
                 seconds = seconds * columns.parts(axes)[cases.first]
             self._computing[key] = cases, seconds * np.ones(len(cases.first))
@@ -614,7 +623,11 @@ class Prices:
         group, rates = self.question.groups[key[0]], self.rates
         pattern = self.works.pattern(key)
         computing = rates.computing(
-            self.question.graph, pattern, done, cold=group.uncached
+            self.question.graph,
+            pattern,
+            done,
+            cold=group.uncached,
+            moved=group.moved,
         )
         starts = 0.0 if group.operator.kind in CHEAP else group.times
         known = tuple(sending)

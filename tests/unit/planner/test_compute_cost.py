@@ -11,11 +11,11 @@ from dtft.planner.cluster.catalog import device_type
 from dtft.planner.cluster.hardware import DeviceType, Efficiency
 from dtft.planner.cost.compute import (
     added_s,
+    elementwise_s,
     launch_s,
     matmul_s,
     memory_s,
     shape_factor,
-    unfused_s,
 )
 
 A100 = device_type("a100")
@@ -131,7 +131,7 @@ def test_broadcasting() -> None:
 
 def test_memory_launch_and_what_fusion_leaves() -> None:
     assert memory_s(PLAIN, 1e9) == pytest.approx(1e9 / 0.5e11)
-    assert unfused_s(PLAIN, 1e9) == pytest.approx(0.25 * 1e9 / 0.5e11)
+    assert elementwise_s(PLAIN, 1e9) == pytest.approx(1e9 / 0.5e11)
     assert launch_s(A100, 1000) == pytest.approx(1000 * A100.efficiency.launch_s)
     np.testing.assert_allclose(memory_s(PLAIN, np.array([0, 5e10])), [0, 1])
 
@@ -175,8 +175,8 @@ def test_what_is_in_the_cache_is_fast_unless_it_was_not_used_just_now() -> None:
 
 def test_functions_cost_more_than_the_bytes_they_move() -> None:
     slow = replace(PLAIN, efficiency=replace(PLAIN.efficiency, special_s=1e-9))
-    assert unfused_s(slow, 4e3, simple=1e3) == unfused_s(PLAIN, 4e3)
-    assert unfused_s(slow, 4e3, simple=1e3, special=1e3) == pytest.approx(1e-6)
+    assert elementwise_s(slow, 4e3, simple=1e3) == elementwise_s(PLAIN, 4e3)
+    assert elementwise_s(slow, 4e3, simple=1e3, special=1e3) == pytest.approx(1e-6)
 
 
 def test_a_matrix_by_a_vector_takes_what_reading_it_takes() -> None:

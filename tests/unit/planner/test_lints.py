@@ -3,11 +3,13 @@
 import math
 import re
 
+import optax
 import pytest
 
 from dtft.planner.cluster.topology import Cluster
 from dtft.planner.cost.compute import matmul_s
 from dtft.planner.report.lints import (
+    attention,
     batches,
     find_lints,
     products,
@@ -15,8 +17,10 @@ from dtft.planner.report.lints import (
     undivided,
 )
 from dtft.planner.search.decision import best_of
+from dtft.planner.workload import of_loss
 from tests.support import reading
 from tests.support.deciding_zoo import decision, mlp, question
+from tests.support.zoo import llama
 
 
 def _kinds(found: tuple[object, ...]) -> list[str]:
@@ -108,3 +112,26 @@ def test_a_model_without_faults_has_no_lints_of_these_kinds() -> None:
     assert not {"batch", "repeated", "replicated", "alignment"} & set(
         _kinds(find_lints(found))
     )
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_scores_that_are_written_to_memory(remat: bool) -> None:
+    model = llama(
+        8, time=512, width=256, layers=2, heads=8, kv_heads=4, hidden=512,
+        vocabulary=1024, remat=remat,
+    )  # fmt: skip
+    asked = of_loss(model.loss, optax.sgd(1e-3), model.params, model.batch)
+    decided = best_of(asked, Cluster.parse("h100"), {"remat": "none"})
+    (found,) = attention(decided)
+    assert found.text.startswith("scores of 2x4x8x512x512 in all are read and written")
+    compute_s = decided.plan.prediction.terms["compute"]
+    # Forward: read, written. Backward: two read, one written. Again: as forward.
+    least = 2 * 2 * 4 * 8 * 512**2 * 2 * (7 if remat else 5)
+    device = decided.cluster.uniform.device
+    assert least / device.memory_bandwidth < found.cost_s < compute_s
+    assert found in find_lints(decided)
+    assert attention(best_of(asked, Cluster.parse("cpu"))) == ()
+
+
+def test_a_perceptron_has_no_scores() -> None:
+    assert attention(best_of(mlp(), Cluster.parse("h100"))) == ()

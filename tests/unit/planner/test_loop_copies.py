@@ -1,6 +1,7 @@
 """Stacks that loops read and write are counted: nothing in the program says so."""
 
-from dtft.planner.ir.op_groups import CHEAP, loop_copies
+from dtft.planner.ir.fusion import CHEAP
+from dtft.planner.ir.op_groups import loop_copies
 from dtft.planner.workload import of_loss
 from tests.support.layer_chain import (
     BATCH,

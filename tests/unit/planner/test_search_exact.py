@@ -23,7 +23,7 @@ from dtft.planner.cost.collectives import collective_s
 from dtft.planner.cost.compute import added_s, launch_s
 from dtft.planner.cost.mesh_topology import group_of
 from dtft.planner.cost.operator import MeshSpeeds, computing_s, runs
-from dtft.planner.ir.op_groups import CHEAP
+from dtft.planner.ir.fusion import CHEAP
 from dtft.planner.memory.peak import RESERVE, LivenessTrace, PeakModel, Timeline
 from dtft.planner.search.enumerate import enumerate_space
 from dtft.planner.search.meshes import divisors
@@ -220,7 +220,12 @@ class Everything:
         times = group.times * runs(done, sizes)
         speeds = MeshSpeeds(pool=self.pool, mesh=mesh)
         computing = computing_s(
-            graph, self.pool.device, done, sizes, cold=group.uncached
+            graph,
+            self.pool.device,
+            done,
+            sizes,
+            cold=group.uncached,
+            moved=group.moved,
         )
         sending = alone = 0.0
         together: dict[Joint, float] = defaultdict(float)

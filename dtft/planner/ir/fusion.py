@@ -1,0 +1,422 @@
+"""Fusion: the bytes that the kernels of a GPU or TPU read and write in device memory.
+
+XLA fuses cheap operators into kernels. A kernel reads arrays from memory, computes the
+operators between, and writes one array. The rules that decide which arrays are in
+memory were read from programs that XLA's GPU compiler had compiled
+(`experiments/fused_bytes.py`); no number is fitted:
+
+* Operands and results of products, results of reductions and other costly operators,
+  arrays that loops slice, stack or carry, and results of the program are in memory. All
+  other arrays are computed again by each kernel that needs them.
+* An array that only casts read is written in the dtype of the casts.
+* An array that several kernels need is computed once, if writing and reading it moves
+  fewer bytes than reading what it is computed from in each kernel.
+* A reduction of rows is part of the kernel that reads the same arrays and the reduced
+  rows (layer norm, softmax). It is a kernel of its own if it reduces exponentials or
+  similar functions, and several kernels read the rows.
+* Any other reduction is part of a kernel that reads or writes the same large arrays, if
+  neither waits for the other's result.
+* An operand of a product is copied into another order if its batch dims are not first,
+  or its contracted dims are not next to each other.
+* A scatter changes an array in place. If zeros are scattered into and the result is
+  added to another array, it changes that array.
+* A broadcast that is the same in each iteration of a loop is computed before the loop,
+  and its readers read all of it.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from dtft.planner.ir.flops import SPECIAL
+from dtft.planner.ir.graph import Graph, Operator
+
+CHEAP = ("elementwise", "layout", "random")
+"""Kinds of operators that a compiler fuses with their neighbours."""
+PRODUCTS = ("matmul", "convolution")
+RELABELS = ("reshape", "squeeze", "transpose", "copy", "optimization_barrier", "name")
+"""Operators whose result is their operand in another shape or order."""
+ROW = 16384
+"""Number of elements of the longest row that one kernel reduces and reads again. In
+compiled steps, rows of 16384 had one kernel; rows of 32768 had several."""
+HOISTED = 2**20
+"""Least number of elements of a broadcast that XLA computes before a loop. A smaller
+one costs little either way."""
+_COSTLY = SPECIAL | {"div"}
+"""Functions that XLA does not compute again for several kernels."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Kernel:
+    """A kernel that writes one array."""
+
+    number: int
+    """Number of the operator whose result is written."""
+    value: int
+    """The array that is written."""
+    reads: frozenset[int]
+    """The arrays that are read."""
+    merged: bool = field(default=False)
+    """Whether another kernel does the work on its way."""
+    rows: bool = field(default=False)
+    """Whether the kernel reduces rows on its way."""
+
+
+def moved_bytes(graph: Graph) -> dict[int, float]:
+    """Computes the bytes that kernels read and write in a step, beside products' own.
+
+    The arrays that a product itself reads and writes are not counted, but the copies of
+    its operands into another order are.
+
+    Args:
+        graph: a traced step; sizes are those of all devices together.
+
+    Returns:
+        Map from the number of an operator to the bytes of the kernels that write its
+        results, in all executions of a step. Operators without such kernels are left
+        out.
+
+    >>> import jax
+    >>> from dtft.planner.ir import trace
+    >>> x = jax.ShapeDtypeStruct(4, "f4")
+    >>> graph = trace(lambda x: jax.numpy.tanh(x * 2) + 1, x)
+    >>> moved_bytes(graph)  # one kernel: 16 bytes in, 16 bytes out
+    {2: 32.0}
+    """
+    fusion = _Fusion(graph)
+    found: dict[int, float] = defaultdict(float)
+    for kernel in fusion.kernels():
+        if not kernel.merged:
+            found[kernel.number] += fusion.bytes_of(kernel)
+    for number, num_bytes in fusion.reordered():
+        found[number] += num_bytes
+    return dict(found)
+
+
+class _Fusion:
+    """The arrays of a program that are in memory, and the kernels between them."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.makers: dict[int, Operator] = {}
+        self.readers: dict[int, list[Operator]] = defaultdict(list)
+        for operator in graph.operators:
+            self.makers.update(dict.fromkeys(operator.outputs, operator))
+            if not operator.unread:
+                for index in operator.inputs:
+                    self.readers[index].append(operator)
+        self._results = set(graph.outputs.values())
+        self._varying = {inner for loop in graph.loops for _, inner in loop.sliced}
+        self._varying |= {
+            into for loop in graph.loops for _, into, _, _ in loop.carried
+        }
+        self._into = dict(self._scattered_into())
+        self._sums = {total: into for into, _, total in self._into.values()}
+        self._hoisted = set(self._find_hoisted())
+        self.kept = always = self._find_kept()
+        self._roots: dict[int, frozenset[int]] = {}
+        self._rows: set[int] = set()
+        """Reduced rows that no kernel writes."""
+        for _ in range(2):  # fewer kernels need the operands of what is then kept
+            consumers = self._count_consumers()
+            self.kept = self._resolve(set(always), consumers)
+
+    # Arrays in memory.
+
+    def _resolve(self, kept: set[int], consumers: Mapping[int, int]) -> set[int]:
+        """Finds the roots of all arrays; adds to `kept` what kernels do not compute
+        again, and returns it."""
+        self.kept = kept
+        for operator in self.graph.operators:
+            for index in operator.outputs:
+                self._roots[index] = self._find_roots(operator, index)
+                if not self._is_recomputed(index, consumers[index]):
+                    kept.add(index)
+                    self._roots[index] = frozenset((index,))
+        return kept
+
+    def _count_consumers(self) -> dict[int, int]:
+        """Counts the kernels and products that need each array."""
+        found: dict[int, set[int]] = defaultdict(set)
+        for operator in reversed(self.graph.operators):
+            if operator.unread:
+                continue
+            needs: set[int] = set()
+            for index in operator.outputs:
+                alone = operator.kind in PRODUCTS or self.source(index) in self.kept
+                needs |= {index} if alone else found[index]
+            for index in operator.inputs:
+                found[index] |= needs
+        return defaultdict(int, {index: len(some) for index, some in found.items()})
+
+    def _is_recomputed(self, index: int, consumers: int) -> bool:
+        """Whether kernels compute an array again, as that moves fewer bytes than to
+        write it once and read it in each of them."""
+        if consumers < 2 or index in self.kept or self._roots[index] == {index}:
+            return True
+        values = self.graph.values
+        own = values[index].num_bytes
+        read = sum(values[root].num_bytes for root in self._roots[index])
+        return consumers * read <= read + own + consumers * own
+
+    def _find_kept(self) -> set[int]:
+        kept = set(self._results)
+        for operator in self.graph.operators:
+            if operator.unread or self._relabels(operator):
+                continue
+            if operator.kind not in CHEAP:
+                kept.update(operator.outputs)
+            if operator.kind not in (*CHEAP, "reduction", "gather"):
+                kept.update(operator.inputs)
+        for loop in self.graph.loops:
+            for pair in (*loop.sliced, *loop.stacked, *loop.carried):
+                kept.update(pair)
+        kept = set(map(self.source, kept))
+        for scattered, (into, zeros, total) in self._into.items():
+            kept -= {scattered, self.source(zeros), total}
+            kept.add(self.source(into))
+        return kept | self._hoisted
+
+    def source(self, index: int) -> int:
+        """Returns the array whose elements an array has in another shape or order."""
+        while (maker := self.makers.get(index)) and self._relabels(maker):
+            index = maker.inputs[0]
+        return index
+
+    def _relabels(self, operator: Operator) -> bool:
+        if not operator.inputs:
+            return False
+        values = self.graph.values
+        sizes = values[operator.inputs[0]].size, values[operator.outputs[0]].size
+        same = operator.kind == "reduction" and sizes[0] == sizes[1]
+        return same or operator.primitive in RELABELS
+
+    def _find_roots(self, operator: Operator, index: int) -> frozenset[int]:
+        """Finds the arrays in memory from which a kernel computes an array."""
+        if self._relabels(operator):
+            return self.roots(operator.inputs[0])
+        if index in self._sums:
+            return self.roots(self._sums[index])
+        if index in self.kept:
+            return frozenset((index,))
+        return self.read_by(operator)
+
+    def roots(self, index: int) -> frozenset[int]:
+        """Finds the arrays that a kernel reads for an array of the program."""
+        return self._roots.get(index, frozenset((index,)))
+
+    def read_by(self, operator: Operator) -> frozenset[int]:
+        """Finds the arrays that a kernel reads for the operands of an operator."""
+        return frozenset().union(*map(self.roots, operator.inputs))
+
+    def _scattered_into(self) -> Iterator[tuple[int, tuple[int, int, int]]]:
+        """Yields the result of each scatter into zeros that is then added to an array;
+        and that array, the zeros, and the sum."""
+        for operator in self.graph.operators:
+            if operator.kind != "scatter" or operator.unread or not operator.inputs:
+                continue
+            (made, *_), zeros = operator.outputs, operator.inputs[0]
+            maker, readers = self.makers.get(self.source(zeros)), self.readers[made]
+            if maker is None or maker.primitive != "broadcast_in_dim":
+                continue
+            if len(readers) == 1 and readers[0].primitive in ("add_any", "add"):
+                for into in set(readers[0].inputs) - {made}:
+                    yield made, (into, zeros, readers[0].outputs[0])
+
+    def _find_hoisted(self) -> Iterator[int]:
+        values = self.graph.values
+        for operator in self.graph.operators:
+            if operator.primitive != "broadcast_in_dim" or not operator.within:
+                continue
+            (made,) = operator.outputs
+            large = values[made].size >= HOISTED and not operator.unread
+            if large and not operator.again and self._is_constant(made):
+                yield made
+
+    def _is_constant(self, index: int) -> bool:
+        """Whether an array of a loop's body is the same in each iteration."""
+        if index in self._varying:
+            return False
+        maker = self.makers.get(index)
+        if maker is None or not maker.within:
+            return True
+        return maker.kind in CHEAP and all(map(self._is_constant, maker.inputs))
+
+    # Kernels.
+
+    def kernels(self) -> list[Kernel]:
+        """Lists the kernels, except products, in the order of the program."""
+        found = [
+            Kernel(number=number, value=index, reads=self.read_by(operator))
+            for number, operator in enumerate(self.graph.operators)
+            if operator.trips and not operator.unread and operator.kind not in PRODUCTS
+            for index in operator.outputs
+            if index in self.kept and not self._relabels(operator)
+        ]
+        readers: dict[int, list[Kernel]] = defaultdict(list)
+        for kernel in found:
+            for index in kernel.reads:
+                readers[index].append(kernel)
+        for kernel in reversed(found):
+            kernel.merged = self._is_merged(kernel, readers[kernel.value])
+        self._merge_columns(found, readers)
+        return found
+
+    def _merge_columns(
+        self, kernels: Iterable[Kernel], readers: Mapping[int, list[Kernel]]
+    ) -> None:
+        """Merges reductions into kernels that read, or write, the same large arrays."""
+        values = self.graph.values
+        writers = {kernel.value: kernel for kernel in kernels}
+        for kernel in kernels:
+            operator = self.graph.operators[kernel.number]
+            if kernel.merged or operator.kind != "reduction" or not kernel.reads:
+                continue
+            size = values[kernel.value].size
+            large = {index for index in kernel.reads if values[index].size > size}
+            if not large:
+                continue
+            near = [*readers[min(large)], *filter(None, map(writers.get, large))]
+            kernel.merged = any(
+                other is not kernel
+                and not (other.merged or other.rows)
+                and self._size(other) == self._size(kernel)
+                and large <= other.reads | {other.value}
+                and kernel.value not in other.reads
+                and other.value not in kernel.reads - large
+                for other in near
+            )
+
+    def _size(self, kernel: Kernel) -> int:
+        """Returns the number of elements that a kernel's loop runs over; 0 for kernels
+        that do not run over all elements of their operands."""
+        operator = self.graph.operators[kernel.number]
+        if operator.kind in CHEAP:
+            return self.graph.values[kernel.value].size
+        if operator.kind == "reduction":
+            return self.graph.values[operator.inputs[0]].size
+        return 0
+
+    def _is_merged(self, kernel: Kernel, readers: Iterable[Kernel]) -> bool:
+        """Whether kernels that read reduced rows also reduce them."""
+        operator = self.graph.operators[kernel.number]
+        if not self._reduces_rows(operator):
+            return False
+        values = self.graph.values
+        size = values[kernel.value].size
+        large = {index for index in kernel.reads if values[index].size > size}
+        own = [reader for reader in readers if not reader.merged]
+        fitting = [one for one in readers if large <= one.reads | {one.value}]
+        if not fitting or (len(own) > 1 and self._is_costly(operator)):
+            return False
+        for reader in fitting:
+            reader.rows = True
+        self._rows.add(kernel.value)
+        return True
+
+    def _reduces_rows(self, operator: Operator) -> bool:
+        if operator.kind != "reduction" or not operator.inputs:
+            return False
+        values = self.graph.values
+        before = values[operator.inputs[0]].shape
+        after = values[operator.outputs[0]].shape
+        if before[: len(after)] != after or math.prod(after) == 1:
+            return False
+        return math.prod(before[len(after) :]) <= ROW
+
+    def _is_costly(self, operator: Operator) -> bool:
+        """Whether a kernel computes exponentials or similar functions of all elements
+        for an operator."""
+        values = self.graph.values
+        size = values[operator.inputs[0]].size
+        seen, open_ = set[int](), list(operator.inputs)
+        while open_:
+            index = open_.pop()
+            maker = self.makers.get(index)
+            if index in seen or index in self.kept or maker is None:
+                continue
+            seen.add(index)
+            if values[index].size == size:
+                if maker.primitive in _COSTLY:
+                    return True
+                open_ += maker.inputs
+        return False
+
+    def bytes_of(self, kernel: Kernel) -> float:
+        """Computes the bytes of a kernel in all executions of a step."""
+        values = self.graph.values
+        operator = self.graph.operators[kernel.number]
+        written = self._written(kernel.value)
+        trips = 1 if kernel.value in self._hoisted else operator.trips
+        if operator.kind == "scatter":  # indices and updates; elements read and written
+            return 3.0 * values[operator.inputs[-1]].num_bytes * trips
+        read = [values[index].num_bytes for index in kernel.reads - self._rows]
+        if operator.kind == "gather":
+            size = values[kernel.value].num_bytes
+            return float(trips * (written + sum(min(size, one) for one in read)))
+        return float(trips * (written + sum(read)))
+
+    def _written(self, index: int) -> int:
+        """Returns the bytes of an array in memory, in the dtype that is kept."""
+        own, readers = self.graph.values[index].num_bytes, self.readers[index]
+        if index in self._results or not readers:
+            return own
+        if any(one.primitive != "convert_element_type" for one in readers):
+            return own
+        casts = (self.graph.values[one.outputs[0]].num_bytes for one in readers)
+        return min(own, max(casts))
+
+    # Copies of operands.
+
+    def reordered(self) -> Iterator[tuple[int, float]]:
+        """Yields each product that reads a copy of an operand, and the copy's bytes.
+
+        An array that several products read in one order is copied once, for the first.
+        """
+        seen: set[tuple[int, bool]] = set()
+        for number, operator in enumerate(self.graph.operators):
+            if operator.kind != "matmul" or operator.unread or len(operator.inputs) < 2:
+                continue
+            made = self.graph.values[operator.outputs[0]]
+            operands = operator.inputs[:2]
+            ranks = sum(len(self.graph.values[index].shape) for index in operands)
+            batch = ranks - 2 * len(operator.contracted[0]) - len(made.shape)
+            for index, summed in zip(operands, operator.contracted, strict=True):
+                key = self.source(index), batch > 0
+                if key in seen or self._in_order(index, made.dims[:batch], summed):
+                    continue
+                seen.add(key)
+                yield number, 2.0 * self.graph.values[index].num_bytes * operator.trips
+
+    def _in_order(
+        self, index: int, batch: tuple[int, ...], summed: tuple[int, ...]
+    ) -> bool:
+        """Whether an operand's elements lie in an order that products read in place:
+        batch dims first, contracted dims next to each other and in their order."""
+        value = self.graph.values[index]
+        first: list[int] = []
+        for dim in batch:
+            places = range(len(value.dims))
+            first += [p for p in places if value.dims[p] == dim and p not in first][:1]
+        rest = [p for p in range(len(value.dims)) if p not in (*first, *summed)]
+        order = [p for p in self._order(index) if value.shape[p] > 1]
+        for wanted in ((*first, *rest, *summed), (*first, *summed, *rest)):
+            if [p for p in wanted if value.shape[p] > 1] == order:
+                return True
+        return False
+
+    def _order(self, index: int) -> list[int]:
+        """Returns the positions of an array's dims, in the order of memory."""
+        value, maker = self.graph.values[index], self.makers.get(index)
+        if maker is None or maker.primitive != "transpose":
+            return list(range(len(value.dims)))
+        before = self.graph.values[maker.inputs[0]]
+        free, order = list(range(len(value.dims))), []
+        for dim, size in zip(before.dims, before.shape, strict=True):
+            place = next(
+                p for p in free if (value.dims[p], value.shape[p]) == (dim, size)
+            )
+            free.remove(place)
+            order.append(place)
+        return order
