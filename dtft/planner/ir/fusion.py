@@ -40,9 +40,6 @@ RELABELS = ("reshape", "squeeze", "transpose", "copy", "optimization_barrier", "
 ROW = 16384
 """Number of elements of the longest row that one kernel reduces and reads again. In
 compiled steps, rows of 16384 had one kernel; rows of 32768 had several."""
-HOISTED = 2**20
-"""Least number of elements of a broadcast that XLA computes before a loop. A smaller
-one costs little either way."""
 _COSTLY = SPECIAL | {"div"}
 """Functions that XLA does not compute again for several kernels."""
 
@@ -185,7 +182,7 @@ class _Fusion:
         return index
 
     def _relabels(self, operator: Operator) -> bool:
-        if not operator.inputs:
+        if not operator.inputs or not operator.outputs:  # a print has no result
             return False
         values = self.graph.values
         sizes = values[operator.inputs[0]].size, values[operator.outputs[0]].size
@@ -225,13 +222,11 @@ class _Fusion:
                     yield made, (into, zeros, readers[0].outputs[0])
 
     def _find_hoisted(self) -> Iterator[int]:
-        values = self.graph.values
         for operator in self.graph.operators:
             if operator.primitive != "broadcast_in_dim" or not operator.within:
                 continue
             (made,) = operator.outputs
-            large = values[made].size >= HOISTED and not operator.unread
-            if large and not operator.again and self._is_constant(made):
+            if not (operator.unread or operator.again) and self._is_constant(made):
                 yield made
 
     def _is_constant(self, index: int) -> bool:

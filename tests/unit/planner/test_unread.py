@@ -113,4 +113,4 @@ def test_compute_of_a_device_stays_with_its_examples(form: str, remat: str) -> N
         pins: Any = {"replica": devices, "microbatches": 1, "remat": remat}
         cluster = Cluster.parse(f"{devices // 8}x8xH100")
         seconds.append(decide(asked, cluster, pins).plan.prediction.terms["compute"])
-    assert np.allclose(seconds, seconds[0], rtol=1e-3)
+    assert np.allclose(seconds, seconds[0], rtol=0.005)
