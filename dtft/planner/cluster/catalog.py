@@ -6,6 +6,7 @@ measurements of `dtft calibrate`.
 """
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NoReturn
@@ -20,14 +21,20 @@ from dtft.planner.cluster.hardware import (
     Platform,
 )
 
-# Device types. Peaks are dense (no sparsity). Sizes, cores and bandwidths of most
-# NVIDIA devices come from XLA's target descriptions. Where the product differs
-# (MI300X), the data sheet counts.
+# Device types. Peaks are dense (no sparsity), and with float32 sums where a card has
+# another peak for these. A sheet of a superchip or a rack is divided by its number of
+# GPUs. Sizes, cores and bandwidths of most NVIDIA devices come from XLA's target
+# descriptions. Where the product differs (MI300X, MI355X), the data sheet counts.
+# "Published copies" are tables in public repositories and on pages about the product
+# that name the sheet as their source.
 
 
 _XLA = "openxla/xla backends/gpu/target_config/specs"
 _SHEET = "data sheet"
 _SCALING = "jax-ml/scaling-book, TPU specs"
+_STAS_ACC = "stas00/ml-engineering compute/accelerator/README.md"
+_TPU7X = "Google Cloud documentation, TPU7x (Ironwood)"
+_COPIES = "in published copies"
 _GPU = Efficiency(e0=0.75, x0=8.0, memory=0.85, launch_s=4e-6, misaligned=0.5)
 """Efficiency of GPUs. e0 and x0 come from a fit to BigScience runs on A100; the other
 scalars are assumed."""
@@ -62,9 +69,16 @@ def _gpu(
 
 
 def _tpu(
-    name: str, bfloat16: float, int8: float, gib: int, bandwidth: float, lanes: int
+    name: str,
+    bfloat16: float,
+    narrow: Mapping[str, float],
+    gib: int,
+    bandwidth: float,
+    lanes: int,
+    source: str = f"{_SCALING}; cloud.google.com/tpu/docs",
 ) -> DeviceType:
-    peaks = {"bfloat16": bfloat16, "float32": bfloat16, "int8": int8}
+    """Builds a type of TPU; `narrow` has the peaks of dtypes of one byte."""
+    peaks = {"bfloat16": bfloat16, "float32": bfloat16, **narrow}
     return DeviceType(
         name=name,
         platform="tpu",
@@ -73,7 +87,7 @@ def _tpu(
         memory_bandwidth=bandwidth,
         tile=(8, lanes, lanes),
         efficiency=_TPU,
-        source=f"{_SCALING}; cloud.google.com/tpu/docs; float32: one bfloat16 pass",
+        source=f"{source}; float32: one bfloat16 pass",
     )
 
 
@@ -90,6 +104,31 @@ _B200 = {
     "bfloat16": 2250, "float16": 2250, "float32": 1125, "float64": 37, "int8": 4500,
     "float8_e4m3fn": 4500, "float4_e2m1fn": 9000,
 }  # fmt: skip
+_GB200 = {
+    "bfloat16": 2500, "float16": 2500, "float32": 1250, "float64": 40, "int8": 5000,
+    "float8_e4m3fn": 5000, "float4_e2m1fn": 10000,
+}  # fmt: skip
+# By its sheet, Blackwell Ultra is slow in int8 and float64.
+_GB300 = {
+    "bfloat16": 2500, "float16": 2500, "float32": 1250, "float64": 1.3, "int8": 165,
+    "float8_e4m3fn": 5000, "float4_e2m1fn": 15000,
+}  # fmt: skip
+_L4 = {
+    "bfloat16": 121, "float16": 121, "float32": 60, "float64": 0.5, "int8": 242.5,
+    "float8_e4m3fn": 242.5,
+}  # fmt: skip
+_L40S = {
+    "bfloat16": 362.05, "float16": 362.05, "float32": 183, "float64": 1.4, "int8": 733,
+    "float8_e4m3fn": 733,
+}  # fmt: skip
+_5090 = {
+    "bfloat16": 209.5, "float16": 209.5, "float32": 104.8, "float64": 1.637,
+    "int8": 838, "float8_e4m3fn": 419, "float4_e2m1fn": 1676,
+}  # fmt: skip
+_PRO_6000 = {
+    "bfloat16": 503.8, "float16": 503.8, "float32": 251.9, "float64": 1.97,
+    "int8": 1010, "float8_e4m3fn": 1010, "float4_e2m1fn": 2020,
+}  # fmt: skip
 _4090 = {
     "bfloat16": 165.2, "float16": 165.2, "float32": 82.6, "float64": 1.29,
     "int8": 660.6, "float8_e4m3fn": 330.3,
@@ -99,7 +138,20 @@ _MI300X = {
     "int8": 2614.9, "float8_e4m3fnuz": 2614.9, "float8_e4m3fn": 2614.9,
 }  # fmt: skip
 
+_MI355X = {
+    "bfloat16": 2500, "float16": 2500, "float32": 157.3, "float64": 78.6, "int8": 5000,
+    "float8_e4m3fn": 5000, "float4_e2m1fn": 10100,
+}  # fmt: skip
+
 _ALL = (
+    _gpu(
+        "t4",
+        {"float16": 65, "float32": 8.1, "float64": 0.25, "int8": 130, "bfloat16": 8.1},
+        15_828_254_720, 320e9, 40,
+        f"{_SHEET} T4 {_COPIES}; float64, 320 GB/s: Google Cloud's table of GPUs; "
+        "cores, 15095 MiB: as CUDA reports them; it has no bfloat16",
+        tile=(128, 128, 32),
+    ),
     _gpu(
         "v100", {"float16": 125, "float32": 15.7, "float64": 7.8, "bfloat16": 15.7},
         16_935_682_048, 898.048e9, 80,
@@ -131,6 +183,48 @@ _ALL = (
         f"{_XLA}/b200.txtpb; peaks: {_SHEET} HGX B200",
     ),
     _gpu(
+        "gh200", _H100, 96_000_000_000, 4000e9, 132,
+        "JUPITER Booster configuration, Juelich: 96 GB HBM3, 4 TB/s, 132 SMs; peaks of "
+        f"the H100 SXM: {_STAS_ACC}",
+    ),
+    _gpu(
+        "gb200", _GB200, 197_897_748_480, 7928.064e9, 152,
+        f"{_XLA}/gb200.txtpb; peaks: {_SHEET} GB200 NVL72 {_COPIES}, and {_STAS_ACC}",
+    ),
+    _gpu(
+        "gb300", _GB300, 297_021_079_552, 7928.064e9, 152,
+        f"{_XLA}/gb300.txtpb; peaks: {_SHEET} Blackwell Ultra {_COPIES}, and "
+        f"{_STAS_ACC}",
+    ),
+    _gpu(
+        "l4", _L4, 24_000_000_000, 300e9, 58,
+        f"{_SHEET} L4 {_COPIES}: 24 GB, 300 GB/s, 7424 CUDA cores, 128 in an SM; peaks "
+        "half of those with sparsity",
+    ),
+    _gpu(
+        "l40s", _L40S, 48_000_000_000, 864e9, 142,
+        f"{_SHEET} L40S {_COPIES}: 48 GB, 864 GB/s, 18176 CUDA cores, 128 in an SM",
+    ),
+    # Its peaks for int8 and float64 are left out: no source was at hand.
+    _gpu(
+        "a10g", {"bfloat16": 70, "float16": 70, "float32": 35},
+        23_684_186_112, 600e9, 80,
+        f"{_SHEET} NVIDIA A10G of AWS {_COPIES}: peaks, 600 GB/s; cores and 22587 MiB: "
+        "as CUDA reports them",
+    ),
+    _gpu(
+        "rtx5090", _5090, 34_100_000_000, 1792e9, 170,
+        f"whitepaper NVIDIA RTX Blackwell, table 3, {_COPIES}: 32 GB, 1792 GB/s, 170 "
+        "SMs, peaks with float32 sums; float64: TechPowerUp; 31.8 GiB: as CUDA reports "
+        "them",
+    ),
+    _gpu(
+        "rtx-pro-6000", _PRO_6000, 103_079_215_104, 1792e9, 188,
+        f"{_XLA}/rtx6000pro.txtpb; Workstation Edition; peaks: whitepaper NVIDIA RTX "
+        f"PRO Blackwell, table 4, {_COPIES} (bfloat16), hmc-tech's table of the GPU "
+        "(others)",
+    ),
+    _gpu(
         "rtx4090", _4090, 25_200_000_000, 1008e9, 128,
         f"{_SHEET} RTX 4090 (Ada): 24 GB, peaks with float32 sums",
     ),
@@ -138,10 +232,21 @@ _ALL = (
         "mi300x", _MI300X, 205_000_000_000, 5300e9, 304,
         f"{_SHEET} MI300X: 192 GB; float32 without its xf32", platform="rocm",
     ),
-    _tpu("tpu-v4", 275, 275, 32, 1.2e12, 128),
-    _tpu("tpu-v5e", 197, 394, 16, 8.19e11, 128),
-    _tpu("tpu-v5p", 459, 918, 95, 2.765e12, 128),
-    _tpu("tpu-v6e", 918, 1836, 32, 1.638e12, 256),
+    _gpu(
+        "mi355x", _MI355X, 309_000_000_000, 8000e9, 256,
+        f"{_SHEET} MI355X {_COPIES}, and {_STAS_ACC}: 288 GB, 8 TB/s; cores: {_XLA}/"
+        "mi350.txtpb; it has no xf32", platform="rocm",
+    ),
+    _tpu("tpu-v4", 275, {"int8": 275}, 32, 1.2e12, 128),
+    _tpu("tpu-v5e", 197, {"int8": 394}, 16, 8.19e11, 128),
+    _tpu("tpu-v5p", 459, {"int8": 918}, 95, 2.765e12, 128),
+    _tpu("tpu-v6e", 918, {"int8": 1836}, 32, 1.638e12, 256),
+    # JAX has a device for each half of a chip, with its own memory. The chip has 2307
+    # and 4614 TFLOP/s, 192 GiB and 7380 GB/s.
+    _tpu(
+        "tpu-v7x", 1153.5, {"float8_e4m3fn": 2307}, 96, 3.69e12, 256,
+        f"{_TPU7X}, half of a chip; without int8, as JAX's pallas/mosaic/tpu_info.py",
+    ),
     DeviceType(
         name="cpu",
         platform="cpu",
@@ -187,19 +292,31 @@ ALIASES: Mapping[str, str] = {
     "a100-80gb": "a100", "a100-sxm": "a100", "a100-sxm4-80gb": "a100",
     "a100-sxm4-40gb": "a100-40gb", "h100-sxm": "h100", "h100-80gb": "h100",
     "h100-sxm5": "h100", "v100-16gb": "v100", "4090": "rtx4090", "rtx-4090": "rtx4090",
+    "5090": "rtx5090", "rtx-5090": "rtx5090", "rtx-pro-6000-blackwell": "rtx-pro-6000",
+    "gb200-nvl72": "gb200", "gb300-nvl72": "gb300", "gh200-96gb": "gh200",
+    "v7x": "tpu-v7x", "tpu7x": "tpu-v7x", "ironwood": "tpu-v7x",
     "mi300": "mi300x", "v4": "tpu-v4", "v5e": "tpu-v5e", "v5litepod": "tpu-v5e",
     "v5p": "tpu-v5p", "v6e": "tpu-v6e", "trillium": "tpu-v6e",
 }  # fmt: skip
 """Map from other names of device types to the catalog's name."""
 
 KINDS: tuple[tuple[str, str], ...] = (
-    ("TPU v6", "tpu-v6e"), ("TPU v5 lite", "tpu-v5e"), ("TPU v5e", "tpu-v5e"),
-    ("TPU v5", "tpu-v5p"), ("TPU v4", "tpu-v4"), ("B200", "b200"), ("H200", "h200"),
-    ("H100 PCIe", "h100-pcie"), ("H100", "h100"), ("A100-SXM4-40GB", "a100-40gb"),
-    ("A100-PCIE-40GB", "a100-40gb"), ("A100", "a100"), ("V100", "v100"),
-    ("RTX 4090", "rtx4090"), ("MI300X", "mi300x"),
+    ("TPU7x", "tpu-v7x"), ("TPU v6e", "tpu-v6e"), ("TPU v6", "tpu-v6e"),
+    ("TPU v5 lite", "tpu-v5e"), ("TPU v5e", "tpu-v5e"), ("TPU v5p", "tpu-v5p"),
+    ("TPU v5", "tpu-v5p"), ("TPU v4", "tpu-v4"), ("GB300", "gb300"), ("GB200", "gb200"),
+    ("B200", "b200"), ("GH200 480GB", "gh200"), ("GH200 120GB", "gh200"),
+    ("H200", "h200"), ("H100 PCIe", "h100-pcie"), ("H100", "h100"),
+    ("A100-SXM4-40GB", "a100-40gb"), ("A100-PCIE-40GB", "a100-40gb"), ("A100", "a100"),
+    ("A10G", "a10g"), ("L40S", "l40s"), ("L4", "l4"), ("T4", "t4"), ("V100", "v100"),
+    ("RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000"),
+    ("RTX 5090", "rtx5090"), ("RTX 4090", "rtx4090"), ("MI300X", "mi300x"),
+    ("MI355X", "mi355x"),
 )  # fmt: skip
-"""Pairs of a part of JAX's `device_kind` and a device type; the first match counts."""
+"""Pairs of words of JAX's `device_kind` and a device type; the first match counts. The
+number in GH200's kinds is the memory of its CPU; both have 96 GB on the GPU."""
+
+_SLOWER = re.compile(r"laptop|max-q|[45]090 d\b", re.IGNORECASE)
+"""Words of kinds of slower products that have the name of a listed one."""
 
 
 # Links. Bandwidths are for one direction. Published measurements of large collectives
@@ -258,9 +375,35 @@ LINKS: Mapping[str, Link] = {
         "NVLink", 3, 724, f"{_SHEET} B200: 900 GB/s per direction; shares of nvlink-4 "
         f"{_ASSUMED}", 4, all_reduce=900,
     ),
+    "nvlink-4-direct": _link(
+        "NVLink", 3, 362, "JUPITER Booster configuration, Juelich: 4 GH200, 150 GB/s "
+        "per direction between each two; share, latency and half_bytes of nvlink-4, "
+        "without a switch that sums", 4,
+    ),
+    "nvlink-5-rack": _link(
+        "NVLink", 3, 680, f"{_STAS}: all-reduce of 32 GPUs of a GB200 NVL72, 680 GB/s, "
+        "850 where the switch sums; latency and half_bytes of nvlink-5", 4,
+        all_reduce=850,
+    ),
+    "nvlink-c2c": _link(
+        "NVLink", 5, 359, f"{_STAS}: 359 GB/s measured from the CPU to one GPU, of "
+        f"450; latency {_ASSUMED}", 0.1,
+    ),
+    "nvlink-c2c-half": _link(
+        "NVLink", 5, 359, f"nvlink-c2c; {_SHEET} GB200: two GPUs have one Grace CPU, "
+        "and share its memory", 0.1, shared_by=2,
+    ),
     "infinity-fabric-3": _link(
         "NVLink", 5, 315, f"{_SHEET} MI300X: 7 links of 64 GB/s per direction; 70 % "
         f"{_ASSUMED}; direct links, like NVLink", 4,
+    ),
+    "infinity-fabric-4": _link(
+        "NVLink", 5, 375, f"{_STAS}: MI355X, 7 links of 76.5 GB/s per direction; share "
+        "and latency of infinity-fabric-3", 4,
+    ),
+    "ib-800g": _link(
+        "InfiniBand", 6, 96, f"{_SHEET}: ConnectX-8 100 GB/s; share and latency of "
+        "ib-400g", 8,
     ),
     "ib-400g": _link(
         "InfiniBand", 6, 48, f"{_STAS}: 4x8 H200, 381.8 GB/s of 400 at 16 GiB, latency "
@@ -300,6 +443,11 @@ LINKS: Mapping[str, Link] = {
         "PCIe", 12, 12, "RTX 4090 has no peer-to-peer copies: each byte crosses PCIe "
         f"4.0 twice; {_ASSUMED}", 0.5,
     ),
+    "pcie-5-through-host": _link(
+        "PCIe", 12, 24, "RTX 5090 has no peer-to-peer copies (tinygrad/"
+        "open-gpu-kernel-modules issue 29): twice pcie-4-through-host; "
+        f"{_ASSUMED}", 0.5,
+    ),
     "cxl-2": _link("CXL", 0.5, 50, "assumed: x16 64 GB/s raw, 100-200 ns over DRAM; "
         "78 % " + _ASSUMED, 0.01),
     "upi": _link("UPI", 0.5, 60, "assumed: three links, about 60 GB/s", 0.01,
@@ -308,9 +456,15 @@ LINKS: Mapping[str, Link] = {
     "ici-v5e": _link("ICI", 1, 90, f"{_SCALING}: 90 GB/s per axis, both directions"),
     "ici-v5p": _link("ICI", 1, 180, f"{_SCALING}: 180 GB/s per axis, both directions"),
     "ici-v6e": _link("ICI", 1, 180, f"{_SCALING}: 180 GB/s per axis, both directions"),
+    "ici-v7x": _link("ICI", 1, 180, f"{_TPU7X}: 200 GB/s per axis and chip, as v5p; "
+        "share of ici-v5p; two devices of a chip share it", shared_by=2),
+    "chip-v7x": _link("ICI", 1, 540, f"{_TPU7X}: between the devices of a chip, six "
+        "times an ICI link of one axis (here 90 GB/s per direction); latency of ICI"),
     "dcn-v5e": _link("Ethernet", 50, 3.125, f"{_SCALING}: per chip; latency assumed"),
     "dcn-v5p": _link("Ethernet", 50, 6.25, f"{_SCALING}: per chip; latency assumed"),
     "dcn-v6e": _link("Ethernet", 50, 12.5, f"{_SCALING}: per chip; latency assumed"),
+    "dcn-v7x": _link("Ethernet", 50, 12.5, f"{_TPU7X}: 100 Gb/s per chip, which is two "
+        "devices; latency assumed", shared_by=2),
     "pcie-tpu": _link("PCIe", 5, 16, f"{_SCALING}: 16 GB/s per chip"),
     "pcie-v6e": _link("PCIe", 5, 32, f"{_SCALING}: 32 GB/s per chip"),
     "shared-memory": _link(
@@ -341,7 +495,8 @@ class Machine:
     outside: str
     """Link between hosts; for a torus, the link between slices."""
     host_link: str
-    """Link from a device to host memory; empty if the device uses the host's memory."""
+    """Link from a device to host memory; empty if the device uses the host's memory, or
+    if its speed is unknown. The planner then keeps all arrays on the device."""
     host_memory_bytes: int
     """Bytes of memory of one host."""
     torus_dims: int = 0
@@ -350,6 +505,10 @@ class Machine:
     """A torus dimension is a closed ring if its size is a multiple of this number."""
     pod: int = 0
     """The number of devices of the largest torus."""
+    per_chip: int = 1
+    """The number of devices of one chip of a torus."""
+    on_chip: str = ""
+    """Link between the devices of a chip, if a chip has several."""
     source: str
 
 
@@ -373,7 +532,15 @@ def _hosts(
     )
 
 
-def _pod(device: str, per_host: int, memory_gib: int, dims: int, pod: int) -> Machine:
+def _pod(
+    device: str,
+    per_host: int,
+    memory_gib: int,
+    dims: int,
+    pod: int,
+    host_link: str = "pcie-tpu",
+    per_chip: int = 1,
+) -> Machine:
     name = device.removeprefix("tpu-")
     network = {"v4": "dcn-v5p"}.get(name, f"dcn-{name}")
     return Machine(
@@ -381,16 +548,22 @@ def _pod(device: str, per_host: int, memory_gib: int, dims: int, pod: int) -> Ma
         per_host=per_host,
         inside=f"ici-{name}",
         outside=network,
-        host_link="pcie-v6e" if name == "v6e" else "pcie-tpu",
+        host_link=host_link,
         host_memory_bytes=memory_gib * GIB,
         torus_dims=dims,
         ring=16 if dims == 2 else 4,
         pod=pod,
+        per_chip=per_chip,
+        on_chip=f"chip-{name}" if per_chip > 1 else "",
         source="cloud.google.com/tpu/docs; rings: jax-ml/scaling-book",
     )
 
 
 MACHINES: Mapping[str, Machine] = {
+    "t4": _hosts(
+        "t4", "pcie-3", "ethernet-100g", "pcie-3", 512,
+        f"a server of 8 cards; its memory and network {_ASSUMED}",
+    ),
     "v100": _hosts(
         "v100", "nvlink-2", "efa-100g-half", "pcie-3", 512, "DGX-1; network as p4d"
     ),
@@ -412,6 +585,42 @@ MACHINES: Mapping[str, Machine] = {
     "b200": _hosts(
         "b200", "nvlink-5", "ib-400g", "pcie-5", 2048, "DGX B200: 8 x 400 Gb/s"
     ),
+    "gh200": _hosts(
+        "gh200", "nvlink-4-direct", "ib-200g", "nvlink-c2c", 447,
+        "JUPITER Booster configuration, Juelich: 4 GH200, each 120 GB of its CPU and "
+        "200 Gb/s", per_host=4,
+    ),
+    # One NVLink domain counts as a host.
+    "gb200": _hosts(
+        "gb200", "nvlink-5-rack", "ib-400g", "nvlink-c2c-half", 15832,
+        f"{_SHEET} GB200 NVL72 {_COPIES}: 72 GPUs, 36 Grace CPUs with 17 TB; {_STAS}: "
+        "400 Gb/s for each GPU", per_host=72,
+    ),
+    "gb300": _hosts(
+        "gb300", "nvlink-5-rack", "ib-800g", "nvlink-c2c-half", 15832,
+        f"{_SHEET} GB300 NVL72 {_COPIES}: 72 GPUs, 36 Grace CPUs with 17 TB, 800 Gb/s "
+        "for each GPU", per_host=72,
+    ),
+    "l4": _hosts(
+        "l4", "pcie-4", "ethernet-100g", "pcie-4", 512,
+        f"a server of 8 cards; its memory and network {_ASSUMED}",
+    ),
+    "l40s": _hosts(
+        "l40s", "pcie-4", "ethernet-100g", "pcie-4", 1536,
+        f"AWS g6e.48xlarge in torchx's named resources: 8 cards; network {_ASSUMED}",
+    ),
+    "a10g": _hosts(
+        "a10g", "pcie-4", "ethernet-100g", "pcie-4", 512, "AWS g5.48xlarge: 8 cards; "
+        f"its memory and network {_ASSUMED}",
+    ),
+    "rtx5090": _hosts(
+        "rtx5090", "pcie-5-through-host", "ethernet-100g", "pcie-5", 512,
+        f"a server of 8 consumer cards; its memory and network {_ASSUMED}",
+    ),
+    "rtx-pro-6000": _hosts(
+        "rtx-pro-6000", "pcie-5", "ethernet-100g", "pcie-5", 1024,
+        f"a server of 8 cards; its memory and network {_ASSUMED}",
+    ),
     "rtx4090": _hosts(
         "rtx4090", "pcie-4-through-host", "ethernet-100g", "pcie-4", 512,
         "a server of 8 consumer cards",
@@ -419,6 +628,10 @@ MACHINES: Mapping[str, Machine] = {
     "mi300x": _hosts(
         "mi300x", "infinity-fabric-3", "ib-400g", "pcie-5", 2048,
         "8 MI300X, fully connected, 8 x 400 Gb/s",
+    ),
+    "mi355x": _hosts(
+        "mi355x", "infinity-fabric-4", "ib-400g", "pcie-5", 2048,
+        f"8 MI355X, fully connected; 8 x 400 Gb/s and its memory {_ASSUMED}",
     ),
     "cpu": _hosts(
         "cpu", "shared-memory", "tcp-loopback", "", 64, "JAX's CPU devices", per_host=0
@@ -435,7 +648,9 @@ MACHINES: Mapping[str, Machine] = {
     "tpu-v4": _pod("tpu-v4", 4, 407, 3, 4096),
     "tpu-v5e": _pod("tpu-v5e", 8, 512, 2, 256),
     "tpu-v5p": _pod("tpu-v5p", 4, 448, 3, 6144),
-    "tpu-v6e": _pod("tpu-v6e", 8, 1536, 2, 256),
+    "tpu-v6e": _pod("tpu-v6e", 8, 1536, 2, 256, "pcie-v6e"),
+    # Four chips of two devices at a host. No source for its PCIe was at hand.
+    "tpu-v7x": _pod("tpu-v7x", 8, 960, 3, 2 * 9216, "", per_chip=2),
     "selene": _hosts(
         "a100", "nvlink-3", "ib-200g", "pcie-4", 2048,
         "arXiv 2104.04473: 8 x A100 80 GB, 8 x HDR 200 Gb/s",
@@ -524,8 +739,16 @@ def device_type_of_kind(kind: str) -> DeviceType | None:
     >>> device_type_of_kind("NVIDIA H100 80GB HBM3").name
     'h100'
     """
-    found = (name for part, name in KINDS if part.lower() in kind.lower())
-    name = next(found, "cpu" if kind.lower() == "cpu" else None)
+    if kind.lower() == "cpu":
+        return DEVICES["cpu"]
+    if _SLOWER.search(kind):
+        return None
+    words = (
+        name
+        for part, name in KINDS
+        if re.search(rf"(?<![a-z\d]){re.escape(part)}(?![a-z\d])", kind, re.IGNORECASE)
+    )
+    name = next(words, None)
     return None if name is None else DEVICES[name]
 
 
@@ -534,12 +757,32 @@ def unknown(
 ) -> NoReturn:
     """Raises a ValueError that lists the known names.
 
-    The message also suggests the closest of the names `near`, if one is similar.
+    The message also suggests the closest of the names `near`, if one is similar. It
+    suggests no device of another vendor, if the name tells its vendor.
     """
-    close = difflib.get_close_matches(canonical_name(name), list(near), n=1, cutoff=0.5)
+    plain, platform = canonical_name(name), _platform(name)
+    fitting = [n for n in near if platform is None or _platform(n) in (platform, None)]
+    close = difflib.get_close_matches(plain, fitting, n=1, cutoff=0.5)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     raise ValueError(
         f"{what} {name!r} is not in the catalog.{hint} Known: "
         f"{', '.join(sorted(known))}. Others: describe them in a file "
         "(`dtft.planner.cluster.topology`) and give its path."
     )
+
+
+_SERIES: tuple[tuple[str, Platform], ...] = (
+    (r"(amd-|instinct-|radeon-)*(mi|rx-?|gfx)\d", "rocm"),
+    (r"tpu|v\d([a-z-]|$)|ironwood|trillium", "tpu"),
+    (r"(nvidia-|geforce-|tesla-)*(rtx|gtx|g[bh]\d|[abhlpv]\d\d|[lt]\d)", "cuda"),
+)
+"""Pairs of the start of a series' names and its platform, for names that the catalog
+lacks."""
+
+
+def _platform(name: str) -> Platform | None:
+    """Finds the platform of a device's or machine's name; None if it tells none."""
+    known = canonical_name(name)
+    if known in MACHINES:
+        return DEVICES[MACHINES[known].device].platform
+    return next((found for part, found in _SERIES if re.match(part, known)), None)

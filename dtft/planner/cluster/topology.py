@@ -178,9 +178,10 @@ class Cluster:
         Args:
             text: `64x8xH100` (64 hosts of 8 devices), `8xA100` (one host), `512xH100`
                 (hosts of the catalog's size), `h100` (one device), `4x8xv5e` (a torus,
-                its sizes in any order), `48xjean-zay` (48 hosts, each a machine of the
-                catalog), `4x8xH100+4x8xA100` (two pools), or the path of a file. The
-                format of files is described in this module, above `read_cluster_file`.
+                its sizes in any order), `2x4x4x4xv7x` (64 chips of two devices),
+                `48xjean-zay` (48 hosts, each a machine of the catalog),
+                `4x8xH100+4x8xA100` (two pools), or the path of a file. The format of
+                files is described in this module, above `read_cluster_file`.
 
         Raises:
             ValueError: the text or file cannot be read, or the sizes do not fit the
@@ -203,7 +204,7 @@ class Cluster:
         """Builds the cluster of JAX's devices (`jax.devices()`).
 
         Only attributes of the devices are read: platform, device_kind, process_index,
-        and, if present, coords, slice_index and memory_stats().
+        and, if present, coords, core_on_chip, slice_index and memory_stats().
 
         Args:
             devices: devices of one type, equally many on every host.
@@ -359,9 +360,9 @@ def _torus(text: str, sizes: list[int], found: Machine) -> tuple[Level, ...]:
 
     The smallest dimension is innermost, as the coordinates of Google's slices have
     ascending sizes and the first coordinate varies fastest. Leaves out levels of size
-    1.
+    1. Where a chip has several devices, they are a further level, the innermost.
     """
-    dims = found.torus_dims
+    dims = found.torus_dims + (found.per_chip > 1)
     if len(sizes) > dims + 1:
         raise ValueError(
             f"cluster {text!r} has {len(sizes)} sizes, but {found.device} is a torus "
@@ -372,14 +373,29 @@ def _torus(text: str, sizes: list[int], found: Machine) -> tuple[Level, ...]:
         slices, shape = sizes[0], sizes[1:]
     elif len(sizes) <= 1:
         slices, shape = _slices(text, (sizes or [1])[0], found)
-    made = [
+    made, shape = [], sorted(shape)
+    if found.per_chip > 1 and shape[-1] > 1:
+        if found.per_chip not in shape:
+            raise ValueError(
+                f"cluster {text!r}: a chip of {found.device} is {found.per_chip} "
+                f"devices. Allowed: 1 device, an even number, or sizes of which one is "
+                f"{found.per_chip}, such as {found.per_chip}x4x4x4x{found.device}."
+            )
+        shape.remove(found.per_chip)
+        made.append(_chip(found, found.per_chip))
+    made += [
         Level(size=size, link=torus_link(found, size), name=f"torus {number}")
-        for number, size in enumerate(sorted(shape))
+        for number, size in enumerate(shape)
         if size > 1
     ]
     if slices > 1:
         made.append(Level(size=slices, link=link(found.outside), name="slices"))
     return tuple(made)
+
+
+def _chip(found: Machine, size: int) -> Level:
+    """Builds the level of the devices of one chip."""
+    return Level(size=size, link=link(found.on_chip), name="chip")
 
 
 def _slices(text: str, number: int, found: Machine) -> tuple[int, list[int]]:
@@ -397,12 +413,16 @@ def _slices(text: str, number: int, found: Machine) -> tuple[int, list[int]]:
             f"{number} do not divide into {slices} pods. Write SLICESxSIZESx"
             f"{found.device}."
         )
-    each = number // slices
+    each, chip = number // slices, []
+    if found.per_chip > 1 and number > 1:
+        if each % found.per_chip:
+            return slices, [each]  # refused by `_torus`
+        each, chip = each // found.per_chip, [found.per_chip]
     divisors = [size for size in range(1, each + 1) if each % size == 0]
     shapes = product(divisors, repeat=found.torus_dims - 1)
     whole = [shape for shape in shapes if each % math.prod(shape) == 0]
     cubic = min(([*s, each // math.prod(s)] for s in whole), key=lambda s: (sum(s), s))
-    return slices, cubic
+    return slices, [*chip, *cubic]
 
 
 # Cluster files, in YAML or JSON:
@@ -798,6 +818,7 @@ def _type(device: Any, memory: int) -> DeviceType:
 def _found_torus(devices: Sequence[Any], machine: catalog.Machine) -> tuple[Level, ...]:
     """Builds a level for each torus coordinate, and a level of slices.
 
+    The devices of one chip have the same coordinates; they are the innermost level.
     Returns () if a device has no coordinates.
     """
     coordinates = [getattr(device, "coords", None) for device in devices]
@@ -809,6 +830,9 @@ def _found_torus(devices: Sequence[Any], machine: catalog.Machine) -> tuple[Leve
         Level(size=size, link=catalog.torus_link(machine, size), name=f"torus {number}")
         for number, size in enumerate(sizes)
     ]
+    if machine.per_chip > 1:
+        cores = {getattr(device, "core_on_chip", 0) for device in devices}
+        made.insert(0, _chip(machine, len(cores)))
     network = Level(size=slices, link=catalog.link(machine.outside), name="slices")
     return (*made, network)
 

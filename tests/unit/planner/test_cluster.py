@@ -1,6 +1,7 @@
 """Clusters as values, shorthand and files; the catalog's figures."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,21 @@ from dtft.planner.cluster.topology import Cluster, Level, Pool, cluster_from_tex
         ("2x16x16xv6e", [16, 16, 2], "tpu-v6e", "Ethernet"),
         ("64xTPU_v5p", [4, 4, 4], "tpu-v5p", "ICI"),
         ("8x16x16xv5p", [8, 16, 16], "tpu-v5p", "ICI"),
+        ("v7x", [], "tpu-v7x", None),
+        ("8xironwood", [2, 2, 2], "tpu-v7x", "ICI"),
+        ("128xv7x", [2, 4, 4, 4], "tpu-v7x", "ICI"),
+        ("4x2x4x4xtpu7x", [2, 4, 4, 4], "tpu-v7x", "ICI"),
+        ("3x4x2x4x4xv7x", [2, 4, 4, 4, 3], "tpu-v7x", "Ethernet"),
+        ("4x8xt4", [8, 4], "t4", "Ethernet"),
+        ("4x8xl4", [8, 4], "l4", "Ethernet"),
+        ("4x8xl40s", [8, 4], "l40s", "Ethernet"),
+        ("4x8xA10G", [8, 4], "a10g", "Ethernet"),
+        ("8x5090", [8], "rtx5090", "PCIe"),
+        ("2x8xRTX PRO 6000 Blackwell", [8, 2], "rtx-pro-6000", "Ethernet"),
+        ("16xgh200", [4, 4], "gh200", "InfiniBand"),
+        ("72xgb200", [72], "gb200", "NVLink"),
+        ("144xGB300_NVL72", [72, 2], "gb300", "InfiniBand"),
+        ("16xmi355x", [8, 2], "mi355x", "InfiniBand"),
     ],
 )
 def test_shorthand(text: str, sizes: list[int], device: str, link: str | None) -> None:
@@ -52,6 +68,14 @@ def test_a_torus_that_is_no_ring_has_half_the_bandwidth() -> None:
     assert fast.bandwidth == 2 * slow.bandwidth
     cube = Cluster.parse("4x4x4xv5p").uniform
     assert cube.levels[0].link == catalog.link("ici-v5p")
+
+
+def test_devices_of_one_chip_are_closer_than_those_of_neighbours() -> None:
+    chip, *torus = Cluster.parse("2x4x4x4xv7x").uniform.levels
+    assert chip.name == "chip" and all(level.link == torus[0].link for level in torus)
+    port = torus[0].link
+    assert chip.link.curve.bandwidth > 5 * port.curve.bandwidth / port.shared_by
+    assert port.curve == catalog.link("ici-v5p").curve and port.shared_by == 2
 
 
 def test_two_pools_are_joined_by_the_slower_network() -> None:
@@ -91,6 +115,13 @@ def test_equal_pools_become_a_level() -> None:
     [
         ("8xh10", "is not in the catalog. Did you mean 'h100'? Known: a100, "),
         ("8xg100", "Did you mean"),
+        ("8xmi355", "Did you mean 'mi355x'"),
+        ("8xmi250x", "Did you mean 'mi355x'"),
+        ("8xv7", "Did you mean 'v7x'"),
+        ("8xa10", "'a10' is not in the catalog. Did you mean 'a10g'"),
+        ("8xrx4090", "'rx4090' is not in the catalog. Known: a100"),
+        ("3xv7x", "a chip of tpu-v7x is 2 devices. Allowed: 1 device, an even number"),
+        ("4x4x4xv7x", "sizes of which one is 2, such as 2x4x4x4xtpu-v7x"),
         ("8xzzzzzz", "'zzzzzz' is not in the catalog. Known: a100, a100-40gb"),
         ("12xh100", "12 devices do not fill hosts of 8. Allowed: a multiple of 8; or"),
         ("2x2x8xh100", "has 3 sizes. Allowed: hosts and devices"),
@@ -115,6 +146,69 @@ def test_every_device_type_is_listed_to_who_asks_for_an_unknown_one() -> None:
     assert all(name in str(raised.value) for name in DEVICES)
 
 
+@pytest.mark.parametrize(
+    ("name", "platform"),
+    [
+        *[(f"mi{number}", "rocm") for number in (25, 100, 210, 355, 400)],
+        *[(f"v{number}", "tpu") for number in (1, 2, 3, 6, 7, 8)],
+        *[("tpu-v8i", "tpu"), ("rx7900", "rocm"), ("rx-4090", "rocm")],
+        *[(name, "cuda") for name in ("a10", "h20", "l40", "v10", "gb10", "rtx6000")],
+    ],
+)
+def test_a_name_is_never_answered_with_a_device_of_another_vendor(
+    name: str, platform: str
+) -> None:
+    with pytest.raises(ValueError, match=f"'{name}' is not in the catalog") as raised:
+        catalog.device_type(name)
+    near = re.search(r"Did you mean '([^']+)'", str(raised.value))
+    assert near is None or catalog.device_type(near[1]).platform == platform
+
+
+KINDS = {
+    "NVIDIA GB200": "gb200",
+    "NVIDIA GB300": "gb300",
+    "NVIDIA B200": "b200",
+    "NVIDIA B300": None,
+    "NVIDIA GH200 480GB": "gh200",
+    "NVIDIA GH200 144G HBM3e": None,
+    "NVIDIA H200": "h200",
+    "NVIDIA H100 PCIe": "h100-pcie",
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA A10G": "a10g",
+    "NVIDIA A10": None,
+    "NVIDIA L4": "l4",
+    "NVIDIA L40": None,
+    "NVIDIA L40S": "l40s",
+    "Tesla T4": "t4",
+    "NVIDIA T4G": None,
+    "Tesla V100-SXM2-16GB": "v100",
+    "NVIDIA GeForce RTX 5090": "rtx5090",
+    "NVIDIA GeForce RTX 5090 D": None,
+    "NVIDIA GeForce RTX 5090 Laptop GPU": None,
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": "rtx-pro-6000",
+    "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition": None,
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition": None,
+    "AMD Instinct MI300X": "mi300x",
+    "AMD Instinct MI355X": "mi355x",
+    "AMD Instinct MI350X": None,
+    "TPU v4": "tpu-v4",
+    "TPU v5 lite": "tpu-v5e",
+    "TPU v5p": "tpu-v5p",
+    "TPU v5": "tpu-v5p",
+    "TPU v6 lite": "tpu-v6e",
+    "TPU v6e": "tpu-v6e",
+    "TPU7x": "tpu-v7x",
+    "TPU8i": None,
+    "cpu": "cpu",
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), KINDS.items())
+def test_a_kind_of_jax_is_one_device_type_or_none(kind: str, name: str | None) -> None:
+    found = catalog.device_type_of_kind(kind)
+    assert (found and found.name) == name
+
+
 @pytest.mark.parametrize("name", [*catalog.MACHINES, *ALIASES])
 def test_every_machine_parses_and_survives_a_file(name: str, tmp_path: Path) -> None:
     cluster = Cluster.parse(f"2x2x{name}")
@@ -129,24 +223,50 @@ def test_every_machine_parses_and_survives_a_file(name: str, tmp_path: Path) -> 
 def test_figures_of_device_types_are_sane_and_have_a_source(device: DeviceType) -> None:
     assert len(device.source) > 10
     assert device.name in catalog.MACHINES
-    assert 5e10 <= device.peak("float32") <= max(device.peak_flops.values()) < 1e16
-    assert 2**32 < device.memory_bytes < 2**38
+    assert 5e10 <= device.peak("float32") <= max(device.peak_flops.values()) < 2e16
+    assert 2**32 < device.memory_bytes < 2**39
     assert 1e10 <= device.memory_bandwidth < 1e13
     # A second or less to read all of it, thousands of cores nowhere.
     assert device.memory_bytes / device.memory_bandwidth < 1.1
     assert device.cores < 400
 
 
-def test_faster_generations_are_faster() -> None:
-    peaks = [DEVICES[n].peak("bfloat16") for n in ("v100", "a100", "h100", "b200")]
+@pytest.mark.parametrize("device", DEVICES.values(), ids=lambda d: d.name)
+def test_narrower_dtypes_are_no_slower(device: DeviceType) -> None:
+    dtypes = ("float64", "float32", "bfloat16", "float8_e4m3fn", "float4_e2m1fn")
+    peaks = [device.peak_flops[name] for name in dtypes if name in device.peak_flops]
     assert peaks == sorted(peaks)
-    tpus = ("tpu-v5e", "tpu-v4", "tpu-v5p", "tpu-v6e")
+    if device.platform != "cpu":
+        assert device.peak("bfloat16") >= device.peak("float32")
+
+
+GENERATIONS = [
+    ("t4", "v100", "a100", "h100", "b200", "gb200"),
+    ("t4", "l4", "l40s"),
+    ("rtx4090", "rtx5090", "rtx-pro-6000"),
+    ("mi300x", "mi355x"),
+    ("gh200", "gb200", "gb300"),
+]
+
+
+@pytest.mark.parametrize("names", GENERATIONS)
+def test_faster_generations_are_faster(names: tuple[str, ...]) -> None:
+    for dtype in ("float16", "bfloat16"):
+        peaks = [DEVICES[name].peak(dtype) for name in names]
+        assert peaks == sorted(peaks)
+
+
+def test_peaks_of_tpus_are_those_of_their_documentation() -> None:
+    tpus = ("tpu-v5e", "tpu-v4", "tpu-v5p", "tpu-v6e", "tpu-v7x")
     assert [DEVICES[n].peak("bfloat16") for n in tpus] == [
         197e12,
         275e12,
         459e12,
         918e12,
+        1153.5e12,
     ]
+    chip = [2 * figure for figure in (DEVICES["tpu-v7x"].memory_bandwidth, 96)]
+    assert chip == [7380e9, 192]
 
 
 @pytest.mark.parametrize("name", LINKS)

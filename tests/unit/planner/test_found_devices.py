@@ -29,6 +29,7 @@ class FoundTpu(FoundDevice):
     device_kind: str = "TPU v5 lite"
     coords: tuple[int, int, int] = (0, 0, 0)
     slice_index: int = 0
+    core_on_chip: int = 0
 
 
 GIB = 2**30
@@ -78,6 +79,27 @@ def test_the_same_torus_has_the_same_words_and_levels(texts: tuple[str, ...]) ->
         assert parsed(text).fabric_words == found.fabric_words
         assert parsed(text).levels == found.levels
     assert parsed(found.words).levels == found.levels
+
+
+def test_two_devices_of_each_chip_are_the_innermost_level() -> None:
+    devices = [
+        FoundTpu(
+            device_kind="TPU7x",
+            coords=(x, y, 0),
+            core_on_chip=core,
+            process_index=y // 2,
+        )
+        for y in range(4)
+        for x in range(2)
+        for core in range(2)
+    ]
+    pool = Cluster.from_devices(devices, host_memory_bytes=960 * GIB).uniform
+    assert [(level.size, level.name) for level in pool.levels][0] == (2, "chip")
+    assert pool.num_devices == 16 and pool.host_link is None
+    assert pool.levels == parsed("2x2x4xv7x").levels == parsed(pool.words).levels
+    half = [device for device in devices if device.core_on_chip == 0]
+    pool = Cluster.from_devices(half, host_memory_bytes=GIB).uniform
+    assert [level.size for level in pool.levels] == [2, 4]
 
 
 def test_devices_of_cpu_share_the_memory_of_the_machine() -> None:
