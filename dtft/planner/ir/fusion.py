@@ -3,7 +3,7 @@
 XLA fuses cheap operators into kernels. A kernel reads arrays from memory, computes the
 operators between, and writes one array. The rules that decide which arrays are in
 memory were read from programs that XLA's GPU compiler had compiled
-(`experiments/fused_bytes.py`); no number is fitted:
+(`experiments/fused_bytes.py`), and are assumed for TPUs. No number is fitted:
 
 * Operands and results of products, results of reductions and other costly operators,
   arrays that loops slice, stack or carry, and results of the program are in memory. All
