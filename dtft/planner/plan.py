@@ -48,6 +48,21 @@ class Collective:
     """Seconds of all executions in a step, before overlap."""
 
 
+ComputeKind = Literal["products", "attention", "element-wise", "other"]
+"""Kinds of work: matmuls and convolutions; attention, with its matmuls and softmax;
+element-wise operators; reductions, gathers, scatters, sorts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeShare:
+    """An operator of a step, or several that are alike, with their seconds."""
+
+    where: str
+    """The parameter that the operator reads, or its primitive and shape; and the part
+    of the step."""
+    seconds: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class AxisUse:
     """Fabric levels of a mesh axis, and the share of the work that the axis divides."""
@@ -135,6 +150,15 @@ class Plan:
     capacity_bytes: int
     """Memory of the fullest device, in bytes."""
     collectives: tuple[Collective, ...] = ()
+    compute: Mapping[ComputeKind, float] = field(default_factory=dict)
+    """Seconds of the term `compute` by kind of work. Empty in older files."""
+    dearest: tuple[ComputeShare, ...] = ()
+    """The operators that take the most seconds of `compute`, dearest first."""
+    examples: int = 0
+    """Examples in a step; 0 if unknown."""
+    at_peak_s: float = 0.0
+    """Seconds that the devices take, at their peak, for the products of the forward and
+    backward pass, without what is computed again."""
     bound_s: float = 0.0
     """Lower bound in seconds of the step time of any plan on this cluster."""
     alternatives: tuple[Alternative, ...] = ()
@@ -154,6 +178,13 @@ class Plan:
     def memory_bytes(self) -> int:
         """Bytes that the plan needs on the fullest device, with the reserve."""
         return sum(self.memory.values())
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOP utilization: the share of the devices' peak that products without
+        recomputation reach; 0 if unknown."""
+        step_s = self.prediction.step_s
+        return self.at_peak_s / step_s if step_s else 0.0
 
     @property
     def fits(self) -> bool:

@@ -99,6 +99,26 @@ def _products(
             yield arrays, weights[0]
 
 
+def sources(graph: Graph) -> dict[int, int]:
+    """Maps each value that is an argument, converted, transposed or sliced, to the
+    argument's value; also inside of loops."""
+    source = {index: index for index in graph.inputs.values()}
+    outside = {inner: outer for loop in graph.loops for outer, inner in loop.sliced}
+    outside |= {inside: a for loop in graph.loops for a, inside, _, _ in loop.carried}
+    stacked = {inner: outer for loop in graph.loops for inner, outer in loop.stacked}
+    for operator in graph.operators:
+        for index in operator.inputs:
+            outer = index
+            while outer in outside:
+                outer = outside[outer]
+            if outer in source:
+                source[index] = source[outer]
+                if operator.kind == "layout":
+                    made = {v for o in operator.outputs for v in (o, stacked.get(o, o))}
+                    source |= dict.fromkeys(made, source[outer])
+    return source
+
+
 def passes(graph: Graph) -> dict[int, int]:
     """Counts the passes (forward, backward) that read each argument.
 
@@ -112,29 +132,19 @@ def passes(graph: Graph) -> dict[int, int]:
     Returns:
         Map from the value number of each argument to its number of passes.
     """
-    source = {index: index for index in graph.inputs.values()}
-    sliced = {inner: outer for loop in graph.loops for outer, inner in loop.sliced}
-    carried = {inside: a for loop in graph.loops for a, inside, _, _ in loop.carried}
+    source = sources(graph)
     stacked = {inner: outer for loop in graph.loops for inner, outer in loop.stacked}
-    read: dict[int, set[str]] = {index: set() for index in source}
-    by_turns: set[int] = set()
+    read: dict[int, set[str]] = {index: set() for index in graph.inputs.values()}
+    by_turns = {inner for loop in graph.loops for _, inner in loop.sliced}
+    by_turns |= {inside for loop in graph.loops for _, inside, _, _ in loop.carried}
     for operator in graph.operators:
-        for index in operator.inputs:
-            outer = index
-            while outer in sliced or outer in carried:
-                outer = sliced.get(outer, carried.get(outer, outer))
-            if outer not in source:
-                continue
-            source[index] = source[outer]
-            if outer != index:
-                by_turns.add(index)
+        for index in source.keys() & operator.inputs:
             if operator.kind == "layout":
                 made = {v for o in operator.outputs for v in (o, stacked.get(o, o))}
-                source |= dict.fromkeys(made, source[outer])
                 by_turns |= made if index in by_turns else set()
             elif region(operator) != "update":
                 kept = operator.within and index not in by_turns
-                read[source[outer]].add("forward" if kept else region(operator))
+                read[source[index]].add("forward" if kept else region(operator))
     return {index: len(regions) for index, regions in read.items()}
 
 

@@ -199,6 +199,7 @@ def report_html(
         page.block_html(
             "Step time", _waterfall(plan), page.table_html(text.waterfall(plan))
         ),
+        *(page.section_html(section) for section in text.compute(plan)),
         page.block_html("Memory of a device", _bars(plan, decision)),
         page.table_html(text.memory(plan)),
         *(page.section_html(section) for section in checked),

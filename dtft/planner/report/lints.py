@@ -18,7 +18,7 @@ from dtft.planner.ir import CHEAP, Dim, Graph, OpGroup, item_bits
 from dtft.planner.plan import Plan
 from dtft.planner.report.compare import layered
 from dtft.planner.report.text import little
-from dtft.planner.search import Decision, best_of
+from dtft.planner.search import Decision, arrays_of, attention_scores, best_of
 from dtft.planner.spmd import MICRO, OperatorWork
 from dtft.planner.types import Spec
 from dtft.planner.wording import percent, seconds, size
@@ -310,22 +310,19 @@ def _product(
 def attention(decision: Decision) -> tuple[Lint, ...]:
     """Finds attention whose scores are arrays in memory, costliest first.
 
-    The scores are the result of a batched matmul, of which rows are reduced (the
-    softmax), and that another batched matmul then contracts. Returns () for CPU, which
-    has no kernel that keeps scores on the chip.
+    Returns () for CPU, which has no kernel that keeps scores on the chip.
     """
     question, device = decision.question, decision.cluster.uniform.device
     graph = question.graph
     if device.platform == "cpu":
         return ()
     cost_s: dict[tuple[int, ...], float] = defaultdict(float)
-    found = _scores(question)
+    found = attention_scores(question)
     for group, done, sizes in _works(decision):
         operator = group.operator
         if operator.kind not in (*CHEAP, "reduction"):
             continue
-        arrays = (graph.values[i] for i in (*operator.inputs, *operator.outputs))
-        known = found.keys() & {_roots(question, array.dims) for array in arrays}
+        known = found.keys() & arrays_of(question, group)
         once_s = computing_s(
             graph, device, done, sizes, cold=group.uncached, moved=group.moved
         )
@@ -345,40 +342,6 @@ def attention(decision: Decision) -> tuple[Lint, ...]:
         for shape, each_s in sorted(cost_s.items(), key=lambda item: -item[1])
         if each_s >= LEAST * step_s
     )
-
-
-def _scores(question: Workload) -> dict[frozenset[int], tuple[int, ...]]:
-    """Finds the shapes of attention scores, by the set of their dims."""
-    graph = question.graph
-    made: dict[frozenset[int], tuple[int, ...]] = {}
-    reduced: set[frozenset[int]] = set()
-    contracted: set[frozenset[int]] = set()
-    for operator in graph.operators:
-        if operator.unread or not operator.inputs:
-            continue
-        first = graph.values[operator.inputs[0]]
-        if operator.kind == "reduction" and len(operator.summed) == 1:
-            reduced.add(_roots(question, first.dims))
-        if operator.kind != "matmul":
-            continue
-        inputs = [graph.values[index] for index in operator.inputs[:2]]
-        result = graph.values[operator.outputs[0]]
-        ranks = sum(len(one.shape) for one in inputs) - 2 * len(operator.contracted[0])
-        if ranks == len(result.shape):  # no matmul of a batch: a projection
-            continue
-        contracted |= {_roots(question, one.dims) for one in inputs}
-        if result.size > max(one.size for one in inputs):
-            shape = (size for size in result.shape if size > 1)
-            made[_roots(question, result.dims)] = tuple(sorted(shape))
-    return {
-        dims: shape
-        for dims, shape in made.items()
-        if dims in reduced and dims in contracted and len(dims) > 2
-    }
-
-
-def _roots(question: Workload, dims: Iterable[int]) -> frozenset[int]:
-    return frozenset(map(question.root, dims))
 
 
 def _name(graph: Graph, group: OpGroup) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 
 from dtft.planner import wording
-from dtft.planner.plan import Alternative, Collective, Knobs, Plan
+from dtft.planner.plan import Alternative, Collective, ComputeKind, Knobs, Plan
 from dtft.planner.types import Spec
 from dtft.planner.wording import Section, percent, seconds, size
 
@@ -24,6 +24,14 @@ TERMS: Mapping[str, str] = {
     "step": "",
 }
 """Meaning of each term of a step's seconds."""
+
+COMPUTE: Mapping[ComputeKind, str] = {
+    "products": "matmuls and convolutions, without those of attention",
+    "attention": "matmuls of queries, keys and values, and the softmax between",
+    "element-wise": "what is computed element by element, or moved",
+    "other": "reductions, gathers, scatters, sorts",
+}
+"""Meaning of each kind of work."""
 
 MEMORY: Mapping[str, str] = {
     "parameters": "at rest",
@@ -179,6 +187,7 @@ def plan_sections(plan: Plan) -> tuple[Section, ...]:
         summary(plan),
         *mesh_sections(plan),
         waterfall(plan),
+        *compute(plan),
         memory(plan),
         collectives(plan.collectives),
         bound(plan),
@@ -216,6 +225,7 @@ def summary(plan: Plan) -> Section:
         f"constants: {found.source}",
         f"{size(plan.memory_bytes)} of {size(plan.capacity_bytes)} on each device: "
         f"{fits}",
+        *_rates(plan),
         *knobs_in_words(plan.knobs),
     ]
     if plan.host:
@@ -227,6 +237,18 @@ def summary(plan: Plan) -> Section:
         notes.append("a what-if plan: it cannot be run here")
     title = f"Plan for {plan.cluster}: {wording.mesh(plan.mesh)}; "
     return Section(title=title + knobs_text(plan.knobs), notes=tuple(notes))
+
+
+def _rates(plan: Plan) -> tuple[str, ...]:
+    """Describes examples per second and MFU, if they are known."""
+    step_s = plan.prediction.step_s
+    if not plan.examples or not step_s:
+        return ()
+    text = f"{wording.number(plan.examples / step_s)} examples per second"
+    if plan.at_peak_s:
+        text += f"; MFU {percent(plan.mfu)} (matmuls and convolutions at the peak, "
+        text += "without what is computed again)"
+    return (text,)
 
 
 def waterfall(plan: Plan) -> Section:
@@ -251,6 +273,29 @@ def waterfall(plan: Plan) -> Section:
         title="Step time",
         columns=("term", "seconds", "share", "", "what"),
         rows=tuple(rows),
+    )
+
+
+def compute(plan: Plan) -> tuple[Section, ...]:
+    """Tabulates the compute seconds by kind of work, and those of the dearest
+    operators; () for plans of older files."""
+    if not plan.compute:
+        return ()
+    total = plan.prediction.terms.get("compute", 0.0)
+    rows = [
+        (kind, seconds(value), _share(value, total), COMPUTE[kind])
+        for kind, value in plan.compute.items()
+    ]
+    rows += [
+        (f"{place}.", seconds(one.seconds), _share(one.seconds, total), one.where)
+        for place, one in enumerate(plan.dearest, start=1)
+    ]
+    return (
+        Section(
+            title="Compute by kind of work, and its dearest operators",
+            columns=("", "seconds", "share", "what"),
+            rows=tuple(rows),
+        ),
     )
 
 

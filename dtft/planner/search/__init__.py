@@ -9,7 +9,8 @@ A candidate is a mesh with a value for every knob, such as the number of microba
 * Dims that the axis `tensor` divides: `tensor_sharding`, with an exact solver in
   `solver`, `elimination` and `mixed_integer`.
 * `decision`: selects a candidate, and explains what to change if none fits.
-* `write_plan`: writes the selected candidate as a plan.
+* `write_plan`: writes the selected candidate as a plan. `compute_split`: its compute
+  seconds by kind of work.
 """
 
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 from dtft._lazy import attributes
 
 if TYPE_CHECKING:
+    from dtft.planner.search.compute_split import arrays_of, attention_scores
     from dtft.planner.search.decision import Decision, Fewer, best_of, decide, next_best
     from dtft.planner.search.enumerate import enumerate_space
     from dtft.planner.search.pins import COUNTS, PINS, check_pins, did_you_mean
@@ -45,7 +47,9 @@ _PUBLIC = {
     "PlanSearch": "search",
     "Prices": "price_table",
     "Space": "space",
+    "arrays_of": "compute_split",
     "as_plan": "write_plan",
+    "attention_scores": "compute_split",
     "best_of": "decision",
     "check_pins": "pins",
     "check_runnable": "space",
@@ -68,7 +72,9 @@ __all__ = [
     "PlanSearch",
     "Prices",
     "Space",
+    "arrays_of",
     "as_plan",
+    "attention_scores",
     "best_of",
     "check_pins",
     "check_runnable",

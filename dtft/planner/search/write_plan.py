@@ -19,6 +19,7 @@ from dtft.planner.cost import (
 )
 from dtft.planner.ir import CHEAP, Graph, Value, region
 from dtft.planner.plan import Alternative, AxisUse, Collective, Plan, Prediction
+from dtft.planner.search.compute_split import at_peak_s, compute_split
 from dtft.planner.search.pipeline import handed_on, layers_of
 from dtft.planner.search.price_table import bundle_of
 from dtft.planner.search.ranking import MEMORY, TERMS, Priced
@@ -238,6 +239,10 @@ def as_plan(
     specs = {leaf.path: real(leaf.rest, mesh) for leaf in (*parameters, *optimizer)}
     batch = search.leaves("batch", division, candidate.mesh, False)
     names = {p: p.partition("/")[2] for p in question.roles}
+    prediction = _prediction(priced, at, cluster)
+    compute, dearest = compute_split(
+        search, candidate, division, prediction.terms["compute"]
+    )
     is_loss = question.entry == "loss"
     in_state = [leaf.path for leaf in parameters]
     in_state += [] if is_loss else [leaf.path for leaf in optimizer]
@@ -252,10 +257,14 @@ def as_plan(
         host=_on_host(optimizer, names, mesh) if candidate.knobs.offload else (),
         host_bytes=round(priced.host[at]),
         constraints=constraints(question.program, question.aligned(division), mesh),
-        prediction=_prediction(priced, at, cluster),
+        prediction=prediction,
         memory={name: round(priced.memory[name][at]) for name in MEMORY},
         capacity_bytes=priced.capacity,
         collectives=collectives(search, candidate, division),
+        compute=compute,
+        dearest=dearest,
+        examples=question.batch_size,
+        at_peak_s=at_peak_s(search),
         bound_s=lower_bound_s(question, search.pool),
         alternatives=_alternatives(priced, num_ranked),
         model_hash=question.fingerprint,

@@ -1,0 +1,158 @@
+"""Splits a plan's compute seconds by kind of work, and finds the dearest operators."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from dtft.planner.cost import computing_s, runs
+from dtft.planner.ir import CHEAP, Graph, OpGroup
+from dtft.planner.plan import ComputeKind, ComputeShare
+from dtft.planner.search.search import PlanSearch
+from dtft.planner.search.space import SearchCandidate
+from dtft.planner.spmd import MICRO, PRODUCTS, ShardingAssignment
+from dtft.planner.workload import Workload, sources
+
+KINDS: tuple[ComputeKind, ...] = ("products", "attention", "element-wise", "other")
+NUM_DEAREST = 5
+
+
+def attention_scores(question: Workload) -> dict[frozenset[int], tuple[int, ...]]:
+    """Finds the scores of attention that a program has as arrays.
+
+    Scores are the result of a batched matmul, of which rows are reduced (the softmax),
+    and that another batched matmul then contracts.
+
+    Returns:
+        Map from the set of the scores' dims to their sizes above 1, ascending.
+    """
+    graph = question.graph
+    made: dict[frozenset[int], tuple[int, ...]] = {}
+    reduced: set[frozenset[int]] = set()
+    contracted: set[frozenset[int]] = set()
+    for operator in graph.operators:
+        if operator.unread or not operator.inputs:
+            continue
+        first = graph.values[operator.inputs[0]]
+        if operator.kind == "reduction" and len(operator.summed) == 1:
+            reduced.add(roots(question, first.dims))
+        if operator.kind != "matmul":
+            continue
+        inputs = [graph.values[index] for index in operator.inputs[:2]]
+        result = graph.values[operator.outputs[0]]
+        ranks = sum(len(one.shape) for one in inputs) - 2 * len(operator.contracted[0])
+        if ranks == len(result.shape):  # no matmul of a batch: a projection
+            continue
+        contracted |= {roots(question, one.dims) for one in inputs}
+        if result.size > max(one.size for one in inputs):
+            shape = (size for size in result.shape if size > 1)
+            made[roots(question, result.dims)] = tuple(sorted(shape))
+    return {
+        dims: shape
+        for dims, shape in made.items()
+        if dims in reduced and dims in contracted and len(dims) > 2
+    }
+
+
+def roots(question: Workload, dims: Iterable[int]) -> frozenset[int]:
+    """Returns the set of dims that stand for some dims in equal layers."""
+    return frozenset(map(question.root, dims))
+
+
+def arrays_of(question: Workload, group: OpGroup) -> set[frozenset[int]]:
+    """Returns the sets of dims of the arrays that an operator reads and writes."""
+    values, operator = question.graph.values, group.operator
+    indices = (*operator.inputs, *operator.outputs)
+    return {roots(question, values[index].dims) for index in indices}
+
+
+def compute_split(
+    search: PlanSearch,
+    candidate: SearchCandidate,
+    division: ShardingAssignment,
+    total_s: float,
+) -> tuple[dict[ComputeKind, float], tuple[ComputeShare, ...]]:
+    """Splits the compute seconds of a candidate.
+
+    Args:
+        search: the search, with the program and the devices.
+        candidate: the candidate.
+        division: which axes divide which dims.
+        total_s: seconds of the term `compute`, which the parts add up to.
+
+    Returns:
+        Seconds by kind of work, and the dearest operators.
+    """
+    question, device = search.question, search.pool.device
+    sizes = {**candidate.mesh, MICRO: candidate.knobs.microbatches}
+    scores = attention_scores(question).keys()
+    source = sources(question.graph)
+    paths = {index: path for path, index in question.graph.inputs.items()}
+    kinds: dict[ComputeKind, float] = defaultdict(float)
+    each: dict[str, float] = defaultdict(float)
+    for group, done in search.works(division):
+        if group.region == "update":
+            continue
+        once_s = computing_s(
+            question.graph,
+            device,
+            done,
+            sizes,
+            cold=group.uncached,
+            moved=group.moved,
+        )
+        seconds = float(once_s) * group.times * runs(done, sizes)
+        is_attention = not scores.isdisjoint(arrays_of(question, group))
+        kinds[_kind(group, is_attention)] += seconds
+        each[_name(question.graph, group, source, paths, is_attention)] += seconds
+    known_s = sum(kinds.values())
+    scale = total_s / known_s if known_s else 0.0
+    dearest = sorted(each.items(), key=lambda item: -item[1])[:NUM_DEAREST]
+    return (
+        {kind: kinds[kind] * scale for kind in KINDS if kinds[kind]},
+        tuple(
+            ComputeShare(where=where, seconds=seconds * scale)
+            for where, seconds in dearest
+            if seconds
+        ),
+    )
+
+
+def _kind(group: OpGroup, is_attention: bool) -> ComputeKind:
+    if is_attention:
+        return "attention"
+    if group.operator.kind in PRODUCTS:
+        return "products"
+    return "element-wise" if group.operator.kind in CHEAP else "other"
+
+
+def _name(
+    graph: Graph,
+    group: OpGroup,
+    source: Mapping[int, int],
+    paths: Mapping[int, str],
+    is_attention: bool,
+) -> str:
+    """Names an operator by the parameter that it reads, or else by its shape."""
+    operator = group.operator
+    if operator.kind in PRODUCTS and not is_attention:
+        for index in operator.inputs:
+            path = paths.get(source.get(index, index), "")
+            if path.startswith(("params/", "state/")):
+                return f"{path}, {group.region}"
+    outputs = operator.outputs  # a callback may have none
+    shape = graph.values[outputs[0]].shape if outputs else ()
+    sides = "x".join(map(str, shape)) or "scalar"
+    what = operator.primitive if operator.kind not in CHEAP else "element-wise"
+    part = "attention " if is_attention else ""
+    return f"{part}{what} {sides}, {group.region}"
+
+
+def at_peak_s(search: PlanSearch) -> float:
+    """Computes the seconds that all devices take, at their peak, for the products of
+    the forward and backward pass; what is computed again is left out."""
+    graph, device = search.question.graph, search.pool.device
+    seconds = 0.0
+    for operator in graph.operators:
+        if operator.kind in PRODUCTS and not (operator.again or operator.unread):
+            dtype = graph.values[operator.inputs[0]].dtype
+            seconds += operator.flops * operator.trips / device.peak(dtype)
+    return seconds / search.pool.num_devices
