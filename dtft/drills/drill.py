@@ -90,14 +90,16 @@ def run_drill(options: "DrillCommand", words: list[str]) -> int:
     if compares:
         arguments += ["--log.every", "1"]  # the losses of all steps are compared
     control = Path(options.control).resolve() if options.control else root / "control"
+    faulted = root / "faulted"
+    check_deletable(faulted, "--run-dir")
     if not _usable(control, experiment, every_loss=compares):
+        check_deletable(control, "--control" if options.control else "--run-dir")
         print(f"dtft: undisturbed run in {control}", flush=True)
         ran = _run(experiment, arguments, control, 0, [], options)
         if not ran.ended_in_time:
             raise SystemExit(
                 f"dtft: error: {control} did not end in {DEADLINE_S:.0f} s"
             )
-    faulted = root / "faulted"
     names = ", ".join(map(str, faults)) or "no fault"
     print(f"dtft: faulted run in {faulted}: {names}", flush=True)
     ran = _run(experiment, arguments, faulted, options.spares, faults, options)
@@ -183,10 +185,47 @@ def _decisive(resolved: str) -> dict[str, Any]:
     return found
 
 
+_MADE = ".dtft-drill"
+"""File in each directory of a run that a drill made, and may delete."""
+
+
+def check_deletable(directory: Path, flag: str) -> None:
+    """Checks that a drill made the directory that it would delete.
+
+    Args:
+        directory: directory of a run of the drill; may be missing or empty.
+        flag: the flag that names the directory, for the message.
+
+    Raises:
+        ValueError: the directory has files, but not the one that drills leave there.
+    """
+    if not directory.exists() or _is_made(directory):
+        return
+    if not directory.is_dir() or any(directory.iterdir()):
+        raise ValueError(
+            f"{flag}: {directory} exists, and no drill made it. A drill deletes what "
+            "an earlier one left there, and nothing else. Give another directory, or "
+            "remove this one yourself."
+        )
+
+
+def _is_made(directory: Path) -> bool:
+    """Whether a drill made a directory; before 2026-11-26 drills left no `_MADE`, but
+    only they logged samples without tensorboard."""
+    if (directory / _MADE).exists():
+        return True
+    try:
+        log = json.loads((directory / "config.json").read_text())["log"]
+        return bool(log["sample_ids"]) and not log["tensorboard"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
 def _fresh(directory: Path) -> None:
     unmount_below(directory)
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
+    (directory / _MADE).touch()
 
 
 def _settings(

@@ -28,6 +28,8 @@ while True:
     message = link.receive()
     if message["op"] == "start":
         link.send("running", slot=message["slot"])
+        if message.get("fails"):
+            link.send("failed", slot=message["slot"])
         if not message.get("obeys"):
             time.sleep(60)
     elif message["op"] == "join":
@@ -244,6 +246,18 @@ def test_a_trainer_that_does_not_leave_is_killed(
     assert events.get(timeout=20) == ("left_slot", 5, None)
     assert events.get(timeout=20) == ("trainer_exit", trainer.ident, -9)
     assert trainers.membership == (0, 0) and not trainers.exited(trainer.ident)
+
+
+def test_a_trainer_that_an_exception_ends_is_not_waited_for(
+    trainers: Trainers, events: Events
+) -> None:
+    trainer = started(trainers, 0, fails=True)
+    said = [events.get(timeout=20)[2]["op"] for _ in range(2)]
+    assert said == ["running", "failed"]
+    assert not trainers.leave(5, world=1)
+    assert trainers.let_go() is None
+    assert events.get(timeout=20) == ("trainer_exit", trainer.ident, -9)
+    assert not trainers.exited(trainer.ident)
 
 
 def test_a_spare_joins_a_world_and_is_taken_from_it(

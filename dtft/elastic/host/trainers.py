@@ -122,6 +122,9 @@ class AttachedTrainer:
     trainer."""
     left: bool = False
     """Whether the trainer has sent `left` (the process leaves the job)."""
+    gives_up: bool = False
+    """Whether the trainer has sent the exception that ends it (`failed`, `fatal`). It
+    then waits to be killed and obeys no order."""
     ended: threading.Event = field(default_factory=threading.Event)
 
     def send(self, op: str, fields: Mapping[str, Any]) -> None:
@@ -281,6 +284,7 @@ class Trainers:
     def _heard(self, trainer: AttachedTrainer, message: dict[str, Any]) -> None:
         with self._lock:
             trainer.left = trainer.left or message["op"] == "left"
+            trainer.gives_up |= message["op"] in ("failed", "fatal")
             if message["op"] == "left_slot":
                 self._has_left(trainer, message["number"])
             elif message["op"] == "joined":
@@ -473,11 +477,13 @@ class Trainers:
 
         Returns:
             False if nothing was ordered, because there is no such trainer, or it has
-            not attached.
+            not attached, or an exception ends it.
         """
         with self._lock:
             trainer = self._trainer
             if trainer is None or trainer.process is None or trainer.outbox is None:
+                return False
+            if trainer.gives_up:  # it would be waited for until `end_leaving`
                 return False
             if ended_with(trainer.process) is not None or trainer.world != world:
                 return False
