@@ -91,6 +91,13 @@ def moved_bytes(graph: Graph) -> dict[int, float]:
     return dict(found)
 
 
+def _same(operator: Operator, index: int) -> int:
+    """Returns the operand that a relabelled result is, as of a barrier of several."""
+    if len(operator.inputs) == len(operator.outputs):
+        return operator.inputs[operator.outputs.index(index)]
+    return operator.inputs[0]
+
+
 class _Fusion:
     """The arrays of a program that are in memory, and the kernels between them."""
 
@@ -104,10 +111,6 @@ class _Fusion:
                 for index in operator.inputs:
                     self.readers[index].append(operator)
         self._results = set(graph.outputs.values())
-        self._varying = {inner for loop in graph.loops for _, inner in loop.sliced}
-        self._varying |= {
-            into for loop in graph.loops for _, into, _, _ in loop.carried
-        }
         self._into = dict(self._scattered_into())
         self._sums = {total: into for into, _, total in self._into.values()}
         self._hoisted = set(self._find_hoisted())
@@ -178,7 +181,7 @@ class _Fusion:
     def source(self, index: int) -> int:
         """Returns the array whose elements an array has in another shape or order."""
         while (maker := self.makers.get(index)) and self._relabels(maker):
-            index = maker.inputs[0]
+            index = _same(maker, index)
         return index
 
     def _relabels(self, operator: Operator) -> bool:
@@ -192,7 +195,7 @@ class _Fusion:
     def _find_roots(self, operator: Operator, index: int) -> frozenset[int]:
         """Finds the arrays in memory from which a kernel computes an array."""
         if self._relabels(operator):
-            return self.roots(operator.inputs[0])
+            return self.roots(_same(operator, index))
         if index in self._sums:
             return self.roots(self._sums[index])
         if index in self.kept:
@@ -222,21 +225,18 @@ class _Fusion:
                     yield made, (into, zeros, readers[0].outputs[0])
 
     def _find_hoisted(self) -> Iterator[int]:
+        """Yields the broadcasts in loops that are the same in each iteration."""
+        varying = {inner for loop in self.graph.loops for _, inner in loop.sliced}
+        for loop in self.graph.loops:
+            varying.update(into for _, into, _, _ in loop.carried)
         for operator in self.graph.operators:
-            if operator.primitive != "broadcast_in_dim" or not operator.within:
+            if not operator.within:
                 continue
-            (made,) = operator.outputs
-            if not (operator.unread or operator.again) and self._is_constant(made):
-                yield made
-
-    def _is_constant(self, index: int) -> bool:
-        """Whether an array of a loop's body is the same in each iteration."""
-        if index in self._varying:
-            return False
-        maker = self.makers.get(index)
-        if maker is None or not maker.within:
-            return True
-        return maker.kind in CHEAP and all(map(self._is_constant, maker.inputs))
+            if operator.kind not in CHEAP or not varying.isdisjoint(operator.inputs):
+                varying.update(operator.outputs)
+            elif operator.primitive == "broadcast_in_dim":
+                if not (operator.unread or operator.again):
+                    yield from operator.outputs
 
     # Kernels.
 

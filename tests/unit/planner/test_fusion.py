@@ -147,3 +147,26 @@ def test_groups_have_the_bytes_of_their_kernels() -> None:
         if g.operator.kind in (*CHEAP, "reduction")
     )
     assert total == pytest.approx(sum(moved_bytes(graph).values()))
+
+
+def test_each_result_of_a_barrier_is_its_own_operand() -> None:
+    w = array(256, 256)
+
+    def fn(x: jax.Array, y: jax.Array, w: jax.Array) -> Any:
+        x, y = lax.optimization_barrier((jnp.tanh(x), jnp.sin(y)))
+        return x @ w, y @ w
+
+    assert moved(fn, X, array(32, 256), w) == 2 * (SIZE + SIZE // 2)
+
+
+def test_constants_of_a_loop_are_found_in_one_pass() -> None:
+    def body(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        c = jnp.float32(1.5) + jnp.arange(256, dtype=jnp.float32)
+        for _ in range(60):  # 2**60 paths
+            c = c + c
+        return x + c[None], None
+
+    def run(x: jax.Array) -> jax.Array:
+        return lax.scan(body, x, None, length=3)[0]
+
+    assert moved(run, X) > 0
