@@ -1,6 +1,7 @@
 """The planner's count of what kernels move, beside programs of the GPU compiler."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import pytest
@@ -12,7 +13,7 @@ from tests.support import gpu_compiler, hlo
 from tests.support.zoo import gpt_scan, moe
 from tests.support.zoo_parts import Model
 
-SMALL = {"time": 256, "width": 256, "layers": 2, "heads": 4, "vocabulary": 1024}
+SMALL: Any = {"time": 256, "width": 256, "layers": 2, "heads": 4, "vocabulary": 1024}
 MODELS: dict[str, Callable[[], Model]] = {
     "gpt": lambda: gpt_scan(8, **SMALL),
     "gpt, remat": lambda: gpt_scan(8, remat=True, **SMALL),

@@ -1,6 +1,7 @@
 """Compute seconds by kind of work, the dearest operators, and MFU."""
 
 import json
+from typing import Any
 
 import optax
 import pytest
@@ -12,7 +13,7 @@ from dtft.planner.search import decide
 from dtft.planner.workload import of_loss
 from tests.support.zoo import MODELS, gpt_scan
 
-SMALL = {"time": 256, "width": 128, "layers": 4, "heads": 4, "vocabulary": 512}
+SMALL: Any = {"time": 256, "width": 128, "layers": 4, "heads": 4, "vocabulary": 512}
 
 
 def planned(cluster: str, remat: bool = False) -> Plan:

@@ -162,7 +162,7 @@ def test_each_result_of_a_barrier_is_its_own_operand() -> None:
 def test_constants_of_a_loop_are_found_in_one_pass() -> None:
     def body(x: jax.Array, _: None) -> tuple[jax.Array, None]:
         c = jnp.float32(1.5) + jnp.arange(256, dtype=jnp.float32)
-        for _ in range(60):  # 2**60 paths
+        for _turn in range(60):  # 2**60 paths
             c = c + c
         return x + c[None], None
 

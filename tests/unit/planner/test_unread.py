@@ -28,7 +28,7 @@ def unread(fn: Callable[..., Any], *args: Any) -> list[str]:
 
 def test_what_no_result_needs_is_unread() -> None:
     def loss(x: jax.Array) -> jax.Array:
-        jnp.sin(x) + 1.0
+        _ = jnp.sin(x) + 1.0
         return jnp.cos(x)
 
     assert unread(loss, X) == ["sin", "add"]
@@ -88,7 +88,7 @@ def test_what_enters_or_leaves_a_shard_map_is_read() -> None:
     assert unread(run, X) == []
 
 
-SMALL = {"time": 64, "width": 64, "heads": 4, "vocabulary": 256}
+SMALL: Any = {"time": 64, "width": 64, "heads": 4, "vocabulary": 256}
 FORMS: dict[str, Callable[[int], Model]] = {
     "gpt, scanned": lambda batch: gpt_scan(batch, layers=3, **SMALL),
     "gpt, scanned, rematted": lambda n: gpt_scan(n, layers=3, remat=True, **SMALL),
