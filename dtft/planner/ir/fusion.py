@@ -76,7 +76,7 @@ def moved_bytes(graph: Graph) -> dict[int, float]:
 
     >>> import jax
     >>> from dtft.planner.ir import trace
-    >>> x = jax.ShapeDtypeStruct(4, "f4")
+    >>> x = jax.ShapeDtypeStruct((4,), "f4")
     >>> graph = trace(lambda x: jax.numpy.tanh(x * 2) + 1, x)
     >>> moved_bytes(graph)  # one kernel: 16 bytes in, 16 bytes out
     {2: 32.0}
