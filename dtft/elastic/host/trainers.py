@@ -122,7 +122,7 @@ class AttachedTrainer:
     trainer."""
     left: bool = False
     """Whether the trainer has sent `left` (the process leaves the job)."""
-    gives_up: bool = False
+    has_failed: bool = False
     """Whether the trainer has sent the exception that ends it (`failed`, `fatal`). It
     then waits to be killed and obeys no order."""
     ended: threading.Event = field(default_factory=threading.Event)
@@ -284,7 +284,7 @@ class Trainers:
     def _heard(self, trainer: AttachedTrainer, message: dict[str, Any]) -> None:
         with self._lock:
             trainer.left = trainer.left or message["op"] == "left"
-            trainer.gives_up |= message["op"] in ("failed", "fatal")
+            trainer.has_failed |= message["op"] in ("failed", "fatal")
             if message["op"] == "left_slot":
                 self._has_left(trainer, message["number"])
             elif message["op"] == "joined":
@@ -483,7 +483,7 @@ class Trainers:
             trainer = self._trainer
             if trainer is None or trainer.process is None or trainer.outbox is None:
                 return False
-            if trainer.gives_up:  # it would be waited for until `end_leaving`
+            if trainer.has_failed:  # it would be waited for until `end_leaving`
                 return False
             if ended_with(trainer.process) is not None or trainer.world != world:
                 return False

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from dtft.planner.cost.compute import (
         added_s,
+        at_peak_s,
         launch_s,
         lower_bound_s,
         matmul_s,
@@ -112,6 +113,7 @@ _PUBLIC = {
     "launch_s": "compute",
     "learn": "calibration",
     "link_key": "calibration",
+    "at_peak_s": "compute",
     "lower_bound_s": "compute",
     "matmul_s": "compute",
     "members": "mesh_topology",
@@ -164,6 +166,7 @@ __all__ = [
     "launch_s",
     "learn",
     "link_key",
+    "at_peak_s",
     "lower_bound_s",
     "matmul_s",
     "members",

@@ -5,12 +5,13 @@ numpy arrays and are broadcast.
 """
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from dtft.planner.cluster import DeviceType, Efficiency, Pool
-from dtft.planner.ir import item_bits
+from dtft.planner.ir import PRODUCTS, Graph, Operator, item_bits
 from dtft.planner.workload import Workload
 
 # Lower bound of a step's time: the minimal work of all devices, for any plan.
@@ -28,16 +29,30 @@ def lower_bound_s(question: Workload, pool: Pool) -> float:
         question: the workload with the step's graph.
         pool: the devices.
     """
-    graph, device = question.graph, pool.device
-    computing = 0.0
-    for operator in graph.operators:
-        if operator.kind in ("matmul", "convolution") and operator.inputs:
-            dtype = graph.values[operator.inputs[0]].dtype
-            computing += operator.flops * operator.trips / device.peak(dtype)
+    graph = question.graph
+    read = (operator for operator in graph.operators if not operator.unread)
+    computing = at_peak_s(graph, pool, read)
     paths = (*question.paths("parameter"), *question.paths("optimizer"))
     num_bytes = sum(graph.values[graph.inputs[path]].num_bytes for path in paths)
-    moving = 2 * num_bytes / device.memory_bandwidth
-    return max(computing, moving) / pool.num_devices
+    moving = 2 * num_bytes / pool.device.memory_bandwidth
+    return max(computing, moving / pool.num_devices)
+
+
+def at_peak_s(graph: Graph, pool: Pool, operators: Iterable[Operator]) -> float:
+    """Computes the seconds of matmuls and convolutions at the peak flops of their
+    dtype, with the work divided evenly over all devices.
+
+    Args:
+        graph: the graph with the operators.
+        pool: the devices.
+        operators: the operators; those of other kinds take no time here.
+    """
+    seconds = 0.0
+    for operator in operators:
+        if operator.kind in PRODUCTS and operator.inputs:
+            dtype = graph.values[operator.inputs[0]].dtype
+            seconds += operator.flops * operator.trips / pool.device.peak(dtype)
+    return seconds / pool.num_devices
 
 
 _TILES_OF_A_PART = 4

@@ -15,7 +15,7 @@ from dtft._lazy import attributes
 
 if TYPE_CHECKING:
     from dtft.planner.ir.flops import COUNTED
-    from dtft.planner.ir.fusion import CHEAP, moved_bytes
+    from dtft.planner.ir.fusion import CHEAP, PRODUCTS, moved_bytes
     from dtft.planner.ir.graph import (
         CountedLoop,
         Dim,
@@ -58,6 +58,7 @@ _PUBLIC = {
     "Operator": "graph",
     "OperatorKind": "graph",
     "POLICIES": "remat",
+    "PRODUCTS": "fusion",
     "Part": "repeats",
     "REMAT": "jaxprs",
     "Value": "graph",
@@ -90,6 +91,7 @@ __all__ = [
     "Operator",
     "OperatorKind",
     "POLICIES",
+    "PRODUCTS",
     "Part",
     "REMAT",
     "Value",

@@ -35,6 +35,7 @@ from dtft.planner.ir.graph import Graph, Operator
 CHEAP = ("elementwise", "layout", "random")
 """Kinds of operators that a compiler fuses with their neighbours."""
 PRODUCTS = ("matmul", "convolution")
+"""Kinds of operators that multiply arrays, and are kernels of their own."""
 RELABELS = ("reshape", "squeeze", "transpose", "copy", "optimization_barrier", "name")
 """Operators whose result is their operand in another shape or order."""
 ROW = 16384

@@ -185,7 +185,8 @@ class Graph:
 
     @property
     def flops(self) -> float:
-        """Operations of a step on all devices, including recomputation."""
+        """Operations of a step on all devices, including recomputation, without
+        operators that nothing reads."""
         return sum(op.flops * op.trips for op in self.operators if not op.unread)
 
     def bytes_of(self, operator: Operator) -> int:

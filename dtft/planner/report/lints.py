@@ -13,12 +13,12 @@ from typing import Any, Literal
 
 from dtft.planner import wording
 from dtft.planner.cluster import Cluster
-from dtft.planner.cost import computing_s, matmul_s, runs, shape_factor
+from dtft.planner.cost import matmul_s, runs, shape_factor
 from dtft.planner.ir import CHEAP, Dim, Graph, OpGroup, item_bits
 from dtft.planner.plan import Plan
 from dtft.planner.report.compare import layered
 from dtft.planner.report.text import little
-from dtft.planner.search import Decision, arrays_of, attention_scores, best_of
+from dtft.planner.search import Decision, arrays_of, attention_scores, best_of, group_s
 from dtft.planner.spmd import MICRO, OperatorWork
 from dtft.planner.types import Spec
 from dtft.planner.wording import percent, seconds, size
@@ -307,15 +307,19 @@ def _product(
 # ----------------------------------------------------------------- attention
 
 
+_FUSED_ATTENTION = {"cuda": "jax.nn.dot_product_attention with implementation='cudnn'"}
+"""Map from a platform to a kernel of attention that JAX has for it."""
+
+
 def attention(decision: Decision) -> tuple[Lint, ...]:
     """Finds attention whose scores are arrays in memory, costliest first.
 
     Returns () for CPU, which has no kernel that keeps scores on the chip.
     """
     question, device = decision.question, decision.cluster.uniform.device
-    graph = question.graph
     if device.platform == "cpu":
         return ()
+    kernel = _FUSED_ATTENTION.get(device.platform, "one of Pallas")
     cost_s: dict[tuple[int, ...], float] = defaultdict(float)
     found = attention_scores(question)
     for group, done, sizes in _works(decision):
@@ -323,20 +327,16 @@ def attention(decision: Decision) -> tuple[Lint, ...]:
         if operator.kind not in (*CHEAP, "reduction"):
             continue
         known = found.keys() & arrays_of(question, group)
-        once_s = computing_s(
-            graph, device, done, sizes, cold=group.uncached, moved=group.moved
-        )
         for dims in known:
-            part = float(once_s) / len(known)
-            cost_s[found[dims]] += part * group.times * runs(done, sizes)
+            all_s = group_s(question.graph, device, group, done, sizes)
+            cost_s[found[dims]] += all_s / len(known)
     step_s = decision.plan.prediction.step_s
     return tuple(
         Lint(
             kind="attention",
             text=f"scores of {_times(shape)} in all are read and written in memory: "
             f"up to {seconds(each_s)} of a step ({percent(each_s / step_s)}). A fused "
-            "kernel keeps them on the chip, such as jax.nn.dot_product_attention with "
-            "implementation='cudnn'",
+            f"kernel keeps them on the chip, such as {kernel}",
             cost_s=each_s,
         )
         for shape, each_s in sorted(cost_s.items(), key=lambda item: -item[1])

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from dtft._lazy import attributes
 
 if TYPE_CHECKING:
-    from dtft.planner.search.compute_split import arrays_of, attention_scores
+    from dtft.planner.search.compute_split import arrays_of, attention_scores, group_s
     from dtft.planner.search.decision import Decision, Fewer, best_of, decide, next_best
     from dtft.planner.search.enumerate import enumerate_space
     from dtft.planner.search.pins import COUNTS, PINS, check_pins, did_you_mean
@@ -56,6 +56,7 @@ _PUBLIC = {
     "decide": "decision",
     "did_you_mean": "pins",
     "enumerate_space": "enumerate",
+    "group_s": "compute_split",
     "next_best": "decision",
 }
 
@@ -81,6 +82,7 @@ __all__ = [
     "decide",
     "did_you_mean",
     "enumerate_space",
+    "group_s",
     "next_best",
 ]
 

@@ -2,17 +2,19 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from typing import get_args
 
-from dtft.planner.cost import computing_s, runs
-from dtft.planner.ir import CHEAP, Graph, OpGroup
+from dtft.planner.cluster import DeviceType
+from dtft.planner.cost import at_peak_s, computing_s, runs
+from dtft.planner.ir import CHEAP, PRODUCTS, Graph, OpGroup, region
 from dtft.planner.plan import ComputeKind, ComputeShare
 from dtft.planner.search.search import PlanSearch
 from dtft.planner.search.space import SearchCandidate
-from dtft.planner.spmd import MICRO, PRODUCTS, ShardingAssignment
+from dtft.planner.spmd import MICRO, OperatorWork, ShardingAssignment, Sizes
 from dtft.planner.workload import Workload, sources
 
-KINDS: tuple[ComputeKind, ...] = ("products", "attention", "element-wise", "other")
 NUM_DEAREST = 5
+"""Number of operators that a plan lists with their seconds."""
 
 
 def attention_scores(question: Workload) -> dict[frozenset[int], tuple[int, ...]]:
@@ -33,7 +35,7 @@ def attention_scores(question: Workload) -> dict[frozenset[int], tuple[int, ...]
             continue
         first = graph.values[operator.inputs[0]]
         if operator.kind == "reduction" and len(operator.summed) == 1:
-            reduced.add(roots(question, first.dims))
+            reduced.add(_roots(question, first.dims))
         if operator.kind != "matmul":
             continue
         inputs = [graph.values[index] for index in operator.inputs[:2]]
@@ -41,10 +43,10 @@ def attention_scores(question: Workload) -> dict[frozenset[int], tuple[int, ...]
         ranks = sum(len(one.shape) for one in inputs) - 2 * len(operator.contracted[0])
         if ranks == len(result.shape):  # no matmul of a batch: a projection
             continue
-        contracted |= {roots(question, one.dims) for one in inputs}
+        contracted |= {_roots(question, one.dims) for one in inputs}
         if result.size > max(one.size for one in inputs):
             shape = (size for size in result.shape if size > 1)
-            made[roots(question, result.dims)] = tuple(sorted(shape))
+            made[_roots(question, result.dims)] = tuple(sorted(shape))
     return {
         dims: shape
         for dims, shape in made.items()
@@ -52,7 +54,7 @@ def attention_scores(question: Workload) -> dict[frozenset[int], tuple[int, ...]
     }
 
 
-def roots(question: Workload, dims: Iterable[int]) -> frozenset[int]:
+def _roots(question: Workload, dims: Iterable[int]) -> frozenset[int]:
     """Returns the set of dims that stand for some dims in equal layers."""
     return frozenset(map(question.root, dims))
 
@@ -61,7 +63,25 @@ def arrays_of(question: Workload, group: OpGroup) -> set[frozenset[int]]:
     """Returns the sets of dims of the arrays that an operator reads and writes."""
     values, operator = question.graph.values, group.operator
     indices = (*operator.inputs, *operator.outputs)
-    return {roots(question, values[index].dims) for index in indices}
+    return {_roots(question, values[index].dims) for index in indices}
+
+
+def group_s(
+    graph: Graph, device: DeviceType, group: OpGroup, work: OperatorWork, sizes: Sizes
+) -> float:
+    """Computes the seconds of a step in which a device computes a group of operators.
+
+    Args:
+        graph: the program.
+        device: the device type.
+        group: the group of operators.
+        work: its work on one device.
+        sizes: sizes of the axes, and the number of microbatches.
+    """
+    once_s = computing_s(
+        graph, device, work, sizes, cold=group.uncached, moved=group.moved
+    )
+    return float(once_s) * group.times * runs(work, sizes)
 
 
 def compute_split(
@@ -91,15 +111,7 @@ def compute_split(
     for group, done in search.works(division):
         if group.region == "update":
             continue
-        once_s = computing_s(
-            question.graph,
-            device,
-            done,
-            sizes,
-            cold=group.uncached,
-            moved=group.moved,
-        )
-        seconds = float(once_s) * group.times * runs(done, sizes)
+        seconds = group_s(question.graph, device, group, done, sizes)
         is_attention = not scores.isdisjoint(arrays_of(question, group))
         kinds[_kind(group, is_attention)] += seconds
         each[_name(question.graph, group, source, paths, is_attention)] += seconds
@@ -107,7 +119,7 @@ def compute_split(
     scale = total_s / known_s if known_s else 0.0
     dearest = sorted(each.items(), key=lambda item: -item[1])[:NUM_DEAREST]
     return (
-        {kind: kinds[kind] * scale for kind in KINDS if kinds[kind]},
+        {kind: kinds[kind] * scale for kind in get_args(ComputeKind) if kinds[kind]},
         tuple(
             ComputeShare(where=where, seconds=seconds * scale)
             for where, seconds in dearest
@@ -146,13 +158,13 @@ def _name(
     return f"{part}{what} {sides}, {group.region}"
 
 
-def at_peak_s(search: PlanSearch) -> float:
+def model_at_peak_s(search: PlanSearch) -> float:
     """Computes the seconds that all devices take, at their peak, for the products of
     the forward and backward pass; what is computed again is left out."""
-    graph, device = search.question.graph, search.pool.device
-    seconds = 0.0
-    for operator in graph.operators:
-        if operator.kind in PRODUCTS and not (operator.again or operator.unread):
-            dtype = graph.values[operator.inputs[0]].dtype
-            seconds += operator.flops * operator.trips / device.peak(dtype)
-    return seconds / search.pool.num_devices
+    graph = search.question.graph
+    model = (
+        operator
+        for operator in graph.operators
+        if not (operator.again or operator.unread) and region(operator) != "update"
+    )
+    return at_peak_s(graph, search.pool, model)

@@ -12,7 +12,14 @@ import numpy as np
 
 from dtft.planner.cluster import DeviceType
 from dtft.planner.cost import SCHEDULES, in_flight, memory_s, pipeline_s, transfers
-from dtft.planner.ir import LayerStack, Part, find_layers, find_repeats, moved_bytes
+from dtft.planner.ir import (
+    PRODUCTS,
+    LayerStack,
+    Part,
+    find_layers,
+    find_repeats,
+    moved_bytes,
+)
 from dtft.planner.search.price_table import Message, Prices
 from dtft.planner.search.space import Space
 from dtft.planner.spmd import MICRO, CollectiveOp, ShardedSize, ShardingAssignment, flat
@@ -29,15 +36,17 @@ def layers_of(question: Workload, device: DeviceType) -> LayerStack | None:
     Args:
         question: the workload.
         device: the device type, whose speeds weigh the layers against the operators
-            before and after the layers.
+            before and after the layers. Bytes are those of fused kernels, also on CPU.
     """
     graph = question.graph
     moved = moved_bytes(graph)
 
     def seconds(number: int) -> float:
         operator = graph.operators[number]
+        if operator.unread:
+            return 0.0
         copied = float(memory_s(device, moved.get(number, 0.0)))
-        if operator.kind not in ("matmul", "convolution"):
+        if operator.kind not in PRODUCTS:
             return copied
         dtype = graph.values[operator.inputs[0]].dtype
         own = float(memory_s(device, graph.bytes_of(operator))) * operator.trips

@@ -17,9 +17,9 @@ from dtft.planner.cost import (
     runs,
     transfers,
 )
-from dtft.planner.ir import CHEAP, Graph, Value, region
+from dtft.planner.ir import CHEAP, PRODUCTS, Graph, Value, region
 from dtft.planner.plan import Alternative, AxisUse, Collective, Plan, Prediction
-from dtft.planner.search.compute_split import at_peak_s, compute_split
+from dtft.planner.search.compute_split import compute_split, model_at_peak_s
 from dtft.planner.search.pipeline import handed_on, layers_of
 from dtft.planner.search.price_table import bundle_of
 from dtft.planner.search.ranking import MEMORY, TERMS, Priced
@@ -27,7 +27,6 @@ from dtft.planner.search.search import PlanSearch
 from dtft.planner.search.space import SearchCandidate
 from dtft.planner.spmd import (
     MICRO,
-    PRODUCTS,
     Bundle,
     CollectiveOp,
     ShardingAssignment,
@@ -264,7 +263,7 @@ def as_plan(
         compute=compute,
         dearest=dearest,
         examples=question.batch_size,
-        at_peak_s=at_peak_s(search),
+        at_peak_s=model_at_peak_s(search),
         bound_s=lower_bound_s(question, search.pool),
         alternatives=_alternatives(priced, num_ranked),
         model_hash=question.fingerprint,

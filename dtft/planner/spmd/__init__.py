@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from dtft.planner.spmd.op_signature import Instance, Pattern, PatternKey, instance
     from dtft.planner.spmd.partitioner import (
         MICRO,
-        PRODUCTS,
         Axes,
         CollectiveOp,
         OperatorWork,
@@ -53,7 +52,6 @@ _PUBLIC = {
     "MICRO": "partitioner",
     "Moved": "zero",
     "OperatorWork": "partitioner",
-    "PRODUCTS": "partitioner",
     "Pattern": "op_signature",
     "PatternKey": "op_signature",
     "ShardedSize": "partitioner",
@@ -87,7 +85,6 @@ __all__ = [
     "MICRO",
     "Moved",
     "OperatorWork",
-    "PRODUCTS",
     "Pattern",
     "PatternKey",
     "ShardedSize",

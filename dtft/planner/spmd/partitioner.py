@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dtft.planner.cluster import CollectiveKind
-from dtft.planner.ir import Graph, Operator, Value
+from dtft.planner.ir import PRODUCTS, Graph, Operator, Value
 from dtft.planner.types import Spec
 
 # Symbolic sizes. The sizes of the axes are given at evaluation, each as one number or
@@ -311,7 +311,6 @@ def position(spec: Spec, axis: str) -> int | None:
 
 
 Axes = tuple[str, ...]
-PRODUCTS = ("matmul", "convolution")
 
 
 @dataclass(frozen=True, kw_only=True)
