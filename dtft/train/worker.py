@@ -667,12 +667,13 @@ class TrainerProcess:
         self._dialogue.send("left_slot", number=order["number"])
 
     def last_words(self, op: str, **fields: Any) -> None:
-        """Sends a last message to the agent, which ends this process.
+        """Sends `ending` and a last message to the agent, which ends this process.
 
         Waits at most `LAST_WORDS_S` for the agent to take the message and end this
         process.
         """
         with contextlib.suppress(AgentGone):
+            self._dialogue.queue("ending")
             self._dialogue.queue(op, **fields)
             with self._dialogue.condition:
                 self._dialogue.condition.wait_for(

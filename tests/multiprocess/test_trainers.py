@@ -28,8 +28,8 @@ while True:
     message = link.receive()
     if message["op"] == "start":
         link.send("running", slot=message["slot"])
-        if message.get("fails"):
-            link.send("failed", slot=message["slot"])
+        for op in message.get("says", ()):
+            link.send(op, slot=message["slot"])
         if not message.get("obeys"):
             time.sleep(60)
     elif message["op"] == "join":
@@ -251,13 +251,24 @@ def test_a_trainer_that_does_not_leave_is_killed(
 def test_a_trainer_that_an_exception_ends_is_not_waited_for(
     trainers: Trainers, events: Events
 ) -> None:
-    trainer = started(trainers, 0, fails=True)
+    trainer = started(trainers, 0, says=["ending", "failed"])
     said = [events.get(timeout=20)[2]["op"] for _ in range(2)]
     assert said == ["running", "failed"]
     assert not trainers.leave(5, world=1)
     assert trainers.let_go() is None
     assert events.get(timeout=20) == ("trainer_exit", trainer.ident, -9)
     assert not trainers.exited(trainer.ident)
+
+
+def test_a_trainer_whose_collective_has_broken_leaves_its_slot_and_stays(
+    trainers: Trainers, events: Events
+) -> None:
+    trainer = started(trainers, 0, says=["failed"], obeys=True)
+    said = [events.get(timeout=20)[2]["op"] for _ in range(2)]
+    assert said == ["running", "failed"]
+    assert trainers.leave(5, world=1)
+    assert events.get(timeout=20) == ("left_slot", 5, None)
+    assert trainer.process is not None and trainer.process.poll() is None
 
 
 def test_a_spare_joins_a_world_and_is_taken_from_it(

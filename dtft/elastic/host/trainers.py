@@ -122,9 +122,10 @@ class AttachedTrainer:
     trainer."""
     left: bool = False
     """Whether the trainer has sent `left` (the process leaves the job)."""
-    has_failed: bool = False
-    """Whether the trainer has sent the exception that ends it (`failed`, `fatal`). It
-    then waits to be killed and obeys no order."""
+    is_ending: bool = False
+    """Whether the trainer has sent `ending`: an exception ends it. It then waits to be
+    killed and obeys no order. `failed` alone does not say so: a trainer whose
+    collective has broken sends it and waits for the order `leave`."""
     ended: threading.Event = field(default_factory=threading.Event)
 
     def send(self, op: str, fields: Mapping[str, Any]) -> None:
@@ -284,8 +285,9 @@ class Trainers:
     def _heard(self, trainer: AttachedTrainer, message: dict[str, Any]) -> None:
         with self._lock:
             trainer.left = trainer.left or message["op"] == "left"
-            trainer.has_failed |= message["op"] in ("failed", "fatal")
-            if message["op"] == "left_slot":
+            if message["op"] == "ending":
+                trainer.is_ending = True
+            elif message["op"] == "left_slot":
                 self._has_left(trainer, message["number"])
             elif message["op"] == "joined":
                 if trainer is self._member:
@@ -483,7 +485,7 @@ class Trainers:
             trainer = self._trainer
             if trainer is None or trainer.process is None or trainer.outbox is None:
                 return False
-            if trainer.has_failed:  # it would be waited for until `end_leaving`
+            if trainer.is_ending:  # it would be waited for until `end_leaving`
                 return False
             if ended_with(trainer.process) is not None or trainer.world != world:
                 return False

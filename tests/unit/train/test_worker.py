@@ -139,6 +139,7 @@ def test_a_trainer_says_why_it_fails_and_waits_to_be_ended(
         "indices": [1],
     }
     agent.link.send("start", **start)
+    assert agent.link.receive(50) == {"op": "ending"}
     told = agent.link.receive(50)
     assert told["op"] == "failed" and told["log"] == str(agent.log)
     assert told["error"].startswith("FileNotFoundError: ")
