@@ -6,6 +6,8 @@ It uses the private API for:
   a trainer's connection to the service, and the devices and the lives of processes that
   the service tells XLA.
 * The keys of the coordination service: text from one process to others.
+* JAX's persistent compilation cache: which process writes, and what a CPU program's key
+  depends on.
 * The bytes of a CPU array's buffer.
 * Compilation of a module that another process lowered.
 * The number of constant and carried arguments of a `scan`.
@@ -14,12 +16,15 @@ Functions that import private modules check the version of JAX first. No other m
 dtft may import ``jax._src`` or private modules of ``jaxlib``.
 """
 
+import contextlib
 import ctypes
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -333,18 +338,80 @@ def join_world(
     state.coordinator_address = address
 
 
-def write_compilation_cache() -> None:
-    """Lets this process write to JAX's persistent compilation cache.
+def write_compilation_cache(process_id: int, *, writes: bool) -> None:
+    """Sets whether this process writes to JAX's persistent compilation cache.
 
     JAX writes only in process 0, but index 0 of a world belongs to no process if each
-    process has a service of its own. So one other process of the world must call this,
-    after JAX has found its devices: until then JAX takes the process's index from the
-    same variable. `jax.process_index()` stays.
+    process has a service of its own. So another process of the world must write. To be
+    called after JAX has found its devices: until then JAX takes the process's index
+    from the same variable. `jax.process_index()` stays.
+
+    Args:
+        process_id: index of this process.
+        writes: whether it writes.
     """
     check_version()
     from jax._src import distributed
 
-    distributed.global_state.process_id = 0
+    distributed.global_state.process_id = 0 if writes else process_id
+
+
+def share_cached_programs() -> None:
+    """Lets all processes, on any devices, use a CPU program of JAX's compilation cache.
+
+    The cache's key of a CPU program includes the ids of its devices, and a fingerprint
+    that differs between the processes of a world. So the other processes, and those of
+    another formation, would compile the same program again. From now on the key has the
+    processor's features instead: XLA sets the devices of a CPU program when it is
+    loaded. To be called only in a process whose platform is CPU.
+
+    An entry appears in the cache's directory when it is complete, so that a process
+    that reads meanwhile compiles the program itself or gets all of it.
+    """
+    check_version()
+    from jax._src import cache_key, lru_cache
+
+    hashed = cache_key._hash_serialized_compile_options
+    put_locked = lru_cache.LRUCache.put
+
+    def hash_without_devices(
+        hash_obj: Any, compile_options: Any, strip_device_assignment: bool = False
+    ) -> None:
+        del strip_device_assignment
+        hashed(hash_obj, compile_options, strip_device_assignment=True)
+
+    def put(self: Any, key: str, value: bytes) -> None:
+        if self.eviction_enabled:  # then readers and writers take a lock
+            put_locked(self, key, value)
+            return
+        entry = self.path / f"{key}-cache"
+        if entry.exists():
+            return
+        part = self.path / f"{key}.{os.getpid()}.{threading.get_native_id()}.part"
+        try:
+            part.write_bytes(value)
+            part.replace(entry)
+        except OSError:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+            raise
+
+    def hash_processor(hash_obj: Any, accelerators: Any) -> None:
+        del accelerators
+        hash_obj.update(_processor().encode())
+
+    cache_key._hash_serialized_compile_options = hash_without_devices
+    cache_key._hash_accelerator_config = hash_processor
+    lru_cache.LRUCache.put = put
+
+
+def _processor() -> str:
+    """Describes this host's processor: its architecture and instruction sets."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.lower().startswith(("flags", "features")):
+                return f"{os.uname().machine} {line}"
+    return os.uname().machine
 
 
 def told_by(teller: int, key: str, text: str, timeout_s: float) -> str:

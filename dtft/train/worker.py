@@ -189,6 +189,7 @@ class AgentRuntime:
 
         self._world.keys.hurry(self._dialogue.deadline_s)
         self._world.join(self._start["world"])
+        self._world.write_compilation_cache(writes=self.is_leading)
         logger.info("connected to the other JAX processes")
         devices = self._world.devices(
             list(self._slots), self._start["turn"], experiment.cluster.devices_per_host
@@ -403,7 +404,8 @@ _COMPILATIONS: list[int] = []
 def _compiled() -> int:
     """Returns how many programs the training thread has compiled.
 
-    Only the thread of the first call counts.
+    Only the thread of the first call counts. A program that is loaded from JAX's
+    compilation cache does not.
     """
     if not _COMPILATIONS:
         import jax
@@ -411,13 +413,20 @@ def _compiled() -> int:
         _COMPILATIONS.append(0)
         thread = threading.get_ident()
 
-        def heard(event: str, duration_secs: float, **kwargs: str | int) -> None:
-            del duration_secs, kwargs
-            if event.endswith("backend_compile_duration"):
-                if threading.get_ident() == thread:
-                    _COMPILATIONS[0] += 1
+        def add(number: int) -> None:
+            if threading.get_ident() == thread:
+                _COMPILATIONS[0] += number
 
-        jax.monitoring.register_event_duration_secs_listener(heard)
+        def ended(event: str, duration_secs: float, **kwargs: str | int) -> None:
+            del duration_secs, kwargs
+            add(event.endswith("backend_compile_duration"))
+
+        def happened(event: str, **kwargs: str | int) -> None:
+            del kwargs
+            add(-(event == "/jax/compilation_cache/cache_hits"))
+
+        jax.monitoring.register_event_duration_secs_listener(ended)
+        jax.monitoring.register_event_listener(happened)
     return _COMPILATIONS[0]
 
 
@@ -782,6 +791,7 @@ def _import_everything(experiment: Any) -> None:
     import jax
 
     import dtft.train.rehearsal  # noqa: F401
+    from dtft import _jax_internals
     from dtft.checkpoint.managers import AgentCheckpointManager  # noqa: F401
     from dtft.data import make_datasets
 
@@ -792,6 +802,7 @@ def _import_everything(experiment: Any) -> None:
         turns = TURNS if experiment.cluster.hot_swap else 1
         devices = experiment.cluster.devices_per_host * turns
         jax.config.update("jax_num_cpu_devices", devices)
+        _jax_internals.share_cached_programs()
     cache = os.environ.get("DTFT_COMPILATION_CACHE")
     if cache:
         jax.config.update("jax_compilation_cache_dir", cache)

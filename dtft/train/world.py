@@ -38,9 +38,6 @@ from dtft.train.shared_keys import SharedKeys
 
 _FOR_EVER_S = 7 * 86400.0
 """Heartbeat timeout of a service that cannot be lost: it is in the same process."""
-_CACHE_WRITER = 1
-"""Index of the process that writes to JAX's compilation cache in a world that lasts;
-all others read."""
 _WATCHED = re.compile(r"^tfd: *(\d+) .* ino:([0-9a-f]+) ", re.MULTILINE)
 """A watched descriptor and its inode, in the kernel's description of an epoll."""
 
@@ -55,6 +52,8 @@ class World:
         self.keys = SharedKeys(publish)
         self._sockets = GlooSockets()
         self._service: object = None
+        self._index: int | None = None
+        """Index of this process in a world that lasts; None in others."""
         self._limit_s = 0.0
         """Longest wait for other processes of a formation, in seconds."""
         self._is_shared = False
@@ -104,8 +103,7 @@ class World:
                 jax.devices()
         finally:
             found.set()
-        if order["lasts"] and order["index"] == _CACHE_WRITER:
-            _jax_internals.write_compilation_cache()
+        self._index = order["index"] if order["lasts"] else None
         self.number = order["number"]
         if is_own:
             self.keys.start()
@@ -123,6 +121,12 @@ class World:
             address, order["size"], _FOR_EVER_S, order["devices"]
         )
         return address
+
+    def write_compilation_cache(self, *, writes: bool) -> None:
+        """Sets whether this process writes to JAX's compilation cache; all others of
+        the formation read. In a world that does not last, process 0 writes."""
+        if self._index is not None:
+            _jax_internals.write_compilation_cache(self._index, writes=writes)
 
     def devices(self, indices: Sequence[int], turn: int, per_host: int) -> list[Any]:
         """Returns the devices of a formation, in slot order.

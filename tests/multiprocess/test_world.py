@@ -198,15 +198,50 @@ def test_all_get_the_text_of_one_process(world: dict[int, Process]) -> None:
         assert [one.hear()["text"] for one in both] == [f"of {teller}"] * 2
 
 
-def test_one_process_of_a_world_writes_the_compilation_cache(
-    world: dict[int, Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """JAX's compilation cache of the processes that are started from now on."""
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    for writer, reader in ((4, 3), (1, 2)):
-        assert not list(tmp_path.iterdir())
-        both = [world[writer], world[reader]]  # both are there before one has keys
-        for one in both:
-            one.tell(op="sum", indices=[writer, reader], turn=0, times=1)
-        assert both[0].hear()["sum"] == both[1].hear()["sum"]
-    assert list(tmp_path.glob("*-cache"))
+    return tmp_path
+
+
+def add_up(world: dict[int, Process], indices: list[int], turn: int) -> list[int]:
+    """Adds the indices; returns how many programs each process has loaded so far."""
+    members = [world[index] for index in indices]  # all are there before one has keys
+    for one in members:
+        one.tell(op="sum", indices=indices, turn=turn, times=1)
+    said = [one.hear() for one in members]
+    assert [it["sum"] for it in said] == [sum(indices)] * len(indices)
+    return [it["loaded"] for it in said]
+
+
+def test_the_process_that_is_told_to_writes_the_compilation_cache(
+    world: dict[int, Process], cache: Path
+) -> None:
+    add_up(world, [4, 3], 0)
+    assert not list(cache.iterdir())
+    world[1].tell(op="cache", writes=True)
+    add_up(world, [1, 2], 0)
+    (entry,) = cache.iterdir()
+    assert entry.name.endswith("-cache")
+    entry.unlink()
+    world[1].tell(op="cache", writes=False)
+    add_up(world, [2, 1], 1)
+    assert not list(cache.iterdir())
+
+
+def test_a_program_of_one_formation_is_loaded_by_all_others(
+    world: dict[int, Process], cache: Path
+) -> None:
+    world[1].tell(op="cache", writes=True)
+    first = add_up(world, [1, 2, 3], 0)
+    assert first[0] == 0
+    (entry,) = cache.iterdir()
+    made = entry.stat().st_mtime_ns
+    second = add_up(world, [4, 2, 3], 1)  # a spare has taken the place of a lost host
+    assert second == [1, first[1] + 1, first[2] + 1]
+    third = add_up(world, [3, 4, 1], 2)  # in another order
+    assert third == [second[2] + 1, second[0] + 1, first[0] + 1]
+    (entry,) = cache.iterdir()
+    assert entry.stat().st_mtime_ns == made
