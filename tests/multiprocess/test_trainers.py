@@ -241,6 +241,8 @@ def test_a_trainer_that_does_not_leave_is_killed(
     assert events.get(timeout=20)[0] == "trainer"
     assert trainers.leave(5, world=1)
     trainers.end_leaving(4)  # an earlier order
+    assert trainers.leaving_pid(4) == 0
+    assert trainers.leaving_pid(5) == trainer.pid
     assert events.empty()
     trainers.end_leaving(5)
     assert events.get(timeout=20) == ("left_slot", 5, None)

@@ -650,6 +650,12 @@ class SimTrainers:
         trainer.hear("leave", {"number": number})
         return True
 
+    def leaving_pid(self, number: int) -> int:
+        """See `Trainers.leaving_pid`."""
+        if self._leaving is not None and self._leaving[1] == number:
+            return self._leaving[0].ident
+        return 0
+
     def end_leaving(self, number: int) -> None:
         """See `Trainers.end_leaving`."""
         if self._leaving is not None and self._leaving[1] == number:

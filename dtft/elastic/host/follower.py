@@ -65,6 +65,9 @@ WARM_S = 5.0
 """Seconds until a failed start of a standby trainer is tried again."""
 LEAVE_S = 2.0
 """Seconds within which a trainer gives up its slot; a later one is killed."""
+STACKS_S = 0.3
+"""Seconds before a trainer that keeps its slot is killed, in which it writes its
+stacks to its log."""
 KEPT_COMMITS = 2
 """Number of newest commits that a host remembers, in case the store lacks commits."""
 
@@ -481,14 +484,29 @@ class Follower:
     def _leave(self, world: int, left: Callable[[int | None], None]) -> bool:
         """Orders the trainer to give up its slot, if it is in this world.
 
-        Kills the trainer if it has not given up its slot after `LEAVE_S` seconds.
+        Kills the trainer if it has not given up its slot after `LEAVE_S` seconds; its
+        log says where it was.
         """
         number = next(self._leaves)
         if not self._trainers.leave(number, world):
             return False
         self._left = number, left
+        self._loop.call_later(LEAVE_S - STACKS_S, self._dump_if_leaving, number)
         self._loop.call_later(LEAVE_S, self._trainers.end_leaving, number)
         return True
+
+    def _dump_if_leaving(self, number: int) -> None:
+        pid = self._trainers.leaving_pid(number)
+        if pid:
+            logger.warning("the trainer (pid %d) has not given up its slot yet", pid)
+            self._dump_stacks(pid)
+
+    def _dump_stacks(self, pid: int) -> None:
+        log = self._config.trainer_log
+        self._loop.aside(
+            lambda: self._parts.dump_stack(pid, log),
+            lambda outcome: logger.warning("%s", outcome.result()),
+        )
 
     def _tell(self, op: str, **fields: Any) -> None:
         """Reports to the leader, with the number (ballot) of the newest round known
@@ -866,11 +884,7 @@ class Follower:
             return
         progress = self._watch.look(now, seen)
         if self._watch.dump_due(progress):
-            pid, log = self._trainers.pid, self._config.trainer_log
-            self._loop.aside(
-                lambda: self._parts.dump_stack(pid, log),
-                lambda outcome: logger.warning("%s", outcome.result()),
-            )
+            self._dump_stacks(self._trainers.pid)
         if self._watch.report_due(now, progress):
             self._tell("progress", slot=task.slot, **asdict(progress))
 

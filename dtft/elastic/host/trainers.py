@@ -494,6 +494,14 @@ class Trainers:
             trainer.send("leave", {"number": number})
             return True
 
+    def leaving_pid(self, number: int) -> int:
+        """Returns the process id of the trainer that has not carried out the order
+        `leave` of this number yet; 0 if it has."""
+        with self._lock:
+            if self._leaving is not None and self._leaving[1] == number:
+                return self._leaving[0].pid
+            return 0
+
     def end_leaving(self, number: int) -> None:
         """Kills the trainer that has not carried out the order `leave` of this number
         yet; a "left_slot" event follows."""
