@@ -11,6 +11,7 @@ It uses the private API for:
 * The bytes of a CPU array's buffer.
 * Compilation of a module that another process lowered.
 * The number of constant and carried arguments of a `scan`.
+* Whether JAX traces cuDNN's attention on a machine without cuDNN.
 
 Functions that import private modules check the version of JAX first. No other module of
 dtft may import ``jax._src`` or private modules of ``jaxlib``.
@@ -569,6 +570,43 @@ def scan_arguments(eqn: Any) -> tuple[int, int]:
         constants, carry, _ = eqn.params["ft_in"].unpack()
         return len(constants), len(carry)
     return eqn.params["num_consts"], eqn.params["num_carry"]
+
+
+def is_cudnn_installed() -> bool:
+    """Whether JAX finds cuDNN on this machine."""
+    from jax._src.cudnn import fused_attention_stablehlo as attention
+
+    try:
+        attention.check_cudnn_version()
+    except RuntimeError:
+        return False
+    return True
+
+
+_ASSUMED_CUDNN = 91000
+"""Version of cuDNN (9.10) for which attention is traced on a machine without cuDNN."""
+_TRACING = threading.RLock()
+
+
+@contextlib.contextmanager
+def cudnn_assumed() -> Iterator[None]:
+    """Lets JAX trace cuDNN's attention on a machine without cuDNN, as on an H100.
+
+    JAX refuses to trace it there, although tracing runs no kernel. On a machine with
+    cuDNN nothing changes. Other threads that enter wait until this one has left.
+    """
+    check_version()
+    from jax._src.cudnn import fused_attention_stablehlo as attention
+
+    with _TRACING:
+        known = attention.check_cudnn_version, attention.check_compute_capability
+        if not is_cudnn_installed():
+            attention.check_cudnn_version = lambda: _ASSUMED_CUDNN
+            attention.check_compute_capability = lambda capability: True
+        try:
+            yield
+        finally:
+            attention.check_cudnn_version, attention.check_compute_capability = known
 
 
 def _is_placed(module: Any, ir: Any) -> tuple[list[bool], list[bool]]:

@@ -17,6 +17,7 @@ Importing this package is light: names load on first use.
 * `Lint`: a finding of `plan.lints()`.
 * `CAPABILITIES`: the knobs that each entry point and backend can run.
 * `trace`: traces a function of arrays into a program, for `place`.
+* `register_kernel`: tells the planner how many operations a custom kernel has.
 * From `dtft.placement` (operators on nodes of different kinds): `place`, `Placement`,
   `Kernels`, `PricedTasks`.
 * From `dtft.balance` (divides load between nodes by measured seconds): `Balance`,
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
         Pool,
     )
     from dtft.planner.cost import Calibration
-    from dtft.planner.ir import trace
+    from dtft.planner.ir import register_kernel, trace
     from dtft.planner.plan import (
         Alternative,
         AxisUse,
@@ -78,6 +79,7 @@ _PUBLIC = {
     "PricedTasks": "dtft.placement",
     "Rules": "dtft.balance",
     "place": "dtft.placement",
+    "register_kernel": "ir",
     "trace": "ir",
 }
 
@@ -107,6 +109,7 @@ __all__ = [
     "PricedTasks",
     "Rules",
     "place",
+    "register_kernel",
     "trace",
 ]
 

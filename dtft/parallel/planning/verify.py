@@ -13,6 +13,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, AxisType
 
+from dtft._jax_internals import is_cudnn_installed
 from dtft.parallel.planning.planned_step import step_of
 from dtft.planner import wording
 from dtft.planner.aot import (
@@ -30,6 +31,7 @@ from dtft.planner.aot import (
 )
 from dtft.planner.cluster import Cluster
 from dtft.planner.gc_pause import gc_paused
+from dtft.planner.ir import ATTENTION
 from dtft.planner.plan import Plan
 from dtft.planner.report import knobs_text
 from dtft.planner.search import Decision, decide, next_best
@@ -106,7 +108,8 @@ def verified(
         then plans with less memory.
 
     Raises:
-        ValueError: `num` is below 1, or `deadline_s` is not above 0.
+        ValueError: `num` is below 1, `deadline_s` is not above 0, or the step has
+            attention of cuDNN, which is not installed here.
     """
     if num < 1:
         raise ValueError(f"num={num} plans cannot be compiled. Allowed: 1 or more.")
@@ -116,6 +119,13 @@ def verified(
         raise ValueError(
             f"deadline_s={deadline_s} leaves no time to compile. Allowed: above 0, or "
             f"None for {SECONDS_EACH:g} s for each plan."
+        )
+    primitives = {one.primitive for one in decision.question.graph.operators}
+    if not primitives.isdisjoint(ATTENTION) and not is_cudnn_installed():
+        raise ValueError(
+            f"verify={num} cannot compile this step here: its attention is cuDNN's "
+            "(implementation='cudnn'), and this machine has no cuDNN. Plan without "
+            "verify, or verify on a machine with the GPU and jax[cuda]."
         )
     end = time.monotonic() + deadline_s
     target = target_of(decision)

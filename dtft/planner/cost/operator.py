@@ -20,7 +20,7 @@ from dtft.planner.cost.compute import (
     memory_s,
 )
 from dtft.planner.cost.mesh_topology import group_of
-from dtft.planner.ir import CHEAP, Graph
+from dtft.planner.ir import CHEAP, PRODUCTS, Graph
 from dtft.planner.spmd import (
     MICRO,
     Bundle,
@@ -140,7 +140,7 @@ def computing_s(
         each = each * convolution_factor(device, *(s.at(sizes) for s in work.sides))
     if operator.kind in _ELEMENT_BY_ELEMENT:
         each = element_s(device.efficiency, operator.primitive)
-    share = 1.0 if on_cpu or operator.kind == "convolution" else moved
+    share = 1.0 if on_cpu or operator.kind in PRODUCTS else moved
     seconds = np.maximum(simple * each, memory_s(device, own * share, cold=cold))
     return seconds + _copying_s(device, work, sizes)
 

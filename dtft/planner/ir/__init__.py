@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from dtft._lazy import attributes
 
 if TYPE_CHECKING:
-    from dtft.planner.ir.flops import COUNTED
+    from dtft.planner.ir.flops import ATTENTION, COUNTED, register_kernel
     from dtft.planner.ir.fusion import CHEAP, PRODUCTS, moved_bytes
     from dtft.planner.ir.graph import (
         CountedLoop,
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from dtft.planner.ir.tracing import trace
 
 _PUBLIC = {
+    "ATTENTION": "flops",
     "CALLS": "jaxprs",
     "CHEAP": "fusion",
     "COUNTED": "flops",
@@ -71,6 +72,7 @@ _PUBLIC = {
     "moved_bytes": "fusion",
     "operators": "jaxprs",
     "region": "op_groups",
+    "register_kernel": "flops",
     "rematerialized": "remat",
     "same_dims": "repeats",
     "trace": "tracing",
@@ -80,6 +82,7 @@ _PUBLIC = {
 }
 
 __all__ = [
+    "ATTENTION",
     "CALLS",
     "CHEAP",
     "COUNTED",
@@ -104,6 +107,7 @@ __all__ = [
     "moved_bytes",
     "operators",
     "region",
+    "register_kernel",
     "rematerialized",
     "same_dims",
     "trace",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dtft.planner.ir.flops import ATTENTION, attention_dims
 from dtft.planner.ir.graph import Dim
 
 Numbers = tuple[int, ...]
@@ -268,6 +269,54 @@ def scatter(case: Case, adds: bool) -> Linked:
     summed = tuple(looped) if adds else ()
     whole += [] if adds else looped
     return Linked(outputs=(operand,), summed=summed, whole=tuple(whole))
+
+
+def attention(case: Case) -> Linked:
+    """Rule of cuDNN's attention, forward and backward: examples and heads keep their
+    dims.
+
+    Positions and features are needed undivided. Heads of keys and values may be fewer
+    than those of queries: a device then needs whole groups. In the forward pass, the
+    operands are queries, keys, values, bias, lengths and offsets of sequences, and page
+    tables; the results are the output and the logarithms of the sums of each row. The
+    backward pass has three more operands: these two results (the logarithms first) and
+    the output's gradient; its results are the gradients of the first operands.
+    """
+    along, heads = attention_dims(case.params)
+    query, key, value, bias = case.operands[:4]
+    case.join_all([(one[0], query[0]) for one in (key, value)])
+    case.join_all([(one[heads], query[heads]) for one in (key, value)])
+    like = list(query)
+    like[-1] = value[-1]
+    rows = query[0], query[heads], query[along]
+    whole = [*(one[i] for one in (query, key, value) for i in (along, -1))]
+    if len(bias) == len(query):  # examples, heads, positions of queries and of keys
+        whole += bias[2:]
+        for place, number in ((0, query[0]), (1, query[heads])):
+            if case.shapes[3][place] > 1:
+                case.dims.join(bias[place], number)
+    for numbers, shape in zip(case.operands[4:10], case.shapes[4:10], strict=True):
+        if shape[:1] == case.shapes[0][:1]:
+            case.dims.join(numbers[0], query[0])
+    if len(case.operands) == 10:  # forward
+        outputs = [tuple(like)]
+        for shape in case.results[1:]:
+            sources: list[int | None] = list(rows)
+            if shape[0] != case.shapes[0][0]:  # a row for each of several sequences
+                sources[0] = None
+            outputs.append(case.kept(sources, 1))
+        return Linked(outputs=tuple(outputs), whole=tuple(whole))
+    sums, output, gradient = case.operands[10:]
+    if case.shapes[10][0] == case.shapes[0][0]:
+        case.join_all(list(zip(sums, rows, strict=True)))
+    for made in (output, gradient):
+        case.join_all(list(zip(made, like, strict=True)))
+    outputs = [query, key, value, bias][: len(case.results)]
+    gone = (
+        place for place in (0, 1) if bias and case.shapes[3][place : place + 1] == (1,)
+    )
+    summed = [rows[place] for place in gone] if len(outputs) == 4 else []
+    return Linked(outputs=tuple(outputs), summed=tuple(summed), whole=tuple(whole))
 
 
 # `link`, and the rules of all other primitives.
@@ -557,6 +606,7 @@ _RULES: dict[str, Callable[[Case], Linked]] = {
     "dot_general": dot,
     "ragged_dot_general": ragged_dot,
     "conv_general_dilated": convolution,
+    **dict.fromkeys(ATTENTION, attention),
     "gather": gather,
     "scatter": lambda case: scatter(case, adds=False),
     **dict.fromkeys(

@@ -10,6 +10,8 @@ A convolution counts its padding, but not the zeros between the elements of a di
 operand, so that both passes of a layer have equal cost. Sorting counts comparisons, and
 decompositions count their leading term, both for any dtype.
 
+A kernel of another compiler counts what its rule says: cuDNN's attention has a rule,
+Pallas kernels say it themselves (`cost_estimate`), and `register_kernel` adds others.
 A primitive without a rule is `opaque`: only its bytes are known.
 """
 
@@ -65,6 +67,11 @@ SPECIAL = frozenset(
 They count as one operation, but take several times the work of an addition.
 """
 
+ATTENTION = (
+    "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper",
+)  # fmt: skip
+"""cuDNN's attention, forward and backward."""
+
 _LAYOUT = (
     "broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "slice",
     "dynamic_slice", "dynamic_update_slice", "concatenate", "pad", "rev", "iota",
@@ -112,10 +119,56 @@ def count(
     (('elementwise', 32), ('opaque', 0))
     """
     found = _RULES.get(primitive)
-    if found is None:
-        return "opaque", 0
-    kind, rule = found
-    return kind, rule(operands, results, params)
+    if found is not None:
+        kind, rule = found
+        return kind, rule(operands, results, params)
+    registered = _KERNELS.get(kernel_name(primitive, params))
+    if registered is not None:
+        return "kernel", registered(operands, results, params)
+    estimate = params.get("cost_estimate") if primitive == "pallas_call" else None
+    if estimate is not None:
+        return "kernel", estimate.flops
+    return "opaque", 0
+
+
+def kernel_name(primitive: str, params: Mapping[str, Any]) -> str:
+    """Returns the name under which the rule of a kernel is registered.
+
+    It is the target of an `ffi_call`, the `name` of a `pallas_call`, and the name of
+    any other primitive.
+    """
+    name = {"ffi_call": "target_name", "pallas_call": "name"}.get(primitive, "")
+    return params.get(name) or primitive
+
+
+def register_kernel(name: str, flops: Count) -> None:
+    """Registers how many operations a kernel has that XLA does not make.
+
+    The planner prices it by its operations at the peak of its first operand's dtype, or
+    by the bytes of its operands and results, whichever takes longer. A kernel that is
+    not registered is priced by its bytes alone, and `plan.lints()` says so. An array of
+    such a kernel may be divided along dims that its operands and results have in
+    common, unless `jax.shard_map` is around it.
+
+    Args:
+        name: target of an `ffi_call`, `name` of a `pallas_call` (whose `cost_estimate`
+            it replaces), or name of a primitive.
+        flops: function from operands, results (`shape` and `dtype` of each) and the
+            primitive's parameters to the operations of one execution.
+
+    Raises:
+        ValueError: the planner has a rule for the name.
+
+    >>> register_kernel("my_sum", lambda operands, results, params: 7)
+    >>> count("ffi_call", (), (), {"target_name": "my_sum"})
+    ('kernel', 7)
+    """
+    if name in _RULES:
+        raise ValueError(
+            f"name={name!r} has a rule in the planner already. Register the name of a "
+            "kernel: an ffi_call's target, a pallas_call's name, or your primitive's."
+        )
+    _KERNELS[name] = flops
 
 
 def is_float(array: Shaped) -> bool:
@@ -190,6 +243,36 @@ def _ragged_dot(operands: Arrays, results: Arrays, params: Mapping[str, Any]) ->
     sizes = operands[1].shape
     columns = math.prod(size for i, size in enumerate(sizes) if i not in gone)
     return _product(operands) * _size(operands[0]) * columns
+
+
+def _attention(forward: bool) -> Count:
+    """Makes the rule of cuDNN's attention: 2 matmuls forward, 5 backward.
+
+    Scores that a causal mask or a window hides are not computed (Dao, FlashAttention-2,
+    arXiv 2307.08691, section 3.1). The backward pass computes the scores again.
+    """
+
+    def rule(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
+        query, _, value = (array.shape for array in operands[:3])
+        along, heads = attention_dims(params)
+        queries, keys = query[along], value[along]
+        scores = queries * keys
+        if "CAUSAL" in getattr(params["mask_type"], "name", ""):
+            scores -= min(queries, keys) * (min(queries, keys) - 1) // 2
+        if params["sliding_window_length"]:
+            scores = min(scores, queries * params["sliding_window_length"])
+        depth, width = query[-1], value[-1]
+        each = depth + width if forward else 3 * depth + 2 * width
+        return 2 * query[0] * query[heads] * scores * each
+
+    return rule
+
+
+def attention_dims(params: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns the places of positions and of heads in the arrays of cuDNN's attention,
+    from its parameters. The first dim is that of examples, the last that of features.
+    """
+    return (2, 1) if params["layout"] == 1 else (1, 2)  # BNTH or BTNH
 
 
 def _convolution(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
@@ -289,6 +372,8 @@ _RULES: dict[str, tuple[OperatorKind, Count]] = {
     "dot_general": ("matmul", _dot),
     "ragged_dot_general": ("matmul", _ragged_dot),
     "conv_general_dilated": ("convolution", _convolution),
+    ATTENTION[0]: ("kernel", _attention(forward=True)),
+    ATTENTION[1]: ("kernel", _attention(forward=False)),
     "fft": ("reduction", _fft),
     "triangular_solve": ("reduction", _solve),
     "tridiagonal_solve": ("reduction", _tridiagonal_solve),
@@ -306,6 +391,9 @@ _RULES: dict[str, tuple[OperatorKind, Count]] = {
     "hessenberg": ("reduction", _matrix(lambda m, n: 10 * n**3 / 3)),
     "tridiagonal": ("reduction", _matrix(lambda m, n: 4 * n**3 / 3)),
 }  # fmt: skip
+
+_KERNELS: dict[str, Count] = {}
+"""Rules of `register_kernel`."""
 
 COUNTED = frozenset(_RULES)
 """Primitives that have a rule."""

@@ -34,8 +34,9 @@ from dtft.planner.ir.graph import Graph, Operator
 
 CHEAP = ("elementwise", "layout", "random")
 """Kinds of operators that a compiler fuses with their neighbours."""
-PRODUCTS = ("matmul", "convolution")
-"""Kinds of operators that multiply arrays, and are kernels of their own."""
+PRODUCTS = ("matmul", "convolution", "kernel")
+"""Kinds of operators that are kernels of their own, with most of a model's operations.
+"""
 RELABELS = ("reshape", "squeeze", "transpose", "copy", "optimization_barrier", "name")
 """Operators whose result is their operand in another shape or order."""
 ROW = 16384

@@ -23,12 +23,15 @@ OperatorKind = Literal[
     "sort",
     "random",
     "collective",
+    "kernel",
     "opaque",
 ]
 """Classes of operators with similar cost.
 
 `layout` moves bytes or only relabels them (reshape, transpose, slice, concatenate,
-convert). `opaque` is a primitive without a rule, of which only the bytes are known.
+convert). `kernel` is a kernel that XLA does not make, with a rule for its operations
+(cuDNN's attention). `opaque` is a primitive without a rule, of which only the bytes are
+known.
 """
 
 ITEM_BITS: Mapping[str, int] = {
@@ -87,7 +90,7 @@ class Operator:
     """One application of a primitive in the program."""
 
     primitive: str
-    """JAX's name of the primitive."""
+    """JAX's name of the primitive; for a custom kernel, the kernel's name."""
     kind: OperatorKind
     inputs: tuple[int, ...]
     """Indices into `Graph.values` of the operands; literals are left out."""

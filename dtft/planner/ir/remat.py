@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
+from dtft.planner.ir.flops import ATTENTION
 from dtft.planner.ir.graph import item_bits
 from dtft.planner.ir.jaxprs import CALLS, REMAT, bodies, is_var, operators, with_bodies
 from dtft.planner.types import Remat
@@ -103,8 +104,8 @@ Policy = Callable[..., bool]
 
 MATMULS = frozenset(
     {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
-)
-"""Primitives whose results remat=dots keeps."""
+) | {ATTENTION[0]}
+"""Primitives whose results remat=dots keeps; cuDNN's attention is one of them."""
 _CONTAINERS = frozenset({"jit", "pjit", "closed_call", "call"})
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dtft.planner.ir.fusion import CHEAP
+from dtft.planner.ir.fusion import CHEAP, PRODUCTS
 from dtft.planner.ir.graph import Graph, Operator
 from dtft.planner.ir.op_groups import region
 
@@ -82,7 +82,6 @@ def _join(
 # are one body already.
 
 
-_HEAVY = ("matmul", "convolution")
 _NEXT = 16
 """Largest number of equal matmuls or convolutions in a layer that is found."""
 
@@ -120,7 +119,7 @@ def find_repeats(graph: Graph) -> RepeatClasses:
     classes = _Classes(graph)
     taken = np.zeros(len(kinds), bool)
     repeats: list[Repeat] = []
-    heavy = np.array([op.kind in _HEAVY for op in graph.operators], bool)
+    heavy = np.array([op.kind in PRODUCTS for op in graph.operators], bool)
     periods = _periods(kinds, heavy)
     for start, length, period in _runs(kinds, periods):
         copy = slice(start, start + period)

@@ -1,7 +1,8 @@
 """Traces a step or loss with JAX and converts its jaxpr to a `Graph`.
 
 `trace` is the entry point. Tracing computes nothing and allocates no array, so
-arguments may be `jax.ShapeDtypeStruct`s of any size. The body of a loop is entered
+arguments may be `jax.ShapeDtypeStruct`s of any size. cuDNN's attention is traced on
+machines without cuDNN, too. The body of a loop is entered
 once, and its operators are counted once for each iteration (`Operator.trips`). A scan
 has a known number of iterations. A while loop has one if the program contains the
 start, the step and the bound of a counter as literals; otherwise one iteration counts.
@@ -16,10 +17,10 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from dtft._jax_internals import scan_arguments
+from dtft._jax_internals import cudnn_assumed, scan_arguments
 from dtft.planner.gc_pause import gc_paused
 from dtft.planner.ir.dim_propagation import Dims, Numbers, contracted, link
-from dtft.planner.ir.flops import SPECIAL, count
+from dtft.planner.ir.flops import SPECIAL, count, kernel_name
 from dtft.planner.ir.graph import (
     CountedLoop,
     Dim,
@@ -385,6 +386,8 @@ class Walk:
         read: list[Any] = [atom.aval for atom in eqn.invars]
         written: list[Any] = [atom.aval for atom in eqn.outvars]
         kind, flops = count(name, read, written, eqn.params)
+        if kind in ("kernel", "opaque"):
+            name = kernel_name(name, eqn.params)
         stack = str(eqn.source_info.name_stack)
         inputs = tuple(k for k in operands if not isinstance(k, Literal))
         if eqn.effects:
@@ -572,7 +575,7 @@ def trace(fn: Callable[..., Any], /, *args: Any, **keywords: Any) -> Graph:
     >>> graph.inputs, [graph.values[0].dims, graph.values[1].dims]
     ({'0': 0, 'w': 1}, [(0, 1), (1, 2)])
     """
-    with gc_paused():
+    with gc_paused(), cudnn_assumed():
         closed, result = jax.make_jaxpr(fn, return_shape=True)(*args, **keywords)
         walk = Walk()
         ins = [walk.found.value(var.aval) for var in closed.jaxpr.invars]
@@ -630,7 +633,7 @@ def _graph(found: Drafts, inputs: dict[str, int], outputs: dict[str, int]) -> Gr
     )
     unknown = Counter(found.endless)
     for op in operators:
-        if op.kind == "opaque":
+        if op.kind == "opaque" and not op.unread:
             arrays = (values[index] for index in (*op.inputs, *op.outputs))
             unknown[op.primitive] += op.trips * sum(a.num_bytes for a in arrays)
     return Graph(

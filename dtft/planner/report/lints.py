@@ -205,6 +205,7 @@ class Lint:
         "batch",
         "repeated",
         "attention",
+        "unpriced",
     ]
     text: str
     cost_s: float = 0.0
@@ -218,7 +219,8 @@ class Lint:
 
 def find_lints(decision: Decision) -> tuple[Lint, ...]:
     """Lists all findings without duplicates: repeated work first, then batches, scores
-    of attention, matmul sizes, indivisible dims and replicated arrays."""
+    of attention, matmul sizes, indivisible dims, replicated arrays and operators
+    without a rule."""
     found = (
         *repeated(decision.plan),
         *batch(decision),
@@ -226,6 +228,7 @@ def find_lints(decision: Decision) -> tuple[Lint, ...]:
         *products(decision),
         *indivisible(decision),
         *replicated(decision),
+        *unpriced(decision),
     )
     return tuple(dict.fromkeys(found))
 
@@ -342,6 +345,30 @@ def attention(decision: Decision) -> tuple[Lint, ...]:
         for shape, each_s in sorted(cost_s.items(), key=lambda item: -item[1])
         if each_s >= LEAST * step_s
     )
+
+
+def unpriced(decision: Decision) -> tuple[Lint, ...]:
+    """Names the operators of which the planner knows the bytes only, and while loops of
+    which it does not know the trip count; those with the most bytes first."""
+    unknown = decision.question.graph.unknown
+    found: list[Lint] = []
+    for name, num_bytes in sorted(unknown.items(), key=lambda item: -item[1]):
+        moved = (
+            f"the {size(num_bytes)} that it reads and writes in a step of all devices"
+        )
+        if name == "while":
+            text = (
+                f"a while loop with an unknown trip count is priced as one iteration: "
+                f"{moved}. A lax.scan or lax.fori_loop has a known one"
+            )
+        else:
+            text = (
+                f"{name} has no rule, so it is priced by {moved}. If it computes much, "
+                f"call dtft.planner.register_kernel({name!r}, flops), or give a "
+                "pallas_call its cost_estimate"
+            )
+        found.append(Lint(kind="unpriced", text=text))
+    return tuple(found)
 
 
 def _name(graph: Graph, group: OpGroup) -> str:

@@ -6,7 +6,7 @@ from typing import get_args
 
 from dtft.planner.cluster import DeviceType
 from dtft.planner.cost import at_peak_s, computing_s, runs
-from dtft.planner.ir import CHEAP, PRODUCTS, Graph, OpGroup, region
+from dtft.planner.ir import ATTENTION, CHEAP, PRODUCTS, Graph, OpGroup, region
 from dtft.planner.plan import ComputeKind, ComputeShare
 from dtft.planner.search.search import PlanSearch
 from dtft.planner.search.space import SearchCandidate
@@ -129,11 +129,12 @@ def compute_split(
 
 
 def _kind(group: OpGroup, is_attention: bool) -> ComputeKind:
-    if is_attention:
+    operator = group.operator
+    if is_attention or operator.primitive in ATTENTION:
         return "attention"
-    if group.operator.kind in PRODUCTS:
-        return "products"
-    return "element-wise" if group.operator.kind in CHEAP else "other"
+    if operator.kind in PRODUCTS:
+        return "products" if operator.kind != "kernel" else "other"
+    return "element-wise" if operator.kind in CHEAP else "other"
 
 
 def _name(

@@ -17,7 +17,7 @@ import numpy as np
 
 from dtft.planner.cluster import Pool
 from dtft.planner.cost import added_s, launch_s
-from dtft.planner.ir import OpGroup
+from dtft.planner.ir import PRODUCTS, OpGroup
 from dtft.planner.memory import RESERVE, Timeline
 from dtft.planner.search import price_table
 from dtft.planner.search.memory_table import Peaks, Resting, offloaded
@@ -96,7 +96,6 @@ def sending_s(
     return found
 
 
-_HEAVY = ("matmul", "convolution")
 NEARLY_NONE = 0.01
 """Least share of the operations of matmuls and convolutions that an axis must divide;
 candidates with an axis below this share count as idle."""
@@ -353,7 +352,7 @@ def _busy(ways: Sequence[PricedOp]) -> set[str]:
     Products are matmuls and convolutions; the share is of their operations. If the
     program has no products, all operators count.
     """
-    heavy = [way for way in ways if way.group.operator.kind in _HEAVY] or ways
+    heavy = [way for way in ways if way.group.operator.kind in PRODUCTS] or ways
     shares: dict[str, float] = {}
     for way in heavy:
         flops = way.group.operator.flops * way.group.times
