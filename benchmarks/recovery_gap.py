@@ -11,7 +11,6 @@ commit before the loss and the first after it.
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from dtft.elastic.processes import die_with_parent
+from dtft.elastic.processes import run_to_end
 
 PER_JOB = 10
 """Kills in one job; a job may form 16 times in the same processes."""
@@ -37,6 +36,8 @@ MESHES = {
 }
 STEPS_BETWEEN = {"replica": 300, "fsdp": 150, "stage": 150}
 """Steps from one kill to the next, in which the killed host comes back and warms up."""
+LIMIT_S = 1800.0
+"""Seconds after which a job is ended."""
 PHASES = ("detect", "leave", "record", "restore", "first_step")
 
 
@@ -56,15 +57,11 @@ def recoveries(
     words += [str(hot_swap), "--checkpoint.storage_interval", "0"]
     words += [word for fault in faults for word in ("--fault", fault)]
     command = [sys.executable, "-m", "dtft.cli", "drill", *words]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        preexec_fn=die_with_parent,
-    )
-    if done.returncode:
-        raise SystemExit(done.stdout[-4000:] + done.stderr[-4000:])
+    log = root / "drill.log"
+    with open(log, "wb") as output:
+        code = run_to_end(command, LIMIT_S, output)
+    if code != 0:
+        raise SystemExit(log.read_text(errors="replace")[-4000:])
     return json.loads(file.read_text())["recoveries"]
 
 

@@ -11,7 +11,6 @@ compared with the undisturbed time plus the median gap of each kill. Usage:
 import argparse
 import json
 import random
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from dtft.elastic.leader import read_events
-from dtft.elastic.processes import die_with_parent
+from dtft.elastic.processes import run_to_end
 from experiments import report
 
 HOSTS, SPARES, REJOIN_S = 3, 2, 2.0
@@ -28,6 +27,8 @@ FIRST = 20
 """Step from which times count: compilation is over."""
 MARGIN_S = 5.0
 """Seconds at both ends of a run without a kill."""
+LIMIT_S = 3000.0
+"""Seconds after which a drill is ended."""
 HEADER = ("run", "kills", "recoveries by rung", "survivors restarted", "steps lost")
 HEADER += (
     "median gap [s]",
@@ -93,7 +94,9 @@ def drill(root: Path, steps: int, faults: Sequence[str]) -> dict[str, Any]:
     words += ["--json", str(root / "drill.json"), "--deadline", "1500"]
     words += [word for fault in faults for word in ("--fault", fault)]
     command = [sys.executable, "-m", "dtft.cli", "drill", *words]
-    subprocess.run(command, check=True, timeout=3000, preexec_fn=die_with_parent)
+    code = run_to_end(command, LIMIT_S, sys.stdout)
+    if code != 0:
+        raise SystemExit(f"the drill failed: return code {code}")
     return json.loads((root / "drill.json").read_text())
 
 

@@ -8,14 +8,13 @@ that the same command goes on where it was interrupted. Usage:
 
 import argparse
 import json
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtft.elastic.processes import die_with_parent
+from dtft.elastic.processes import run_to_end
 from experiments import report
 
 if TYPE_CHECKING:
@@ -46,6 +45,8 @@ JOBS: dict[str, tuple[str, ...]] = {
         *("--replicas", "2", "--replicas", "4"),
     ),
 }
+LONGEST_S = 86400.0
+"""Seconds after which the episodes of one kind of job are ended."""
 HEADER = (
     *("job", "episodes", "passed", "bit-equal of expected", "hung", "wrong"),
     *("recoveries", "by rung", "gaps on rung 0 [s]: median, largest", "steps lost"),
@@ -123,7 +124,7 @@ def main(arguments: list[str] | None = None) -> None:
             more = ["--episodes", str(asked.episodes), "--seed", str(asked.seed)]
             more += ["--run-dir", str(run)]
             command = [sys.executable, "-m", "dtft.cli", "soak", *words, *more]
-            subprocess.run(command, check=False, preexec_fn=die_with_parent)
+            run_to_end(command, LONGEST_S, sys.stdout)
         if (run / "soak.json").exists():
             found[name] = json.loads((run / "soak.json").read_text())
     report.write(

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -30,13 +29,13 @@ from dtft.elastic.faults import (
     check_namespaces,
     small_memory,
 )
-from dtft.elastic.processes import die_with_parent
+from dtft.elastic.processes import run_to_end
 
 if TYPE_CHECKING:
     from dtft.cli import SoakCommand
 
 CLOSING_S = 120.0
-"""Seconds beyond the limits of both runs after which a drill is killed."""
+"""Seconds beyond the limits of both runs after which a drill is ended."""
 MEMORY_MIB = 512
 """Size of the shared memory of an episode's hosts together."""
 _TRACEBACK = "Traceback (most recent call last)"
@@ -146,14 +145,7 @@ def _episode(
     command += [word for fault in faults for word in ("--fault", fault)]
     with open(log, "wb") as out:
         limit_s = options.deadline + DEADLINE_S + CLOSING_S
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run(
-                command,
-                stdout=out,
-                stderr=out,
-                timeout=limit_s,
-                preexec_fn=die_with_parent,
-            )
+        run_to_end(command, limit_s, out)
     faulted = root / "faulted"
     if file.exists():
         record = json.loads(file.read_text())

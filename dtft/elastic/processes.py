@@ -9,12 +9,15 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: a forked child must not
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.005
+_CLEANUP_S = 30.0
+"""Seconds that a command has, after SIGTERM, to end its own processes."""
 _LOWEST_PORT = 10_000
 
 
@@ -26,6 +29,42 @@ def die_with_parent() -> None:
     survives `exec` but does not apply to the child's own children.
     """
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def run_to_end(command: Sequence[str], limit_s: float, output: IO | int) -> int | None:
+    """Runs a command that cleans up after itself when it gets SIGTERM.
+
+    The command gets SIGTERM after `limit_s`, when an exception ends the wait (such as
+    that of a signal), and from the kernel when the calling thread ends, also by
+    SIGKILL. What still runs `_CLEANUP_S` later is killed, unless the caller is gone.
+
+    Args:
+        command: the command and its arguments.
+        limit_s: limit in seconds.
+        output: file or descriptor for the command's stdout and stderr.
+
+    Returns:
+        The return code; None if the command was still running after `limit_s`.
+    """
+    process = subprocess.Popen(
+        command, stdout=output, stderr=output, preexec_fn=_terminate_with_parent
+    )
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(_CLEANUP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _terminate_with_parent() -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def open_log(path: Path) -> BinaryIO:
