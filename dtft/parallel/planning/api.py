@@ -8,6 +8,7 @@ of the two entry points, resolves `cluster`, and returns a `RunnablePlan`. A
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +86,17 @@ class RunnablePlan(Plan):
         parameters), collectives, and alternatives.
 
         Also gives the cost of the pins and the findings of `lints()`, unless the plan
-        was read from a file.
+        was read from a file. The first call plans again without each pin; later calls
+        plan nothing.
         """
         return wording.text(self.sections())
 
     def sections(self) -> tuple[Section, ...]:
         """Returns the sections of `explain()`, for display in other formats."""
+        return self._sections
+
+    @cached_property
+    def _sections(self) -> tuple[Section, ...]:
         parts = plan_sections(self)
         if self.decision is None:
             return parts
@@ -135,6 +141,10 @@ class RunnablePlan(Plan):
         Raises:
             ValueError: the plan was read from a file.
         """
+        return self._lints
+
+    @cached_property
+    def _lints(self) -> tuple[Lint, ...]:
         return find_lints(self._decision("lints"))
 
     def html(self) -> str:
