@@ -15,7 +15,13 @@ from dtft._lazy import attributes
 
 if TYPE_CHECKING:
     from dtft.planner.ir.flops import ATTENTION, COUNTED, register_kernel
-    from dtft.planner.ir.fusion import CHEAP, PRODUCTS, moved_bytes
+    from dtft.planner.ir.fusion import (
+        CHEAP,
+        PRODUCTS,
+        RELABELS,
+        moved_bytes,
+        relabelled,
+    )
     from dtft.planner.ir.graph import (
         CountedLoop,
         Dim,
@@ -61,6 +67,7 @@ _PUBLIC = {
     "POLICIES": "remat",
     "PRODUCTS": "fusion",
     "Part": "repeats",
+    "RELABELS": "fusion",
     "REMAT": "jaxprs",
     "Value": "graph",
     "bodies": "jaxprs",
@@ -73,6 +80,7 @@ _PUBLIC = {
     "operators": "jaxprs",
     "region": "op_groups",
     "register_kernel": "flops",
+    "relabelled": "fusion",
     "rematerialized": "remat",
     "same_dims": "repeats",
     "trace": "tracing",
@@ -96,6 +104,7 @@ __all__ = [
     "POLICIES",
     "PRODUCTS",
     "Part",
+    "RELABELS",
     "REMAT",
     "Value",
     "bodies",
@@ -108,6 +117,7 @@ __all__ = [
     "operators",
     "region",
     "register_kernel",
+    "relabelled",
     "rematerialized",
     "same_dims",
     "trace",

@@ -93,7 +93,7 @@ def moved_bytes(graph: Graph) -> dict[int, float]:
     return dict(found)
 
 
-def _same(operator: Operator, index: int) -> int:
+def relabelled(operator: Operator, index: int) -> int:
     """Returns the operand that a relabelled result is, as of a barrier of several."""
     if len(operator.inputs) == len(operator.outputs):
         return operator.inputs[operator.outputs.index(index)]
@@ -183,7 +183,7 @@ class _Fusion:
     def source(self, index: int) -> int:
         """Returns the array whose elements an array has in another shape or order."""
         while (maker := self.makers.get(index)) and self._relabels(maker):
-            index = _same(maker, index)
+            index = relabelled(maker, index)
         return index
 
     def _relabels(self, operator: Operator) -> bool:
@@ -197,7 +197,7 @@ class _Fusion:
     def _find_roots(self, operator: Operator, index: int) -> frozenset[int]:
         """Finds the arrays in memory from which a kernel computes an array."""
         if self._relabels(operator):
-            return self.roots(_same(operator, index))
+            return self.roots(relabelled(operator, index))
         if index in self._sums:
             return self.roots(self._sums[index])
         if index in self.kept:

@@ -9,15 +9,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from dtft.planner.ir import CHEAP, CountedLoop, Graph, Operator, region
+from dtft.planner.ir import (
+    CHEAP,
+    RELABELS,
+    CountedLoop,
+    Graph,
+    Operator,
+    region,
+    relabelled,
+)
 
 # Buffers. XLA's GPU compiler keeps results of products and reductions, operands of
 # products and stacks of loops; it fuses other values into their readers.
 
 
-ALIASES = ("reshape", "squeeze", "transpose", "copy", "optimization_barrier")
-"""Operators whose result aliases their operand, or is folded into its readers."""
-_NEVER_SAVED = (*ALIASES, "convert_element_type", "broadcast_in_dim")
+_NEVER_SAVED = (*RELABELS, "convert_element_type", "broadcast_in_dim")
 """Operators whose result the policy of `dtft.parallel.fsdp` does not save.
 
 The policy saves the operand instead.
@@ -148,7 +154,7 @@ class InMemory:
             for index in operator.inputs:
                 maker = self.makers.get(index)
                 while maker and maker.primitive in _NEVER_SAVED and maker.inputs:
-                    index = maker.inputs[0]
+                    index = relabelled(maker, index)
                     maker = self.makers.get(index)
                 if maker and region(maker) == "forward" and not maker.within:
                     found.add(index)
@@ -187,8 +193,8 @@ class InMemory:
             self.roots[value] = frozenset(self._through(value, roots))
 
     def _roots_of(self, operator: Operator, value: int) -> frozenset[int]:
-        if operator.primitive in ALIASES and operator.inputs:
-            return self.root(operator.inputs[0])
+        if operator.primitive in RELABELS and operator.inputs:
+            return self.root(relabelled(operator, value))
         if value in self._twins:
             return self.root(self._twins[value])
         if value in self._kept:
