@@ -23,6 +23,10 @@ OPTIONAL = ("zero", "sequence_parallel", "flash_attention", "gradient_bytes")
 """Columns that a table may have. An empty cell or a missing column has the default of
 `Habits`; for `zero` the default is 0."""
 
+NAMES = ("model", "params_b", "tflops_per_gpu", "pct_peak", "agg_pflops", "note")
+"""Columns that a table may have and that change no prediction. So are those whose names
+begin with `measured_` or `predicted_`."""
+
 _YES_NO: Mapping[str, bool] = {
     "true": True, "yes": True, "1": True, "false": False, "no": False, "0": False,
 }  # fmt: skip
@@ -126,14 +130,24 @@ class Table:
         """Reads the training runs of the table.
 
         Raises:
-            ValueError: a column is missing, a cell cannot be read, or a run is
-                impossible; the message names row and column.
+            ValueError: a column is missing or not known, a cell cannot be read, or a
+                run is impossible; the message names row and column.
         """
         if missing := [name for name in REQUIRED if name not in self.header]:
             raise ValueError(
                 f"the table has no column {', '.join(missing)}. Required: "
                 f"{', '.join(REQUIRED)}. May be added: {', '.join(OPTIONAL)}."
             )
+        known = {*REQUIRED, *OPTIONAL, *NAMES}
+        for name in self.header:
+            if name not in known and not name.startswith(("measured_", "predicted_")):
+                raise ValueError(
+                    f"column {name!r} is not known, and could change a prediction. "
+                    f"Columns that do: {', '.join((*REQUIRED, *OPTIONAL))}. Columns "
+                    f"that do not: {', '.join(NAMES)}, measured_..., predicted_.... "
+                    f"Leave it out, or rename it to measured_{name or 'x'} if it says "
+                    "what was measured."
+                )
         return tuple(
             _row(f"row {number}{_name(cells)}", cells, habits)
             for number, cells in enumerate(self.cells, 1)

@@ -101,6 +101,19 @@ def test_what_does_not_fit_is_said_in_the_table() -> None:
     assert not any(row.fits for row in found)
 
 
+@pytest.mark.parametrize("column", ["cp", "kv_heads", "Hidden", ""])
+def test_a_column_that_is_not_known_is_refused(column: str) -> None:
+    text = f"{HEADER},{column}\n{ROW},2\n"
+    with pytest.raises(ValueError, match=f"column {column!r} is not known"):
+        predict_table(text, "a100")
+
+
+def test_what_was_measured_may_be_kept() -> None:
+    text = f"{HEADER},measured_s,note\n{ROW},2.5,first\n"
+    table, _ = predict_table(text, "a100")
+    assert table.cells[0]["measured_s"] == "2.5" and table.cells[0]["note"] == "first"
+
+
 def test_a_column_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="header has the column tp 2 times"):
         Table.parse(f"{HEADER},tp\n{ROW},2\n")
