@@ -3,6 +3,7 @@
 The caller selects the numbers that are shown.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -98,6 +99,15 @@ def change(value: float, reference: float) -> str:
         return f"{number(value / reference)} times"
     more = value / reference - 1
     return signed(percent(more if abs(more) > 1e-9 else 0.0))
+
+
+def layered(path: str) -> str:
+    """Replaces each part of a path that is a number, such as a layer's, by `*`.
+
+    >>> layered("blocks/11/up/kernel")
+    'blocks/*/up/kernel'
+    """
+    return re.sub(r"(?<![^/])\d+(?![^/])", "*", path)
 
 
 def axes(names: Iterable[str]) -> str:

@@ -119,6 +119,50 @@ def sources(graph: Graph) -> dict[int, int]:
     return source
 
 
+_OF_PARTS = ("pad", "concatenate")
+"""Operators that make an array from smaller ones, such as the gradient of a slice."""
+
+
+def gradients(question: "Workload") -> dict[int, str]:
+    """Maps the results of the backward pass that are gradients of parameters, or terms
+    of one, to the parameter's path.
+
+    Goes back from each updated parameter through element-wise operators, casts and
+    loops, as far as the arrays have as many elements as the parameter.
+    """
+    graph = question.graph
+    makers = {index: made for made in graph.operators for index in made.outputs}
+    inner = {outer: inside for loop in graph.loops for inside, outer in loop.stacked}
+    inner |= {after: out for loop in graph.loops for _, _, out, after in loop.carried}
+    found: dict[int, str] = {}
+    for path, role in question.roles.items():
+        if role != "parameter" or path not in graph.outputs:
+            continue
+        waiting, seen = [graph.outputs[path]], set[int]()
+        while waiting:
+            index = waiting.pop()
+            if index in seen:
+                continue
+            seen.add(index)
+            if index in inner:
+                waiting.append(inner[index])
+                continue
+            operator = makers.get(index)
+            where = region(operator) if operator is not None else "forward"
+            if operator is None or where == "forward":
+                continue
+            if where == "backward" and operator.kind not in ("elementwise", "layout"):
+                found[index] = path
+                continue
+            size, parts = graph.values[index].size, operator.primitive in _OF_PARTS
+            waiting += [
+                part
+                for part in operator.inputs
+                if graph.values[part].size == size or parts
+            ]
+    return found
+
+
 def passes(graph: Graph) -> dict[int, int]:
     """Counts the passes (forward, backward) that read each argument.
 

@@ -4,7 +4,6 @@ Every number is a number of one of the plans, or the difference or ratio of two 
 numbers.
 """
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -13,7 +12,7 @@ from dtft.planner import wording
 from dtft.planner.plan import Collective, Plan
 from dtft.planner.report.text import lies_on
 from dtft.planner.types import Spec
-from dtft.planner.wording import Section, percent, seconds, signed, size
+from dtft.planner.wording import Section, layered, percent, seconds, signed, size
 
 Key = tuple[str, tuple[str, ...]]
 """Kind of collective, and the mesh axes over which it communicates."""
@@ -82,15 +81,6 @@ def shardings(plan: Plan, other: Plan) -> Section:
         rows=rows,
         notes=() if rows else ("none",),
     )
-
-
-def layered(path: str) -> str:
-    """Replaces each part of a path that is a number, such as a layer's, by `*`.
-
-    >>> layered("blocks/11/up/kernel")
-    'blocks/*/up/kernel'
-    """
-    return re.sub(r"(?<![^/])\d+(?![^/])", "*", path)
 
 
 def spec_text(spec: Spec) -> str:

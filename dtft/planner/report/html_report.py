@@ -313,7 +313,7 @@ def _arrays(plan: Plan, decision: Decision | None) -> str:
     for tree in ("state", "optimizer", "batch"):
         for path, spec in getattr(plan, tree).items():
             shape = shapes.get((tree, path), ())
-            found[f"{tree} {compare.layered(path)}", spec, shape] += 1
+            found[f"{tree} {wording.layered(path)}", spec, shape] += 1
     rows = []
     for (name, spec, shape), times in found.items():
         picture = divided(spec, shape, plan.mesh)

@@ -16,12 +16,11 @@ from dtft.planner.cluster import Cluster
 from dtft.planner.cost import matmul_s, runs, shape_factor
 from dtft.planner.ir import CHEAP, Dim, Graph, OpGroup, item_bits
 from dtft.planner.plan import Plan
-from dtft.planner.report.compare import layered
 from dtft.planner.report.text import little
 from dtft.planner.search import Decision, arrays_of, attention_scores, best_of, group_s
 from dtft.planner.spmd import MICRO, OperatorWork
 from dtft.planner.types import Spec
-from dtft.planner.wording import percent, seconds, size
+from dtft.planner.wording import layered, percent, seconds, size
 from dtft.planner.workload import Role, Workload
 
 # Nearby batches and fewer devices. If the batch is not divisible by the device count

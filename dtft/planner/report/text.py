@@ -4,7 +4,8 @@ Every number comes from the plan, so a plan from a file can be explained too.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from typing import Any
 
 from dtft.planner import wording
 from dtft.planner.plan import Alternative, Collective, ComputeKind, Knobs, Plan
@@ -327,9 +328,10 @@ def collectives(
 ) -> Section:
     """Tabulates the collectives of a step, most bytes first, with their total.
 
-    Collectives after the first `num_listed` share one row.
+    Equal collectives of several layers share one row (`layers_together`), and so do all
+    after the first `num_listed` rows.
     """
-    ranked = sorted(found, key=lambda one: -one.num_bytes * one.trips)
+    ranked = layers_together(found)
     rows = [_collective(one) for one in ranked[:num_listed]]
     rest = ranked[num_listed:]
     if rest:
@@ -342,6 +344,26 @@ def collectives(
         rows=tuple(rows) if ranked else (),
         notes=(_JOINED,) if ranked else ("none: nothing is sent",),
     )
+
+
+def layers_together(found: Iterable[Collective]) -> list[Collective]:
+    """Merges the collectives that differ only in the number of a layer in their path;
+    returns them in descending order of their bytes per step."""
+    merged: dict[tuple[Any, ...], Collective] = {}
+    for one in found:
+        where = wording.layered(one.where)
+        key = one.kind, one.axes, one.num_bytes, where
+        known = merged.get(key)
+        merged[key] = (
+            replace(one, where=where)
+            if known is None
+            else replace(
+                known,
+                trips=known.trips + one.trips,
+                seconds=known.seconds + one.seconds,
+            )
+        )
+    return sorted(merged.values(), key=lambda one: -one.num_bytes * one.trips)
 
 
 _JOINED = (

@@ -11,7 +11,8 @@ from dtft.planner.plan import ComputeKind, ComputeShare
 from dtft.planner.search.search import PlanSearch
 from dtft.planner.search.space import SearchCandidate
 from dtft.planner.spmd import MICRO, OperatorWork, ShardingAssignment, Sizes
-from dtft.planner.workload import Workload, sources
+from dtft.planner.wording import layered
+from dtft.planner.workload import Workload, gradients, sources
 
 NUM_DEAREST = 5
 """Number of operators that a plan lists with their seconds."""
@@ -106,6 +107,7 @@ def compute_split(
     scores = attention_scores(question).keys()
     source = sources(question.graph)
     paths = {index: path for path, index in question.graph.inputs.items()}
+    made = gradients(question)
     kinds: dict[ComputeKind, float] = defaultdict(float)
     each: dict[str, float] = defaultdict(float)
     for group, done in search.works(division):
@@ -114,7 +116,12 @@ def compute_split(
         seconds = group_s(question.graph, device, group, done, sizes)
         is_attention = not scores.isdisjoint(arrays_of(question, group))
         kinds[_kind(group, is_attention)] += seconds
-        each[_name(question.graph, group, source, paths, is_attention)] += seconds
+        path = made.get(group.operator.outputs[0]) if group.operator.outputs else None
+        if path is not None and group.operator.kind in PRODUCTS:
+            each[f"gradient of {layered(path)}"] += seconds
+        else:
+            name = _name(question.graph, group, source, paths, is_attention)
+            each[name] += seconds
     known_s = sum(kinds.values())
     scale = total_s / known_s if known_s else 0.0
     dearest = sorted(each.items(), key=lambda item: -item[1])[:NUM_DEAREST]

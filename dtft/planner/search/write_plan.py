@@ -37,6 +37,8 @@ from dtft.planner.spmd import (
     parts,
 )
 from dtft.planner.types import Spec
+from dtft.planner.wording import layered
+from dtft.planner.workload import gradients
 
 
 def axes_used(
@@ -126,15 +128,23 @@ def _of_operators(
     search: PlanSearch, candidate: SearchCandidate, division: ShardingAssignment
 ) -> Iterator[_Listed]:
     graph, platform = search.question.graph, search.pool.device.platform
+    known = gradients(search.question)
+    trips: Counter[str] = Counter()
+    for operator in graph.operators:
+        for index in known.keys() & operator.outputs:
+            trips[layered(known[index])] += operator.trips
     for group, done in search.works(division):
         outputs = group.operator.outputs  # a callback may have none
         shape = graph.values[outputs[0]].shape if outputs else ()
-        where = f"{group.region} {group.operator.primitive} "
+        where = f"{group.region} {group.operator.primitive} {'x'.join(map(str, shape))}"
+        path = layered(known.get(outputs[0], "") if outputs else "")
+        others = " and alike" if path and group.times > trips[path] else ""
         for sent in done.sent:
+            sums = path and sent.kind in ("all_reduce", "reduce_scatter")
             yield _Listed(
                 sent=sent,
                 times=group.times * runs(done, _sizes(candidate)),
-                where=where + "x".join(map(str, shape)),
+                where=f"gradient of {path}{others}" if sums else where,
                 bundle=bundle_of(platform, group, done, sent),
                 share=1 / candidate.mesh.get("stage", 1),
             )

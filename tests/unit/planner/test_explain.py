@@ -19,6 +19,7 @@ from dtft.planner.report.text import (
     bound,
     collectives,
     explain,
+    layers_together,
     little,
     mesh_sections,
     tied,
@@ -92,7 +93,7 @@ def test_collectives_are_listed_largest_first_and_add_up(plan: Plan) -> None:
     section = collectives(plan.collectives, num_listed=3)
     *listed, total = section.rows or [("all", "", "", "", "0 B", "0 s", "")]
     listed = listed[:3]
-    ranked = sorted(plan.collectives, key=lambda c: -c.num_bytes * c.trips)
+    ranked = layers_together(plan.collectives)
     for row, one in zip(listed, ranked, strict=False):
         assert row[0] == one.kind and row[-1] == one.where
         assert [reading.value(cell) for cell in row[2:6]] == [
