@@ -1,8 +1,8 @@
 """Set before the first device is touched: CPU, eight devices, strict promotion.
 
-Programs are compiled fast, and each of them once in a process of tests. Neither changes
-what XLA does with a program, only how good the machine code is; `make drills` runs
-programs as users do.
+Programs are compiled fast, and each of them once for all processes of tests. Neither
+changes what XLA does with a program, only how good the machine code is; `make drills`
+runs programs as users do.
 """
 
 import logging
@@ -16,6 +16,7 @@ import jax
 import pytest
 from hypothesis import HealthCheck, settings
 
+from dtft._jax_internals import share_cached_programs
 from dtft.elastic.processes import free_port
 from dtft.elastic.store.embedded import EmbeddedEtcd
 
@@ -26,6 +27,9 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_disable_most_optimizations", True)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 logging.getLogger("absl").setLevel(logging.WARNING)
+
+PROGRAMS = "DTFT_TEST_PROGRAMS"
+"""Environment variable with the directory of compiled programs, for workers."""
 
 # How long an example takes says more about the machine's load than about the code.
 settings.register_profile(
@@ -44,14 +48,18 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compiled programs are kept while this process runs; another one has its own.
-
-    Not one directory for all workers: JAX writes a program in place, and another
-    process could read half of it.
-    """
-    directory = tempfile.mkdtemp(prefix="dtft-test-programs-")
+    """Compiled programs are kept until the tests end; all workers share them."""
+    directory = os.environ.get(PROGRAMS)
+    if directory is None:  # not a worker
+        directory = tempfile.mkdtemp(prefix="dtft-test-programs-")
+        os.environ[PROGRAMS] = directory
+        config.add_cleanup(_forget_programs)
     jax.config.update("jax_compilation_cache_dir", directory)
-    config.add_cleanup(lambda: shutil.rmtree(directory))
+    share_cached_programs()
+
+
+def _forget_programs() -> None:
+    shutil.rmtree(os.environ.pop(PROGRAMS))
 
 
 @pytest.fixture
