@@ -1,11 +1,11 @@
 """Train steps that are compiled ahead, for formations that may follow the current one.
 
-When a host is lost, the next formation is made of other devices, so JAX traces and lowers
-its step again. XLA compiles it again only if JAX's compilation cache does not have it: the
-first slot's process writes each program there, and all others load it, whatever their
-devices (`share_cached_programs`). The leader knows which formations may follow: one for
-each host that may be lost. A process makes their steps in the background, one after the
-other, while it trains or waits as a spare.
+When a host is lost, the next formation is made of other devices, so JAX traces and
+lowers its step again. XLA compiles it again only if JAX's compilation cache does not
+have it: the first slot's process writes each program there, and all others load it,
+whatever their devices (`share_cached_programs`). The leader knows which formations may
+follow: one for each host that may be lost. A process makes their steps in the
+background, one after the other, while it trains or waits as a spare.
 """
 
 import logging
