@@ -19,6 +19,7 @@ dtft may import ``jax._src`` or private modules of ``jaxlib``.
 
 import contextlib
 import ctypes
+import functools
 import math
 import os
 import threading
@@ -406,6 +407,7 @@ def share_cached_programs() -> None:
     lru_cache.LRUCache.put = put
 
 
+@functools.cache
 def _processor() -> str:
     """Describes this host's processor: its architecture and instruction sets."""
     with contextlib.suppress(OSError):
@@ -572,8 +574,12 @@ def scan_arguments(eqn: Any) -> tuple[int, int]:
     return eqn.params["num_consts"], eqn.params["num_carry"]
 
 
+@functools.cache
 def is_cudnn_installed() -> bool:
-    """Whether JAX finds cuDNN on this machine."""
+    """Whether JAX finds cuDNN on this machine.
+
+    Looks once, before `cudnn_assumed` lets JAX believe so.
+    """
     from jax._src.cudnn import fused_attention_stablehlo as attention
 
     try:
@@ -585,7 +591,9 @@ def is_cudnn_installed() -> bool:
 
 _ASSUMED_CUDNN = 91000
 """Version of cuDNN (9.10) for which attention is traced on a machine without cuDNN."""
-_TRACING = threading.RLock()
+_ASSUMING = threading.Lock()
+_assumers: list[tuple[Any, Any]] = []
+"""For each `with` block of `cudnn_assumed`, the functions of JAX that it has found."""
 
 
 @contextlib.contextmanager
@@ -593,20 +601,29 @@ def cudnn_assumed() -> Iterator[None]:
     """Lets JAX trace cuDNN's attention on a machine without cuDNN, as on an H100.
 
     JAX refuses to trace it there, although tracing runs no kernel. On a machine with
-    cuDNN nothing changes. Other threads that enter wait until this one has left.
+    cuDNN nothing changes. Several threads may be in the block; JAX is as before when
+    the last has left.
     """
     check_version()
     from jax._src.cudnn import fused_attention_stablehlo as attention
 
-    with _TRACING:
-        known = attention.check_cudnn_version, attention.check_compute_capability
-        if not is_cudnn_installed():
-            attention.check_cudnn_version = lambda: _ASSUMED_CUDNN
-            attention.check_compute_capability = lambda capability: True
-        try:
-            yield
-        finally:
-            attention.check_cudnn_version, attention.check_compute_capability = known
+    if is_cudnn_installed():
+        yield
+        return
+    with _ASSUMING:
+        found = attention.check_cudnn_version, attention.check_compute_capability
+        _assumers.append(_assumers[0] if _assumers else found)
+        attention.check_cudnn_version = lambda: _ASSUMED_CUDNN
+        attention.check_compute_capability = lambda capability: True
+    try:
+        yield
+    finally:
+        with _ASSUMING:
+            found = _assumers.pop()
+            if not _assumers:
+                attention.check_cudnn_version, attention.check_compute_capability = (
+                    found
+                )
 
 
 def _is_placed(module: Any, ir: Any) -> tuple[list[bool], list[bool]]:

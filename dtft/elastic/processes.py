@@ -1,5 +1,6 @@
 """Process utilities: exit, process groups, ports, free disk space. Linux only."""
 
+import contextlib
 import ctypes
 import errno
 import ipaddress
@@ -60,7 +61,8 @@ def run_to_end(command: Sequence[str], limit_s: float, output: IO | int) -> int 
                 process.wait(_CLEANUP_S)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_CLEANUP_S)  # it may be in uninterruptible sleep
 
 
 def _terminate_with_parent() -> None:

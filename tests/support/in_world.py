@@ -1,10 +1,10 @@
 """A process of a world: joins it, then does what the lines of its stdin say."""
 
+import contextlib
 import json
 import os
 import sys
 import threading
-from collections.abc import Callable
 from queue import Queue
 from typing import Any
 
@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dtft._jax_internals import meet, share_cached_programs, told_by
 from dtft.train.world import World, broken_collective
+from tests.support.cache_hits import cache_hits
 
 
 def say(op: str, **fields: Any) -> None:
@@ -38,26 +39,13 @@ def add(world: World, indices: list[int], turn: int, times: int) -> float:
     return float(np.asarray(total.addressable_data(0)))
 
 
-def loaded() -> Callable[[], int]:
-    """Returns a function that counts the programs loaded from the cache since then."""
-    count: list[str] = []
-
-    def happened(event: str, **kwargs: str | int) -> None:
-        del kwargs
-        if event == "/jax/compilation_cache/cache_hits":
-            count.append(event)
-
-    jax.monitoring.register_event_listener(happened)
-    return lambda: len(count)
-
-
 def main() -> None:
     """Joins the world of the arguments, and serves commands."""
     index, size, address = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 4)
     share_cached_programs()
-    num_loaded = loaded()
+    loaded = contextlib.ExitStack().enter_context(cache_hits())
     world = World(lambda keys: say("keys", keys=dict(keys)))
     commands = Queue[dict[str, Any]]()
     seat = {"number": 1, "address": address, "size": size, "index": index}
@@ -89,7 +77,7 @@ def main() -> None:
             elif op == "cache":
                 world.write_compilation_cache(**command)
             else:
-                say("sum", sum=add(world, **command), loaded=num_loaded())
+                say("sum", sum=add(world, **command), loaded=len(loaded))
         except (jax.errors.JaxRuntimeError, ValueError, TimeoutError) as error:
             is_known = isinstance(error, TimeoutError) or broken_collective(error)
             say("broken" if is_known else "error", error=str(error))

@@ -15,7 +15,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 import dtft
-from dtft._jax_internals import is_cudnn_installed
+from dtft._jax_internals import cudnn_assumed, is_cudnn_installed
 from dtft.planner import register_kernel
 from dtft.planner.cost.compute import at_peak_s
 from dtft.planner.ir import flops
@@ -131,6 +131,16 @@ def test_jax_is_as_before_after_tracing() -> None:
     trace(attend, QUERY, KEY, KEY)
     with pytest.raises(ZeroDivisionError):
         trace(lambda x: 1 / 0, QUERY)
+    with pytest.raises(RuntimeError, match="cuDNN is not detected"):
+        attend(*(np.zeros(one.shape, one.dtype) for one in (QUERY, KEY, KEY)))
+
+
+@without_cudnn
+def test_a_thread_that_ends_first_leaves_the_others_tracing() -> None:
+    with cudnn_assumed():
+        with cudnn_assumed():
+            assert not is_cudnn_installed()
+        jax.make_jaxpr(attend)(QUERY, KEY, KEY)
     with pytest.raises(RuntimeError, match="cuDNN is not detected"):
         attend(*(np.zeros(one.shape, one.dtype) for one in (QUERY, KEY, KEY)))
 

@@ -1,6 +1,8 @@
-"""Programs in JAX's compilation cache: one entry for all devices, never half of one."""
+"""Programs in JAX's compilation cache: one entry for all devices, never half of one.
 
-import contextlib
+`tests/conftest.py` calls `share_cached_programs` for all tests.
+"""
+
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,20 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src import cache_key, lru_cache
+from jax._src import lru_cache
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dtft import _jax_internals
-
-
-@pytest.fixture
-def shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs are shared in this process for the time of a test."""
-    for name in ("_hash_serialized_compile_options", "_hash_accelerator_config"):
-        monkeypatch.setattr(cache_key, name, getattr(cache_key, name))
-    monkeypatch.setattr(lru_cache.LRUCache, "put", lru_cache.LRUCache.put)
-    _jax_internals.share_cached_programs()
+from tests.support.cache_hits import cache_hits
 
 
 @pytest.fixture
@@ -41,20 +35,6 @@ def cache(tmp_path: Path) -> Iterator[Path]:
     compilation_cache.reset_cache()
 
 
-@contextlib.contextmanager
-def hits() -> Iterator[list[str]]:
-    found: list[str] = []
-
-    def happened(event: str, **kwargs: str | int) -> None:
-        del kwargs
-        if event == "/jax/compilation_cache/cache_hits":
-            found.append(event)
-
-    jax.monitoring.register_event_listener(happened)
-    yield found
-    jax.monitoring.unregister_event_listener(happened)
-
-
 def product(devices: list[Any], x: np.ndarray) -> np.ndarray:
     """Sums the squares of rows that some devices share."""
     mesh = Mesh(np.array(devices).reshape(2, 2), ("a", "b"))
@@ -67,14 +47,14 @@ def product(devices: list[Any], x: np.ndarray) -> np.ndarray:
     return np.asarray(made)
 
 
-def test_one_entry_serves_all_devices(shared: None, cache: Path) -> None:
+def test_one_entry_serves_all_devices(cache: Path) -> None:
     devices = jax.devices()
     assert len(devices) >= 8
     x = np.arange(64, dtype=np.float32).reshape(8, 8)
     first = product(devices[:4], x)
     made = {path.name for path in cache.iterdir()}
     assert any(name.startswith("jit__lambda") for name in made)
-    with hits() as found:
+    with cache_hits() as found:
         for some in (devices[4:8], [devices[i] for i in (5, 1, 3, 2)]):
             np.testing.assert_array_equal(product(some, x), first)
     assert len(found) >= 2
@@ -82,18 +62,18 @@ def test_one_entry_serves_all_devices(shared: None, cache: Path) -> None:
 
 
 def test_another_processor_has_entries_of_its_own(
-    shared: None, cache: Path, monkeypatch: pytest.MonkeyPatch
+    cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = np.ones((8, 8), np.float32)
     product(jax.devices()[:4], x)
     num = len(list(cache.iterdir()))
     monkeypatch.setattr(_jax_internals, "_processor", lambda: "another")
-    with hits() as found:
+    with cache_hits() as found:
         product(jax.devices()[4:8], x)
     assert not found and len(list(cache.iterdir())) > num
 
 
-def test_an_entry_is_there_whole_or_not_at_all(shared: None, tmp_path: Path) -> None:
+def test_an_entry_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     entries = lru_cache.LRUCache(str(tmp_path), max_size=-1)
     entries.put("one", b"first")
     entries.put("one", b"second")  # the same program, of another process
@@ -102,7 +82,7 @@ def test_an_entry_is_there_whole_or_not_at_all(shared: None, tmp_path: Path) -> 
 
 
 def test_a_full_disk_leaves_nothing_behind(
-    shared: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(self: Path, data: bytes) -> int:
         self.touch()
@@ -115,7 +95,7 @@ def test_a_full_disk_leaves_nothing_behind(
     assert not list(tmp_path.iterdir()) and entries.get("one") is None
 
 
-def test_a_cache_with_a_limit_keeps_it(shared: None, tmp_path: Path) -> None:
+def test_a_cache_with_a_limit_keeps_it(tmp_path: Path) -> None:
     pytest.importorskip("filelock")
     entries = lru_cache.LRUCache(str(tmp_path), max_size=10)
     entries.put("one", b"123456")
