@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, ClassVar, Self, TextIO
 
 import dtft
 from dtft.config import Disk, Experiment
@@ -317,11 +317,20 @@ def _tensorboard(folder: Path, start: int) -> Any:
 
 
 class _Bar:
-    """A progress bar on a terminal; log lines scroll above it."""
+    """A progress bar on a terminal; log lines scroll above it.
+
+    A terminal has one bar: a new one ends that of a former run in this process, whose
+    thread may still compute.
+    """
+
+    _shown: "ClassVar[_Bar | None]" = None
 
     def __init__(self, start: int, total: int) -> None:
         from rich.progress import Progress
 
+        if _Bar._shown is not None:
+            _Bar._shown.close()
+        _Bar._shown = self
         self._progress = Progress(transient=True)
         self._task = self._progress.add_task("training", total=total, completed=start)
         self._progress.start()

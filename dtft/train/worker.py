@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -159,9 +159,12 @@ class AgentRuntime:
         self.resume_command = resume
         self.summary: dict[str, Any] = {}
         self.choice: PlanChoice | None = None
+        self.may_be_left_behind = False
+        """Whether another formation can begin while this one's thread still computes;
+        known after `mesh`."""
         self._dialogue, self._world, self._start = dialogue, world, start
         self._rehearsals = rehearsals
-        self._compiled = _compiled()
+        self._compiled = _COMPILED.number
         self._resolved = to_json(experiment)
         self._board = ProgressBoard(Path(start["board"]))
         self._board.set("trainer_pid", os.getpid())
@@ -194,11 +197,12 @@ class AgentRuntime:
         devices = self._world.devices(
             list(self._slots), self._start["turn"], experiment.cluster.devices_per_host
         )
+        per_host = len(devices) // self.num_slots
+        self.may_be_left_behind = self._world.has_room_beside(per_host)
         formation = f"{self.generation}.{self.attempt}"
         self.choice = choose(experiment, devices, self._recorded(), formation=formation)
         if self.choice is not None:
             return planned_mesh(self.choice.plan, devices)
-        per_host = len(devices) // self.num_slots
         return make_mesh(scaled_mesh(experiment, self.num_slots, per_host), devices)
 
     def rehearsed(self, mesh: Any) -> Any:
@@ -301,9 +305,10 @@ class AgentRuntime:
         Raises:
             LeaveOrdered: the agent has ordered this process to give up its slot.
         """
-        self._dialogue.check()
-        self._board.enter(phase, time.monotonic_ns())
-        self.at = phase, step
+        with self._dialogue.condition:
+            self._dialogue.check()
+            self._board.enter(phase, time.monotonic_ns())
+            self.at = phase, step
 
     def dispatched(self, step: int) -> None:
         """Reports to the agent that `step` is dispatched, and `step` - AHEAD finished.
@@ -351,7 +356,9 @@ class AgentRuntime:
             self._seen = self._seen.and_window(self._window)
 
     def _finished(self, step: int) -> None:
-        self._board.set("finished", step)
+        with self._dialogue.condition:
+            self._dialogue.check()
+            self._board.set("finished", step)
         self._step = step
         self._tell_running()
 
@@ -370,7 +377,7 @@ class AgentRuntime:
             self._world.keys.calm()
             logger.info(
                 "step %d finished; %d programs were compiled for it",
-                *(self._step, _compiled() - self._compiled),
+                *(self._step, _COMPILED.number - self._compiled),
             )
             read = self._manager.bytes_from_storage
             items = self.choice.items if self.choice is not None else {}
@@ -398,36 +405,32 @@ class AgentRuntime:
         self._board.enter("", 0)
 
 
-_COMPILATIONS: list[int] = []
+class _Compiled(threading.local):
+    """Number of programs that the calling thread has compiled."""
+
+    number = 0
 
 
-def _compiled() -> int:
-    """Returns how many programs the training thread has compiled.
+_COMPILED = _Compiled()
 
-    Only the thread of the first call counts. A program that is loaded from JAX's
-    compilation cache does not.
+
+def count_compilations() -> None:
+    """Counts the programs that each thread compiles from now on, in `_COMPILED`.
+
+    A program that is loaded from JAX's compilation cache does not count.
     """
-    if not _COMPILATIONS:
-        import jax
+    import jax
 
-        _COMPILATIONS.append(0)
-        thread = threading.get_ident()
+    def ended(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        del duration_secs, kwargs
+        _COMPILED.number += event.endswith("backend_compile_duration")
 
-        def add(number: int) -> None:
-            if threading.get_ident() == thread:
-                _COMPILATIONS[0] += number
+    def happened(event: str, **kwargs: str | int) -> None:
+        del kwargs
+        _COMPILED.number -= event == "/jax/compilation_cache/cache_hits"
 
-        def ended(event: str, duration_secs: float, **kwargs: str | int) -> None:
-            del duration_secs, kwargs
-            add(event.endswith("backend_compile_duration"))
-
-        def happened(event: str, **kwargs: str | int) -> None:
-            del kwargs
-            add(-(event == "/jax/compilation_cache/cache_hits"))
-
-        jax.monitoring.register_event_duration_secs_listener(ended)
-        jax.monitoring.register_event_listener(happened)
-    return _COMPILATIONS[0]
+    jax.monitoring.register_event_duration_secs_listener(ended)
+    jax.monitoring.register_event_listener(happened)
 
 
 def speed(dispatched_at: Sequence[float], stalls_s: Sequence[float]) -> dict[str, Any]:
@@ -546,16 +549,53 @@ def _log_path() -> str:
     return path if path.startswith("/") else ""
 
 
+COMPUTING: frozenset[Phase] = frozenset({"compile", "step", "evaluate"})
+"""Phases in which a training thread touches nothing that the next formation uses, until
+it calls its runtime, which raises LeaveOrdered then."""
+PATIENCE_S = 0.2
+"""Seconds after the order to leave for which a training thread that computes is waited
+for."""
+
+
 class LeaveOrdered(Exception):
     """The agent has ordered this process to give up its slot."""
+
+
+class TrainingThread(threading.Thread):
+    """The thread that trains in one slot, and the error that has ended it."""
+
+    def __init__(
+        self, train: Callable[[], None], condition: threading.Condition
+    ) -> None:
+        """Runs `train` once started; notifies `condition` at its end."""
+        super().__init__(name="training", daemon=True)
+        self.has_ended = False
+        self.error: BaseException | None = None
+        self._train, self._condition = train, condition
+
+    def run(self) -> None:
+        """Trains until the end of training, or until an error."""
+        try:
+            self._train()
+        except BaseException as error:  # SystemExit too: it also ends a trainer
+            self.error = error
+        with self._condition:
+            self.has_ended = True
+            self._condition.notify_all()
 
 
 class TrainerProcess:
     """The trainer of this process, which carries out the agent's orders one by one.
 
-    A thread receives the messages. It also carries out the order to leave, up to the
-    point where the training thread gets an error: the training thread may be waiting in
-    a collective, or for the agent.
+    Each slot has a training thread of its own. Another thread receives the messages. It
+    also carries out the order to leave, up to the point where the training thread gets
+    an error: the training thread may be waiting in a collective, or for the agent.
+
+    A collective on CPU may not end although its connections are closed, because gloo
+    forgets a send that is the first to find this out. Then the training thread is left
+    behind: the process can take its next slot with another thread and another device.
+    The former thread ends with an error when XLA's timeout of collectives has passed;
+    until then its arrays stay, so that only one thread at a time may be left behind.
     """
 
     def __init__(
@@ -568,8 +608,12 @@ class TrainerProcess:
         self._rehearsals: Rehearsals | None = None
         self._runtime: AgentRuntime | None = None
         self._orders: list[dict[str, Any]] = []
-        """Orders that wait for the training thread, oldest first."""
+        """Orders that wait to be carried out, oldest first."""
         self._is_leaving = False
+        self._training: TrainingThread | None = None
+        """The training thread of the slot, if there is a slot."""
+        self._left_behind: TrainingThread | None = None
+        """The thread of a former slot that was left behind last, if any."""
 
     def serve(self) -> None:
         """Carries out orders until the agent ends.
@@ -612,7 +656,8 @@ class TrainerProcess:
         if op == "leave":
             self._orders = [message]  # an older order is void
             self._is_leaving = True
-            self._dialogue.interrupt(LeaveOrdered())
+            if self._training is not None:
+                self._dialogue.interrupt(self._training, LeaveOrdered())
             if self._world is not None and self._rehearsals is not None:
                 self._world.leave()
                 self._rehearsals.stop()
@@ -634,12 +679,54 @@ class TrainerProcess:
         logger.info(
             "takes slot %d in generation %d", order["slot"], order["generation"]
         )
-        try:
-            self.train(order)
-        except Exception as error:
-            if not self._survives(error):
-                raise
-            logger.info("gives up its slot: %s", _first_line(error))
+        condition = self._dialogue.condition
+        training = TrainingThread(lambda: self.train(order), condition)
+        with condition:
+            if self._is_leaving:  # the order to leave is newer
+                return
+            self._training = training
+        training.start()
+        error = self._outcome(training)
+        if error is None:
+            return
+        if not (isinstance(error, Exception) and self._survives(error)):
+            raise error
+        logger.info("gives up its slot: %s", _first_line(error))
+
+    def _outcome(self, training: TrainingThread) -> BaseException | None:
+        """Waits until training has ended; returns its error, if any.
+
+        Returns LeaveOrdered, too, if the thread still computes `PATIENCE_S` after the
+        order to leave, and the next formation need not wait for it.
+
+        Raises:
+            AgentGone: the agent has ended, and training has not ended after
+                `LAST_WORDS_S`.
+        """
+        condition, dialogue = self._dialogue.condition, self._dialogue
+        with condition:
+            condition.wait_for(
+                lambda: training.has_ended or self._is_leaving or dialogue.gone
+            )
+            while not (training.has_ended or dialogue.gone):
+                condition.wait_for(lambda: training.has_ended, PATIENCE_S)
+                if not training.has_ended and self._can_leave_behind():
+                    self._left_behind = training
+                    return LeaveOrdered("its thread still computes and is left behind")
+            if not condition.wait_for(lambda: training.has_ended, LAST_WORDS_S):
+                raise AgentGone(dialogue.farewell)
+        return training.error
+
+    def _can_leave_behind(self) -> bool:
+        """Whether the training thread may go on beside the next formation; `condition`
+        is held."""
+        runtime, former = self._runtime, self._left_behind
+        return (
+            (former is None or former.has_ended)
+            and runtime is not None
+            and runtime.may_be_left_behind
+            and runtime.at[0] in COMPUTING
+        )
 
     def _survives(self, error: Exception) -> bool:
         """Whether this process stays for the next formation after an error.
@@ -670,8 +757,7 @@ class TrainerProcess:
         if self._runtime is not None:
             self._runtime.close()
         with self._dialogue.condition:
-            self._runtime, self._is_leaving = None, False
-            self._dialogue.interrupt(None)
+            self._runtime, self._training, self._is_leaving = None, None, False
         gc.collect()  # arrays of the former formation
         self._dialogue.send("left_slot", number=order["number"])
 
@@ -796,6 +882,7 @@ def _import_everything(experiment: Any) -> None:
     from dtft.data import make_datasets
 
     make_datasets(experiment.data, experiment.seed)
+    count_compilations()
 
     if experiment.cluster.devices_per_host > 0:
         jax.config.update("jax_platforms", "cpu")

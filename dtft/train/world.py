@@ -152,6 +152,19 @@ class World:
         )
         return [device for found in by_process.values() for device in found[chosen]]
 
+    def has_room_beside(self, per_host: int) -> bool:
+        """Whether a formation can begin while a thread still computes for another one.
+
+        So it is on CPU if each formation has one device of this process: it is another
+        device each time. Programs with several devices of a process would wait for each
+        other, because XLA begins their collectives one after the other. On GPUs all
+        formations have the same devices.
+
+        Args:
+            per_host: number of devices of this process in a formation.
+        """
+        return self._index is not None and not self._is_shared and per_host == 1
+
     def leave(self) -> None:
         """Ends the collectives of this process with an error, at once and for ever.
 

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import msgpack
 
@@ -664,8 +665,8 @@ class Dialogue:
 
     Every wait has a limit. A wait ends at once if the agent has ended, or has sent a
     message that this process cannot handle: then no more messages are received.
-    `condition` guards the state that messages change. `agent_client` defines the
-    messages.
+    A thread can be interrupted: it neither waits nor sends from then on. `condition`
+    guards the state that messages change. `agent_client` defines the messages.
     """
 
     def __init__(self, link: AgentLink, deadline_s: float) -> None:
@@ -681,7 +682,7 @@ class Dialogue:
         """The message of `AgentGone`; a default until the agent sends a reason."""
         self._link, self.deadline_s = link, deadline_s
         self._outbox = Outbox(link)
-        self._interruption: Exception | None = None
+        self._interrupted = WeakKeyDictionary[threading.Thread, Exception]()
 
     def start(self, take: Callable[[dict[str, Any]], None]) -> None:
         """Starts a receiving thread; `take` gets each message with `condition` held.
@@ -713,14 +714,14 @@ class Dialogue:
                 self.gone = True
                 self.condition.notify_all()
 
-    def interrupt(self, error: Exception | None) -> None:
-        """Makes every wait raise `error`, until `interrupt(None)`."""
+    def interrupt(self, thread: threading.Thread, error: Exception) -> None:
+        """Makes each wait, send and `check` of a thread raise `error` from now on."""
         with self.condition:
-            self._interruption = error
+            self._interrupted[thread] = error
             self.condition.notify_all()
 
     def check(self) -> None:
-        """Raises the error of `interrupt`, if there is one.
+        """Raises the error of `interrupt`, if the calling thread is interrupted.
 
         Raises:
             AgentGone: the agent has ended, or has detached this process.
@@ -728,8 +729,12 @@ class Dialogue:
         with self.condition:
             if self.gone:
                 raise AgentGone(self.farewell)
-            if self._interruption is not None:
-                raise self._interruption
+            self._raise_interruption()
+
+    def _raise_interruption(self) -> None:
+        error = self._interrupted.get(threading.current_thread())
+        if error is not None:
+            raise error
 
     def wait(
         self, ready: Callable[[], bool], what: str, limit_s: float | None = None
@@ -746,16 +751,16 @@ class Dialogue:
             AgentGone: the agent has ended, or has detached this process.
             Exception: the error of `interrupt`.
         """
-        limit_s = limit_s or self.deadline_s
+        limit_s = self.deadline_s if limit_s is None else limit_s
+        thread = threading.current_thread()
         with self.condition:
             self.condition.wait_for(
-                lambda: self.gone or self._interruption is not None or ready(),
+                lambda: self.gone or thread in self._interrupted or ready(),
                 timeout=limit_s,
             )
             if self.gone:
                 raise AgentGone(self.farewell)
-            if self._interruption is not None:
-                raise self._interruption
+            self._raise_interruption()
             if not ready():
                 raise TimeoutError(
                     f"{limit_s:.0f} s waiting for {what}; limit: timeouts.start"
@@ -766,7 +771,10 @@ class Dialogue:
 
         Raises:
             AgentGone: the agent has ended, or has detached this process.
+            Exception: the error of `interrupt`.
         """
+        with self.condition:
+            self._raise_interruption()
         try:
             self._link.send(op, **fields)
         except LinkClosed as error:
@@ -775,7 +783,13 @@ class Dialogue:
             raise AgentGone(self.farewell) from error
 
     def queue(self, op: str, **fields: Any) -> None:
-        """Queues a message for the sending thread, in order; never blocks."""
+        """Queues a message for the sending thread, in order; never blocks.
+
+        Raises:
+            Exception: the error of `interrupt`.
+        """
+        with self.condition:
+            self._raise_interruption()
         self._outbox.send(op, **fields)
 
     def close(self) -> None:

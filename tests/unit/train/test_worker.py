@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +247,110 @@ def test_an_error_of_the_users_program_ends_the_trainer(
     one.start(0)
     until(lambda: bool(one.ended))
     assert str(one.ended[0]) == "shapes (3,) and (4,)"
+
+
+@dataclass
+class Computes:
+    """What a `TrainerProcess` asks of the runtime of a slot whose thread computes."""
+
+    at: tuple[str, int]
+    may_be_left_behind: bool = True
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class Stuck:
+    """A training thread that does not hear the order to leave in some slots."""
+
+    slots: tuple[int, ...] = (1,)
+    at: tuple[str, int] = ("step", 3)
+    may_be_left_behind: bool = True
+    goes_on: threading.Event = field(default_factory=threading.Event)
+    refused: list[Exception] = field(default_factory=list)
+
+    def __call__(self, trainer: worker.TrainerProcess, order: Any) -> None:
+        if order["slot"] not in self.slots:
+            return waits(trainer, order)
+        runtime: Any = Computes(self.at, self.may_be_left_behind)
+        trainer._runtime = runtime
+        trainer._dialogue.send("running", step=order["slot"])
+        assert self.goes_on.wait(20)
+        for says in (trainer._dialogue.send, trainer._dialogue.queue):
+            try:
+                says("failed", step=1)
+            except worker.LeaveOrdered as error:
+                self.refused.append(error)
+
+
+def test_a_thread_that_computes_for_ever_is_left_behind_and_is_silent_for_ever(
+    ordered: Callable[..., Ordered],
+) -> None:
+    one = ordered(stuck := Stuck())
+    one.start(1)
+    assert one.agent.receive(20) == {"op": "running", "step": 1}
+    one.agent.send("leave", number=7)
+    assert one.agent.receive(20) == {"op": "left_slot", "number": 7}
+    one.start(2)
+    assert one.agent.receive(20) == {"op": "running", "step": 2}
+    stuck.goes_on.set()
+    until(lambda: len(stuck.refused) == 2)
+    one.agent.send("leave", number=8)
+    assert one.agent.receive(20) == {"op": "left_slot", "number": 8}
+    assert not one.ended
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"at": ("save", 3)},  # it may be writing to the host's memory
+        {"at": ("start", 0)},
+        {"may_be_left_behind": False},  # the next formation would wait for it
+    ],
+)
+def test_another_thread_that_goes_on_is_waited_for(
+    ordered: Callable[..., Ordered], more: dict[str, Any]
+) -> None:
+    one = ordered(stuck := Stuck(**more))
+    one.start(1)
+    assert one.agent.receive(20) == {"op": "running", "step": 1}
+    one.agent.send("leave", number=7)
+    with pytest.raises(TimeoutError):
+        one.agent.receive(3 * worker.PATIENCE_S)
+    stuck.goes_on.set()
+    assert one.agent.receive(20) == {"op": "left_slot", "number": 7}
+    assert len(stuck.refused) == 2 and not one.ended
+
+
+def test_only_one_thread_at_a_time_is_left_behind(
+    ordered: Callable[..., Ordered],
+) -> None:
+    one = ordered(stuck := Stuck(slots=(1, 2)))
+    one.start(1)
+    assert one.agent.receive(20) == {"op": "running", "step": 1}
+    one.agent.send("leave", number=7)
+    assert one.agent.receive(20) == {"op": "left_slot", "number": 7}
+    one.start(2)
+    assert one.agent.receive(20) == {"op": "running", "step": 2}
+    one.agent.send("leave", number=8)
+    with pytest.raises(TimeoutError):
+        one.agent.receive(3 * worker.PATIENCE_S)
+    stuck.goes_on.set()
+    assert one.agent.receive(20) == {"op": "left_slot", "number": 8}
+
+
+def test_a_trainer_whose_agent_has_gone_does_not_wait_for_its_thread(
+    ordered: Callable[..., Ordered], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "LAST_WORDS_S", 0.3)
+    one = ordered(stuck := Stuck())
+    one.start(1)
+    assert one.agent.receive(20) == {"op": "running", "step": 1}
+    one.agent.close()
+    until(lambda: bool(one.ended))
+    assert isinstance(one.ended[0], worker.AgentGone)
+    stuck.goes_on.set()
 
 
 def test_a_trainer_without_a_slot_leaves_at_once_and_ends_with_its_agent(
