@@ -2,7 +2,7 @@
 
 Each drill plays one row of what made jobs hang, on real processes. The harness checks
 that the final state is that of the undisturbed run bit for bit, that every sample was
-used once, and that nothing is left behind. `make test` runs two of them.
+used once, and that nothing is left behind. `make test` runs one of them.
 """
 
 import json
@@ -27,6 +27,7 @@ SHORT = ("digits_cnn", "--hosts", "3", "--stop.steps", "300")
 LONG = ("digits_cnn", "--hosts", "3", "--stop.steps", "1000")
 SPAN = ("--checkpoint.storage_interval", "100", "--deadline", "280")
 LEASE_S = 5.0
+ENDLESS = Path(__file__).parents[1] / "support/endless_collectives"
 
 
 def faults(*texts: str) -> list[str]:
@@ -70,6 +71,22 @@ def test_a_stopped_leader_is_replaced_and_comes_back_as_a_spare(tmp_path, contro
     assert record["recoveries"][0]["detect_s"] < 2 * LEASE_S
     assert "no spare is left" not in record["output"]
     said(record, stopped, "spare")
+
+
+@every
+def test_survivors_whose_collective_never_ends_keep_their_processes(
+    tmp_path, control, monkeypatch
+):
+    former = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", f"{ENDLESS}{os.pathsep}{former}")
+    record = drill(
+        *(tmp_path, *SHORT, *SPAN, *control("short"), "--spares", "1"),
+        *faults("stop-host:1@100"),
+    )
+    (recovery,) = record["recoveries"]
+    assert recovery["rung"] == 0 and recovery["survivors_restarted"] == 0
+    logs = [path.read_text() for path in tmp_path.rglob("*trainer*.log")]
+    assert sum("is left behind" in log for log in logs) == 2
 
 
 @every
@@ -160,6 +177,7 @@ def test_a_run_that_ends_while_the_store_hangs_waits_for_its_last_commit(
     assert at(tmp_path, "end")[-1] > pause["until"]
 
 
+@every
 def test_a_store_that_lost_everything_is_filled_again(tmp_path, control):
     record = drill(
         *(tmp_path, *SHORT, *SPAN, *control("short"), "--spares", "1"),

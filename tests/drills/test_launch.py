@@ -172,6 +172,7 @@ def test_agents_started_by_hand_do_the_same_as_launch(tmp_path, etcd):
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.drill_all
 def test_the_name_of_a_live_host_and_another_secret_are_refused(tmp_path, etcd):
     arguments = [*agent_arguments(tmp_path, etcd.address, ""), "--host-name", "a"]
     first = start(*arguments)
