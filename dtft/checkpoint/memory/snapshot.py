@@ -153,6 +153,9 @@ class SnapshotPlan:
         self.slices: tuple[Slice, ...] = layout.slices(slot)
         self.chunks = Chunks.of(self.slices, chunk_bytes)
         self._first: list[int] = self.chunks.first.tolist()
+        self._shards: dict[int, tuple[jax.sharding.Sharding, int]] = {}
+        """Index of a slice to the sharding of its leaf at the last snapshot, and the
+        number of its shard among those of this process."""
 
     def write(
         self,
@@ -197,8 +200,8 @@ class SnapshotPlan:
             copied is None or bool(copied[index]) for index in range(len(self.slices))
         ]
         parts = _fetched(
-            _shard_of(arrays[piece.path], piece)
-            for piece, is_wanted in zip(self.slices, wanted, strict=True)
+            self._shard_of(arrays[self.slices[index].path], index)
+            for index, is_wanted in enumerate(wanted)
             if is_wanted
         )
         digests = []
@@ -213,6 +216,21 @@ class SnapshotPlan:
             digests.append(b"".join(found))
         kept = self._equal(digests, base.digests if base is not None else ())
         return Snapshot(step=step, digests=tuple(digests), kept=kept)
+
+    def _shard_of(self, array: HostOrDevice, index: int) -> HostOrDevice:
+        """Returns the part of an array that is slice `index`; a numpy array is whole.
+
+        Raises:
+            ValueError: the slice is not on this host's devices.
+        """
+        if isinstance(array, np.ndarray):
+            return array
+        sharding = array.sharding
+        known, number = self._shards.get(index, (None, 0))
+        if known is not sharding:
+            number = _number_of_shard(array, self.slices[index])
+            self._shards[index] = sharding, number
+        return array.addressable_data(number)
 
     def _write_slice(
         self,
@@ -348,13 +366,10 @@ def _bytes_of(array: HostOrDevice) -> memoryview:
     return host_bytes(array)
 
 
-def _shard_of(array: HostOrDevice, piece: Slice) -> HostOrDevice:
-    """Returns the part of an array that is a slice; a numpy array is always whole."""
-    if isinstance(array, np.ndarray):
-        return array
-    for shard in array.addressable_shards:
+def _number_of_shard(array: jax.Array, piece: Slice) -> int:
+    for number, shard in enumerate(array.addressable_shards):
         if _bounds(shard.index, array.shape) == (piece.start, piece.stop):
-            return shard.data
+            return number
     raise ValueError(
         f"slice {piece.key} is not on this host's devices: the state's sharding "
         f"{array.sharding} differs from the layout that was announced."

@@ -5,6 +5,7 @@
 sharded. Neither keeps a reference to an array.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -84,6 +85,7 @@ def _words(array: jax.Array) -> jax.Array:
     return words.astype(jnp.uint32)
 
 
+@functools.cache
 def is_packed(dtype: np.dtype) -> bool:
     """Whether numbers of a dtype are smaller than a byte, so devices may pack them."""
     if jnp.issubdtype(dtype, jnp.integer):
@@ -146,7 +148,7 @@ def host_bytes(array: jax.Array) -> memoryview:
     if not array.size:
         return memoryview(b"")
     # The device may pack numbers smaller than a byte; numpy unpacks such numbers.
-    if on_accelerator(array) or is_packed(array.dtype):
+    if is_packed(array.dtype) or on_accelerator(array):
         return np.asarray(array).reshape(-1).view(np.uint8).data
     raw = _jax_internals.cpu_buffer(array)
     order = _major_to_minor(array)

@@ -80,6 +80,23 @@ def test_every_bit_comes_back(mesh):
         assert back[path].sharding == array.sharding
 
 
+def test_slices_are_found_again_when_the_sharding_changes(mesh):
+    arrays = state(mesh)
+    plan = SnapshotPlan(layout_of(arrays), 0, CHUNK)
+    memory = Memory(plan)
+    first = plan.write(1, arrays, memory.bytes, memory.first)
+    turned = jax.sharding.Mesh(mesh.devices[:, ::-1], mesh.axis_names)
+    moved = {
+        path: jax.device_put(array, NamedSharding(turned, array.sharding.spec))
+        for path, array in arrays.items()
+    }
+    assert plan.write(2, moved, memory.bytes, memory.second).digests == first.digests
+    whole = NamedSharding(mesh, PartitionSpec())
+    moved["w"] = jax.device_put(arrays["w"], whole)
+    with pytest.raises(ValueError, match="not on this host's devices"):
+        plan.write(3, moved, memory.bytes, memory.first)
+
+
 def test_a_flipped_bit_is_not_loaded(mesh):
     arrays = state(mesh)
     plan = SnapshotPlan(layout_of(arrays), 0, CHUNK)
