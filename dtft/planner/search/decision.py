@@ -293,7 +293,10 @@ def best_of(
     best = best_with(()) if fewer == "if faster" else None
     if best is not None and not (best.idle and best.plan.fits):
         return best
-    other = best_with(worthwhile(question, pins, pool.num_devices, rows))
+    numbers = worthwhile(question, pins, pool.num_devices, rows)
+    if best is not None and not numbers:
+        return best
+    other = best_with(numbers)
     if best is None:
         return other
     faster = other.plan.prediction.step_s < best.plan.prediction.step_s

@@ -9,11 +9,15 @@ from dtft.cli.dispatch import main
 from dtft.cli.plan import pins_of
 from dtft.planner.plan import Plan
 from tests.support import reading
+from tests.support.deciding_zoo import count_plans
 
 
 def test_a_plan_is_printed_and_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    counted = count_plans(monkeypatch)
     paths = {name: tmp_path / f"plan.{name}" for name in ("json", "html")}
     flags = [text for name, path in paths.items() for text in (f"--{name}", str(path))]
     command = ["plan", "digits_cnn", "--cluster", "2x4xH100", "--pin", "replica=8"]
@@ -30,6 +34,8 @@ def test_a_plan_is_printed_and_written(
     assert f"written: {paths['json']}" in printed
     assert paths["html"].read_text().startswith("<!DOCTYPE html>")
     assert json.loads(paths["json"].read_text())["batch"]["label"] == [["replica"]]
+    # Printed and written, each thing is planned once.
+    assert set(counted.values()) == {1} and len(counted) > 1
 
 
 @pytest.mark.parametrize(("hosts", "words"), [(1, "cpu"), (2, "2xcpu by loopback")])
