@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from dtft.planner import wording
-from dtft.planner.cluster import Cluster
+from dtft.planner.cluster import Cluster, ProductRate
 from dtft.planner.cost import matmul_s, runs, shape_factor
-from dtft.planner.ir import CHEAP, Dim, Graph, OpGroup, item_bits
+from dtft.planner.ir import CHEAP, PRODUCTS, Dim, Graph, OpGroup, item_bits
 from dtft.planner.plan import Plan
 from dtft.planner.report.text import little
 from dtft.planner.search import Decision, arrays_of, attention_scores, best_of, group_s
@@ -204,6 +204,7 @@ class Lint:
         "batch",
         "repeated",
         "attention",
+        "precision",
         "unpriced",
     ]
     text: str
@@ -218,12 +219,13 @@ class Lint:
 
 def find_lints(decision: Decision) -> tuple[Lint, ...]:
     """Lists all findings without duplicates: repeated work first, then batches, scores
-    of attention, matmul sizes, indivisible dims, replicated arrays and operators
-    without a rule."""
+    of attention, dtypes without a peak, matmul sizes, indivisible dims, replicated
+    arrays and operators without a rule."""
     found = (
         *repeated(decision.plan),
         *batch(decision),
         *attention(decision),
+        *precision(decision),
         *products(decision),
         *indivisible(decision),
         *replicated(decision),
@@ -277,11 +279,12 @@ def _product(
     """Yields what the sizes of one matmul waste: kind of lint, text, and seconds of a
     step."""
     question, device = decision.question, decision.cluster.uniform.device
-    dtype = question.graph.values[group.operator.inputs[0]].dtype
+    dtype = question.graph.operand_dtype(group.operator)
+    how = group.operator.precision
     *shape, number = (float(amount.at(sizes)) for amount in done.sizes)
 
     def takes(rows: float, columns: float, depth: float) -> float:
-        return float(matmul_s(device, rows, columns, depth, number, dtype))
+        return float(matmul_s(device, rows, columns, depth, number, dtype, how))
 
     times = group.times * runs(done, sizes)
     row = max(1, device.alignment_bytes * 8 // item_bits(dtype))
@@ -344,6 +347,35 @@ def attention(decision: Decision) -> tuple[Lint, ...]:
         for shape, each_s in sorted(cost_s.items(), key=lambda item: -item[1])
         if each_s >= LEAST * step_s
     )
+
+
+# ----------------------------------------------------------------- precision
+
+
+def precision(decision: Decision) -> tuple[Lint, ...]:
+    """Finds products in a dtype for which the device has no listed peak, and says which
+    peak counts instead (`DeviceType.rate`); those with the most operations first."""
+    question, device = decision.question, decision.cluster.uniform.device
+    flops: dict[ProductRate, float] = defaultdict(float)
+    for group in question.groups:
+        operator = group.operator
+        if operator.kind in PRODUCTS:
+            dtype = question.graph.operand_dtype(operator)
+            rate = device.rate(dtype, operator.precision)
+            flops[rate] += operator.flops * group.times
+    every = sum(flops.values())
+    return tuple(
+        Lint(
+            kind="precision",
+            text=f"{device.unlisted_text(rate)}. It is in {percent(each / every)} of "
+            "the operations of matmuls and convolutions",
+        )
+        for rate, each in sorted(flops.items(), key=lambda item: -item[1])
+        if not rate.listed and each >= _SHARE * every
+    )
+
+
+# ----------------------------------------------------------------- operators
 
 
 def unpriced(decision: Decision) -> tuple[Lint, ...]:

@@ -3,6 +3,8 @@
 import math
 import re
 
+import jax
+import jax.numpy as jnp
 import optax
 import pytest
 
@@ -12,11 +14,12 @@ from dtft.planner.report.lints import (
     attention,
     batches,
     find_lints,
+    precision,
     products,
     replicated,
     undivided,
 )
-from dtft.planner.search.decision import best_of
+from dtft.planner.search.decision import Decision, best_of
 from dtft.planner.workload import of_loss
 from tests.support import reading
 from tests.support.deciding_zoo import decision, mlp, question
@@ -131,6 +134,42 @@ def test_scores_that_are_written_to_memory(remat: bool) -> None:
     assert least / device.memory_bandwidth < found.cost_s < compute_s
     assert found in find_lints(decided)
     assert attention(best_of(asked, Cluster.parse("cpu"))) == ()
+
+
+def _product(dtype: str, precision: str | None = None) -> Decision:
+    """One layer on one device, in a dtype."""
+    weight = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    rows = jax.ShapeDtypeStruct((1024, 256), jnp.float32)
+
+    def loss(params: jax.Array, batch: jax.Array) -> jax.Array:
+        made = jnp.dot(
+            batch.astype(dtype),
+            params.astype(dtype),
+            precision=precision,
+            preferred_element_type=dtype,
+        )
+        return jnp.mean(made.astype(jnp.float32))
+
+    asked = of_loss(loss, optax.sgd(1e-3), weight, rows)
+    return best_of(asked, Cluster.parse("v100"))
+
+
+def test_a_dtype_without_a_peak_is_said() -> None:
+    (found,) = precision(_product("bfloat16"))
+    assert found.text == (
+        "bfloat16 has no known peak on v100: priced as float32, 15.7 TFLOP/s. float16 "
+        "has 125. It is in 100 % of the operations of matmuls and convolutions"
+    )
+    assert found in find_lints(_product("bfloat16"))
+    assert precision(_product("float16")) == precision(_product("float32")) == ()
+
+
+def test_precision_of_a_product_is_priced() -> None:
+    """On a device where float32 has a narrower and a full form."""
+    usual, full = (_product("float32", how).question for how in (None, "highest"))
+    h100 = Cluster.parse("h100")
+    times = [best_of(asked, h100).plan.at_peak_s for asked in (usual, full)]
+    assert times[1] / times[0] == pytest.approx(494.7 / 66.9)
 
 
 def test_a_perceptron_has_no_scores() -> None:
