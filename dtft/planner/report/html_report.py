@@ -211,7 +211,7 @@ def report_html(
         page.section_html(text.bound(plan)),
         page.section_html(text.alternatives(plan)),
         _baselines(plan, decision),
-        page.section_html(text.collectives(plan.collectives)),
+        page.section_html(text.collectives(plan)),
         page.block_html("How each array is divided", _arrays(plan, decision)),
         *(page.section_html(section) for section in planned_again),
     ]
@@ -246,8 +246,8 @@ def lint_section(found: Sequence[Lint]) -> Section:
 
 
 def _waterfall(plan: Plan) -> str:
-    terms = plan.prediction.terms
-    return waterfall(terms, [seconds(value) for value in terms.values()])
+    terms, error = plan.prediction.terms, plan.prediction.relative_error
+    return waterfall(terms, [seconds(value, error) for value in terms.values()])
 
 
 def _bars(plan: Plan, decision: Decision | None) -> str:
@@ -298,7 +298,8 @@ def _baselines(plan: Plan, decision: Decision | None) -> str:
         if (one.mesh, one.knobs) == (plan.mesh, plan.knobs):
             answer = "the plan is this baseline"
         else:
-            answer = f"{wording.signed(seconds(more))} per step; {fits}"
+            cost = seconds(more, plan.prediction.relative_error)
+            answer = f"{wording.signed(cost)} per step; {fits}"
         rows.append((one.name, wording.mesh(one.mesh), answer))
     section = Section(
         title="Why not the baselines",

@@ -61,8 +61,9 @@ class Remedy:
     plan: Plan
 
     def __str__(self) -> str:
+        found = self.plan.prediction
         return (
-            f"{self.change}: {seconds(self.plan.prediction.step_s)} per step, "
+            f"{self.change}: {seconds(found.step_s, found.relative_error)} per step, "
             f"{size(self.plan.memory_bytes)} on each device "
             f"({wording.mesh(self.plan.mesh)})"
         )

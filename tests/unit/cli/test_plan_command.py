@@ -7,6 +7,7 @@ import pytest
 
 from dtft.cli.dispatch import main
 from dtft.cli.plan import pins_of
+from dtft.planner import wording
 from dtft.planner.plan import Plan
 from tests.support import reading
 from tests.support.deciding_zoo import count_plans
@@ -27,9 +28,8 @@ def test_a_plan_is_printed_and_written(
     assert plan.mesh == {"replica": 8} and plan.cluster == "2x4xh100"
     assert printed.startswith("Plan for 2x4xh100: replica=8; microbatches=1")
     rows = reading.rows(printed, "Step time")
-    assert reading.value(rows["step"][0]) == pytest.approx(
-        plan.prediction.step_s, rel=reading.PRECISION
-    )
+    found = plan.prediction
+    assert rows["step"][0] == wording.seconds(found.step_s, found.relative_error)
     assert "What a small change would save" in printed
     assert f"written: {paths['json']}" in printed
     assert paths["html"].read_text().startswith("<!DOCTYPE html>")

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+from dtft.planner import wording
 from dtft.planner.cluster.topology import Cluster
 from dtft.planner.cost.compute import matmul_s
 from dtft.planner.report.lints import (
@@ -67,8 +68,8 @@ def test_the_price_of_a_size_that_is_not_aligned() -> None:
         )
         lost += odd_s - even_s
     assert found.cost_s == pytest.approx(lost, rel=1e-6)
-    shown = reading.value(found.text.split(": ")[1])
-    assert shown == pytest.approx(found.cost_s, rel=reading.PRECISION)
+    shown = wording.seconds(found.cost_s, odd.plan.prediction.relative_error)
+    assert found.text.split(": ")[1].startswith(f"{shown} of a step (")
     assert not [one for one in products(decision("h100")) if one.kind == "alignment"]
 
 
@@ -99,8 +100,10 @@ def test_devices_that_a_batch_leaves_idle_have_a_price() -> None:
     near = batches(found)
     assert [one.batch for one in near] == [4095, 4100]
     assert [math.prod(one.plan.mesh.values()) for one in near] == [5, 5]
-    shown = [reading.value(part) for part in re.findall(r"takes ([\d.]+ \w+)", text)]
-    assert shown == [pytest.approx(o.step_s, rel=reading.PRECISION) for o in near]
+    shown = re.findall(r"takes ([\d.]+ \w+)", text)
+    errors = [one.plan.prediction.relative_error for one in near]
+    times = [one.step_s for one in near]
+    assert shown == list(map(wording.seconds, times, errors))
 
 
 def test_an_axis_that_divides_nothing() -> None:
