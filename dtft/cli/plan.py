@@ -26,7 +26,7 @@ from dtft.parallel.planning import (
 )
 from dtft.planner import wording
 from dtft.planner.cluster import Cluster
-from dtft.planner.report import report_html, report_text
+from dtft.planner.report import report_text
 from dtft.planner.search import COUNTS, PINS, did_you_mean
 from dtft.planner.wording import Section
 from dtft.train import devices_of
@@ -62,7 +62,7 @@ def run(options: "PlanCommand", experiment: Experiment) -> int:
     if options.json:
         _write(options.json, found.to_json())
     if options.html:
-        _write(options.html, report_html(found, found.decision, checked))
+        _write(options.html, found.html(checked))
     return 0
 
 

@@ -100,6 +100,13 @@ class Prediction:
         """Seconds of one step: the sum of `terms`."""
         return sum(self.terms.values())
 
+    @property
+    def relative_error(self) -> float:
+        """Half of the interval's width, as a share of `step_s`; 0 if this is 0. Reports
+        print no digits of predicted seconds that are finer."""
+        width_s, step_s = self.high_s - self.low_s, self.step_s
+        return max(0.0, width_s / 2 / step_s) if step_s else 0.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:

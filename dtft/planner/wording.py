@@ -3,6 +3,7 @@
 The caller selects the numbers that are shown.
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,25 +23,52 @@ class Section:
     notes: tuple[str, ...] = ()
 
 
-def number(value: float) -> str:
-    """Formats a number with four significant digits, but at most twelve decimals.
+_DIGITS = 4
+"""Most significant digits of a number."""
 
-    The text has no exponent.
 
-    >>> number(12345.6), number(0.123456), number(8)
-    ('12350', '0.1235', '8')
+def rounded(value: float, error: float = 0.0) -> float:
+    """Rounds a number to the digits that its error leaves, at most `_DIGITS`.
+
+    The place of the last digit is the largest power of ten that the error, in the
+    number's unit, reaches.
+
+    Args:
+        value: the number.
+        error: relative error of the number; 0 if it is exact.
+
+    >>> rounded(123.456), rounded(123.456, 0.2), rounded(123.456, 0.05)
+    (123.5, 120.0, 123.0)
     """
-    rounded = float(f"{value:.4g}")
-    text = f"{rounded:.12f}".rstrip("0").rstrip(".")
+    size = abs(value)
+    digits = _DIGITS
+    if error > 0 and 0 < size < math.inf:
+        size = math.log10(size)
+        places = math.floor(size) - math.floor(size + math.log10(error))
+        digits = min(digits, max(1, places + 1))
+    return float(f"{value:.{digits}g}")
+
+
+def number(value: float, error: float = 0.0) -> str:
+    """Formats a number that is `rounded`, with at most twelve decimals and no exponent.
+
+    >>> number(12345.6), number(0.123456), number(8), number(12345.6, 0.1)
+    ('12350', '0.1235', '8', '12000')
+    """
+    text = f"{rounded(value, error):.12f}".rstrip("0").rstrip(".")
     return "0" if text in ("", "-0") else text
 
 
-def seconds(value: float) -> str:
-    """Formats seconds as s, ms or us; a time below half a nanosecond is `0 s`.
+def seconds(value: float, error: float = 0.0) -> str:
+    """Formats `rounded` seconds as s, ms or us; a time below half a nanosecond is
+    `0 s`.
 
     >>> seconds(0.01978), seconds(-2.5e-7), seconds(0), seconds(1e-12)
     ('19.78 ms', '-0.25 us', '0 s', '0 s')
+    >>> seconds(0.01978, 0.25), seconds(0.99, 0.25)
+    ('20 ms', '1 s')
     """
+    value = rounded(value, error)
     size = abs(value)
     if size < 5e-10:
         return "0 s"
@@ -73,22 +101,37 @@ def signed(text: str) -> str:
     return text if text.startswith(("-", "0 ")) else f"+{text}"
 
 
-def percent(share: float) -> str:
-    """Formats a fraction as percent; a nonzero one below 0.01 % is `<0.01 %`.
+def percent(fraction: float, error: float = 0.0) -> str:
+    """Formats a `rounded` fraction as percent; a nonzero one below 0.01 % is `<0.01 %`.
 
     >>> percent(0.12345), percent(0.0), percent(2e-7), percent(-2e-7)
     ('12.35 %', '0 %', '<0.01 %', '-<0.01 %')
+    >>> percent(0.12345, 0.1)
+    '12 %'
     """
-    if 0 < abs(share) < 1e-4:
-        return "-<0.01 %" if share < 0 else "<0.01 %"
-    return f"{number(100 * share)} %"
+    if 0 < abs(fraction) < 1e-4:
+        return "-<0.01 %" if fraction < 0 else "<0.01 %"
+    return f"{number(100 * fraction, error)} %"
 
 
-def change(value: float, reference: float) -> str:
+def share(value: float, total: float, error: float = 0.0) -> str:
+    """Formats a part of a total in percent; '' for total 0.
+
+    A relative error of the part, with a rest that is right, is smaller in the share.
+
+    >>> share(5.0, 6.0), share(5.0, 6.0, 0.25), share(6.0, 6.0, 0.25), share(1.0, 0.0)
+    ('83.33 %', '83 %', '100 %', '')
+    """
+    if not total:
+        return ""
+    return percent(value / total, error * max(0.0, 1 - abs(value / total)))
+
+
+def change(value: float, reference: float, error: float = 0.0) -> str:
     """Formats the change from a reference to a value; '' for reference 0.
 
     The text has the difference in percent. If the value is `_MANY` times the reference
-    or more, the text has the ratio of both instead.
+    or more, the text has the ratio of both instead. Either is `rounded`.
 
     >>> change(3.0, 2.0), change(1.0, 2.0), change(30.0, 2.0), change(1.0, 0.0)
     ('+50 %', '-50 %', '15 times', '')
@@ -96,9 +139,9 @@ def change(value: float, reference: float) -> str:
     if not reference:
         return ""
     if value / reference >= _MANY:
-        return f"{number(value / reference)} times"
+        return f"{number(value / reference, error)} times"
     more = value / reference - 1
-    return signed(percent(more if abs(more) > 1e-9 else 0.0))
+    return signed(percent(more if abs(more) > 1e-9 else 0.0, error))
 
 
 def layered(path: str) -> str:

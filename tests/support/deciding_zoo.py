@@ -1,9 +1,15 @@
 """Small questions and decisions that several tests look at; each is made once."""
 
+from collections import Counter
+from collections.abc import Hashable
 from dataclasses import replace
 from functools import cache
+from typing import Any
+
+import pytest
 
 from dtft.planner.cluster.topology import Cluster
+from dtft.planner.search import decision as deciding
 from dtft.planner.search.decision import Decision, decide
 from dtft.planner.workload import Workload, of_loss
 from tests.support.zoo import MODELS
@@ -36,3 +42,19 @@ def with_memory(spec: str, num_bytes: int) -> Cluster:
     pool = Cluster.parse(spec).uniform
     device = replace(pool.device, memory_bytes=num_bytes)
     return Cluster(pools=(replace(pool, device=device),), name=spec)
+
+
+def count_plans(monkeypatch: pytest.MonkeyPatch) -> Counter[Hashable]:
+    """Counts from now on how often each workload is planned: by workload, cluster,
+    pins, batch, and the numbers of devices that are searched."""
+    counted: Counter[Hashable] = Counter()
+    plan = deciding._best_of  # pyright: ignore[reportPrivateUsage]
+
+    def counting(
+        question: Workload, cluster: Cluster, pins: dict[str, Any], *rest: Any
+    ) -> Decision:
+        counted[id(question), repr(cluster), repr(sorted(pins.items())), rest] += 1
+        return plan(question, cluster, pins, *rest)
+
+    monkeypatch.setattr(deciding, "_best_of", counting)
+    return counted

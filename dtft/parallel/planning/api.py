@@ -6,7 +6,7 @@ of the two entry points, resolves `cluster`, and returns a `RunnablePlan`. A
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -86,22 +86,22 @@ class RunnablePlan(Plan):
         parameters), collectives, and alternatives.
 
         Also gives the cost of the pins and the findings of `lints()`, unless the plan
-        was read from a file. The first call plans again without each pin; later calls
-        plan nothing.
+        was read from a file. The first call, or the first of `html()`, plans again
+        without each pin; later calls plan nothing.
         """
         return wording.text(self.sections())
 
     def sections(self) -> tuple[Section, ...]:
         """Returns the sections of `explain()`, for display in other formats."""
-        return self._sections
+        return (*plan_sections(self), *self._planned_again)
 
     @cached_property
-    def _sections(self) -> tuple[Section, ...]:
-        parts = plan_sections(self)
+    def _planned_again(self) -> tuple[Section, ...]:
+        """The costs of the pins and the lints, as sections, each planned once; () for a
+        plan from a file."""
         if self.decision is None:
-            return parts
-        priced = pin_section(self.decision)
-        return (*parts, *priced, lint_section(self.lints()))
+            return ()
+        return (*pin_section(self.decision), lint_section(self.lints()))
 
     def diff(self, other: Plan) -> str:
         """Compares the plan with another plan: the differences, and their cost or
@@ -147,9 +147,13 @@ class RunnablePlan(Plan):
     def _lints(self) -> tuple[Lint, ...]:
         return find_lints(self._decision("lints"))
 
-    def html(self) -> str:
-        """Returns the report of the plan as one HTML page with embedded pictures."""
-        return report_html(self, self.decision)
+    def html(self, checked: Iterable[Section] = ()) -> str:
+        """Returns the report of the plan as one HTML page with embedded pictures.
+
+        Args:
+            checked: further sections, such as the compiler's check of the plan.
+        """
+        return report_html(self, self.decision, checked, self._planned_again)
 
     def _decision(self, name: str) -> Decision:
         if self.decision is None:

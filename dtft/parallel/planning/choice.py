@@ -19,6 +19,7 @@ from dtft._jax_internals import told_by
 from dtft.config import ConfigError, Experiment
 from dtft.planner.cluster import Cluster
 from dtft.planner.plan import Plan
+from dtft.planner.report import step_text
 
 AUTO = "auto"
 """Value of the config's `plan` for which the planner selects the plan."""
@@ -90,9 +91,8 @@ class PlanChoice:
         plan, expected = self.plan, self.plan.prediction
         if self.is_predicted:
             return (
-                f"predicted {1e3 * expected.step_s:.3g} ms a step "
-                f"({1e3 * expected.low_s:.3g} to {1e3 * expected.high_s:.3g}, "
-                f"{expected.source}), {plan.memory_bytes / 2**20:.1f} MiB per device"
+                f"predicted {step_text(expected)}, {expected.source}; "
+                f"{plan.memory_bytes / 2**20:.1f} MiB per device"
             )
         made = f"made for {plan.predicted_for or plan.cluster or 'devices unknown'}"
         if not plan.predicted_for:

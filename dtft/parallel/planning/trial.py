@@ -179,7 +179,9 @@ def trial_section(tried: Sequence[TriedPlan]) -> Section:
         (
             " ".join(f"{axis}={size}" for axis, size in one.plan.mesh.items()),
             knobs_text(one.plan.knobs),
-            wording.seconds(one.plan.prediction.step_s),
+            wording.seconds(
+                one.plan.prediction.step_s, one.plan.prediction.relative_error
+            ),
             wording.seconds(one.step_s),
         )
         for one in tried

@@ -360,7 +360,8 @@ def _notes(found: Sequence[Verified], chosen: Verified | None) -> Iterator[str]:
         f"{before} faster {'plan' if before == 1 else 'plans'} did not fit as "
         f"compiled; {wording.mesh(plan.mesh)} ({knobs_text(plan.knobs)}) is taken, "
         "predicted "
-        f"{wording.signed(wording.seconds(more))} per step"
+        f"{wording.signed(wording.seconds(more, plan.prediction.relative_error))} per "
+        "step"
     )
     if chosen.held_back:
         yield (

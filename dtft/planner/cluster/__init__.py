@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         Link,
         LinkKind,
         Platform,
+        ProductRate,
     )
     from dtft.planner.cluster.topology import Cluster, Level, Pool, parse_pool
 
@@ -43,6 +44,7 @@ _PUBLIC = {
     "MACHINES": "catalog",
     "Platform": "hardware",
     "Pool": "topology",
+    "ProductRate": "hardware",
     "UNCALIBRATED": "hardware",
     "canonical_name": "catalog",
     "device_type": "catalog",
@@ -63,6 +65,7 @@ __all__ = [
     "MACHINES",
     "Platform",
     "Pool",
+    "ProductRate",
     "UNCALIBRATED",
     "canonical_name",
     "device_type",

@@ -35,6 +35,8 @@ _SCALING = "jax-ml/scaling-book, TPU specs"
 _STAS_ACC = "stas00/ml-engineering compute/accelerator/README.md"
 _TPU7X = "Google Cloud documentation, TPU7x (Ironwood)"
 _COPIES = "in published copies"
+_HMC = "hmc-tech.com's table of the GPU"
+_LOCKWOOD = "glennklockwood.com/garden/processors"
 _GPU = Efficiency(e0=0.75, x0=8.0, memory=0.85, launch_s=4e-6, misaligned=0.5)
 """Efficiency of GPUs. e0 and x0 come from a fit to BigScience runs on A100; the other
 scalars are assumed."""
@@ -91,53 +93,58 @@ def _tpu(
     )
 
 
-_A100 = {"bfloat16": 312, "float16": 312, "float32": 156, "float64": 19.5, "int8": 624}
+# Peaks in TFLOP/s by the dtype that a product is computed in: `float32` is that of CUDA
+# cores (of AMD's matrix cores), `tensorfloat32` that of tensor cores. A dtype without a
+# figure is left out: `DeviceType.rate` says what counts then, and `Plan.lints` says it.
+_A100 = {
+    "bfloat16": 312, "float16": 312, "tensorfloat32": 156, "float32": 19.5,
+    "float64": 19.5, "int8": 624,
+}  # fmt: skip
 _H100 = {
-    "bfloat16": 989.4, "float16": 989.4, "float32": 494.7, "float64": 66.9,
-    "int8": 1978.9, "float8_e4m3fn": 1978.9,
+    "bfloat16": 989.4, "float16": 989.4, "tensorfloat32": 494.7, "float32": 66.9,
+    "float64": 66.9, "int8": 1978.9, "float8_e4m3fn": 1978.9,
 }  # fmt: skip
 _H100_PCIE = {
-    "bfloat16": 756, "float16": 756, "float32": 378, "float64": 51.2, "int8": 1513,
-    "float8_e4m3fn": 1513,
+    "bfloat16": 756, "float16": 756, "tensorfloat32": 378, "float32": 51.2,
+    "float64": 51.2, "int8": 1513, "float8_e4m3fn": 1513,
 }  # fmt: skip
 _B200 = {
-    "bfloat16": 2250, "float16": 2250, "float32": 1125, "float64": 37, "int8": 4500,
-    "float8_e4m3fn": 4500, "float4_e2m1fn": 9000,
+    "bfloat16": 2250, "float16": 2250, "tensorfloat32": 1125, "float32": 75,
+    "float64": 37, "int8": 4500, "float8_e4m3fn": 4500, "float4_e2m1fn": 9000,
 }  # fmt: skip
 _GB200 = {
-    "bfloat16": 2500, "float16": 2500, "float32": 1250, "float64": 40, "int8": 5000,
-    "float8_e4m3fn": 5000, "float4_e2m1fn": 10000,
+    "bfloat16": 2500, "float16": 2500, "tensorfloat32": 1250, "float32": 80,
+    "float64": 40, "int8": 5000, "float8_e4m3fn": 5000, "float4_e2m1fn": 10000,
 }  # fmt: skip
 # By its sheet, Blackwell Ultra is slow in int8 and float64.
 _GB300 = {
-    "bfloat16": 2500, "float16": 2500, "float32": 1250, "float64": 1.3, "int8": 165,
-    "float8_e4m3fn": 5000, "float4_e2m1fn": 15000,
+    "bfloat16": 2500, "float16": 2500, "tensorfloat32": 1250, "float32": 80,
+    "float64": 1.3, "int8": 165, "float8_e4m3fn": 5000, "float4_e2m1fn": 15000,
 }  # fmt: skip
 _L4 = {
-    "bfloat16": 121, "float16": 121, "float32": 60, "float64": 0.5, "int8": 242.5,
-    "float8_e4m3fn": 242.5,
+    "bfloat16": 121, "float16": 121, "tensorfloat32": 60, "float32": 30.3,
+    "float64": 0.5, "int8": 242.5, "float8_e4m3fn": 242.5,
 }  # fmt: skip
 _L40S = {
-    "bfloat16": 362.05, "float16": 362.05, "float32": 183, "float64": 1.4, "int8": 733,
-    "float8_e4m3fn": 733,
+    "bfloat16": 362.05, "float16": 362.05, "tensorfloat32": 183, "float32": 91.6,
+    "float64": 1.4, "int8": 733, "float8_e4m3fn": 733,
 }  # fmt: skip
 _5090 = {
-    "bfloat16": 209.5, "float16": 209.5, "float32": 104.8, "float64": 1.637,
-    "int8": 838, "float8_e4m3fn": 419, "float4_e2m1fn": 1676,
+    "bfloat16": 209.5, "float16": 209.5, "tensorfloat32": 104.8, "float32": 104,
+    "float64": 1.637, "int8": 838, "float8_e4m3fn": 419, "float4_e2m1fn": 1676,
 }  # fmt: skip
 _PRO_6000 = {
-    "bfloat16": 503.8, "float16": 503.8, "float32": 251.9, "float64": 1.97,
-    "int8": 1010, "float8_e4m3fn": 1010, "float4_e2m1fn": 2020,
+    "bfloat16": 503.8, "float16": 503.8, "tensorfloat32": 251.9, "float32": 125,
+    "float64": 1.97, "int8": 1010, "float8_e4m3fn": 1010, "float4_e2m1fn": 2020,
 }  # fmt: skip
 _4090 = {
-    "bfloat16": 165.2, "float16": 165.2, "float32": 82.6, "float64": 1.29,
-    "int8": 660.6, "float8_e4m3fn": 330.3,
+    "bfloat16": 165.2, "float16": 165.2, "tensorfloat32": 82.6, "float32": 82.6,
+    "float64": 1.29, "int8": 660.6, "float8_e4m3fn": 330.3,
 }  # fmt: skip
 _MI300X = {
     "bfloat16": 1307.4, "float16": 1307.4, "float32": 163.4, "float64": 163.4,
-    "int8": 2614.9, "float8_e4m3fnuz": 2614.9, "float8_e4m3fn": 2614.9,
+    "int8": 2614.9, "float8_e4m3fnuz": 2614.9,
 }  # fmt: skip
-
 _MI355X = {
     "bfloat16": 2500, "float16": 2500, "float32": 157.3, "float64": 78.6, "int8": 5000,
     "float8_e4m3fn": 5000, "float4_e2m1fn": 10100,
@@ -146,46 +153,47 @@ _MI355X = {
 _ALL = (
     _gpu(
         "t4",
-        {"float16": 65, "float32": 8.1, "float64": 0.25, "int8": 130, "bfloat16": 8.1},
+        {"float16": 65, "float32": 8.1, "float64": 0.25, "int8": 130},
         15_828_254_720, 320e9, 40,
         f"{_SHEET} T4 {_COPIES}; float64, 320 GB/s: Google Cloud's table of GPUs; "
-        "cores, 15095 MiB: as CUDA reports them; it has no bfloat16",
+        "cores, 15095 MiB: as CUDA reports them; no tensor cores for bfloat16",
         tile=(128, 128, 32),
     ),
     _gpu(
-        "v100", {"float16": 125, "float32": 15.7, "float64": 7.8, "bfloat16": 15.7},
+        "v100", {"float16": 125, "float32": 15.7, "float64": 7.8},
         16_935_682_048, 898.048e9, 80,
-        f"{_XLA}/v100.txtpb; peaks: {_SHEET} V100 SXM2; it has no bfloat16",
+        f"{_XLA}/v100.txtpb; peaks: {_SHEET} V100 SXM2; no tensor cores for "
+        "bfloat16",
         tile=(128, 128, 32),
     ),
     _gpu(
         "a100-40gb", _A100, 42_331_013_120, 1555.2e9, 108,
-        f"{_XLA}/a100_sxm_40.txtpb; peaks: {_SHEET} A100 SXM",
+        f"{_XLA}/a100_sxm_40.txtpb; peaks: {_SHEET} A100 SXM; float32: {_HMC}",
     ),
     _gpu(
         "a100", _A100, 85_100_068_864, 2039.04e9, 108,
-        f"{_XLA}/a100_sxm_80.txtpb; peaks: {_SHEET} A100 SXM 80 GB",
+        f"{_XLA}/a100_sxm_80.txtpb; peaks: {_SHEET} A100 SXM 80 GB; float32: {_HMC}",
     ),
     _gpu(
         "h100", _H100, 84_929_347_584, 3352.32e9, 132,
-        f"{_XLA}/h100_sxm.txtpb; peaks: {_SHEET} H100 SXM",
+        f"{_XLA}/h100_sxm.txtpb; peaks: {_SHEET} H100 SXM; float32: {_LOCKWOOD}/h100",
     ),
     _gpu(
         "h100-pcie", _H100_PCIE, 84_942_979_072, 2039.04e9, 114,
-        f"{_XLA}/h100_pcie.txtpb; peaks: {_SHEET} H100 PCIe",
+        f"{_XLA}/h100_pcie.txtpb; peaks: {_SHEET} H100 PCIe; float32: {_HMC}",
     ),
     _gpu(
         "h200", _H100, 141_000_000_000, 4800e9, 132,
-        f"{_SHEET} H200 SXM: 141 GB, and its peaks",
+        f"{_SHEET} H200 SXM: 141 GB, and its peaks; float32: {_HMC}",
     ),
     _gpu(
         "b200", _B200, 191_514_411_008, 7672.32e9, 148,
-        f"{_XLA}/b200.txtpb; peaks: {_SHEET} HGX B200",
+        f"{_XLA}/b200.txtpb; peaks: {_SHEET} HGX B200; float32: the same {_COPIES}",
     ),
     _gpu(
         "gh200", _H100, 96_000_000_000, 4000e9, 132,
         "JUPITER Booster configuration, Juelich: 96 GB HBM3, 4 TB/s, 132 SMs; peaks of "
-        f"the H100 SXM: {_STAS_ACC}",
+        f"the H100 SXM: {_STAS_ACC}, float32 {_LOCKWOOD}/h100",
     ),
     _gpu(
         "gb200", _GB200, 197_897_748_480, 7928.064e9, 152,
@@ -194,20 +202,21 @@ _ALL = (
     _gpu(
         "gb300", _GB300, 297_021_079_552, 7928.064e9, 152,
         f"{_XLA}/gb300.txtpb; peaks: {_SHEET} Blackwell Ultra {_COPIES}, and "
-        f"{_STAS_ACC}",
+        f"{_STAS_ACC}; float32: verda.com/blog/gb300-nvl72-architecture",
     ),
     _gpu(
         "l4", _L4, 24_000_000_000, 300e9, 58,
         f"{_SHEET} L4 {_COPIES}: 24 GB, 300 GB/s, 7424 CUDA cores, 128 in an SM; peaks "
-        "half of those with sparsity",
+        "half of those with sparsity; float32: fpsbench.com's table of the GPU",
     ),
     _gpu(
         "l40s", _L40S, 48_000_000_000, 864e9, 142,
-        f"{_SHEET} L40S {_COPIES}: 48 GB, 864 GB/s, 18176 CUDA cores, 128 in an SM",
+        f"{_SHEET} L40S {_COPIES}: 48 GB, 864 GB/s, 18176 CUDA cores, 128 in an SM; "
+        f"float32: {_HMC}",
     ),
-    # Its peaks for int8 and float64 are left out: no source was at hand.
+    # Its peaks for int8, float64 and full float32 are left out: no source was at hand.
     _gpu(
-        "a10g", {"bfloat16": 70, "float16": 70, "float32": 35},
+        "a10g", {"bfloat16": 70, "float16": 70, "tensorfloat32": 35},
         23_684_186_112, 600e9, 80,
         f"{_SHEET} NVIDIA A10G of AWS {_COPIES}: peaks, 600 GB/s; cores and 22587 MiB: "
         "as CUDA reports them",
@@ -215,18 +224,19 @@ _ALL = (
     _gpu(
         "rtx5090", _5090, 34_100_000_000, 1792e9, 170,
         f"whitepaper NVIDIA RTX Blackwell, table 3, {_COPIES}: 32 GB, 1792 GB/s, 170 "
-        "SMs, peaks with float32 sums; float64: TechPowerUp; 31.8 GiB: as CUDA reports "
-        "them",
+        "SMs, peaks with float32 sums; float64: TechPowerUp; float32: Linux Format, "
+        "May 2025; 31.8 GiB: as CUDA reports them",
     ),
     _gpu(
         "rtx-pro-6000", _PRO_6000, 103_079_215_104, 1792e9, 188,
         f"{_XLA}/rtx6000pro.txtpb; Workstation Edition; peaks: whitepaper NVIDIA RTX "
         f"PRO Blackwell, table 4, {_COPIES} (bfloat16), hmc-tech's table of the GPU "
-        "(others)",
+        "(others); float32: NVIDIA's figure in topcpu.net's news of the GPU",
     ),
     _gpu(
         "rtx4090", _4090, 25_200_000_000, 1008e9, 128,
-        f"{_SHEET} RTX 4090 (Ada): 24 GB, peaks with float32 sums",
+        f"{_SHEET} RTX 4090 (Ada): 24 GB, peaks with float32 sums; float32 and "
+        "tensorfloat32: waredb.com's table of the GPU",
     ),
     _gpu(
         "mi300x", _MI300X, 205_000_000_000, 5300e9, 304,

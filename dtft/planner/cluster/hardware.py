@@ -7,6 +7,7 @@ The classes hold values only. Figures come from the catalog (level 0), a calibra
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 # Accuracy of predictions in three levels: figures of the catalog (0), measured (1),
@@ -146,14 +147,31 @@ class Efficiency:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProductRate:
+    """How fast a device computes products of a dtype."""
+
+    flops: float
+    """Peak FLOP/s of the product."""
+    wanted: str
+    """The dtype that the product is computed in (`DeviceType.computed_in`)."""
+    priced_as: str
+    """The entry of `DeviceType.peak_flops` that counts."""
+    listed: bool
+    """Whether `wanted` has a listed peak; formats of float8, or of float4, share
+    one."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeviceType:
     """A type of device. The planner treats devices of the same type as equal."""
 
     name: str
     platform: Platform
     peak_flops: Mapping[str, float]
-    """Map from the dtype of a matmul's operands to FLOP/s, at JAX's default precision:
-    float32 is TF32 on NVIDIA since Ampere, and one bfloat16 pass on TPU."""
+    """Map from the dtype in which products are computed to FLOP/s. `tensorfloat32` is
+    what NVIDIA's GPUs since Ampere make of float32 at JAX's default precision, and
+    `float32` the full precision; on TPU `float32` is one pass in bfloat16. `rate` says
+    what counts for a dtype that is not listed."""
     memory_bytes: int
     memory_bandwidth: float
     """Bytes per second, reads and writes together."""
@@ -189,39 +207,135 @@ class DeviceType:
                 "with its peak, and figures above 0."
             )
 
-    def peak(self, dtype: str) -> float:
-        """Returns the peak FLOP/s of matmuls of a dtype.
+    def peak(self, dtype: str, precision: str = "") -> float:
+        """Returns the peak FLOP/s of products of a dtype; `rate` says where it is from.
 
-        A dtype that is not listed has the peak of the first listed substitute:
-
-        * for float16 and bfloat16, the other of the two, or float32;
-        * for float8, float8_e4m3fn, bfloat16 or float16;
-        * for float4, float4_e2m1fn, float8_e4m3fn or bfloat16;
-        * for int4 and uint8, int8.
-
-        A dtype without a listed substitute, such as int32, has the lowest listed peak.
-
-        >>> peaks = {"bfloat16": 4.0, "float32": 2}
-        >>> device = DeviceType(name="d", platform="cpu", memory_bytes=1,
+        >>> peaks = {"float16": 125.0, "float32": 15.7}
+        >>> device = DeviceType(name="d", platform="cuda", memory_bytes=1,
         ...     memory_bandwidth=1.0, source="", peak_flops=peaks)
-        >>> device.peak("float16"), device.peak("int32")
-        (4.0, 2)
+        >>> device.peak("float16"), device.peak("bfloat16")
+        (125.0, 15.7)
         """
-        for name in (dtype, *_ALIKE.get(dtype[:6], ())):
-            if name in self.peak_flops:
-                return self.peak_flops[name]
-        return min(self.peak_flops.values())
+        return self.rate(dtype, precision).flops
+
+    def rate(self, dtype: str, precision: str = "") -> ProductRate:
+        """Looks up how fast products of a dtype are, and by which listed peak.
+
+        A product is computed in `computed_in`. If that has no listed peak, the peak is
+        that of the dtype that XLA then computes in, or of a listed one that is no
+        faster (`_SUBSTITUTES`). Without any, it is the slowest listed peak, which the
+        product cannot exceed. `ProductRate.listed` tells.
+
+        Args:
+            dtype: dtype of the operands.
+            precision: `Operator.precision`.
+        """
+        if (known := self._rates.get((dtype, precision))) is None:
+            known = self._rates[dtype, precision] = self._rate(dtype, precision)
+        return known
+
+    @cached_property
+    def _rates(self) -> dict[tuple[str, str], ProductRate]:
+        return {}
+
+    def _rate(self, dtype: str, precision: str) -> ProductRate:
+        wanted, passes = self.computed_in(dtype, precision)
+        family = _family(wanted)
+        alike = (name for name in self.peak_flops if _family(name) == family)
+        found = wanted if wanted in self.peak_flops else next(alike, None)
+        is_listed = found is not None
+        if found is None:
+            others = _SUBSTITUTES.get(family, ("float32",))
+            slowest = min(self.peak_flops, key=lambda name: self.peak_flops[name])
+            found = next((n for n in others if n in self.peak_flops), slowest)
+        return ProductRate(
+            flops=self.peak_flops[found] / passes,
+            wanted=wanted,
+            priced_as=found,
+            listed=is_listed,
+        )
+
+    def unlisted_text(self, rate: ProductRate) -> str:
+        """Says which peak counts for products of a dtype that has no listed one.
+
+        >>> device = DeviceType(name="t4", platform="cuda", memory_bytes=1, source="",
+        ...     memory_bandwidth=1.0, peak_flops={"float16": 65e12, "float32": 8e12})
+        >>> print(device.unlisted_text(device.rate("bfloat16")))
+        bfloat16 has no known peak on t4: priced as float32, 8 TFLOP/s. float16 has 65
+        """
+        text = (
+            f"{rate.wanted} has no known peak on {self.name}: priced as "
+            f"{rate.priced_as}, {rate.flops / 1e12:.4g} TFLOP/s"
+        )
+        if rate.priced_as not in _SUBSTITUTES.get(_family(rate.wanted), ("float32",)):
+            text += ", which it cannot exceed"
+        if rate.wanted == "bfloat16" and "float16" in self.peak_flops:
+            text += f". float16 has {self.peak_flops['float16'] / 1e12:.4g}"
+        return text
+
+    def computed_in(self, dtype: str, precision: str = "") -> tuple[str, int]:
+        """Returns the dtype that a product is computed in, and in how many passes.
+
+        JAX's levels of precision matter for float32 only (`jax.lax.Precision`). On a
+        GPU with TensorFloat-32, all but `highest` use it. On TPU float32 takes one pass
+        in bfloat16, which its listed peak counts, with `high` 3 and with `highest` 6.
+
+        >>> peaks = {"bfloat16": 312.0, "tensorfloat32": 156.0, "float32": 19.5}
+        >>> a100 = DeviceType(name="d", platform="cuda", memory_bytes=1,
+        ...     memory_bandwidth=1.0, source="", peak_flops=peaks)
+        >>> [a100.computed_in("float32", how) for how in ("", "highest")]
+        [('tensorfloat32', 1), ('float32', 1)]
+        >>> a100.computed_in("float32", "BF16_BF16_F32_X3")
+        ('bfloat16', 3)
+        """
+        short, _, rest = precision.partition("_")
+        if short in _ALGORITHMS:
+            passes = rest.rpartition("_X")[2]
+            return _ALGORITHMS[short], int(passes) if passes.isdigit() else 1
+        dtype = {"complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
+        if dtype != "float32":
+            return dtype, 1
+        if self.platform == "tpu" and precision in _TPU_PASSES:
+            return "bfloat16", _TPU_PASSES[precision]
+        if precision != "highest" and "tensorfloat32" in self.peak_flops:
+            return "tensorfloat32", 1
+        return "float32", 1
 
 
-# Map from the first six letters of a dtype to its substitutes, best first.
-_ALIKE: Mapping[str, tuple[str, ...]] = {
-    "float1": ("bfloat16", "float32"),
-    "bfloat": ("float16", "float32"),
-    "float8": ("float8_e4m3fn", "bfloat16", "float16"),
-    "float4": ("float4_e2m1fn", "float8_e4m3fn", "bfloat16"),
-    "int4": ("int8",),
-    "uint8": ("int8",),
-}
+_ALGORITHMS: Mapping[str, str] = {
+    "F16": "float16", "BF16": "bfloat16", "TF32": "tensorfloat32", "F32": "float32",
+    "F64": "float64",
+}  # fmt: skip
+"""Map from the first part of a `jax.lax.DotAlgorithmPreset`'s name to the dtype that
+operands are rounded to. `_X3` at its end means 3 passes."""
+_TPU_PASSES: Mapping[str, int] = {"high": 3, "highest": 6}
+"""Passes in bfloat16 of a float32 product on TPU, by `jax.lax.Precision`."""
+_SUBSTITUTES: Mapping[str, tuple[str, ...]] = {
+    "float4": ("float16", "bfloat16", "float32"),
+    "float8": ("float16", "bfloat16", "float32"),
+    "float16": ("bfloat16", "float32"),
+    "bfloat16": ("float32",),
+    "tensorfloat32": ("float32",),
+    "float64": (),
+    "int2": ("int8", "float32"), "int4": ("int8", "float32"),
+    "uint2": ("int8", "float32"), "uint4": ("int8", "float32"),
+    "uint8": ("int8", "float32"),
+}  # fmt: skip
+"""Map from a dtype's family to the dtypes whose peak counts if it has none, best first;
+for others float32. Nothing stands for float64. XLA's compiler for GPUs widens float8
+and float4 to float16, and integers of 4 bits to 8 (`float_normalization` in openxla/xla
+gpu_compiler.cc). Units that multiply bfloat16 multiply float16 as fast, but not the
+other way round: V100 and T4 have none for bfloat16."""
+
+
+def _family(dtype: str) -> str:
+    """Returns the name that the formats of float8, or of float4, have in common; data
+    sheets have one peak for each of them.
+
+    >>> _family("float8_e5m2"), _family("bfloat16")
+    ('float8', 'bfloat16')
+    """
+    return dtype[:6] if dtype.startswith(("float8", "float4")) else dtype
 
 
 LinkKind = Literal[

@@ -50,8 +50,9 @@ def at_peak_s(graph: Graph, pool: Pool, operators: Iterable[Operator]) -> float:
     seconds = 0.0
     for operator in operators:
         if operator.kind in PRODUCTS and operator.inputs:
-            dtype = graph.values[operator.inputs[0]].dtype
-            seconds += operator.flops * operator.trips / pool.device.peak(dtype)
+            dtype = graph.operand_dtype(operator)
+            peak = pool.device.peak(dtype, operator.precision)
+            seconds += operator.flops * operator.trips / peak
     return seconds / pool.num_devices
 
 
@@ -100,7 +101,13 @@ def _aligned(device: DeviceType, n: Any, k: Any, dtype: str) -> Any:
 
 
 def matmul_s(
-    device: DeviceType, m: Any, n: Any, k: Any, batch: Any = 1, dtype: str = "bfloat16"
+    device: DeviceType,
+    m: Any,
+    n: Any,
+    k: Any,
+    batch: Any = 1,
+    dtype: str = "bfloat16",
+    precision: str = "",
 ) -> Any:
     """Computes the seconds of `batch` matmuls (m, k) by (k, n).
 
@@ -118,6 +125,7 @@ def matmul_s(
         k: size of the contracted dim.
         batch: the number of matmuls of this shape.
         dtype: dtype of operands and result.
+        precision: `Operator.precision`.
 
     Returns:
         Seconds, in the broadcast shape of the arguments.
@@ -134,7 +142,7 @@ def matmul_s(
     padded = np.where(np.minimum(m, n) == 1, flops, tiled)
     item_bytes = item_bits(dtype) / 8
     num_bytes = (1.0 * m * k + 1.0 * k * n + 1.0 * m * n) * batch * item_bytes
-    computing = padded / (device.peak(dtype) * efficiency.e0)
+    computing = padded / (device.peak(dtype, precision) * efficiency.e0)
     return np.maximum(computing, memory_s(device, num_bytes))
 
 

@@ -263,12 +263,16 @@ def fit_matmuls(
 
     On a CPU, or if a matmul was faster than the peak, the best measured speed becomes
     the peak. The peaks of other dtypes change by the same factor.
+
+    Here and in `fit_peak`, times of float32 are those of JAX's default precision, so on
+    GPUs with TensorFloat-32 the peak is that of `tensorfloat32`.
     """
     reached = max(2.0 * t.m * t.n * t.k / t.seconds for t in times)
     if device.platform == "cpu" or reached > device.peak(dtype):
         growth = reached / device.peak(dtype)
         peaks = {name: peak * growth for name, peak in device.peak_flops.items()}
-        device = replace(device, peak_flops={**peaks, dtype: reached})
+        computed_in, _ = device.computed_in(dtype)
+        device = replace(device, peak_flops={**peaks, computed_in: reached})
     m, n, k = np.array([(t.m, t.n, t.k) for t in times], float).T
 
     def predict(values: Mapping[str, float]) -> Any:
@@ -311,15 +315,16 @@ def fit_convolutions(
 def fit_peak(device: DeviceType, dtype: str, times: Sequence[MatmulTime]) -> DeviceType:
     """Fits the peak flops of one more dtype; keeps the device's efficiency."""
     m, n, k = np.array([(t.m, t.n, t.k) for t in times], float).T
+    computed_in, _ = device.computed_in(dtype)
 
     def predict(values: Mapping[str, float]) -> Any:
-        peaks = {**device.peak_flops, dtype: values["peak"]}
+        peaks = {**device.peak_flops, computed_in: values["peak"]}
         made = replace(device, peak_flops=peaks)
         return matmul_s(made, m, n, k, dtype=dtype) + device.efficiency.launch_s
 
     found = fit(predict, {"peak": device.peak(dtype)}, [t.seconds for t in times])
     return replace(
-        device, peak_flops={**device.peak_flops, dtype: found.values["peak"]}
+        device, peak_flops={**device.peak_flops, computed_in: found.values["peak"]}
     )
 
 

@@ -124,10 +124,10 @@ def computing_s(
     operator = work.operator
     on_cpu = device.platform == "cpu"
     own = sum(amount.at(sizes) for amount in (*work.reads, *work.writes))
-    dtype = graph.values[operator.inputs[0]].dtype if operator.inputs else "float32"
+    dtype, precision = graph.operand_dtype(operator), operator.precision
     if work.sizes:
         rows, columns, depth, batch = (amount.at(sizes) for amount in work.sizes)
-        seconds = matmul_s(device, rows, columns, depth, batch, dtype)
+        seconds = matmul_s(device, rows, columns, depth, batch, dtype, precision)
         copied = 0.0 if on_cpu else memory_s(device, own * moved)
         return seconds + copied + _copying_s(device, work, sizes)
     simple, special = work.flops.at(sizes), work.special.at(sizes)
@@ -135,7 +135,7 @@ def computing_s(
         across = _across(work, sizes) * device.efficiency.strided_s
         share = device.efficiency.fuse if on_cpu and not cold else moved
         return elementwise_s(device, own * share, simple, special, cold=cold) + across
-    each = 1 / (device.peak(dtype) * device.efficiency.e0)
+    each = 1 / (device.peak(dtype, precision) * device.efficiency.e0)
     if work.sides is not None:
         each = each * convolution_factor(device, *(s.at(sizes) for s in work.sides))
     if operator.kind in _ELEMENT_BY_ELEMENT:

@@ -117,6 +117,9 @@ class Operator:
     """Positions of the contracted dims in the left and right operand of a
     `dot_general`; for a convolution, positions of the input channels. Empty for other
     primitives."""
+    precision: str = ""
+    """JAX's precision of a product: `high`, `highest`, or the name of a
+    `jax.lax.DotAlgorithmPreset`; empty for the default."""
     whole: tuple[int, ...] = ()
     """Dims that this operator needs undivided (sorted along, rolled, indexed)."""
     again: bool = False
@@ -197,6 +200,13 @@ class Graph:
         execution."""
         num_bytes = self._num_bytes
         return sum([num_bytes[i] for i in (*operator.inputs, *operator.outputs)])
+
+    def operand_dtype(self, operator: Operator) -> str:
+        """Returns the dtype of an operator's first operand; of a product's two operands
+        the wider, to which XLA converts the other."""
+        both = operator.inputs[: 2 if any(operator.contracted) else 1]
+        dtypes = [self.values[index].dtype for index in both]
+        return max(dtypes, key=item_bits, default="float32")
 
     @cached_property
     def _num_bytes(self) -> tuple[int, ...]:

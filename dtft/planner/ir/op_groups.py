@@ -468,7 +468,7 @@ def _key(graph: Graph, operator: Operator, alias: Mapping[int, int]) -> object:
         return region(operator), frozenset(dims), frozenset(whole)
     shapes = tuple((v.shape, v.dtype, _roots(v.dims, alias)) for v in values)
     summed, whole = _roots(operator.summed, alias), _roots(operator.whole, alias)
-    summed = (summed, operator.contracted)
+    summed = (summed, operator.contracted, operator.precision)
     return operator.primitive, shapes, summed, whole, operator.flops, region(operator)
 
 

@@ -154,7 +154,10 @@ class _Signatures:
             places.setdefault(dim, len(places)) for dim in _dims(self._graph, op)
         )
         arrays = tuple(self._arrays[i] for i in (*op.inputs, *op.outputs))
-        key = (op.primitive, op.flops, op.trips, op.again, arrays, joined, op.within)
+        key = (
+            op.primitive, op.precision, op.flops, op.trips, op.again, arrays, joined,
+            op.within,
+        )  # fmt: skip
         return self._numbers.setdefault(key, len(self._numbers))
 
 
@@ -256,7 +259,7 @@ def _operator_classes(graph: Graph, dims: Sequence[int]) -> tuple[int, ...]:
     classes: list[int] = []
     for number, op in enumerate(graph.operators):
         key = (
-            op.primitive, op.flops, op.trips,
+            op.primitive, op.precision, op.flops, op.trips,
             tuple(arrays[index] for index in op.inputs),
             tuple(arrays[index] for index in op.outputs),
             tuple(dims[dim] for dim in op.summed),

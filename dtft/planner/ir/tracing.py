@@ -56,6 +56,7 @@ class Step:
     summed: Numbers
     contracted: tuple[tuple[int, ...], tuple[int, ...]]
     """Positions of the contracted dims in both operands of a matmul or convolution."""
+    precision: str
     whole: Numbers
     again: bool
     within: tuple[int, ...]
@@ -401,6 +402,7 @@ class Walk:
                 flops=flops * frame.members,
                 summed=found.summed,
                 contracted=contracted(eqn),
+                precision=_precision(eqn),
                 whole=found.whole,
                 again=frame.again or (frame.recomputes and _AGAIN in stack),
                 within=frame.within,
@@ -587,6 +589,21 @@ def trace(fn: Callable[..., Any], /, *args: Any, **keywords: Any) -> Graph:
         return _graph(walk.found, inputs, outputs)
 
 
+def _precision(eqn: JaxprEqn) -> str:
+    """Returns `Operator.precision`. Of two operands' levels the higher counts, as for
+    the product in XLA."""
+    given = eqn.params.get("precision")
+    if given is None:
+        return ""
+    if isinstance(given, jax.lax.DotAlgorithmPreset):
+        return "" if given.name == "DEFAULT" else given.name
+    levels = given if isinstance(given, tuple) else (given,)
+    if not all(isinstance(one, jax.lax.Precision) for one in levels):
+        return ""
+    most = max(levels, key=lambda one: one.value)
+    return "" if most == jax.lax.Precision.DEFAULT else most.name.lower()
+
+
 def _paths(tree: Any) -> list[str]:
     """Returns the path of each leaf in tree order: its keys, joined with "/".
 
@@ -623,6 +640,7 @@ def _graph(found: Drafts, inputs: dict[str, int], outputs: dict[str, int]) -> Gr
             trips=step.trips,
             summed=numbers.of(step.summed),
             contracted=step.contracted,
+            precision=step.precision,
             whole=numbers.of(step.whole),
             again=step.again,
             within=step.within,

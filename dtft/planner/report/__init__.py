@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dtft.planner.report.logical_axes import AxisRules, axis_rules
     from dtft.planner.report.page import block_html, page_html, section_html
     from dtft.planner.report.replan import pin_section, why_not
-    from dtft.planner.report.text import knobs_text, plan_sections
+    from dtft.planner.report.text import knobs_text, plan_sections, step_text
 
 _PUBLIC = {
     "AxisRules": "logical_axes",
@@ -47,6 +47,7 @@ _PUBLIC = {
     "report_text": "html_report",
     "section_html": "page",
     "sensitivity": "hardware_sensitivity",
+    "step_text": "text",
     "why_not": "replan",
 }
 
@@ -68,6 +69,7 @@ __all__ = [
     "report_text",
     "section_html",
     "sensitivity",
+    "step_text",
     "why_not",
 ]
 

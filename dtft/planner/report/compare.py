@@ -101,15 +101,19 @@ def terms(plan: Plan, other: Plan) -> Section:
     ours, theirs = (
         {**one.prediction.terms, "step": one.prediction.step_s} for one in (plan, other)
     )
-    rows = []
+    rows, error = [], _error(plan, other)
     for name in {**plan.prediction.terms, **other.prediction.terms, "step": 0.0}:
         here, there = ours.get(name, 0.0), theirs.get(name, 0.0)
-        more = signed(seconds(there - here))
-        rows.append(
-            (name, seconds(here), seconds(there), more, wording.change(there, here))
-        )
+        times = (seconds(value, error) for value in (here, there))
+        more = signed(seconds(there - here, error))
+        rows.append((name, *times, more, wording.change(there, here, error)))
     columns = ("term", "this", "other", "difference", "")
     return Section(title="Step time", columns=columns, rows=tuple(rows))
+
+
+def _error(plan: Plan, other: Plan) -> float:
+    """Returns the larger relative error of both plans' seconds."""
+    return max(one.prediction.relative_error for one in (plan, other))
 
 
 def memory(plan: Plan, other: Plan) -> Section:
@@ -139,7 +143,7 @@ def collectives(plan: Plan, other: Plan, *, only_changed: bool = False) -> Secti
         other: the other plan.
         only_changed: whether to leave out rows with equal bytes and seconds.
     """
-    ours, theirs = sent(plan), sent(other)
+    ours, theirs, error = sent(plan), sent(other), _error(plan, other)
     found = []
     for key in {**ours, **theirs}:
         (num_bytes, here), (other_bytes, there) = (
@@ -153,7 +157,7 @@ def collectives(plan: Plan, other: Plan, *, only_changed: bool = False) -> Secti
                 signed(size(other_bytes - num_bytes)),
             )
             most = largest_collective(other, key)
-            row += (signed(seconds(there - here)), most.where if most else "-")
+            row += (signed(seconds(there - here, error)), most.where if most else "-")
             found.append((here - there, (key[0], wording.axes(key[1]), *row)))
     columns = ("kind", "axes", "this", "other", "difference", "seconds")
     columns += ("largest in other",)
@@ -236,7 +240,8 @@ def _differences(
 
 def _term(name: str, more_s: float, plan: Plan, other: Plan) -> str:
     cause = _CAUSES[name](plan, other) if name in _CAUSES else ""
-    return f"{name} {signed(seconds(more_s))}" + (f" ({cause})" if cause else "")
+    cost = signed(seconds(more_s, _error(plan, other)))
+    return f"{name} {cost}" + (f" ({cause})" if cause else "")
 
 
 def _collectives(plan: Plan, other: Plan) -> str:

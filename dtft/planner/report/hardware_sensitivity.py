@@ -44,7 +44,9 @@ def sensitivity(decision: Decision) -> str:
 def sensitivity_section(plan: Plan, found: tuple[Effect, ...]) -> Section:
     """Tabulates the best plan for each changed cluster, compared with this plan."""
     columns = ("change", "step", "difference", "", "best plan then")
-    rows = [("none", seconds(plan.prediction.step_s), "", "", _shown(plan))]
+    error = plan.prediction.relative_error
+    now = seconds(plan.prediction.step_s, error)
+    rows = [("none", now, "", "", _shown(plan))]
     for effect in found:
         if effect.plan is None:
             rows.append((effect.change, "", "", "", effect.reason))
@@ -54,9 +56,9 @@ def sensitivity_section(plan: Plan, found: tuple[Effect, ...]) -> Section:
         rows.append(
             (
                 effect.change,
-                seconds(there),
-                signed(seconds(there - here)),
-                wording.change(there, here),
+                seconds(there, error),
+                signed(seconds(there - here, error)),
+                wording.change(there, here, error),
                 "the same" if same else _shown(effect.plan),
             )
         )

@@ -13,8 +13,8 @@ from rich.table import Table
 
 from dtft.planner import wording
 from dtft.planner.plan import Alternative, Plan
-from dtft.planner.report import compare, page, replan, text
-from dtft.planner.report.lints import Lint, find_lints
+from dtft.planner.report import compare, page, text
+from dtft.planner.report.lints import Lint
 from dtft.planner.search import MEMORY, Decision
 from dtft.planner.types import Spec
 from dtft.planner.wording import Section, seconds, size
@@ -181,16 +181,21 @@ def _svg(width: float, height: float, parts: Sequence[str]) -> str:
 
 
 def report_html(
-    plan: Plan, decision: Decision | None = None, checked: Iterable[Section] = ()
+    plan: Plan,
+    decision: Decision | None = None,
+    checked: Iterable[Section] = (),
+    planned_again: Iterable[Section] = (),
 ) -> str:
-    """Renders the report of a plan as an HTML page.
+    """Renders the report of a plan as an HTML page; plans nothing.
 
     Args:
         plan: the plan to report.
         decision: the decision that selected the plan. Without a decision (a plan from a
-            file), the report lacks the memory terms of alternatives, the shapes of
-            arrays, the costs of pins and the lints.
-        checked: further sections, such as the compiler's check of the plan.
+            file), the report lacks the memory terms of alternatives and the shapes of
+            arrays.
+        checked: sections after the memory, such as the compiler's check of the plan.
+        planned_again: sections at the end, for which the caller planned again: the
+            costs of pins and the lints.
     """
     title = f"Plan for {plan.cluster}"
     parts = [
@@ -206,12 +211,10 @@ def report_html(
         page.section_html(text.bound(plan)),
         page.section_html(text.alternatives(plan)),
         _baselines(plan, decision),
-        page.section_html(text.collectives(plan.collectives)),
+        page.section_html(text.collectives(plan)),
         page.block_html("How each array is divided", _arrays(plan, decision)),
+        *(page.section_html(section) for section in planned_again),
     ]
-    if decision is not None:
-        found = (*replan.pin_section(decision), lint_section(find_lints(decision)))
-        parts.extend(page.section_html(section) for section in found)
     return page.page_html(title, parts)
 
 
@@ -243,8 +246,8 @@ def lint_section(found: Sequence[Lint]) -> Section:
 
 
 def _waterfall(plan: Plan) -> str:
-    terms = plan.prediction.terms
-    return waterfall(terms, [seconds(value) for value in terms.values()])
+    terms, error = plan.prediction.terms, plan.prediction.relative_error
+    return waterfall(terms, [seconds(value, error) for value in terms.values()])
 
 
 def _bars(plan: Plan, decision: Decision | None) -> str:
@@ -295,7 +298,8 @@ def _baselines(plan: Plan, decision: Decision | None) -> str:
         if (one.mesh, one.knobs) == (plan.mesh, plan.knobs):
             answer = "the plan is this baseline"
         else:
-            answer = f"{wording.signed(seconds(more))} per step; {fits}"
+            cost = seconds(more, plan.prediction.relative_error)
+            answer = f"{wording.signed(cost)} per step; {fits}"
         rows.append((one.name, wording.mesh(one.mesh), answer))
     section = Section(
         title="Why not the baselines",

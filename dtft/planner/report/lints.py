@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from dtft.planner import wording
-from dtft.planner.cluster import Cluster
+from dtft.planner.cluster import Cluster, ProductRate
 from dtft.planner.cost import matmul_s, runs, shape_factor
-from dtft.planner.ir import CHEAP, Dim, Graph, OpGroup, item_bits
+from dtft.planner.ir import CHEAP, PRODUCTS, Dim, Graph, OpGroup, item_bits
 from dtft.planner.plan import Plan
 from dtft.planner.report.text import little
 from dtft.planner.search import Decision, arrays_of, attention_scores, best_of, group_s
 from dtft.planner.spmd import MICRO, OperatorWork
 from dtft.planner.types import Spec
-from dtft.planner.wording import layered, percent, seconds, size
+from dtft.planner.wording import layered, percent, seconds, share, size
 from dtft.planner.workload import Role, Workload
 
 # Nearby batches and fewer devices. If the batch is not divisible by the device count
@@ -48,6 +48,16 @@ class Nearby:
     def sample_s(self) -> float:
         """Seconds of a step per example."""
         return self.step_s / self.batch
+
+    def __str__(self) -> str:
+        if not self.plan.fits:
+            return f"{self.batch} does not fit"
+        error = self.plan.prediction.relative_error
+        return (
+            f"{self.batch} takes {seconds(self.step_s, error)} per step, "
+            f"{seconds(self.sample_s, error)} per example "
+            f"({wording.mesh(self.plan.mesh)})"
+        )
 
 
 def batches(decision: Decision) -> tuple[Nearby, ...]:
@@ -94,12 +104,13 @@ def batch_text(decision: Decision) -> tuple[str, float]:
     """
     asked, there = max(1, decision.question.batch_size), decision.cluster.num_devices
     plan, rows = decision.plan, decision.candidate.batch
+    error = plan.prediction.relative_error
     if rows > asked:  # a pin leaves no mesh that divides it
         more_s = plan.prediction.step_s * (rows / asked - 1)
         return (
             f"the mesh does not divide the batch of {asked}: give it {rows} rows, "
             f"{rows - asked} of them padding that the loss leaves out (by a mask in "
-            f"the batch). They take up to {seconds(more_s)} of a step "
+            f"the batch). They take up to {seconds(more_s, error)} of a step "
             f"({percent(rows / asked - 1)}) on top of what is predicted. Or plan "
             f"without the pin, or for a batch of {rows}"
         ), more_s
@@ -116,7 +127,7 @@ def batch_text(decision: Decision) -> tuple[str, float]:
     used_text = f"{used} of {there} devices are used" if used < there else stands
     text = (
         f"{there} devices do not divide the batch of {asked}: {used_text}, at "
-        f"{seconds(here_s)} per example{_on_all(decision)}"
+        f"{seconds(here_s, error)} per example{_on_all(decision)}"
     )
     return (
         f"{text}. Nearest that they divide: {_listed(known)}. To use all, make the "
@@ -128,9 +139,10 @@ def _fewer_text(decision: Decision) -> str:
     """Describes unused devices, where no nearby batches are compared."""
     plan, there = decision.plan, decision.cluster.num_devices
     used = math.prod(plan.mesh.values())
+    step = seconds(plan.prediction.step_s, plan.prediction.relative_error)
     return (
         f"{used} of {there} devices are used ({wording.mesh(plan.mesh)}), at "
-        f"{seconds(plan.prediction.step_s)} per step{_on_all(decision)}"
+        f"{step} per step{_on_all(decision)}"
     )
 
 
@@ -147,17 +159,12 @@ def _on_all(decision: Decision) -> str:
     used = math.prod(decision.plan.mesh.values())
     if used == there or math.isinf(least_s):
         return ""
-    return f" (all {there} take {seconds(least_s)} per step)"
+    least = seconds(least_s, decision.plan.prediction.relative_error)
+    return f" (all {there} take {least} per step)"
 
 
 def _listed(known: tuple[Nearby, ...]) -> str:
-    return ", ".join(
-        f"{one.batch} takes {seconds(one.step_s)} per step, {seconds(one.sample_s)} "
-        f"per example ({wording.mesh(one.plan.mesh)})"
-        if one.plan.fits
-        else f"{one.batch} does not fit"
-        for one in known
-    )
+    return ", ".join(map(str, known))
 
 
 def alone_text(decision: Decision) -> tuple[str, float]:
@@ -177,10 +184,11 @@ def alone_text(decision: Decision) -> tuple[str, float]:
     saved = step_s - alone.prediction.step_s
     if not alone.fits or saved <= 0:
         return "", 0.0
+    error = decision.plan.prediction.relative_error
     return (
-        f"one device alone takes {seconds(alone.prediction.step_s)} per step, "
-        f"{seconds(saved)} ({percent(saved / step_s)}) less than {used}: the step is "
-        "mostly starts and messages, which more devices do not shorten"
+        f"one device alone takes {seconds(alone.prediction.step_s, error)} per step, "
+        f"{seconds(saved, error)} ({share(saved, step_s, error)}) less than {used}: "
+        "the step is mostly starts and messages, which more devices do not shorten"
     ), saved
 
 
@@ -204,6 +212,7 @@ class Lint:
         "batch",
         "repeated",
         "attention",
+        "precision",
         "unpriced",
     ]
     text: str
@@ -218,12 +227,13 @@ class Lint:
 
 def find_lints(decision: Decision) -> tuple[Lint, ...]:
     """Lists all findings without duplicates: repeated work first, then batches, scores
-    of attention, matmul sizes, indivisible dims, replicated arrays and operators
-    without a rule."""
+    of attention, dtypes without a peak, matmul sizes, indivisible dims, replicated
+    arrays and operators without a rule."""
     found = (
         *repeated(decision.plan),
         *batch(decision),
         *attention(decision),
+        *precision(decision),
         *products(decision),
         *indivisible(decision),
         *replicated(decision),
@@ -247,11 +257,13 @@ def products(decision: Decision) -> tuple[Lint, ...]:
             lost[kind, text] += cost_s
             where[kind, text][_name(decision.question.graph, group)] += 1
     step_s = decision.plan.prediction.step_s
+    error = decision.plan.prediction.relative_error
     ranked = sorted(lost.items(), key=lambda item: -item[1])
     found = []
     for (kind, text), cost_s in ranked:
         if cost_s >= LEAST * step_s:
-            price = f"{seconds(cost_s)} of a step ({percent(cost_s / step_s)})"
+            price = f"{seconds(cost_s, error)} of a step "
+            price += f"({share(cost_s, step_s, error)})"
             places = ", ".join(list(where[kind, text])[:3])
             line = f"{text}: {price}, in {places}"
             known = "alignment" if kind == "alignment" else "tiles"
@@ -277,11 +289,12 @@ def _product(
     """Yields what the sizes of one matmul waste: kind of lint, text, and seconds of a
     step."""
     question, device = decision.question, decision.cluster.uniform.device
-    dtype = question.graph.values[group.operator.inputs[0]].dtype
+    dtype = question.graph.operand_dtype(group.operator)
+    how = group.operator.precision
     *shape, number = (float(amount.at(sizes)) for amount in done.sizes)
 
     def takes(rows: float, columns: float, depth: float) -> float:
-        return float(matmul_s(device, rows, columns, depth, number, dtype))
+        return float(matmul_s(device, rows, columns, depth, number, dtype, how))
 
     times = group.times * runs(done, sizes)
     row = max(1, device.alignment_bytes * 8 // item_bits(dtype))
@@ -333,17 +346,48 @@ def attention(decision: Decision) -> tuple[Lint, ...]:
             all_s = group_s(question.graph, device, group, done, sizes)
             cost_s[found[dims]] += all_s / len(known)
     step_s = decision.plan.prediction.step_s
+    error = decision.plan.prediction.relative_error
     return tuple(
         Lint(
             kind="attention",
             text=f"scores of {_times(shape)} in all are read and written in memory: "
-            f"up to {seconds(each_s)} of a step ({percent(each_s / step_s)}). A fused "
-            f"kernel keeps them on the chip, such as {kernel}",
+            f"up to {seconds(each_s, error)} of a step "
+            f"({share(each_s, step_s, error)}). A fused kernel keeps them on the chip, "
+            f"such as {kernel}",
             cost_s=each_s,
         )
         for shape, each_s in sorted(cost_s.items(), key=lambda item: -item[1])
         if each_s >= LEAST * step_s
     )
+
+
+# ----------------------------------------------------------------- precision
+
+
+def precision(decision: Decision) -> tuple[Lint, ...]:
+    """Finds products in a dtype for which the device has no listed peak, and says which
+    peak counts instead (`DeviceType.rate`); those with the most operations first."""
+    question, device = decision.question, decision.cluster.uniform.device
+    flops: dict[ProductRate, float] = defaultdict(float)
+    for group in question.groups:
+        operator = group.operator
+        if operator.kind in PRODUCTS:
+            dtype = question.graph.operand_dtype(operator)
+            rate = device.rate(dtype, operator.precision)
+            flops[rate] += operator.flops * group.times
+    every = sum(flops.values())
+    return tuple(
+        Lint(
+            kind="precision",
+            text=f"{device.unlisted_text(rate)}. It is in {percent(each / every)} of "
+            "the operations of matmuls and convolutions",
+        )
+        for rate, each in sorted(flops.items(), key=lambda item: -item[1])
+        if not rate.listed and each >= _SHARE * every
+    )
+
+
+# ----------------------------------------------------------------- operators
 
 
 def unpriced(decision: Decision) -> tuple[Lint, ...]:
@@ -413,7 +457,7 @@ def undivided(question: Workload, parts: int) -> tuple[str, ...]:
         operator = group.operator
         if operator.kind not in ("matmul", "convolution"):
             continue
-        share = operator.flops * group.times / max(1.0, graph.flops)
+        flops = operator.flops * group.times / max(1.0, graph.flops)
         for index in (*operator.inputs, *operator.outputs):
             for dim in graph.values[index].dims:
                 root = question.root(dim)
@@ -422,9 +466,9 @@ def undivided(question: Workload, parts: int) -> tuple[str, ...]:
                     continue
                 if known.sizes[-1] > parts:
                     text = f"{_why(known, parts)} ({_name(graph, group)})"
-                    seen.setdefault(root, [text, 0.0])[1] += share
+                    seen.setdefault(root, [text, 0.0])[1] += flops
     ranked = sorted(seen.values(), key=lambda item: -item[1])
-    return tuple(text for text, share in ranked if share >= _SHARE)
+    return tuple(text for text, flops in ranked if flops >= _SHARE)
 
 
 def undivided_text(question: Workload, parts: int) -> str:

@@ -68,9 +68,10 @@ def _row(plan: Plan, price: PinPrice) -> tuple[str, ...]:
     if not other.fits:
         return (pins, "nothing", "", f"{mesh}: does not fit", "", memory)
     there_s = other.prediction.step_s
-    cost = seconds(price.cost_s) if price.cost_s else "nothing"
-    share = wording.change(here_s, there_s) if price.cost_s else ""
-    return (pins, cost, share, mesh, seconds(there_s), memory)
+    error = plan.prediction.relative_error
+    cost = seconds(price.cost_s, error) if price.cost_s else "nothing"
+    more = wording.change(here_s, there_s, error) if price.cost_s else ""
+    return (pins, cost, more, mesh, seconds(there_s, error), memory)
 
 
 # `why_not` answers "why not tensor=8?" with the best plan that has this knob and the
@@ -195,11 +196,13 @@ def _slower(
     asked: str, plan: Plan, other: Plan, notes: list[str], *, idle: bool
 ) -> Section:
     here, there = plan.prediction.step_s, other.prediction.step_s
-    much = f"{seconds(abs(there - here))} ({wording.change(there, here)})"
+    error = plan.prediction.relative_error
+    much = seconds(abs(there - here), error)
+    much += f" ({wording.change(there, here, error)})"
     how = "slower" if there > here else "faster" if there < here else "as fast"
     title = (
         f"{asked} is possible and {how}: the best plan with it ({_shown(other)}) takes "
-        f"{seconds(there)} per step instead of {seconds(here)}"
+        f"{seconds(there, error)} per step instead of {seconds(here, error)}"
     )
     title += f", {much}" if there != here else ""
     more = other.memory_bytes - plan.memory_bytes
@@ -213,7 +216,8 @@ def _slower(
     if here < there <= plan.prediction.high_s:
         notes.append(
             f"this is within the interval of the prediction (up to "
-            f"{seconds(plan.prediction.high_s)}): only a measurement can order the two"
+            f"{seconds(plan.prediction.high_s, error)}): only a measurement can order "
+            "the two"
         )
     if there <= here and not idle:
         notes.append(

@@ -8,9 +8,16 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from dtft.planner import wording
-from dtft.planner.plan import Alternative, Collective, ComputeKind, Knobs, Plan
+from dtft.planner.plan import (
+    Alternative,
+    Collective,
+    ComputeKind,
+    Knobs,
+    Plan,
+    Prediction,
+)
 from dtft.planner.types import Spec
-from dtft.planner.wording import Section, percent, seconds, size
+from dtft.planner.wording import Section, percent, seconds, share, size
 
 # A text for each term, kind of memory and knob, which reports print beside the word.
 
@@ -190,7 +197,7 @@ def plan_sections(plan: Plan) -> tuple[Section, ...]:
         waterfall(plan),
         *compute(plan),
         memory(plan),
-        collectives(plan.collectives),
+        collectives(plan),
         bound(plan),
         alternatives(plan),
     )
@@ -221,8 +228,7 @@ def summary(plan: Plan) -> Section:
     left = plan.capacity_bytes - plan.memory_bytes
     fits = f"{size(left)} are left" if plan.fits else f"{size(-left)} too much"
     notes = [
-        f"{seconds(found.step_s)} per step ({seconds(found.low_s)} to "
-        f"{seconds(found.high_s)})",
+        step_text(found),
         f"constants: {found.source}",
         f"{size(plan.memory_bytes)} of {size(plan.capacity_bytes)} on each device: "
         f"{fits}",
@@ -240,15 +246,31 @@ def summary(plan: Plan) -> Section:
     return Section(title=title + knobs_text(plan.knobs), notes=tuple(notes))
 
 
+def step_text(prediction: Prediction) -> str:
+    """Formats the seconds of a step with their interval."""
+    step = seconds(prediction.step_s, prediction.relative_error)
+    low, high = (_end(s, prediction) for s in (prediction.low_s, prediction.high_s))
+    return f"{step} per step ({low} to {high})"
+
+
+def _end(end_s: float, prediction: Prediction) -> str:
+    """Formats an end of a prediction's interval; its last digit has the place that the
+    last one of `step_s` has."""
+    error_s = prediction.relative_error * prediction.step_s
+    return seconds(end_s, error_s / end_s if end_s else 0.0)
+
+
 def _rates(plan: Plan) -> tuple[str, ...]:
     """Describes examples per second and MFU, if they are known."""
-    step_s = plan.prediction.step_s
+    step_s, error = plan.prediction.step_s, plan.prediction.relative_error
     if not plan.examples or not step_s:
         return ()
-    text = f"{wording.number(plan.examples / step_s)} examples per second"
+    text = f"{wording.number(plan.examples / step_s, error)} examples per second"
     if plan.at_peak_s:
-        text += f"; MFU {percent(plan.mfu)} (matmuls and convolutions at the peak, "
-        text += "without what is computed again)"
+        text += (
+            f"; MFU {percent(plan.mfu, error)} (matmuls and convolutions at the peak, "
+            "without what is computed again)"
+        )
     return (text,)
 
 
@@ -257,19 +279,20 @@ def waterfall(plan: Plan) -> Section:
 
     Each bar begins where the bar above it ends.
     """
-    total, rows, start = plan.prediction.step_s, [], 0.0
+    total, error = plan.prediction.step_s, plan.prediction.relative_error
+    rows, start = [], 0.0
     for name, value in plan.prediction.terms.items():
         rows.append(
             (
                 name,
-                seconds(value),
-                _share(value, total),
+                seconds(value, error),
+                share(value, total, error),
                 _bar(start, value, total),
                 TERMS.get(name, ""),
             )
         )
         start += value
-    rows.append(("step", seconds(total), _share(total, total), "", ""))
+    rows.append(("step", seconds(total, error), share(total, total), "", ""))
     return Section(
         title="Step time",
         columns=("term", "seconds", "share", "", "what"),
@@ -283,12 +306,14 @@ def compute(plan: Plan) -> tuple[Section, ...]:
     if not plan.compute:
         return ()
     total = plan.prediction.terms.get("compute", 0.0)
-    rows = [
-        (kind, seconds(value), _share(value, total), COMPUTE[kind])
-        for kind, value in plan.compute.items()
-    ]
+    error = plan.prediction.relative_error
+
+    def row(name: str, value: float, what: str) -> tuple[str, ...]:
+        return name, seconds(value, error), share(value, total, error), what
+
+    rows = [row(kind, value, COMPUTE[kind]) for kind, value in plan.compute.items()]
     rows += [
-        (f"{place}.", seconds(one.seconds), _share(one.seconds, total), one.where)
+        row(f"{place}.", one.seconds, one.where)
         for place, one in enumerate(plan.dearest, start=1)
     ]
     return (
@@ -313,7 +338,7 @@ def memory(plan: Plan) -> Section:
     has = plan.capacity_bytes
     terms = {**plan.memory, "needed": plan.memory_bytes, "capacity": has}
     rows = [
-        (name, size(value), _share(value, has), MEMORY.get(name, ""))
+        (name, size(value), share(value, has), MEMORY.get(name, ""))
         for name, value in terms.items()
     ]
     return Section(
@@ -323,20 +348,18 @@ def memory(plan: Plan) -> Section:
     )
 
 
-def collectives(
-    found: Iterable[Collective], num_listed: int = NUM_COLLECTIVES
-) -> Section:
+def collectives(plan: Plan, num_listed: int = NUM_COLLECTIVES) -> Section:
     """Tabulates the collectives of a step, most bytes first, with their total.
 
     Equal collectives of several layers share one row (`layers_together`), and so do all
     after the first `num_listed` rows.
     """
-    ranked = layers_together(found)
-    rows = [_collective(one) for one in ranked[:num_listed]]
+    ranked, error = layers_together(plan.collectives), plan.prediction.relative_error
+    rows = [_collective(one, error) for one in ranked[:num_listed]]
     rest = ranked[num_listed:]
     if rest:
-        rows.append((f"{len(rest)} more", "", "", "", *_totals(rest), ""))
-    rows.append(("all", "", "", "", *_totals(ranked), ""))
+        rows.append((f"{len(rest)} more", "", "", "", *_totals(rest, error), ""))
+    rows.append(("all", "", "", "", *_totals(ranked, error), ""))
     columns = ("kind", "axes", "bytes", "times", "per step", "seconds", "where")
     return Section(
         title="Collectives, largest first (before overlap)",
@@ -372,34 +395,35 @@ _JOINED = (
 )
 
 
-def _collective(one: Collective) -> tuple[str, ...]:
+def _collective(one: Collective, error: float) -> tuple[str, ...]:
     return (
         one.kind,
         wording.axes(one.axes),
         size(one.num_bytes),
         str(one.trips),
-        *_totals([one]),
+        *_totals([one], error),
         one.where,
     )
 
 
-def _totals(found: Iterable[Collective]) -> tuple[str, str]:
+def _totals(found: Iterable[Collective], error: float) -> tuple[str, str]:
     known = list(found)
     num_bytes = sum(one.num_bytes * one.trips for one in known)
-    return size(num_bytes), seconds(sum(one.seconds for one in known))
+    return size(num_bytes), seconds(sum(one.seconds for one in known), error)
 
 
 def bound(plan: Plan) -> Section:
     """Compares the plan's seconds of a step with their lower bound."""
     if not plan.bound_s:
         return Section(title="Lower bound", notes=("none is known",))
-    step_s = plan.prediction.step_s
+    step_s, error = plan.prediction.step_s, plan.prediction.relative_error
     return Section(
         title="Lower bound",
         notes=(
             f"no plan of this step on {plan.cluster} takes less than "
-            f"{seconds(plan.bound_s)}; this one takes {seconds(step_s - plan.bound_s)} "
-            f"more: {wording.number(step_s / plan.bound_s)} times as long. The bound "
+            f"{seconds(plan.bound_s)}; this one takes "
+            f"{seconds(step_s - plan.bound_s, error)} more: "
+            f"{wording.number(step_s / plan.bound_s, error)} times as long. The bound "
             "has no communication and no launch in it, which are most of a small step",
         ),
     )
@@ -432,13 +456,14 @@ def shown(plan: Plan) -> list[tuple[int, Alternative]]:
 
 def _alternative(plan: Plan, place: int, one: Alternative) -> tuple[str, ...]:
     over = one.memory_bytes - plan.capacity_bytes
+    error = plan.prediction.relative_error
     return (
         str(place),
         wording.mesh(one.mesh),
         knobs_text(one.knobs),
         name_of(one),
-        seconds(one.step_s),
-        wording.change(one.step_s, plan.prediction.step_s),
+        seconds(one.step_s, error),
+        wording.change(one.step_s, plan.prediction.step_s, error),
         size(one.memory_bytes),
         "" if one.fits else f"{size(over)} too much",
     )
@@ -462,9 +487,6 @@ def tied_text(plan: Plan) -> str:
         f"{len(tied(plan))} of {len(plan.alternatives)} alternatives (the best, and "
         f"the baselines) are tied with the plan, "
         f"within the interval of its prediction (up to "
-        f"{seconds(plan.prediction.high_s)}): only a measurement can order them"
+        f"{_end(plan.prediction.high_s, plan.prediction)}): only a measurement can "
+        "order them"
     )
-
-
-def _share(value: float, total: float) -> str:
-    return percent(value / total) if total else ""

@@ -61,8 +61,9 @@ class Remedy:
     plan: Plan
 
     def __str__(self) -> str:
+        found = self.plan.prediction
         return (
-            f"{self.change}: {seconds(self.plan.prediction.step_s)} per step, "
+            f"{self.change}: {seconds(found.step_s, found.relative_error)} per step, "
             f"{size(self.plan.memory_bytes)} on each device "
             f"({wording.mesh(self.plan.mesh)})"
         )
@@ -293,7 +294,10 @@ def best_of(
     best = best_with(()) if fewer == "if faster" else None
     if best is not None and not (best.idle and best.plan.fits):
         return best
-    other = best_with(worthwhile(question, pins, pool.num_devices, rows))
+    numbers = worthwhile(question, pins, pool.num_devices, rows)
+    if best is not None and not numbers:
+        return best
+    other = best_with(numbers)
     if best is None:
         return other
     faster = other.plan.prediction.step_s < best.plan.prediction.step_s

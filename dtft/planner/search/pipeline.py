@@ -48,9 +48,9 @@ def layers_of(question: Workload, device: DeviceType) -> LayerStack | None:
         copied = float(memory_s(device, moved.get(number, 0.0)))
         if operator.kind not in PRODUCTS:
             return copied
-        dtype = graph.values[operator.inputs[0]].dtype
+        peak = device.peak(graph.operand_dtype(operator), operator.precision)
         own = float(memory_s(device, graph.bytes_of(operator))) * operator.trips
-        return copied + max(own, operator.flops * operator.trips / device.peak(dtype))
+        return copied + max(own, operator.flops * operator.trips / peak)
 
     return find_layers(graph, find_repeats(graph).repeats, seconds)
 

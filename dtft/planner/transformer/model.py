@@ -17,6 +17,10 @@ Recompute = Literal["full", "selective", "none"]
 attention core, or none."""
 
 RECOMPUTE: tuple[Recompute, ...] = ("full", "selective", "none")
+
+Dtype = Literal["float16", "bfloat16", "float8_e4m3fn"]
+"""Dtype of the matmuls of a layer's weights. With float8 all else (attention, logits,
+activations, memory) is bfloat16."""
 ITEM_BYTES = 2
 """Bytes of one activation, weight or gradient in fp16 or bf16."""
 
@@ -102,6 +106,7 @@ class ParallelLayout:
     """Whether activations between matmuls are divided over `tp` too."""
     flash_attention: bool = False
     """Whether attention scores stay on the chip."""
+    dtype: Dtype = "bfloat16"
     gradient_bytes: int = ITEM_BYTES
     """Bytes of one gradient kept over microbatches: 2 (fp16), 4 (fp32 sums), 6 (both).
     """
@@ -112,6 +117,11 @@ class ParallelLayout:
     def sum_bytes(self) -> int:
         """Bytes of one gradient in the sum over microbatches and replicas."""
         return min(self.gradient_bytes, 4)
+
+    @property
+    def rest_dtype(self) -> Dtype:
+        """Dtype of the matmuls without a layer's weights."""
+        return "bfloat16" if self.dtype.startswith("float8") else self.dtype
 
     @property
     def gpus(self) -> int:
@@ -135,6 +145,7 @@ class Matmul:
     m: int
     n: int
     k: int
+    dtype: Dtype
     batch: int = 1
     trips: float = 1
 
@@ -202,7 +213,8 @@ def embedding_work(shape: Shape, layout: ParallelLayout) -> MicrobatchWork:
 def head_work(shape: Shape, layout: ParallelLayout) -> MicrobatchWork:
     """Computes the work of the head: norm, logits, and cross entropy in fp32."""
     tokens = _tokens(layout, shape)
-    logits = Matmul(m=tokens, n=-(-shape.vocab // layout.tp), k=shape.hidden)
+    width = -(-shape.vocab // layout.tp)
+    logits = Matmul(m=tokens, n=width, k=shape.hidden, dtype=layout.rest_dtype)
     # fp16 to fp32 6; maximum 4; subtract 8; exp 8; sum 4; its gradient 8; to fp16 6.
     loss = tokens * (shape.vocab / layout.tp) * (6 + 4 + 8 + 8 + 4 + 8 + 6)
     table = shape.embedding_parameters / layout.tp
@@ -251,19 +263,19 @@ def _accumulate_bytes(layout: ParallelLayout) -> int:
 def _linear(shape: Shape, layout: ParallelLayout) -> tuple[Matmul, ...]:
     tokens, hidden, tp = _tokens(layout, shape), shape.hidden, layout.tp
     return (
-        Matmul(m=tokens, n=3 * hidden // tp, k=hidden),
-        Matmul(m=tokens, n=hidden, k=hidden // tp),
-        Matmul(m=tokens, n=4 * hidden // tp, k=hidden),
-        Matmul(m=tokens, n=hidden, k=4 * hidden // tp),
+        Matmul(m=tokens, n=3 * hidden // tp, k=hidden, dtype=layout.dtype),
+        Matmul(m=tokens, n=hidden, k=hidden // tp, dtype=layout.dtype),
+        Matmul(m=tokens, n=4 * hidden // tp, k=hidden, dtype=layout.dtype),
+        Matmul(m=tokens, n=hidden, k=4 * hidden // tp, dtype=layout.dtype),
     )
 
 
 def _trained(product: Matmul, passes: int) -> Iterator[Matmul]:
     """Yields a matmul, run `passes` times, and one for each operand's gradient."""
-    m, n, k = product.m, product.n, product.k
-    yield Matmul(m=m, n=n, k=k, trips=passes)
-    yield Matmul(m=m, n=k, k=n)
-    yield Matmul(m=k, n=n, k=m)
+    m, n, k, dtype = product.m, product.n, product.k, product.dtype
+    yield Matmul(m=m, n=n, k=k, dtype=dtype, trips=passes)
+    yield Matmul(m=m, n=k, k=n, dtype=dtype)
+    yield Matmul(m=k, n=n, k=m, dtype=dtype)
 
 
 def _attention(shape: Shape, layout: ParallelLayout) -> tuple[Matmul, ...]:
@@ -273,16 +285,17 @@ def _attention(shape: Shape, layout: ParallelLayout) -> tuple[Matmul, ...]:
     lose about as much time to a lower rate.
     """
     length, width = shape.seq_len, shape.hidden // shape.heads
-    batch = layout.micro_batch * shape.heads // layout.tp
+    batch, dtype = layout.micro_batch * shape.heads // layout.tp, layout.rest_dtype
     if layout.flash_attention:
         # One trip is both products. The backward pass has five products, because it
         # recomputes the scores.
         passes = (2 if layout.recompute == "full" else 1) + 2.5
-        return (Matmul(m=length, n=2 * width, k=length, batch=batch, trips=passes),)
+        sizes = {"m": length, "n": 2 * width, "k": length, "batch": batch}
+        return (Matmul(**sizes, dtype=dtype, trips=passes),)
     passes = (1 if layout.recompute == "none" else 2) + 2
     return (
-        Matmul(m=length, n=length, k=width, batch=batch, trips=passes),
-        Matmul(m=length, n=width, k=length, batch=batch, trips=passes),
+        Matmul(m=length, n=length, k=width, dtype=dtype, batch=batch, trips=passes),
+        Matmul(m=length, n=width, k=length, dtype=dtype, batch=batch, trips=passes),
     )
 
 

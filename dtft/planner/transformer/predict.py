@@ -154,7 +154,6 @@ def scales_of(*names: str) -> Scales:
 # data parallelism and optimizer added.
 
 
-DTYPE = "bfloat16"
 NETWORKS: tuple[LinkKind, ...] = ("InfiniBand", "Ethernet")
 STAGE_TERMS = ("matmul", "elementwise", "launch", "tensor", "pipeline")
 """Terms of a stage and microbatch: matmuls, bytes through memory, kernel launches,
@@ -326,12 +325,13 @@ def _work_row(
     work: MicrobatchWork, fabric: _Fabric
 ) -> tuple[float, float, float, float]:
     device = fabric.pool.device
-    products = np.array([(p.m, p.n, p.k, p.batch, p.trips) for p in work.matmuls])
     matmul = 0.0
-    if len(products):
+    for dtype in sorted({product.dtype for product in work.matmuls}):
+        some = (p for p in work.matmuls if p.dtype == dtype)
+        products = np.array([(p.m, p.n, p.k, p.batch, p.trips) for p in some])
         m, n, k, batch, trips = products.T
-        seconds = matmul_s(device, m, n, k, batch, dtype=DTYPE)
-        matmul = float((seconds * trips).sum())
+        seconds = matmul_s(device, m, n, k, batch, dtype=dtype)
+        matmul += float((seconds * trips).sum())
     tensor = sum(
         c.trips * fabric.seconds(c.kind, c.num_bytes, "tensor")
         for c in work.collectives
@@ -426,6 +426,8 @@ class RowPrediction:
     """Bytes by term of a device of the fullest pipeline stage."""
     capacity_bytes: int
     """Bytes of memory of a device."""
+    unlisted: tuple[str, ...] = ()
+    """For each dtype of the row for which the device has no peak, which peak counts."""
 
     @property
     def step_s(self) -> float:
@@ -460,7 +462,14 @@ def predict_row(row: Row, pool: Pool, scales: Scales) -> RowPrediction:
         tflops_per_gpu=rate / 1e12,
         memory=dict(memory(row.shape, row.layout)),
         capacity_bytes=pool.device.memory_bytes,
+        unlisted=_unlisted(row.layout, pool.device),
     )
+
+
+def _unlisted(layout: ParallelLayout, device: DeviceType) -> tuple[str, ...]:
+    dtypes = dict.fromkeys((layout.dtype, layout.rest_dtype))
+    rates = (device.rate(dtype) for dtype in dtypes)
+    return tuple(device.unlisted_text(rate) for rate in rates if not rate.listed)
 
 
 def predict_table(text: str, cluster: str) -> tuple[Table, tuple[RowPrediction, ...]]:
@@ -501,8 +510,19 @@ def predict_table(text: str, cluster: str) -> tuple[Table, tuple[RowPrediction, 
 
 
 def habits_of(device: DeviceType) -> Habits:
-    """Returns the usual options of programs on a device, for empty cells of a table."""
-    return Habits(fused=any(name.startswith("float8") for name in device.peak_flops))
+    """Returns the usual options of programs on a device, for empty cells of a table.
+
+    Matmuls are in float16 on devices that have a peak for it and none for bfloat16.
+
+    >>> from dtft.planner.cluster import device_type
+    >>> habits_of(device_type("v100")).dtype, habits_of(device_type("a100")).dtype
+    ('float16', 'bfloat16')
+    """
+    half, brain = (device.rate(dtype).listed for dtype in ("float16", "bfloat16"))
+    return Habits(
+        fused=device.rate("float8").listed,
+        dtype="float16" if half and not brain else "bfloat16",
+    )
 
 
 def pool_of(cluster: str, gpus: int) -> Pool:

@@ -11,7 +11,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dtft.planner.transformer.model import RECOMPUTE, ParallelLayout, Recompute, Shape
+from dtft.planner.transformer.model import (
+    RECOMPUTE,
+    Dtype,
+    ParallelLayout,
+    Recompute,
+    Shape,
+)
 
 COUNTS = (
     "heads", "hidden", "layers", "seq_len", "vocab", "gpus", "tp", "pp", "dp",
@@ -19,13 +25,19 @@ COUNTS = (
 )  # fmt: skip
 """Columns that every row must fill with a whole number above 0."""
 REQUIRED = (*COUNTS, "recompute")
-OPTIONAL = ("zero", "sequence_parallel", "flash_attention", "gradient_bytes")
+OPTIONAL = ("dtype", "zero", "sequence_parallel", "flash_attention", "gradient_bytes")
 """Columns that a table may have. An empty cell or a missing column has the default of
 `Habits`; for `zero` the default is 0."""
 
 NAMES = ("model", "params_b", "tflops_per_gpu", "pct_peak", "agg_pflops", "note")
 """Columns that a table may have and that change no prediction. So are those whose names
 begin with `measured_` or `predicted_`."""
+
+DTYPES: Mapping[str, Dtype] = {
+    "float16": "float16", "fp16": "float16", "bfloat16": "bfloat16",
+    "bf16": "bfloat16", "float8": "float8_e4m3fn", "fp8": "float8_e4m3fn",
+}  # fmt: skip
+"""Map from a cell of the column `dtype` to the dtype of the matmuls of layers."""
 
 _YES_NO: Mapping[str, bool] = {
     "true": True, "yes": True, "1": True, "false": False, "no": False, "0": False,
@@ -44,6 +56,8 @@ class Habits:
     (Hopper and later). Earlier programs use fp16 gradients and unfused attention. But
     programs without recomputation use flash attention on all devices: unfused attention
     would not fit at these sizes."""
+    dtype: Dtype = "bfloat16"
+    """Dtype of matmuls."""
 
     def flash_attention(self, recompute: Recompute) -> bool:
         """Returns whether flash attention, with scores on the chip, is the default."""
@@ -175,6 +189,7 @@ def _row(where: str, cells: Mapping[str, str], habits: Habits) -> Row:
         global_batch=count["global_batch"],
         virtual_stages=count["virtual_stages"],
         recompute=recompute,
+        dtype=_dtype(where, cells, habits.dtype),
         zero=_choice(where, "zero", cells, (0, 1, 2, 3), 0),
         gradient_bytes=_choice(
             where, "gradient_bytes", cells, (2, 4, 6), 4 if habits.fused else 2
@@ -248,6 +263,19 @@ def _recompute(where: str, text: str) -> Recompute:
     raise ValueError(
         f"{where}, column recompute: {text!r}. Allowed: {', '.join(RECOMPUTE)}."
     )
+
+
+def _dtype(where: str, cells: Mapping[str, str], default: Dtype) -> Dtype:
+    text = cells.get("dtype", "").strip().lower()
+    if not text:
+        return default
+    if text not in DTYPES:
+        raise ValueError(
+            f"{where}, column dtype: {text!r}. Allowed: {', '.join(DTYPES)}: the dtype "
+            "of layers' matmuls, with 2 bytes for each parameter and activation. Leave "
+            "the cell empty for the device's usual one."
+        )
+    return DTYPES[text]
 
 
 def _choice(

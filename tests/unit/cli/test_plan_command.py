@@ -7,13 +7,18 @@ import pytest
 
 from dtft.cli.dispatch import main
 from dtft.cli.plan import pins_of
+from dtft.planner import wording
 from dtft.planner.plan import Plan
 from tests.support import reading
+from tests.support.deciding_zoo import count_plans
 
 
 def test_a_plan_is_printed_and_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    counted = count_plans(monkeypatch)
     paths = {name: tmp_path / f"plan.{name}" for name in ("json", "html")}
     flags = [text for name, path in paths.items() for text in (f"--{name}", str(path))]
     command = ["plan", "digits_cnn", "--cluster", "2x4xH100", "--pin", "replica=8"]
@@ -23,13 +28,14 @@ def test_a_plan_is_printed_and_written(
     assert plan.mesh == {"replica": 8} and plan.cluster == "2x4xh100"
     assert printed.startswith("Plan for 2x4xh100: replica=8; microbatches=1")
     rows = reading.rows(printed, "Step time")
-    assert reading.value(rows["step"][0]) == pytest.approx(
-        plan.prediction.step_s, rel=reading.PRECISION
-    )
+    found = plan.prediction
+    assert rows["step"][0] == wording.seconds(found.step_s, found.relative_error)
     assert "What a small change would save" in printed
     assert f"written: {paths['json']}" in printed
     assert paths["html"].read_text().startswith("<!DOCTYPE html>")
     assert json.loads(paths["json"].read_text())["batch"]["label"] == [["replica"]]
+    # Printed and written, each thing is planned once.
+    assert set(counted.values()) == {1} and len(counted) > 1
 
 
 @pytest.mark.parametrize(("hosts", "words"), [(1, "cpu"), (2, "2xcpu by loopback")])

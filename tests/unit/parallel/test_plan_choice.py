@@ -22,6 +22,7 @@ from dtft.parallel.planning.planned_experiment import planned_mesh
 from dtft.planner.cluster.topology import Cluster
 from dtft.planner.cost.calibration import read_log
 from dtft.planner.plan import Knobs, Plan
+from dtft.planner.report.text import step_text
 from dtft.planner.search.decision import decide
 from dtft.planner.workload import Workload, of_loss
 from dtft.train.loop import run, train_step_of
@@ -270,7 +271,8 @@ def test_a_run_writes_its_plan_and_what_a_step_took(
     experiment = replace(experiment, cluster=replace(experiment.cluster, hosts=2))
     first = run(experiment, LocalRuntime(experiment))
     said = (
-        f"plan {path}: replica=2, microbatches 1, remat none, zero 1; predicted 1e+03"
+        f"plan {path}: replica=2, microbatches 1, remat none, zero 1; predicted "
+        f"{step_text(plan.prediction)}, {plan.prediction.source}; "
     )
     assert said in capsys.readouterr().out
     assert Plan.from_json((folder / "plan.json").read_text()) == plan

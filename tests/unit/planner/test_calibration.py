@@ -90,6 +90,19 @@ def test_a_cpu_gets_the_peak_that_it_reached() -> None:
     )
 
 
+def test_float32_of_a_gpu_is_measured_as_tensorfloat32() -> None:
+    device = device_type("a100")
+    times = [
+        MatmulTime(m=m, n=4096, k=4096, seconds=2 * m * 4096**2 / 100e12)
+        for m in (2048, 4096, 8192)
+    ]
+    fitted = fit_peak(device, "float32", times)
+    assert fitted.peak("float32") == pytest.approx(100e12 / 0.75, rel=0.1)
+    assert fitted.peak("float32", "highest") == device.peak("float32", "highest")
+    older = fit_peak(device_type("v100"), "float32", times)
+    assert older.peak("float32") == older.peak("float32", "highest") > 100e12
+
+
 def test_memory_gives_back_its_bandwidth() -> None:
     rng = np.random.default_rng(0)
     times = [

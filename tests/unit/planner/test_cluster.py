@@ -233,7 +233,10 @@ def test_figures_of_device_types_are_sane_and_have_a_source(device: DeviceType) 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=lambda d: d.name)
 def test_narrower_dtypes_are_no_slower(device: DeviceType) -> None:
-    dtypes = ("float64", "float32", "bfloat16", "float8_e4m3fn", "float4_e2m1fn")
+    dtypes = (
+        "float64", "float32", "tensorfloat32", "bfloat16", "float8_e4m3fn",
+        "float4_e2m1fn",
+    )  # fmt: skip
     peaks = [device.peak_flops[name] for name in dtypes if name in device.peak_flops]
     assert peaks == sorted(peaks)
     if device.platform != "cpu":
@@ -247,6 +250,16 @@ GENERATIONS = [
     ("mi300x", "mi355x"),
     ("gh200", "gb200", "gb300"),
 ]
+
+
+def test_float32_of_cuda_and_of_tensor_cores_are_two_figures() -> None:
+    for device in DEVICES.values():
+        narrow = device.peak_flops.get("tensorfloat32")
+        if narrow is not None:
+            assert device.platform == "cuda" and device.peak("float32") == narrow
+            assert device.peak("float32", "highest") <= narrow
+    assert DEVICES["v100"].peak("float32") == 15.7e12  # before TensorFloat-32
+    assert DEVICES["h100"].peak("float32", "highest") == pytest.approx(66.9e12)
 
 
 @pytest.mark.parametrize("names", GENERATIONS)

@@ -136,15 +136,67 @@ def test_memory_launch_and_what_fusion_leaves() -> None:
     np.testing.assert_allclose(memory_s(PLAIN, np.array([0, 5e10])), [0, 1])
 
 
-def test_a_dtype_that_is_not_listed_counts_as_the_nearest() -> None:
-    assert A100.peak("float16") == A100.peak("bfloat16") == 312e12
-    assert A100.peak("int32") == A100.peak("float64")
-    assert A100.peak("float8_e5m2") == A100.peak("bfloat16")
+@pytest.mark.parametrize(
+    ("name", "dtype", "priced_as"),
+    [
+        ("a100", "float8_e5m2", "float16"),  # as XLA widens it
+        ("h100", "float4_e2m1fn", "float16"),
+        ("h100", "int4", "int8"),
+        ("v100", "int8", "float32"),
+        ("v100", "bfloat16", "float32"),  # its tensor cores have float16 only
+        ("t4", "bfloat16", "float32"),
+        ("a100", "int32", "float32"),  # not as float64, the slowest that is listed
+        ("gb300", "int32", "float32"),
+        ("cpu", "bfloat16", "float32"),
+        ("cpu", "int8", "float32"),
+        ("tpu-v5p", "float8_e4m3fn", "bfloat16"),
+        ("tpu-v5p", "float64", "bfloat16"),
+        ("a10g", "float64", "tensorfloat32"),
+    ],
+)
+def test_a_dtype_without_a_peak_is_priced_by_a_rule_and_said(
+    name: str, dtype: str, priced_as: str
+) -> None:
+    device = device_type(name)
+    rate = device.rate(dtype)
+    assert not rate.listed and rate.priced_as == priced_as
+    assert rate.flops == device.peak(dtype) == device.peak_flops[priced_as]
+    said = device.unlisted_text(rate)
+    start = f"{dtype} has no known peak on {name}: priced as {priced_as}"
+    assert said.startswith(start)
+    assert ("which it cannot exceed" in said) == (dtype == "float64")
+    has_float16 = dtype == "bfloat16" and name in ("v100", "t4")
+    assert (". float16 has" in said) == has_float16
+
+
+def test_formats_of_float8_have_one_peak_and_complex_is_of_reals() -> None:
     h100 = device_type("h100")
+    assert h100.rate("float8_e5m2").listed
     assert h100.peak("float8_e5m2") == h100.peak("float8_e4m3fn") > h100.peak("float16")
-    assert device_type("v100").peak("bfloat16") < device_type("v100").peak("float16")
-    cpu = device_type("cpu")
-    assert cpu.peak("bfloat16") == cpu.peak("float16") == cpu.peak("float32")
+    assert A100.rate("complex128") == A100.rate("float64")
+    assert A100.rate("complex64").wanted == "tensorfloat32"
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "share"),
+    [
+        ("a100", "", 312 / 156), ("a100", "high", 312 / 156),
+        ("a100", "highest", 312 / 19.5), ("a100", "TF32_TF32_F32_X3", 3 * 312 / 156),
+        ("a100", "BF16_BF16_F32", 1), ("a100", "BF16_BF16_F32_X9", 9),
+        ("a100", "F32_F32_F32", 16), ("tpu-v5p", "", 1), ("tpu-v5p", "high", 3),
+        ("tpu-v5p", "highest", 6),
+    ],
+)  # fmt: skip
+def test_precision_says_what_float32_is_computed_in(
+    name: str, precision: str, share: float
+) -> None:
+    device = device_type(name)
+    found = device.rate("float32", precision)
+    assert found.listed
+    assert device.peak("bfloat16") / found.flops == pytest.approx(share)
+    longer = matmul_s(device, *(8192,) * 3, dtype="float32", precision=precision)
+    assert longer >= 8192**3 * 2 / found.flops
+    assert device.peak("bfloat16", precision) in (found.flops, device.peak("bfloat16"))
 
 
 @given(st.floats(0, 10), st.floats(0, 10), st.floats(1, 3), st.floats(0, 1))

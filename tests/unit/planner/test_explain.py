@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtft.parallel.planning.api import RunnablePlan
+from dtft.planner import wording
 from dtft.planner.cluster.topology import Cluster
 from dtft.planner.plan import Knobs, Plan
-from dtft.planner.report import compare, text
+from dtft.planner.report import compare, html_report, text
 from dtft.planner.report.text import (
     alternatives,
     bound,
@@ -52,14 +53,48 @@ def near_share(value: float) -> object:
     return pytest.approx(value, rel=reading.PRECISION, abs=1e-4)
 
 
+def seconds_of(plan: Plan, value: float) -> str:
+    """Seconds of a plan as its reports print them."""
+    return wording.seconds(value, plan.prediction.relative_error)
+
+
 def test_every_term_is_there_with_its_seconds_and_share(plan: Plan) -> None:
     rows = reading.rows(explain(plan), "Step time")
+    total, error = plan.prediction.step_s, plan.prediction.relative_error
     for name, value in plan.prediction.terms.items():
-        assert reading.value(rows[name][0]) == near(value)
-        assert reading.value(rows[name][1]) == near_share(
-            value / plan.prediction.step_s
-        )
-    assert reading.value(rows["step"][0]) == near(plan.prediction.step_s)
+        assert rows[name][0] == seconds_of(plan, value)
+        assert rows[name][1] == wording.share(value, total, error)
+    assert rows["step"][:2] == [seconds_of(plan, total), "100 %"]
+
+
+@pytest.mark.parametrize(
+    ("step_s", "error", "said"),
+    [
+        (0.123456, 0.2, "120 ms per step (100 ms to 150 ms)"),
+        (0.123456, 0.05, "123 ms per step (117 ms to 130 ms)"),
+        (0.0634, 0.25, "60 ms per step (50 ms to 80 ms)"),
+        (1.234, 0.25, "1.2 s per step (900 ms to 1.5 s)"),
+        (0.123456, 0.0, "123.5 ms per step (123.5 ms to 123.5 ms)"),
+    ],
+)
+def test_no_digit_is_finer_than_the_interval(
+    step_s: float, error: float, said: str
+) -> None:
+    plan = named("best")
+    scale = step_s / plan.prediction.step_s
+    prediction = replace(
+        plan.prediction,
+        terms={name: s * scale for name, s in plan.prediction.terms.items()},
+        low_s=step_s * (1 - error),
+        high_s=step_s * (1 + error),
+    )
+    assert prediction.relative_error == pytest.approx(error)
+    assert text.step_text(prediction) == said
+    plan = replace(plan, prediction=prediction)
+    assert said in explain(plan)
+    shown = wording.seconds(step_s, error)
+    assert reading.rows(explain(plan), "Step time")["step"][0] == shown
+    assert f">{shown}<" in html_report.report_html(plan)
 
 
 def test_memory_is_there_by_term_against_the_capacity(plan: Plan) -> None:
@@ -79,9 +114,7 @@ def test_the_summary_has_the_time_its_interval_and_what_is_left(plan: Plan) -> N
     assert all(f"{axis}={size}" in title for axis, size in plan.mesh.items())
     assert f"zero={plan.knobs.zero}" in title
     found = plan.prediction
-    assert reading.values(step) == [
-        near(found.step_s), near(found.low_s), near(found.high_s),
-    ]  # fmt: skip
+    assert step.strip() == text.step_text(found)
     assert constants.endswith(found.source)
     left = plan.capacity_bytes - plan.memory_bytes
     assert reading.values(memory) == [
@@ -90,28 +123,28 @@ def test_the_summary_has_the_time_its_interval_and_what_is_left(plan: Plan) -> N
 
 
 def test_collectives_are_listed_largest_first_and_add_up(plan: Plan) -> None:
-    section = collectives(plan.collectives, num_listed=3)
+    section = collectives(plan, num_listed=3)
     *listed, total = section.rows or [("all", "", "", "", "0 B", "0 s", "")]
     listed = listed[:3]
     ranked = layers_together(plan.collectives)
     for row, one in zip(listed, ranked, strict=False):
         assert row[0] == one.kind and row[-1] == one.where
-        assert [reading.value(cell) for cell in row[2:6]] == [
-            near(one.num_bytes), one.trips,
-            near(one.num_bytes * one.trips), near(one.seconds),
+        assert [reading.value(cell) for cell in row[2:5]] == [
+            near(one.num_bytes), one.trips, near(one.num_bytes * one.trips),
         ]  # fmt: skip
+        assert row[5] == seconds_of(plan, one.seconds)
     num_bytes = sum(one.num_bytes * one.trips for one in ranked)
     assert reading.value(total[4]) == near(num_bytes)
-    assert reading.value(total[5]) == near(sum(one.seconds for one in ranked))
+    assert total[5] == seconds_of(plan, sum(one.seconds for one in ranked))
 
 
 def test_the_bound_and_the_gap_to_it(plan: Plan) -> None:
     (note,) = bound(plan).notes
-    step_s = plan.prediction.step_s
-    numbers = reading.values(note.replace(plan.cluster, ""))
-    assert numbers == [
-        near(plan.bound_s), near(step_s - plan.bound_s), near(step_s / plan.bound_s),
-    ]  # fmt: skip
+    step_s, error = plan.prediction.step_s, plan.prediction.relative_error
+    bound_s, times = wording.seconds(plan.bound_s), step_s / plan.bound_s
+    more = seconds_of(plan, step_s - plan.bound_s)
+    assert f"takes less than {bound_s}; this one takes {more} more: " in note
+    assert f": {wording.number(times, error)} times as long" in note
     assert plan.bound_s <= step_s
 
 
@@ -121,10 +154,11 @@ def test_alternatives_are_ranked_and_every_baseline_is_named(plan: Plan) -> None
     assert names <= {row[3] for row in section.rows}
     for row in section.rows:
         one = plan.alternatives[int(row[0]) - 1]
-        assert reading.value(row[4]) == near(one.step_s)
+        assert row[4] == seconds_of(plan, one.step_s)
         assert reading.value(row[6]) == near(one.memory_bytes)
-        change = one.step_s / plan.prediction.step_s - 1
-        assert reading.change(row[5]) == near_share(change)
+        found = plan.prediction
+        change = wording.change(one.step_s, found.step_s, found.relative_error)
+        assert row[5] == change
 
 
 def test_plans_within_the_interval_are_called_tied() -> None:
@@ -147,11 +181,12 @@ def test_a_difference_is_that_of_the_two_plans() -> None:
     plan, other = named("best"), named("mixed")
     text = compare.diff(plan, other)
     rows = reading.rows(text, "Step time")
+    error = max(one.prediction.relative_error for one in (plan, other))
     for name, value in plan.prediction.terms.items():
         there = other.prediction.terms[name]
-        assert reading.value(rows[name][0]) == near(value)
-        assert reading.value(rows[name][1]) == near(there)
-        assert reading.value(rows[name][2]) == near(there - value)
+        expected = [wording.seconds(s, error) for s in (value, there, there - value)]
+        expected[2] = wording.signed(expected[2])
+        assert rows[name][:3] == expected
     memory = reading.rows(text, "Memory of a device")
     for name, num_bytes in plan.memory.items():
         more = other.memory[name] - num_bytes
@@ -180,7 +215,9 @@ def test_collectives_of_two_plans_are_summed_by_kind_and_axes() -> None:
         assert reading.value(here) == near(num_bytes)
         assert reading.value(there) == near(other_bytes)
         assert reading.value(more) == near(other_bytes - num_bytes)
-        assert reading.value(took) == near(other_seconds - seconds)
+        error = max(one.prediction.relative_error for one in (plan, other))
+        expected = wording.signed(wording.seconds(other_seconds - seconds, error))
+        assert took == expected
 
 
 def test_layers_that_are_divided_alike_are_one_line() -> None:

@@ -3,20 +3,24 @@
 import math
 import re
 
+import jax
+import jax.numpy as jnp
 import optax
 import pytest
 
+from dtft.planner import wording
 from dtft.planner.cluster.topology import Cluster
 from dtft.planner.cost.compute import matmul_s
 from dtft.planner.report.lints import (
     attention,
     batches,
     find_lints,
+    precision,
     products,
     replicated,
     undivided,
 )
-from dtft.planner.search.decision import best_of
+from dtft.planner.search.decision import Decision, best_of
 from dtft.planner.workload import of_loss
 from tests.support import reading
 from tests.support.deciding_zoo import decision, mlp, question
@@ -64,8 +68,8 @@ def test_the_price_of_a_size_that_is_not_aligned() -> None:
         )
         lost += odd_s - even_s
     assert found.cost_s == pytest.approx(lost, rel=1e-6)
-    shown = reading.value(found.text.split(": ")[1])
-    assert shown == pytest.approx(found.cost_s, rel=reading.PRECISION)
+    shown = wording.seconds(found.cost_s, odd.plan.prediction.relative_error)
+    assert found.text.split(": ")[1].startswith(f"{shown} of a step (")
     assert not [one for one in products(decision("h100")) if one.kind == "alignment"]
 
 
@@ -96,8 +100,10 @@ def test_devices_that_a_batch_leaves_idle_have_a_price() -> None:
     near = batches(found)
     assert [one.batch for one in near] == [4095, 4100]
     assert [math.prod(one.plan.mesh.values()) for one in near] == [5, 5]
-    shown = [reading.value(part) for part in re.findall(r"takes ([\d.]+ \w+)", text)]
-    assert shown == [pytest.approx(o.step_s, rel=reading.PRECISION) for o in near]
+    shown = re.findall(r"takes ([\d.]+ \w+)", text)
+    errors = [one.plan.prediction.relative_error for one in near]
+    times = [one.step_s for one in near]
+    assert shown == list(map(wording.seconds, times, errors))
 
 
 def test_an_axis_that_divides_nothing() -> None:
@@ -131,6 +137,42 @@ def test_scores_that_are_written_to_memory(remat: bool) -> None:
     assert least / device.memory_bandwidth < found.cost_s < compute_s
     assert found in find_lints(decided)
     assert attention(best_of(asked, Cluster.parse("cpu"))) == ()
+
+
+def _product(dtype: str, precision: str | None = None) -> Decision:
+    """One layer on one device, in a dtype."""
+    weight = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    rows = jax.ShapeDtypeStruct((1024, 256), jnp.float32)
+
+    def loss(params: jax.Array, batch: jax.Array) -> jax.Array:
+        made = jnp.dot(
+            batch.astype(dtype),
+            params.astype(dtype),
+            precision=precision,
+            preferred_element_type=dtype,
+        )
+        return jnp.mean(made.astype(jnp.float32))
+
+    asked = of_loss(loss, optax.sgd(1e-3), weight, rows)
+    return best_of(asked, Cluster.parse("v100"))
+
+
+def test_a_dtype_without_a_peak_is_said() -> None:
+    (found,) = precision(_product("bfloat16"))
+    assert found.text == (
+        "bfloat16 has no known peak on v100: priced as float32, 15.7 TFLOP/s. float16 "
+        "has 125. It is in 100 % of the operations of matmuls and convolutions"
+    )
+    assert found in find_lints(_product("bfloat16"))
+    assert precision(_product("float16")) == precision(_product("float32")) == ()
+
+
+def test_precision_of_a_product_is_priced() -> None:
+    """On a device where float32 has a narrower and a full form."""
+    usual, full = (_product("float32", how).question for how in (None, "highest"))
+    h100 = Cluster.parse("h100")
+    times = [best_of(asked, h100).plan.at_peak_s for asked in (usual, full)]
+    assert times[1] / times[0] == pytest.approx(494.7 / 66.9)
 
 
 def test_a_perceptron_has_no_scores() -> None:

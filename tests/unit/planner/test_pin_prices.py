@@ -37,8 +37,9 @@ def test_the_table_has_the_numbers_it_explains() -> None:
     (price,), (table,) = pin_prices(decision), pin_section(decision)
     ((pin, costs, share, without, step, _),) = table.rows
     assert pin == "microbatches=4"
-    assert costs == wording.seconds(price.cost_s)
-    assert step == wording.seconds(price.without.prediction.step_s)
+    error = decision.plan.prediction.relative_error
+    assert costs == wording.seconds(price.cost_s, error)
+    assert step == wording.seconds(price.without.prediction.step_s, error)
     assert share.startswith("+")
     assert without.startswith(wording.mesh(price.without.mesh))
 

@@ -10,11 +10,14 @@ from html.parser import HTMLParser
 import pytest
 from rich.console import Console
 
+from dtft.parallel.planning.api import RunnablePlan
+from dtft.planner.cluster.topology import Cluster
 from dtft.planner.report import html_report
 from dtft.planner.report.lints import find_lints
 from dtft.planner.report.text import plan_sections
+from dtft.planner.search.decision import decide
 from dtft.planner.wording import Section
-from tests.support.deciding_zoo import decision
+from tests.support.deciding_zoo import count_plans, decision, question
 
 
 class _Checked(HTMLParser):
@@ -51,7 +54,7 @@ def _read(html: str) -> _Checked:
 @pytest.fixture(scope="module")
 def page() -> _Checked:
     found = decision(tensor=2, fsdp=4)
-    html = html_report.report_html(found.plan, found)
+    html = RunnablePlan.of(found.plan, found).html()
     for forbidden in ("http:", "https:", "<script", "src=", "<link", "@import", "url("):
         assert forbidden not in html
     return _read(html)
@@ -79,6 +82,24 @@ def test_it_answers_for_every_baseline_and_lists_lints(page: _Checked) -> None:
     names = {one.name for one in found.plan.alternatives if one.name}
     assert names <= set(page.text)
     assert all(one.text in page.text for one in find_lints(found))
+    assert "What the pins cost" in page.text
+    pins = {"tensor=2", "fsdp=4", "tensor=2, fsdp=4"}
+    assert pins <= set(page.text)
+
+
+def test_explanation_lints_and_report_plan_each_thing_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pinned = {"tensor": 2, "fsdp": 4, "microbatches": 1}
+    counted = count_plans(monkeypatch)
+    found = decide(question(), Cluster.parse("2x4xH100"), pinned)
+    assert counted.total() == 1
+    plan = RunnablePlan.of(found.plan, found)
+    first = plan.html()
+    assert set(counted.values()) == {1}
+    assert len(counted) > 1 + len(pinned) + 1  # without each pin, all; for lints
+    assert plan.explain() and plan.lints() and plan.sections()
+    assert plan.html() == first and set(counted.values()) == {1}
 
 
 def test_a_plan_from_a_file_has_a_report_too() -> None:

@@ -10,6 +10,7 @@ from dtft.planner.transformer.predict import (
     MEMORY,
     RATE,
     STEP,
+    RowPrediction,
     pool_of,
     predict_table,
 )
@@ -148,6 +149,50 @@ def test_optional_columns_count() -> None:
     assert memory_of(fused, plain) < memory_of(fused, "no,0")
 
 
+def dtyped(dtype: str, cluster: str) -> tuple[RowPrediction, RowPrediction]:
+    """A row of a dtype, and one with an empty cell."""
+    text = f"{HEADER},dtype\n{ROW},{dtype}\n{ROW},\n"
+    _, (found, usual) = predict_table(text, cluster)
+    return found, usual
+
+
+@pytest.mark.parametrize(
+    ("cluster", "usual"),
+    [("v100", "fp16"), ("t4", "float16"), ("a100", "bf16"), ("cpu", "bfloat16")],
+)
+def test_an_empty_dtype_is_the_usual_one_of_the_device(
+    cluster: str, usual: str
+) -> None:
+    found, empty = dtyped(usual, cluster)
+    assert found == empty
+
+
+def test_the_dtype_of_a_row_is_priced_and_what_has_no_peak_is_said() -> None:
+    slow, usual = dtyped("bfloat16", "v100")
+    assert slow.terms["matmul"] > 3 * usual.terms["matmul"] and not usual.unlisted
+    assert slow.unlisted == (
+        "bfloat16 has no known peak on v100: priced as float32, 15.7 TFLOP/s. "
+        "float16 has 125",
+    )
+    fast, bfloat16 = dtyped("fp8", "h100")
+    assert 0.5 < fast.terms["matmul"] / bfloat16.terms["matmul"] < 0.8
+    assert fast.memory == bfloat16.memory and not fast.unlisted
+    half, bfloat16 = dtyped("float8", "a100")
+    widened_s = pytest.approx(bfloat16.terms["matmul"], rel=0.05)  # fewer bytes
+    assert half.terms["matmul"] == widened_s
+    assert half.unlisted[0].startswith("float8_e4m3fn has no known peak on a100")
+    assert len(half.unlisted) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8", "half", "8"])
+def test_a_dtype_that_is_not_known_names_row_value_and_what_is_allowed(
+    dtype: str,
+) -> None:
+    said = f"row 1 \\(toy\\), column dtype: '{dtype}'. Allowed: float16, fp16, bfloat16"
+    with pytest.raises(ValueError, match=said):
+        dtyped(dtype, "a100")
+
+
 def test_habits_are_those_of_the_device() -> None:
     table = Table.parse(f"{HEADER}\n{ROW}\n{ROW.replace('full', 'selective')}\n")
     old, new = table.rows(Habits()), table.rows(Habits(fused=True))
@@ -198,6 +243,18 @@ def test_rows_unlike_those_fitted(row: str, cluster: str) -> None:
     peak = {"a100": 312, "h100": 989}[cluster]
     assert 0.1 * peak < found.tflops_per_gpu < 0.8 * peak
     assert all(value >= -1e-9 for value in found.terms.values())
+
+
+def test_the_command_says_which_peak_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, out = tmp_path / "rows.csv", tmp_path / "out.csv"
+    rows.write_text(f"{HEADER},dtype\n{ROW},bf16\n{ROW},\n")
+    words = ["plan", "predict", str(rows), "--cluster", "t4", "--out", str(out)]
+    assert main(words) == 0
+    first, second, _ = capsys.readouterr().out.splitlines()
+    assert "; bfloat16 has no known peak on t4: priced as float32" in first
+    assert "no known peak" not in second
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

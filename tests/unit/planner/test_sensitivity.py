@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from dtft.planner import wording
 from dtft.planner.cluster.topology import Cluster, Pool
 from dtft.planner.report.hardware_sensitivity import (
     Effect,
@@ -11,7 +12,6 @@ from dtft.planner.report.hardware_sensitivity import (
     sensitivity_section,
 )
 from dtft.planner.search.decision import Decision, best_of, decide
-from tests.support import reading
 from tests.support.deciding_zoo import mlp
 
 
@@ -38,7 +38,7 @@ def test_every_kind_of_resource_is_changed(rows: dict[str, tuple[str, ...]]) -> 
 def test_numbers_are_those_of_planning_again(
     found: tuple[Decision, tuple[Effect, ...]], rows: dict[str, tuple[str, ...]]
 ) -> None:
-    decision, _ = found
+    decision, changed = found
     for change, pool in (
         ("twice the peak", _faster(decision.cluster.uniform)),
         ("half the hosts (1)", Cluster.parse("4xH100").uniform),
@@ -47,11 +47,15 @@ def test_numbers_are_those_of_planning_again(
             decision.question, Cluster(pools=(pool,))
         ).plan.prediction.step_s
         here = decision.plan.prediction.step_s
-        assert reading.value(rows[change][1]) == pytest.approx(again, rel=1e-3)
-        more = reading.value(rows[change][2])
-        assert more == pytest.approx(again - here, rel=1e-3, abs=1e-9)
-        share = reading.value(rows[change][3])
-        assert share == pytest.approx(again / here - 1, rel=1e-3, abs=1e-4)
+        error = decision.plan.prediction.relative_error
+        (effect,) = (one for one in changed if one.change == change)
+        assert effect.plan is not None
+        assert effect.plan.prediction.step_s == again
+        assert rows[change][1:4] == (
+            wording.seconds(again, error),
+            wording.signed(wording.seconds(again - here, error)),
+            wording.change(again, here, error),
+        )
 
 
 def test_no_faster_part_makes_the_plan_slower(

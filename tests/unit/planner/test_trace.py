@@ -283,3 +283,30 @@ def test_every_value_read_is_an_argument_or_written_before_or_of_a_loop() -> Non
     loose = {i for op in graph.operators for i in op.inputs} - made - known
     # What is left are numbers of the text that a loop is begun with.
     assert all(graph.values[index].shape == () for index in loose)
+
+
+@pytest.mark.parametrize(
+    ("given", "known"),
+    [
+        (None, ""), ("default", ""), ("high", "high"), ("tensorfloat32", "high"),
+        ("highest", "highest"), ("float32", "highest"),
+        (("high", "highest"), "highest"), ("BF16_BF16_F32_X3", "BF16_BF16_F32_X3"),
+    ],
+)  # fmt: skip
+def test_the_precision_of_products_is_kept(given: Any, known: str) -> None:
+    like = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    graph = trace(lambda x, y: jnp.dot(x, y, precision=given), like, like)
+    assert [op.precision for op in graph.operators] == [known]
+    with jax.default_matmul_precision("highest"):
+        graph = trace(lambda x, y: jnp.tanh(x @ y), like, like)
+    assert [op.precision for op in graph.operators] == ["highest", ""]
+
+
+def test_of_operands_of_two_dtypes_the_wider_counts() -> None:
+    wide, narrow = (jax.ShapeDtypeStruct((8, 8), d) for d in (jnp.bfloat16, jnp.int8))
+    for pair in ((wide, narrow), (narrow, wide)):
+        graph = trace(
+            lambda x, y: jax.lax.dot(x, y, preferred_element_type=jnp.float32), *pair
+        )
+        (product,) = graph.operators
+        assert graph.operand_dtype(product) == "bfloat16"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from dtft.planner import wording
 from dtft.planner.report import compare
 from dtft.planner.report.replan import why_not
 from dtft.planner.search.decision import Decision, best_of, decide
@@ -26,15 +27,15 @@ def test_what_is_slower_says_by_how_much_in_every_term(pins: dict[str, int]) -> 
     here, there = plan.prediction.step_s, other.prediction.step_s
     assert there > here
     title = text.splitlines()[0]
-    times = [reading.value(part) for part in re.findall(r"[\d.]+ [mu]?s\b", title)]
-    assert times == [near(there), near(here), near(there - here)]
-    assert reading.change(re.findall(r"\((\+.*%|.* times)\)", title)[0]) == near(
-        there / here - 1
-    )
+    error = plan.prediction.relative_error
+    times = re.findall(r"[\d.]+ [mu]?s\b", title)
+    assert times == [wording.seconds(s, error) for s in (there, here, there - here)]
+    assert f"({wording.change(there, here, error)})" in title
     rows = reading.rows(text, "Step time")
+    error = max(error, other.prediction.relative_error)
     for name, value in plan.prediction.terms.items():
-        more = other.prediction.terms[name] - value
-        assert reading.value(rows[name][2]) == near(more)
+        more = wording.seconds(other.prediction.terms[name] - value, error)
+        assert rows[name][2] == wording.signed(more)
     sent = {(c.kind, " x ".join(c.axes)) for c in other.collectives}
     assert all(kind in text for kind, _ in sent)
 
@@ -48,8 +49,9 @@ def test_one_line_says_which_terms_make_the_difference() -> None:
     more = {name: other.prediction.terms[name] - terms[name] for name in terms}
     name = max(more, key=lambda name: more[name])
     said = line.partition("the difference: ")[2]
-    assert said.startswith(f"{name} +")
-    assert reading.value(said) == near(more[name])
+    error = max(one.prediction.relative_error for one in (found.plan, other))
+    cost = wording.signed(wording.seconds(more[name], error))
+    assert said.startswith(f"{name} {cost} (")
     key = max(
         (key for key in compare.sent(other)),
         key=lambda key: (
@@ -124,7 +126,8 @@ def test_against_a_pin_of_the_plan_the_question_may_win() -> None:
     text = why_not(slow, **pins)
     there, here = best.plan.prediction.step_s, slow.plan.prediction.step_s
     assert "possible and faster" in text
-    assert reading.value(text.split("takes ")[1]) == near(there)
+    shown = wording.seconds(there, slow.plan.prediction.relative_error)
+    assert f"takes {shown} per step instead" in text
     assert here > there
 
 

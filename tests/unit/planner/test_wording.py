@@ -1,4 +1,6 @@
-"""Numbers in words can be read back, to four digits."""
+"""Numbers in words can be read back: to four digits, or to those of their error."""
+
+from decimal import Decimal
 
 import pytest
 from hypothesis import given
@@ -15,6 +17,20 @@ def test_seconds_are_read_back(value: float) -> None:
     text = wording.seconds(value)
     assert "e" not in text
     assert reading.value(text) == pytest.approx(value, rel=1e-3, abs=5e-10)
+
+
+@given(MAGNITUDES, st.floats(1e-4, 2.0))
+def test_the_last_digit_has_a_place_that_the_error_reaches(
+    value: float, error: float
+) -> None:
+    shown = wording.rounded(value, error)
+    # Off by half of the last place, which is at most the error, or of the fourth digit.
+    least = 0.5 if error >= 1 else max(0.5 * error, 5e-4)
+    assert abs(shown - value) <= least * abs(value) * (1 + 1e-9)
+    _, digits, place = Decimal(repr(shown)).normalize().as_tuple()
+    assert isinstance(place, int)
+    if len(digits) > 1:
+        assert 10.0 ** (place + 1) > error * abs(value) * (1 - 1e-9)
 
 
 @given(st.integers(-(2**59), 2**59))
