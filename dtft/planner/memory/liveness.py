@@ -54,6 +54,7 @@ class InMemory:
             for operator in graph.operators
             for value in operator.outputs
         }
+        self._recasts = keeps_all
         self._kept = self._find_kept()
         if keeps_all:
             self._kept |= self._saved()
@@ -109,8 +110,12 @@ class InMemory:
 
         A rectifier or a cast of one array is fused into the matmul. A cast of a value
         that is computed from several arrays is fused too, but its operand has a buffer.
+        A cast of one array to fewer bytes is not fused, because the matmul would read
+        more bytes: its result has a buffer. Such are a softmax in float32 and the
+        parameters in mixed precision, each kept for the backward pass.
         """
-        maker = self.makers.get(index)
+        while (maker := self.makers.get(index)) and maker.primitive == "copy":
+            index = maker.inputs[0]
         if maker is None or maker.primitive not in _IN_MATMULS:
             return index
         before = index
@@ -120,7 +125,20 @@ class InMemory:
                 cast = maker.primitive == "convert_element_type"
                 return maker.inputs[0] if cast else index
             before = large[0]
-        return before
+        return index if self._narrows(maker) else before
+
+    def _narrows(self, operator: Operator) -> bool:
+        """Returns whether an operator casts to fewer bytes and its result is kept.
+
+        At ZeRO level 3 the policy casts again in the backward pass, so nothing is kept.
+        """
+        if operator.primitive != "convert_element_type" or self._recasts:
+            return False
+        before, after = (
+            self.graph.values[index].num_bytes
+            for index in (operator.inputs[0], operator.outputs[0])
+        )
+        return after < before
 
     def _folded(self) -> set[int]:
         """Finds the scatters into zeros whose result is only added to another array.
