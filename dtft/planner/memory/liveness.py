@@ -30,6 +30,11 @@ The policy saves the operand instead.
 """
 _IN_MATMULS = ("max", "min", "neg", "convert_element_type")
 """Operators that XLA fuses into the matmul that reads their result, such as a cast."""
+_EXPANDED = ("erfc",)
+"""Functions that XLA computes with dozens of operators (in `gelu`, unless approximate).
+
+XLA computes them once, so their operand and result have buffers.
+"""
 _READS_FUSED = (*CHEAP, "reduction")
 """Kinds of operators into which XLA fuses cheap operators that make their operands."""
 
@@ -54,7 +59,7 @@ class InMemory:
             for operator in graph.operators
             for value in operator.outputs
         }
-        self._recasts = keeps_all
+        self._keeps_all = keeps_all
         self._kept = self._find_kept()
         if keeps_all:
             self._kept |= self._saved()
@@ -97,6 +102,8 @@ class InMemory:
                 kept.update(map(self._read_by_matmul, operator.inputs))
             elif operator.kind not in _READS_FUSED:
                 kept.update(operator.inputs)
+            elif operator.primitive in _EXPANDED and not self._keeps_all:
+                kept.update((*operator.inputs, *operator.outputs))
         kept -= self._folded()
         for loop in self.graph.loops:
             kept.update(outer for _, outer in loop.stacked)
@@ -132,7 +139,7 @@ class InMemory:
 
         At ZeRO level 3 the policy casts again in the backward pass, so nothing is kept.
         """
-        if operator.primitive != "convert_element_type" or self._recasts:
+        if operator.primitive != "convert_element_type" or self._keeps_all:
             return False
         before, after = (
             self.graph.values[index].num_bytes

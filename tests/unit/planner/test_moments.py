@@ -285,3 +285,20 @@ def test_a_copy_that_a_matmul_reads_is_what_was_copied() -> None:
     graph = trace(product, *[jax.ShapeDtypeStruct(it, jnp.float32) for it in shapes])
     assert "copy" in [one.primitive for one in graph.operators]
     assert has_buffer(graph, "mul")
+
+
+@pytest.mark.parametrize(("approximate", "count"), [(True, 1), (False, 3)])
+def test_an_exact_gelu_keeps_its_erfc_and_the_operand_of_it(
+    approximate: bool, count: int
+) -> None:
+    graph = trace(
+        lambda x_BD: jax.nn.gelu(x_BD, approximate) @ x_BD.T,
+        jax.ShapeDtypeStruct((8, 4), jnp.float32),
+    )
+    memory = InMemory(graph, keeps_all=False)
+    alone = [
+        value
+        for value in memory.makers
+        if graph.values[value].shape == (8, 4) and memory.root(value) == {value}
+    ]
+    assert len(alone) == count
