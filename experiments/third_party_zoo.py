@@ -7,6 +7,7 @@ stay those of `constraints.txt`. Every model has a `small` size, which is run, a
 `medium` size, which is only compiled.
 """
 
+import functools
 import os
 import subprocess
 import sys
@@ -318,6 +319,33 @@ def equinox(size: Size, dtype: Any) -> Model:
         "small": (2, 64, 8, 32, 16, 256),
         "medium": (3, 1024, 16, 1024, 64, 32000),
     }[size]
+    transformer = _equinox_transformer(layers, width, heads, length, words)
+    shapes = eqx.filter_eval_shape(transformer, jax.random.key(0))
+    _, static = eqx.partition(
+        shapes, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
+    )
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+        logits_BTV = jax.vmap(eqx.combine(params, static))(batch["tokens"])
+        return _cross_entropy(logits_BTV[:, :-1], batch["tokens"][:, 1:])
+
+    return Model(
+        name="equinox",
+        start=lambda key: eqx.filter(transformer(key), eqx.is_array),
+        batch={"tokens": _ints(rows, length)},
+        limits={"tokens": words},
+        loss=loss,
+        optimizer=optax.adamw(1e-3),
+    )
+
+
+@functools.cache
+def _equinox_transformer(
+    layers: int, width: int, heads: int, length: int, words: int
+) -> Any:
+    """The class of the model, once: the same parameters are trees of the same class."""
+    import equinox as eqx
 
     class Block(eqx.Module):
         norms: Any
@@ -355,24 +383,7 @@ def equinox(size: Size, dtype: Any) -> Model:
                 x_TD = block(x_TD, mask_TT)
             return jax.vmap(self.head)(x_TD)
 
-    shapes = eqx.filter_eval_shape(Transformer, jax.random.key(0))
-    _, static = eqx.partition(
-        shapes, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
-    )
-
-    def loss(params: Any, batch: Any) -> jax.Array:
-        params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-        logits_BTV = jax.vmap(eqx.combine(params, static))(batch["tokens"])
-        return _cross_entropy(logits_BTV[:, :-1], batch["tokens"][:, 1:])
-
-    return Model(
-        name="equinox",
-        start=lambda key: eqx.filter(Transformer(key), eqx.is_array),
-        batch={"tokens": _ints(rows, length)},
-        limits={"tokens": words},
-        loss=loss,
-        optimizer=optax.adamw(1e-3),
-    )
+    return Transformer
 
 
 def experts(size: Size, dtype: Any) -> Model:
