@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -91,29 +92,29 @@ def versions() -> str:
 
 def gpt2(size: Size, dtype: Any) -> Model:
     """GPT-2 with tied embeddings; the gradient is clipped by its global norm."""
-    from transformers import FlaxGPT2LMHeadModel, GPT2Config
+    transformers: Any = import_module("transformers")
 
     layers, width, heads, length, rows, words = {
         "small": (2, 64, 8, 32, 16, 256),
         "medium": (4, 768, 12, 1024, 64, 50257),
     }[size]
-    config = GPT2Config(
+    config = transformers.GPT2Config(
         n_layer=layers, n_embd=width, n_head=heads, n_positions=length, vocab_size=words
     )
-    model: Any = FlaxGPT2LMHeadModel(config, dtype=dtype, _do_init=False)
+    model: Any = transformers.FlaxGPT2LMHeadModel(config, dtype=dtype, _do_init=False)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     return _language_model("gpt2", model, optimizer, rows, length, words)
 
 
 def llama(size: Size, dtype: Any) -> Model:
     """Llama with grouped queries; untied head."""
-    from transformers import FlaxLlamaForCausalLM, LlamaConfig
+    transformers: Any = import_module("transformers")
 
     layers, width, heads, length, rows, words = {
         "small": (2, 64, 8, 32, 16, 256),
         "medium": (3, 2048, 32, 2048, 16, 32000),
     }[size]
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         num_hidden_layers=layers,
         hidden_size=width,
         intermediate_size=4 * width,
@@ -122,7 +123,7 @@ def llama(size: Size, dtype: Any) -> Model:
         max_position_embeddings=length,
         vocab_size=words,
     )
-    model: Any = FlaxLlamaForCausalLM(config, dtype=dtype, _do_init=False)
+    model: Any = transformers.FlaxLlamaForCausalLM(config, dtype=dtype, _do_init=False)
     return _language_model("llama", model, optax.adamw(1e-3), rows, length, words)
 
 
@@ -150,13 +151,13 @@ def _language_model(
 
 def bert(size: Size, dtype: Any) -> Model:
     """BERT with masked tokens and padding; the loss weighs tokens."""
-    from transformers import BertConfig, FlaxBertForMaskedLM
+    transformers: Any = import_module("transformers")
 
     layers, width, heads, length, rows, words = {
         "small": (2, 64, 8, 32, 16, 256),
         "medium": (4, 768, 12, 512, 128, 30522),
     }[size]
-    config = BertConfig(
+    config = transformers.BertConfig(
         num_hidden_layers=layers,
         hidden_size=width,
         num_attention_heads=heads,
@@ -164,7 +165,7 @@ def bert(size: Size, dtype: Any) -> Model:
         max_position_embeddings=length,
         vocab_size=words,
     )
-    model: Any = FlaxBertForMaskedLM(config, dtype=dtype, _do_init=False)
+    model: Any = transformers.FlaxBertForMaskedLM(config, dtype=dtype, _do_init=False)
 
     def loss(params: Any, batch: Any) -> jax.Array:
         logits_BTV = model(
@@ -185,13 +186,13 @@ def bert(size: Size, dtype: Any) -> Model:
 
 def vit(size: Size, dtype: Any) -> Model:
     """ViT: a convolution makes patches, and one token stands for the image."""
-    from transformers import FlaxViTForImageClassification, ViTConfig
+    transformers: Any = import_module("transformers")
 
     layers, width, heads, pixels, patch, rows, classes = {
         "small": (2, 64, 8, 32, 8, 16, 16),
         "medium": (4, 768, 12, 224, 16, 512, 1000),
     }[size]
-    config = ViTConfig(
+    config = transformers.ViTConfig(
         num_hidden_layers=layers,
         hidden_size=width,
         num_attention_heads=heads,
@@ -200,7 +201,9 @@ def vit(size: Size, dtype: Any) -> Model:
         patch_size=patch,
         num_labels=classes,
     )
-    model: Any = FlaxViTForImageClassification(config, dtype=dtype, _do_init=False)
+    model: Any = transformers.FlaxViTForImageClassification(
+        config, dtype=dtype, _do_init=False
+    )
 
     def loss(params: Any, batch: Any) -> jax.Array:
         logits_BC = model(batch["pixels"], params=params).logits
@@ -218,13 +221,13 @@ def vit(size: Size, dtype: Any) -> Model:
 
 def whisper(size: Size, dtype: Any) -> Model:
     """Whisper: two convolutions over time, an encoder, a decoder across from it."""
-    from transformers import FlaxWhisperForConditionalGeneration, WhisperConfig
+    transformers: Any = import_module("transformers")
 
     layers, width, heads, frames, length, rows, words = {
         "small": (2, 64, 8, 32, 16, 16, 256),
         "medium": (2, 512, 8, 1500, 448, 64, 51865),
     }[size]
-    config = WhisperConfig(
+    config = transformers.WhisperConfig(
         encoder_layers=layers,
         decoder_layers=layers,
         d_model=width,
@@ -240,7 +243,7 @@ def whisper(size: Size, dtype: Any) -> Model:
         eos_token_id=2,
         decoder_start_token_id=1,
     )
-    model: Any = FlaxWhisperForConditionalGeneration(
+    model: Any = transformers.FlaxWhisperForConditionalGeneration(
         config, dtype=dtype, _do_init=False
     )
     bands = config.num_mel_bins
@@ -266,19 +269,19 @@ def whisper(size: Size, dtype: Any) -> Model:
 
 def resnet(size: Size, dtype: Any) -> Model:
     """ResNet as an opaque step: batch statistics, momentum."""
-    from transformers import FlaxResNetForImageClassification, ResNetConfig
+    transformers: Any = import_module("transformers")
 
     embedding, widths, depths, pixels, rows, classes = {
         "small": (16, (32, 64), (1, 2), 32, 32, 16),
         "medium": (64, (256, 512, 1024, 2048), (1, 1, 2, 1), 224, 256, 1000),
     }[size]
-    config = ResNetConfig(
+    config = transformers.ResNetConfig(
         embedding_size=embedding,
         hidden_sizes=list(widths),
         depths=list(depths),
         num_labels=classes,
     )
-    model: Any = FlaxResNetForImageClassification(
+    model: Any = transformers.FlaxResNetForImageClassification(
         config, dtype=dtype, _do_init=False, input_shape=(1, pixels, pixels, 3)
     )
     optimizer = optax.sgd(1e-2, momentum=0.9)
@@ -313,7 +316,7 @@ def resnet(size: Size, dtype: Any) -> Model:
 
 def equinox(size: Size, dtype: Any) -> Model:
     """A transformer of Equinox's own layers, each mapped over tokens and rows."""
-    import equinox as eqx
+    eqx: Any = import_module("equinox")
 
     layers, width, heads, length, rows, words = {
         "small": (2, 64, 8, 32, 16, 256),
@@ -345,7 +348,7 @@ def _equinox_transformer(
     layers: int, width: int, heads: int, length: int, words: int
 ) -> Any:
     """The class of the model, once: the same parameters are trees of the same class."""
-    import equinox as eqx
+    eqx: Any = import_module("equinox")
 
     class Block(eqx.Module):
         norms: Any
@@ -388,7 +391,7 @@ def _equinox_transformer(
 
 def experts(size: Size, dtype: Any) -> Model:
     """A mixture of experts in Haiku: two of eight for each token, with a capacity."""
-    import haiku as hk
+    hk: Any = import_module("haiku")
 
     layers, width, length, rows, words, count = {
         "small": (2, 64, 32, 16, 256, 8),
@@ -468,9 +471,9 @@ def nested(params: Mapping[str, Mapping[str, jax.Array]]) -> dict[str, Any]:
     return unflatten_dict(flat, sep="/")
 
 
-def flat(params: Mapping[str, Any]) -> dict[str, dict[str, jax.Array]]:
+def flat(params: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Puts the names of Haiku's modules together again."""
-    found: dict[str, dict[str, jax.Array]] = {}
+    found: dict[str, dict[str, Any]] = {}
     for path, array in flatten_dict(params, sep="/").items():
         module, _, name = path.rpartition("/")
         found.setdefault(module, {})[name] = array
