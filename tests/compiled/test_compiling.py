@@ -215,6 +215,25 @@ def test_the_gpu_compiler_scatters_and_keeps_bfloat16() -> None:
     assert compiled.exact_memory
 
 
+@pytest.mark.parametrize(
+    ("first", "retried"), [("INTERNAL: no tiles", True), ("INVALID_ARGUMENT: x", False)]
+)
+def test_after_an_internal_error_it_is_compiled_without_triton(
+    monkeypatch: pytest.MonkeyPatch, first: str, retried: bool
+) -> None:
+    done: dict[str, Any] = {"text": "", "memory": {}, "seconds": 0.0}
+
+    def whole(module: Any, devices: Any, options: Any) -> Any:
+        return done if "xla_gpu_enable_triton_gemm" in options else first
+
+    monkeypatch.setattr(worker, "_whole", whole)
+    monkeypatch.setattr(worker, "until_assigned", lambda compiled: compiled({}))
+    without = worker._WITHOUT_TRITON
+    found = worker._compile(b"", list, {}, without)
+    assert found == (done if retried else first)
+    assert worker._compile(b"", list, {}, {}) == first
+
+
 def test_what_jax_refuses_is_said_before_anything_is_compiled() -> None:
     with pytest.raises(ValueError, match="evenly divide"):
         lower(_nested, (_shape(16, 30), _shape(30, 30)), mesh={"tensor": 8},

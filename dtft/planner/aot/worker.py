@@ -168,6 +168,12 @@ _CPU_OPTIONS = {
 }
 # There are as many children as cores, so each child compiles with one thread.
 _GPU_OPTIONS = {"xla_gpu_force_compilation_parallelism": 1}
+_WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
+"""XLA options for a second compilation after an internal error.
+
+Triton cannot divide some shapes into tiles, such as the 197 tokens of a ViT. On a GPU,
+XLA's autotuner then takes cuBLAS; without a GPU there is no autotuner, and XLA fails.
+"""
 
 
 def main(link: Connection, target: str, num_devices: int) -> None:
@@ -181,7 +187,8 @@ def main(link: Connection, target: str, num_devices: int) -> None:
     options = _CPU_OPTIONS if target == "cpu" else _GPU_OPTIONS
     while True:
         module, mesh = modules.get()
-        link.send(problem or _read(_compile(module, devices, options), mesh))
+        retry = {} if target == "cpu" else _WITHOUT_TRITON
+        link.send(problem or _read(_compile(module, devices, options, retry), mesh))
 
 
 def _listen(
@@ -237,9 +244,26 @@ def _read(compiled: dict[str, Any] | str, mesh: Mapping[str, int]) -> Answer:
 
 
 def _compile(
-    module: bytes, devices: _Devices, options: Mapping[str, Any]
+    module: bytes,
+    devices: _Devices,
+    options: Mapping[str, Any],
+    retry: Mapping[str, Any],
 ) -> dict[str, Any] | str:
-    return until_assigned(lambda more: _whole(module, devices(), {**options, **more}))
+    """Compiles a module; after an internal error of XLA again, with options in `retry`.
+
+    If `retry` is empty or does not help, the first error is returned.
+    """
+
+    def compiled(options: Mapping[str, Any]) -> dict[str, Any] | str:
+        return until_assigned(
+            lambda more: _whole(module, devices(), {**options, **more})
+        )
+
+    first = compiled(options)
+    if not retry or not isinstance(first, str) or "INTERNAL" not in first:
+        return first
+    again = compiled({**options, **retry})
+    return first if isinstance(again, str) else again
 
 
 def _whole(

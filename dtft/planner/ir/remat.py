@@ -230,7 +230,8 @@ def _stretch(
         math.inf if asked.joined(eqn) else num_bytes
         for eqn, num_bytes in zip(eqns, _crossing(eqns, first, last_use), strict=False)
     ]
-    cuts = best_cuts([_inside(eqn) for eqn in eqns], crossing)
+    inside = [0.0 if asked.joined(eqn) else _inside(eqn) for eqn in eqns]
+    cuts = best_cuts(inside, crossing)
     ends = [0, *(cut + 1 for cut in cuts), len(eqns)]
     for start, end in itertools.pairwise(ends):
         if end == len(eqns) and not wrap_last:
@@ -303,13 +304,21 @@ def _crossing(
 
 
 def _inside(eqn: JaxprEqn) -> float:
-    if eqn.primitive.name not in CALLS:
-        return sum(map(_num_bytes, eqn.outvars))
+    """Counts the bytes that an equation writes.
+
+    A sharding constraint writes nothing. So a plan's constraints do not change the
+    blocks, and the blocks that are run are those that the planner priced.
+    """
+    written = (
+        [eqn]
+        if eqn.primitive.name not in CALLS
+        else [operator for body in bodies(eqn) for operator in operators(body)]
+    )
     return sum(
         _num_bytes(var)
-        for body in bodies(eqn)
-        for operator in operators(body)
-        for var in operator.outvars
+        for one in written
+        if one.primitive.name != "sharding_constraint"
+        for var in one.outvars
     )
 
 

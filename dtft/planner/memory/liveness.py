@@ -30,6 +30,11 @@ The policy saves the operand instead.
 """
 _IN_MATMULS = ("max", "min", "neg", "convert_element_type")
 """Operators that XLA fuses into the matmul that reads their result, such as a cast."""
+_EXPANDED = ("erfc",)
+"""Functions that XLA computes with dozens of operators (in `gelu`, unless approximate).
+
+XLA computes them once, so their operand and result have buffers.
+"""
 _READS_FUSED = (*CHEAP, "reduction")
 """Kinds of operators into which XLA fuses cheap operators that make their operands."""
 
@@ -54,6 +59,7 @@ class InMemory:
             for operator in graph.operators
             for value in operator.outputs
         }
+        self._keeps_all = keeps_all
         self._kept = self._find_kept()
         if keeps_all:
             self._kept |= self._saved()
@@ -96,6 +102,8 @@ class InMemory:
                 kept.update(map(self._read_by_matmul, operator.inputs))
             elif operator.kind not in _READS_FUSED:
                 kept.update(operator.inputs)
+            elif operator.primitive in _EXPANDED and not self._keeps_all:
+                kept.update((*operator.inputs, *operator.outputs))
         kept -= self._folded()
         for loop in self.graph.loops:
             kept.update(outer for _, outer in loop.stacked)
@@ -109,8 +117,12 @@ class InMemory:
 
         A rectifier or a cast of one array is fused into the matmul. A cast of a value
         that is computed from several arrays is fused too, but its operand has a buffer.
+        A cast of one array to fewer bytes is not fused, because the matmul would read
+        more bytes: its result has a buffer. Such are a softmax in float32 and the
+        parameters in mixed precision, each kept for the backward pass.
         """
-        maker = self.makers.get(index)
+        while (maker := self.makers.get(index)) and maker.primitive == "copy":
+            index = maker.inputs[0]
         if maker is None or maker.primitive not in _IN_MATMULS:
             return index
         before = index
@@ -120,7 +132,20 @@ class InMemory:
                 cast = maker.primitive == "convert_element_type"
                 return maker.inputs[0] if cast else index
             before = large[0]
-        return before
+        return index if self._narrows(maker) else before
+
+    def _narrows(self, operator: Operator) -> bool:
+        """Returns whether an operator casts to fewer bytes and its result is kept.
+
+        At ZeRO level 3 the policy casts again in the backward pass, so nothing is kept.
+        """
+        if operator.primitive != "convert_element_type" or self._keeps_all:
+            return False
+        before, after = (
+            self.graph.values[index].num_bytes
+            for index in (operator.inputs[0], operator.outputs[0])
+        )
+        return after < before
 
     def _folded(self) -> set[int]:
         """Finds the scatters into zeros whose result is only added to another array.

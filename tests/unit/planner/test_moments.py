@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dtft.planner.ir import trace
 from dtft.planner.ir.graph import Graph
 from dtft.planner.ir.op_groups import region
-from dtft.planner.memory.liveness import ROW
+from dtft.planner.memory.liveness import ROW, InMemory
 from dtft.planner.memory.peak import LivenessTrace, PeakModel, Timeline
 from dtft.planner.memory.schedule import scheduled
 from dtft.planner.spmd.partitioner import MICRO, ShardingAssignment
@@ -230,3 +231,74 @@ def test_operands_that_must_be_gathered_have_memory_then() -> None:
     # Rows and columns want the same axis: the smaller, the examples, is gathered. The
     # gradient, which is half of that, is all there is otherwise.
     assert found.activations[0] + found.gradients[0] >= 4 * 1024 * 4
+
+
+def has_buffer(graph: Graph, primitive: str, *, keeps_all: bool = False) -> bool:
+    """Whether the result of the only operator of a primitive is in memory."""
+    (made,) = [one for one in graph.operators if one.primitive == primitive]
+    (value,) = made.outputs
+    return InMemory(graph, keeps_all=keeps_all).root(value) == frozenset((value,))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kept"),
+    [("float32", "bfloat16", True), ("bfloat16", "float32", False)],
+)
+def test_a_cast_to_fewer_bytes_is_kept_for_a_matmul(
+    before: str, after: str, kept: bool
+) -> None:
+    def product(x_BD: jax.Array, w_DF: jax.Array) -> jax.Array:
+        return x_BD @ w_DF.astype(after)
+
+    graph = trace(
+        product,
+        jax.ShapeDtypeStruct((8, 4), after),
+        jax.ShapeDtypeStruct((4, 6), before),
+    )
+    assert has_buffer(graph, "convert_element_type") == kept
+    # The policy of ZeRO level 3 casts again.
+    assert not has_buffer(graph, "convert_element_type", keeps_all=True)
+
+
+def test_a_softmax_in_more_bytes_than_its_matmul_reads_is_kept_in_both() -> None:
+    def attention(q_TH: jax.Array, k_TH: jax.Array, v_TH: jax.Array) -> jax.Array:
+        scores_TT = jnp.einsum(
+            "qh,kh->qk", q_TH, k_TH, preferred_element_type=jnp.float32
+        )
+        return jax.nn.softmax(scores_TT).astype(jnp.bfloat16) @ v_TH
+
+    graph = trace(attention, *[jax.ShapeDtypeStruct((8, 4), jnp.bfloat16)] * 3)
+    memory = InMemory(graph, keeps_all=False)
+    alone = [
+        graph.values[value].dtype
+        for value in memory.makers
+        if graph.values[value].shape == (8, 8) and memory.root(value) == {value}
+    ]
+    assert alone == ["float32", "bfloat16"]
+
+
+def test_a_copy_that_a_matmul_reads_is_what_was_copied() -> None:
+    def product(x_BD: jax.Array, y_BD: jax.Array, w_DF: jax.Array) -> jax.Array:
+        return jnp.copy(x_BD * y_BD) @ w_DF
+
+    shapes = [(8, 4), (8, 4), (4, 6)]
+    graph = trace(product, *[jax.ShapeDtypeStruct(it, jnp.float32) for it in shapes])
+    assert "copy" in [one.primitive for one in graph.operators]
+    assert has_buffer(graph, "mul")
+
+
+@pytest.mark.parametrize(("approximate", "count"), [(True, 1), (False, 3)])
+def test_an_exact_gelu_keeps_its_erfc_and_the_operand_of_it(
+    approximate: bool, count: int
+) -> None:
+    graph = trace(
+        lambda x_BD: jax.nn.gelu(x_BD, approximate) @ x_BD.T,
+        jax.ShapeDtypeStruct((8, 4), jnp.float32),
+    )
+    memory = InMemory(graph, keeps_all=False)
+    alone = [
+        value
+        for value in memory.makers
+        if graph.values[value].shape == (8, 4) and memory.root(value) == {value}
+    ]
+    assert len(alone) == count

@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.sharding import NamedSharding, PartitionSpec
 
+from dtft.planner.ir import remat
 from dtft.planner.ir.jaxprs import REMAT, bodies, operators
 from dtft.planner.ir.remat import POLICIES, best_cuts, rematerialized
 from dtft.planner.ir.tracing import trace
@@ -148,3 +150,32 @@ def test_joined_equations_are_in_the_block_of_what_comes_after_them() -> None:
     apart = ends(lambda eqn: eqn.primitive.name == "add")
     assert apart
     assert "add" not in apart
+
+
+def test_sharding_constraints_add_no_bytes_to_a_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sharding = NamedSharding(jax.make_mesh((8,), ("replica",)), PartitionSpec())
+
+    def loss(w: jax.Array, x: jax.Array, pinned: bool) -> jax.Array:
+        for each in w:
+            scores = (x @ each) @ x.T
+            if pinned:
+                scores = lax.with_sharding_constraint(scores, sharding)
+            x = jax.nn.softmax(scores) @ x
+        return jnp.sum(x)
+
+    def inside(pinned: bool) -> float:
+        seen: list[float] = []
+
+        def cuts(inside: Sequence[float], crossing: Sequence[float]) -> tuple[int, ...]:
+            seen.extend(inside)
+            return best_cuts(inside, crossing)
+
+        monkeypatch.setattr(remat, "best_cuts", cuts)
+        given = jnp.ones((6, 4, 4)), jnp.ones((64, 4))
+        program = jax.make_jaxpr(loss, static_argnums=2)(*given, pinned)
+        rematerialized(program, POLICIES["full"])
+        return sum(seen)
+
+    assert inside(True) == inside(False) > 0
