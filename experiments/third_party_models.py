@@ -25,7 +25,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
@@ -328,15 +328,7 @@ def _compiled(plan: dtft.Plan, given: Mapping[str, Any], name: str) -> dict[str,
     (result,) = compile_all([one], deadline_s=DEADLINE_S)
     if not isinstance(result, Compiled):
         return {"failure": result.reason[:200]}
-    memory = result.memory
-    return {
-        "memory": {
-            "arguments": memory.arguments,
-            "outputs": memory.outputs,
-            "temporaries": memory.temporaries,
-            "aliased": memory.aliased,
-        }
-    }
+    return {"memory": asdict(result.memory)}
 
 
 def _fit(name: str, pins: str, plan: dtft.Plan, memory: Memory) -> Fit:

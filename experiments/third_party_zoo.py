@@ -9,6 +9,7 @@ stay those of `constraints.txt`. Every model has a `small` size, which is run, a
 
 import functools
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -34,6 +35,8 @@ PACKAGES = (
 )  # fmt: skip
 """Transformers, Equinox and Haiku, with what they need and the environment lacks."""
 NAMED = ("transformers", "equinox", "dm-haiku")
+INSTALL_S = 600.0
+"""Longest time that pip may take, in seconds."""
 Size = Literal["small", "medium"]
 
 
@@ -70,16 +73,22 @@ def install() -> None:
 
     Raises:
         RuntimeError: pip failed; the message has the end of its output.
+        subprocess.TimeoutExpired: pip took more than `INSTALL_S`.
     """
     if not FOLDER.is_dir():
+        part = FOLDER.with_suffix(".part")  # one that was interrupted does not count
+        shutil.rmtree(part, ignore_errors=True)
         command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps"]
-        command += ["-c", str(ROOT / "constraints.txt"), "--target", str(FOLDER)]
-        ended = subprocess.run([*command, *PACKAGES], capture_output=True, text=True)
+        command += ["-c", str(ROOT / "constraints.txt"), "--target", str(part)]
+        ended = subprocess.run(
+            [*command, *PACKAGES], capture_output=True, text=True, timeout=INSTALL_S
+        )
         if ended.returncode:
             raise RuntimeError(
                 f"pip cannot install {', '.join(NAMED)} into {FOLDER}: "
                 f"{ended.stderr.strip()[-500:]}"
             )
+        part.rename(FOLDER)
     if str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))  # last: nothing of the environment is replaced
     os.environ["HF_HUB_OFFLINE"] = "1"

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -584,6 +585,10 @@ class TrainingThread(threading.Thread):
             self._condition.notify_all()
 
 
+def _no_thread() -> TrainingThread | None:
+    return None
+
+
 class TrainerProcess:
     """The trainer of this process, which carries out the agent's orders one by one.
 
@@ -612,8 +617,9 @@ class TrainerProcess:
         self._is_leaving = False
         self._training: TrainingThread | None = None
         """The training thread of the slot, if there is a slot."""
-        self._left_behind: TrainingThread | None = None
-        """The thread of a former slot that was left behind last, if any."""
+        self._left_behind = _no_thread
+        """Returns the thread that was left behind last, while it exists: its error
+        holds the arrays of its slot."""
 
     def serve(self) -> None:
         """Carries out orders until the agent ends.
@@ -657,7 +663,7 @@ class TrainerProcess:
             self._orders = [message]  # an older order is void
             self._is_leaving = True
             if self._training is not None:
-                self._dialogue.interrupt(self._training, LeaveOrdered())
+                self._dialogue.interrupt(self._training, LeaveOrdered)
             if self._world is not None and self._rehearsals is not None:
                 self._world.leave()
                 self._rehearsals.stop()
@@ -711,16 +717,17 @@ class TrainerProcess:
             while not (training.has_ended or dialogue.gone):
                 condition.wait_for(lambda: training.has_ended, PATIENCE_S)
                 if not training.has_ended and self._can_leave_behind():
-                    self._left_behind = training
+                    self._left_behind = weakref.ref(training)
                     return LeaveOrdered("its thread still computes and is left behind")
             if not condition.wait_for(lambda: training.has_ended, LAST_WORDS_S):
                 raise AgentGone(dialogue.farewell)
+        training.join(LAST_WORDS_S)  # a thread that runs holds the arrays of its slot
         return training.error
 
     def _can_leave_behind(self) -> bool:
         """Whether the training thread may go on beside the next formation; `condition`
         is held."""
-        runtime, former = self._runtime, self._left_behind
+        runtime, former = self._runtime, self._left_behind()
         return (
             (former is None or former.has_ended)
             and runtime is not None

@@ -682,7 +682,9 @@ class Dialogue:
         """The message of `AgentGone`; a default until the agent sends a reason."""
         self._link, self.deadline_s = link, deadline_s
         self._outbox = Outbox(link)
-        self._interrupted = WeakKeyDictionary[threading.Thread, Exception]()
+        self._interrupted = WeakKeyDictionary[threading.Thread, type[Exception]]()
+        """Threads that are interrupted, and by which error. An error itself would hold
+        its thread and all that it had in its frames."""
 
     def start(self, take: Callable[[dict[str, Any]], None]) -> None:
         """Starts a receiving thread; `take` gets each message with `condition` held.
@@ -714,7 +716,7 @@ class Dialogue:
                 self.gone = True
                 self.condition.notify_all()
 
-    def interrupt(self, thread: threading.Thread, error: Exception) -> None:
+    def interrupt(self, thread: threading.Thread, error: type[Exception]) -> None:
         """Makes each wait, send and `check` of a thread raise `error` from now on."""
         with self.condition:
             self._interrupted[thread] = error
@@ -734,7 +736,7 @@ class Dialogue:
     def _raise_interruption(self) -> None:
         error = self._interrupted.get(threading.current_thread())
         if error is not None:
-            raise error
+            raise error()
 
     def wait(
         self, ready: Callable[[], bool], what: str, limit_s: float | None = None

@@ -1,5 +1,6 @@
 """A trainer's last words: what its agent is told of a failure, and how soon."""
 
+import gc
 import os
 import signal
 import socket
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -174,6 +176,11 @@ class Ordered:
     def start(self, slot: int) -> None:
         self.agent.send("start", slot=slot, generation=1)
 
+    def takes(self, slot: int) -> None:
+        """Starts, and waits until training has begun."""
+        self.start(slot)
+        assert self.agent.receive(20) == {"op": "running", "step": slot}
+
     def close(self) -> None:
         self.agent.close()
         self._thread.join(20)
@@ -268,7 +275,7 @@ class Stuck:
     at: tuple[str, int] = ("step", 3)
     may_be_left_behind: bool = True
     goes_on: threading.Event = field(default_factory=threading.Event)
-    refused: list[Exception] = field(default_factory=list)
+    refused: list[type[Exception]] = field(default_factory=list)
 
     def __call__(self, trainer: worker.TrainerProcess, order: Any) -> None:
         if order["slot"] not in self.slots:
@@ -281,19 +288,17 @@ class Stuck:
             try:
                 says("failed", step=1)
             except worker.LeaveOrdered as error:
-                self.refused.append(error)
+                self.refused.append(type(error))
 
 
 def test_a_thread_that_computes_for_ever_is_left_behind_and_is_silent_for_ever(
     ordered: Callable[..., Ordered],
 ) -> None:
     one = ordered(stuck := Stuck())
-    one.start(1)
-    assert one.agent.receive(20) == {"op": "running", "step": 1}
+    one.takes(1)
     one.agent.send("leave", number=7)
     assert one.agent.receive(20) == {"op": "left_slot", "number": 7}
-    one.start(2)
-    assert one.agent.receive(20) == {"op": "running", "step": 2}
+    one.takes(2)
     stuck.goes_on.set()
     until(lambda: len(stuck.refused) == 2)
     one.agent.send("leave", number=8)
@@ -313,8 +318,7 @@ def test_another_thread_that_goes_on_is_waited_for(
     ordered: Callable[..., Ordered], more: dict[str, Any]
 ) -> None:
     one = ordered(stuck := Stuck(**more))
-    one.start(1)
-    assert one.agent.receive(20) == {"op": "running", "step": 1}
+    one.takes(1)
     one.agent.send("leave", number=7)
     with pytest.raises(TimeoutError):
         one.agent.receive(3 * worker.PATIENCE_S)
@@ -323,16 +327,37 @@ def test_another_thread_that_goes_on_is_waited_for(
     assert len(stuck.refused) == 2 and not one.ended
 
 
+@pytest.mark.parametrize("is_stuck", [True, False])
+def test_a_slot_that_was_given_up_holds_no_arrays(
+    ordered: Callable[..., Ordered], is_stuck: bool
+) -> None:
+    stuck = Stuck(slots=(1,) if is_stuck else ())
+    arrays: list[weakref.ref[Computes]] = []
+
+    def trains(trainer: worker.TrainerProcess, order: Any) -> None:
+        held = Computes(("step", 3))
+        arrays.append(weakref.ref(held))
+        stuck(trainer, order)
+        trainer._dialogue.check()
+        assert held is None, "the order to leave comes first"
+
+    one = ordered(trains)
+    one.takes(1)
+    one.agent.send("leave", number=7)
+    assert one.agent.receive(20) == {"op": "left_slot", "number": 7}
+    assert (arrays[0]() is not None) == is_stuck
+    stuck.goes_on.set()
+    until(lambda: gc.collect() >= 0 and arrays[0]() is None)
+
+
 def test_only_one_thread_at_a_time_is_left_behind(
     ordered: Callable[..., Ordered],
 ) -> None:
     one = ordered(stuck := Stuck(slots=(1, 2)))
-    one.start(1)
-    assert one.agent.receive(20) == {"op": "running", "step": 1}
+    one.takes(1)
     one.agent.send("leave", number=7)
     assert one.agent.receive(20) == {"op": "left_slot", "number": 7}
-    one.start(2)
-    assert one.agent.receive(20) == {"op": "running", "step": 2}
+    one.takes(2)
     one.agent.send("leave", number=8)
     with pytest.raises(TimeoutError):
         one.agent.receive(3 * worker.PATIENCE_S)
@@ -345,8 +370,7 @@ def test_a_trainer_whose_agent_has_gone_does_not_wait_for_its_thread(
 ) -> None:
     monkeypatch.setattr(worker, "LAST_WORDS_S", 0.3)
     one = ordered(stuck := Stuck())
-    one.start(1)
-    assert one.agent.receive(20) == {"op": "running", "step": 1}
+    one.takes(1)
     one.agent.close()
     until(lambda: bool(one.ended))
     assert isinstance(one.ended[0], worker.AgentGone)
