@@ -457,7 +457,7 @@ def undivided(question: Workload, parts: int) -> tuple[str, ...]:
         operator = group.operator
         if operator.kind not in ("matmul", "convolution"):
             continue
-        flops = operator.flops * group.times / max(1.0, graph.flops)
+        part = operator.flops * group.times / max(1.0, graph.flops)
         for index in (*operator.inputs, *operator.outputs):
             for dim in graph.values[index].dims:
                 root = question.root(dim)
@@ -466,9 +466,9 @@ def undivided(question: Workload, parts: int) -> tuple[str, ...]:
                     continue
                 if known.sizes[-1] > parts:
                     text = f"{_why(known, parts)} ({_name(graph, group)})"
-                    seen.setdefault(root, [text, 0.0])[1] += flops
+                    seen.setdefault(root, [text, 0.0])[1] += part
     ranked = sorted(seen.values(), key=lambda item: -item[1])
-    return tuple(text for text, flops in ranked if flops >= _SHARE)
+    return tuple(text for text, part in ranked if part >= _SHARE)
 
 
 def undivided_text(question: Workload, parts: int) -> str:

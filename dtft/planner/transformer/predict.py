@@ -518,10 +518,10 @@ def habits_of(device: DeviceType) -> Habits:
     >>> habits_of(device_type("v100")).dtype, habits_of(device_type("a100")).dtype
     ('float16', 'bfloat16')
     """
-    half, brain = (device.rate(dtype).listed for dtype in ("float16", "bfloat16"))
+    only_float16 = device.rate("float16").listed and not device.rate("bfloat16").listed
     return Habits(
         fused=device.rate("float8").listed,
-        dtype="float16" if half and not brain else "bfloat16",
+        dtype="float16" if only_float16 else "bfloat16",
     )
 
 
