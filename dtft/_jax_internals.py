@@ -8,6 +8,7 @@ It uses the private API for:
 * The keys of the coordination service: text from one process to others.
 * JAX's persistent compilation cache: which process writes, and what a CPU program's key
   depends on.
+* Loading a compiled CPU program for other devices.
 * The bytes of a CPU array's buffer.
 * Compilation of a module that another process lowered.
 * The number of constant and carried arguments of a `scan`.
@@ -20,8 +21,10 @@ dtft may import ``jax._src`` or private modules of ``jaxlib``.
 import contextlib
 import ctypes
 import functools
+import io
 import math
 import os
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -374,7 +377,7 @@ def share_cached_programs() -> None:
     from jax._src import cache_key, lru_cache
 
     hashed = cache_key._hash_serialized_compile_options
-    put_locked = lru_cache.LRUCache.put
+    put_locked, read = lru_cache.LRUCache.put, lru_cache.LRUCache.get
 
     def hash_without_devices(
         hash_obj: Any, compile_options: Any, strip_device_assignment: bool = False
@@ -398,13 +401,147 @@ def share_cached_programs() -> None:
                 part.unlink(missing_ok=True)
             raise
 
+    def get(self: Any, key: str) -> bytes | None:
+        _read.entry = read(self, key)
+        return _read.entry
+
     def hash_processor(hash_obj: Any, accelerators: Any) -> None:
         del accelerators
         hash_obj.update(_processor().encode())
 
     cache_key._hash_serialized_compile_options = hash_without_devices
     cache_key._hash_accelerator_config = hash_processor
-    lru_cache.LRUCache.put = put
+    lru_cache.LRUCache.put, lru_cache.LRUCache.get = put, get
+
+
+class _Read(threading.local):
+    """The entry of the compilation cache that the calling thread has read last."""
+
+    entry: bytes | None = None
+
+
+_read = _Read()
+
+
+class PortableProgram:
+    """A compiled CPU program that can be loaded for other devices.
+
+    That takes a part of the time of tracing and lowering the same function for them.
+    """
+
+    def __init__(self, lowered: jax.stages.Lowered) -> None:
+        """Compiles a function, or loads it from JAX's compilation cache.
+
+        With a cache, `share_cached_programs` must have been called.
+
+        Args:
+            lowered: a function that was lowered for a mesh of CPU devices, and not
+                compiled before.
+        """
+        check_version()
+        _read.entry = None
+        self.compiled: jax.stages.Compiled = lowered.compile()
+        """The program for the devices that the function was lowered for."""
+        # XLA cannot serialize a program again that it has loaded.
+        self._entry, _read.entry = _read.entry, None
+        self._lock = threading.Lock()
+        self._pickled: bytes | None = None
+
+    def on(self, own: Sequence[Any], others: Sequence[Any]) -> jax.stages.Compiled:
+        """Loads the program for other devices.
+
+        Args:
+            own: the devices that the function was lowered for, in mesh order.
+            others: equally many devices, in the order of the same mesh.
+
+        Raises:
+            ValueError: the program has arguments that are not the function's, such as
+                arrays that the function closes over, so it cannot be loaded.
+        """
+        program: Any = self.compiled
+        if program._params.const_args:
+            raise ValueError("a program that closes over arrays cannot be moved")
+        with self._lock:
+            if self._pickled is None:
+                self._pickled = self._pickle(program)
+        places = dict(zip((it.id for it in own), others, strict=True))
+        unloaded, arguments = _Unpickler(self._pickled, places).load()
+        return jax.stages.Compiled(
+            unloaded.load(),
+            [],
+            program.in_tree.unflatten(arguments),
+            program.out_tree,
+            no_kwargs=program._no_kwargs,
+        )
+
+    def _pickle(self, program: Any) -> bytes:
+        from jax._src import compilation_cache
+
+        content = None
+        if self._entry is not None:
+            entry = compilation_cache.decompress_executable(self._entry)
+            content, _ = compilation_cache.extract_executable_and_time(entry)
+            self._entry = None
+        pickled = io.BytesIO()
+        arguments = jax.tree.leaves(program.args_info)
+        unloaded = program._executable._unloaded_executable
+        _Pickler(pickled, content).dump((unloaded, arguments))
+        return pickled.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles what JAX knows of a program; devices by their ids."""
+
+    def __init__(self, file: io.BytesIO, content: bytes | None) -> None:
+        """`content` is XLA's serialized program; None if XLA must make it."""
+        super().__init__(file)
+        self._content = content
+
+    def persistent_id(self, obj: Any) -> tuple[str, Any] | None:
+        from jax._src.lib import (
+            _jax,  # pyright: ignore[reportPrivateImportUsage]
+            xla_client,  # pyright: ignore[reportPrivateImportUsage]
+        )
+
+        if isinstance(obj, (xla_client.LoadedExecutable, _jax.Executable)):
+            content = self._content
+            return "program", obj.serialize() if content is None else content
+        if isinstance(obj, xla_client.Device):
+            return "device", obj.id
+        if isinstance(obj, xla_client.Client):
+            return "client", None
+        return None
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads what `_Pickler` wrote; puts other devices in the place of the pickled."""
+
+    def __init__(self, pickled: bytes, places: Mapping[int, Any]) -> None:
+        """`places` maps the id of each pickled device to the other device."""
+        super().__init__(io.BytesIO(pickled))
+        self._places = places
+
+    def persistent_load(self, pid: Any) -> Any:
+        from jax._src.lib import (
+            xla_client,  # pyright: ignore[reportPrivateImportUsage]
+        )
+        from jax.extend.backend import get_compile_options
+
+        kind, value = pid
+        devices: list[Any] = list(self._places.values())
+        client = devices[0].client
+        if kind == "device":
+            return self._places[value]
+        if kind == "client":
+            return client
+        options = get_compile_options(
+            num_replicas=1,
+            num_partitions=len(devices),
+            device_assignment=np.asarray(devices, dtype=object).reshape(1, -1),
+            backend=client,
+        )
+        where = xla_client.DeviceList(tuple(devices))
+        return client.deserialize_executable(value, where, options)
 
 
 @functools.cache

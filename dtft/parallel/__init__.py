@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dtft.parallel.functional_model import Metrics, State
     from dtft.parallel.pipeline import STAGE_AXIS, pipelined_step
     from dtft.parallel.state_sharding import make_mesh
-    from dtft.parallel.step import TrainStep, sharded_step
+    from dtft.parallel.step import Arrays, TrainStep, sharded_step
     from dtft.parallel.validation import (
         check_experiment,
         check_input,
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     )
 
 _PUBLIC = {
+    "Arrays": "step",
     "Feed": "feed",
     "Metrics": "functional_model",
     "STAGE_AXIS": "pipeline",
@@ -51,6 +52,7 @@ _PUBLIC = {
 }
 
 __all__ = [
+    "Arrays",
     "Feed",
     "Metrics",
     "STAGE_AXIS",

@@ -135,6 +135,8 @@ class TrainStep:
         read = {name: how.state[name] for name in READ}
         everywhere = NamedSharding(mesh, PartitionSpec())
         self._init = jax.jit(self._first_state, out_shardings=how.state)
+        self.program: jax.stages.Compiled | None = None
+        """The step, if it was compiled or loaded ahead for batches of one shape."""
         self._step = jax.jit(
             step,
             donate_argnums=0,
@@ -172,7 +174,7 @@ class TrainStep:
 
         Returns the new state and the metrics.
         """
-        return self._step(state, dict(batch))
+        return (self.program or self._step)(state, dict(batch))
 
     def sums(self, state: State, batch: Arrays, weight_B: jax.Array) -> Metrics:
         """Returns weighted sums over the batch of the loss and of each metric.

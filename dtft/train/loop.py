@@ -96,7 +96,7 @@ def run(experiment: Experiment, runtime: Runtime) -> Result:
             runtime.entered(phase, step)
             if phase == "compile":
                 if balancer is None:
-                    train_step.lower(batch.arrays).compile()
+                    runtime.compile(train_step, batch.arrays)
                 runtime.await_peers()
             state, metrics = run_step(state, batch.arrays)
             runtime.entered("step", step)

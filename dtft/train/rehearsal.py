@@ -1,21 +1,27 @@
 """Train steps that are compiled ahead, for formations that may follow the current one.
 
-When a host is lost, the next formation is made of other devices, so JAX traces and
-lowers its step again. XLA compiles it again only if JAX's compilation cache does not
-have it: the first slot's process writes each program there, and all others load it,
-whatever their devices (`share_cached_programs`). The leader knows which formations may
-follow: one for each host that may be lost. A process makes their steps in the
-background, one after the other, while it trains or waits as a spare.
+When a host is lost, the next formation is made of other devices. Its step is the same
+program as before, so a process that has compiled it for one formation loads it for the
+devices of others (`PortableProgram`). It traces and lowers the step only if its mesh
+has other sizes or another plan than all steps so far. XLA compiles it again only if
+JAX's compilation cache does not have it: the first slot's process writes each program
+there, and all others load it, whatever their devices (`share_cached_programs`).
+
+The leader knows which formations may follow: one for each host that may be lost. A
+process makes their steps in the background, one after the other, while it trains or
+waits as a spare.
 """
 
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
+from dtft._jax_internals import PortableProgram
 from dtft.config import Experiment
 from dtft.data import make_datasets
 from dtft.parallel import TrainStep, make_mesh, scaled_mesh
@@ -30,16 +36,18 @@ _LOW_PRIORITY = 10
 
 
 class Rehearsals:
-    """The train steps that this process has compiled ahead."""
+    """The train steps that this process has compiled, now or ahead."""
 
     def __init__(self, experiment: Experiment, world: World) -> None:
         """Compiles nothing yet."""
         self._experiment, self._world = experiment, world
-        self._steps: dict[tuple[int, ...], TrainStep] = {}
+        self._steps: dict[tuple[int, ...], _Rehearsed] = {}
+        self._programs: list[_Program] = []
         self._number = 0
 
     def begin(self, order: Mapping[str, Any]) -> None:
-        """Starts to compile the steps of formations on a thread; forgets all others.
+        """Starts to compile the steps of formations on a thread; forgets the steps of
+        all other formations.
 
         An earlier thread ends after its current step. Does nothing for balanced loads,
         whose programs belong to the `Balancer`. Does nothing either before this process
@@ -54,9 +62,7 @@ class Rehearsals:
         if self._experiment.balance.policy != "off" or not self._world.number:
             return
         self._number += 1
-        self._steps = {}
-        plan = recorded_plan(self._experiment, order["items"])
-        args = self._number, order["turn"], order["formations"], plan
+        args = self._number, order
         threading.Thread(target=self._run, args=args, daemon=True).start()
 
     def stop(self) -> None:
@@ -66,51 +72,106 @@ class Rehearsals:
         """
         self._number += 1
 
-    def step_on(self, mesh: jax.sharding.Mesh) -> TrainStep | None:
-        """Returns the compiled step for exactly this mesh; None if there is none."""
+    def step_on(self, mesh: jax.sharding.Mesh, plan: Plan | None) -> TrainStep | None:
+        """Returns the step compiled for exactly this mesh and plan, if there is one."""
         found = self._steps.get(_key(mesh))
-        return found if found is not None and found.mesh == mesh else None
+        is_it = found is not None and found.step.mesh == mesh and found.plan == plan
+        return found.step if found is not None and is_it else None
 
-    def _run(
-        self, number: int, turn: int, formations: list[list[int]], plan: Plan | None
-    ) -> None:
+    def compile(self, step: TrainStep, plan: Plan | None, batch: Any) -> None:
+        """Compiles a step, or loads the program of an equal step on other CPU devices.
+
+        Does nothing if the step is compiled.
+
+        Args:
+            step: the step.
+            plan: the plan that the step was made with; None without a plan.
+            batch: arrays or ShapeDtypeStructs of a batch.
+        """
+        mesh = step.mesh
+        if step.program is not None:
+            return
+        if mesh.devices.flat[0].platform != "cpu":
+            step.lower(batch).compile()
+            return
+        for known in self._programs:
+            if known.mesh.shape == mesh.shape and known.plan == plan:
+                try:
+                    own, others = known.mesh.devices.flat, mesh.devices.flat
+                    step.program = known.program.on(list(own), list(others))
+                    return
+                except Exception:  # such as a program that closes over arrays
+                    logger.debug("a program cannot be loaded again", exc_info=True)
+                    self._programs.remove(known)
+                    break
+        program = PortableProgram(step.lower(batch))
+        step.program = program.compiled
+        self._programs.append(_Program(mesh, plan, program))
+
+    def _run(self, number: int, order: Mapping[str, Any]) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
-        for indices in formations:
+        try:
+            plan = recorded_plan(self._experiment, order["items"])
+            turn, formations = order["turn"], order["formations"]
+            meshes = [self._mesh(indices, turn, plan) for indices in formations]
+            kept = {_key(it): self.step_on(it, plan) for it in meshes}
             if number != self._number:
                 return
-            try:
-                step = self._compiled(indices, turn, plan)
-            except Exception:  # the formation will report it, if it comes to it
-                logger.exception("a step could not be compiled ahead")
-                return
-            if number != self._number:
-                return
-            self._steps[_key(step.mesh)] = step
-        logger.info("%d formations are compiled ahead", len(formations))
+            self._steps = {
+                key: _Rehearsed(step, plan) for key, step in kept.items() if step
+            }
+            for mesh in meshes:
+                if number == self._number and _key(mesh) not in self._steps:
+                    step = self._compiled(mesh, plan)
+                    if number == self._number:
+                        self._steps[_key(mesh)] = _Rehearsed(step, plan)
+        except Exception:  # the formation will report it, if it comes to it
+            logger.exception("a step could not be compiled ahead")
+            return
+        if number == self._number:
+            logger.info("%d formations are compiled ahead", len(self._steps))
 
-    def _compiled(self, indices: list[int], turn: int, plan: Plan | None) -> TrainStep:
-        experiment = self._experiment
-        per_host = experiment.cluster.devices_per_host
+    def _mesh(
+        self, indices: Sequence[int], turn: int, plan: Plan | None
+    ) -> jax.sharding.Mesh:
+        per_host = self._experiment.cluster.devices_per_host
         devices = self._world.devices(indices, turn, per_host)
         if plan is not None:
-            mesh = planned_mesh(plan, devices)
-        else:
-            mesh = make_mesh(scaled_mesh(experiment, len(indices), per_host), devices)
+            return planned_mesh(plan, devices)
+        sizes = scaled_mesh(self._experiment, len(indices), per_host)
+        return make_mesh(sizes, devices)
+
+    def _compiled(self, mesh: jax.sharding.Mesh, plan: Plan | None) -> TrainStep:
+        experiment = self._experiment
         step = step_on(experiment, mesh, plan)
         data = make_datasets(experiment.data, experiment.seed).train
         rows = experiment.data.global_batch
-        step.lower(
-            {
-                name: jax.ShapeDtypeStruct(
-                    (rows, *column.shape[1:]),
-                    column.dtype,
-                    sharding=step.batch_sharding,
-                )
-                for name, column in data.batch([0]).items()
-                if name != "id"
-            }
-        ).compile()
+        batch = {
+            name: jax.ShapeDtypeStruct(
+                (rows, *column.shape[1:]), column.dtype, sharding=step.batch_sharding
+            )
+            for name, column in data.batch([0]).items()
+            if name != "id"
+        }
+        self.compile(step, plan, batch)
         return step
+
+
+@dataclass(frozen=True)
+class _Rehearsed:
+    """A step that is compiled for a formation that may follow."""
+
+    step: TrainStep
+    plan: Plan | None
+
+
+@dataclass(frozen=True, eq=False)
+class _Program:
+    """A compiled step: the mesh that it was traced on, its plan, and its program."""
+
+    mesh: jax.sharding.Mesh
+    plan: Plan | None
+    program: PortableProgram
 
 
 def _key(mesh: jax.sharding.Mesh) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import jax
 
 from dtft.checkpoint.managers import Phase
 from dtft.config import Experiment
-from dtft.parallel import State, TrainStep
+from dtft.parallel import Arrays, State, TrainStep
 from dtft.parallel.planning import PlanChoice
 
 Items = dict[str, Any]
@@ -93,6 +93,10 @@ class Runtime(Protocol):
 
     def rehearsed(self, mesh: jax.sharding.Mesh) -> TrainStep | None:
         """Returns the step that this process has compiled ahead for a mesh, if any."""
+        ...
+
+    def compile(self, train_step: TrainStep, batch: Arrays) -> None:
+        """Compiles a step for the batches of this run, unless it is compiled."""
         ...
 
     def restore(self, abstract_state: State) -> tuple[State, Items] | None:

@@ -24,7 +24,7 @@ from dtft.config import (
     to_json,
 )
 from dtft.elastic.stop_signals import heard_signals
-from dtft.parallel import check_input
+from dtft.parallel import Arrays, TrainStep, check_input
 from dtft.train.devices import devices_of
 from dtft.train.run_directory import (
     config_to_continue,
@@ -193,6 +193,10 @@ class LocalRuntime:
     def rehearsed(self, mesh: Any) -> None:
         """Returns None: nothing is compiled ahead."""
         del mesh
+
+    def compile(self, train_step: TrainStep, batch: Arrays) -> None:
+        """Compiles a step for the batches of this run."""
+        train_step.lower(batch).compile()
 
     def await_peers(self) -> None:
         """Returns at once: there is no other process."""

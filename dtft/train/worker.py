@@ -208,7 +208,16 @@ class AgentRuntime:
 
     def rehearsed(self, mesh: Any) -> Any:
         """Returns the step that this process has compiled ahead for a mesh, if any."""
-        return self._rehearsals.step_on(mesh)
+        return self._rehearsals.step_on(mesh, self._plan)
+
+    def compile(self, train_step: Any, batch: Any) -> None:
+        """Compiles a step, or loads for its devices what this process has compiled for
+        others."""
+        self._rehearsals.compile(train_step, self._plan, batch)
+
+    @property
+    def _plan(self) -> Any:
+        return self.choice.plan if self.choice is not None else None
 
     def _recorded(self) -> dict[str, Any]:
         """Returns the values (no arrays) of the checkpoint that will be restored."""

@@ -24,6 +24,7 @@ from dtft.models.base import CNNConfig
 from dtft.parallel.planning.choice import PlanChoice
 from dtft.parallel.planning.planned_experiment import planned_mesh
 from dtft.parallel.state_sharding import make_mesh
+from dtft.parallel.step import Arrays, TrainStep
 
 
 def tiny(tmp_path: Path, *, steps: int = 6, **changes: Any) -> Experiment:
@@ -86,6 +87,10 @@ class MemoryRuntime:
 
     def rehearsed(self, mesh: jax.sharding.Mesh) -> None:
         """Nothing is compiled ahead."""
+
+    def compile(self, train_step: TrainStep, batch: Arrays) -> None:
+        """Compiles the step."""
+        train_step.lower(batch).compile()
 
     def await_peers(self) -> None:
         """There is no other process."""
