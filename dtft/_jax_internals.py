@@ -574,7 +574,7 @@ def told_by(teller: int, key: str, text: str, timeout_s: float) -> str:
     if client is None:
         return text
     if jax.process_index() == teller:
-        client.key_value_set(key, text, allow_overwrite=True)
+        _set_and_tell(client, key, text)
         return text
     return client.blocking_key_value_get(key, math.ceil(1e3 * timeout_s))
 
@@ -606,14 +606,45 @@ def meet(
     client = distributed.global_state.client
     if client is None or len(processes) == 1:
         return
-    until, pause_s = time.monotonic() + timeout_s, 0.001
-    client.key_value_set(f"{name}/{jax.process_index()}", "1")
-    while len(client.key_value_dir_get(name)) < len(processes):
-        check()
-        if time.monotonic() > until:
-            raise TimeoutError(f"not all processes came to {name} in time")
-        time.sleep(pause_s)
-        pause_s = min(1.1 * pause_s, 0.05)
+    until = time.monotonic() + timeout_s
+    _set_and_tell(client, f"{name}/{jax.process_index()}", "1")
+    for process in processes:
+        while not _is_set(client, f"{name}/{process}"):
+            check()
+            if time.monotonic() > until:
+                raise TimeoutError(f"not all processes came to {name} in time")
+
+
+_CHECK_S = 0.05
+"""Longest wait for a key of the coordination service between two checks, in seconds."""
+
+
+def _is_set(client: Any, key: str) -> bool:
+    """Waits up to `_CHECK_S` for a key; returns whether it is set."""
+    try:
+        client.blocking_key_value_get(key, round(1e3 * _CHECK_S))
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" in str(error):
+            return False
+        raise
+    return True
+
+
+_listeners: list[Callable[[str, bytes], None]] = []
+
+
+def tell_of_keys(listener: Callable[[str, bytes], None]) -> None:
+    """Calls `listener(key, value)` for each key that `meet` and `told_by` set.
+
+    It is called on the thread that sets the key, and must not block.
+    """
+    _listeners.append(listener)
+
+
+def _set_and_tell(client: Any, key: str, text: str) -> None:
+    client.key_value_set(key, text, allow_overwrite=True)
+    for listener in _listeners:
+        listener(key, text.encode())
 
 
 def service_keys(directory: str) -> dict[str, bytes]:
@@ -624,6 +655,20 @@ def service_keys(directory: str) -> dict[str, bytes]:
 
     client = distributed.global_state.client
     return dict(client.key_value_dir_get_bytes(directory)) if client is not None else {}
+
+
+def delete_service_keys(directory: str) -> None:
+    """Deletes the keys of the coordination service that begin with `directory` and a
+    slash.
+
+    Does nothing in a process that is not connected to a service.
+    """
+    check_version()
+    from jax._src import distributed
+
+    client = distributed.global_state.client
+    if client is not None:
+        client.key_value_delete(f"{directory}/")
 
 
 def set_service_key(key: str, value: bytes) -> None:

@@ -191,7 +191,6 @@ class AgentRuntime:
         from dtft.parallel import make_mesh, scaled_mesh
         from dtft.parallel.planning import choose, planned_mesh
 
-        self._world.keys.hurry(self._dialogue.deadline_s)
         self._world.join(self._start["world"])
         self._world.write_compilation_cache(writes=self.is_leading)
         logger.info("connected to the other JAX processes")
@@ -308,6 +307,7 @@ class AgentRuntime:
         name = f"dtft/ready/{self.generation}.{self.attempt}"
         limit_s = self._dialogue.deadline_s
         meet(name, list(self._slots), limit_s, self._dialogue.check)
+        self._world.keys.hurry(limit_s)  # gloo connects in the first step
 
     def entered(self, phase: Phase, step: int) -> None:
         """Writes the phase and its start time to shared memory for the agent.
@@ -774,6 +774,8 @@ class TrainerProcess:
             self._runtime.close()
         with self._dialogue.condition:
             self._runtime, self._training, self._is_leaving = None, None, False
+        if self._world is not None:
+            self._world.keys.forget()
         gc.collect()  # arrays of the former formation
         self._dialogue.send("left_slot", number=order["number"])
 
@@ -899,6 +901,7 @@ def _import_everything(experiment: Any) -> None:
 
     make_datasets(experiment.data, experiment.seed)
     count_compilations()
+    gc.freeze()  # collections skip what was imported
 
     if experiment.cluster.devices_per_host > 0:
         jax.config.update("jax_platforms", "cpu")
