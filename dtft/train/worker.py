@@ -20,6 +20,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -117,6 +118,8 @@ class WindowClock:
 
 logger = logging.getLogger(__name__)
 
+LOW_PRIORITY = 10
+"""Niceness of work that nobody waits for yet."""
 WARM_UP = 20
 """Number of a trainer's first steps that `speed` leaves out of `step_s`, because of
 compilation and cold caches."""
@@ -495,7 +498,12 @@ def main(arguments: Sequence[str]) -> None:
     link = AgentLink.connect(Path(os.environ["DTFT_AGENT_SOCKET"]), timeout_s=10.0)
     trainer = TrainerProcess(experiment, link, arguments)
     try:
-        _import_everything(experiment)
+        if experiment.cluster.devices_per_host > 0:
+            # Before threads start, so that a planned step takes the predicted time.
+            keep_freed(large=bool(experiment.plan))
+        elif experiment.cluster.hot_swap:
+            leave_gpu_collectives(os.environ)
+        _at_low_priority(lambda: _import_everything(experiment))
         gc.freeze()  # so that a collection when a slot is given up takes milliseconds
         hello(link, {})
         logger.info("imports are done; waiting for a slot")
@@ -776,8 +784,9 @@ class TrainerProcess:
             self._runtime, self._training, self._is_leaving = None, None, False
         if self._world is not None:
             self._world.keys.forget()
-        gc.collect()  # arrays of the former formation
         self._dialogue.send("left_slot", number=order["number"])
+        # Frees arrays of the former formation while the leader waits for other hosts.
+        gc.collect()
 
     def last_words(self, op: str, **fields: Any) -> None:
         """Sends `ending` and a last message to the agent, which ends this process.
@@ -878,20 +887,30 @@ def _code(error: Exception) -> int:
     return 1 if isinstance(error, NonFinite) else 2
 
 
+def _at_low_priority(work: Callable[[], None]) -> None:
+    """Runs `work` on a thread of low priority, and waits until it has ended.
+
+    This host's trainer, or others on the same machine, may train meanwhile. Threads
+    that `work` starts have the low priority, too.
+
+    Raises:
+        BaseException: what `work` has raised.
+    """
+
+    lower = os.nice, (LOW_PRIORITY,)  # of the calling thread
+    with ThreadPoolExecutor(1, "low", *lower) as thread:
+        thread.submit(work).result()
+
+
 def _import_everything(experiment: Any) -> None:
     """Imports modules and makes datasets in advance, and configures JAX.
 
     If `cluster.devices_per_host` is above 0, JAX gets this number of CPU devices, with
-    `cluster.hot_swap` `TURNS` times, and uses no other platform. Otherwise
-    `cluster.hot_swap` lets XLA give up GPU collectives. Sets the compilation cache.
+    `cluster.hot_swap` `TURNS` times, and uses no other platform. Sets the
+    compilation cache.
     Must not touch a device, because JAX must first connect to the job's other
     processes.
     """
-    if experiment.cluster.devices_per_host > 0:
-        # Before threads start, so that a planned step takes the predicted time.
-        keep_freed(large=bool(experiment.plan))
-    elif experiment.cluster.hot_swap:
-        leave_gpu_collectives(os.environ)
     import jax
 
     import dtft.train.rehearsal  # noqa: F401
@@ -901,7 +920,6 @@ def _import_everything(experiment: Any) -> None:
 
     make_datasets(experiment.data, experiment.seed)
     count_compilations()
-    gc.freeze()  # collections skip what was imported
 
     if experiment.cluster.devices_per_host > 0:
         jax.config.update("jax_platforms", "cpu")
