@@ -33,11 +33,14 @@ from dtft.elastic.faults.network_namespaces import HostNamespaces
 from dtft.elastic.faults.schedule import Fault, in_order
 from dtft.elastic.inspect_job import Observer
 from dtft.elastic.job_changes import drain, scale
-from dtft.elastic.leader import read_events
+from dtft.elastic.leader import EventReader, read_events
 from dtft.elastic.local_cluster import LocalCluster
 from dtft.elastic.store import EtcdStore, StoreUnavailable, job_key
 
-POLL_S = 0.0003
+POLL_S, FAR_POLL_S = 0.0003, 0.01
+"""Seconds between two looks at the boards, near a fault's moment and before."""
+NEAR_STEPS = 20
+"""Number of steps before the step of a fault that are near its moment."""
 STORE_AWAY_S = 5.0
 FIRST_EXPORT_S = 50.0  # below `timeouts.stage`, the limit between two snapshots
 REQUEST_S = 240.0
@@ -137,6 +140,7 @@ class FaultInjector(threading.Thread):
         self.error: str | None = None
         self._boards: dict[str, ProgressBoard] = {}
         self._slots: tuple[str, ...] = ()
+        self._events = EventReader(cluster.options.run_directory)
         self._read_at = self._log_read_at = self._raised_at = 0.0
 
     def run(self) -> None:
@@ -245,7 +249,7 @@ class FaultInjector(threading.Thread):
         if time.monotonic() < self._read_at + 0.02:
             return
         self._read_at = time.monotonic()
-        for event in read_events(self._cluster.options.run_directory):
+        for event in self._events.new():
             if event["event"] == "assignment":
                 self._slots = tuple(event["slots"])
 
@@ -336,6 +340,12 @@ class FaultInjector(threading.Thread):
             return reached > 0 if fault.phase == "export" else reached >= fault.step
         return True
 
+    def _is_near(self, fault: Fault) -> bool:
+        """Whether the moment of a fault may come within milliseconds."""
+        return fault.phase == "recovery" or (
+            self._most("computing") >= fault.step - NEAR_STEPS
+        )
+
     def _all_healed(self) -> bool:
         ends = [it.until for it in self.injected if it.fault.heals]
         return all(end and time.time() >= end + HEALED_S for end in ends)
@@ -348,7 +358,7 @@ class FaultInjector(threading.Thread):
             self._watch()
             if self._reached(fault) and self._try(fault, corrupting):
                 return
-            time.sleep(POLL_S)
+            time.sleep(POLL_S if self._is_near(fault) else FAR_POLL_S)
 
     def _try(self, fault: Fault, corrupting: Sequence[Fault]) -> bool:
         """Carries out a fault whose moment has been reached.

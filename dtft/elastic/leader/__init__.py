@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from dtft._lazy import attributes
 
 if TYPE_CHECKING:
-    from dtft.elastic.leader.events import Journal, read_events
+    from dtft.elastic.leader.events import EventReader, Journal, read_events
     from dtft.elastic.leader.export_requests import Answer, serve_export
     from dtft.elastic.leader.leader import Leader
     from dtft.elastic.leader.leadership import Leadership
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "AGAIN": "scaling",
     "Answer": "export_requests",
+    "EventReader": "events",
     "Journal": "events",
     "Leader": "leader",
     "Leadership": "leadership",
@@ -48,6 +49,7 @@ _PUBLIC = {
 __all__ = [
     "AGAIN",
     "Answer",
+    "EventReader",
     "Journal",
     "Leader",
     "Leadership",

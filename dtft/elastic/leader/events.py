@@ -164,11 +164,32 @@ class Journal:
 def read_events(run_directory: Path) -> list[dict[str, Any]]:
     """Reads the events of a run so far; skips lines that are not JSON, such as a line
     torn by a full disk. Returns [] if there is no event log."""
-    path = run_directory / "events.jsonl"
-    events = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            events.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return events
+    return EventReader(run_directory).new()
+
+
+class EventReader:
+    """Reads the events of a run as its leaders log them."""
+
+    def __init__(self, run_directory: Path) -> None:
+        """Reads nothing yet; the event log need not exist."""
+        self._path = run_directory / "events.jsonl"
+        self._read = 0
+
+    def new(self) -> list[dict[str, Any]]:
+        """Returns the events that were logged since the last call.
+
+        Skips lines that are not JSON, such as a line torn by a full disk. A line that
+        is not complete is read by a later call.
+        """
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._read)
+            content = file.read()
+        complete = content[: content.rfind(b"\n") + 1]
+        self._read += len(complete)
+        events = []
+        for line in complete.splitlines():
+            with contextlib.suppress(ValueError):
+                events.append(json.loads(line))
+        return events

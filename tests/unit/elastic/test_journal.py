@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dtft.elastic.leader import events as journals
-from dtft.elastic.leader.events import Journal, read_events
+from dtft.elastic.leader.events import EventReader, Journal, read_events
 from tests.support.hosts import wait_until
 
 
@@ -66,3 +66,17 @@ def test_a_topic_is_said_when_it_changes(
     journal.close()
     assert capfd.readouterr().out.split() == ["dtft:", "one"] * 2 + ["dtft:", "two"]
     assert len(read_events(tmp_path)) == 3
+
+
+def test_a_reader_returns_each_event_once_and_only_complete_lines(
+    tmp_path: Path,
+) -> None:
+    reader, log = EventReader(tmp_path), tmp_path / "events.jsonl"
+    assert reader.new() == []
+    log.write_text('{"event": "one"}\n{"event": "tw')
+    assert reader.new() == [{"event": "one"}]
+    assert reader.new() == []
+    with log.open("a") as file:
+        file.write('o"}\ntorn\n{"event": "three"}\n')
+    assert reader.new() == [{"event": "two"}, {"event": "three"}]
+    assert read_events(tmp_path) == [{"event": it} for it in ("one", "two", "three")]
