@@ -4,6 +4,7 @@ Decides wording and file formats, and has no effect on the computation. Only the
 process writes, except that each process writes the ids of the samples it used.
 """
 
+import functools
 import json
 import math
 import sys
@@ -267,7 +268,8 @@ def banner(
     ]
 
 
-def versions() -> dict[str, str]:
+@functools.cache
+def versions() -> Mapping[str, str]:
     """Returns the versions of the packages that influence results."""
     from importlib.metadata import version
 

@@ -165,7 +165,7 @@ class Layout:
         return json.dumps(
             {
                 "mesh": dataclasses.asdict(self.mesh),
-                "leaves": [dataclasses.asdict(leaf) for leaf in self.leaves],
+                "leaves": [vars(leaf) for leaf in self.leaves],
                 "config": self.config,
             },
             sort_keys=True,
