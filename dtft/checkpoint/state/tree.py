@@ -1,8 +1,11 @@
 """Converts state trees to leaves by path, and typed PRNG keys to uint32 words.
 
-A path joins dict keys, attribute names and sequence indices with "/". A typed key array
-has a dtype of JAX's own. In copies, in messages and in storage the key array is
-replaced by its key data: uint32 words with one dim more than the key array.
+A path joins dict keys, attribute names and sequence indices with "/". A "/" in a key,
+as in the names of Haiku's modules, is written "%2F".
+
+A typed key array has a dtype of JAX's own. In copies, in messages and in storage the
+key array is replaced by its key data: uint32 words with one dim more than the key
+array.
 """
 
 import functools
@@ -23,9 +26,11 @@ def to_paths(tree: Any) -> dict[str, Any]:
 
     >>> to_paths({"b": [1, 2], "a": {"w": 3, "none": None}})
     {'a/w': 3, 'b/0': 1, 'b/1': 2}
+    >>> to_paths({"mlp/~/linear_0": {"w": 1}})
+    {'mlp%2F~%2Flinear_0/w': 1}
 
     Raises:
-        ValueError: a key contains "/" or is empty, or two leaves have one path.
+        ValueError: a key is empty, or two leaves have one path.
     """
     leaves, structure = jax.tree_util.tree_flatten(tree)
     return dict(zip(_paths(structure), leaves, strict=True))
@@ -41,7 +46,8 @@ def _paths(structure: Any) -> tuple[str, ...]:
         if path in paths:
             raise ValueError(
                 f"tree has two leaves at path {path!r} (keys {keys}): keys that "
-                "differ only by type are not allowed. Rename one of them."
+                'differ only by type, or by "%2F" instead of "/", are not allowed. '
+                "Rename one of them."
             )
         paths[path] = None
     return tuple(paths)
@@ -109,13 +115,9 @@ def listed(paths: list[str]) -> str:
 
 def _path(keys: tuple[Any, ...]) -> str:
     names = [_name(key) for key in keys]
-    for name in names:
-        if "/" in name or not name:
-            raise ValueError(
-                f"tree has the key {name!r} (in {keys}): a key may be neither empty "
-                'nor contain "/", which joins keys into a path. Rename it.'
-            )
-    return "/".join(names)
+    if "" in names:
+        raise ValueError(f"tree has an empty key (in {keys}). Give it a name.")
+    return "/".join(name.replace("/", "%2F") for name in names)
 
 
 def _name(key: Any) -> str:

@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 import pytest
 
-from dtft.checkpoint.state.tree import from_paths, listed, to_paths
+from dtft.checkpoint.state.record import leaf_path, state_path
+from dtft.checkpoint.state.tree import from_paths, listed, nested, to_paths
 
 
 class Moments(NamedTuple):
@@ -29,10 +30,20 @@ def test_round_trip_does_not_depend_on_the_mapping_order() -> None:
     assert from_paths(TREE, mapping) == TREE
 
 
-@pytest.mark.parametrize("tree", [{"a/b": 1}, {"a": {"": 1}}])
-def test_keys_that_break_paths_are_refused(tree: object) -> None:
-    with pytest.raises(ValueError, match="Rename it"):
-        to_paths(tree)
+def test_a_slash_in_a_key_is_escaped_as_haiku_has_it_in_names() -> None:
+    tree = {"mlp/~/linear_0": {"w": 1}, "mlp": {"~": {"linear_0": {"w": 2}}}}
+    paths = to_paths(tree)
+    assert paths == {"mlp/~/linear_0/w": 2, "mlp%2F~%2Flinear_0/w": 1}
+    assert from_paths(tree, paths) == tree
+    assert nested(paths)["mlp%2F~%2Flinear_0"] == {"w": 1}
+    assert [state_path(leaf_path(path)) for path in paths] == [*paths]
+
+
+def test_an_empty_key_is_refused() -> None:
+    with pytest.raises(ValueError, match="Give it a name"):
+        to_paths({"a": {"": 1}})
+    with pytest.raises(ValueError, match="Rename one"):
+        to_paths({"a/b": 1, "a%2Fb": 2})
 
 
 def test_two_leaves_with_one_path_are_refused() -> None:
