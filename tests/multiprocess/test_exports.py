@@ -3,6 +3,7 @@
 import os
 import queue
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from dtft.checkpoint.managers.progress import ProgressBoard
 from dtft.checkpoint.memory.replica_store import ReplicaStore
 from dtft.checkpoint.replication.copy_placement import place_copies
 from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
+from dtft.checkpoint.storage import exporter_client
 from dtft.checkpoint.storage.directory import StorageTier
+from dtft.checkpoint.storage.exporter_client import ExporterProcess
 from dtft.elastic.host.export import HostExports
 from dtft.elastic.job import AgentConfig
 from tests.support.hosts import JOB, stage, wait_until
@@ -127,3 +130,23 @@ def test_a_step_that_was_dropped_is_told(
     host = Host(config, tmp_path)
     host.order(holder, 9)
     assert host.told == [(9, False, "h0 has dropped step 9")]
+
+
+def test_an_exporter_that_closes_its_output_and_goes_on_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho $$ >&2; exec >&-; exec sleep 300\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(exporter_client, "END_S", 0.2)
+    answers: queue.Queue[dict[str, Any]] = queue.Queue()
+    log = tmp_path / "log"
+    exporter = ExporterProcess(
+        {}, lambda _, answer: answers.put(answer), open_log=lambda: log.open("wb")
+    )
+    answer = answers.get(timeout=20)
+    assert answer["ended"] and not answer["ok"]
+    pid = int(log.read_text())
+    wait_until(lambda: not Path(f"/proc/{pid}").exists())
+    exporter.close()

@@ -24,6 +24,9 @@ EXPORTER_START_S = 60.0
 """Seconds that an exporter gets on top of the limit of a save, because a new exporter
 first imports JAX. An exporter that has not answered by then is killed."""
 
+END_S = 5.0
+"""Seconds in which an exporter must end after it has closed its stdout."""
+
 Hear = Callable[["ExporterProcess", dict[str, Any]], None]
 """Callback that receives each answer; it runs on threads of `ExporterProcess`. Every
 answer has `ok`, and an answer about a failure also has `error`. An answer that the
@@ -186,8 +189,8 @@ class ExporterProcess:
             failure = f"an answer could not be handled: {type(error).__name__}: {error}"
             process.kill()
         self._messages.put(None)
-        self._end(failure or f"exporter ended with code {process.wait()}")
-        process.wait()
+        self._end(failure or _how_it_ended(process))
+        process.wait()  # so that the kernel forgets it
 
     def _take(self, line: str) -> None:
         """Passes a line to the callback `hear` if the line is an answer.
@@ -216,3 +219,13 @@ class ExporterProcess:
     def _tell(self, error: str, *, ended: bool = False) -> None:
         answer = {"ok": False, "error": error}
         self._hear(self, answer | ({"ended": True} if ended else {}))
+
+
+def _how_it_ended(process: "subprocess.Popen[str]") -> str:
+    """Waits for the end of a process that has closed its stdout; kills it if it does
+    not end."""
+    try:
+        return f"exporter ended with code {process.wait(END_S)}"
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return f"exporter closed its output but did not end in {END_S:.0f} s"
