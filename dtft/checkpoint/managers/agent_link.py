@@ -414,7 +414,9 @@ class Outbox:
         With `link`, the thread then closes the link.
         """
         self._closes_link = self._closes_link or link
-        self._messages.put(None)
+        with self._lock:
+            self._waiting += 1  # a later message is not sent at once either
+            self._messages.put(None)
 
     def join(self, limit_s: float) -> None:
         """Waits until the thread has ended, for at most `limit_s` seconds."""
