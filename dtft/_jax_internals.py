@@ -9,7 +9,7 @@ It uses the private API for:
 * JAX's persistent compilation cache: which process writes, and what a CPU program's key
   depends on.
 * Loading a compiled CPU program for other devices.
-* The bytes of a CPU array's buffer.
+* The bytes of a CPU array's buffer, and their order.
 * Compilation of a module that another process lowered.
 * The number of constant and carried arguments of a `scan`.
 * Whether JAX traces cuDNN's attention on a machine without cuDNN.
@@ -46,7 +46,11 @@ def check_version(version: str | None = None) -> None:
         RuntimeError: the version was not tested; the message names this version and
             the tested versions.
     """
-    found = version or jax.__version__
+    _check_version(version or jax.__version__)
+
+
+@functools.cache
+def _check_version(found: str) -> None:
     numbers = tuple(int(part) for part in found.split(".")[:2])
     if not _TESTED[0] <= numbers < _TESTED[1]:
         raise RuntimeError(
@@ -695,6 +699,30 @@ def cpu_buffer(array: jax.Array) -> memoryview:
     size = array.size * array.dtype.itemsize
     address = array.unsafe_buffer_pointer()
     return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
+
+
+def order_of_dims(array: jax.Array) -> tuple[int, ...] | None:
+    """Returns the order in which the dims of an array lie in memory, the slowest first.
+
+    Returns None for row-major order. The array must be on a single device.
+    """
+    # `array.format` makes several objects, which is slow for a state of many leaves.
+    found = getattr(array, "_pjrt_layout", None)
+    if found is not None:
+        return _order_of(found)
+    layout = array.format.layout  # pyright: ignore[reportAttributeAccessIssue]
+    return None if layout is None else _unless_row_major(layout.major_to_minor)
+
+
+@functools.lru_cache(maxsize=256)
+def _order_of(layout: Any) -> tuple[int, ...] | None:
+    from jax.experimental.layout import Layout
+
+    return _unless_row_major(Layout.from_pjrt_layout(layout).major_to_minor)
+
+
+def _unless_row_major(order: tuple[int, ...]) -> tuple[int, ...] | None:
+    return None if order == tuple(range(len(order))) else order
 
 
 def compile_module(

@@ -204,7 +204,7 @@ class ThreadLane:
     def __init__(self, name: str, post: Callable[..., None]) -> None:
         """Starts no thread; the first `submit` does."""
         self._name, self._post = name, post
-        self._work: queue.Queue[tuple[Work, Then] | None] = queue.Queue()
+        self._work: queue.SimpleQueue[tuple[Work, Then] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._running = self._closed = False
 

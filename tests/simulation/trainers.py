@@ -500,7 +500,8 @@ class SimTrainer:
 
     def _written(self) -> None:
         step = self._step
-        self._saved, self._asked = step, None
+        following = step + 1 if step < self._job.last_step else None
+        self._saved, self._asked, self._room = step, following, False
         pieces = layout_from(self._job.layout).slices(self.slot)
         self.say(
             "staged",
@@ -510,6 +511,7 @@ class SimTrainer:
             items={"step": step},
             interval=1,
             window=None,
+            following=following,
         )
         self._job.happened("staged", self.host, step)
         self._compute()
@@ -518,9 +520,10 @@ class SimTrainer:
         self._released = max(self._released, fields["step"])
         self._job.released(fields["step"])
         self._stop_at = fields["stop_at"]
-        if fields["step"] == self._saved and self._asked is None:
-            if self._saved < self._job.last_step:
-                self._ask(self._saved + 1)
+        room = fields["room"]
+        if room is not None and room["step"] == self._asked:
+            self._room = True
+            self._write()
         if self._waits_for in ("turn", "end"):
             self._turn()
 

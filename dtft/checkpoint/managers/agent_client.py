@@ -9,7 +9,7 @@ import itertools
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +84,8 @@ class AgentCheckpointManager:
             automatic: whether the leader changes the interval. If so, each commit holds
                 its interval.
             last: the last step of the run, which the caller always saves. If `last` is
-                given, buffers for the next step to save are requested as soon as the
-                saved step is safe.
+                given, each save also requests buffers for the next step to save; they
+                come with the message that the saved step is safe.
         """
         self._dialogue = dialogue
         self._slot, self._chunk_bytes = slot, chunk_bytes
@@ -146,17 +146,19 @@ class AgentCheckpointManager:
             self._stop_at = message["stop_at"]
             for after, interval in message["changes"]:
                 self._schedule = self._schedule.changed(interval, after=after)
-            if message["step"] == self._saved and self._asked is None:
-                self._ask_ahead()
+            room = message["room"]
+            if room is not None and room["step"] == self._asked:
+                self._room = room
 
-    def _ask_ahead(self) -> None:
-        """Requests buffers for the next step to save, while the devices compute.
+    def _following(self) -> int | None:
+        """Returns the next step to save after the last saved one, for which buffers can
+        be requested now.
 
-        Without `last`, or after the last step of the run, requests nothing.
+        None without `last`, and after the last step of the run.
         """
-        if self._last_step is not None and self._saved < self._last_step:
-            following = self._schedule.following(self._saved)
-            self._ask(min(following, self._last_step))
+        if self._last_step is None or self._saved >= self._last_step:
+            return None
+        return min(self._schedule.following(self._saved), self._last_step)
 
     def _ask(self, step: int) -> None:
         self._asked, self._room = step, None
@@ -215,8 +217,9 @@ class AgentCheckpointManager:
         self._dialogue.wait(lambda: self._room is not None, f"room for step {step}")
         self._last = written = self._write(step, args.arrays)
         with self._dialogue.condition:
-            self._saved, self._asked = step, None
-        interval = self.interval()
+            self._saved, self._room = step, None
+            self._asked = following = self._following()
+            interval = self._schedule.interval(after=step)
         items = dict(args.items) | ({ITEM: interval} if self._automatic else {})
         self._dialogue.queue(
             "staged",
@@ -225,7 +228,8 @@ class AgentCheckpointManager:
             kept=pack_flags(written.kept),
             items=items,
             interval=interval,
-            window=asdict(args.window) if args.window else None,
+            window=vars(args.window) if args.window else None,
+            following=following,
         )
         self.stalls_s.append(time.monotonic() - begun)
         return True

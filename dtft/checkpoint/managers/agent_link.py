@@ -131,6 +131,8 @@ def _trusted() -> tuple[int, int]:
 
 _LENGTH = struct.Struct("<I")
 _LARGEST = 256 << 20
+_READ_BYTES = 64 << 10
+"""Bytes that one receive asks for at least: usually whole messages."""
 
 
 @contextlib.contextmanager
@@ -243,6 +245,8 @@ class AgentLink:
         """Wraps a connected stream socket."""
         self._socket = connection
         self._lock = threading.Lock()
+        self._received = bytearray()
+        """Bytes that were received and are not part of a message yet."""
 
     @classmethod
     def connect(cls, path: Path, timeout_s: float) -> "AgentLink":
@@ -282,6 +286,21 @@ class AgentLink:
         except OSError as error:
             raise LinkClosed(f"sending failed: {error}") from error
 
+    def send_now(self, message: bytes) -> bytes:
+        """Sends what the socket takes of a message from `packed`, without waiting.
+
+        Returns the rest of the message: b"" if the socket has taken all of it, all of
+        it if nothing can be sent now, also because an end is closed.
+        """
+        if not self._lock.acquire(blocking=False):
+            return message
+        try:
+            return message[self._socket.send(message, socket.MSG_DONTWAIT) :]
+        except OSError:
+            return message
+        finally:
+            self._lock.release()
+
     def receive(self, timeout_s: float | None = None) -> dict[str, Any]:
         """Waits for the next message and decodes it.
 
@@ -294,7 +313,8 @@ class AgentLink:
             TimeoutError: no bytes arrived within `timeout_s`.
         """
         try:
-            self._socket.settimeout(timeout_s)
+            if self._socket.gettimeout() != timeout_s:  # setting it is a system call
+                self._socket.settimeout(timeout_s)
         except OSError as error:
             raise LinkClosed("the link was closed here") from error
         (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
@@ -303,18 +323,20 @@ class AgentLink:
         return msgpack.unpackb(self._exactly(length), strict_map_key=False)
 
     def _exactly(self, size: int) -> bytes:
-        parts = bytearray()
-        while len(parts) < size:
+        while len(self._received) < size:
+            room = min(max(size - len(self._received), _READ_BYTES), 1 << 20)
             try:
-                part = self._socket.recv(min(size - len(parts), 1 << 20))
+                part = self._socket.recv(room)
             except TimeoutError:
                 raise
             except OSError as error:
                 raise LinkClosed(f"receiving failed: {error}") from error
             if not part:
                 raise LinkClosed("the other end closed the link")
-            parts += part
-        return bytes(parts)
+            self._received += part
+        found = bytes(self._received[:size])
+        del self._received[:size]
+        return found
 
     def wait_closed(self) -> None:
         """Waits until the other end is closed, without receiving messages."""
@@ -345,11 +367,15 @@ class Outbox:
 
     A send wakes the other process, which on a busy machine may run before the sender
     continues. A send to a process that does not read blocks, and an event loop must not
-    block.
+    block: see `at_once`.
     """
 
     def __init__(
-        self, link: AgentLink, failed: Callable[[LinkClosed], None] | None = None
+        self,
+        link: AgentLink,
+        failed: Callable[[LinkClosed], None] | None = None,
+        *,
+        at_once: bool = False,
     ) -> None:
         """Starts the thread.
 
@@ -358,16 +384,29 @@ class Outbox:
             failed: called once on the thread when a send fails; the thread then ends.
                 By default a failure is not reported, because `receive` of the same link
                 then raises LinkClosed.
+            at_once: whether the caller sends a message itself if no other waits and the
+                socket takes the message without waiting. This saves a switch to the
+                thread, but the other process may run before the caller continues.
         """
-        self._link, self._failed = link, failed
-        self._messages: queue.Queue[bytes | None] = queue.Queue()
+        self._link, self._failed, self._at_once = link, failed, at_once
+        self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._waiting = 0
+        """Number of messages that the thread has not sent yet."""
         self._closes_link = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def send(self, op: str, **fields: Any) -> None:
-        """Queues one message; raises the errors of `packed`."""
-        self._messages.put(packed(op, fields))
+        """Queues or sends one message; raises the errors of `packed`."""
+        message = packed(op, fields)
+        with self._lock:
+            if self._at_once and not self._waiting:
+                message = self._link.send_now(message)
+                if not message:
+                    return
+            self._waiting += 1
+            self._messages.put(message)
 
     def close(self, *, link: bool = False) -> None:
         """Makes the thread end once it has sent all queued messages; does not wait.
@@ -375,7 +414,9 @@ class Outbox:
         With `link`, the thread then closes the link.
         """
         self._closes_link = self._closes_link or link
-        self._messages.put(None)
+        with self._lock:
+            self._waiting += 1  # a later message is not sent at once either
+            self._messages.put(None)
 
     def join(self, limit_s: float) -> None:
         """Waits until the thread has ended, for at most `limit_s` seconds."""
@@ -385,6 +426,8 @@ class Outbox:
         try:
             while (message := self._messages.get()) is not None:
                 self._link.send_packed(message)
+                with self._lock:
+                    self._waiting -= 1
         except LinkClosed as error:
             if self._failed is not None:
                 self._failed(error)

@@ -90,25 +90,35 @@ class BufferRefCounts:
         Raises:
             ValueError: one of the buffers is free.
         """
-        self._counts[self._in_use(buffers)] += 1
+        at, counts = self._in_use(buffers)
+        self._counts[at] = counts + 1
 
     def release(self, buffers: np.ndarray) -> None:
         """Removes a reference to the buffer of each chunk.
 
         A buffer without references is free. Arguments and errors: see `retain`.
         """
-        self._counts[self._in_use(buffers)] -= 1
+        at, counts = self._in_use(buffers)
+        self._counts[at] = counts - 1
 
-    def _in_use(self, buffers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        numbers = np.flatnonzero(buffers != ABSENT)
+    def _in_use(
+        self, buffers: np.ndarray
+    ) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
+        """Returns the places of the buffers in `_counts`, and their counts.
+
+        Raises:
+            ValueError: one of the buffers is free.
+        """
+        numbers = (buffers != ABSENT).nonzero()[0]
         at = buffers[numbers], numbers
-        if numbers.size and not self._counts[at].all():
-            wrong = int(numbers[self._counts[at] == 0][0])
+        counts = self._counts[at]
+        if not counts.all():
+            wrong = int(numbers[counts == 0][0])
             raise ValueError(
                 f"buffers has buffer {buffers[wrong]} for chunk {wrong}, which is "
                 "free. Acquire it first, and release it once per acquire or retain."
             )
-        return at
+        return at, counts
 
 
 Read = dict[tuple[int, int], bytes]

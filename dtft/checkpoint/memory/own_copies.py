@@ -85,11 +85,14 @@ class Owning:
         """Records a step that the trainer has written: see `ReplicaStore.staged`."""
         staging, chunks = self._staging.pop(step), self.pool.chunks
         is_kept = unpack_flags(kept, chunks.num_chunks)
-        copied = chunks.mask([i for i, one in enumerate(digests) if one])
-        buffers = np.where(is_kept, staging.base.buffers, staging.buffers)
-        buffers = np.where(copied, buffers, ABSENT).astype(np.uint8)
-        self.pool.ref_counts.retain(buffers)
-        self._let_go(staging)
+        base, ref_counts = staging.base.buffers, self.pool.ref_counts
+        # The copy takes over one reference of each chunk, and the other is released.
+        buffers = np.where(is_kept, base, staging.buffers)
+        ref_counts.release(np.where(is_kept, staging.buffers, base))
+        if not all(digests):
+            copied = chunks.mask([i for i, one in enumerate(digests) if one])
+            ref_counts.release(np.where(copied, ABSENT, buffers).astype(np.uint8))
+            buffers = np.where(copied, buffers, ABSENT).astype(np.uint8)
         self._drop(step)
         self.copies[step] = Copy(buffers=buffers, digests=list(digests))
         self.items[step] = items

@@ -46,6 +46,9 @@ _AHEAD_BYTES = 64 << 20
 """Bytes of an accelerator's arrays that are on their way to the host at a time."""
 
 HostOrDevice = jax.Array | np.ndarray
+_Shard = tuple[HostOrDevice, bool]
+"""An array on one device or a numpy array, and whether it is in the memory of an
+accelerator."""
 
 
 def copied_out(
@@ -154,9 +157,10 @@ class SnapshotPlan:
         self.slices: tuple[Slice, ...] = layout.slices(slot)
         self.chunks = Chunks.of(self.slices, chunk_bytes)
         self._first: list[int] = self.chunks.first.tolist()
-        self._shards: dict[int, tuple[jax.sharding.Sharding, int]] = {}
-        """Index of a slice to the sharding of its leaf at the last snapshot, and the
-        number of its shard among those of this process."""
+        self._shards: dict[int, tuple[jax.sharding.Sharding, int, bool]] = {}
+        """Index of a slice to the sharding of its leaf at the last snapshot, the number
+        of its shard among those of this process, and whether the shard is in the memory
+        of an accelerator."""
 
     def write(
         self,
@@ -197,41 +201,38 @@ class SnapshotPlan:
         # Lists, because a state may have many small leaves.
         where = (buffers * np.int64(self.chunks.nbytes) + self.chunks.starts).tolist()
         calm = base.kept.tolist() if base is not None else [False] * len(where)
-        wanted = [
-            copied is None or bool(copied[index]) for index in range(len(self.slices))
-        ]
+        skipped = [] if copied is None else np.flatnonzero(~copied).tolist()
+        wanted = set(range(len(self.slices))).difference(skipped)
         parts = _fetched(
-            self._shard_of(arrays[self.slices[index].path], index)
-            for index, is_wanted in enumerate(wanted)
-            if is_wanted
+            self._shard_of(arrays[piece.path], index)
+            for index, piece in enumerate(self.slices)
+            if index in wanted
         )
-        digests = []
-        for index, is_wanted in enumerate(wanted):
-            if not is_wanted:
-                digests.append(b"")
-                continue
-            raw = _bytes_of(next(parts))
+        digests = [b""] * len(self.slices)
+        for index in sorted(wanted):
+            raw = _bytes_of(*next(parts))
             mine = slice(self._first[index], self._first[index + 1])
             known = base.digests[index] if base is not None else b""
             found = self._write_slice(raw, memory, where[mine], known, calm[mine])
-            digests.append(b"".join(found))
+            digests[index] = found[0] if len(found) == 1 else b"".join(found)
         kept = self._equal(digests, base.digests if base is not None else ())
         return Snapshot(step=step, digests=tuple(digests), kept=kept)
 
-    def _shard_of(self, array: HostOrDevice, index: int) -> HostOrDevice:
+    def _shard_of(self, array: HostOrDevice, index: int) -> _Shard:
         """Returns the part of an array that is slice `index`; a numpy array is whole.
 
         Raises:
             ValueError: the slice is not on this host's devices.
         """
         if isinstance(array, np.ndarray):
-            return array
+            return array, False
         sharding = array.sharding
-        known, number = self._shards.get(index, (None, 0))
+        known, number, is_remote = self._shards.get(index, (None, 0, False))
         if known is not sharding:
             number = _number_of_shard(array, self.slices[index])
-            self._shards[index] = sharding, number
-        return array.addressable_data(number)
+            is_remote = on_accelerator(array.addressable_data(number))
+            self._shards[index] = sharding, number, is_remote
+        return array.addressable_data(number), is_remote
 
     def _write_slice(
         self,
@@ -256,16 +257,16 @@ class SnapshotPlan:
         Returns:
             The digest of each chunk.
         """
-        source, size = np.frombuffer(raw, np.uint8), self.chunks.chunk_bytes
+        size = self.chunks.chunk_bytes
         found: list[bytes] = []
         for at, start in enumerate(where):
-            part = source[at * size : (at + 1) * size]
-            before = known[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
-            if calm[at] and xxhash.xxh3_128_digest(part.data) == before:
-                found.append(before)
-            else:
-                target = memory[start : start + len(part)]
-                found.append(copy_chunk(part, target))
+            part = raw if len(where) == 1 else raw[at * size : (at + 1) * size]
+            if calm[at]:
+                before = known[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
+                if xxhash.xxh3_128_digest(part) == before:
+                    found.append(before)
+                    continue
+            found.append(copy_chunk(part, memory[start : start + len(part)]))
         return found
 
     def _equal(self, digests: Sequence[bytes], before: Sequence[bytes]) -> np.ndarray:
@@ -275,6 +276,8 @@ class SnapshotPlan:
         """
         if not before:
             return np.zeros(self.chunks.num_chunks, bool)
+        if all(digests) and all(before):
+            return equal_chunks(b"".join(digests), b"".join(before))
         here = self.chunks.mask([i for i, one in enumerate(digests) if one])
         both = zip(digests, before, np.diff(self._first).tolist(), strict=True)
         pairs = [
@@ -340,28 +343,33 @@ def _bounds(
     return tuple(r[0] for r in ranges), tuple(r[1] for r in ranges)
 
 
-def _fetched(arrays: Iterable[HostOrDevice]) -> Iterator[HostOrDevice]:
-    """Yields the arrays, and starts copies of later ones from accelerators to the host.
+def _fetched(shards: Iterable[_Shard]) -> Iterator[_Shard]:
+    """Yields the shards, and starts copies of later ones from accelerators to the host.
 
     So a state of many small arrays does not wait for each copy in turn. At most
     `_AHEAD_BYTES` are copied ahead.
     """
-    ahead, num_bytes = deque[HostOrDevice](), 0
-    for array in arrays:
-        if isinstance(array, jax.Array) and on_accelerator(array):
+    ahead, num_bytes = deque[_Shard](), 0
+    for shard in shards:
+        array, is_remote = shard
+        if not is_remote and not ahead:
+            yield shard
+            continue
+        if is_remote:
+            assert isinstance(array, jax.Array)
             array.copy_to_host_async()
-        ahead.append(array)
+        ahead.append(shard)
         num_bytes += array.nbytes
         while num_bytes > _AHEAD_BYTES:
-            num_bytes -= ahead[0].nbytes
+            num_bytes -= ahead[0][0].nbytes
             yield ahead.popleft()
     yield from ahead
 
 
-def _bytes_of(array: HostOrDevice) -> memoryview:
+def _bytes_of(array: HostOrDevice, is_remote: bool) -> memoryview:
     if isinstance(array, np.ndarray):
         return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-    return host_bytes(array)
+    return host_bytes(array, is_remote=is_remote)
 
 
 def _number_of_shard(array: jax.Array, piece: Slice) -> int:

@@ -196,6 +196,10 @@ class StepTracker:
     """Maps (source, target) of each push that arrived to the reported `push_root`."""
     _right: set[tuple[int, int]] = field(default_factory=set)
     """(source, target) of each push whose copy matches the staged slices."""
+    _told: tuple[tuple[str, ...], list[bytes]] | None = None
+    """Keys and digests of the first report that has all its slices."""
+    _skips: bool = False
+    """Whether a slot has skipped some of its slices."""
 
     def staged(self, slot: int, digests: Sequence[bytes]) -> None:
         """Records that a slot has copied its slices to the memory of its host.
@@ -212,21 +216,31 @@ class StepTracker:
             Mislabelled: a peer has reported a copy of these slices for this step, and
                 the copy has other digests.
         """
-        pieces = self.layout.slices(slot)
-        for piece, value in zip(pieces, digests, strict=True):
+        keys, values = self.layout.keys(slot), list(digests)
+        if self._told != (keys, values):  # usually replicas have equal slices
+            self._take(slot, keys, values)
+        else:
+            for key in keys:
+                self.copied[key].append(slot)
+        self._staged.add(slot)
+        self._compare(slot)
+
+    def _take(self, slot: int, keys: tuple[str, ...], values: list[bytes]) -> None:
+        if all(values):
+            self._told = self._told or (keys, values)
+        else:
+            self._skips = True
+        for key, value in zip(keys, values, strict=True):
             if not value:
                 continue
-            known = self.digests.setdefault(piece.key, value)
-            copied = self.copied.setdefault(piece.key, [])
+            known = self.digests.setdefault(key, value)
+            copied = self.copied.setdefault(key, [])
             copied.append(slot)
             if known != value:
                 raise Divergence(
                     f"step {self.step}: slots {copied[0]} and {slot} have different "
-                    f"bytes for {piece.key}. Replicas have diverged; nothing was "
-                    "committed."
+                    f"bytes for {key}. Replicas have diverged; nothing was committed."
                 )
-        self._staged.add(slot)
-        self._compare(slot)
 
     def held(self, source: int, target: int, root: str) -> None:
         """Records that slot `target` has verified its copy of the slices of `source`.
@@ -261,9 +275,10 @@ class StepTracker:
         staged slices, and enough owners have copied every slice.
         """
         everyone = len(self._staged) == self.layout.mesh.num_slots
-        # Evaluated at every report: the check whose cost grows with hosts is last.
+        # Evaluated at every report: the check whose cost grows with hosts is last. If
+        # every slot has copied all its slices, each slice has all its owners' copies.
         all_right = len(self._right) == len(self.placement.pushes)
-        return everyone and all_right and not self._short()
+        return everyone and all_right and not (self._skips and self._short())
 
     def _short(self) -> list[str]:
         """Keys of the slices that too few of their owners have copied to host memory.

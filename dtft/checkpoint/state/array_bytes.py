@@ -132,13 +132,17 @@ def on_accelerator(array: jax.Array) -> bool:
     return next(iter(array.devices())).platform != "cpu"
 
 
-def host_bytes(array: jax.Array) -> memoryview:
+def host_bytes(array: jax.Array, *, is_remote: bool | None = None) -> memoryview:
     """Returns the bytes of an array on one device as a view, in row-major order.
 
     The array must be computed already. Views the buffer of a CPU array directly:
     `np.asarray` would keep a reference to the array, which silently cancels donation.
     The view is valid until the array is deleted or donated. Arrays on other devices,
     buffers that are not in row-major order and dtypes smaller than a byte are copied.
+
+    Args:
+        array: the array.
+        is_remote: the result of `on_accelerator` for the array, if it is known.
 
     >>> import jax.numpy as jnp
     >>> array = jax.block_until_ready(jnp.array([1, 258], jnp.int16))
@@ -147,18 +151,14 @@ def host_bytes(array: jax.Array) -> memoryview:
     """
     if not array.size:
         return memoryview(b"")
+    is_remote = on_accelerator(array) if is_remote is None else is_remote
     # The device may pack numbers smaller than a byte; numpy unpacks such numbers.
-    if is_packed(array.dtype) or on_accelerator(array):
+    if is_remote or is_packed(array.dtype):
         return np.asarray(array).reshape(-1).view(np.uint8).data
     raw = _jax_internals.cpu_buffer(array)
-    order = _major_to_minor(array)
-    if order == tuple(range(array.ndim)):
+    order = _jax_internals.order_of_dims(array)
+    if order is None:
         return raw
     lying = np.frombuffer(raw, array.dtype).reshape([array.shape[i] for i in order])
     rows = np.ascontiguousarray(lying.transpose(np.argsort(order)))
     return rows.reshape(-1).view(np.uint8).data
-
-
-def _major_to_minor(array: jax.Array) -> tuple[int, ...]:
-    layout = array.format.layout  # pyright: ignore[reportAttributeAccessIssue]
-    return tuple(range(array.ndim)) if layout is None else layout.major_to_minor

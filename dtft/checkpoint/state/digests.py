@@ -223,6 +223,11 @@ _BLOCK_BYTES = 1 << 20
 cache. A whole chunk may be larger than the cache; smaller blocks are copied slower."""
 
 
+_BRIEF_BYTES = 64 << 10
+"""Chunks of at most this size are copied while holding the interpreter lock, which
+takes microseconds: less than to make arrays of both sides."""
+
+
 def chunk_digests(buffer: Buffer, chunk_bytes: int) -> bytes:
     """Computes the digests of all chunks of a buffer, concatenated.
 
@@ -269,35 +274,37 @@ def copy_and_digest(
     Raises:
         ValueError: `source` and `destination` differ in size.
     """
-    target = _flat(destination)
-    if len(_flat(source)) != len(target):
+    given, target = _flat(source), _flat(destination)
+    if len(given) != len(target):
         raise ValueError(
-            f"destination has {len(target)} bytes, but source has "
-            f"{len(_flat(source))}. Give a destination of the source's size."
+            f"destination has {len(target)} bytes, but source has {len(given)}. Give a "
+            "destination of the source's size."
         )
-    from_array = np.frombuffer(_flat(source), np.uint8)
     return b"".join(
-        copy_chunk(from_array[start:stop], target[start:stop])
+        copy_chunk(given[start:stop], target[start:stop])
         for start, stop in _chunks(len(target), chunk_bytes)
     )
 
 
-def copy_chunk(source: np.ndarray, target: memoryview) -> bytes:
+def copy_chunk(source: memoryview, target: memoryview) -> bytes:
     """Copies one chunk and returns the digest of the copy, in one pass over the source.
 
-    Args:
-        source: [bytes] uint8.
-        target: memory of the same size.
+    Both are one-dimensional views of bytes, of the same size.
     """
+    if len(target) <= _BRIEF_BYTES:
+        if len(target):
+            target[:] = source
+        return xxhash.xxh3_128_digest(target)
     # numpy copies without holding the interpreter lock; slice assignment holds it.
+    from_array = np.frombuffer(source, np.uint8)
     to_array = np.frombuffer(target, np.uint8)
     if len(target) <= _BLOCK_BYTES:
-        np.copyto(to_array, source)
+        np.copyto(to_array, from_array)
         return xxhash.xxh3_128_digest(target)
     state = xxhash.xxh3_128()
     for low in range(0, len(target), _BLOCK_BYTES):
         high = low + _BLOCK_BYTES
-        np.copyto(to_array[low:high], source[low:high])
+        np.copyto(to_array[low:high], from_array[low:high])
         state.update(target[low:high])
     return state.digest()
 
@@ -400,14 +407,12 @@ def digest_root(entries: Iterable[tuple[str, bytes]]) -> str:
     >>> digest_root(entries) == digest_root(reversed(entries))
     True
     """
-    root = xxhash.xxh3_128()
+    parts = list[bytes]()
     for key, digests in sorted(entries):
         # Lengths first: without lengths ("a", b"bc") and ("ab", b"c") would be equal.
         name = key.encode()
-        root.update(b"%d,%d:" % (len(name), len(digests)))
-        root.update(name)
-        root.update(digests)
-    return root.hexdigest()
+        parts += (b"%d,%d:" % (len(name), len(digests)), name, digests)
+    return xxhash.xxh3_128_hexdigest(b"".join(parts))
 
 
 def _chunks(num_bytes: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:

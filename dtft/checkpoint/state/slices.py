@@ -148,6 +148,22 @@ class Layout:
         return self._slices_by_slot[slot]
 
     @functools.cached_property
+    def _keys_by_slot(self) -> dict[int, tuple[str, ...]]:
+        return {}
+
+    def keys(self, slot: int) -> tuple[str, ...]:
+        """Returns the keys of `slices(slot)`; one object for slots with equal slices.
+
+        Raises:
+            ValueError, KeyError: as `slice_at`.
+        """
+        if slot not in self._keys_by_slot:
+            keys = tuple(piece.key for piece in self.slices(slot))
+            same = (it for it in self._keys_by_slot.values() if it == keys)
+            self._keys_by_slot[slot] = next(same, keys)
+        return self._keys_by_slot[slot]
+
+    @functools.cached_property
     def owners(self) -> dict[Slice, tuple[int, ...]]:
         """Maps every distinct slice to the slots that own the slice, ascending."""
         owners: dict[Slice, list[int]] = {}

@@ -170,7 +170,12 @@ def with_typed_keys(
 
 def _is_key(leaf: Any) -> bool:
     dtype = getattr(leaf, "dtype", None)
-    return dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
+    return dtype is not None and _is_key_dtype(dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _is_key_dtype(dtype: Any) -> bool:
+    return jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def _words(leaf: Any) -> Any:

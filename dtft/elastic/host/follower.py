@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dtft.checkpoint.managers import AGENT_SOCKET, ProgressBoard
+from dtft.checkpoint.memory import ReplicaStore
 from dtft.checkpoint.replication import Commit
 from dtft.checkpoint.state import Layout
 from dtft.checkpoint.storage import ExporterProcess
@@ -30,6 +31,7 @@ from dtft.elastic.hang_detection import Observation, ProgressWatch
 from dtft.elastic.host.export import HostExports
 from dtft.elastic.host.trainers import Command, Trainers, joining, start_message
 from dtft.elastic.job import AgentConfig
+from dtft.elastic.messages import known_commit
 from dtft.elastic.network import Network, PortState
 from dtft.elastic.processes import free_port
 from dtft.elastic.reachability import try_all
@@ -611,8 +613,9 @@ class Follower:
     ) -> None:
         """Drops copies older than a replicated step, except the last committed step.
 
-        Also reports the step to the trainer, and starts a standby trainer. Without a
-        slot or copies, this host only remembers the commit.
+        Also reports the step to the trainer, with the buffers that it wants for its
+        next snapshot, and starts a standby trainer. Without a slot or copies, this host
+        only remembers the commit.
 
         Args:
             step: the replicated step: each of its slices has enough copies on hosts.
@@ -624,7 +627,7 @@ class Follower:
             told: further fields, passed on to the trainer.
         """
         if commit:
-            self._keep(Commit.from_json(commit))
+            self._keep(known_commit(commit))
         holder = self._copies.holder  # the lane may replace the holder meanwhile
         if holder is None or self._task is None:
             return
@@ -637,7 +640,12 @@ class Follower:
         holder.drop_before(step, keep={last})
         if self._board.get("replicating") <= step:
             self._board.set("replicating", 0)
-        self._trainers.send("release", step=step, committed=committed, **told)
+        room, wanted = None, self._task.wanted
+        if wanted is not None and wanted[0] <= step:
+            room = self._room(self._task, holder, wanted[1])
+        self._trainers.send(
+            "release", step=step, committed=committed, room=room, **told
+        )
         self.warm()
 
     def _keep(self, commit: Commit) -> None:
@@ -836,12 +844,25 @@ class Follower:
     def _on_stage(self, task: SlotTask, message: Message) -> None:
         if (holder := self._copies.holder) is None:
             return
-        step, copied = message["step"], self._copies.share(task.turn)
+        room = self._room(task, holder, message["step"])
+        if room is not None:
+            self._trainers.send("room", **room)
+
+    def _room(
+        self, task: SlotTask, holder: ReplicaStore, step: int
+    ) -> dict[str, Any] | None:
+        """Takes buffers for a step that the trainer will write; returns the answer to
+        the trainer.
+
+        None if no buffer is free, which is reported to the leader.
+        """
+        task.wanted = None
         try:
-            room = asdict(holder.begin_stage(step))
-            self._trainers.send("room", step=step, copied=copied, **room)
+            room = holder.begin_stage(step)
         except RuntimeError as error:
             self._fatal(str(error))
+            return None
+        return {"step": step, "copied": self._copies.share(task.turn), **vars(room)}
 
     def _on_staged(self, task: SlotTask, message: Message) -> None:
         if (holder := self._copies.holder) is None:
@@ -851,6 +872,8 @@ class Follower:
         self._board.set("staged", step)
         self._board.set("replicating", step)
         task.staged(step, message["interval"], message["window"])
+        following = message["following"]
+        task.wanted = None if following is None else (step, following)
         told = {name: message[name] for name in REPORTED}
         self._tell("staged", slot=task.slot, **told)
 

@@ -330,7 +330,9 @@ class Trainers:
         else:
             trainer = started
         trainer.link = link
-        trainer.outbox = Outbox(link, lambda error: self._failed(trainer, error))
+        trainer.outbox = Outbox(
+            link, lambda error: self._failed(trainer, error), at_once=True
+        )
         trainer.send(
             ATTACHED,
             {"job": self._job, "host": self._host, "deadline_s": self._deadline_s},

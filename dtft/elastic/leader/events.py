@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import queue
 import threading
 import time
@@ -124,9 +125,16 @@ class Journal:
                 self._changed.notify_all()
 
     def _append(self, text: str) -> OSError | None:
+        left = memoryview(text.encode())
         try:
-            with open(self._path, "a") as file:
-                file.write(text)
+            # Without a file object, which costs more than the write of a line.
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+            descriptor = os.open(self._path, flags, 0o666)
+            try:
+                while left:
+                    left = left[os.write(descriptor, left) :]
+            finally:
+                os.close(descriptor)
         except OSError as error:
             if not self._torn:
                 self._tell(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from dtft._lazy import attributes
 
 if TYPE_CHECKING:
-    from dtft.elastic.messages.fields import Check, known_layout
+    from dtft.elastic.messages.fields import Check, known_commit, known_layout
     from dtft.elastic.messages.orders import fault_of_order, order_fields
     from dtft.elastic.messages.reports import (
         REPORT_FIELDS,
@@ -28,6 +28,7 @@ _PUBLIC = {
     "SERVED_FIELDS": "reports",
     "fault_of_order": "orders",
     "fault_of_report": "reports",
+    "known_commit": "fields",
     "known_layout": "fields",
     "misfit": "reports",
     "order_fields": "orders",
@@ -40,6 +41,7 @@ __all__ = [
     "SERVED_FIELDS",
     "fault_of_order",
     "fault_of_report",
+    "known_commit",
     "known_layout",
     "misfit",
     "order_fields",

@@ -108,7 +108,7 @@ def anything(value: object) -> bool:
 
 def all_of(values: Any, check: Check) -> bool:
     """Whether a check holds for all values."""
-    return all(check(value) for value in values)
+    return all(map(check, values))
 
 
 def list_of(check: Check) -> Check:
@@ -173,7 +173,9 @@ def known_layout(text: str) -> Layout:
 
 
 _known_assignment = functools.lru_cache(maxsize=4)(SlotAssignment.from_json)
-_known_commit = functools.lru_cache(maxsize=4)(Commit.from_json)
+known_commit = functools.lru_cache(maxsize=4)(Commit.from_json)
+"""Parses a commit from JSON that passes the check `commit`; the last four commits are
+cached, because a text is checked before it is used."""
 
 
 @functools.lru_cache(maxsize=4)
@@ -198,7 +200,7 @@ def assignment(value: object) -> bool:
 
 def commit(value: object) -> bool:
     """Whether a value is a `Commit` as JSON."""
-    return isinstance(value, str) and _reads(_known_commit, value)
+    return isinstance(value, str) and _reads(known_commit, value)
 
 
 def _reads(read: Callable[[str], object], value: str) -> bool:

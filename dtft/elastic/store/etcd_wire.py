@@ -281,9 +281,81 @@ class _Readable(io.RawIOBase):
         self._sock.settimeout(left_s(self._end))
         return self._sock.recv_into(buffer)
 
-    def makefile(self, *_: Any) -> io.BufferedReader:
-        """The reading side as a file, as `http.client.HTTPResponse` requires."""
-        return io.BufferedReader(self)
+
+_LONGEST_LINE, _MOST_HEADERS = 1 << 16, 100
+
+
+def read_reply(sock: socket.socket, end: float) -> tuple[bytes, bool]:
+    """Reads one HTTP/1 reply; returns its body, and whether the connection ends now.
+
+    The reader of `http.client` parses the headers as those of an e-mail, which takes
+    longer than the rest of a call.
+
+    Raises:
+        OSError: no complete reply by the time `end`.
+        http.client.HTTPException: the received bytes are not an HTTP reply.
+    """
+    with io.BufferedReader(_Readable(sock, end)) as reader:
+        version, status, headers = _reply_head(reader)
+        while status == 100:  # "Continue": the reply follows
+            version, status, headers = _reply_head(reader)
+        closes = version < b"HTTP/1.1" or headers.get(b"connection") == b"close"
+        if status in (204, 304):
+            return b"", closes
+        try:
+            if headers.get(b"transfer-encoding") == b"chunked":
+                return _chunked_body(reader), closes
+            if b"content-length" in headers:
+                return _exactly(reader, int(headers[b"content-length"])), closes
+        except ValueError as error:
+            raise http.client.HTTPException(f"a wrong length: {error}") from error
+        return reader.read(), True
+
+
+def _reply_head(
+    reader: io.BufferedIOBase,
+) -> tuple[bytes, int, Mapping[bytes, bytes]]:
+    """Reads a status line and headers: version, status, header name to value.
+
+    Names and values are in lower case.
+    """
+    line = reader.readline(_LONGEST_LINE)
+    if not line:
+        raise http.client.RemoteDisconnected(
+            "Remote end closed connection without response"
+        )
+    version, _, rest = line.partition(b" ")
+    if not version.startswith(b"HTTP/1.") or not rest[:3].isdigit():
+        raise http.client.BadStatusLine(repr(line[:80]))
+    headers: dict[bytes, bytes] = {}
+    for _ in range(_MOST_HEADERS):
+        line = reader.readline(_LONGEST_LINE)
+        if line in (b"\r\n", b"\n"):
+            return version, int(rest[:3]), headers
+        name, colon, value = line.partition(b":")
+        if not colon or not line.endswith(b"\n"):
+            raise http.client.HTTPException(f"a wrong header: {line[:80]!r}")
+        headers[name.strip().lower()] = value.strip().lower()
+    raise http.client.HTTPException(f"more than {_MOST_HEADERS} headers")
+
+
+def _chunked_body(reader: io.BufferedIOBase) -> bytes:
+    parts = list[bytes]()
+    while size := int(reader.readline(_LONGEST_LINE).partition(b";")[0], 16):
+        parts.append(_exactly(reader, size))
+        reader.readline(_LONGEST_LINE)  # the end of the chunk
+    while reader.readline(_LONGEST_LINE) not in (b"\r\n", b"\n", b""):
+        pass  # headers after the body
+    return b"".join(parts)
+
+
+def _exactly(reader: io.BufferedIOBase, size: int) -> bytes:
+    if size < 0:
+        raise ValueError(f"{size} bytes")
+    found = reader.read(size)
+    if len(found) < size:
+        raise http.client.IncompleteRead(found, size - len(found))
+    return found
 
 
 class Connection:
@@ -328,12 +400,9 @@ class Connection:
         sock = self._sock
         sock.settimeout(left_s(end))
         sock.sendall(_request(self.endpoint, path, body, headers, "1.1"))
-        response = http.client.HTTPResponse(_Readable(sock, end), method="POST")  # pyright: ignore[reportArgumentType]
-        with contextlib.closing(response):
-            response.begin()
-            found = response.read()
-            if response.will_close:
-                self.close()
+        found, closes = read_reply(sock, end)
+        if closes:
+            self.close()
         return found
 
     def close(self) -> None:

@@ -31,6 +31,9 @@ class SlotTask:
     turn: int = 0
     """Number of steps staged under this order. Equal on all hosts, which take turns in
     copying slices."""
+    wanted: tuple[int, int] | None = None
+    """The step staged last, and the step for which the trainer wants buffers once that
+    one is released; None if it wants none yet, or has got them."""
     _pushers: list[Pusher] = field(default_factory=list)
     _pace: PushPace | None = None
 

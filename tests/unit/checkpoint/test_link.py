@@ -73,6 +73,28 @@ def test_what_cannot_be_sent_is_refused_and_the_rest_goes_on(
     outbox.close()
 
 
+def test_messages_stay_in_order_and_nobody_waits_for_a_peer_that_does_not_read(
+    ends: tuple[AgentLink, AgentLink],
+) -> None:
+    trainer, agent = ends
+    outbox = Outbox(agent, at_once=True)
+    sizes = [1, 10, 1 << 20, 5, 1 << 19, *[3] * 100]
+    begun = time.monotonic()
+    for number, size in enumerate(sizes):  # more than a socket holds
+        outbox.send("located", number=number, items="x" * size)
+    assert time.monotonic() - begun < 5
+    for number, size in enumerate(sizes):
+        message = trainer.receive(timeout_s=10)
+        assert (message["number"], len(message["items"])) == (number, size)
+    outbox.send("release", step=1)
+    assert trainer.receive(timeout_s=10) == {"op": "release", "step": 1}
+    outbox.close()
+    outbox.send("release", step=2)
+    outbox.join(10)
+    with pytest.raises(TimeoutError):
+        trainer.receive(timeout_s=0.1)
+
+
 def damaged(what: str) -> bytes:
     """A message that no agent of this version sends."""
     body = {

@@ -43,6 +43,7 @@ class Agents:
     def __init__(self, directory: Path, state: Layout) -> None:
         self.state, self.step, self.ends = state, 0, []
         placement = place_copies(state, 2)
+        self.following: list[int | None] = [None, None]
         self.holders = [
             ReplicaStore(
                 state, slot, placement, path=directory / host, chunk_bytes=CHUNK
@@ -102,13 +103,18 @@ class Agents:
         return [AgentLink(end) for end, _ in pairs]
 
     def _release(self, host: str, op: str, **fields: Any) -> None:
-        self.holders[HOSTS.index(host)].drop_before(
-            fields["step"], keep={fields["step"]}
-        )
+        slot = HOSTS.index(host)
+        self.holders[slot].drop_before(fields["step"], keep={fields["step"]})
+        following, self.following[slot] = self.following[slot], None
+        room = None if following is None else self._room(slot, following)
         try:
-            self.ends[HOSTS.index(host)].send(op, **fields)
+            self.ends[slot].send(op, room=room, **fields)
         except LinkClosed:
             pass
+
+    def _room(self, slot: int, step: int) -> dict[str, Any]:
+        room = asdict(self.holders[slot].begin_stage(step))
+        return {"step": step, "copied": b"", **room}
 
     def _serve(self, slot: int, reports: queue.Queue[Any]) -> None:
         link, holder = self.ends[slot], self.holders[slot]
@@ -119,12 +125,11 @@ class Agents:
                 if op == "layout":
                     link.send("restore", **self._order(holder))
                 elif op == "stage":
-                    step = message["step"]
-                    room = asdict(holder.begin_stage(step))
-                    link.send("room", step=step, copied=b"", **room)
+                    link.send("room", **self._room(slot, message["step"]))
                 elif op == "staged":
                     items, kept = message.pop("items"), message.pop("kept")
                     holder.staged(message["step"], message["digests"], items, kept)
+                    self.following[slot] = message.pop("following")
                     reports.put((slot, message))
         except LinkClosed:
             link.close()
