@@ -28,7 +28,7 @@ demo: $(STAMP)
 	.venv/bin/dtft drill digits_cnn --hosts 3 --spares 1 --fault kill-host:1@150 \
 		--run-dir runs/demo --json runs/demo/drill.json
 
-# Two of its drills compile as users do, as all of `make drills`; the other tests fast.
+# One of its drills compiles as users do, as all of `make drills`; the other tests fast.
 test: $(STAMP) $(AOT_STAMP)
 	.venv/bin/pytest -q -m "not drill" -n auto --dist worksteal
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 \
