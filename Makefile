@@ -28,14 +28,15 @@ demo: $(STAMP)
 	.venv/bin/dtft drill digits_cnn --hosts 3 --spares 1 --fault kill-host:1@150 \
 		--run-dir runs/demo --json runs/demo/drill.json
 
-# Two of its drills compile as users do, as all of `make drills`; the other tests fast.
+# One of its drills compiles as users do, as all of `make drills`; the other tests fast.
 test: $(STAMP) $(AOT_STAMP)
-	.venv/bin/pytest -q -m "not drill" -n auto --dist worksteal
+	.venv/bin/pytest -q -m "not drill and not more" -n auto --dist worksteal
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 \
 		.venv/bin/pytest -q -m "drill and not drill_all" tests/drills
 
 drills: $(STAMP)
 	.venv/bin/pytest -q -m drill_all tests/drills
+	.venv/bin/pytest -q -m more tests/unit/planner
 
 # What a user does who installs the wheel, in an empty environment of each Python.
 wheel-test: $(STAMP)

@@ -15,11 +15,19 @@ from dtft.checkpoint.storage.step_directories import storage_steps
 from dtft.elastic.leader.events import read_events
 from dtft.elastic.processes import process_alive
 from tests.drills.test_checkpoint_commands import store_and_job
-from tests.support.harness import DIGITS, HYBRID, STAGES, drill, dtft, is_rung, launched
+from tests.support.harness import (
+    DIGITS,
+    HYBRID,
+    STAGES,
+    TWO,
+    drill,
+    dtft,
+    is_rung,
+    launched,
+)
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(400)]
 every = pytest.mark.drill_all
-TWO = (*DIGITS, "--hosts", "2")  # the last of equal options counts
 
 
 def sizes(record: dict[str, Any]) -> list[list[int]]:

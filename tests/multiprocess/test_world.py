@@ -6,9 +6,9 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -58,8 +58,8 @@ class Process:
 
 
 @contextlib.contextmanager
-def processes(address: str) -> Iterator[dict[int, Process]]:
-    """Processes by index; one that is not there yet is started."""
+def processes(address: str, first: Sequence[int] = ()) -> Iterator[dict[int, Process]]:
+    """Processes by index; `first` start together, any other when it is asked for."""
     made: list[Process] = []
 
     class Grows(dict[int, Process]):
@@ -69,10 +69,38 @@ def processes(address: str) -> Iterator[dict[int, Process]]:
             assert self[index].hear()["op"] == "joined"
             return self[index]
 
-    yield Grows()
-    for one in made:
-        one.process.kill()
-        one.process.communicate()
+    found = Grows()
+    for index in first:
+        found[index] = Process(index, found, address)
+        made.append(found[index])
+    try:
+        for one in made:
+            assert one.hear()["op"] == "joined"
+        yield found
+    finally:
+        for one in made:
+            one.process.kill()
+            one.process.communicate()
+
+
+class Four(NamedTuple):
+    """Processes 1 to 4 of a world, and the directory of JAX's compilation cache."""
+
+    world: dict[int, Process]
+    cache: Path
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Four]:
+    """For tests that end no process: starting one takes seconds. A test leaves the
+    cache empty, and takes keys and devices that no other test takes."""
+    cache = tmp_path_factory.mktemp("programs")
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(cache))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        world = stack.enter_context(processes("", range(1, 5)))
+        patch.undo()  # read when a process starts
+        yield Four(world, cache)
 
 
 @pytest.fixture
@@ -177,8 +205,8 @@ def test_survivors_of_a_killed_process_leave_at_once_and_go_on_with_a_newcomer(
     assert [one.hear()["sum"] for one in (survivors[0], again)] == [3.0] * 2
 
 
-def test_a_meeting_ends_when_all_are_there(world: dict[int, Process]) -> None:
-    early, late = world[3], world[1]
+def test_a_meeting_ends_when_all_are_there(four: Four) -> None:
+    early, late = four.world[3], four.world[1]
     early.tell(op="meet", indices=[1, 3], name="dtft/m", limit_s=50.0)
     with pytest.raises(queue.Empty):
         early.hear(0.5)
@@ -190,20 +218,12 @@ def test_a_meeting_ends_when_all_are_there(world: dict[int, Process]) -> None:
         assert said["op"] == "broken" and "never" in said["error"]
 
 
-def test_all_get_the_text_of_one_process(world: dict[int, Process]) -> None:
-    both = [world[1], world[3]]
+def test_all_get_the_text_of_one_process(four: Four) -> None:
+    both = [four.world[1], four.world[3]]
     for teller in (1, 3):
         for one in both:
             one.tell(op="broadcast", teller=teller, key=f"dtft/text {teller}")
         assert [one.hear()["text"] for one in both] == [f"of {teller}"] * 2
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """JAX's compilation cache of the processes that are started from now on."""
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    return tmp_path
 
 
 def add_up(world: dict[int, Process], indices: list[int], turn: int) -> list[int]:
@@ -216,9 +236,8 @@ def add_up(world: dict[int, Process], indices: list[int], turn: int) -> list[int
     return [it["loaded"] for it in said]
 
 
-def test_the_process_that_is_told_to_writes_the_compilation_cache(
-    world: dict[int, Process], cache: Path
-) -> None:
+def test_the_process_that_is_told_to_writes_the_compilation_cache(four: Four) -> None:
+    world, cache = four
     add_up(world, [4, 3], 0)
     assert not list(cache.iterdir())
     world[1].tell(op="cache", writes=True)
@@ -231,17 +250,19 @@ def test_the_process_that_is_told_to_writes_the_compilation_cache(
     assert not list(cache.iterdir())
 
 
-def test_a_program_of_one_formation_is_loaded_by_all_others(
-    world: dict[int, Process], cache: Path
-) -> None:
+def test_a_program_of_one_formation_is_loaded_by_all_others(four: Four) -> None:
+    world, cache = four
+    loaded = [add_up(world, [index], 3)[0] for index in range(1, 5)]
     world[1].tell(op="cache", writes=True)
     first = add_up(world, [1, 2, 3], 0)
-    assert first[0] == 0
+    assert first[0] == loaded[0]
     (entry,) = cache.iterdir()
     made = entry.stat().st_mtime_ns
     second = add_up(world, [4, 2, 3], 1)  # a spare has taken the place of a lost host
-    assert second == [1, first[1] + 1, first[2] + 1]
+    assert second == [loaded[3] + 1, first[1] + 1, first[2] + 1]
     third = add_up(world, [3, 4, 1], 2)  # in another order
     assert third == [second[2] + 1, second[0] + 1, first[0] + 1]
     (entry,) = cache.iterdir()
     assert entry.stat().st_mtime_ns == made
+    entry.unlink()
+    world[1].tell(op="cache", writes=False)

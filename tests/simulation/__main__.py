@@ -32,6 +32,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--matrix", action="store_true")
     parser.add_argument("--part", default="", help="only matrix entries with this text")
+    parser.add_argument("--first", type=int, help="only so many of the matrix")
     parser.add_argument("--shuffle", type=int, help="seed of the matrix's order")
     parser.add_argument(
         "--replay", metavar="SEED", help="a seed, or mNUMBER of the matrix"
@@ -56,6 +57,7 @@ def main() -> int:
         ]
         if asked.shuffle is not None:
             random.Random(asked.shuffle).shuffle(names)
+        names = names[: asked.first]
         return _many(_matrix_entry, names, asked.jobs, asked.seconds, asked.shown)
     seeds = [str(seed) for seed in range(asked.seed, asked.seed + asked.random)]
     return _many(_random_entry, seeds, asked.jobs, asked.seconds, asked.shown)

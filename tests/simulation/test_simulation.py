@@ -1,4 +1,4 @@
-"""The control plane under random faults, for a minute; and that a seed replays."""
+"""The control plane under random faults, `make simulation` has more; a seed replays."""
 
 import os
 import re
@@ -160,10 +160,8 @@ def test_two_hosts_that_do_not_reach_each_other(what: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_random_schedules_for_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
-    told = simulate("--random", "100000", "--seed", str(SEED), "--seconds", "45")
-    told += simulate("--matrix", "--shuffle", "1", "--seconds", "15")
-    counts = re.findall(r"^(\d+) schedules", told, re.MULTILINE)
-    with capsys.disabled():
-        print(f"\nsimulation: {counts[0]} random schedules, {counts[1]} of the matrix")
-    assert len(counts) == 2 and all(int(count) > 20 for count in counts)
+def test_random_schedules_and_a_sample_of_the_matrix() -> None:
+    """A fixed number, so that every machine runs the same."""
+    told = simulate("--random", "240", "--seed", str(SEED))
+    told += simulate("--matrix", "--shuffle", "1", "--first", "120")
+    assert re.findall(r"^(\d+) schedules", told, re.MULTILINE) == ["240", "120"]

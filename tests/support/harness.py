@@ -15,6 +15,7 @@ DIGITS = (
     *("digits_cnn", "--hosts", "3", "--stop.steps", "60"),
     *("--checkpoint.storage_interval", "20"),
 )
+TWO = (*DIGITS, "--hosts", "2")  # the last of equal options counts
 CHARS = (
     *("chars_transformer", "--hosts", "4", "--stop.steps", "60"),
     *("--checkpoint.storage_interval", "10"),

@@ -1,10 +1,11 @@
 """Runs one of optax's own test suites with our optimizers in its tables.
 
-    python -m tests.support.optax_suite alias
+    python -m tests.support.optax_suite alias [short]
 
 The suite's source is read from the installed optax, whose wheel ships the tests of its
 sdist unchanged. Its tables are cut down to `adabelief` and our optimizers, and every
-test that a table gives is run. Prints one JSON object per test.
+test that a table gives is run; `short` has an optimization take fewer steps. Prints one
+JSON object per test.
 """
 
 import ast
@@ -30,6 +31,8 @@ TABLES = {
     "ALL_MODULES",
     "OPTIMIZERS",
 }
+SHORT = {10_000: 3_000, 30_000: 9_000}
+"""Lengths of the suites' optimizations, and what they are with `short`."""
 THEIRS = "adabelief"
 OURS = ("guarded_max_adabelief", "max_adabelief")
 NAMES = (*OURS, THEIRS)
@@ -71,10 +74,16 @@ def with_ours(name: str, factories: dict[str, Any]) -> Any:
 
 
 class _Tables(ast.NodeTransformer):
-    """Replaces the value of the first assignment to each table."""
+    """Replaces the value of the first assignment to each table, and lengths."""
 
-    def __init__(self) -> None:
+    def __init__(self, lengths: dict[int, int]) -> None:
         self.found: set[str] = set()
+        self._lengths = lengths
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        if type(node.value) is int:
+            node.value = self._lengths.get(node.value, node.value)
+        return node
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
         name = getattr(node.targets[0], "id", None)
@@ -82,17 +91,18 @@ class _Tables(ast.NodeTransformer):
             self.found.add(name)
             call = f"_with_ours({name!r}, _factories)"
             node.value = ast.parse(call, mode="eval").body
-        return node
+            return node
+        return self.generic_visit(node)
 
 
-def load(path: Path) -> ModuleType:
-    """The suite as a module, with our tables."""
+def load(path: Path, lengths: dict[int, int]) -> ModuleType:
+    """The suite as a module, with our tables, and other `lengths` of optimizations."""
     from optax._src import alias
 
     factories = optimizers()
     for name, make in factories.items():
         setattr(alias, name, make)  # where the suites look a name up
-    transformer = _Tables()
+    transformer = _Tables(lengths)
     tree = ast.fix_missing_locations(transformer.visit(ast.parse(path.read_text())))
     if not transformer.found:
         raise ValueError(f"{path} has none of the tables {sorted(TABLES)}.")
@@ -127,7 +137,8 @@ def main() -> None:
     path = source(sys.argv[1])
     if path is None:
         raise SystemExit(f"optax ships no {SUITES[sys.argv[1]]}")
-    for name, what, test in cases(load(path)):
+    lengths = SHORT if sys.argv[2:] == ["short"] else {}
+    for name, what, test in cases(load(path, lengths)):
         result = unittest.TestResult()
         test.run(result)
         problems = [*result.failures, *result.errors]

@@ -34,9 +34,11 @@ def test_kinds_of_work_add_up_to_compute(cluster: str) -> None:
     assert Plan.from_json(plan.to_json()) == plan
 
 
-@pytest.mark.parametrize("name", ["mlp", "resnet", "rnn"])
-def test_models_without_attention_have_none(name: str) -> None:
-    model = MODELS[name]()
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("mlp", {}), ("resnet", {"depths": (1, 1, 1, 1)}), ("rnn", {})]
+)
+def test_models_without_attention_have_none(name: str, sizes: dict[str, Any]) -> None:
+    model = MODELS[name](**sizes)
     asked = of_loss(model.loss, optax.sgd(1e-3), model.params, model.batch)
     plan = decide(asked, Cluster.parse("8xA100")).plan
     assert "attention" not in plan.compute

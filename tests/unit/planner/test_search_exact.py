@@ -362,7 +362,10 @@ def searched(everything: Everything, pool: Pool, *, pruned: bool) -> Priced:
     return search.price(enumerate_space(choices))
 
 
-@pytest.mark.parametrize("seed", range(26))
+MORE = [pytest.param(seed, marks=pytest.mark.more) for seed in range(12, 26)]
+
+
+@pytest.mark.parametrize("seed", [*range(12), *MORE])
 def test_the_search_finds_what_trying_everything_finds(seed: int) -> None:
     """On two pools, with memory for one to all of the candidates."""
     question = random_question(seed)
