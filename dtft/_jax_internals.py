@@ -406,7 +406,7 @@ def share_cached_programs() -> None:
             raise
 
     def get(self: Any, key: str) -> bytes | None:
-        _read.entry = read(self, key)
+        _read.looked, _read.entry = True, read(self, key)
         return _read.entry
 
     def hash_processor(hash_obj: Any, accelerators: Any) -> None:
@@ -419,9 +419,11 @@ def share_cached_programs() -> None:
 
 
 class _Read(threading.local):
-    """The entry of the compilation cache that the calling thread has read last."""
+    """What the calling thread has read last from the compilation cache."""
 
+    looked = False
     entry: bytes | None = None
+    """The entry; None if the cache had none."""
 
 
 _read = _Read()
@@ -437,18 +439,19 @@ class PortableProgram:
     def __init__(self, lowered: jax.stages.Lowered) -> None:
         """Compiles a function, or loads it from JAX's compilation cache.
 
-        With a cache, `share_cached_programs` must have been called.
-
         Args:
             lowered: a function that was lowered for a mesh of CPU devices, and not
                 compiled before.
         """
         check_version()
-        _read.entry = None
+        _read.looked, _read.entry = False, None
         self.compiled: jax.stages.Compiled = lowered.compile()
         """The program for the devices that the function was lowered for."""
-        # XLA cannot serialize a program again that it has loaded.
+        # XLA cannot serialize a program again that it has loaded, so the entry is kept.
         self._entry, _read.entry = _read.entry, None
+        cached = bool(jax.config.jax_compilation_cache_dir)  # pyright: ignore[reportAttributeAccessIssue]
+        self._is_known = _read.looked or not cached
+        """Whether it is known if the program was loaded."""
         self._lock = threading.Lock()
         self._pickled: bytes | None = None
 
@@ -461,9 +464,12 @@ class PortableProgram:
 
         Raises:
             ValueError: the program has arguments that are not the function's, such as
-                arrays that the function closes over, so it cannot be loaded.
+                arrays that the function closes over; or it may have come from the
+                cache before `share_cached_programs` was called.
         """
         program: Any = self.compiled
+        if not self._is_known:
+            raise ValueError("a program whose entry in the cache is unknown stays")
         if program._params.const_args:
             raise ValueError("a program that closes over arrays cannot be moved")
         with self._lock:

@@ -15,7 +15,7 @@ waits as a spare.
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,9 +38,21 @@ _LOW_PRIORITY = 10
 class Rehearsals:
     """The train steps that this process has compiled, now or ahead."""
 
-    def __init__(self, experiment: Experiment, world: World) -> None:
-        """Compiles nothing yet."""
-        self._experiment, self._world = experiment, world
+    def __init__(
+        self,
+        experiment: Experiment,
+        world: World,
+        done: Callable[[Mapping[str, Any]], None] = lambda order: None,
+    ) -> None:
+        """Compiles nothing yet.
+
+        Args:
+            experiment: the experiment.
+            world: this process's membership in a world.
+            done: called with an order of `begin` that no other has replaced, once this
+                process has compiled what it can; on another thread.
+        """
+        self._experiment, self._world, self._done = experiment, world, done
         self._steps: dict[tuple[int, ...], _Rehearsed] = {}
         self._programs: list[_Program] = []
         self._number = 0
@@ -49,8 +61,8 @@ class Rehearsals:
         """Starts to compile the steps of formations on a thread; forgets the steps of
         all other formations.
 
-        An earlier thread ends after its current step. Does nothing for balanced loads,
-        whose programs belong to the `Balancer`. Does nothing either before this process
+        An earlier thread ends after its current step. Compiles nothing for balanced
+        loads, whose programs belong to the `Balancer`. Does nothing before this process
         has joined the world: JAX may not look for devices yet, and the leader repeats
         the order for a process that has joined.
 
@@ -59,7 +71,7 @@ class Rehearsals:
                 each one the index of the process of each slot, and `items`: the
                 checkpoint items that record the run's plan, {} without a plan.
         """
-        if self._experiment.balance.policy != "off" or not self._world.number:
+        if not self._world.number:
             return
         self._number += 1
         args = self._number, order
@@ -91,7 +103,7 @@ class Rehearsals:
         mesh = step.mesh
         if step.program is not None:
             return
-        if mesh.devices.flat[0].platform != "cpu":
+        if self._experiment.cluster.devices_per_host < 0:  # as on accelerators
             step.lower(batch).compile()
             return
         for known in self._programs:
@@ -110,6 +122,12 @@ class Rehearsals:
 
     def _run(self, number: int, order: Mapping[str, Any]) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
+        if self._experiment.balance.policy == "off":
+            self._compile_all(number, order)
+        if number == self._number:
+            self._done(order)
+
+    def _compile_all(self, number: int, order: Mapping[str, Any]) -> None:
         try:
             plan = recorded_plan(self._experiment, order["items"])
             turn, formations = order["turn"], order["formations"]
