@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
@@ -651,7 +651,7 @@ class TrainerProcess:
         self._world = world = World(
             lambda keys: self._dialogue.queue("keys", keys=keys)
         )
-        self._rehearsals = Rehearsals(self._experiment, world)
+        self._rehearsals = Rehearsals(self._experiment, world, self._rehearsed)
         self._dialogue.start(self._take)
         while True:
             order = self._next()
@@ -663,6 +663,12 @@ class TrainerProcess:
                     self._dialogue.send("joined", world=world.number)
                 case "leave":
                     self._leave(order)
+
+    def _rehearsed(self, order: Mapping[str, Any]) -> None:
+        assert self._world is not None
+        told = {name: order[name] for name in ("turn", "formations")}
+        with contextlib.suppress(AgentGone):
+            self._dialogue.queue("rehearsed", world=self._world.number, **told)
 
     def _next(self) -> dict[str, Any]:
         with self._dialogue.condition:

@@ -329,6 +329,10 @@ class SimTrainer:
             self.say("joined", world=fields["world"]["number"])
         elif op == "leave":
             self._leave(fields["number"])
+        elif op == "rehearse":
+            told = {name: fields[name] for name in ("turn", "formations")}
+            told["world"] = self.world
+            self.soon(self._job.pace.compile_s, lambda: self.say("rehearsed", **told))
         elif op == "keys":
             self._find(fields["keys"])
         elif op == "restore":
@@ -634,7 +638,10 @@ class SimTrainers:
         self._order(self._member, "join", {"world": dict(world)})
 
     def rehearse(self, world: int, fields: Mapping[str, Any]) -> None:
-        """Compiles nothing here."""
+        """See `Trainers.rehearse`."""
+        for trainer in (self.trainer, self._member):
+            if trainer is not None and trainer.world == world:
+                self._order(trainer, "rehearse", fields)
 
     def share(self, keys: Mapping[str, str]) -> None:
         """See `Trainers.share`."""
@@ -694,6 +701,9 @@ class SimTrainers:
         elif message["op"] == "joined":
             if trainer is self._member:
                 self._emit("joined", trainer.world)
+        elif message["op"] == "rehearsed":
+            told = {key: value for key, value in message.items() if key != "op"}
+            self._emit("rehearsed", told)
         else:
             self._emit("trainer", trainer.ident, dict(message))
 

@@ -18,10 +18,13 @@ PROMPT_S = 0.5
 class ObedientDesk(LeaderDesk):
     """A leader of a job with two slots, h0 and h1; the other hosts are spares."""
 
-    def __init__(self, directory: Path, hosts: int, min_replicas: int = 0) -> None:
-        """The job trains; `answers` has the answers of requests."""
+    def __init__(
+        self, directory: Path, hosts: int, min_replicas: int = 0, **changes: Any
+    ) -> None:
+        """The job trains; `answers` has the answers of requests. `changes` are those of
+        the agents' config."""
         sizes = SizeLimits(min_replicas=min_replicas, global_batch=96)
-        super().__init__(directory, record_number(0), sizes=sizes)
+        super().__init__(directory, record_number(0), sizes=sizes, **changes)
         self.exports: list[tuple[str, int, int]] = []
         self.answers: list[dict[str, Any]] = []
         self.held: dict[int, Any] = {7: STATE}

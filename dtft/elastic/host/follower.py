@@ -258,6 +258,8 @@ class Follower:
                 self.left_slot(*values)
             case "joined":
                 self._tell("joined", world=values[0])
+            case "rehearsed":
+                self._tell("rehearsed", **values[0])
             case "assembled":
                 self.assembled(*values)
             case "held":

@@ -155,6 +155,8 @@ class Trainers:
       number, or has ended before. `code` is its return code if it has ended by itself,
       else None.
     * ("joined", world): the member has joined a world.
+    * ("rehearsed", fields): a trainer in a world has compiled ahead; `fields` are those
+      of the report `rehearsed`.
     """
 
     def __init__(
@@ -292,6 +294,9 @@ class Trainers:
             elif message["op"] == "joined":
                 if trainer is self._member:
                     self._tell("joined", trainer.world)
+            elif message["op"] == "rehearsed":
+                del message["op"]
+                self._tell("rehearsed", message)
             else:
                 self._tell("trainer", trainer.ident, message)
 

@@ -182,6 +182,7 @@ class Leader:
             "holdings": self._on_holdings,
             "reached": self._rendezvous.reached,
             "joined": self._on_joined,
+            "rehearsed": self._rendezvous.rehearsed,
             "serving": self._rendezvous.serving,
             "keys": self._rendezvous.keys,
             "prepared": self._on_prepared,

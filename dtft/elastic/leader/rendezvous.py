@@ -8,7 +8,7 @@ prepare its slot.
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from dtft.checkpoint.replication import FailureDomains
@@ -70,6 +70,19 @@ BALLOTS = 1 << 20
 STORAGE_PAUSE_S = 5.0
 """Seconds between two listings of storage while the job waits for it: storage does not
 answer, or has lost its steps."""
+
+
+@dataclass(kw_only=True)
+class Resize:
+    """A formation with another number of slots, for which processes compile ahead."""
+
+    formation: tuple[int, ...]
+    """The index of the process of each slot."""
+    until: float
+    """Time at which the job is formed in any case, in seconds on the monotonic
+    clock."""
+    ready: set[str] = field(default_factory=set)
+    """The hosts whose processes have compiled what they can."""
 
 
 class Rendezvous:
@@ -142,6 +155,8 @@ class Rendezvous:
         """Why no trainer keeps its process in this round; "" if trainers do."""
         self._swaps = 0
         """Number of formations in the same world since one has trained."""
+        self._resize: Resize | None = None
+        """The formation of another size for which processes compile ahead, if any."""
         self._end: RetryDecision | None = None
         """The decision with which the job ends once the hosts have reported their
         copies; None if the job is not to end."""
@@ -168,6 +183,7 @@ class Rendezvous:
             return
         self._fatal = fatal
         self._counter += 1
+        self._resize = None
         # While the key has expired the view has no leader's term; rounds go on.
         self._term = max(self._records.view.term, self._term)
         ballot = (self._term, self._counter)
@@ -229,11 +245,11 @@ class Rendezvous:
         Does nothing while not all slots train.
         """
         round_, old = self.current, self.assignment
-        if round_ is None or old is None or not round_.reported:
-            return
-        if not self._config.cpu_devices or self.world.turn + 1 >= TURNS:
+        if round_ is None or old is None or not self._can_rehearse:
             return
         formations = self._after_losses(round_, old)
+        if self._resize is not None:
+            formations.insert(0, list(self._resize.formation))
         for host, index in self.world.indices.items():
             own = [it for it in formations if index in it]
             if own and host in self._registry.connected:
@@ -247,6 +263,61 @@ class Rendezvous:
                     items=round_.planned,
                 )
 
+    @property
+    def _can_rehearse(self) -> bool:
+        """Whether all slots train, and processes can compile the next formation."""
+        return (
+            self.current is not None
+            and self.current.reported
+            and self._config.cpu_devices > 0
+            and self.world.turn + 1 < TURNS
+        )
+
+    def is_rehearsed(self, slots: int) -> bool:
+        """Whether the job can now be formed with another number of slots at little
+        cost.
+
+        At the first call for a formation, orders its processes to compile ahead, while
+        they train. Returns False until all have reported that they have, at most for
+        `timeouts.start`. Returns True at once if they cannot compile ahead: if a host
+        of the formation is not in the world, or if the job has a plan, which belongs to
+        one number of slots.
+        """
+        round_, old, now = self.current, self.assignment, self._loop.now()
+        if round_ is None or old is None or not self._can_rehearse or round_.planned:
+            return True
+        seating = replace(
+            self._seating(round_, self._registry.usable()),
+            previous=old,
+            choose_size=lambda available, layout: slots,
+        )
+        formation = self._places(self._seats.fill(seating))
+        if len(formation) != slots:
+            return True
+        if self._resize is None or self._resize.formation != formation:
+            limit_s = self._config.timeouts.start
+            self._resize = Resize(formation=formation, until=now + limit_s)
+            self.rehearse()
+        ready = {self.world.indices.get(host) for host in self._resize.ready}
+        return set(formation) <= ready or now >= self._resize.until
+
+    def rehearsed(
+        self, host: str, world: int, turn: int, formations: list[list[int]]
+    ) -> None:
+        """Handles the report that a host's process has compiled formations ahead."""
+        is_next = (world, turn) == (self.world.number, self.world.turn + 1)
+        if self._resize is not None and is_next:
+            if list(self._resize.formation) in formations:
+                self._resize.ready.add(host)
+
+    def _places(self, filled: Sequence[HostRecord | None]) -> tuple[int, ...]:
+        """Returns the index of the process of each slot; () if a slot has no host, or
+        if a host has no process in the world."""
+        hosts = [record.host for record in filled if record is not None]
+        if len(hosts) < len(filled) or not set(hosts) <= self.world.indices.keys():
+            return ()
+        return tuple(self.world.indices[host] for host in hosts)
+
     def _after_losses(self, round_: Round, old: SlotAssignment) -> list[list[int]]:
         """Computes the places of the slots after the loss of each host, if a spare's
         process is in the world."""
@@ -256,9 +327,8 @@ class Rendezvous:
         for victim in old.slots[:MOST_REHEARSED]:
             left = [record for record in usable if record.host != victim]
             filled = self._seats.fill(replace(seating, usable=left, previous=old))
-            hosts = [record.host for record in filled if record is not None]
-            if len(hosts) == len(old.slots) and set(hosts) <= self.world.indices.keys():
-                formations.append([self.world.indices[host] for host in hosts])
+            if len(places := self._places(filled)) == len(old.slots):
+                formations.append(list(places))
         return formations
 
     def admit(self, host: str) -> None:

@@ -158,7 +158,7 @@ class Scaling:
 
     def due(self) -> str:
         """Returns why the job is to be re-formed for another size at this commit; "" if
-        the size stays."""
+        the size stays, or while processes compile ahead for the other size."""
         rendezvous, coordinator = self._rendezvous, self._rendezvous.coordinator
         round_ = rendezvous.current
         if coordinator is None or round_ is None or round_.assignment is None:
@@ -170,7 +170,7 @@ class Scaling:
             return ""
         now = len(round_.assignment.slots)
         then = self._sizes.choose(self._available(), coordinator.layout)
-        if then == now:
+        if then == now or not rendezvous.is_rehearsed(then):
             return ""
         groups = ReplicaGroups.of(coordinator.layout, self._config.sizes)
         return (

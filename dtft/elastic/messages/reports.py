@@ -77,6 +77,12 @@ REPORT_FIELDS: Mapping[str, Mapping[str, Check]] = {
     },
     "serving": {"ballot": ballot, "address": or_empty(address), "error": text},
     "joined": {"ballot": ballot, "world": number},
+    "rehearsed": {
+        "ballot": ballot,
+        "world": number,
+        "turn": number,
+        "formations": list_of(list_of(number)),
+    },
     "keys": {"ballot": ballot, "keys": map_of(text, text)},
     "reached": {"ballot": ballot, "missed": list_of(text)},
     "unfit": {"ballot": ballot, "why": text, "layout": layout},

@@ -46,6 +46,7 @@ SOUND: dict[str, dict[str, Any]] = {
     },
     "serving": {"address": "10.0.0.5:7001", "error": ""},
     "joined": {"world": 1048577},
+    "rehearsed": {"world": 1048577, "turn": 3, "formations": [[1, 5], [5, 2]]},
     "keys": {"keys": {"cpu:gloo/1,2/0": "0a0b"}},
     "reached": {"missed": ["b"]},
     "unfit": {"why": "no room in /dev/shm", "layout": STATE.to_json()},
@@ -144,6 +145,7 @@ def test_the_table_names_what_the_leader_takes(op: str) -> None:
         "reached": Rendezvous.reached,
         "serving": Rendezvous.serving,
         "keys": Rendezvous.keys,
+        "rehearsed": Rendezvous.rehearsed,
     }
     method = others.get(op) or getattr(Leader, f"_on_{op}")
     handler = inspect.signature(method).parameters.values()

@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dtft.checkpoint.timeouts import Timeouts
 from dtft.cli.jobs import line
 from dtft.elastic.assignment import resized
 from dtft.elastic.inspect_job import NotThere, Observer
@@ -85,6 +87,72 @@ def test_a_store_that_has_lost_the_wish_is_told_of_it_by_the_hosts(desk_of) -> N
         desk.settle(1)
         assert desk.leader._sizes.wanted == 1, forms_again
         desk.leader.close()
+
+
+def rehearsing(desk_of: Callable[..., ObedientDesk]) -> ObedientDesk:
+    """A job of two hosts that is to grow to three, of processes that compile ahead."""
+    timeouts = replace(Timeouts(), start=20.0, restore=10.0)
+    desk = desk_of(hosts=3, hot_swap=True, cpu_devices=1, timeouts=timeouts)
+    desk.commit(8)  # the newcomer is in the world
+    desk.take("rehearse")
+    desk.ask(3)
+    desk.until(lambda: desk.leader.view.wanted)
+    desk.commit(9)
+    assert desk.phase == "running"
+    return desk
+
+
+def test_a_job_grows_when_its_processes_have_compiled_for_the_size(desk_of) -> None:
+    desk = rehearsing(desk_of)
+    ordered = desk.take("rehearse")
+    assert [host for host, _ in ordered] == ["h0", "h1", "h2"]
+    assert {len(order["formations"][0]) for _, order in ordered} == {3}
+    for step, host in enumerate(("h0", "h1", "h2"), 10):
+        order = dict(ordered)[host]
+        told = {name: order[name] for name in ("world", "turn", "formations")}
+        earlier = told | {"turn": order["turn"] - 1}
+        desk.report(host, {"op": "rehearsed", "ballot": order["ballot"], **earlier})
+        desk.commit(step)
+        assert desk.phase == "running" and not desk.take("rehearse")
+        desk.report(host, {"op": "rehearsed", "ballot": order["ballot"], **told})
+        desk.turn()
+    desk.commit(13)
+    desk.settle(3)
+    assert desk.answers.pop()["replicas"] == 3
+
+
+def test_a_process_that_does_not_compile_holds_a_size_back_for_a_while(desk_of) -> None:
+    desk = rehearsing(desk_of)
+    begun, step = desk.loop.now(), 10
+    while len(desk.leader._rendezvous.slot_of) == 2:
+        desk.commit(step := step + 1)
+        desk.turn(1.0)
+    waited_s = desk.loop.now() - begun
+    assert abs(waited_s - desk.config.timeouts.start) < 3
+    desk.settle(3)
+
+
+def test_a_host_that_comes_while_others_compile_is_awaited(desk_of) -> None:
+    desk = rehearsing(desk_of)
+    orders = dict(desk.take("rehearse"))
+    names = ("world", "turn", "formations")
+    told = {name: orders["h0"][name] for name in names}
+    rehearsed = {"op": "rehearsed", "ballot": orders["h0"]["ballot"], **told}
+    for host in ("h0", "h1"):
+        desk.report(host, rehearsed)
+    desk.lose("h2")
+    desk.commit(10)
+    desk.register(record_number(3))
+    desk.look()
+    desk.leader.connected(record_number(3))
+    joined = {"op": "joined", "ballot": rehearsed["ballot"], "world": told["world"]}
+    desk.report("h3", joined)
+    desk.commit(11)
+    assert desk.phase == "running" and "h3" in dict(desk.take("rehearse"))
+    desk.report("h3", rehearsed)
+    desk.turn()
+    desk.commit(12)
+    desk.settle(3)
 
 
 def growing(desk_of: Callable[..., ObedientDesk]) -> ObedientDesk:
