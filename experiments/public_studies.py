@@ -4,19 +4,21 @@ Leave-one-out on BigScience, transfer to Megatron on Selene, a fit to H100. Noth
 run; every figure is deterministic. Tables and pictures are `public_measurements.py`'s.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from dtft.planner.search import Scales, StepCost, stack
 from dtft.planner.transformer import (
-    BIGSCIENCE,
+    A100_SCALES,
     SPREADS,
+    ParallelLayout,
     PredictedLayout,
     PredictionAccuracy,
     ScaleFit,
-    Scales,
-    StepCost,
+    Shape,
     elsewhere,
     fit,
     judge,
@@ -24,7 +26,6 @@ from dtft.planner.transformer import (
     pool_of,
     regret,
     search,
-    stack,
     step_cost,
 )
 from experiments.published_rows import (
@@ -38,14 +39,15 @@ from experiments.published_rows import (
 CATALOG = Scales()
 
 
+@functools.cache
+def cost_of(shape: Shape, layout: ParallelLayout, cluster: str) -> StepCost:
+    """Base seconds of a row; each row is priced once."""
+    return step_cost(shape, layout, pool_of(cluster, layout.gpus))
+
+
 def costs_of(rows: Sequence[Published]) -> StepCost:
     """Base seconds of all rows."""
-    return stack(
-        [
-            step_cost(p.row.shape, p.row.layout, pool_of(p.cluster, p.row.layout.gpus))
-            for p in rows
-        ]
-    )
+    return stack([cost_of(p.row.shape, p.row.layout, p.cluster) for p in rows])
 
 
 def seconds_of(rows: Sequence[Published]) -> np.ndarray:
@@ -94,11 +96,11 @@ Jean Zay's."""
 DEVICE_ONLY = "matmul and memory"
 """What `dtft plan predict` carries over."""
 TRANSFERS: Mapping[str, Scales] = {
-    RULE: replace(elsewhere(BIGSCIENCE), launch=BIGSCIENCE.launch),
-    DEVICE_ONLY: elsewhere(BIGSCIENCE),
-    "all but links between hosts": replace(BIGSCIENCE, network=1.0, next_stage=1.0),
-    "all but NVLink": replace(BIGSCIENCE, fast_link=1.0),
-    "everything, Jean Zay's network too": BIGSCIENCE,
+    RULE: replace(elsewhere(A100_SCALES), launch=A100_SCALES.launch),
+    DEVICE_ONLY: elsewhere(A100_SCALES),
+    "all but links between hosts": replace(A100_SCALES, network=1.0, next_stage=1.0),
+    "all but NVLink": replace(A100_SCALES, fast_link=1.0),
+    "everything, Jean Zay's network too": A100_SCALES,
 }
 """What is carried over from BigScience to Selene."""
 
@@ -131,14 +133,48 @@ def transfer(rule: str = RULE) -> list[Transfer]:
         candidates = search(p.row.shape, layout, pool, scales)
         split = (layout.tp, layout.pp, layout.dp)
         own = next(c for c in candidates if c.split == split)
-        cost = step_cost(p.row.shape, layout, pool)
+        cost = cost_of(p.row.shape, layout, p.cluster)
         found.append(
             Transfer(
                 published=p,
-                step_s=float(cost.step_s(scales.vector())),
+                step_s=float(cost.step_s(scales.vector())[0]),
                 best=candidates[0],
                 split_ratio=own.step_s / candidates[0].step_s,
             )
+        )
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """A table that was not seen by the fit that predicts it."""
+
+    rows: list[Published]
+    device_only: np.ndarray
+    """Predicted with the scalars of the device."""
+    starts: np.ndarray
+    """Predicted with the scalar of kernel launches, too."""
+
+
+def left_out_tables() -> dict[str, LeftOut]:
+    """Each table of A100, with scalars fitted to the rows of the others."""
+    a100 = [p for p in llm_foundry() if p.group.startswith("a100")]
+    tables = {"BigScience": ranking_set(), "Megatron": megatron(), "llm-foundry": a100}
+    found = {}
+    for name, rows in tables.items():
+        others = [p for other, some in tables.items() if other != name for p in some]
+        fitted = fit(
+            costs_of(others).step_s,
+            seconds_of(others),
+            CATALOG.vector(),
+            spread=SPREADS.vector(),
+        )
+        scales = Scales.of(fitted.values)
+        kept, costs = elsewhere(scales), costs_of(rows)
+        found[name] = LeftOut(
+            rows=rows,
+            device_only=costs.step_s(kept.vector()),
+            starts=costs.step_s(replace(kept, launch=scales.launch).vector()),
         )
     return found
 
@@ -148,7 +184,7 @@ def h100_rows() -> list[Published]:
     return [p for p in llm_foundry() if p.group.startswith("h100_bf16")]
 
 
-H100_START = replace(BIGSCIENCE, fast_link=1.0)
+H100_START = replace(A100_SCALES, fast_link=1.0)
 """What the fit to H100 is drawn to: A100's, but NVLink as the catalog has it."""
 
 

@@ -14,7 +14,8 @@ import numpy as np
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
-from dtft.planner.transformer import PredictedLayout, PredictionAccuracy, Scales
+from dtft.planner.search import Scales
+from dtft.planner.transformer import PredictedLayout, PredictionAccuracy
 from experiments.public_studies import seconds_of
 from experiments.published_rows import Published
 

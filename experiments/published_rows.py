@@ -164,6 +164,7 @@ def _llm_foundry(cells: Mapping[str, str]) -> Published:
         zero=3 if cells["sharding"] == "FULL_SHARD" else 2,
         flash_attention=True,
         gradient_bytes=4,
+        software="eager",
     )
     name = f"{cells['model']} s={cells['seq_len']} x{cells['gpus']}"
     return Published(

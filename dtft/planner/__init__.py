@@ -5,7 +5,7 @@ arrays roles. A candidate is a mesh on the devices (`cluster`), with shardings a
 knobs. For each candidate the step is partitioned (`spmd`), and its time and memory are
 predicted (`cost`, `memory`). `search` ranks the candidates and writes the best as a
 `plan`, which `report` explains and `aot` compares with XLA's compiled program.
-`transformer` predicts step time and memory of a transformer from its shape and layout.
+`transformer` prices the rows of a table of training runs as programs of their own.
 Importing this package is light: names load on first use.
 
 * `Cluster`: the devices and links to plan for, from `Cluster.parse("64x8xH100")`, a

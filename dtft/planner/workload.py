@@ -30,6 +30,7 @@ from dtft.planner.ir import (
     same_dims,
     trace,
 )
+from dtft.planner.software import XLA, Software
 from dtft.planner.spmd import ShardingAssignment
 from dtft.planner.types import Remat
 
@@ -267,6 +268,8 @@ class Workload:
     loss alone for entry loss, `graph` itself for entry step."""
     again: Callable[[Remat], Graph] | None = None
     """Function that traces the step with rematerialization; None for entry step."""
+    software: Software = XLA
+    """The software that runs the step."""
 
     def root(self, dim: int) -> int:
         """Returns the dim that represents a dim in equal layers, or the dim itself."""
@@ -275,7 +278,8 @@ class Workload:
     @cached_property
     def groups(self) -> tuple[OpGroup, ...]:
         """Groups of operators whose cost is computed once for each group."""
-        return group_operators(self.graph, self.alias)
+        fuses = self.software.fuses
+        return group_operators(self.graph, self.alias, fuses=fuses)
 
     @cached_property
     def batch_dims(self) -> tuple[int, ...]:
@@ -455,6 +459,7 @@ def of_loss(
     optimizer: optax.GradientTransformation,
     params: Any,
     batch: Any,
+    software: Software = XLA,
 ) -> Workload:
     """Traces the step that `dtft.train.make_step` makes from a loss.
 
@@ -464,6 +469,7 @@ def of_loss(
         optimizer: an optax transform.
         params: tree of arrays or shapes.
         batch: tree of arrays or shapes; the first dim of each leaf indexes examples.
+        software: the software that runs the step.
     """
 
     def with_aux(params: Any, batch: Any) -> tuple[jax.Array, Any]:
@@ -494,7 +500,8 @@ def of_loss(
     program = trace(
         lambda params, batch: loss(params, batch), params=params, batch=batch
     )
-    return _workload("loss", graph, roles, program, traced)
+    found = _workload("loss", graph, roles, program, traced)
+    return replace(found, software=software)
 
 
 def _prepared(

@@ -1,7 +1,7 @@
 """Seconds of a pipeline and its microbatches in flight, for three schedules.
 
-The inputs are seconds of a stage and the numbers of stages, microbatches and chunks.
-Seconds and counts of `pipeline_s` may be numpy arrays.
+The inputs are seconds of stages and the numbers of stages, microbatches and chunks.
+Those of `pipeline_s` may be numpy arrays.
 
 Sources: GPipe arXiv 1811.06965; 1F1B and interleaving arXiv 2104.04473; memory of
 interleaving arXiv 2205.05198, section 4.2.3.
@@ -16,14 +16,7 @@ from dtft.planner.types import Schedule
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe", "circular")
 
 
-def pipeline_s(
-    first_s: Any,
-    middle_s: Any,
-    last_s: Any,
-    stages: Any,
-    microbatches: Any,
-    chunks: Any,
-) -> Any:
+def pipeline_s(stage_s: Any, counts: Any, microbatches: Any, chunks: Any) -> Any:
     """Computes the seconds of all microbatches of a step through a pipeline.
 
     The formula is m max t + (sum t - max t) / chunks, for m microbatches that take t
@@ -33,21 +26,20 @@ def pipeline_s(
     faster: stages before the slowest stage run ahead.
 
     Args:
-        first_s: seconds of one microbatch on the first stage, forward and backward.
-        middle_s: seconds of one microbatch on a stage between the first and the last.
-        last_s: seconds of one microbatch on the last stage.
-        stages: the number of stages, 2 or more.
+        stage_s: seconds of one microbatch on each kind of stage, forward and backward;
+            [..., kinds], 0 for kinds without a stage.
+        counts: the number of stages of each kind, [..., kinds].
         microbatches: the number of microbatches in a step.
         chunks: the number of parts of each stage's layers; a microbatch passes through
             the pipeline that many times.
 
-    >>> float(pipeline_s(1.0, 1.0, 1.0, stages=4, microbatches=8, chunks=1))
+    >>> float(pipeline_s([1.0], [4], microbatches=8, chunks=1))
     11.0
-    >>> float(pipeline_s(1.0, 1.0, 1.5, stages=4, microbatches=8, chunks=2))
+    >>> float(pipeline_s([1.0, 1.5], [3, 1], microbatches=8, chunks=2))
     13.5
     """
-    longest = np.maximum(np.maximum(first_s, last_s), np.where(stages > 2, middle_s, 0))
-    every = first_s + last_s + (stages - 2) * middle_s
+    longest = np.max(stage_s, -1)
+    every = np.sum(np.multiply(stage_s, counts), -1)
     return (microbatches * longest + (every - longest) / chunks)[()]
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         RELABELS,
         moved_bytes,
         relabelled,
+        unfused_bytes,
     )
     from dtft.planner.ir.graph import (
         CountedLoop,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from dtft.planner.ir.op_groups import OpGroup, group_operators, region
     from dtft.planner.ir.remat import POLICIES, rematerialized
     from dtft.planner.ir.repeats import (
+        PARTS,
         LayerStack,
         Part,
         find_layers,
@@ -64,6 +66,7 @@ _PUBLIC = {
     "OpGroup": "op_groups",
     "Operator": "graph",
     "OperatorKind": "graph",
+    "PARTS": "repeats",
     "POLICIES": "remat",
     "PRODUCTS": "fusion",
     "Part": "repeats",
@@ -86,6 +89,7 @@ _PUBLIC = {
     "trace": "tracing",
     "traced": "jaxprs",
     "uncut": "jaxprs",
+    "unfused_bytes": "fusion",
     "with_bodies": "jaxprs",
 }
 
@@ -101,6 +105,7 @@ __all__ = [
     "OpGroup",
     "Operator",
     "OperatorKind",
+    "PARTS",
     "POLICIES",
     "PRODUCTS",
     "Part",
@@ -123,6 +128,7 @@ __all__ = [
     "trace",
     "traced",
     "uncut",
+    "unfused_bytes",
     "with_bodies",
 ]
 

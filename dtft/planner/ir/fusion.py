@@ -93,6 +93,36 @@ def moved_bytes(graph: Graph) -> dict[int, float]:
     return dict(found)
 
 
+def unfused_bytes(graph: Graph) -> dict[int, float]:
+    """Computes the bytes that kernels read and write in a step, without fusion.
+
+    Each operator is a kernel that reads and writes whole arrays. Operators of kind
+    `layout` make views, and move nothing. Products' own bytes are not counted.
+
+    Returns:
+        Map from the number of an operator to its bytes in all executions of a step.
+        Operators that move nothing are left out.
+
+    >>> import jax
+    >>> from dtft.planner.ir import trace
+    >>> x = jax.ShapeDtypeStruct((4,), "f4")
+    >>> unfused_bytes(trace(lambda x: jax.numpy.tanh(x * 2) + 1, x))
+    {0: 32.0, 1: 32.0, 2: 32.0}
+    """
+    found: dict[int, float] = {}
+    for number, operator in enumerate(graph.operators):
+        views = operator.kind == "layout" or operator.kind in PRODUCTS
+        if views or operator.unread or not operator.trips:
+            continue
+        own = graph.bytes_of(operator)
+        if operator.kind in ("gather", "scatter"):  # only rows that are indexed
+            sizes = [graph.values[index].num_bytes for index in operator.outputs]
+            sizes += [graph.values[index].num_bytes for index in operator.inputs[1:]]
+            own = 2 * sum(sizes) if operator.kind == "gather" else own
+        found[number] = float(own * operator.trips)
+    return found
+
+
 def relabelled(operator: Operator, index: int) -> int:
     """Returns the operand that a relabelled result is, as of a barrier of several."""
     if len(operator.inputs) == len(operator.outputs):

@@ -9,7 +9,7 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from dtft.planner.ir.flops import SPECIAL
-from dtft.planner.ir.fusion import CHEAP, moved_bytes
+from dtft.planner.ir.fusion import CHEAP, moved_bytes, unfused_bytes
 from dtft.planner.ir.graph import Graph, Operator, item_bits
 
 
@@ -331,6 +331,8 @@ class OpGroup:
     """Bytes that the kernels of a GPU or TPU read and write for the group, per byte of
     the operands and results of its operators (`fusion.moved_bytes`). For products: of
     copies of operands, beside what products read and write."""
+    members: tuple[int, ...] = ()
+    """Numbers of the operators of the group; empty for copies of loops."""
 
     @property
     def uncached(self) -> bool:
@@ -356,7 +358,9 @@ def region(operator: Operator) -> str:
     return "forward" if "jvp(" in operator.name else "update"
 
 
-def group_operators(graph: Graph, alias: Mapping[int, int]) -> tuple[OpGroup, ...]:
+def group_operators(
+    graph: Graph, alias: Mapping[int, int], *, fuses: bool = True
+) -> tuple[OpGroup, ...]:
     """Groups the operators of a program, so that each group is priced once.
 
     Returns first the groups of equal operators, then the groups of cheap operators
@@ -367,6 +371,8 @@ def group_operators(graph: Graph, alias: Mapping[int, int]) -> tuple[OpGroup, ..
         alias: if layers repeat, map from a dim of any layer to the dim at the same
             position that stands for all equal layers. A dim that is not in the map
             stands for itself.
+        fuses: whether a compiler fuses cheap operators into kernels. Otherwise each
+            operator is a kernel, and loops copy nothing.
     """
     across = transposed_reads(graph)
     times: Counter[object] = Counter()
@@ -374,7 +380,7 @@ def group_operators(graph: Graph, alias: Mapping[int, int]) -> tuple[OpGroup, ..
     cheap: dict[object, list[Operator]] = defaultdict(list)
     known = awaited(graph, {n: _waits(op) for n, op in enumerate(graph.operators)})
     last: dict[object, bool] = {}
-    moved = moved_bytes(graph)
+    moved = moved_bytes(graph) if fuses else unfused_bytes(graph)
     numbers: dict[object, list[int]] = defaultdict(list)
     for number, operator in enumerate(graph.operators):
         if operator.unread or not operator.trips:
@@ -399,6 +405,7 @@ def group_operators(graph: Graph, alias: Mapping[int, int]) -> tuple[OpGroup, ..
             region=region(first[k]),
             last=last[k],
             moved=shares[k],
+            members=tuple(numbers[k]),
         )
         for k, count in times.items()
     ]
@@ -407,8 +414,9 @@ def group_operators(graph: Graph, alias: Mapping[int, int]) -> tuple[OpGroup, ..
     for key, operators in cheap.items():
         group = _merged(graph, operators, _moved(graph, operators, readers))
         fused = group.region == "update"  # its bytes are those after fusion already
+        group = replace(group, members=tuple(numbers[key]))
         found.append(group if fused else replace(group, moved=shares[key]))
-    return (*found, *_copied(graph, alias))
+    return (*found, *(_copied(graph, alias) if fuses else ()))
 
 
 def _share(graph: Graph, moved: Mapping[int, float], numbers: list[int]) -> float:

@@ -295,6 +295,9 @@ class LayerStack:
     readers: Mapping[int, frozenset[Part]]
     """Map from an argument's value to the parts that read it. Arguments that neither
     the forward nor the backward pass reads are left out."""
+    parts: Mapping[int, Part]
+    """Map from the number of each operator of the forward and backward pass to its
+    part."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -338,6 +341,7 @@ def find_layers(
         shares={part: total / every for part, total in totals.items()},
         boundary=_boundary(graph, forward),
         readers=_readers(graph, parts),
+        parts=parts,
     )
 
 

@@ -5,7 +5,8 @@ A candidate is a mesh with a value for every knob, such as the number of microba
 * Candidates: `space` (candidates as columns; which knobs can be run), `meshes`, `pins`,
   `enumerate`.
 * Time and memory of all candidates at once: `price_table` (operators), `memory_table`
-  (state, batch, peak memory), `pipeline` (stages), `search` (totals), `ranking`.
+  (state, batch, peak memory), `pipeline` (stages), `step_cost` (seconds by the scalars
+  that multiply them), `search` (totals), `ranking`.
 * Dims that the axis `tensor` divides: `tensor_sharding`, with an exact solver in
   `solver`, `elimination` and `mixed_integer`.
 * `decision`: selects a candidate, and explains what to change if none fits.
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         Space,
         check_runnable,
     )
+    from dtft.planner.search.step_cost import STEP_TERMS, Scales, StepCost, stack
     from dtft.planner.search.write_plan import as_plan
 
 _PUBLIC = {
@@ -46,7 +48,10 @@ _PUBLIC = {
     "PLATFORMS": "space",
     "PlanSearch": "search",
     "Prices": "price_table",
+    "STEP_TERMS": "step_cost",
+    "Scales": "step_cost",
     "Space": "space",
+    "StepCost": "step_cost",
     "arrays_of": "compute_split",
     "as_plan": "write_plan",
     "attention_scores": "compute_split",
@@ -58,6 +63,7 @@ _PUBLIC = {
     "enumerate_space": "enumerate",
     "group_s": "compute_split",
     "next_best": "decision",
+    "stack": "step_cost",
 }
 
 __all__ = [
@@ -72,7 +78,10 @@ __all__ = [
     "PLATFORMS",
     "PlanSearch",
     "Prices",
+    "STEP_TERMS",
+    "Scales",
     "Space",
+    "StepCost",
     "arrays_of",
     "as_plan",
     "attention_scores",
@@ -84,6 +93,7 @@ __all__ = [
     "enumerate_space",
     "group_s",
     "next_best",
+    "stack",
 ]
 
 __getattr__, __dir__ = attributes(__name__, _PUBLIC)

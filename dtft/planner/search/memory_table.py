@@ -1,7 +1,7 @@
 """Memory of many candidates at once: state, batch, peak memory, offloaded state."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -11,7 +11,6 @@ from dtft.planner.cluster import Link
 from dtft.planner.cost import Away, away
 from dtft.planner.ir import Value
 from dtft.planner.memory import LivenessTrace, PeakModel, Timeline
-from dtft.planner.search.pipeline import Staged
 from dtft.planner.search.price_table import (
     Cases,
     Columns,
@@ -43,6 +42,12 @@ from dtft.planner.spmd import (
     zero_leaves,
 )
 from dtft.planner.workload import Role, Workload
+
+OnStages = Callable[
+    [Space, np.ndarray, dict[str, np.ndarray]], Mapping[str, np.ndarray]
+]
+"""A function from bytes as if each stage had all layers to the bytes of a stage
+(`pipeline.Staged.memory`)."""
 
 # State between uses. Equal arrays of equal layers are evaluated once. `spmd.zero`
 # selects the dim that `fsdp` divides, here for all sizes of axes together.
@@ -76,6 +81,7 @@ class Resting:
         self._question: Workload = prices.question
         self._columns: Columns = prices.columns
         self._loops = self._question.loop_dims
+        self._flat = self._question.software.flat_state
         self._gathers: dict[object, tuple[Cases, np.ndarray]] = {}
         self._places: dict[object, tuple[Cases, Axes, np.ndarray]] = {}
 
@@ -263,7 +269,9 @@ class Resting:
         divisions = []
         for point in first:
             sizes = {axis: int(c[point]) for axis, c in self._columns.sizes.items()}
-            leaves = zero_leaves(values, division, sizes, True, self._loops)
+            leaves = zero_leaves(
+                values, division, sizes, True, self._loops, flat=self._flat
+            )
             rest = further_division(leaves, division, self._loops)
             spare = (ZERO_BESIDE,) if by_weights[point] else ()
             divisions.append(replace(division, rest=rest, spare=spare))
@@ -286,7 +294,7 @@ class Resting:
             divisors, used = {axes for axes in spec if axes}, flat(spec)
             whole = tuple(axis for axis in used if axis != MICRO)
             cases = self._columns.divided({*divisors, used, whole, (ZERO_AXIS,)})
-            place = rest_place(value, spec, cases.sizes, self._loops)
+            place = rest_place(value, spec, cases.sizes, self._loops, flat=self._flat)
             self._places[key] = cases, used, place
         return self._places[key]
 
@@ -297,7 +305,7 @@ class Resting:
 
 
 def offloaded(
-    priced: Priced, resting: Resting, link: Link, staged: Staged | None = None
+    priced: Priced, resting: Resting, link: Link, on_stages: OnStages | None = None
 ) -> Priced:
     """Prices candidates again, with their optimizer state moved to host memory.
 
@@ -305,7 +313,7 @@ def offloaded(
         priced: candidates that keep their optimizer state on the device.
         resting: bytes of the workload's arrays, for the points of these candidates.
         link: the link from a device to its host's memory.
-        staged: prices of stages, if any candidate has pipeline stages.
+        on_stages: bytes of stages, if any candidate has pipeline stages.
     """
     space = priced.space.with_offload()
     host, seconds, less = (np.zeros(len(space)) for _ in range(3))
@@ -315,10 +323,10 @@ def offloaded(
             moved = _away(space, resting, link, division, rows)
             host[rows], seconds[rows] = moved.host_bytes, moved.seconds
             less[rows] = moved.host_bytes - moved.device_bytes
-    if staged is not None:
+    if on_stages is not None:
         every = np.arange(len(space))
         whole = {name: less if name == "optimizer" else 0.0 * less for name in MEMORY}
-        less = staged.memory(space, every, whole)["optimizer"]
+        less = on_stages(space, every, whole)["optimizer"]
     memory = {**priced.memory, "optimizer": priced.memory["optimizer"] - less}
     return replace(
         priced,

@@ -1,18 +1,30 @@
 """Prices pipeline stages from the price of the whole model.
 
 A mesh with an axis `stage` is first priced as if each stage ran all layers. This module
-divides the layers evenly among the stages, and keeps the embedding on the first stage
-and the head on the last. It then adds the costs of a pipeline: the bubble, sends
-between stages, and activations of the microbatches in flight.
+divides the layers among the stages, evenly or as given, and keeps the embedding on the
+first stage and the head on the last. It then adds the costs of a pipeline: the bubble,
+sends between stages, and activations of the microbatches in flight.
 """
 
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
 
 from dtft.planner.cluster import DeviceType
-from dtft.planner.cost import SCHEDULES, in_flight, memory_s, pipeline_s, transfers
+from dtft.planner.cost import (
+    SCHEDULES,
+    collective_s,
+    group_of,
+    in_flight,
+    memory_s,
+    transfers,
+)
 from dtft.planner.ir import (
+    CHEAP,
+    PARTS,
     PRODUCTS,
     LayerStack,
     Part,
@@ -20,14 +32,31 @@ from dtft.planner.ir import (
     find_repeats,
     moved_bytes,
 )
-from dtft.planner.search.price_table import Message, Prices
+from dtft.planner.search.memory_table import Resting
+from dtft.planner.search.price_table import (
+    Message,
+    PricedOp,
+    Table,
+    Total,
+    sum_prices,
+)
 from dtft.planner.search.space import Space
-from dtft.planner.spmd import MICRO, CollectiveOp, ShardedSize, ShardingAssignment, flat
+from dtft.planner.search.step_cost import NETWORKS, STAGE_SCALES, StepCost
+from dtft.planner.spmd import (
+    MICRO,
+    ZERO_AXIS,
+    Axes,
+    Bundle,
+    CollectiveOp,
+    ShardedSize,
+    ShardingAssignment,
+    flat,
+    parts,
+)
+from dtft.planner.types import AXES
 from dtft.planner.workload import Workload
 
 Terms = dict[str, np.ndarray]
-_SHARED = ("compute", "collectives", "launch")
-"""Terms of a step's time (`ranking.TERMS`) that are divided among the stages."""
 
 
 def layers_of(question: Workload, device: DeviceType) -> LayerStack | None:
@@ -63,65 +92,307 @@ def handed_on(
     Gradients return in messages of the same sizes.
     """
     values = [question.graph.values[index] for index in layers.boundary]
-    return tuple(
-        CollectiveOp(
-            kind="permute",
-            axes=("stage",),
-            amount=ShardedSize(total=value.num_bytes, axes=flat(division.spec(value))),
-        )
-        for value in values
-    )
+    found = []
+    for value in values:
+        axes = flat(division.spec(value))
+        if question.software.splits_sends and "tensor" not in axes:
+            axes = (*axes, "tensor")
+        amount = ShardedSize(total=value.num_bytes, axes=axes)
+        found.append(CollectiveOp(kind="permute", axes=("stage",), amount=amount))
+    return tuple(found)
 
 
 class Staged:
-    """Time and memory of candidates with pipeline stages."""
+    """Time and memory of candidates, with any number of pipeline stages."""
 
-    def __init__(self, prices: Prices) -> None:
+    def __init__(self, resting: Resting) -> None:
         """Keeps the prices; the layers are found when they are first needed.
 
         Args:
-            prices: prices of the workload, as if each stage ran the whole model.
+            resting: prices of the workload's operators, as if each stage ran the whole
+                model, and of the arrays that ZeRO divides.
         """
-        self._prices, self._question = prices, prices.question
+        self._resting, self._prices = resting, resting.prices
+        self._question, self._columns = self._prices.question, self._prices.columns
+        self._software = self._question.software
 
     @cached_property
     def _layers(self) -> LayerStack:
-        found = layers_of(self._question, self._prices.columns.pool.device)
+        found = layers_of(self._question, self._columns.pool.device)
         assert found is not None  # else the axis is not searched
         return found
 
-    def terms(
-        self, division: ShardingAssignment, space: Space, rows: np.ndarray, whole: Terms
-    ) -> Terms:
-        """Computes the seconds of a step by term, for candidates that share a division.
+    # Time.
 
-        Candidates with one stage keep the seconds of `whole`.
+    def cost(
+        self,
+        division: ShardingAssignment,
+        space: Space,
+        rows: np.ndarray,
+        stage_layers: tuple[int, ...] = (),
+    ) -> StepCost:
+        """Computes the base seconds of candidates that share a division.
 
         Args:
             division: which axes divide which dims on the devices of a stage.
             space: the candidates.
             rows: indices of the candidates to price.
-            whole: seconds by term as if each stage ran all layers.
+            stage_layers: the number of layers of each stage, if the candidates' stages
+                are uneven.
         """
-        names = ("stage", "microbatches", "virtual_stages")
-        num, parts, chunks = (space.columns[name][rows] for name in names)
-        shares = self._layers.shares
-        each = sum(whole[name] for name in _SHARED) / parts
-        sent = self._sent_s(division)[self._prices.columns.of[rows]] * chunks
-        middle = each * shares["layers"] / num + sent / parts
-        first, last = (middle + each * shares[end] for end in ("first", "last"))
-        step = pipeline_s(first, middle, last, num, parts, chunks)
-        found = {name: whole[name] / num for name in _SHARED}
-        found["collectives"] = found["collectives"] + sent
-        found["bubble"] = step - sum(found.values())
-        found["optimizer"] = whole["optimizer"] * self._held(num)
-        piped = num > 1
-        return {
-            name: np.where(piped, value, whole.get(name, 0.0))
-            for name, value in found.items()
-        }
+        names = ("stage", "microbatches", "virtual_stages", "zero", "fsdp")
+        num, micro, chunks, zero, fsdp = (space.columns[name][rows] for name in names)
+        points, full = self._columns.of[rows], np.ones(len(rows))
+        staged = bool((num > 1).any())
+        kinds, counts = _kinds(num, stage_layers)
+        work, state = self._work(division, points, zero, num)
+        stages = kinds @ (work / micro[:, None, None])
+        held = np.minimum(kinds @ self._held, 1.0) if staged else kinds.max(-1)
+        if self._software.sum_bytes:
+            stages[..., 1] += held * self._summing_s(division, points)[:, None]
+        if staged:
+            sent = self._sent_s(division)[points] * chunks / micro
+            stages[..., 5] = np.where(num > 1, sent, 0.0)[:, None] * (counts > 0)
+        each = kinds @ state
+        largest = each.sum(-1).argmax(-1)
+        behind = zero >= self._software.hides_state_from
+        bare = np.where(behind[:, None], 0.0, each[np.arange(len(rows)), largest])
+        if staged:
+            bare = bare + self._ends_s(division, space, rows)
+        efficiency = self._columns.pool.device.efficiency
+        update = sum_prices(self._prices.priced_ops(division)).optimizer.at(points)
+        return StepCost(
+            stages=stages,
+            counts=counts,
+            behind=np.where(behind[:, None, None], each / micro[:, None, None], 0.0),
+            state=bare,
+            optimizer=update / np.where(zero > 0, fsdp, 1) * held.max(-1),
+            dispatch=full * efficiency.dispatch_s,
+            num_microbatches=micro,
+            virtual_stages=chunks,
+            overlap_slowdown=full * efficiency.overlap_kappa,
+            overlap_share=full * efficiency.overlap_fraction,
+            hides_activations=(full > 0) & self._software.hides_activations,
+        )
 
-    def memory(self, space: Space, rows: np.ndarray, whole: Terms) -> Terms:
+    def _work(
+        self,
+        division: ShardingAssignment,
+        points: np.ndarray,
+        zero: np.ndarray,
+        num: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Computes the base seconds per step of each part of a step (`PARTS`).
+
+        Returns:
+            Seconds by `STAGE_SCALES`, [points, parts, 6], without sends; and seconds of
+            collectives of gradients and parameters by `LINK_SCALES`, [points, parts,
+            2].
+        """
+        ways = self._prices.priced_ops(division)
+        staged = (num > 1).any()
+        of_part = self._parts_of(ways) if staged else _WHOLE * len(ways)
+        columns: dict[tuple[int, int], Total] = defaultdict(Total)
+        sent: dict[tuple[int, Axes], Total] = defaultdict(Total)
+        alone: dict[tuple[int, Axes], Total] = defaultdict(Total)
+        together: dict[int, dict[Bundle, Total]] = defaultdict(dict)
+        passing: dict[int, dict[Bundle, Total]] = defaultdict(dict)
+        for way, shares in zip(ways, of_part, strict=True):
+            if way.group.region == "update":
+                continue
+            operator = way.group.operator
+            heavy = operator.kind in PRODUCTS and operator.flops > 0
+            for part, share in enumerate(shares):
+                if not share:
+                    continue
+                columns[part, 0 if heavy else 1].add(*_times(share, way.computing))
+                columns[part, 2].add(*_times(share, way.starts))
+                for done, table, bundled in zip(
+                    way.work.sent, way.sending, way.bundles, strict=True
+                ):
+                    if bundled is None:
+                        sent[part, done.axes].add(*_times(share, table))
+                        continue
+                    bundle, num_bytes = bundled
+                    of_batch = MICRO in done.amount.axes
+                    into = (passing if of_batch else together)[part]
+                    into.setdefault(bundle, Total()).add(*_times(share, num_bytes))
+                    if not bundle.is_one:
+                        into = sent if of_batch else alone
+                        into[part, done.axes].add(*_times(share, table))
+        device = self._columns.pool.device
+        work = np.zeros((len(points), 3, len(STAGE_SCALES)))
+        for (part, column), total in columns.items():
+            factor = device.efficiency.launch_s if column == 2 else 1.0
+            work[:, part, column] = factor * total.at(points)
+        for (part, axes), total in sent.items():
+            work[:, part, 3:5] += self._by_link(axes, points, total.at(points))
+        for part, bundles in passing.items():
+            work[:, part, 3:5] += self._joined(bundles, points)
+        work[:, 1, 1] += self._resting.copying_s(division, points, zero)
+        state = self._reduced(alone, together, points, zero)
+        return work, state + self._gathered(division, points, zero, num)
+
+    def _reduced(
+        self,
+        alone: Mapping[tuple[int, Axes], Total],
+        together: Mapping[int, Mapping[Bundle, Total]],
+        points: np.ndarray,
+        zero: np.ndarray,
+    ) -> np.ndarray:
+        """Computes the seconds per step of collectives of gradients, by part and link;
+        float [points, parts, 2]."""
+        found = np.zeros((len(points), 3, 2))
+        for (part, axes), total in alone.items():
+            found[:, part] += self._by_link(axes, points, total.at(points))
+        for part, bundles in together.items():
+            found[:, part] += self._joined(bundles, points)
+        software = self._software
+        if software.sum_bytes:
+            # An all-reduce is a scatter and a gather: at level 1 of parameters.
+            gathered = np.where(zero == 1, ITEM_BYTES, software.sum_bytes)
+            wider = 0.5 * (software.sum_bytes + gathered) / ITEM_BYTES
+            found = found * np.where(zero < 2, wider, 1.0).reshape(-1, 1, 1)
+        return found
+
+    def _gathered(
+        self,
+        division: ShardingAssignment,
+        points: np.ndarray,
+        zero: np.ndarray,
+        num: np.ndarray,
+    ) -> np.ndarray:
+        """Computes the seconds per step of gathers of parameters, by part and link;
+        float [points, parts, 2]."""
+        found = np.zeros((len(points), 2))
+        for level in np.unique(zero).tolist():
+            if level == 1 and self._software.flat_state:
+                continue  # a reduction is a scatter and this gather
+            at = np.flatnonzero(zero == level)
+            alone, together = self._resting.gathers(division, level)
+            found[at] = self._by_link((ZERO_AXIS,), points[at], alone.at(points[at]))
+            found[at] += self._joined(together, points[at])
+        shares = np.tile(_WHOLE[0], (len(points), 1))
+        if (num > 1).any():
+            shares = np.where((num > 1)[:, None], self._held, shares)
+        return shares[..., None] * found[:, None]
+
+    def _joined(
+        self, bundles: Mapping[Bundle, Total], points: np.ndarray
+    ) -> np.ndarray:
+        """Computes the seconds per step of bundles by link; float [points, 2]."""
+        found = np.zeros((len(points), 2))
+        if not bundles or not len(points):
+            return found
+        rates = self._prices.rates
+        for bundle, total in bundles.items():
+            (seconds,) = rates.together_s([({bundle: total}, points)])
+            found += self._by_link(bundle.axes, points, seconds)
+        (every,) = rates.together_s([(bundles, points)])
+        whole = found.sum(-1)
+        scale = np.divide(every, whole, out=np.ones_like(every), where=whole > 0)
+        return found * scale[:, None]
+
+    def _by_link(
+        self, axes: Axes, points: np.ndarray, seconds: np.ndarray
+    ) -> np.ndarray:
+        """Puts the seconds of collectives into the column of their slowest link; float
+        [points, 2]."""
+        of, groups = self._columns.lies(axes)
+        kinds = np.array([link.kind in NETWORKS for link in groups.links], bool)
+        far = np.any(groups.sizes[:, kinds] > 1, axis=1)[of[points]]
+        return np.stack([np.where(far, 0.0, seconds), np.where(far, seconds, 0.0)], -1)
+
+    def _parts_of(self, ways: Sequence[PricedOp]) -> list[tuple[float, ...]]:
+        """Finds the share of each group of operators in each part of the step."""
+        graph, parts = self._question.graph, self._layers.parts
+        found: list[tuple[float, ...]] = []
+        for way in ways:
+            cheap = way.group.operator.kind in CHEAP
+            weights = dict.fromkeys(PARTS, 0.0)
+            for number in way.group.members:
+                operator = graph.operators[number]
+                own = graph.bytes_of(operator) if cheap else 1
+                weights[parts.get(number, "layers")] += own * operator.trips
+            total = sum(weights.values())
+            shares = [weights[part] / total if total else 0.0 for part in PARTS]
+            found.append(tuple(shares) if total else _WHOLE[0])
+        return found
+
+    def _summing_s(
+        self, division: ShardingAssignment, points: np.ndarray
+    ) -> np.ndarray:
+        """Computes the seconds to add all gradients of a microbatch to their sums."""
+        held = self._resting.num_bytes("parameter", division, False).at(points)
+        moved = held / ITEM_BYTES * (ITEM_BYTES + 2 * self._software.sum_bytes)
+        return np.asarray(memory_s(self._columns.pool.device, moved))
+
+    def _ends_s(
+        self, division: ShardingAssignment, space: Space, rows: np.ndarray
+    ) -> np.ndarray:
+        """Computes the seconds per step to reduce the gradients of parameters that the
+        first and the last stage share, by link; float [rows, 2]."""
+        found = np.zeros((len(rows), 2))
+        graph, pool = self._question.graph, self._columns.pool
+        shared = [
+            graph.values[index]
+            for index, parts in self._layers.readers.items()
+            if {"first", "last"} <= parts
+        ]
+        names = ("stage", *(a for a in AXES if a != "stage"))
+        for at, row in enumerate(rows.tolist() if shared else ()):
+            sizes = {name: int(space.columns[name][row]) for name in names}
+            stages = sizes.pop("stage")
+            if stages == 1:
+                continue
+            between = stages // 2 * math.prod(sizes.values())
+            group = group_of(pool, {"ends": 2, "between": between}, "ends")
+            far = any(link.kind in NETWORKS for link in group.links)
+            for value in shared:
+                held = value.num_bytes / parts(flat(division.spec(value)), sizes)
+                held *= max(self._software.sum_bytes, ITEM_BYTES) / ITEM_BYTES
+                found[at, int(far)] += collective_s("all_reduce", held, group)
+        return found
+
+    def _sent_s(self, division: ShardingAssignment) -> np.ndarray:
+        """Computes the seconds per step of a stage's sends; float [points].
+
+        A point is a mesh and a number of microbatches. The seconds are for one chunk
+        (group of layers) per stage.
+        """
+        messages = [
+            Message(sent=one, repeats=((MICRO,),))
+            for one in handed_on(self._question, self._layers, division)
+        ]
+        total = np.zeros(len(self._columns))
+        for cases, seconds in self._prices.rates.sending(messages):
+            total += transfers(1) * seconds[cases.of]
+        return total
+
+    @cached_property
+    def _held(self) -> np.ndarray:
+        """The share of parameter bytes that each part of a step reads; [parts].
+
+        A parameter of several parts counts for each.
+        """
+        graph, found = self._question.graph, dict.fromkeys(PARTS, 0)
+        total = 0
+        for path in self._question.paths("parameter"):
+            index = graph.inputs[path]
+            total += graph.values[index].num_bytes
+            for part in self._layers.readers.get(index, frozenset[Part]()):
+                found[part] += graph.values[index].num_bytes
+        return np.array([found[part] for part in PARTS]) / max(total, 1)
+
+    # Memory.
+
+    def memory(
+        self,
+        space: Space,
+        rows: np.ndarray,
+        whole: Terms,
+        stage_layers: tuple[int, ...] = (),
+    ) -> Terms:
         """Computes bytes on a device by term.
 
         Each term is that of the stage with the most bytes of this term.
@@ -131,6 +402,7 @@ class Staged:
             space: the candidates.
             rows: indices of the candidates to price.
             whole: bytes by term as if each stage had all layers.
+            stage_layers: the number of layers of each stage, if they are uneven.
         """
         names = ("stage", "microbatches", "virtual_stages", "schedule")
         columns = [space.columns[name][rows] for name in names]
@@ -143,7 +415,8 @@ class Staged:
             ]
         )
         num = columns[0]
-        held = self._held(num)
+        kinds, _ = _kinds(num, stage_layers)
+        held = np.minimum((kinds @ self._held).max(-1), 1.0)
         found = {
             "parameters": whole["parameters"] * held,
             "gradients": whole["gradients"] * held,
@@ -155,36 +428,54 @@ class Staged:
             name: np.where(num > 1, value, whole[name]) for name, value in found.items()
         }
 
-    def _sent_s(self, division: ShardingAssignment) -> np.ndarray:
-        """Computes the seconds per step of a stage's sends; float [points].
 
-        A point is a mesh and a number of microbatches. The seconds are for one chunk
-        (group of layers) per stage.
-        """
-        messages = [
-            Message(sent=one, repeats=((MICRO,),))
-            for one in handed_on(self._question, self._layers, division)
-        ]
-        total = np.zeros(len(self._prices.columns))
-        for cases, seconds in self._prices.rates.sending(messages):
-            total += transfers(1) * seconds[cases.of]
-        return total
+ITEM_BYTES = 2
+"""Bytes of a parameter of software whose sums of gradients have a dtype of their own
+(`Software.sum_bytes`)."""
+_WHOLE: list[tuple[float, ...]] = [(0.0, 1.0, 0.0)]
+"""The share of a group of operators in each part, where nobody asks for parts."""
 
-    def _held(self, num: np.ndarray) -> np.ndarray:
-        """Computes the largest share of parameter bytes on one stage, for each `num`.
 
-        Args:
-            num: numbers of stages.
-        """
-        graph, found = self._question.graph, dict.fromkeys(self._layers.shares, 0)
-        for path in self._question.paths("parameter"):
-            index = graph.inputs[path]
-            parts: frozenset[Part] = self._layers.readers.get(index, frozenset())
-            for part in parts:
-                found[part] += graph.values[index].num_bytes
-        total = sum(
-            graph.values[graph.inputs[path]].num_bytes
-            for path in self._question.paths("parameter")
+def _times(share: float, table: Table) -> Table:
+    cases, values = table
+    return cases, share * values
+
+
+def _kinds(
+    num: np.ndarray, stage_layers: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Finds the kinds of stages: which share of each part of a step a stage has.
+
+    Args:
+        num: the number of stages of each candidate.
+        stage_layers: the number of layers of each stage, if they are uneven.
+
+    Returns:
+        Shares of the parts, float [candidates, kinds, parts]; and the number of stages
+        of each kind, [candidates, kinds].
+
+    >>> kinds, counts = _kinds(np.array([4]), (3, 2, 2, 1))
+    >>> kinds[0].tolist()
+    [[1.0, 0.375, 0.0], [0.0, 0.25, 0.0], [0.0, 0.125, 1.0]]
+    >>> counts.tolist()
+    [[1, 2, 1]]
+    """
+    if stage_layers:
+        every, last = sum(stage_layers), len(stage_layers) - 1
+        alike = Counter(
+            (float(stage == 0), layers / every, float(stage == last))
+            for stage, layers in enumerate(stage_layers)
         )
-        ends = max(found["first"], found["last"])
-        return (found["layers"] / num + ends) / max(total, 1)
+        shape = (len(num), 1, 1)
+        return (
+            np.tile(np.array(list(alike)), shape),
+            np.tile(np.array(list(alike.values())), shape[:2]),
+        )
+    kinds, counts = np.zeros((len(num), 3, 3)), np.zeros((len(num), 3), int)
+    kinds[:, :, 1] = 1 / num[:, None]
+    kinds[:, 0, 0] = kinds[:, 2, 2] = 1.0
+    alone = num == 1
+    kinds[alone, 0] = 1.0
+    counts[:, 0], counts[:, 1], counts[:, 2] = 1, np.maximum(num - 2, 0), num > 1
+    kinds[counts == 0] = 0.0
+    return kinds, counts

@@ -24,6 +24,7 @@ from dtft.planner.cost import (
 )
 from dtft.planner.ir import CHEAP, Graph, OpGroup
 from dtft.planner.search.space import Space
+from dtft.planner.software import XLA, Software
 from dtft.planner.spmd import (
     MICRO,
     Bundle,
@@ -613,9 +614,16 @@ class Prices:
     def _message(
         self, key: GroupKey, done: OperatorWork, sent: CollectiveOp
     ) -> Message:
-        group = self.question.groups[key[0]]
-        found = bundle_of(self.columns.pool.device.platform, group, done, sent)
-        return Message(sent=sent, repeats=repeats_of(done), meets=found is None)
+        found = self._bundle(self.question.groups[key[0]], done, sent)
+        once = found is not None and not found.repeated
+        repeats = () if once else repeats_of(done)
+        return Message(sent=sent, repeats=repeats, meets=found is None)
+
+    def _bundle(
+        self, group: OpGroup, done: OperatorWork, sent: CollectiveOp
+    ) -> Bundle | None:
+        platform = self.columns.pool.device.platform
+        return bundle_of(platform, group, done, sent, self.question.software)
 
     def _priced_op(
         self, key: GroupKey, done: OperatorWork, sending: Iterable[Table]
@@ -651,7 +659,7 @@ class Prices:
         The bytes are counted by case, each time the bundle is sent. Returns None if the
         collective is sent alone.
         """
-        found = bundle_of(self.columns.pool.device.platform, group, done, sent)
+        found = self._bundle(group, done, sent)
         if found is None:
             return None
         count = group.times / group.operator.trips
@@ -660,13 +668,23 @@ class Prices:
 
 
 def bundle_of(
-    platform: str, group: OpGroup, done: OperatorWork, sent: CollectiveOp
+    platform: str,
+    group: OpGroup,
+    done: OperatorWork,
+    sent: CollectiveOp,
+    software: Software = XLA,
 ) -> Bundle | None:
-    """Returns the bundle in which a group's collective is sent; None if sent alone."""
+    """Returns the bundle in which a group's collective is sent; None if sent alone.
+
+    Software that sums first (`Software.sums_first`) sends all-reduces of gradients once
+    a step. It reduces and scatters the gradients of each microbatch from ZeRO level 2.
+    """
     if not group.last:
         return None
     place = group.operator.within, group.region == "update"
     repeated = bool(repeats_of(done))
+    if software.sums_first and sent.kind == "all_reduce":
+        repeated = False
     return bundle(platform, sent, group.operator.trips, repeated, place)
 
 

@@ -11,6 +11,7 @@ arrays are kept, gathered or updated is read from the space in `_terms` and `_me
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,9 @@ from dtft.planner.search.price_table import (
 )
 from dtft.planner.search.ranking import MEMORY, TERMS, Priced, joined
 from dtft.planner.search.space import MemoryFloor, Space
+from dtft.planner.search.step_cost import Scales, StepCost, stack
 from dtft.planner.search.tensor_sharding import Chooser, candidates
+from dtft.planner.software import XLA
 from dtft.planner.spmd import (
     MICRO,
     Bundle,
@@ -156,20 +159,22 @@ class PlanSearch:
         divisions: list[ShardingAssignment] = []
         which = np.zeros(len(space), np.int64)
         idle = np.zeros(len(space), bool)
-        staged = Staged(prices) if (space.columns["stage"] > 1).any() else None
+        staged = self._staged(resting, space)
         for layout, rows in self._layouts(prices, space):
             busy = _busy(prices.priced_ops(layout))
             for axis in set(AXES) - busy - {"stage"}:
                 idle[rows] |= space.columns[axis][rows] > 1
             needs = self._memory(resting, layout, space, rows)
-            if staged is not None:
+            if (space.columns["stage"][rows] > 1).any():
+                assert staged is not None
                 needs = staged.memory(space, rows, needs)
             _put(memory, rows, needs)
             parts = _with_sums(resting, layout, space, rows)
-            terms_of = self._terms(resting, parts, space)
+            if staged is None:
+                terms_of = self._terms(resting, parts, space)
+            else:
+                terms_of = self._staged_terms(staged, parts, space)
             for (division, part), took in zip(parts, terms_of, strict=True):
-                if staged is not None:
-                    took = staged.terms(division, space, part, took)
                 _put(terms, part, took)
                 which[part] = len(divisions)
                 divisions.append(division)
@@ -185,7 +190,9 @@ class PlanSearch:
             capacity=self.pool.device.memory_bytes,
         )
         if (space.columns["offload"] > 0).any() and self.pool.host_link is not None:
-            return offloaded(priced, resting, self.pool.host_link, staged)
+            staged = self._staged(resting, space)
+            on_stages = staged and staged.memory
+            return offloaded(priced, resting, self.pool.host_link, on_stages)
         return priced
 
     def with_offload(self, priced: Priced, best_s: float) -> Priced:
@@ -209,8 +216,10 @@ class PlanSearch:
             return priced
         some = priced.where(np.flatnonzero(worth))
         prices = Prices(self.question, Rates(Columns(self.pool, some.space)))
-        staged = Staged(prices) if (some.space.columns["stage"] > 1).any() else None
-        return joined(priced, offloaded(some, Resting(prices), link, staged))
+        resting = Resting(prices)
+        staged = self._staged(resting, some.space)
+        on_stages = staged and staged.memory
+        return joined(priced, offloaded(some, resting, link, on_stages))
 
     def works(
         self, division: ShardingAssignment
@@ -264,7 +273,8 @@ class PlanSearch:
         values = {
             path: graph.values[graph.inputs[path]] for path in self.question.paths(role)
         }
-        return zero_leaves(values, division, mesh, divides, loops)
+        flat = self.question.software.flat_state
+        return zero_leaves(values, division, mesh, divides, loops, flat=flat)
 
     def _base(self, space: Space) -> ShardingAssignment:
         """Decides which dims each axis divides, except `tensor` and `stage`."""
@@ -294,7 +304,84 @@ class PlanSearch:
         chooser = Chooser(prices, self._base(space), "tensor")
         found, which = chooser.choose(candidates(self.question))
         of = which[prices.columns.of]
+        if self.question.software.splits_positions:
+            found = [self._with_positions(one) for one in found]
         return [(one, np.flatnonzero(of == n)) for n, one in enumerate(found)]
+
+    def _with_positions(self, division: ShardingAssignment) -> ShardingAssignment:
+        """Lets `tensor` divide positions in all arrays where it divides no other dim
+        (`Software.splits_positions`)."""
+        question = self.question
+        positions = set(question.sequence_dims)
+        inner = {dim for dim, axes in division.axes.items() if "tensor" in axes}
+        first = dict(division.first)
+        for value in question.graph.values:
+            roots = frozenset(map(question.root, value.dims))
+            if roots & positions and roots & inner:
+                first[roots] = min(roots & inner)
+        axes = {**division.axes, **dict.fromkeys(positions, ("tensor",))}
+        return replace(division, axes=axes, first=first)
+
+    def _staged(self, resting: Resting, space: Space) -> Staged | None:
+        """Returns the prices by stage, if a candidate has stages or the software is not
+        XLA; else None."""
+        if (space.columns["stage"] > 1).any() or self.question.software != XLA:
+            return Staged(resting)
+        return None
+
+    def step_cost(self, space: Space, stage_layers: tuple[int, ...] = ()) -> StepCost:
+        """Computes the base seconds of every candidate.
+
+        Args:
+            space: the candidates.
+            stage_layers: the number of layers of each stage, if the stages are uneven.
+        """
+        prices = Prices(self.question, Rates(Columns(self.pool, space)))
+        resting = Resting(prices)
+        staged = Staged(resting)
+        costs, order = [], []
+        for layout, rows in self._layouts(prices, space):
+            for division, part in _with_sums(resting, layout, space, rows):
+                costs.append(staged.cost(division, space, part, stage_layers))
+                order.append(part)
+        at = np.argsort(np.concatenate(order), kind="stable")
+        return stack(costs).take(at)
+
+    def memory_of(
+        self, space: Space, stage_layers: tuple[int, ...] = ()
+    ) -> dict[str, np.ndarray]:
+        """Computes bytes on a device by term (`ranking.MEMORY`), without the reserve,
+        of every candidate.
+
+        Args:
+            space: the candidates.
+            stage_layers: the number of layers of each stage, if the stages are uneven.
+        """
+        prices = Prices(self.question, Rates(Columns(self.pool, space)))
+        resting = Resting(prices)
+        staged = Staged(resting)
+        memory = {name: np.zeros(len(space)) for name in MEMORY if name != "reserve"}
+        for layout, rows in self._layouts(prices, space):
+            needs = self._memory(resting, layout, space, rows)
+            if (space.columns["stage"][rows] > 1).any():
+                needs = staged.memory(space, rows, needs, stage_layers)
+            _put(memory, rows, needs)
+        return memory
+
+    def _staged_terms(
+        self, staged: Staged, parts: Sequence[Part], space: Space
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """Yields for each part (a division and its candidates) the seconds by term, as
+        `_terms` does, for stages and software of any kind."""
+        for division, rows in parts:
+            found = staged.cost(division, space, rows).terms(Scales().vector())
+            terms = {
+                "compute": found["matmul"] + found["elementwise"],
+                "collectives": found["tensor"] + found["data"] + found["pipeline"],
+                **{name: found[name] for name in ("launch", "optimizer", "bubble")},
+            }
+            scale = self.pool.trust.scale
+            yield {name: seconds * scale(name) for name, seconds in terms.items()}
 
     def _terms(
         self, resting: Resting, parts: Sequence[Part], space: Space

@@ -145,7 +145,7 @@ def _of_operators(
                 sent=sent,
                 times=group.times * runs(done, _sizes(candidate)),
                 where=f"gradient of {path}{others}" if sums else where,
-                bundle=bundle_of(platform, group, done, sent),
+                bundle=bundle_of(platform, group, done, sent, search.question.software),
                 share=1 / candidate.mesh.get("stage", 1),
             )
 

@@ -32,7 +32,12 @@ _UNDIVIDED = 2**60
 
 
 def rest_spec(
-    value: Value, spec: Spec, sizes: Mapping[str, int], loops: Container[int] = ()
+    value: Value,
+    spec: Spec,
+    sizes: Mapping[str, int],
+    loops: Container[int] = (),
+    *,
+    flat: bool = False,
 ) -> Spec:
     """Adds the axis `fsdp` to the largest dim of a spec that `fsdp` can divide.
 
@@ -46,6 +51,8 @@ def rest_spec(
         spec: how other axes divide the array.
         sizes: sizes of the axes.
         loops: dims that loops slice.
+        flat: whether `fsdp` divides buffers in which arrays lie one after another, and
+            so any size (`Software.flat_state`).
 
     >>> made = Value(shape=(6, 8), dtype="float32", dims=(0, 1))
     >>> rest_spec(made, ((), ("tensor",)), {"tensor": 2, "fsdp": 2})
@@ -53,14 +60,19 @@ def rest_spec(
     >>> rest_spec(made, ((), ("tensor",)), {"tensor": 2, "fsdp": 4})
     ((), ('tensor', 'fsdp'))
     """
-    place = int(rest_place(value, spec, sizes, loops))
+    place = int(rest_place(value, spec, sizes, loops, flat=flat))
     return tuple(
         (*axes, ZERO_AXIS) if at == place else axes for at, axes in enumerate(spec)
     )
 
 
 def rest_place(
-    value: Value, spec: Spec, sizes: Sizes, loops: Container[int] = ()
+    value: Value,
+    spec: Spec,
+    sizes: Sizes,
+    loops: Container[int] = (),
+    *,
+    flat: bool = False,
 ) -> np.ndarray:
     """Finds the position of the dim that `rest_spec` divides by `fsdp`; -1 for no dim.
 
@@ -69,6 +81,7 @@ def rest_place(
         spec: how other axes divide the array.
         sizes: sizes of the axes; numbers, or arrays with one entry per mesh.
         loops: dims that loops slice.
+        flat: whether `fsdp` divides any size.
 
     >>> made = Value(shape=(6, 8), dtype="float32", dims=(0, 1))
     >>> rest_place(made, ((), ("tensor",)), {"tensor": 2, "fsdp": np.array([1, 2, 4])})
@@ -84,7 +97,8 @@ def rest_place(
             continue
         divided = parts(axes, sizes)
         rank = size // divided + (0 if axes else _UNDIVIDED)
-        better = (fsdp > 1) & (size % (divided * fsdp) == 0) & (rank > largest)
+        fits = flat | (size % (divided * fsdp) == 0)
+        better = (fsdp > 1) & fits & (rank > largest)
         best, largest = np.where(better, place, best), np.where(better, rank, largest)
     return best
 
@@ -128,6 +142,8 @@ def zero_leaves(
     sizes: Mapping[str, int],
     divides: bool,
     loops: Container[int],
+    *,
+    flat: bool = False,
 ) -> tuple[StateArray, ...]:
     """Finds the specs of arrays in use and between steps.
 
@@ -138,11 +154,12 @@ def zero_leaves(
         divides: whether `fsdp` divides the arrays between steps; otherwise both specs
             are equal.
         loops: dims that loops slice.
+        flat: whether `fsdp` divides any size.
     """
     found = []
     for path, value in values.items():
         used = division.spec(value)
-        rest = rest_spec(value, used, sizes, loops) if divides else used
+        rest = rest_spec(value, used, sizes, loops, flat=flat) if divides else used
         found.append(StateArray(path=path, value=value, used=used, rest=rest))
     return tuple(found)
 

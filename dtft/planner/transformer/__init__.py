@@ -2,8 +2,8 @@
 
 `dtft plan predict` uses this package for the rows of a table of training runs.
 
-* `model`: work and memory of a device, from the model's shape.
-* `predict`: seconds of a step by term.
+* `model`: the shape of a transformer and its layout. `program`: its step in JAX.
+* `predict`: prices the program with the planner; seconds by term, and memory.
 * `table`: reads rows of text as shapes and layouts.
 * `fitting`: fits scalars to measured rows, and ranks layouts by predicted seconds.
 """
@@ -24,26 +24,27 @@ if TYPE_CHECKING:
         regret,
         search,
     )
-    from dtft.planner.transformer.model import ParallelLayout, Shape, memory
+    from dtft.planner.transformer.model import ParallelLayout, Shape
     from dtft.planner.transformer.predict import (
-        BIGSCIENCE,
-        LLM_FOUNDRY_H100,
+        A100_SCALES,
+        H100_SCALES,
         SPREADS,
         RowPrediction,
-        Scales,
-        StepCost,
         elsewhere,
+        memory,
         pool_of,
+        predict_row,
         predict_table,
-        stack,
+        scales_of,
         step_cost,
     )
+    from dtft.planner.transformer.program import workload_of
     from dtft.planner.transformer.table import Habits, Row, Table
 
 _PUBLIC = {
-    "BIGSCIENCE": "predict",
+    "A100_SCALES": "predict",
+    "H100_SCALES": "predict",
     "Habits": "table",
-    "LLM_FOUNDRY_H100": "predict",
     "ParallelLayout": "model",
     "PredictedLayout": "fitting",
     "PredictionAccuracy": "fitting",
@@ -51,28 +52,28 @@ _PUBLIC = {
     "RowPrediction": "predict",
     "SPREADS": "predict",
     "ScaleFit": "fitting",
-    "Scales": "predict",
     "Shape": "model",
-    "StepCost": "predict",
     "Table": "table",
     "concordance": "fitting",
     "elsewhere": "predict",
     "fit": "fitting",
     "judge": "fitting",
     "leave_one_out": "fitting",
-    "memory": "model",
+    "memory": "predict",
     "pool_of": "predict",
+    "predict_row": "predict",
     "predict_table": "predict",
     "regret": "fitting",
+    "scales_of": "predict",
     "search": "fitting",
-    "stack": "predict",
     "step_cost": "predict",
+    "workload_of": "program",
 }
 
 __all__ = [
-    "BIGSCIENCE",
+    "A100_SCALES",
+    "H100_SCALES",
     "Habits",
-    "LLM_FOUNDRY_H100",
     "ParallelLayout",
     "PredictedLayout",
     "PredictionAccuracy",
@@ -80,9 +81,7 @@ __all__ = [
     "RowPrediction",
     "SPREADS",
     "ScaleFit",
-    "Scales",
     "Shape",
-    "StepCost",
     "Table",
     "concordance",
     "elsewhere",
@@ -91,11 +90,13 @@ __all__ = [
     "leave_one_out",
     "memory",
     "pool_of",
+    "predict_row",
     "predict_table",
     "regret",
+    "scales_of",
     "search",
-    "stack",
     "step_cost",
+    "workload_of",
 ]
 
 __getattr__, __dir__ = attributes(__name__, _PUBLIC)

@@ -7,8 +7,9 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from dtft.planner.cluster import Pool
-from dtft.planner.transformer.model import ParallelLayout, Shape, memory
-from dtft.planner.transformer.predict import Scales, stack, step_cost
+from dtft.planner.search import Scales
+from dtft.planner.transformer.model import ParallelLayout, Shape
+from dtft.planner.transformer.predict import memory, search_of, space_of
 
 # The fit is soft-L1 least squares on log residuals, with a prior at the values of the
 # data sheet. Predictions are evaluated by leave-one-out, concordance of pairs and
@@ -242,7 +243,7 @@ def search(
             f"divides global_batch={like.global_batch}. Allowed: such as a multiple of "
             f"{like.gpus}. Change the batch or the number of devices."
         )
-    sizes = [sum(memory(shape, layout).values()) for layout in found]
+    sizes = np.sum(list(memory(shape, found, pool).values()), axis=0)
     room = pool.device.memory_bytes * (1 - HEADROOM)
     fitting = [
         layout for layout, size in zip(found, sizes, strict=True) if size <= room
@@ -253,7 +254,7 @@ def search(
             f"{min(sizes) / 1e9:.1f} GB of {room / 1e9:.1f} GB ({HEADROOM:.0%} kept "
             "free). Give more devices, zero=1 or more, or recompute=full."
         )
-    costs = stack([step_cost(shape, layout, pool) for layout in fitting])
+    costs = search_of(shape, like, pool).step_cost(space_of(fitting))
     seconds = costs.step_s(scales.vector())
     order = np.argsort(seconds, kind="stable")
     return tuple(

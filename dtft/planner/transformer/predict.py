@@ -1,90 +1,28 @@
 """Predicts rows of a table of training runs: seconds of a step by term, TFLOP/s and
 memory.
 
-Every term is base seconds, from the catalog's figures, times a scalar (`Scales`).
-Fitting the scalars therefore computes the base seconds only once.
+A row's step is a JAX program (`program`) that the planner prices with the row's mesh
+and knobs. Scalars (`Scales`) that were fitted to published runs multiply its base
+seconds.
 """
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
-from dtft.planner.cluster import (
-    MACHINES,
-    Cluster,
-    CollectiveKind,
-    DeviceType,
-    LinkKind,
-    Pool,
-    canonical_name,
-)
+from dtft.planner.cluster import MACHINES, Cluster, DeviceType, Pool, canonical_name
 from dtft.planner.cluster import machine as catalog_machine
-from dtft.planner.cost import (
-    DeviceGroup,
-    collective_s,
-    group_of,
-    launch_s,
-    matmul_s,
-    memory_s,
-)
-from dtft.planner.search import PLATFORMS
-from dtft.planner.transformer.model import (
-    ITEM_BYTES,
-    OPTIMIZER_BYTES,
-    MicrobatchWork,
-    ParallelLayout,
-    Shape,
-    embedding_work,
-    head_work,
-    layer_work,
-    memory,
-    stage_parameters,
-)
+from dtft.planner.memory import RESERVE
+from dtft.planner.search import PLATFORMS, PlanSearch, Scales, Space, StepCost
+from dtft.planner.transformer.model import ITEM_BYTES, ParallelLayout, Shape
+from dtft.planner.transformer.program import workload_of
 from dtft.planner.transformer.table import Habits, Row, Table
+from dtft.planner.types import AXES
 
-# Level 2 of calibration for transformers run by Megatron-like programs. The values are
-# results of fits (`experiments/public_measurements.py`), which tests repeat.
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scales:
-    """Factors on the catalog's seconds, one per kind of work or link."""
-
-    matmul: float = 1.0
-    """Factor on matmuls, beside peak, efficiency and shape factor of the device."""
-    memory: float = 1.0
-    """Factor on seconds of bytes through device memory."""
-    launch: float = 1.0
-    """Factor on kernel launches. It is far above 1 in eager programs: the catalog has
-    the launch time of the device, and a host that runs Python between layers is
-    slower."""
-    fast_link: float = 1.0
-    """Factor on collectives inside a host."""
-    network: float = 1.0
-    """Factor on collectives between hosts; other jobs use the network too."""
-    next_stage: float = 1.0
-    """Factor on sends to the next pipeline stage, inside or between hosts."""
-
-    def vector(self) -> np.ndarray:
-        """Returns the scalars as an array, in the order of the fields."""
-        return np.array(astuple(self))
-
-    @classmethod
-    def of(cls, values: np.ndarray) -> "Scales":
-        """Makes the scalars from an array in the order of the fields.
-
-        >>> Scales.of(Scales(launch=3.0).vector()).launch
-        3.0
-        """
-        return cls(**dict(zip(cls.names(), map(float, values), strict=True)))
-
-    @classmethod
-    def names(cls) -> tuple[str, ...]:
-        """Returns the names of the fields, in the order of `vector`."""
-        return tuple(field.name for field in fields(cls))
+# Level 2 of calibration, for programs of PyTorch. The values are results of fits
+# (`experiments/public_measurements.py`), which tests repeat.
 
 
 SPREADS = Scales(
@@ -94,27 +32,27 @@ SPREADS = Scales(
 vary little between systems. Host time between kernels and network load by other jobs
 are known only to an order of magnitude."""
 
-BIGSCIENCE = Scales(
-    matmul=0.963,
-    memory=0.997,
-    launch=26.94,
-    fast_link=1.442,
-    network=4.349,
-    next_stage=0.890,
+A100_SCALES = Scales(
+    matmul=0.9552,
+    memory=0.9978,
+    launch=33.231,
+    fast_link=1.4797,
+    network=3.8352,
+    next_stage=0.8972,
 )
-"""Fitted to the 21 rows of the BigScience ranking set (Jean Zay, A100 80 GB)."""
+"""Fitted to the 21 rows of group E of `experiments/data/bigscience_176b_a100.csv` with
+72 layers of 14336 (A100 80 GB)."""
 
-
-LLM_FOUNDRY_H100 = Scales(
-    matmul=1.278,
-    memory=0.977,
-    launch=14.78,
-    fast_link=0.856,
-    network=1.152,
-    next_stage=0.890,
+H100_SCALES = Scales(
+    matmul=1.2827,
+    memory=0.9856,
+    launch=26.215,
+    fast_link=0.7816,
+    network=0.2995,
+    next_stage=0.8972,
 )
-"""Fitted to the 70 bfloat16 rows of llm-foundry on H100, with the scalars of A100 as
-prior."""
+"""Fitted to the 70 bfloat16 rows of `experiments/data/llmfoundry_fsdp.csv` on H100,
+with the scalars of A100 as prior."""
 
 
 def elsewhere(fitted: Scales) -> Scales:
@@ -127,128 +65,58 @@ def elsewhere(fitted: Scales) -> Scales:
 
 
 FITTED: Mapping[str, Scales] = {
-    "jean-zay": BIGSCIENCE,
-    "h100": elsewhere(LLM_FOUNDRY_H100),
-    "h200": elsewhere(LLM_FOUNDRY_H100),
+    "a100": A100_SCALES,
+    "h100": H100_SCALES,
+    "h200": H100_SCALES,
 }
-"""Map from a machine or device type to scalars fitted to published runs; the H200 has
-those of the H100."""
+"""Map from a device type to scalars fitted to published runs; the H200 has those of the
+H100, and other devices those of the A100."""
 
 
-def scales_of(*names: str) -> Scales:
-    """Returns the scalars of the first name that is in `FITTED`.
+def scales_of(device: str) -> Scales:
+    """Returns the scalars of a device type, in the catalog's spelling.
 
-    Without such a name, returns `elsewhere` of the scalars fitted on A100.
-
-    Args:
-        names: Machine, then device type, in the catalog's spelling.
-
-    >>> scales_of("jean-zay", "a100").network > scales_of("selene", "a100").network
+    >>> scales_of("h200").matmul > scales_of("a100-40gb").matmul
     True
     """
-    known = (FITTED[name] for name in names if name in FITTED)
-    return next(known, elsewhere(BIGSCIENCE))
+    return elsewhere(FITTED.get(device, A100_SCALES))
 
 
-# Step time: the work of `model` priced with a device type and its links, with pipeline,
-# data parallelism and optimizer added.
+def search_of(shape: Shape, layout: ParallelLayout, pool: Pool) -> PlanSearch:
+    """Returns the planner's search over the program of a row."""
+    return PlanSearch(workload_of(shape, layout), pool, scatters=True)
 
 
-NETWORKS: tuple[LinkKind, ...] = ("InfiniBand", "Ethernet")
-STAGE_TERMS = ("matmul", "elementwise", "launch", "tensor", "pipeline")
-"""Terms of a stage and microbatch: matmuls, bytes through memory, kernel launches,
-collectives over `tp`, and sends to the next stage and back."""
-STEP_TERMS = ("data", "optimizer")
-"""Terms of a step: reduction of gradients over `dp` (and of the embedding between first
-and last stage), and the optimizer update."""
+def space_of(layouts: Sequence[ParallelLayout]) -> Space:
+    """Returns layouts of one program as candidates of the planner.
 
-
-@dataclass(frozen=True, kw_only=True)
-class StepCost:
-    """Base seconds of a step (by the catalog's figures), which `terms` multiplies by
-    scalars.
-
-    With several rows (`stack`), all arrays have a leading dim of rows.
+    `tp` is innermost on the fabric, then `dp`, then `pp`, as in Megatron.
     """
+    like = layouts[0]
+    divided = like.zero > 0
+    data = "fsdp" if divided else "replica"
+    sizes = {"stage": "pp", data: "dp", "tensor": "tp"}
+    rest = tuple(axis for axis in AXES if axis not in sizes)
 
-    stages: np.ndarray
-    """Base seconds of one microbatch, [kinds, STAGE_TERMS]; stages with equal work are
-    one kind."""
-    counts: np.ndarray
-    """The number of stages of each kind, [kinds]."""
-    gathered: np.ndarray
-    """Base seconds of ZeRO 2 and 3 collectives per microbatch, which computation can
-    hide, [kinds]."""
-    step: np.ndarray
-    """Base seconds of a step, [STEP_TERMS]."""
-    stage_scales: np.ndarray
-    """Index into `Scales.vector` of the scalar of each term, [STAGE_TERMS]."""
-    step_scales: np.ndarray
-    """Index into `Scales.vector` of the scalar of each term, [STEP_TERMS]; `gathered`
-    uses the first index."""
-    num_microbatches: np.ndarray
-    virtual_stages: np.ndarray
-    overlap_slowdown: np.ndarray
-    """Factor on the time of computation that hides a collective."""
+    def column(name: str) -> np.ndarray:
+        return np.array([getattr(layout, name) for layout in layouts], np.int64)
 
-    def terms(self, scales: np.ndarray) -> dict[str, np.ndarray]:
-        """Computes the seconds of a step by term, given `Scales.vector`.
-
-        The terms of `STAGE_TERMS` are those of an average stage, for all microbatches.
-        `bubble` is the wait for pipeline fill and drain and for slower stages. With m
-        microbatches and stages that take t seconds per microbatch, a 1F1B step takes
-        (m - 1) max t + sum t. With v virtual stages, fill and drain take 1/v of their
-        time. `data` also has what the ZeRO 2 and 3 collectives of microbatches add.
-        """
-        seconds = self.stages * scales[self.stage_scales][..., None, :]
-        exposed = self._exposed(seconds, scales)
-        stage_s = seconds.sum(-1) + exposed
-        longest, microbatches = stage_s.max(-1), self.num_microbatches
-        every = (stage_s * self.counts).sum(-1)
-        total = microbatches * longest + (every - longest) / self.virtual_stages
-        share = (self.counts / self.counts.sum(-1)[..., None])[..., None]
-        mean = microbatches[..., None] * (seconds * share).sum(-2)
-        step = self.step * scales[self.step_scales]
-        found = {name: mean[..., n] for n, name in enumerate(STAGE_TERMS)}
-        found |= {name: step[..., n] for n, name in enumerate(STEP_TERMS)}
-        hidden_late = microbatches * (exposed * share[..., 0]).sum(-1)
-        found["data"] = found["data"] + hidden_late
-        found["bubble"] = total - mean.sum(-1) - hidden_late
-        return found
-
-    def step_s(self, scales: np.ndarray) -> np.ndarray:
-        """Computes the seconds of the step, for each row of stacked costs."""
-        return np.add.reduce(list(self.terms(scales).values()))
-
-    def _exposed(self, seconds: np.ndarray, scales: np.ndarray) -> np.ndarray:
-        """Computes the seconds that ZeRO 2 and 3 collectives add to a microbatch, for
-        each kind of stage.
-
-        They are the part that computation does not hide, and the slowdown of the
-        computation that hides the rest.
-        """
-        wanted = self.gathered * scales[self.step_scales][..., :1]
-        hidden = np.minimum(wanted, seconds[..., :3].sum(-1))
-        return wanted - hidden + (self.overlap_slowdown[..., None] - 1) * hidden
-
-
-def stack(costs: Sequence[StepCost]) -> StepCost:
-    """Stacks the costs of several rows along a leading dim, for fits and searches."""
-    kinds = max(len(cost.counts) for cost in costs)
-
-    def padded(cost: StepCost, name: str) -> np.ndarray:
-        value = getattr(cost, name)
-        if name not in ("stages", "counts", "gathered"):
-            return value
-        missing = [(0, kinds - len(value))] + [(0, 0)] * (value.ndim - 1)
-        return np.pad(value, missing)
-
-    return StepCost(
-        **{
-            field.name: np.stack([padded(cost, field.name) for cost in costs])
-            for field in fields(StepCost)
-        }
-    )
+    ones = np.ones(len(layouts), np.int64)
+    columns = {axis: ones for axis in rest}
+    columns |= {axis: column(name) for axis, name in sizes.items()}
+    meshes = np.stack([columns[axis] for axis in sizes], axis=1)
+    columns |= {
+        "microbatches": column("num_microbatches"),
+        "zero": np.where(columns[data] > 1, like.zero, 0),
+        "virtual_stages": column("virtual_stages"),
+        "batch": column("global_batch"),
+        "devices_used": column("gpus"),
+        "mesh": np.unique(meshes, axis=0, return_inverse=True)[1].ravel(),
+        **dict.fromkeys(
+            ("remat", "offload", "schedule", "order", "baseline"), 0 * ones
+        ),
+    }
+    return Space(columns=columns, orders=(("stage", *rest, data, "tensor"),))
 
 
 def step_cost(shape: Shape, layout: ParallelLayout, pool: Pool) -> StepCost:
@@ -259,150 +127,73 @@ def step_cost(shape: Shape, layout: ParallelLayout, pool: Pool) -> StepCost:
         layout: The parallel layout.
         pool: Equal devices, at least as many as the layout has.
     """
-    fabric = _Fabric.of(layout, pool)
-    kinds = Counter(
-        (layers, stage == 0, stage == layout.pp - 1)
-        for stage, layers in enumerate(layout.layers_of(shape))
-    )
-    # [kinds, parts]: how many layers, embeddings, heads; times [parts, terms].
-    parts = np.array(list(kinds), float)
-    works = (f(shape, layout) for f in (layer_work, embedding_work, head_work))
-    stages = parts @ np.array([_work_row(work, fabric) for work in works])
-    sent = np.full((len(parts), 1), _pipeline_s(shape, fabric))
-    scale = {name: number for number, name in enumerate(Scales.names())}
-    links = {axis: scale[fabric.scale_name(axis)] for axis in fabric.groups}
-    compute = [scale[name] for name in ("matmul", "memory", "launch")]
-    return StepCost(
-        stages=np.hstack([stages, sent]),
-        counts=np.array(list(kinds.values())),
-        gathered=parts[:, 0] * _gathered_s(shape, fabric),
-        step=np.array([_data_s(shape, fabric), _optimizer_s(shape, fabric)]),
-        stage_scales=np.array([*compute, links["tensor"], scale["next_stage"]]),
-        step_scales=np.array([links["replica"], scale["memory"]]),
-        num_microbatches=np.array(layout.num_microbatches),
-        virtual_stages=np.array(layout.virtual_stages),
-        overlap_slowdown=np.array(pool.device.efficiency.overlap_kappa),
-    )
+    search = search_of(shape, layout, pool)
+    return search.step_cost(space_of([layout]), layout.stage_layers)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Fabric:
-    """A layout on a pool of devices, with the device group of each mesh axis."""
-
-    pool: Pool
-    layout: ParallelLayout
-    groups: Mapping[str, DeviceGroup]
-    """Map from each axis to its device group."""
-
-    @classmethod
-    def of(cls, layout: ParallelLayout, pool: Pool) -> "_Fabric":
-        """Places `tp` innermost, then `dp`, then `pp`, in Megatron's rank order."""
-        mesh = {"stage": layout.pp, "replica": layout.dp, "tensor": layout.tp}
-        groups = {axis: group_of(pool, mesh, axis) for axis in mesh}
-        return cls(pool=pool, layout=layout, groups=groups)
-
-    def seconds(self, kind: CollectiveKind, num_bytes: float, axis: str) -> float:
-        """Computes the base seconds of one collective along an axis."""
-        return collective_s(kind, num_bytes, self.groups[axis])
-
-    def ends_s(self, num_bytes: float) -> float:
-        """Computes the base seconds of an all-reduce between the first and the last
-        pipeline stage; 0 with one stage."""
-        rest = self.layout.dp * self.layout.tp
-        if self.layout.pp == 1:
-            return 0.0
-        mesh = {"ends": 2, "between": self.layout.pp // 2 * rest}
-        return collective_s("all_reduce", num_bytes, group_of(self.pool, mesh, "ends"))
-
-    def scale_name(self, axis: str) -> str:
-        """Names the scalar of an axis: `network` if the axis has a link of `NETWORKS`,
-        else `fast_link`."""
-        far = any(link.kind in NETWORKS for link in self.groups[axis].links)
-        return "network" if far else "fast_link"
+# Memory. The planner counts parameters, optimizer state and activations. PyTorch keeps
+# gradients from the first microbatch to the update, buffers of communication, and
+# memory that it does not use.
 
 
-def _work_row(
-    work: MicrobatchWork, fabric: _Fabric
-) -> tuple[float, float, float, float]:
-    device = fabric.pool.device
-    matmul = 0.0
-    for dtype in sorted({product.dtype for product in work.matmuls}):
-        some = (p for p in work.matmuls if p.dtype == dtype)
-        products = np.array([(p.m, p.n, p.k, p.batch, p.trips) for p in some])
-        m, n, k, batch, trips = products.T
-        seconds = matmul_s(device, m, n, k, batch, dtype=dtype)
-        matmul += float((seconds * trips).sum())
-    tensor = sum(
-        c.trips * fabric.seconds(c.kind, c.num_bytes, "tensor")
-        for c in work.collectives
-    )
-    return (
-        matmul,
-        float(memory_s(device, work.num_bytes)),
-        float(launch_s(device, work.kernels)),
-        tensor,
-    )
+BUCKET_ITEMS = 500_000_000
+"""Largest number of items of a buffer in which gradients are reduced or parameters
+gathered under ZeRO (DeepSpeed's default `reduce_bucket_size` and
+`allgather_bucket_size`)."""
+RESERVE_BYTES = 1_000_000_000
+"""Bytes of the CUDA context and workspaces; as many again for the communicators of each
+of tp, pp and dp that is above 1."""
+FRAGMENTATION = 0.05
+"""Share of allocated memory that is assumed to be lost to fragmentation."""
 
 
-def _pipeline_s(shape: Shape, fabric: _Fabric) -> float:
-    """Computes the seconds of a stage to send a microbatch's activations and gradients.
+def memory(
+    shape: Shape, layouts: Sequence[ParallelLayout], pool: Pool
+) -> dict[str, np.ndarray]:
+    """Computes the bytes of a device, by term, for layouts of one program.
 
-    Activations are sent to the next stage, gradients to the stage before.
+    Each term is that of the stage with the most bytes of this term.
 
-    Each device of `tp` sends its part (arXiv 2104.04473, section 4.1). The two
-    transfers of a stage run one after another, beside the transfers of its neighbors.
+    Args:
+        shape: The shape of the model.
+        layouts: The layouts; those with uneven stages come alone.
+        pool: The devices.
     """
-    layout = fabric.layout
-    if layout.pp == 1:
-        return 0.0
+    (uneven,) = {layout.stage_layers for layout in layouts}
+    found = search_of(shape, layouts[0], pool).memory_of(space_of(layouts), uneven)
+    if layouts[0].software == "xla":
+        reserve = np.full(len(layouts), RESERVE * pool.device.memory_bytes)
+        return {**found, "reserve": reserve}
+    dp = np.array([layout.dp for layout in layouts])
+    zero, kept = layouts[0].zero, layouts[0].gradient_bytes
+    parts = [dp if zero >= level else 1 for level in (3, 2, 1)]
+    held = found["parameters"] / ITEM_BYTES * parts[0]
+    # The update needs float32 gradients after the activations are freed.
+    wide = 0.0 if kept >= 4 else 4 * held / parts[2]
+    found["gradients"] = kept * held / parts[1]
+    found["optimizer"] = found["optimizer"] + np.maximum(
+        0.0, wide - found["activations"]
+    )
+    found["buffers"] = np.array(
+        [_buffers(shape, one, items) for one, items in zip(layouts, held, strict=True)]
+    )
+    axes = [sum(n > 1 for n in (one.tp, one.pp, one.dp)) for one in layouts]
+    fixed = RESERVE_BYTES * (1 + np.array(axes))
+    found["reserve"] = fixed + FRAGMENTATION * np.sum(list(found.values()), axis=0)
+    return found
+
+
+def _buffers(shape: Shape, layout: ParallelLayout, held: float) -> float:
+    """Computes the bytes of buffers: stage transfers, ZeRO buckets, gathered layers."""
     rows = layout.micro_batch * shape.seq_len * shape.hidden
-    part = rows * ITEM_BYTES / layout.tp
-    return 2 * layout.virtual_stages * fabric.seconds("permute", part, "stage")
-
-
-def _gathered_s(shape: Shape, fabric: _Fabric) -> float:
-    """Computes the seconds of ZeRO collectives for a layer and a microbatch.
-
-    They are gathers of parameters and a reduce-scatter of gradients; 0 below ZeRO 2.
-
-    ZeRO 3 gathers parameters for the forward and for the backward pass. ZeRO 2 gathers
-    once and keeps the parameters between both passes.
-    """
-    layout = fabric.layout
-    if layout.zero < 2:
-        return 0.0
-    size = ITEM_BYTES * shape.layer_parameters / layout.tp
-    gathers = layout.zero - 1
-    gather = fabric.seconds("all_gather", size, "replica")
-    return gathers * gather + fabric.seconds("reduce_scatter", size, "replica")
-
-
-def _data_s(shape: Shape, fabric: _Fabric) -> float:
-    """Computes the seconds per step to reduce gradients, after the last microbatch.
-
-    ZeRO 0 and 1 reduce gradients over `dp`; ZeRO 1 also gathers parameters. With
-    several stages, the first and the last also reduce the embedding's gradients.
-    """
-    layout = fabric.layout
-    held = max(stage_parameters(shape, layout, s) for s in {0, layout.pp - 1})
-    gradients = layout.sum_bytes * held
-    table = layout.sum_bytes * shape.embedding_parameters / layout.tp
-    ends = fabric.ends_s(table)
-    if layout.zero == 0:
-        return ends + fabric.seconds("all_reduce", gradients, "replica")
-    if layout.zero == 1:
-        gather = fabric.seconds("all_gather", ITEM_BYTES * held, "replica")
-        return ends + fabric.seconds("reduce_scatter", gradients, "replica") + gather
-    return ends
-
-
-def _optimizer_s(shape: Shape, fabric: _Fabric) -> float:
-    """Computes the seconds of the Adam update from its memory traffic."""
-    layout = fabric.layout
-    held = max(stage_parameters(shape, layout, s) for s in {0, layout.pp - 1})
-    moved = 2 * OPTIMIZER_BYTES + ITEM_BYTES + 14
-    part = held / (layout.dp if layout.zero else 1)
-    return float(memory_s(fabric.pool.device, moved * part))
+    total = 4.0 * rows * ITEM_BYTES if layout.pp > 1 else 0.0
+    if layout.zero == 0 or layout.dp == 1:
+        return total
+    if layout.zero < 3:
+        return total + 2 * ITEM_BYTES * min(held, BUCKET_ITEMS)
+    # Two gathered layers, the current and the next, and the gradient of one layer
+    # before its reduction.
+    return total + 3 * ITEM_BYTES * shape.layer_parameters / layout.tp
 
 
 STEP, RATE, MEMORY, FITS = (
@@ -419,7 +210,7 @@ class RowPrediction:
     """Predicted time and memory of a row."""
 
     terms: dict[str, float]
-    """Seconds by term; see `STAGE_TERMS`, `STEP_TERMS`, and `bubble`."""
+    """Seconds by term (`search.STEP_TERMS`)."""
     tflops_per_gpu: float
     """TFLOP/s per device with recomputation, as in the published tables."""
     memory: dict[str, int]
@@ -454,13 +245,14 @@ def predict_row(row: Row, pool: Pool, scales: Scales) -> RowPrediction:
         scales: Scalars of the device type, such as `scales_of(name)`.
     """
     found = step_cost(row.shape, row.layout, pool).terms(scales.vector())
-    terms = {name: float(seconds) for name, seconds in found.items()}
+    terms = {name: float(seconds[0]) for name, seconds in found.items()}
     flops = row.shape.flops(row.layout.global_batch, row.layout.recompute)
     rate = flops / sum(terms.values()) / row.layout.gpus
+    sizes = memory(row.shape, [row.layout], pool)
     return RowPrediction(
         terms=terms,
         tflops_per_gpu=rate / 1e12,
-        memory=dict(memory(row.shape, row.layout)),
+        memory={name: round(float(size[0])) for name, size in sizes.items()},
         capacity_bytes=pool.device.memory_bytes,
         unlisted=_unlisted(row.layout, pool.device),
     )
@@ -493,7 +285,7 @@ def predict_table(text: str, cluster: str) -> tuple[Table, tuple[RowPrediction, 
             f"cluster {cluster}: no training step runs on {device.name} "
             f"({device.platform}). Allowed: devices of {', '.join(PLATFORMS)}."
         )
-    scales = scales_of(canonical_name(cluster), device.name)
+    scales = scales_of(device.name)
     for row in table.rows(habits_of(device)):
         try:
             pool = pool_of(cluster, row.layout.gpus)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from dtft.planner.software import SoftwareName
 from dtft.planner.transformer.model import (
     RECOMPUTE,
     Dtype,
@@ -25,9 +26,12 @@ COUNTS = (
 )  # fmt: skip
 """Columns that every row must fill with a whole number above 0."""
 REQUIRED = (*COUNTS, "recompute")
-OPTIONAL = ("dtype", "zero", "sequence_parallel", "flash_attention", "gradient_bytes")
+OPTIONAL = (
+    "dtype", "zero", "sequence_parallel", "flash_attention", "gradient_bytes",
+    "software",
+)  # fmt: skip
 """Columns that a table may have. An empty cell or a missing column has the default of
-`Habits`; for `zero` the default is 0."""
+`Habits`; for `zero` the default is 0, for `software` it is megatron."""
 
 NAMES = ("model", "params_b", "tflops_per_gpu", "pct_peak", "agg_pflops", "note")
 """Columns that a table may have and that change no prediction. So are those whose names
@@ -38,6 +42,9 @@ DTYPES: Mapping[str, Dtype] = {
     "bf16": "bfloat16", "float8": "float8_e4m3fn", "fp8": "float8_e4m3fn",
 }  # fmt: skip
 """Map from a cell of the column `dtype` to the dtype of the matmuls of layers."""
+
+SOFTWARE: tuple[SoftwareName, ...] = ("megatron", "eager", "xla")
+"""Cells of the column `software`; the first is the default."""
 
 _YES_NO: Mapping[str, bool] = {
     "true": True, "yes": True, "1": True, "false": False, "no": False, "0": False,
@@ -196,6 +203,7 @@ def _row(where: str, cells: Mapping[str, str], habits: Habits) -> Row:
         ),
         flash_attention=_flag(where, "flash_attention", cells, fused),
         sequence_parallel=_flag(where, "sequence_parallel", cells, apart),
+        software=_software(where, cells),
     )
     _check(where, shape, layout, count["gpus"])
     return Row(where=where, shape=shape, layout=layout)
@@ -276,6 +284,17 @@ def _dtype(where: str, cells: Mapping[str, str], default: Dtype) -> Dtype:
             "the cell empty for the device's usual one."
         )
     return DTYPES[text]
+
+
+def _software(where: str, cells: Mapping[str, str]) -> SoftwareName:
+    text = cells.get("software", "").strip().lower()
+    for known in SOFTWARE:
+        if text in (known, ""):
+            return known
+    raise ValueError(
+        f"{where}, column software: {text!r}. Allowed: {', '.join(SOFTWARE)}: the "
+        "rules of kernels and overlap. Leave the cell empty for megatron."
+    )
 
 
 def _choice(

@@ -7,8 +7,8 @@ says so. All figures are deterministic.
 import numpy as np
 import pytest
 
-from dtft.planner.transformer.model import memory
-from dtft.planner.transformer.predict import BIGSCIENCE, LLM_FOUNDRY_H100, elsewhere
+from dtft.planner.transformer import A100_SCALES, H100_SCALES, elsewhere
+from experiments.public_measurements import memory_bytes
 from experiments.public_studies import (
     DEVICE_ONLY,
     TRANSFERS,
@@ -17,6 +17,8 @@ from experiments.public_studies import (
     bigscience_loo,
     costs_of,
     h100_fit,
+    h100_rows,
+    left_out_tables,
     seconds_of,
     transfer,
 )
@@ -51,37 +53,38 @@ def test_bigscience_leave_one_out(found: LeaveOneOut) -> None:
     assert found.top_1 <= 1.02
 
 
+@pytest.mark.timeout(300)
 def test_the_kept_scalars_are_those_of_the_fit(found: LeaveOneOut) -> None:
-    assert BIGSCIENCE.vector() == pytest.approx(found.fitted.values, rel=2e-3)
+    assert A100_SCALES.vector() == pytest.approx(found.fitted.values, rel=2e-3)
     h100 = h100_fit().values
-    assert LLM_FOUNDRY_H100.vector() == pytest.approx(h100, rel=2e-3)
+    assert H100_SCALES.vector() == pytest.approx(h100, rel=2e-3)
 
 
 def test_other_days_of_bigscience_are_near() -> None:
     rows = [p for p in bigscience() if p.group in "FG"]
-    errors = costs_of(rows).step_s(BIGSCIENCE.vector()) / seconds_of(rows) - 1
+    errors = costs_of(rows).step_s(A100_SCALES.vector()) / seconds_of(rows) - 1
     assert len(rows) > 30 and np.median(np.abs(errors)) < 0.04
 
 
 def test_memory_of_bigscience() -> None:
     rows = [p for p in bigscience() if p.memory_bytes]
-    sizes = np.array([sum(memory(p.row.shape, p.row.layout).values()) for p in rows])
-    errors = sizes / np.array([p.memory_bytes for p in rows]) - 1
+    errors = memory_bytes(rows) / np.array([p.memory_bytes for p in rows]) - 1
     assert np.median(np.abs(errors)) < 0.06
     assert np.quantile(errors, 0.1) > -0.11  # the headroom of `row_search`
 
 
 def test_megatron_by_transfer(carried: list[Transfer]) -> None:
-    """Target 9 of 10 within 15 %: met by all ten, the worst is 9.2 % off."""
+    """Target 9 of 10 within 15 %: met by all ten, the worst is 9.5 % off."""
     within = [t for t in carried if abs(t.rate_error) <= 0.15]
     assert len(within) >= 9
     assert max(abs(t.rate_error) for t in carried) < 0.10
 
 
 def test_megatron_splits(carried: list[Transfer]) -> None:
-    """Target 9 of 10 within 10 % of our best: met; 18B is faster with tp=2 here."""
+    """Target 9 of 10 within 10 % of our best: missed by one; 18B is faster with tp=2
+    here, and 39B by 12 % with tp=4 and 12 virtual stages."""
     apart = {t.published.name for t in carried if t.split_ratio > 1.1}
-    assert apart == {"18B"}
+    assert apart == {"18B", "39B"}
     assert max(t.split_ratio for t in carried) < 1.17
 
 
@@ -94,17 +97,26 @@ def test_megatron_rates_hold_whatever_else_is_carried(rule: str) -> None:
 
 
 def test_published_plans_fit(carried: list[Transfer]) -> None:
-    for t in carried:
-        layout = t.published.row.layout
-        size = sum(memory(t.published.row.shape, layout).values())
-        assert size < 85.1e9
+    assert memory_bytes([t.published for t in carried]).max() < 85.1e9
 
 
-def test_llm_foundry_is_reported() -> None:
-    """No target. A100, nothing fitted here: within a tenth by the median."""
+@pytest.mark.timeout(300)
+def test_llm_foundry() -> None:
+    """A100, nothing fitted here; and H100, fitted to the same rows."""
     rows = [p for p in llm_foundry() if p.group.startswith("a100")]
-    times = costs_of(rows).step_s(elsewhere(BIGSCIENCE).vector())
-    assert np.median(np.abs(times / seconds_of(rows) - 1)) < 0.10
+    times = costs_of(rows).step_s(elsewhere(A100_SCALES).vector())
+    assert np.median(np.abs(times / seconds_of(rows) - 1)) < 0.09
+    own = h100_rows()
+    times = costs_of(own).step_s(elsewhere(H100_SCALES).vector())
+    assert np.median(np.abs(times / seconds_of(own) - 1)) < 0.09
+
+
+@pytest.mark.timeout(300)
+def test_each_table_of_a100_without_itself() -> None:
+    for name, one in left_out_tables().items():
+        for times in (one.device_only, one.starts):
+            errors = times / seconds_of(one.rows) - 1
+            assert np.median(np.abs(errors)) <= 0.15, name
 
 
 def test_the_ranking_set_is_the_protocols() -> None:

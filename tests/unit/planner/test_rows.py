@@ -4,21 +4,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dtft.planner.search import Scales, StepCost, stack
+from dtft.planner.search.step_cost import STAGE_SCALES
 from dtft.planner.transformer.fitting import HEADROOM, layouts, search
-from dtft.planner.transformer.model import ParallelLayout, Recompute, Shape, memory
+from dtft.planner.transformer.model import ParallelLayout, Recompute, Shape
 from dtft.planner.transformer.predict import (
-    BIGSCIENCE,
-    STAGE_TERMS,
-    STEP_TERMS,
-    Scales,
-    StepCost,
+    A100_SCALES,
     elsewhere,
+    memory,
     pool_of,
     scales_of,
-    stack,
     step_cost,
 )
 
@@ -35,23 +33,26 @@ def seconds(
     scales: Scales = CATALOG,
 ) -> float:
     cost = step_cost(shape, layout, pool_of(cluster, layout.gpus))
-    return float(cost.step_s(scales.vector()))
+    return float(cost.step_s(scales.vector())[0])
 
 
 def made(stages: list[float], microbatches: int, parts: int = 1) -> StepCost:
     """A step of stages that only multiply matrices."""
-    rows = np.zeros((len(stages), len(STAGE_TERMS)))
-    rows[:, 0] = stages
+    rows = np.zeros((1, len(stages), len(STAGE_SCALES)))
+    rows[..., 0] = stages
+    one = np.ones(1)
     return StepCost(
         stages=rows,
-        counts=np.ones(len(stages)),
-        gathered=np.zeros(len(stages)),
-        step=np.zeros(len(STEP_TERMS)),
-        stage_scales=np.zeros(len(STAGE_TERMS), int),
-        step_scales=np.zeros(len(STEP_TERMS), int),
-        num_microbatches=np.array(microbatches),
-        virtual_stages=np.array(parts),
-        overlap_slowdown=np.array(1.1),
+        counts=np.ones((1, len(stages))),
+        behind=np.zeros((1, len(stages), 2)),
+        state=np.zeros((1, 2)),
+        optimizer=0 * one,
+        dispatch=0 * one,
+        num_microbatches=np.array([microbatches]),
+        virtual_stages=np.array([parts]),
+        overlap_slowdown=1.1 * one,
+        overlap_share=one,
+        hides_activations=one < 1,
     )
 
 
@@ -65,9 +66,18 @@ def test_the_pipeline_by_hand() -> None:
     assert sum(terms.values()) == pytest.approx(12)
 
 
-def test_equal_stages_are_counted_not_repeated() -> None:
-    cost = step_cost(SHAPE, replace(LAYOUT, pp=8, dp=2), pool_of("a100", 64))
-    assert len(cost.stages) == 3 and list(cost.counts) == [1, 6, 1]
+def test_what_is_behind_computation_slows_it_down() -> None:
+    """Of 3 s beside 2 s of products 1 s is left, and the products take 1.1 x as long;
+    activations wait, unless the software hides them."""
+    cost = replace(made([2.0], 1), behind=np.array([[[3.0, 0.0]]]))
+    assert cost.step_s(ONE)[0] == pytest.approx(2 + 1 + 0.2)
+    stages = cost.stages.copy()
+    stages[..., 3] = 1.0
+    waits = replace(cost, stages=stages)
+    assert waits.step_s(ONE)[0] == pytest.approx(2 + 1 + 0.2 + 1)
+    hides = replace(waits, hides_activations=np.array([True]))
+    assert hides.step_s(ONE)[0] == pytest.approx(2 + 2 + 0.2)
+    assert hides.terms(ONE)["tensor"] == 0
 
 
 def test_a_stack_is_its_rows() -> None:
@@ -76,12 +86,12 @@ def test_a_stack_is_its_rows() -> None:
         for layout in (LAYOUT, replace(LAYOUT, pp=1), replace(LAYOUT, pp=2, zero=3))
     ]
     together = stack(found)
-    scales = BIGSCIENCE.vector()
+    scales = A100_SCALES.vector()
     assert together.step_s(scales) == pytest.approx(
-        [float(c.step_s(scales)) for c in found]
+        [float(c.step_s(scales)[0]) for c in found]
     )
     for name, values in together.terms(scales).items():
-        assert values == pytest.approx([float(c.terms(scales)[name]) for c in found])
+        assert values == pytest.approx([float(c.terms(scales)[name][0]) for c in found])
 
 
 def test_the_terms_are_where_they_belong() -> None:
@@ -97,6 +107,7 @@ def test_every_scalar_lengthens_the_step(field: str) -> None:
     assert seconds(layout, scales=replace(Scales(), **{field: 2.0})) > seconds(layout)
 
 
+@settings(max_examples=25)
 @given(
     tp=st.sampled_from([1, 2, 8, 16]),
     pp=st.sampled_from([1, 2, 4]),
@@ -114,12 +125,13 @@ def test_the_step_is_never_below_the_peak(
     )  # fmt: skip
     cost = step_cost(SHAPE, layout, pool_of("a100", layout.gpus))
     terms = cost.terms(ONE)
-    assert all(np.isfinite(v) and v > -1e-9 for v in terms.values())
+    assert all(np.isfinite(v[0]) and v[0] > -1e-9 for v in terms.values())
     flops = SHAPE.flops(layout.global_batch, recompute)
-    assert sum(terms.values()) > flops / layout.gpus / 312e12
+    step_s = float(np.sum(list(terms.values())))
+    assert step_s > flops / layout.gpus / 312e12
     twice = replace(layout, global_batch=2 * layout.global_batch)
     again = seconds(twice)
-    assert sum(terms.values()) < again <= 2 * sum(terms.values())
+    assert step_s < again <= 2 * step_s * (1 + 1e-9)
 
 
 def test_what_makes_a_step_longer() -> None:
@@ -162,7 +174,7 @@ def test_the_best_layout_is_the_best_of_all() -> None:
     for layout in layouts(shape, like):
         assert layout.gpus == 16 and layout.global_batch == like.global_batch
         room = (1 - HEADROOM) * pool.device.memory_bytes
-        if sum(memory(shape, layout).values()) <= room:
+        if np.sum(list(memory(shape, [layout], pool).values())) <= room:
             times[layout] = seconds(layout, shape)
     assert len(found) == len(times)
     assert found[0].step_s == pytest.approx(min(times.values()))
@@ -189,10 +201,10 @@ def test_a_batch_that_no_layout_divides_is_said() -> None:
 
 
 def test_only_what_belongs_to_the_device_is_carried_over() -> None:
-    carried = elsewhere(BIGSCIENCE)
-    assert (carried.matmul, carried.memory) == (BIGSCIENCE.matmul, BIGSCIENCE.memory)
+    carried = elsewhere(A100_SCALES)
+    kept = carried.matmul, carried.memory
+    assert kept == (A100_SCALES.matmul, A100_SCALES.memory)
     others = ("launch", "fast_link", "network", "next_stage")
     assert {getattr(carried, name) for name in others} == {1.0}
-    assert scales_of("selene", "a100") == scales_of("p4d", "a100-40gb") == carried
-    assert scales_of("jean-zay", "a100") == BIGSCIENCE
-    assert scales_of("dgx-h100", "h100").matmul > carried.matmul
+    assert scales_of("a100") == scales_of("v100") == carried
+    assert scales_of("h100").matmul > carried.matmul

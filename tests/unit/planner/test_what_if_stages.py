@@ -51,6 +51,22 @@ def test_stages_share_the_layers_and_wait_for_one_another(question: Workload) ->
     assert sent.trips == 2 * 4
 
 
+@pytest.mark.parametrize("stages", [4, 8])
+def test_stages_share_scanned_layers_too(stages: int) -> None:
+    sizes = {"batch": 16, "time": 512, "width": 1024, "layers": 8, "heads": 8}
+    model = MODELS["gpt_scan"](**sizes, vocabulary=4096)
+    asked = of_loss(model.loss, model.optimizer, model.params, model.batch)
+    pins = {"microbatches": 4, "remat": "none", "replica": 16 // stages}
+    alone = best_of(asked, Cluster.parse(f"{16 // stages}xH100"), pins).plan
+    plan = staged(asked, **pins, stage=stages, virtual_stages=1).plan
+    terms, whole = plan.prediction.terms, alone.prediction.terms
+    assert terms["compute"] == pytest.approx(whole["compute"] / stages, rel=1e-6)
+    # Fill and drain of 4 microbatches; head and sending make it more.
+    busy = terms["compute"] + terms["launch"]
+    assert (stages - 1) / 4 * busy < terms["bubble"] < stages / 2 * busy
+    assert _sent(plan) == 2 * 4
+
+
 def test_chunks_wait_less_and_send_more(question: Workload) -> None:
     plain, chunks = (staged(question, virtual_stages=n).plan for n in (1, 2))
     assert chunks.prediction.terms["bubble"] < plain.prediction.terms["bubble"]

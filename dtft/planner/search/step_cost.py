@@ -1,0 +1,172 @@
+"""Seconds of a step by the scalars that multiply them.
+
+`StepCost` has the base seconds of candidates, by the figures of the devices and links:
+the work of one microbatch on each kind of stage, and the work of a step. Scalars
+(`Scales`) multiply the base seconds, so that fitting the scalars to measured steps
+prices a candidate only once. `pipeline` computes the base seconds from the prices of
+operators.
+"""
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+
+import numpy as np
+
+from dtft.planner.cluster import LinkKind
+from dtft.planner.cost import pipeline_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scales:
+    """Factors on the catalog's seconds, one per kind of work or link."""
+
+    matmul: float = 1.0
+    """Factor on products, beside peak, efficiency and shape factor of the device."""
+    memory: float = 1.0
+    """Factor on seconds of bytes through device memory."""
+    launch: float = 1.0
+    """Factor on kernel launches. It is far above 1 in eager programs: the catalog has
+    the launch time of the device, and a host that runs Python between layers is
+    slower."""
+    fast_link: float = 1.0
+    """Factor on collectives inside a host."""
+    network: float = 1.0
+    """Factor on collectives between hosts; other jobs use the network too."""
+    next_stage: float = 1.0
+    """Factor on sends to the next pipeline stage, inside or between hosts."""
+
+    def vector(self) -> np.ndarray:
+        """Returns the scalars as an array, in the order of the fields."""
+        return np.array(astuple(self))
+
+    @classmethod
+    def of(cls, values: np.ndarray) -> "Scales":
+        """Makes the scalars from an array in the order of the fields.
+
+        >>> Scales.of(Scales(launch=3.0).vector()).launch
+        3.0
+        """
+        return cls(**dict(zip(cls.names(), map(float, values), strict=True)))
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Returns the names of the fields, in the order of `vector`."""
+        return tuple(field.name for field in fields(cls))
+
+
+NETWORKS: tuple[LinkKind, ...] = ("InfiniBand", "Ethernet")
+"""Links of `Scales.network`; all others have `Scales.fast_link`."""
+_SCALE = {name: number for number, name in enumerate(Scales.names())}
+_NEAR, _FAR = "fast_link", "network"
+STAGE_SCALES = ("matmul", "memory", "launch", _NEAR, _FAR, "next_stage")
+"""Columns of `StepCost.stages`, each named as its scalar."""
+LINK_SCALES = (_NEAR, _FAR)
+"""Columns of collectives, each named as its scalar."""
+STEP_TERMS = (
+    "matmul", "elementwise", "launch", "tensor", "pipeline", "data", "optimizer",
+    "bubble",
+)  # fmt: skip
+"""Terms of a step: products, bytes through memory, kernel launches, collectives of
+activations, sends to the next stage and back, collectives of gradients and parameters,
+the optimizer update, and waiting for other stages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCost:
+    """Base seconds of a step (by the catalog's figures), which `terms` multiplies by
+    scalars.
+
+    All arrays have a leading dim of rows (candidates).
+    """
+
+    stages: np.ndarray
+    """Base seconds of one microbatch, by scalar (`STAGE_SCALES`): products, bytes,
+    launches, collectives of activations inside and between hosts, and sends; float
+    [rows, kinds, 6]. Stages with equal work are one kind."""
+    counts: np.ndarray
+    """The number of stages of each kind, [rows, kinds]."""
+    behind: np.ndarray
+    """Base seconds of a microbatch's collectives that computation can hide, by
+    `LINK_SCALES`; float [rows, kinds, 2]."""
+    state: np.ndarray
+    """Base seconds per step of collectives of gradients and parameters that nothing
+    hides, by `LINK_SCALES`; float [rows, 2]."""
+    optimizer: np.ndarray
+    """Base seconds of the update, [rows]; `memory` multiplies it."""
+    dispatch: np.ndarray
+    """Base seconds per step to dispatch it, [rows]; `launch` multiplies it."""
+    num_microbatches: np.ndarray
+    virtual_stages: np.ndarray
+    overlap_slowdown: np.ndarray
+    """Factor on the time of computation that runs beside collectives, [rows]."""
+    overlap_share: np.ndarray
+    """The share of computation that collectives can overlap, [rows]."""
+    hides_activations: np.ndarray
+    """Whether computation also hides collectives of activations, [rows]."""
+
+    def terms(self, scales: np.ndarray) -> dict[str, np.ndarray]:
+        """Computes the seconds of a step by term, for each row.
+
+        The terms of a stage are of all microbatches on the average stage, and `bubble`
+        is what the step takes longer for pipeline fill and drain and for slower stages
+        (`cost.pipeline_s`).
+
+        Args:
+            scales: the scalars, in the order of `Scales.names`.
+        """
+        seconds = self.stages * scales[[_SCALE[name] for name in STAGE_SCALES]]
+        links = scales[[_SCALE[name] for name in LINK_SCALES]]
+        hidden = self.hides_activations[:, None, None]
+        behind = self.behind * links + np.where(hidden, seconds[..., 3:5], 0.0)
+        exposed = self._exposed(behind.sum(-1), seconds[..., :2].sum(-1))
+        tensor = np.where(hidden, 0.0, seconds[..., 3:5]).sum(-1)
+        parts = np.stack([*np.moveaxis(seconds[..., :3], -1, 0), tensor, exposed,
+                          seconds[..., 5]])  # fmt: skip
+        stage_s = parts.sum(0)
+        microbatches = self.num_microbatches
+        total = pipeline_s(stage_s, self.counts, microbatches, self.virtual_stages)
+        share = self.counts / self.counts.sum(-1)[:, None]
+        mean = microbatches * (parts * share).sum(-1)
+        names = ("matmul", "elementwise", "launch", "tensor", "data", "pipeline")
+        found: dict[str, np.ndarray] = dict(zip(names, mean, strict=True))
+        found["data"] = found["data"] + self.state @ links
+        found["optimizer"] = self.optimizer * scales[_SCALE["memory"]]
+        found["launch"] = found["launch"] + self.dispatch * scales[_SCALE["launch"]]
+        found["bubble"] = total - mean.sum(0)
+        return {name: found[name] for name in STEP_TERMS}
+
+    def take(self, rows: np.ndarray) -> "StepCost":
+        """Returns the rows with the given indices."""
+        return StepCost(
+            **{one.name: getattr(self, one.name)[rows] for one in fields(StepCost)}
+        )
+
+    def step_s(self, scales: np.ndarray) -> np.ndarray:
+        """Computes the seconds of the step, for each row."""
+        return np.add.reduce(list(self.terms(scales).values()))
+
+    def _exposed(self, behind: np.ndarray, computing: np.ndarray) -> np.ndarray:
+        """Computes the seconds that collectives add to the computation that hides them
+        (`cost.added_s`, with one slowdown per row)."""
+        hidden = np.minimum(behind, self.overlap_share[:, None] * computing)
+        slowed = np.minimum(self.overlap_slowdown - 1.0, 1.0)[:, None] * hidden
+        return behind - hidden + slowed
+
+
+def stack(costs: Sequence[StepCost]) -> StepCost:
+    """Joins the rows of several costs, for fits and searches."""
+    kinds = max(cost.counts.shape[1] for cost in costs)
+
+    def padded(cost: StepCost, name: str) -> np.ndarray:
+        value = getattr(cost, name)
+        if name not in ("stages", "counts", "behind"):
+            return value
+        missing = [(0, 0), (0, kinds - value.shape[1])]
+        return np.pad(value, missing + [(0, 0)] * (value.ndim - 2))
+
+    return StepCost(
+        **{
+            field.name: np.concatenate([padded(cost, field.name) for cost in costs])
+            for field in fields(StepCost)
+        }
+    )

@@ -1,0 +1,67 @@
+"""Software: the rules by which a program's operators become kernels and messages.
+
+The planner prices every program with the same figures of devices and links. What
+differs between XLA and the PyTorch programs that published tables were measured with is
+a `Software` value: which operators share a kernel, when gradients are reduced, and
+which collectives computation hides.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+SoftwareName = Literal["xla", "megatron", "eager"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """Rules of fusion, launch and overlap of the software that runs a step."""
+
+    name: SoftwareName
+    fuses: bool = True
+    """Whether a compiler fuses cheap operators (`ir.fusion`). Otherwise the program
+    names its kernels itself, and each kernel reads and writes whole arrays."""
+    sums_first: bool = False
+    """Whether gradients of microbatches are summed on each device, and reduced over
+    data axes once a step (below ZeRO level 2). Otherwise each microbatch reduces."""
+    flat_state: bool = False
+    """Whether ZeRO divides flat buffers of all arrays, in equal parts; from level 1
+    gradients are then reduced by reduce-scatter. Otherwise ZeRO divides a dim of each
+    array that `fsdp` can divide."""
+    hides_activations: bool = True
+    """Whether computation hides collectives of activations (tensor, sequence)."""
+    hides_state_from: int = 0
+    """The ZeRO level from which computation hides collectives of gradients and
+    parameters."""
+    sum_bytes: int = 0
+    """Bytes of one gradient in the sum over microbatches, if a kernel of its own reads
+    each gradient and adds it to the sum; 0 if the products add to the sums."""
+    splits_positions: bool = False
+    """Whether `tensor` divides the positions of activations between the products that
+    it divides: sequence parallelism (arXiv 2205.05198)."""
+    splits_sends: bool = False
+    """Whether each device of a tensor group sends a part of an activation to the next
+    stage (arXiv 2104.04473, section 4.1), instead of the whole."""
+
+
+XLA = Software(name="xla")
+MEGATRON = Software(
+    name="megatron",
+    fuses=False,
+    sums_first=True,
+    flat_state=True,
+    hides_activations=False,
+    hides_state_from=2,
+    sum_bytes=2,
+    splits_sends=True,
+)
+"""Megatron-LM and Megatron-DeepSpeed on PyTorch, with the fused kernels of 2021."""
+EAGER = Software(
+    name="eager",
+    fuses=False,
+    sums_first=True,
+    flat_state=True,
+    hides_activations=False,
+    hides_state_from=2,
+    sum_bytes=4,
+)
+"""PyTorch without a compiler, with FSDP."""

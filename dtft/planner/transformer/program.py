@@ -1,0 +1,422 @@
+"""The JAX program of a row: a GPT-like transformer as the row's software runs it.
+
+Nothing is run: the program is traced from shapes, and the planner prices the trace. A
+kernel of PyTorch is a custom call (`jax.ffi.ffi_call`) that reads and writes whole
+arrays, so it moves the bytes of its operands and results. Biases are added by kernels
+and products that are there anyway. Weights of norms (a ten-thousandth of a model) are
+left out.
+
+Sources: arXiv 2104.04473 (the program and its fused kernels), 2205.05198 (what is kept
+for the backward pass), 2205.14135 (flash attention).
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from dtft.planner.ir import register_kernel
+from dtft.planner.software import SoftwareName
+from dtft.planner.transformer.model import ParallelLayout, Shape
+from dtft.planner.workload import Workload, of_loss
+
+# Dims: B sequences, T and S positions, D hidden, F feed-forward, V vocabulary, N heads,
+# H head width, C the three of queries, keys and values.
+
+
+SUM, MASK = jnp.float32, jnp.int8
+"""Dtypes of sums and moments, and of dropout masks."""
+VOCABULARY_MULTIPLE = 64
+"""The vocabulary is padded to a multiple of this and of `tp`."""
+Function = Callable[..., Any]
+
+
+def kernel(name: str, *results: tuple[jax.Array, Any]) -> Function:
+    """Returns a function that calls a kernel of another compiler.
+
+    Args:
+        name: name of the kernel.
+        *results: for each result an array of its shape, and its dtype.
+    """
+    made = [jax.ShapeDtypeStruct(array.shape, dtype) for array, dtype in results]
+    call = jax.ffi.ffi_call(f"dtft_{name}", made)
+
+    def run(*operands: jax.Array) -> Any:
+        found = call(*operands)
+        return found[0] if len(found) == 1 else tuple(found)
+
+    return run
+
+
+def _no_operations(operands: Any, results: Any, params: Any) -> float:
+    del operands, results, params
+    return 0.0
+
+
+def _attention_operations(products: float) -> Function:
+    """Makes the rule of flash attention, which has a number of pairs of products.
+
+    Scores that the mask hides are counted: kernels skip them, and lose about as much
+    time to a lower rate.
+    """
+
+    def count(operands: Any, results: Any, params: Any) -> float:
+        del results, params
+        batch, length, heads, width = operands[0].shape
+        return products * 4.0 * batch * heads * length**2 * width
+
+    return count
+
+
+for _name in (
+    "norm", "norm_back", "gelu", "gelu_back", "add", "dropout", "dropout_back",
+    "dropout_add", "softmax", "softmax_back", "cast", "subtract", "exp", "loss_back",
+    "contiguous",
+):  # fmt: skip
+    register_kernel(f"dtft_{_name}", _no_operations)
+register_kernel("dtft_flash", _attention_operations(1.0))
+# Five products: the scores are computed again.
+register_kernel("dtft_flash_back", _attention_operations(2.5))
+
+
+def _differentiable(forward: Function, backward: Function) -> Function:
+    """Returns a function with its own gradient.
+
+    Args:
+        forward: from the arguments to the result, and what the gradient needs of it.
+        backward: from what was kept, and the gradient of the result, to the gradients
+            of the arguments.
+    """
+
+    @jax.custom_vjp
+    def run(*args: jax.Array) -> Any:
+        return forward(*args)[0]
+
+    run.defvjp(forward, backward)
+    return run
+
+
+def _keeping(name: str, keeps_result: bool = False) -> Function:
+    """Returns a function of one array that is one kernel in each pass.
+
+    Args:
+        name: name of the kernel; that of the backward pass ends with `_back`.
+        keeps_result: whether the gradient needs the result instead of the argument.
+    """
+
+    def forward(x: jax.Array) -> Any:
+        y = kernel(name, (x, x.dtype))(x)
+        return y, y if keeps_result else x
+
+    def backward(kept: jax.Array, dy: jax.Array) -> Any:
+        return (kernel(f"{name}_back", (dy, dy.dtype))(dy, kept),)
+
+    return _differentiable(forward, backward)
+
+
+def _masked(name: str) -> Function:
+    """Returns dropout, or the sum with a dropped-out array, as a kernel that keeps its
+    mask."""
+
+    def forward(y: jax.Array, *rest: jax.Array) -> Any:
+        return kernel(name, (y, y.dtype), (y, MASK))(y, *rest)
+
+    def backward(mask: jax.Array, dz: jax.Array) -> Any:
+        dy = kernel("dropout_back", (dz, dz.dtype))(dz, mask)
+        return (dy, dz) if name == "dropout_add" else (dy,)
+
+    return _differentiable(forward, backward)
+
+
+def _alike(name: str, *operands: jax.Array) -> Any:
+    """Calls a kernel whose result is as its first operand."""
+    return kernel(name, (operands[0], operands[0].dtype))(*operands)
+
+
+_contiguous = _differentiable(
+    lambda y: (_alike("contiguous", y), None),
+    lambda _, dy: (_alike("contiguous", dy),),
+)
+_flash = _differentiable(
+    lambda q, k, v: ((y := _alike("flash", q, k, v)), (q, k, v, y)),
+    lambda kept, dy: kernel("flash_back", *((x, x.dtype) for x in kept[:3]))(dy, *kept),
+)
+
+
+def _recomputed(fn: Function) -> Function:
+    """Recomputes all of a function in the backward pass, as PyTorch does.
+
+    `jax.checkpoint` leaves out what the gradients do not need.
+    """
+
+    def backward(args: Any, dy: Any) -> Any:
+        y, back = jax.vjp(fn, *args)
+        _, dy = jax.lax.optimization_barrier((y, dy))
+        return back(dy)
+
+    return _differentiable(lambda *args: (fn(*args), args), backward)
+
+
+def _loss_forward(logits: jax.Array, labels: jax.Array) -> Any:
+    wide = kernel("cast", (logits, SUM))(logits)
+    top = jnp.max(wide, -1)
+    less = kernel("subtract", (wide, SUM))(wide)
+    each = kernel("exp", (less, SUM))(less)
+    picked = jnp.take_along_axis(less, labels[..., None], -1)[..., 0]
+    loss = jnp.mean(jnp.log(jnp.sum(each, -1)) + top - picked)
+    return loss, (each, jnp.zeros((), logits.dtype))
+
+
+def _loss_backward(kept: Any, dloss: jax.Array) -> Any:
+    each, like = kept
+    slope = _alike("loss_back", each)
+    dlogits = kernel("cast", (slope, like.dtype))(slope)
+    return dlogits * dloss.astype(like.dtype), None
+
+
+def linear(spec: str, bias_dims: int, narrow: Any) -> Function:
+    """Returns a product with a bias, of which only the gradient takes time.
+
+    Args:
+        spec: as for `jnp.einsum`.
+        bias_dims: the number of last dims of the result that the bias has.
+        narrow: the dtype of the products' operands.
+    """
+    left, rest = spec.split(",")
+    right, made = rest.split("->")
+
+    def product(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
+        operands = x.astype(narrow), w.astype(narrow)
+        return jnp.einsum(spec, *operands, preferred_element_type=x.dtype)
+
+    def forward(x: jax.Array, w: jax.Array, b: jax.Array) -> Any:
+        del b
+        return product(spec, x, w), (x, w)
+
+    def backward(kept: Any, dy: jax.Array) -> Any:
+        x, w = kept
+        dx = product(f"{made},{right}->{left}", dy, w)
+        dw = product(f"{left},{made}->{right}", x, dy)
+        return dx, dw, jnp.sum(dy, tuple(range(dy.ndim - bias_dims)))
+
+    return _differentiable(forward, backward)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerKernels:
+    """The parts of a transformer's program that software runs in its own way."""
+
+    norm: Function
+    gelu: Function
+    add: Function
+    """From a layer's part and the residual to their sum."""
+    drop: Function
+    """Dropout of the embedding."""
+    softmax: Function
+    """From scores to shares, with dropout."""
+    contiguous: Function
+    """Copies the mixed values of heads next to each other."""
+    flash: Function
+    recompute: Function
+    loss: Function
+
+
+def _same(x: jax.Array) -> jax.Array:
+    return x
+
+
+def _added(y: jax.Array, x: jax.Array) -> jax.Array:
+    return _alike("add", y, x)
+
+
+_EAGER = LayerKernels(
+    norm=_keeping("norm"),
+    gelu=_keeping("gelu"),
+    add=_differentiable(lambda y, x: (_added(y, x), None), lambda _, dz: (dz, dz)),
+    drop=_same,
+    softmax=_keeping("softmax", keeps_result=True),
+    contiguous=_contiguous,
+    flash=_flash,
+    recompute=_recomputed,
+    loss=_differentiable(_loss_forward, _loss_backward),
+)
+"""PyTorch's own kernels. Without dropout, as most models since 2022."""
+_drop, _softmax = _masked("dropout"), _EAGER.softmax
+_MEGATRON = LayerKernels(
+    **{
+        **vars(_EAGER),
+        "add": _masked("dropout_add"),
+        "drop": _drop,
+        "softmax": lambda scores: _drop(_softmax(scores)),
+    }
+)
+"""The fused kernels of 2021: masked softmax; bias with GELU; bias, dropout and residual
+sum."""
+
+
+@jax.checkpoint
+def _xla_norm(x: jax.Array) -> jax.Array:
+    y = x.astype(SUM)
+    y = y - jnp.mean(y, -1, keepdims=True)
+    return (y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-5)).astype(
+        x.dtype
+    )
+
+
+def _xla_softmax(scores: jax.Array) -> jax.Array:
+    length = scores.shape[-1]
+    seen = jnp.arange(length)[:, None] >= jnp.arange(length)[None]
+    wide = jnp.where(seen[None, None], scores.astype(SUM), -1e30)
+    return jax.nn.softmax(wide).astype(scores.dtype)
+
+
+def _xla_flash(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+
+
+def _xla_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    likely = jax.nn.log_softmax(logits.astype(SUM))
+    return -jnp.mean(jnp.take_along_axis(likely, labels[..., None], -1))
+
+
+_XLA = LayerKernels(
+    norm=_xla_norm,
+    gelu=jax.checkpoint(jax.nn.gelu),
+    add=jnp.add,
+    drop=_same,
+    softmax=_xla_softmax,
+    contiguous=_same,
+    flash=_xla_flash,
+    recompute=jax.checkpoint,
+    loss=_xla_loss,
+)
+KERNELS: Mapping[SoftwareName, LayerKernels] = {
+    "xla": _XLA, "megatron": _MEGATRON, "eager": _EAGER,
+}  # fmt: skip
+"""The kernels of each software."""
+
+
+def loss_of(layout: ParallelLayout) -> Function:
+    """Returns the loss of a row's program: layers are scanned."""
+    run = KERNELS[layout.software]
+
+    def scores(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        shares = run.softmax(jnp.einsum("btnh,bsnh->bnts", q, k))
+        return run.contiguous(jnp.einsum("bnts,bsnh->btnh", shares, v))
+
+    attend = run.flash if layout.flash_attention else scores
+    if layout.recompute == "selective" and not layout.flash_attention:
+        attend = run.recompute(attend)
+    specs = {
+        "qkv": ("btd,dcnh->btcnh", 3), "out": ("btnh,nhd->btd", 1),
+        "up": ("btd,df->btf", 1), "down": ("btf,fd->btd", 1),
+    }  # fmt: skip
+    products = {name: linear(*spec, layout.dtype) for name, spec in specs.items()}
+
+    def layer(x_BTD: jax.Array, params: Any) -> jax.Array:
+        def product(name: str, x: jax.Array) -> jax.Array:
+            return products[name](x, params[name], params[f"{name}_bias"])
+
+        qkv_BTCNH = product("qkv", run.norm(x_BTD))
+        mixed = attend(*(qkv_BTCNH[:, :, at] for at in range(3)))
+        x_BTD = run.add(product("out", mixed), x_BTD)
+        y = run.gelu(product("up", run.norm(x_BTD)))
+        return run.add(product("down", y), x_BTD)
+
+    if layout.recompute == "full":
+        layer = run.recompute(layer)
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        x_BTD = run.drop(params["embed"][batch["tokens"]] + params["places"][None])
+        x_BTD, _ = jax.lax.scan(
+            lambda x, p: (layer(x, p), None), x_BTD, params["layers"]
+        )
+        logits_BTV = jnp.einsum("btd,vd->btv", run.norm(x_BTD), params["embed"])
+        return run.loss(logits_BTV, batch["labels"])
+
+    return loss
+
+
+def parameters_of(shape: Shape, layout: ParallelLayout) -> Any:
+    """Returns the shapes of a row's parameters."""
+    hidden, heads, wide = shape.hidden, shape.heads, 4 * shape.hidden
+    width = hidden // heads
+    multiple = math.lcm(VOCABULARY_MULTIPLE, layout.tp)
+    vocabulary = -(-shape.vocab // multiple) * multiple
+    layer = {
+        "qkv": (hidden, 3, heads, width), "qkv_bias": (3, heads, width),
+        "out": (heads, width, hidden), "out_bias": (hidden,),
+        "up": (hidden, wide), "up_bias": (wide,),
+        "down": (wide, hidden), "down_bias": (hidden,),
+    }  # fmt: skip
+    item = functools.partial(jax.ShapeDtypeStruct, dtype=layout.rest_dtype)
+    return {
+        "embed": item((vocabulary, hidden)),
+        "places": item((shape.seq_len, hidden)),
+        "layers": {name: item((shape.layers, *of)) for name, of in layer.items()},
+    }
+
+
+def batch_of(shape: Shape, layout: ParallelLayout) -> Any:
+    """Returns the shapes of a row's batch."""
+    tokens = jax.ShapeDtypeStruct((layout.global_batch, shape.seq_len), jnp.int32)
+    return {"tokens": tokens, "labels": tokens}
+
+
+def mixed_adam() -> optax.GradientTransformation:
+    """Adam with a float32 copy of the parameters, and two float32 moments."""
+
+    def init(params: Any) -> Any:
+        wide = jax.tree.map(lambda x: jnp.zeros(x.shape, SUM), params)
+        return {"first": wide, "second": wide, "copy": wide}
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        g = jax.tree.map(lambda x: x.astype(SUM), updates)
+        first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["first"], g)
+        second = jax.tree.map(lambda v, g: 0.95 * v + 0.05 * g * g, state["second"], g)
+
+        def moved(p: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
+            return p - 1e-4 * (m / (jnp.sqrt(v) + 1e-8) + 0.1 * p)
+
+        copy = jax.tree.map(moved, state["copy"], first, second)
+        updates = jax.tree.map(lambda x, p: x.astype(p.dtype) - p, copy, params)
+        return updates, {"first": first, "second": second, "copy": copy}
+
+    return optax.GradientTransformation(init, update)
+
+
+@functools.lru_cache(maxsize=32)
+def _traced(shape: Shape, layout: ParallelLayout) -> Workload:
+    with jax.numpy_dtype_promotion("standard"):
+        return of_loss(
+            loss_of(layout),
+            mixed_adam(),
+            parameters_of(shape, layout),
+            batch_of(shape, layout),
+            layout.rules,
+        )
+
+
+def workload_of(shape: Shape, layout: ParallelLayout) -> Workload:
+    """Traces the step of a row, or returns the trace of a row with the same program."""
+    program = {
+        name: getattr(layout, name)
+        for name in (
+            "global_batch", "recompute", "flash_attention", "dtype", "gradient_bytes",
+            "software",
+        )
+    }  # fmt: skip
+    parts = layout.sequence_parallel and layout.tp > 1
+    # All `tp` that divide the padded vocabulary have one program.
+    tp = layout.tp if VOCABULARY_MULTIPLE % layout.tp else 1 + parts
+    return _traced(
+        shape,
+        ParallelLayout(
+            **program, tp=tp, pp=1, dp=1, micro_batch=1, sequence_parallel=parts
+        ),
+    )
