@@ -124,7 +124,7 @@ def test_only_what_changes_is_written_and_it_is_read_once(mesh, monkeypatch):
     one_pass, real = [], xxhash.xxh3_128_digest
     copy_chunk = snapshot.copy_chunk
 
-    def copying(source: np.ndarray, target: memoryview) -> bytes:
+    def copying(source: memoryview, target: memoryview) -> bytes:
         one_pass.append(1)
         before = len(digested)
         found = copy_chunk(source, target)
