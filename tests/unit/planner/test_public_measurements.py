@@ -100,6 +100,7 @@ def test_published_plans_fit(carried: list[Transfer]) -> None:
     assert memory_bytes([t.published for t in carried]).max() < 85.1e9
 
 
+@pytest.mark.more
 @pytest.mark.timeout(300)
 def test_llm_foundry() -> None:
     """A100, nothing fitted here; and H100, fitted to the same rows."""
