@@ -54,7 +54,7 @@ class Rehearsals:
         """
         self._experiment, self._world, self._done = experiment, world, done
         self._steps: dict[tuple[int, ...], _Rehearsed] = {}
-        self._programs: list[_Program] = []
+        self._programs: list[_KnownProgram] = []
         self._number = 0
 
     def begin(self, order: Mapping[str, Any]) -> None:
@@ -118,7 +118,7 @@ class Rehearsals:
                     break
         program = PortableProgram(step.lower(batch))
         step.program = program.compiled
-        self._programs.append(_Program(mesh, plan, program))
+        self._programs.append(_KnownProgram(mesh, plan, program))
 
     def _run(self, number: int, order: Mapping[str, Any]) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
@@ -184,7 +184,7 @@ class _Rehearsed:
 
 
 @dataclass(frozen=True, eq=False)
-class _Program:
+class _KnownProgram:
     """A compiled step: the mesh that it was traced on, its plan, and its program."""
 
     mesh: jax.sharding.Mesh

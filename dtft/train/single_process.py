@@ -24,7 +24,7 @@ from dtft.config import (
     to_json,
 )
 from dtft.elastic.stop_signals import heard_signals
-from dtft.parallel import Arrays, TrainStep, check_input
+from dtft.parallel import check_input
 from dtft.train.devices import devices_of
 from dtft.train.run_directory import (
     config_to_continue,
@@ -194,7 +194,7 @@ class LocalRuntime:
         """Returns None: nothing is compiled ahead."""
         del mesh
 
-    def compile(self, train_step: TrainStep, batch: Arrays) -> None:
+    def compile(self, train_step: Any, batch: Any) -> None:
         """Compiles a step for the batches of this run."""
         train_step.lower(batch).compile()
 
