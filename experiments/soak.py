@@ -42,7 +42,8 @@ JOBS: dict[str, tuple[str, ...]] = {
     ),
     "scaled": (
         *(*_DIGITS, "--spares", "2", "--data.global_batch", "96"),
-        *("--replicas", "2", "--replicas", "4"),
+        # Time to compile for another size while the job trains.
+        *("--stop.steps", "600", "--replicas", "2", "--replicas", "4"),
     ),
 }
 LONGEST_S = 86400.0

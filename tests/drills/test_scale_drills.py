@@ -28,6 +28,8 @@ from tests.support.harness import (
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(400)]
 every = pytest.mark.drill_all
+LONG = ("--stop.steps", "600")
+"""Time to compile for another size while the job trains."""
 
 
 def sizes(record: dict[str, Any]) -> list[list[int]]:
@@ -36,7 +38,7 @@ def sizes(record: dict[str, Any]) -> list[list[int]]:
 
 def test_a_job_grows_from_its_peers_memory(tmp_path, control):
     record = drill(
-        *(tmp_path, *TWO, *control("digits-2"), "--spares", "1"),
+        *(tmp_path, *TWO, *LONG, *control("digits-2-long"), "--spares", "1"),
         *("--fault", "scale:3@20"),
     )
     (recovery,) = record["recoveries"]
@@ -52,8 +54,8 @@ def test_a_job_grows_from_its_peers_memory(tmp_path, control):
 @every
 def test_a_job_shrinks_and_grows_again(tmp_path, control):
     record = drill(
-        *(tmp_path, *DIGITS, *control("digits")),
-        *("--fault", "scale:1@20", "--fault", "scale:3@40"),
+        *(tmp_path, *DIGITS, *LONG, *control("digits-long")),
+        *("--fault", "scale:1@20", "--fault", "scale:3@350"),
     )
     assert sizes(record) == [[3, 1], [1, 3]]
     assert [is_rung(it, n) for n, it in enumerate(record["recoveries"], 1)] == [
@@ -65,8 +67,8 @@ def test_a_job_shrinks_and_grows_again(tmp_path, control):
 @every
 def test_a_job_grows_and_shrinks(tmp_path, control):
     record = drill(
-        *(tmp_path, *TWO, *control("digits-2"), "--spares", "1"),
-        *("--fault", "scale:3@20", "--fault", "scale:1@40"),
+        *(tmp_path, *TWO, *LONG, *control("digits-2-long"), "--spares", "1"),
+        *("--fault", "scale:3@20", "--fault", "scale:1@350"),
     )
     assert sizes(record) == [[2, 3], [3, 1]] and record["bytes_from_storage"] == 0
 
@@ -95,8 +97,8 @@ def test_it_grows_back_when_the_host_returns(tmp_path, control):
 def test_replica_groups_of_two_hosts(tmp_path, control):
     record = drill(
         *(tmp_path, *HYBRID, *control("hybrid-48"), "--spares", "2"),
-        *("--data.global_batch", "48"),
-        *("--fault", "scale:3@20", "--fault", "scale:1@40"),
+        *("--data.global_batch", "48", "--model.width", "32", "--stop.steps", "300"),
+        *("--fault", "scale:3@20", "--fault", "scale:1@200"),
     )
     assert sizes(record) == [[4, 6], [6, 2]] and record["bytes_from_storage"] == 0
 
@@ -104,8 +106,8 @@ def test_replica_groups_of_two_hosts(tmp_path, control):
 @every
 def test_replica_groups_of_two_stages(tmp_path, control):
     record = drill(
-        *(tmp_path, *STAGES, *control("stages")),
-        *("--fault", "scale:1@8", "--fault", "scale:2@14"),
+        *(tmp_path, *STAGES, *control("stages-300"), "--stop.steps", "300"),
+        *("--fault", "scale:1@8", "--fault", "scale:2@200"),
     )
     assert sizes(record) == [[4, 2], [2, 4]] and record["bytes_from_storage"] == 0
     shrunk, grown = record["recoveries"]
@@ -127,7 +129,7 @@ def test_a_group_that_lost_a_host_is_dissolved(tmp_path, control):
 @every
 def test_a_host_lost_while_the_job_grows(tmp_path, control):
     record = drill(
-        *(tmp_path, *TWO, *control("digits-2"), "--spares", "1"),
+        *(tmp_path, *TWO, *LONG, *control("digits-2-long"), "--spares", "1"),
         *("--fault", "scale:3@20", "--fault", "kill-host:2@20:recovery"),
     )
     reply = record["faults"][0]["reply"]
@@ -138,7 +140,7 @@ def test_a_host_lost_while_the_job_grows(tmp_path, control):
 @every
 def test_the_leader_lost_while_the_job_grows(tmp_path, control):
     record = drill(
-        *(tmp_path, *TWO, *control("digits-2"), "--spares", "2"),
+        *(tmp_path, *TWO, *LONG, *control("digits-2-long"), "--spares", "2"),
         *("--fault", "scale:3@20", "--fault", "kill-leader@20:recovery"),
     )
     assert record["faults"][0]["reply"]["replicas"] == 3
