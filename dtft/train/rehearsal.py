@@ -13,7 +13,6 @@ waits as a spare.
 """
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import jax
 from dtft._jax_internals import PortableProgram
 from dtft.config import Experiment
 from dtft.data import make_datasets
+from dtft.elastic.processes import lower_priority
 from dtft.parallel import TrainStep, make_mesh, scaled_mesh
 from dtft.parallel.planning import planned_mesh, recorded_plan
 from dtft.planner.plan import Plan
@@ -31,8 +31,6 @@ from dtft.train.loop import step_on
 from dtft.train.world import World
 
 logger = logging.getLogger(__name__)
-
-_LOW_PRIORITY = 10
 
 
 class Rehearsals:
@@ -121,7 +119,7 @@ class Rehearsals:
         self._programs.append(_KnownProgram(mesh, plan, program))
 
     def _run(self, number: int, order: Mapping[str, Any]) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
+        lower_priority()
         if self._experiment.balance.policy == "off":
             self._compile_all(number, order)
         if number == self._number:

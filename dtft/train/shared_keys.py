@@ -24,8 +24,8 @@ GLOO = "cpu:gloo"
 OWN = "dtft"
 """Directories of the keys that are shared."""
 HURRIED_S = 0.002
-"""Seconds between two looks for new keys while a formation's first step runs. A look
-costs 0.3 ms of processor time."""
+"""Seconds between two looks for new keys while a formation's first step runs. Each look
+is a call to the service."""
 CALM_S = 0.05
 """Seconds between two looks at other times: a program of another kind, such as that of
 an evaluation, can begin with collectives between other devices."""

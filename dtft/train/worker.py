@@ -37,6 +37,7 @@ from dtft.checkpoint.managers import (
 from dtft.checkpoint.replication import Experience, Window
 from dtft.config import ConfigError, Experiment, load_experiment, refuse_other, to_json
 from dtft.elastic.job import TURNS
+from dtft.elastic.processes import lower_priority
 from dtft.elastic.stack_dump import accept_requests
 from dtft.train.devices import keep_freed, leave_gpu_collectives
 from dtft.train.drill_failure import DrillFailure
@@ -118,8 +119,6 @@ class WindowClock:
 
 logger = logging.getLogger(__name__)
 
-LOW_PRIORITY = 10
-"""Niceness of work that nobody waits for yet."""
 WARM_UP = 20
 """Number of a trainer's first steps that `speed` leaves out of `step_s`, because of
 compilation and cold caches."""
@@ -903,8 +902,7 @@ def _at_low_priority(work: Callable[[], None]) -> None:
         BaseException: what `work` has raised.
     """
 
-    lower = os.nice, (LOW_PRIORITY,)  # of the calling thread
-    with ThreadPoolExecutor(1, "low", *lower) as thread:
+    with ThreadPoolExecutor(1, initializer=lower_priority) as thread:
         thread.submit(work).result()
 
 

@@ -399,7 +399,7 @@ def _global_arrays(
         values += [copies[path][_bounds(index, struct.shape)] for _, index in own]
         devices += [device for device, _ in own]
         counts[path] = len(own)
-    # One call for all: each costs as much as a copy of a hundred KiB.
+    # One call for all, because each call costs more than the copy of a small slice.
     parts = iter(jax.device_put(values, devices))
     for path, count in counts.items():
         found[path] = jax.make_array_from_single_device_arrays(

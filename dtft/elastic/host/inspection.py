@@ -5,8 +5,6 @@ for clients nor for the reading of memory.
 """
 
 import logging
-import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 from dtft.checkpoint.memory import ReplicaStore, VerifiedCopies
 from dtft.checkpoint.transport import MAX_REQUEST_HEADER, Channel, WireError, no_payload
 from dtft.elastic.job import AgentConfig
+from dtft.elastic.processes import lower_priority
 from dtft.elastic.transfer import Inbox
 
 logger = logging.getLogger(__name__)
@@ -22,8 +21,6 @@ ANSWER_S = 10.0
 PROGRESS_S = 1.0
 """Seconds between two progress messages of a verification, also while the verification
 pauses to keep its rate."""
-NICENESS = 10
-"""Nice value of a verifying thread: training and recovery have priority."""
 
 
 def serve_inspection(channel: Channel, config: AgentConfig, inbox: Inbox) -> None:
@@ -92,7 +89,7 @@ def _verified(
         ConnectionAbortedError: the newest formation's memory was freed meanwhile.
     """
     stores = [*([holder] if holder else []), *former]
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+    lower_priority()
     begun = time.monotonic()
     pace = Pace(
         rate=rate,

@@ -295,8 +295,8 @@ class Trainers:
                 if trainer is self._member:
                     self._tell("joined", trainer.world)
             elif message["op"] == "rehearsed":
-                del message["op"]
-                self._tell("rehearsed", message)
+                told = {key: value for key, value in message.items() if key != "op"}
+                self._tell("rehearsed", told)
             else:
                 self._tell("trainer", trainer.ident, message)
 

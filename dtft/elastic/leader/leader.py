@@ -320,7 +320,7 @@ class Leader:
 
     def _on_joined(self, host: str, world: int) -> None:
         self._journal.event("spare_joined", host=host, world=world)
-        self._rendezvous.rehearse()
+        self._rendezvous.joined(host)
 
     def _on_prepare_failed(
         self, host: str, error: str, corrupt: list[str], **_

@@ -273,15 +273,16 @@ class Rendezvous:
             and self.world.turn + 1 < TURNS
         )
 
-    def is_rehearsed(self, slots: int) -> bool:
-        """Whether the job can now be formed with another number of slots at little
-        cost.
+    def rehearse_size(self, slots: int) -> bool:
+        """Lets processes compile ahead for another number of slots, while they train.
 
-        At the first call for a formation, orders its processes to compile ahead, while
-        they train. Returns False until all have reported that they have, at most for
-        `timeouts.start`. Returns True at once if they cannot compile ahead: if a host
-        of the formation is not in the world, or if the job has a plan, which belongs to
-        one number of slots.
+        The first call for a formation orders its processes to do so.
+
+        Returns:
+            Whether the job can be formed now: all have reported that they have, or
+            `timeouts.start` is over. True at once if they cannot compile ahead: if a
+            host of the formation is not in the world, or if the job has a plan, which
+            belongs to one number of slots.
         """
         round_, old, now = self.current, self.assignment, self._loop.now()
         if round_ is None or old is None or not self._can_rehearse or round_.planned:
@@ -300,6 +301,13 @@ class Rendezvous:
             self.rehearse()
         ready = {self.world.indices.get(host) for host in self._resize.ready}
         return set(formation) <= ready or now >= self._resize.until
+
+    def joined(self, host: str) -> None:
+        """Handles the report that a new process of a spare host has joined the
+        world."""
+        if self._resize is not None:
+            self._resize.ready.discard(host)
+        self.rehearse()
 
     def rehearsed(
         self, host: str, world: int, turn: int, formations: list[list[int]]

@@ -170,7 +170,7 @@ class Scaling:
             return ""
         now = len(round_.assignment.slots)
         then = self._sizes.choose(self._available(), coordinator.layout)
-        if then == now or not rendezvous.is_rehearsed(then):
+        if then == now or not rendezvous.rehearse_size(then):
             return ""
         groups = ReplicaGroups.of(coordinator.layout, self._config.sizes)
         return (

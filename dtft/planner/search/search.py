@@ -329,6 +329,12 @@ class PlanSearch:
             return Staged(resting)
         return None
 
+    def _priced(self, space: Space) -> tuple[Prices, Resting, Staged]:
+        """Returns the prices of candidates: of operators, of state, and by stage."""
+        prices = Prices(self.question, Rates(Columns(self.pool, space)))
+        resting = Resting(prices)
+        return prices, resting, Staged(resting)
+
     def step_cost(self, space: Space, stage_layers: tuple[int, ...] = ()) -> StepCost:
         """Computes the base seconds of every candidate.
 
@@ -336,9 +342,7 @@ class PlanSearch:
             space: the candidates.
             stage_layers: the number of layers of each stage, if the stages are uneven.
         """
-        prices = Prices(self.question, Rates(Columns(self.pool, space)))
-        resting = Resting(prices)
-        staged = Staged(resting)
+        prices, resting, staged = self._priced(space)
         costs, order = [], []
         for layout, rows in self._layouts(prices, space):
             for division, part in _with_sums(resting, layout, space, rows):
@@ -357,9 +361,7 @@ class PlanSearch:
             space: the candidates.
             stage_layers: the number of layers of each stage, if the stages are uneven.
         """
-        prices = Prices(self.question, Rates(Columns(self.pool, space)))
-        resting = Resting(prices)
-        staged = Staged(resting)
+        prices, resting, staged = self._priced(space)
         memory = {name: np.zeros(len(space)) for name in MEMORY if name != "reserve"}
         for layout, rows in self._layouts(prices, space):
             needs = self._memory(resting, layout, space, rows)

@@ -150,8 +150,13 @@ def test_a_host_that_comes_while_others_compile_is_awaited(desk_of) -> None:
     desk.commit(11)
     assert desk.phase == "running" and "h3" in dict(desk.take("rehearse"))
     desk.report("h3", rehearsed)
+    desk.report("h3", joined)  # another process, which has compiled nothing yet
     desk.turn()
     desk.commit(12)
+    assert desk.phase == "running" and len(desk.leader._rendezvous.slot_of) == 2
+    desk.report("h3", rehearsed)
+    desk.turn()
+    desk.commit(13)
     desk.settle(3)
 
 
