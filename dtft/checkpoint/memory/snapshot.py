@@ -26,6 +26,7 @@ from dtft.checkpoint.state import (
     Layout,
     Part,
     Parts,
+    Range,
     Slice,
     copy_and_digest,
     copy_chunk,
@@ -37,9 +38,10 @@ from dtft.checkpoint.state import (
 )
 
 THREADS = 4
-"""Largest number of threads that copy slices out of an arena; at most one per core."""
+"""Largest number of threads that copy slices into or out of an arena; at most one per
+core of this process."""
 NICENESS = 5
-"""Niceness of the copying threads."""
+"""Niceness of the threads that copy slices out of an arena."""
 RANGE_BYTES = 16 << 20
 """Bytes copied at a time by one thread; a larger chunk is copied whole."""
 _AHEAD_BYTES = 64 << 20
@@ -95,12 +97,22 @@ def copied_out(
         ]
 
     ranges = split_ranges(sizes, chunk_bytes, RANGE_BYTES)
-    if len(ranges) < 2:
-        found = map(load, ranges)
-        return copies, sorted(bad.union(*found))
-    threads = min(THREADS, os.cpu_count() or 1, len(ranges))
+    threads = _num_threads(ranges)
+    if threads < 2:
+        return copies, sorted(bad.union(*map(load, ranges)))
     with ThreadPoolExecutor(threads, initializer=_give_way) as pool:
         return copies, sorted(bad.union(*pool.map(load, ranges)))
+
+
+def _num_threads(ranges: Iterable[Range]) -> int:
+    """Returns how many threads copy some ranges: one for each `RANGE_BYTES`.
+
+    Slices that are small hold the interpreter lock while they are copied, so their
+    number does not count.
+    """
+    num_bytes = sum(part.nbytes for one in ranges for part in one)
+    threads = min(THREADS, len(os.sched_getaffinity(0)), num_bytes // RANGE_BYTES)
+    return max(1, threads)
 
 
 def _give_way() -> None:
@@ -149,13 +161,16 @@ class SnapshotPlan:
     """A plan for copying the slices of a slot between devices and the arena.
 
     The places of the slices are computed once per layout. `write` then only copies and
-    digests.
+    digests. A state of more than `RANGE_BYTES` is copied by several threads, because
+    memory is faster than one core.
     """
 
     def __init__(self, layout: Layout, slot: int, chunk_bytes: int) -> None:
         """Lays out the slices of `slot` side by side, in the layout's order."""
         self.slices: tuple[Slice, ...] = layout.slices(slot)
         self.chunks = Chunks.of(self.slices, chunk_bytes)
+        sizes = [piece.nbytes for piece in self.slices]
+        self._ranges = split_ranges(sizes, chunk_bytes, RANGE_BYTES)
         self._first: list[int] = self.chunks.first.tolist()
         self._shards: dict[int, tuple[jax.sharding.Sharding, int, bool]] = {}
         """Index of a slice to the sharding of its leaf at the last snapshot, the number
@@ -201,22 +216,60 @@ class SnapshotPlan:
         # Lists, because a state may have many small leaves.
         where = (buffers * np.int64(self.chunks.nbytes) + self.chunks.starts).tolist()
         calm = base.kept.tolist() if base is not None else [False] * len(where)
-        skipped = [] if copied is None else np.flatnonzero(~copied).tolist()
-        wanted = set(range(len(self.slices))).difference(skipped)
-        parts = _fetched(
-            self._shard_of(arrays[piece.path], index)
-            for index, piece in enumerate(self.slices)
-            if index in wanted
-        )
-        digests = [b""] * len(self.slices)
-        for index in sorted(wanted):
-            raw = _bytes_of(*next(parts))
-            mine = slice(self._first[index], self._first[index + 1])
-            known = base.digests[index] if base is not None else b""
-            found = self._write_slice(raw, memory, where[mine], known, calm[mine])
-            digests[index] = found[0] if len(found) == 1 else b"".join(found)
+        skipped = set() if copied is None else set(np.flatnonzero(~copied).tolist())
+        ranges = self._ranges
+        if skipped:
+            left = [[it for it in one if it.index not in skipped] for one in ranges]
+            ranges = [tuple(one) for one in left if one]
+
+        def write(parts: Range, views: Sequence[memoryview]) -> list[bytes]:
+            made: list[bytes] = []
+            for part, view in zip(parts, views, strict=True):
+                known = base.digests[part.index] if base is not None else b""
+                ahead = part.start // self.chunks.chunk_bytes
+                first = self._first[part.index] + ahead
+                last = first + max(1, -(-part.nbytes // self.chunks.chunk_bytes))
+                made += self._write_part(
+                    *(view, memory, where[first:last]),
+                    *(known[ahead * DIGEST_BYTES :], calm[first:last]),
+                )
+            return made
+
+        views = self._views(ranges, arrays)
+        threads = _num_threads(ranges)
+        if threads < 2:
+            made = list(map(write, ranges, views))
+        else:
+            with ThreadPoolExecutor(threads) as pool:
+                made = list(pool.map(write, ranges, views))
+        found = itertools.chain.from_iterable(made)
+        digests = [
+            b"" if index in skipped else b"".join(itertools.islice(found, count))
+            for index, count in enumerate(np.diff(self._first).tolist())
+        ]
         kept = self._equal(digests, base.digests if base is not None else ())
         return Snapshot(step=step, digests=tuple(digests), kept=kept)
+
+    def _views(
+        self, ranges: Iterable[Range], arrays: Mapping[str, HostOrDevice]
+    ) -> Iterator[list[memoryview]]:
+        """Yields the bytes of each range's parts, in order.
+
+        Raises:
+            ValueError: a slice is not on this host's devices.
+        """
+        wanted = dict.fromkeys(part.index for one in ranges for part in one)
+        shards = _fetched(
+            self._shard_of(arrays[self.slices[index].path], index) for index in wanted
+        )
+        index, raw = -1, memoryview(b"")
+        for one in ranges:
+            views: list[memoryview] = []
+            for part in one:
+                if part.index != index:
+                    index, raw = part.index, _bytes_of(*next(shards))
+                views.append(raw[part.start : part.stop])
+            yield views
 
     def _shard_of(self, array: HostOrDevice, index: int) -> _Shard:
         """Returns the part of an array that is slice `index`; a numpy array is whole.
@@ -234,7 +287,7 @@ class SnapshotPlan:
             self._shards[index] = sharding, number, is_remote
         return array.addressable_data(number), is_remote
 
-    def _write_slice(
+    def _write_part(
         self,
         raw: memoryview,
         memory: memoryview,
@@ -242,16 +295,17 @@ class SnapshotPlan:
         known: bytes,
         calm: Sequence[bool],
     ) -> list[bytes]:
-        """Copies the chunks of a slice to the arena, except those that stay unchanged.
+        """Copies chunks of a slice to the arena, except those that stay unchanged.
 
         A calm chunk (one that was unchanged in the last snapshot) is digested first,
         and copied only if its digest changed. The other chunks are always copied.
 
         Args:
-            raw: the slice's bytes.
+            raw: the bytes of the chunks.
             memory: the arena.
             where: the offset in `memory` of the buffer of each chunk.
-            known: digests of the slice's chunks in the last snapshot; b"" if unknown.
+            known: digests of the chunks in the last snapshot, and possibly of later
+                chunks; b"" if unknown.
             calm: whether each chunk is calm.
 
         Returns:

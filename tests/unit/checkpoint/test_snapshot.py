@@ -1,5 +1,7 @@
 """Slices from devices into an arena and back: exact bits, and donation stays free."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -179,6 +181,50 @@ def test_an_idle_expert_inside_one_leaf_is_not_written():
     arrays = {"experts": jnp.asarray(experts)}
     second = plan.write(2, arrays, memory.bytes, memory.second, first)
     assert (~second.kept).sum() == plan.chunks.num_chunks // 4
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_several_threads_write_what_one_writes(mesh, monkeypatch, skips):
+    rows = np.arange(100 * CHUNK // 4, dtype=np.int32)
+    whole = NamedSharding(mesh, PartitionSpec())
+    arrays = state(mesh) | {"big": jax.device_put(rows, whole)}
+    monkeypatch.setitem(SPECS, "big", ())
+    layout = layout_of(arrays)
+    copied = np.array([i % 3 > 0 for i in range(len(arrays))]) if skips else None
+    changed = np.array(rows)
+    changed[[5, 700, 1599]] += 1
+    after = arrays | {"big": jax.device_put(changed, whole)}
+    workers = set[int]()
+    copy_chunk = snapshot.copy_chunk
+
+    def copying(source: memoryview, target: memoryview) -> bytes:
+        workers.add(threading.get_native_id())
+        return copy_chunk(source, target)
+
+    monkeypatch.setattr(snapshot, "copy_chunk", copying)
+    monkeypatch.setattr(snapshot.os, "sched_getaffinity", lambda _: range(3))
+
+    def written(range_bytes: int) -> tuple[list[Snapshot], bytes]:
+        monkeypatch.setattr(snapshot, "RANGE_BYTES", range_bytes)
+        plan = SnapshotPlan(layout, 0, CHUNK)
+        memory = Memory(plan)
+        made = [plan.write(1, arrays, memory.bytes, memory.first, None, copied)]
+        for step, values in ((2, arrays), (3, after)):
+            buffers = memory.second if step == 2 else memory.first
+            made.append(
+                plan.write(step, values, memory.bytes, buffers, made[-1], copied)
+            )
+        return made, bytes(memory.bytes)
+
+    one, bytes_of_one = written(1 << 20)
+    assert workers == {threading.get_native_id()}
+    several, bytes_of_several = written(10 * CHUNK)
+    assert len(workers) > 1
+    assert bytes_of_several == bytes_of_one
+    for mine, theirs in zip(several, one, strict=True):
+        assert mine.digests == theirs.digests
+        assert (mine.kept == theirs.kept).all()
+    assert (~several[2].kept).sum() >= 3
 
 
 def test_a_snapshot_does_not_cancel_donation(mesh):
