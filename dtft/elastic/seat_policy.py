@@ -61,10 +61,16 @@ class Terms:
         """Parses the text of `to_json`.
 
         Raises:
-            TypeError: a field is missing, unknown or of the wrong type.
-            ValueError: the text is not JSON.
+            ValueError: the text is not JSON, or a field is missing, unknown or of the
+                wrong type, as after a change of version.
         """
-        return cls(**json.loads(text))
+        try:
+            return cls(**json.loads(text))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"the job's terms {text!r:.300} cannot be read: {error}. Use one "
+                "version of dtft on all hosts of the job, or another --job."
+            ) from error
 
     def differences(self, other: "Terms") -> str:
         """Describes the fields in which `other` differs; "" for none.
@@ -119,6 +125,8 @@ class Admission:
             differences = self.agree(terms).differences(terms)
         except StoreUnavailable as error:
             return f"{who}: the store does not answer ({error}). Try again."
+        except ValueError as error:
+            return f"{who}: {error}"
         if differences:
             return (
                 f"{who}: this process has {differences} (what the job began with). "

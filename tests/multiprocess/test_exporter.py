@@ -43,6 +43,11 @@ def test_world_of_one_writes_every_bit(
         exporter.send(**saving(tmp_path, whole, 0, 8, buffers=wrong))
         answer = exporter.answer()
         assert not answer["ok"] and "are not buffers of" in answer["error"]
+    (tmp_path / "empty").touch()  # an arena whose agent was killed before it had a size
+    order = saving(tmp_path, whole, 0, 8) | {"memory": [str(tmp_path / "empty")]}
+    exporter.send(**order)
+    answer = exporter.answer()
+    assert not answer["ok"] and "empty has at most 0 of each" in answer["error"]
     exporter.send(**saving(tmp_path, whole, 0, 8))
     assert exporter.answer()["ok"]
     size = len(extent(whole, 0, state()))  # where the buffers begin that are used

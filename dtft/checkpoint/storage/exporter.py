@@ -317,7 +317,7 @@ class Exporter:
             ValueError: `buffers` does not fit the slot's chunks or the files' sizes.
         """
         # Mapped at each save: an agent may replace a file by a file of another size.
-        mapped = {path: _mapped(path) for path in set(memory)}
+        mapped = {path: memoryview(_mapped(path)) for path in set(memory)}
         at = np.frombuffer(buffers, np.uint8)
         least = min(map(len, mapped.values()), default=0) // max(self._chunks.nbytes, 1)
         if len(at) != self._chunks.num_chunks or (at >= least).any():
@@ -330,7 +330,7 @@ class Exporter:
         count = len(self._chunks.slices)
         files = memory * count if len(memory) == 1 else memory
         return [
-            self._chunks.parts(memoryview(mapped[path]), at, index)
+            self._chunks.parts(mapped[path], at, index)
             for index, path in zip(range(count), files, strict=True)
         ]
 
@@ -392,8 +392,10 @@ class Exporter:
         return alone_in(directory, 0.8 * self._opening.limit_s)
 
 
-def _mapped(path: str) -> mmap.mmap:
+def _mapped(path: str) -> mmap.mmap | bytes:
     with open(path, "rb") as file:
+        if not os.fstat(file.fileno()).st_size:  # cannot be mapped
+            return b""
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 

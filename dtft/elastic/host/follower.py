@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dtft.checkpoint.managers import AGENT_SOCKET, ProgressBoard
+from dtft.checkpoint.managers import AGENT_SOCKET, ProgressBoard, ProgressField
 from dtft.checkpoint.memory import ReplicaStore
 from dtft.checkpoint.replication import Commit
 from dtft.checkpoint.state import Layout
@@ -72,6 +72,10 @@ STACKS_S = 0.3
 stacks to its log."""
 KEPT_COMMITS = 2
 """Number of newest commits that a host remembers, in case the store lacks commits."""
+_OF_A_SLOT: tuple[ProgressField, ...] = (
+    *("computing", "replicating", "committing", "exporting", "trainer_pid"),
+)
+"""Cells of the progress board that are 0 while this host has no slot."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -481,8 +485,8 @@ class Follower:
                 code = self._trainers.let_go(reason, waiting=fatal)
         self._exports.stand_down()
         self._board.enter("", 0)
-        for field_name in ("computing", "replicating", "committing", "exporting"):
-            self._board.set(field_name, 0)
+        for name in _OF_A_SLOT:
+            self._board.set(name, 0)
         return code
 
     def _leave(self, world: int, left: Callable[[int | None], None]) -> bool:

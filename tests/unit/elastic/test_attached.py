@@ -1,5 +1,6 @@
 """A process attaches to an agent: over the real socket, against the real listener."""
 
+import json
 import os
 import queue
 import socket
@@ -120,6 +121,20 @@ def test_a_taken_agent_refuses_in_one_line(
     assert "\n" not in str(it.value)
     first.link.send("staged", step=1)  # nothing has happened to the first
     assert host.hears("trainer")[2]["op"] == "staged"
+
+
+@pytest.mark.parametrize(
+    "kept", ['{"processes": 2}', json.dumps({**TERMS, "new": 1, "processes": 2}), "["]
+)
+def test_terms_of_another_version_are_refused_with_what_to_do(
+    tmp_path: Path, kept: str
+) -> None:
+    pool = listening(tmp_path / "a.sock", None, lambda terms: Terms.from_json(kept))
+    try:
+        with pytest.raises(NoAgent, match="Use one version of dtft on all hosts"):
+            attach(str(tmp_path / "a.sock"), {"process": 0, "terms": TERMS})
+    finally:
+        pool.close()
 
 
 def test_terms_that_differ_are_named(host: Host) -> None:
