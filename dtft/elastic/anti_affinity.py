@@ -131,8 +131,12 @@ def preferred(
     seats: Sequence[HostRecord | None],
     spares: Sequence[HostRecord],
     domains: FailureDomains,
+    prefetched: Mapping[str, Mapping[int, int]] | None = None,
 ) -> tuple[HostRecord | None, ...]:
     """Fills empty slots with spares, so that copies stay in separate domains.
+
+    Of spares that serve the copies equally, the one with the most bytes of the slot is
+    taken.
 
     The spares are taken in order if the previous assignment or the layout is unknown,
     or has another number of slots than `seats`.
@@ -143,6 +147,7 @@ def preferred(
         seats: the host of each slot; None for an empty slot.
         spares: spare hosts in order of preference.
         domains: failure domains of all hosts.
+        prefetched: host to slot to the bytes that the host has fetched ahead.
 
     Returns:
         The host of each slot; None for an empty slot for which no spare is left.
@@ -160,6 +165,7 @@ def preferred(
         [names[record.host] if record else None for record in seats],
         [names[record.host] for record in spares],
         wanted,
+        [(prefetched or {}).get(record.host, {}) for record in spares],
     )
     return tuple(
         record if at is None else spares[at]

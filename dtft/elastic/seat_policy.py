@@ -216,13 +216,39 @@ def _fill_with_spares(seating: Seating) -> Filled:
     """Chooses the number of slots, keeps hosts in their slots and fills empty slots
     with spares."""
     old, layout = seating.previous, seating.layout
+    num_slots = seating.choose_size(len(seating.usable), layout)
+    group = ReplicaGroups.of(layout, seating.limits).group[1] if layout else 1
+    ahead = {
+        host: _alike(reply.get("prefetched", {}), num_slots, group)
+        for host, reply in seating.replies.items()
+    }
     return seat(
         list(zip(old.slots, old.incarnations, strict=True)) if old else [],
         seating.usable,
-        seating.choose_size(len(seating.usable), layout),
-        ReplicaGroups.of(layout, seating.limits).group[1] if layout else 1,
-        lambda seats, spares: preferred(old, layout, seats, spares, seating.domains),
+        num_slots,
+        group,
+        lambda seats, spares: preferred(
+            old, layout, seats, spares, seating.domains, ahead
+        ),
     )
+
+
+def _alike(
+    prefetched: Mapping[int, int], num_slots: int, group_slots: int
+) -> dict[int, int]:
+    """Maps every slot with the slices of a prefetched slot to the prefetched bytes.
+
+    Slots at the same position in their replica groups have the same slices.
+
+    >>> _alike({1: 9}, num_slots=4, group_slots=2)
+    {1: 9, 3: 9}
+    """
+    positions = {slot % group_slots: nbytes for slot, nbytes in prefetched.items()}
+    return {
+        slot: positions[slot % group_slots]
+        for slot in range(num_slots)
+        if slot % group_slots in positions
+    }
 
 
 def _fill_with_processes(seating: Seating) -> Filled:

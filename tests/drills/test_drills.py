@@ -224,6 +224,22 @@ def test_sharded_state_survives_a_host(tmp_path, control, name, job):
 
 
 @every
+def test_a_spare_has_the_frozen_part_of_a_slot(tmp_path):
+    """A sixth of the state changes with each step: only that comes from the peer."""
+    recovery = only(
+        drill(
+            tmp_path,
+            *("tests/support/frozen_base.py", "--hosts", "2", "--spares", "1"),
+            *("--mesh.replica", "1", "--mesh.fsdp", "2"),
+            *("--fault", "kill-host:0@900"),
+        )
+    )
+    assert is_rung(recovery, 2) and recovery["rung"] == 0
+    whole = recovery["bytes_from_own_memory"] + recovery["bytes_from_peers"]
+    assert 0 < recovery["bytes_from_peers"] < whole / 10
+
+
+@every
 def test_an_automatic_interval_survives_a_host(tmp_path, control):
     record = drill(
         *(tmp_path, *DIGITS, "--stop.steps", "150", *control("automatic")),

@@ -399,24 +399,30 @@ def choose_spares(
     seats: Sequence[str | None],
     spares: Sequence[str],
     wanted: int,
+    prefetched: Sequence[Mapping[int, int]] = (),
 ) -> tuple[int | None, ...]:
     """Assigns spares to empty slots so that copies stay in different domains.
 
     Fills one slot after the other. A spare's count is the number of the slot's groups
-    that have too few domains and lack the spare's domain. The slot gets the first spare
-    with the highest count.
+    that have too few domains and lack the spare's domain. The slot gets the spare with
+    the highest count, of these the one with the most bytes of the slot, of these the
+    first.
 
     Args:
         groups: the groups of the placement; empty if no copies are placed yet.
         seats: the failure domain of each slot's host; None for an empty slot.
         spares: the failure domain of each spare, in order of preference.
         wanted: number of domains in which every slice should have a copy.
+        prefetched: for each spare, slot to the bytes that the spare has of it; empty if
+            no spare has any.
 
     Returns:
         For each slot, the position of its spare in `spares`; None if the slot has a
         host or no spare is left.
 
     >>> choose_spares(((0, 1),), ["a", None], ["a", "b"], 2)
+    (None, 1)
+    >>> choose_spares((), ["a", None], ["b", "c"], 2, [{0: 9}, {1: 9}])
     (None, 1)
     """
     taken: list[int | None] = [None] * len(seats)
@@ -434,10 +440,10 @@ def choose_spares(
             for group in groups_of.get(slot, ())
             if len(found := _domains(group, filled)) < wanted
         ]
-        best = left[0]  # the first, if all are equal
-        if needy:
-            gain = {it: sum(it not in found for found in needy) for it in {*spares}}
-            best = max(left, key=lambda at: gain[spares[at]])
+        gain = {it: sum(it not in found for found in needy) for it in {*spares}}
+        bytes_of = {at: one.get(slot, 0) for at, one in enumerate(prefetched)}
+        # `max` takes the first, if all are equal.
+        best = max(left, key=lambda at: (gain[spares[at]], bytes_of.get(at, 0)))
         taken[slot], filled[slot] = best, spares[best]
         left.remove(best)
     return tuple(taken)

@@ -40,6 +40,7 @@ from dtft.elastic.stack_dump import dump_stack, process_state
 from dtft.elastic.transfer import (
     Copies,
     Inbox,
+    Prefetcher,
     Resharding,
     SlotTask,
     restore_copies,
@@ -100,6 +101,8 @@ class HostParts:
     dump_stack: Callable[[int, Path], str]
     """Makes a process write its stacks to a log file, and returns a message about it;
     takes about a second."""
+    prefetcher: Prefetcher | None = None
+    """Fetches slices ahead while this host is a spare; None: nothing is."""
     nixl: Any = None
 
 
@@ -244,6 +247,8 @@ class Follower:
                 self.release(**fields)
             case "expect":
                 self.expect(**fields)
+            case "prefetch":
+                self.prefetch(**fields)
             case "export":
                 self.export(fields)
             case "lend":
@@ -292,6 +297,17 @@ class Follower:
         self._holding.submit(
             lambda: self._copies.expect(expected, domains), self._expected
         )
+
+    def prefetch(
+        self, layout: str, slot: int, address: str, epoch: Sequence[int]
+    ) -> None:
+        """Fetches ahead what no step changes of a slot; see `Prefetcher.start`.
+
+        An order to a host with a slot is ignored.
+        """
+        if self._task is None and self._parts.prefetcher is not None:
+            generation, attempt = epoch
+            self._parts.prefetcher.start(layout, slot, address, (generation, attempt))
 
     def _expected(self, outcome: "Future[None]") -> None:
         error = outcome.exception()
@@ -540,6 +556,8 @@ class Follower:
             return
         self._ballot = tuple(order["ballot"])
         self._stand_down()
+        if self._parts.prefetcher is not None:
+            self._parts.prefetcher.stop()
         self._task = task = SlotTask(order=order)
         self._copies.epoch = task.epoch
         self._board.set("generation", order["generation"])
@@ -579,6 +597,7 @@ class Follower:
             self._tell("prepare_failed", error=error, corrupt=corrupt)
         else:
             task.restored = outcome
+            self._copies.prefetched.clear()  # the arena has what was used
             self._tell(
                 "prepared",
                 export_port=self._parts.free_port(),
@@ -953,6 +972,8 @@ class Follower:
     def close(self) -> None:
         """Ends this host's trainers and exporter, and frees its copies' memory."""
         self._stand_down("this agent ends")
+        if self._parts.prefetcher is not None:
+            self._parts.prefetcher.stop()
         self._holding.close()
         self._trainers.close()
         self._copies.close()
@@ -1006,6 +1027,10 @@ def local_follower(
         free_port=functools.partial(free_port, parse_address(config.bind)[0]),
         observe=lambda pid: observe(board, pid),
         dump_stack=dump_stack,
+        prefetcher=Prefetcher(
+            *(copies.prefetched, credentials, config.chunk_bytes),
+            config.timeouts.restore,
+        ),
         nixl=nixl,
     )
     follower = Follower(config, credentials, parts, loop, emit, report)

@@ -14,7 +14,7 @@ from dtft.elastic.host.salvage import serve_salvage, write_address
 from dtft.elastic.job import AgentConfig
 from dtft.elastic.leader import serve_change, serve_export
 from dtft.elastic.network import Closed, Heard, TcpChannel
-from dtft.elastic.transfer import Inbox, serve_fetch, serve_pushes
+from dtft.elastic.transfer import Inbox, serve_digests, serve_fetch, serve_pushes
 
 if TYPE_CHECKING:
     from dtft.elastic.host.edges import Accept, Asked
@@ -81,6 +81,7 @@ def handlers(
     return {
         "push": lambda channel: serve_pushes(channel, inbox),
         "fetch": lambda channel: serve_fetch(channel, inbox),
+        "digests": lambda channel: serve_digests(channel, inbox),
         "control": lambda channel: _serve_control(channel, loop, accept),
         "inspect": lambda channel: serve_inspection(channel, config, inbox),
         "export": export,

@@ -830,7 +830,8 @@ class Rendezvous:
     def expect(self, hosts: Collection[str]) -> None:
         """Orders the hosts in `hosts` that have no slot to allocate memory for one.
 
-        Does nothing without a recorded assignment and its layout.
+        Also orders all hosts without a slot to fetch slices ahead. Does nothing without
+        a recorded assignment and its layout.
         """
         if self.coordinator is not None and self.assignment is not None:
             text, domains = (
@@ -839,3 +840,30 @@ class Rendezvous:
             )
             for host in sorted(set(hosts) - self.slot_of.keys()):
                 self._send(host, "expect", layout=text, domains=list(domains))
+            self._order_prefetch(text, self.assignment)
+
+    def _order_prefetch(self, layout: str, assignment: SlotAssignment) -> None:
+        """Orders each spare host to fetch ahead what no step changes of one slot.
+
+        Each spare gets another slot, in the order in which the spares joined, so that a
+        new spare changes the slot of no other. Slots have equal bytes.
+        """
+        if self._seats.attached:
+            return
+        hosts = self._hosts
+        spares = sorted(
+            self._registry.connected - self.slot_of.keys(),
+            key=lambda host: (hosts[host].joined_ns, host),
+        )
+        for number, host in enumerate(spares):
+            slot = number % len(assignment.slots)
+            source = hosts.get(assignment.slots[slot])
+            if source is not None:
+                self._send(
+                    host,
+                    "prefetch",
+                    layout=layout,
+                    slot=slot,
+                    address=source.address,
+                    epoch=assignment.epoch,
+                )

@@ -92,6 +92,12 @@ ORDER_FIELDS: Table = {
     },
     "reach": {"ballot": ballot, "reach": map_of(text, address)},
     "expect": {"layout": layout, "domains": list_of(text)},
+    "prefetch": {
+        "layout": layout,
+        "slot": number,
+        "address": address,
+        "epoch": pair_of(number, number),
+    },
     "release": {
         "step": number,
         "committed": flag,
@@ -205,6 +211,12 @@ def _join(order: Message, host: str | None) -> str | None:
     return None
 
 
+def _prefetch(order: Message, host: str | None) -> str | None:
+    del host
+    slots = Layout.from_json(order["layout"]).mesh.num_slots
+    return f"slot={order['slot']} of {slots} slots" if order["slot"] >= slots else None
+
+
 def _export(order: Message, host: str | None) -> str | None:
     del host
     if order["rank"] >= order["world"]:
@@ -246,6 +258,7 @@ def _key(piece: Mapping[str, Any]) -> str:
 _WHOLE: Mapping[str, Callable[[Message, str | None], str | None]] = {
     "prepare": _prepare,
     "join": _join,
+    "prefetch": _prefetch,
     "export": _export,
     "assemble": _assemble,
 }

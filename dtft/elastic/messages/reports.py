@@ -74,6 +74,7 @@ REPORT_FIELDS: Mapping[str, Mapping[str, Check]] = {
         "missed": list_of(text),
         "world": number,
         "place": number,
+        "prefetched": map_of(number, number),
     },
     "serving": {"ballot": ballot, "address": or_empty(address), "error": text},
     "joined": {"ballot": ballot, "world": number},
@@ -191,7 +192,7 @@ OPTIONAL_REPORT_FIELDS: Mapping[str, frozenset[str]] = {
     "holdings": frozenset(
         {
             *("complete", "export_port", "assignment", "commits", "missed"),
-            *("world", "place"),
+            *("world", "place", "prefetched"),
         }
     ),
     "unfit": frozenset({"layout"}),

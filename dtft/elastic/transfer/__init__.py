@@ -5,7 +5,8 @@
 * `replication` pushes every step to the peers that keep copies; `replica_server`
   receives pushes and answers fetches; `slot_task`: the leader's order and the pushers
   of one formation.
-* `restore_executor` carries out every restore plan.
+* `restore_executor` carries out every restore plan; `prefetch` fetches ahead, on spare
+  hosts, what no step changes.
 
 `dtft.elastic.leader` and `dtft.checkpoint` decide which host gets which slice.
 """
@@ -16,7 +17,13 @@ from dtft._lazy import attributes
 
 if TYPE_CHECKING:
     from dtft.elastic.transfer.copies import Copies
-    from dtft.elastic.transfer.replica_server import Inbox, serve_fetch, serve_pushes
+    from dtft.elastic.transfer.prefetch import PrefetchedSlices, Prefetcher
+    from dtft.elastic.transfer.replica_server import (
+        Inbox,
+        serve_digests,
+        serve_fetch,
+        serve_pushes,
+    )
     from dtft.elastic.transfer.replication import Pusher
     from dtft.elastic.transfer.restore_executor import (
         FetchFailed,
@@ -34,6 +41,8 @@ _PUBLIC = {
     "FetchFailed": "restore_executor",
     "FetchOrder": "restore_executor",
     "Inbox": "replica_server",
+    "PrefetchedSlices": "prefetch",
+    "Prefetcher": "prefetch",
     "Pusher": "replication",
     "Resharding": "side_arena",
     "SlotTask": "slot_task",
@@ -41,6 +50,7 @@ _PUBLIC = {
     "fetch_into": "restore_executor",
     "restore_copies": "restore_executor",
     "restore_into": "restore_executor",
+    "serve_digests": "replica_server",
     "serve_fetch": "replica_server",
     "serve_pushes": "replica_server",
 }
@@ -50,6 +60,8 @@ __all__ = [
     "FetchFailed",
     "FetchOrder",
     "Inbox",
+    "PrefetchedSlices",
+    "Prefetcher",
     "Pusher",
     "Resharding",
     "SlotTask",
@@ -57,6 +69,7 @@ __all__ = [
     "fetch_into",
     "restore_copies",
     "restore_into",
+    "serve_digests",
     "serve_fetch",
     "serve_pushes",
 ]

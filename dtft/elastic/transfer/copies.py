@@ -16,6 +16,7 @@ from dtft.checkpoint.replication import Shares, place_copies
 from dtft.checkpoint.state import Layout, items_are_right, pack_flags
 from dtft.checkpoint.transport import Credentials
 from dtft.elastic.job import AgentConfig
+from dtft.elastic.transfer.prefetch import PrefetchedSlices
 from dtft.elastic.transfer.replication import Pusher
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,8 @@ class Copies:
         self.former: tuple[ReplicaStore, ...] = ()
         """Holders of former formations. A restore of the last commit may need their
         copies."""
+        self.prefetched = PrefetchedSlices()
+        """Slices that this host, as a spare, has fetched ahead."""
         self._reserve: Arena | None = None
         self._placed: dict[ReplicaStore, tuple[str, ...]] = {}
         self.epoch: tuple[int, int] = (0, 0)
@@ -194,7 +197,8 @@ class Copies:
         Returns:
             `layouts` as JSON; `holdings`: step to slice key to digests; `complete`:
             step to the slots whose own slices are all held; `items`: step to the step's
-            items; and `corrupt`: a text for each corrupt copy.
+            items; `corrupt`: a text for each corrupt copy; and `prefetched`: the slot
+            of which slices were fetched ahead, to their bytes.
         """
         holders = self.holders()
         held: dict[int, dict[str, bytes]] = {}
@@ -219,6 +223,7 @@ class Copies:
             "complete": complete,
             "items": items,
             "corrupt": corrupt,
+            "prefetched": self.prefetched.report(),
         }
 
     def located(self, step: int, in_memory: bool) -> dict[str, Any]:
@@ -252,7 +257,8 @@ class Copies:
         ]
 
     def close(self) -> None:
-        """Frees the memory of all holders and the reserve."""
+        """Frees the memory of all holders, of the reserve and of prefetched slices."""
+        self.prefetched.clear()
         for one in (self.holder, *self.former):
             if one is not None:
                 one.close()

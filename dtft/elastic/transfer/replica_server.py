@@ -23,6 +23,12 @@ from dtft.checkpoint.transport import (
 )
 from dtft.elastic.transfer.replication import Epoch
 
+NEWEST = -1
+"""Step of a fetch that takes the newest copy of each slice, of whichever step."""
+ASKED_S = 10.0
+"""Limit in seconds for a peer's request for digests to arrive, and again for the answer
+to be sent."""
+
 
 def cut_out(slices: Sequence[Parts], spans: object) -> list[Parts]:
     """Cuts the requested byte span out of each slice.
@@ -49,7 +55,8 @@ def find_copies(
 ) -> list[Parts]:
     """Returns the memory of the named slices of a step, each from a holder with a copy.
 
-    If several holders have a slice, the last one in `holders` is used.
+    If several holders have a slice, the last one in `holders` is used. `NEWEST` takes
+    the newest copy of each slice.
 
     Raises:
         KeyError: a slice is not held here for that step.
@@ -57,7 +64,8 @@ def find_copies(
     here: dict[str, Parts] = {}
     for holder in holders:
         if holder is not None:
-            here |= holder.here(step)
+            for one in holder.steps() if step == NEWEST else (step,):
+                here |= holder.here(one)
     return [here[key] for key in keys]
 
 
@@ -185,3 +193,27 @@ def serve_fetch(channel: Channel, inbox: Inbox) -> None:
         return cut_out(views, request["spans"]) if "spans" in request else views
 
     serve_fetches(channel, find, inbox.nixl)
+
+
+def serve_digests(channel: Channel, inbox: Inbox) -> None:
+    """Answers a peer that fetches ahead: the newest digests of this slot's own slices.
+
+    A slice that the newest step lacks has the digests of the newest step with it.
+
+    Raises:
+        WireError: the peer's request is invalid.
+    """
+    request, _ = channel.receive(ASKED_S, no_payload, max_header=MAX_DATA_HEADER)
+    holder = inbox.holder()
+    answer: dict[str, Any] = {"error": "this host has no copies of the slot"}
+    if holder is not None and _epoch(request.get("epoch")) == inbox.epoch():
+        own = {piece.key for piece in holder.own_slices}
+        steps = holder.steps()
+        digests = {
+            key: known
+            for step in steps
+            for key, _, known in holder.copies(step)
+            if key in own
+        }
+        answer = {"step": max(steps, default=-1), "digests": digests}
+    channel.send(answer, timeout_s=ASKED_S)

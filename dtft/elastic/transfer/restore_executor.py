@@ -42,6 +42,7 @@ from dtft.checkpoint.transport import (
 )
 from dtft.elastic.job import AgentConfig
 from dtft.elastic.transfer.copies import Copies
+from dtft.elastic.transfer.prefetch import PrefetchedSlices
 from dtft.elastic.transfer.replica_server import find_copies
 from dtft.elastic.transfer.replication import Epoch
 
@@ -128,6 +129,7 @@ def restore_copies(
             config.timeouts.restore,
             nixl,
             former=copies.former,
+            prefetched=copies.prefetched,
         )
     except OSError as error:
         return {"fatal": str(error)}
@@ -141,6 +143,7 @@ def restore_into(
     limit_s: float,
     nixl: Nixl | None = None,
     former: Sequence[ReplicaStore] = (),
+    prefetched: PrefetchedSlices | None = None,
 ) -> dict[str, Any]:
     """Carries out the restore part of a leader's order.
 
@@ -154,6 +157,7 @@ def restore_into(
         limit_s: deadline of each fetch, in seconds.
         nixl: reads from peers that have NIXL too.
         former: this host's holders of former formations.
+        prefetched: slices that this host has fetched ahead.
 
     Returns:
         `own` and `peers` (bytes) and `s` (seconds). If `order["resized"]` is True (the
@@ -162,7 +166,9 @@ def restore_into(
     """
     begun = time.monotonic()
     try:
-        peers = _restore(holder, order, host, credentials, limit_s, nixl, former)
+        peers = _restore(
+            holder, order, host, credentials, limit_s, nixl, former, prefetched
+        )
     except FetchFailed as error:
         return {"error": str(error), "host": error.host, "corrupt": error.corrupt}
     own = max(0, sum(piece.nbytes for piece in holder.own_slices) - peers)
@@ -183,6 +189,7 @@ def _restore(
     limit_s: float,
     nixl: Nixl | None,
     former: Sequence[ReplicaStore],
+    prefetched: PrefetchedSlices | None,
 ) -> int:
     """Makes the step of `order` the only step in `holder`; returns bytes fetched.
 
@@ -192,7 +199,7 @@ def _restore(
     """
     step, digests = order["step"], order["digests"]
     missing = holder.begin_restore(step, digests, order["items"], order["read"])
-    missing = _adopt(holder, order, missing, former)
+    missing = _adopt(holder, order, missing, former, prefetched)
     planned = _planned(order, host)
     surprise = [piece.key for piece in missing if piece.key not in planned]
     if surprise:
@@ -240,20 +247,31 @@ def _adopt(
     order: dict[str, Any],
     missing: Sequence[Slice],
     former: Sequence[ReplicaStore],
+    prefetched: PrefetchedSlices | None,
 ) -> list[Slice]:
-    """Copies correct slices from former holders; returns the slices still missing."""
-    step, left = order["step"], list(missing)
-    for old in former:
-        here = {key: view for key, view, _ in old.copies(step)}
-        for piece in [it for it in left if it.key in here]:
-            good = order["digests"].get(piece.key)
-            if good is None:
-                continue  # not a slice of the commit
-            target = holder.own_parts(step, piece)
-            target.fill(here[piece.key])
+    """Copies correct slices from former holders, and slices that were fetched ahead.
+
+    Returns:
+        The slices that are still missing.
+    """
+    step, left = order["step"], []
+    here = [{key: it for key, it, _ in old.copies(step)} for old in former]
+    for piece in missing:
+        good = order["digests"].get(piece.key)
+        found = [one[piece.key] for one in here if piece.key in one]
+        if good is None:
+            left.append(piece)  # not a slice of the commit
+            continue
+        ahead = prefetched.find(piece.key, good) if prefetched is not None else None
+        found += [Parts([ahead])] if ahead is not None else []
+        target = holder.own_parts(step, piece)
+        for source in found:
+            target.fill(source)
             if is_digest_right(target, good, holder.chunk_bytes):
                 holder.restored(step, {piece.key: good})
-                left.remove(piece)
+                break
+        else:
+            left.append(piece)
     return left
 
 

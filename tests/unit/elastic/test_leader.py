@@ -199,7 +199,17 @@ def test_a_spare_is_told_what_a_slot_holds(desk: Desk) -> None:
     desk.leader.handle_report("a", dict(said))
     desk.join("d")
     fields = {"layout": said["layout"], "domains": []}
+    ahead = desk.take("prefetch")
     assert desk.take("expect") == [("c", fields), ("d", fields)]
+    assert [(host, it["slot"]) for host, it in ahead] == [("c", 0), ("c", 0), ("d", 1)]
+    of_c, again, of_d = (it for _, it in ahead)
+    assert of_c == again  # a new spare changes nothing for the one before it
+    hosts, slots = desk.view().hosts, desk.view().assignment
+    assert slots is not None
+    for slot, order in enumerate((of_c, of_d)):
+        assert order["address"] == hosts[slots.slots[slot]].address
+        assert tuple(order["epoch"]) == slots.epoch
+        assert order["layout"] == said["layout"]
 
 
 def test_a_stop_before_anything_is_trained_ends_at_once(desk: Desk) -> None:

@@ -77,6 +77,12 @@ SOUND: dict[str, dict[str, Any]] = {
         "assignment": ASSIGNMENT.to_json(),
     },
     "expect": {"layout": STATE.to_json(), "domains": []},
+    "prefetch": {
+        "layout": STATE.to_json(),
+        "slot": 1,
+        "address": "node-6:7000",
+        "epoch": (3, 1),
+    },
     "release": {
         "step": 4,
         "committed": True,

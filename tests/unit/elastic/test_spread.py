@@ -57,6 +57,17 @@ def test_a_spread_stays_while_copies_stay_in_memory() -> None:
     assert next_spread(None, HOSTS, nothing, 2, keep=False) == Spread(copies=2)
 
 
+def test_of_equal_spares_the_one_with_the_slots_bytes_is_taken() -> None:
+    seats = [record("h0", {}), None, record("h2", {}), None]
+    spares = [record("s1", {}), record("s2", {})]
+    old, (nothing, _) = assignment(Spread(copies=2)), known_domains([])
+    ahead = {"s1": {3: 10}, "s2": {1: 10}}
+    taken = preferred(old, STATE, seats, spares, nothing, ahead)
+    assert [it.host for it in taken if it] == ["h0", "s2", "h2", "s1"]
+    taken = preferred(old, STATE, seats, spares, nothing)
+    assert [it.host for it in taken if it] == ["h0", "s1", "h2", "s2"]
+
+
 def test_a_spare_that_keeps_copies_apart_goes_before_one_that_joined_earlier() -> None:
     old = assignment(next_spread(None, HOSTS, DOMAINS, 2, keep=False))
     live = [record("h0"), record("h2"), record("h3")]

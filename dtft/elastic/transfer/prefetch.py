@@ -1,0 +1,278 @@
+"""A spare host fetches ahead what no step changes of a slot that it may take.
+
+Frozen weights, and experts that get no rows, are the same in every snapshot. A spare
+asks the host of a slot for the digests of its slices again and again, and fetches each
+slice whose digests are those of an earlier snapshot. When the spare takes a slot, its
+restore takes the slices whose digests are the commit's from here, and fetches only the
+others from peers. A slice that every step changes is never fetched ahead.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dtft.checkpoint.state import Layout, Parts, WantedSlice
+from dtft.checkpoint.transport import (
+    MAX_DATA_HEADER,
+    Credentials,
+    FetchError,
+    WireError,
+    connect,
+    fetch_slices,
+    no_payload,
+)
+from dtft.elastic.processes import lower_priority
+from dtft.elastic.transfer.replica_server import NEWEST
+from dtft.elastic.transfer.replication import Epoch
+
+logger = logging.getLogger(__name__)
+
+ASK_S = 2.0
+"""Seconds until a slot's host is asked for digests, and until it is asked again after
+slices were fetched."""
+LONGEST_S = 60.0
+"""Longest time in seconds between two requests; it doubles while nothing is fetched."""
+ANSWER_S = 10.0
+"""Limit in seconds of a request for digests."""
+BATCH_BYTES = 256 << 20
+"""Bytes that are fetched at a time, or one slice if it is larger."""
+MOST_MEMORY = 0.5
+"""Largest share of this machine's available memory that a fetch may take."""
+
+
+@dataclass(frozen=True)
+class _Held:
+    digests: bytes
+    memory: np.ndarray
+
+
+class PrefetchedSlices:
+    """Slices that were fetched and verified ahead of a restore. Thread-safe."""
+
+    def __init__(self) -> None:
+        """Holds nothing."""
+        self._held: dict[str, _Held] = {}
+        self._lock = threading.Lock()
+        self._slot = 0
+
+    def find(self, key: str, digests: bytes) -> memoryview | None:
+        """Returns the bytes of a slice; None if they are not here with these digests.
+
+        The memory was verified when it was fetched; who uses it verifies it again.
+        """
+        with self._lock:
+            held = self._held.get(key)
+        return held.memory.data if held and held.digests == digests else None
+
+    def digests(self) -> dict[str, bytes]:
+        """Maps the key of each slice to its digests."""
+        with self._lock:
+            return {key: held.digests for key, held in self._held.items()}
+
+    def put(self, slot: int, key: str, digests: bytes, memory: np.ndarray) -> None:
+        """Adds a slice of a slot, or replaces the slice with this key."""
+        with self._lock:
+            self._slot = slot
+            self._held[key] = _Held(digests, memory)
+
+    def drop(self, keys: Collection[str]) -> None:
+        """Frees the memory of some slices."""
+        with self._lock:
+            for key in keys:
+                self._held.pop(key, None)
+
+    def clear(self) -> None:
+        """Frees the memory of all slices."""
+        with self._lock:
+            self._held.clear()
+
+    def report(self) -> dict[int, int]:
+        """Maps the slot whose slices are here to their bytes; {} if nothing is here."""
+        with self._lock:
+            nbytes = sum(held.memory.nbytes for held in self._held.values())
+            return {self._slot: nbytes} if nbytes else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """The slot that is fetched ahead, and its host."""
+
+    layout: str
+    """Layout as JSON."""
+    slot: int
+    address: str
+    epoch: Epoch
+
+
+class Prefetcher:
+    """Fetches the unchanging slices of one slot ahead, on a thread of its own."""
+
+    def __init__(
+        self,
+        slices: PrefetchedSlices,
+        credentials: Credentials,
+        chunk_bytes: int,
+        limit_s: float,
+    ) -> None:
+        """Starts nothing.
+
+        Args:
+            slices: where fetched slices are put.
+            credentials: the job's credentials.
+            chunk_bytes: bytes under one digest.
+            limit_s: limit of each fetch, in seconds.
+        """
+        self._slices, self._credentials = slices, credentials
+        self._chunk_bytes, self._limit_s = chunk_bytes, limit_s
+        self._source: _Source | None = None
+        self._stop = threading.Event()
+
+    def start(self, layout: str, slot: int, address: str, epoch: Epoch) -> None:
+        """Begins to fetch ahead; does nothing if it has begun with these arguments.
+
+        Args:
+            layout: the job's layout as JSON.
+            slot: the slot whose slices are fetched.
+            address: "host:port" of the slot's host.
+            epoch: epoch of the formation in which the host has the slot.
+        """
+        source = _Source(layout=layout, slot=slot, address=address, epoch=epoch)
+        if source == self._source:
+            return
+        self.stop()
+        self._source, self._stop = source, threading.Event()
+        args = source, self._stop
+        threading.Thread(target=self._run, args=args, daemon=True).start()
+
+    def stop(self) -> None:
+        """Stops fetching, without a wait; fetched slices stay."""
+        self._source = None
+        self._stop.set()
+
+    def _run(self, source: _Source, stop: threading.Event) -> None:
+        lower_priority()
+        sizes = {
+            piece.key: piece.nbytes
+            for piece in Layout.from_json(source.layout).slices(source.slot)
+        }
+        self._slices.drop(self._slices.digests().keys() - sizes.keys())
+        newest, before = -1, self._slices.digests()
+        pause_s = ASK_S
+        while not stop.wait(pause_s):
+            pause_s = min(2 * pause_s, LONGEST_S)
+            try:
+                step, now = _ask(source, self._credentials)
+                if step <= newest:  # no snapshot since, so nothing is known to stay
+                    continue
+                held = self._slices.digests()
+                self._slices.drop([key for key in held if now.get(key) != held[key]])
+                same = {key: it for key, it in now.items() if before.get(key) == it}
+                newest, before = step, now
+                if self._fetch(source, same, sizes, stop):
+                    pause_s = ASK_S
+            except (OSError, TimeoutError, FetchError, MemoryError) as error:
+                # The host may be gone, or a slice has changed: the leader, or the next
+                # answer, says how to go on.
+                logger.debug("slot %d is not fetched ahead: %s", source.slot, error)
+
+    def _fetch(
+        self,
+        source: _Source,
+        same: Mapping[str, bytes],
+        sizes: Mapping[str, int],
+        stop: threading.Event,
+    ) -> bool:
+        """Fetches slices that stay the same and are not here yet.
+
+        Returns:
+            Whether slices were fetched.
+
+        Raises:
+            FetchError: the host has gone, or a slice has changed meanwhile.
+            MemoryError: too little memory.
+        """
+        held = self._slices.digests()
+        left = [key for key in same if held.get(key) != same[key] and sizes.get(key)]
+        nbytes, available = sum(sizes[key] for key in left), available_bytes()
+        if nbytes > MOST_MEMORY * available:
+            raise MemoryError(f"{nbytes} bytes; {available} bytes are available")
+        for batch in _batches(left, sizes):
+            memory = {key: np.empty(sizes[key], np.uint8) for key in batch}
+            fetch_slices(
+                source.address,
+                self._credentials,
+                {"op": "fetch"},
+                {"step": NEWEST, "epoch": source.epoch},
+                [
+                    WantedSlice(key=key, memory=Parts([rows.data]), digests=same[key])
+                    for key, rows in memory.items()
+                ],
+                chunk_bytes=self._chunk_bytes,
+                limit_s=self._limit_s,
+                streams=1,  # the host is training
+            )
+            if stop.is_set():
+                return False
+            for key, rows in memory.items():
+                self._slices.put(source.slot, key, same[key], rows)
+        if left:
+            text = "slices of slot %d that steps do not change are here: %d bytes more"
+            logger.info(text, source.slot, nbytes)
+        return bool(left)
+
+
+def available_bytes() -> int:
+    """Returns the bytes that processes can get on this machine without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+def _batches(keys: Collection[str], sizes: Mapping[str, int]) -> list[list[str]]:
+    batches, room = list[list[str]](), 0
+    for key in keys:
+        if not batches or sizes[key] > room:
+            batches.append([])
+            room = BATCH_BYTES
+        batches[-1].append(key)
+        room -= sizes[key]
+    return batches
+
+
+def _ask(source: _Source, credentials: Credentials) -> tuple[int, dict[str, bytes]]:
+    """Asks a slot's host for the digests of its own slices.
+
+    Returns:
+        The newest step that the host has, and slice key to digests.
+
+    Raises:
+        OSError: the host cannot be reached, has no copies of the slot, or sent a
+            malformed answer; or the connection has ended.
+        TimeoutError: no answer came in time.
+    """
+    deadline = time.monotonic() + ANSWER_S
+    asked = {"epoch": source.epoch}
+    with connect(
+        source.address, credentials, {"op": "digests"}, ANSWER_S, [asked]
+    ) as channel:
+        answer, _ = channel.receive(
+            deadline - time.monotonic(), no_payload, max_header=MAX_DATA_HEADER
+        )
+    return _read(answer)
+
+
+def _read(answer: Mapping[str, Any]) -> tuple[int, dict[str, bytes]]:
+    step, digests = answer.get("step"), answer.get("digests")
+    if type(step) is not int or not isinstance(digests, dict):
+        raise WireError(f"no digests were sent: {answer.get('error', answer)!s:.200}")
+    for key, value in digests.items():
+        if not isinstance(key, str) or not isinstance(value, bytes):
+            raise WireError(f"digests of {key!r:.100} are not bytes")
+    return step, digests
