@@ -30,6 +30,7 @@ from dtft.checkpoint.state import (
     Slice,
     copy_and_digest,
     copy_chunk,
+    copying_threads,
     equal_chunks,
     host_bytes,
     on_accelerator,
@@ -37,9 +38,6 @@ from dtft.checkpoint.state import (
     unpack_flags,
 )
 
-THREADS = 4
-"""Largest number of threads that copy slices into or out of an arena; at most one per
-core of this process."""
 NICENESS = 5
 """Niceness of the threads that copy slices out of an arena."""
 RANGE_BYTES = 16 << 20
@@ -56,10 +54,10 @@ accelerator."""
 def copied_out(
     sources: Sequence[Parts], digests: Sequence[bytes], chunk_bytes: int
 ) -> tuple[list[np.ndarray], list[int]]:
-    """Copies slices into new memory and verifies them, on up to `THREADS` threads.
+    """Copies slices into new memory and verifies them.
 
-    Several threads are used because memory is faster than one core. Each copy is
-    digested while it is in cache, so the verified bytes are those of the copy.
+    Many bytes are copied by several threads (`copying_threads`). Each copy is digested
+    while it is in cache, so the verified bytes are those of the copy.
 
     Args:
         sources: of each slice, its bytes in pieces of whole chunks.
@@ -97,22 +95,11 @@ def copied_out(
         ]
 
     ranges = split_ranges(sizes, chunk_bytes, RANGE_BYTES)
-    threads = _num_threads(ranges)
+    threads = copying_threads(sum(sizes))
     if threads < 2:
         return copies, sorted(bad.union(*map(load, ranges)))
     with ThreadPoolExecutor(threads, initializer=_give_way) as pool:
         return copies, sorted(bad.union(*pool.map(load, ranges)))
-
-
-def _num_threads(ranges: Iterable[Range]) -> int:
-    """Returns how many threads copy some ranges: one for each `RANGE_BYTES`.
-
-    Slices that are small hold the interpreter lock while they are copied, so their
-    number does not count.
-    """
-    num_bytes = sum(part.nbytes for one in ranges for part in one)
-    threads = min(THREADS, len(os.sched_getaffinity(0)), num_bytes // RANGE_BYTES)
-    return max(1, threads)
 
 
 def _give_way() -> None:
@@ -236,7 +223,7 @@ class SnapshotPlan:
             return made
 
         views = self._views(ranges, arrays)
-        threads = _num_threads(ranges)
+        threads = copying_threads(sum(part.nbytes for one in ranges for part in one))
         if threads < 2:
             made = list(map(write, ranges, views))
         else:

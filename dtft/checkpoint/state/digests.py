@@ -6,6 +6,7 @@ chunk; they do not detect forgery.
 """
 
 import bisect
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -307,6 +308,26 @@ def copy_chunk(source: memoryview, target: memoryview) -> bytes:
         np.copyto(to_array[low:high], from_array[low:high])
         state.update(target[low:high])
     return state.digest()
+
+
+THREADS = 4
+"""Largest number of threads that copy slices into or out of an arena."""
+THREAD_BYTES = 16 << 20
+"""Bytes for which one more thread pays."""
+
+
+def copying_threads(nbytes: int) -> int:
+    """Returns how many threads copy some bytes: one for each `THREAD_BYTES`.
+
+    At least 1, and at most `THREADS` and the cores of this process. Memory is faster
+    than one core. The number of slices does not count, because small slices hold the
+    interpreter lock while they are copied.
+
+    >>> copying_threads(1000)
+    1
+    """
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min(THREADS, cores, nbytes // THREAD_BYTES))
 
 
 def verify_digests(buffer: Buffer, digests: bytes, chunk_bytes: int) -> tuple[int, ...]:

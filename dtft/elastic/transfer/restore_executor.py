@@ -25,6 +25,7 @@ from dtft.checkpoint.state import (
     Region,
     Slice,
     WantedSlice,
+    copying_threads,
     digests_in,
     digests_of_parts,
     is_digest_right,
@@ -254,25 +255,32 @@ def _adopt(
     Returns:
         The slices that are still missing.
     """
-    step, left = order["step"], []
+    step = order["step"]
     here = [{key: it for key, it, _ in old.copies(step)} for old in former]
+    sources: dict[Slice, list[Parts]] = {}
     for piece in missing:
         good = order["digests"].get(piece.key)
-        found = [one[piece.key] for one in here if piece.key in one]
         if good is None:
-            left.append(piece)  # not a slice of the commit
-            continue
+            continue  # not a slice of the commit
+        found = [one[piece.key] for one in here if piece.key in one]
         ahead = prefetched.find(piece.key, good) if prefetched is not None else None
         found += [Parts([ahead])] if ahead is not None else []
-        target = holder.own_parts(step, piece)
-        for source in found:
+        if found:
+            sources[piece] = found
+
+    def adopt(piece: Slice) -> bool:
+        good, target = order["digests"][piece.key], holder.own_parts(step, piece)
+        for source in sources[piece]:
             target.fill(source)
             if is_digest_right(target, good, holder.chunk_bytes):
                 holder.restored(step, {piece.key: good})
-                break
-        else:
-            left.append(piece)
-    return left
+                return True
+        return False
+
+    threads = copying_threads(sum(piece.nbytes for piece in sources))
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        adopted = dict(zip(sources, pool.map(adopt, sources), strict=True))
+    return [piece for piece in missing if not adopted.get(piece)]
 
 
 def _digests_here(holder: ReplicaStore, step: int, piece: Slice) -> bytes:

@@ -206,6 +206,7 @@ def test_several_threads_write_what_one_writes(mesh, monkeypatch, skips):
 
     def written(range_bytes: int) -> tuple[list[Snapshot], bytes]:
         monkeypatch.setattr(snapshot, "RANGE_BYTES", range_bytes)
+        monkeypatch.setattr(digests, "THREAD_BYTES", range_bytes)
         plan = SnapshotPlan(layout, 0, CHUNK)
         memory = Memory(plan)
         made = [plan.write(1, arrays, memory.bytes, memory.first, None, copied)]
