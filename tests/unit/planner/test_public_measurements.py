@@ -112,6 +112,7 @@ def test_llm_foundry() -> None:
     assert np.median(np.abs(times / seconds_of(own) - 1)) < 0.09
 
 
+@pytest.mark.more
 @pytest.mark.timeout(300)
 def test_each_table_of_a100_without_itself() -> None:
     for name, one in left_out_tables().items():
