@@ -173,12 +173,13 @@ def test_a_host_that_is_gone_or_knows_nothing_is_asked_again(
     pair: list[Host], spare: Spare
 ) -> None:
     source, other = pair
+    before = set(threading.enumerate())
     spare.start(source, epoch=(EPOCH[0] - 1, 1))  # of a former formation
     spare.start(other)  # has no step yet
     for step in (1, 2):
         staged(other, step)
     other.server.close()
-    threads = [it for it in threading.enumerate() if "_run" in it.name]
+    threads = [it for it in {*threading.enumerate()} - before if "_run" in it.name]
     assert threads
     spare.prefetcher.stop()
     for thread in threads:
