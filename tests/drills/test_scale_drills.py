@@ -29,7 +29,9 @@ from tests.support.harness import (
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(400)]
 every = pytest.mark.drill_all
 LONG = ("--stop.steps", "600")
-"""Time to compile for another size while the job trains."""
+"""Time to compile for another size while the job trains: 2 to 5 s here."""
+TWICE = ("--stop.steps", "1200")
+"""Time for a second size after that; steps of one replica take 9 ms."""
 
 
 def sizes(record: dict[str, Any]) -> list[list[int]]:
@@ -54,7 +56,7 @@ def test_a_job_grows_from_its_peers_memory(tmp_path, control):
 @every
 def test_a_job_shrinks_and_grows_again(tmp_path, control):
     record = drill(
-        *(tmp_path, *DIGITS, *LONG, *control("digits-long")),
+        *(tmp_path, *DIGITS, *TWICE, *control("digits-twice")),
         *("--fault", "scale:1@20", "--fault", "scale:3@350"),
     )
     assert sizes(record) == [[3, 1], [1, 3]]
@@ -67,7 +69,7 @@ def test_a_job_shrinks_and_grows_again(tmp_path, control):
 @every
 def test_a_job_grows_and_shrinks(tmp_path, control):
     record = drill(
-        *(tmp_path, *TWO, *LONG, *control("digits-2-long"), "--spares", "1"),
+        *(tmp_path, *TWO, *TWICE, *control("digits-2-twice"), "--spares", "1"),
         *("--fault", "scale:3@20", "--fault", "scale:1@350"),
     )
     assert sizes(record) == [[2, 3], [3, 1]] and record["bytes_from_storage"] == 0
