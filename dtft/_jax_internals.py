@@ -531,7 +531,10 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads what `_Pickler` wrote; puts other devices in the place of the pickled."""
+    """Unpickles what `_Pickler` wrote, with other devices.
+
+    Each pickled device is replaced by the device that `places` has for its id.
+    """
 
     def __init__(self, pickled: bytes, places: Mapping[int, Any]) -> None:
         """`places` maps the id of each pickled device to the other device."""

@@ -190,13 +190,14 @@ def constrained(
 def insert(
     program: ClosedJaxpr, constraints: Mapping[int, Spec], mesh: Mesh
 ) -> ClosedJaxpr:
-    """Inserts sharding constraints into a traced program, as `constrained` does.
+    """Inserts a sharding constraint after each operator in `constraints`.
 
-    For a mesh of one device the constraints are checked, and the program is returned
-    unchanged.
+    `constraints` maps the number of an operator to the spec of its result, as for
+    `constrained`. On a mesh of one device the constraints are only checked.
 
     Raises:
-        ValueError: a number or a spec does not fit the program.
+        ValueError: the program has no operator with such a number, or a spec does not
+            fit the operator's result.
     """
     insertion = _Insertion(constraints, mesh)
     changed, _ = insertion.body(program.jaxpr)

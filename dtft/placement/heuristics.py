@@ -269,10 +269,16 @@ class Climb:
         self.problem = problem
 
     def best_from(self, starts: Sequence[Sequence[int]]) -> list[int]:
-        """Finds the best placement that moves of tasks reach from the given starts.
+        """Searches for the placement with the lowest value of `step`.
 
-        A start is the node of each task; the nodes must have the tasks' kernels. The
-        memory of nodes need not suffice.
+        From each start in turn, single groups of tasks are moved until no move lowers
+        the value. Then pairs of groups are moved, from the best placement found. The
+        search ends when no move helps or no try is left; later starts may then not be
+        tried.
+
+        Args:
+            starts: placements, each the node of every task. A node must be able to run
+                its tasks, but may have too little memory for them.
         """
         best, best_s = list(starts[0]), np.inf
         for start in starts:

@@ -1,4 +1,7 @@
-"""The steps of one process: saved into its own memory, and some of them into storage.
+"""Checkpoints of a job of one process.
+
+Every saved step is copied into the process's own memory, and some steps are also
+written to storage.
 
 `LocalSteps` implements `ReplicatedCheckpointManager` for one process. `Reader` chooses
 the copy of a step to read. `Storing` decides which steps are written to storage and

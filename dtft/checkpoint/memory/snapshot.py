@@ -130,7 +130,11 @@ def _is_loaded(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Snapshot:
-    """Digests of a step in the arena, kept by the trainer until the next snapshot."""
+    """The digests of a step's slices, and which of its chunks did not change.
+
+    The trainer keeps it until the next snapshot, which compares its chunks with these
+    digests.
+    """
 
     step: int
     digests: tuple[bytes, ...]

@@ -197,7 +197,14 @@ class CopyVerifier:
         return [(step, key) for step in sorted(set(steps))]
 
     def _kept(self, source: int | None, pool: ChunkPool, number: int) -> Kept:
-        """Finds a chunk's buffers not known to be corrupt, and their right digests."""
+        """Finds the buffers of a chunk in the copies of slot `source`'s slices.
+
+        None for `source` means this host's own slices.
+
+        Returns:
+            Each buffer that is not known to be corrupt, with the digest that was
+            recorded for it, to the steps whose copies use it.
+        """
         (index,) = pool.chunks.owners_of([number])
         start = (number - int(pool.chunks.first[index])) * DIGEST_BYTES
         kept: Kept = {}

@@ -180,12 +180,12 @@ def _group_sets(groups: int, size: int, lost: int) -> int:
 
 
 def _ring_sets(ring: int, size: int, lost: int) -> int:
-    """Counts the sets of `lost` hosts on a ring without `size` neighbours in a row.
+    """Counts the sets of `lost` hosts that have no `size` consecutive hosts of a ring.
 
-    The `left` remaining hosts cut the ring into `left` runs of lost hosts; a run may be
-    empty, and is shorter than `size`. The count is the number of ways to divide `lost`
-    hosts into such runs, times the rotations of the ring, divided by `left`, because
-    each set is counted once per remaining host.
+    After each remaining host comes a run of lost hosts, which may be empty and is
+    shorter than `size`. The number of ways to choose the lengths of the runs, times the
+    `ring` rotations, has each set once per remaining host, so it is divided by the
+    number of remaining hosts.
     """
     left = ring - lost
     if left <= 0:

@@ -113,7 +113,8 @@ RULES: dict[str, Rule] = {
 
 A new kind also needs its effect (`injector`; `interruptions` if the effect is undone
 later; `dtft.train.drill_failure` if it acts in the trainer), and a line in the help of
-`dtft drill --fault` (`dtft.cli.commands`).
+`dtft drill --fault` (`dtft.cli.commands`). `dtft soak` draws the kinds that
+`dtft.drills.fault_schedule` lists.
 """
 
 

@@ -203,10 +203,13 @@ class ReReplicator:
     ) -> None:
         """Records that slot `target` holds a verified copy of slot `source`'s slices.
 
-        Does nothing if `round_` is not the round of `begin`.
+        The last missing copy ends the re-replication. Does nothing if none is under
+        way, if it was begun in another round than `round_`, or if `step` is not the
+        restored step.
 
         Raises:
-            Mislabelled: see `ReReplication.held`.
+            Mislabelled: `root` is not the digest of the restored slices; see
+                `ReReplication.held`.
         """
         if self._repair is not None and round_ is self._round:
             self._repair.held(step, source, target, root)

@@ -227,9 +227,11 @@ def swapped(
 def sound(
     places: Mapping[str, int], size: int, slots: Collection[str]
 ) -> dict[str, int]:
-    """Leaves out hosts that report a place that is not there, or of another host.
+    """Returns the place of each host, without the hosts whose report cannot be right.
 
-    Two leaders may have given a place to two hosts. A host in `slots` counts first.
+    A place is right from 1 to `size` - 1, because no host gets place 0. If two hosts
+    report one place, which two leaders have given out, one of them keeps it: a host in
+    `slots` before other hosts, of several the first by name.
 
     >>> sound({"a": 1, "b": 2, "c": 2, "d": 0, "e": 99}, 11, {"c"})
     {'c': 2, 'a': 1}

@@ -250,7 +250,10 @@ def _adopt(
     former: Sequence[ReplicaStore],
     prefetched: PrefetchedSlices | None,
 ) -> list[Slice]:
-    """Copies correct slices from former holders, and slices that were fetched ahead.
+    """Fills missing slices with bytes that this host has already.
+
+    The bytes are those of its holders of former formations, and of slices that were
+    fetched ahead. A slice is filled if their digests are the commit's.
 
     Returns:
         The slices that are still missing.

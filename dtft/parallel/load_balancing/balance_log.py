@@ -189,9 +189,10 @@ class Cost:
 
     @property
     def share(self) -> float | None:
-        """Seconds that timing adds to a round, relative to a round without timed steps.
+        """How much longer a round takes because some steps are timed, as a fraction.
 
-        None if `step_s` is None.
+        These are the extra seconds of the timed steps, divided by the seconds of a
+        round without timed steps; at least 0. None if `step_s` is None.
         """
         if self.step_s is None:
             return None

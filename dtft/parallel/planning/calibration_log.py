@@ -1,8 +1,9 @@
 """The calibration log: predicted and measured step times of planned runs.
 
-A planned run appends a line to `plan_times.jsonl` in its run directory, if the plan's
-prediction is for the devices of the run. The planner's cost model is fitted to these
-lines (`dtft.planner.cost.learn`).
+A run with a plan appends a line to `plan_times.jsonl` in its run directory: the
+predicted seconds by term, and the measured seconds of a step. It writes none if the
+plan was predicted for other devices than those of the run. `dtft calibrate --runs` fits
+the planner's cost model to these lines (`dtft.planner.cost.learn`).
 """
 
 from collections.abc import Sequence

@@ -91,16 +91,16 @@ def compute_split(
     division: ShardingAssignment,
     total_s: float,
 ) -> tuple[dict[ComputeKind, float], tuple[ComputeShare, ...]]:
-    """Splits the compute seconds of a candidate.
+    """Splits the compute seconds of a candidate by kind of work.
 
     Args:
         search: the search, with the program and the devices.
-        candidate: the candidate.
-        division: which axes divide which dims.
-        total_s: seconds of the term `compute`, which the parts add up to.
+        candidate: the mesh and the knobs.
+        division: which mesh axes divide which dims.
+        total_s: seconds of the term `compute`, which the kinds of work add up to.
 
     Returns:
-        Seconds by kind of work, and the dearest operators.
+        Seconds by kind of work, and the operators that take most seconds.
     """
     question, device = search.question, search.pool.device
     sizes = {**candidate.mesh, MICRO: candidate.knobs.microbatches}

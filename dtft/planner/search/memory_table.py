@@ -1,4 +1,8 @@
-"""Memory of many candidates at once: state, batch, peak memory, offloaded state."""
+"""Computes the bytes on a device of many candidate plans at once.
+
+These are the bytes of state, of the batch, of activations and gradients at the peak,
+and of state that is offloaded to the host's memory.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
