@@ -10,15 +10,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dtft.planner.search import Scales, StepCost, stack
+from dtft.planner.cluster import Accuracy
+from dtft.planner.search import Scales, StepCost, stack, terms_of_accuracy
 from dtft.planner.transformer import (
     A100_SCALES,
     SPREADS,
+    IntervalCoverage,
     ParallelLayout,
     PredictedLayout,
     PredictionAccuracy,
     ScaleFit,
     Shape,
+    UnseenRows,
+    accuracy_from,
+    coverage,
     elsewhere,
     fit,
     judge,
@@ -156,20 +161,27 @@ class LeftOut:
     """Predicted with the scalar of kernel launches, too."""
 
 
+@functools.cache
+def a100_tables() -> Mapping[str, list[Published]]:
+    """The tables that were measured on A100."""
+    a100 = [p for p in llm_foundry() if p.group.startswith("a100")]
+    return {"BigScience": ranking_set(), "Megatron": megatron(), "llm-foundry": a100}
+
+
+@functools.cache
+def fitted_to(tables: tuple[str, ...]) -> Scales:
+    """Scalars fitted to tables of A100."""
+    rows = [p for name in tables for p in a100_tables()[name]]
+    measured, start = seconds_of(rows), CATALOG.vector()
+    fitted = fit(costs_of(rows).step_s, measured, start, spread=SPREADS.vector())
+    return Scales.of(fitted.values)
+
+
 def left_out_tables() -> dict[str, LeftOut]:
     """Each table of A100, with scalars fitted to the rows of the others."""
-    a100 = [p for p in llm_foundry() if p.group.startswith("a100")]
-    tables = {"BigScience": ranking_set(), "Megatron": megatron(), "llm-foundry": a100}
     found = {}
-    for name, rows in tables.items():
-        others = [p for other, some in tables.items() if other != name for p in some]
-        fitted = fit(
-            costs_of(others).step_s,
-            seconds_of(others),
-            CATALOG.vector(),
-            spread=SPREADS.vector(),
-        )
-        scales = Scales.of(fitted.values)
+    for name, rows in a100_tables().items():
+        scales = fitted_to(tuple(other for other in a100_tables() if other != name))
         kept, costs = elsewhere(scales), costs_of(rows)
         found[name] = LeftOut(
             rows=rows,
@@ -200,3 +212,97 @@ def h100_loo() -> np.ndarray:
     rows = h100_rows()
     start, spread = H100_START.vector(), SPREADS.vector()
     return leave_one_out(costs_of(rows).step_s, seconds_of(rows), start, spread=spread)
+
+
+# ------------------------------------------------------------------ intervals
+
+H100_TABLE = "llm-foundry H100"
+FROM_CATALOG, FROM_OTHERS = "catalog", "scalars of other tables"
+FROM_OWN, FROM_RUNS = "scalars of the device, row left out", "own runs, row left out"
+LEVELS = (FROM_CATALOG, FROM_OTHERS, FROM_OWN, FROM_RUNS)
+"""How the seconds of a row are predicted: by the catalog's figures (no fit); by the
+scalars of A100 that were fitted to other tables, of which those of the device are
+carried over; by such scalars of the device that were fitted to the other rows of the
+table; or by all scalars that were fitted to the other rows of the table, as past runs
+on the cluster would be."""
+
+
+@functools.cache
+def tables() -> Mapping[str, list[Published]]:
+    """All tables."""
+    return {**a100_tables(), H100_TABLE: h100_rows()}
+
+
+def unseen(rows: Sequence[Published], scales: Scales) -> UnseenRows:
+    """Rows as they are predicted by scalars that were not fitted to them."""
+    terms = costs_of(rows).terms(scales.vector())
+    return UnseenRows(terms=terms_of_accuracy(terms), measured=seconds_of(rows))
+
+
+@functools.cache
+def row_left_out(table: str, *, of_device: bool) -> UnseenRows:
+    """Each row of a table as predicted by scalars that were fitted to its other rows.
+
+    Args:
+        table: its name.
+        of_device: whether only the scalars of the device are kept.
+    """
+    rows = tables()[table]
+    costs, measured = costs_of(rows), seconds_of(rows)
+    start = (H100_START if table == H100_TABLE else CATALOG).vector()
+    found: list[Mapping[str, np.ndarray]] = []
+    for at in range(len(rows)):
+        others = np.flatnonzero(np.arange(len(rows)) != at)
+        rest = costs.take(others)
+        fitted = fit(rest.step_s, measured[others], start, spread=SPREADS.vector())
+        scales = Scales.of(fitted.values)
+        kept = elsewhere(scales) if of_device else scales
+        own = costs.take(np.array([at])).terms(kept.vector())
+        found.append(terms_of_accuracy(own))
+    terms = {name: np.concatenate([one[name] for one in found]) for name in found[0]}
+    return UnseenRows(terms=terms, measured=measured)
+
+
+def widths_without(table: str, level: str) -> Accuracy:
+    """Accuracy of a level of calibration, from tables other than the one that is named.
+
+    Each of the others is predicted by what was fitted to the rest: neither to itself
+    nor to the table that is named. "" leaves out none.
+    """
+    if level == FROM_CATALOG:
+        others = [name for name in tables() if name != table]
+        seen = [unseen(tables()[name], CATALOG) for name in others]
+    elif level == FROM_RUNS:
+        others = [name for name in tables() if name != table]
+        seen = [row_left_out(name, of_device=False) for name in others]
+    else:
+        others = [name for name in a100_tables() if name != table]
+        seen = [predicted_by_others(name, table) for name in others]
+    return accuracy_from(seen, f"errors of {', '.join(others)}")
+
+
+def predicted_by_others(table: str, hidden: str = "") -> UnseenRows:
+    """A table as predicted by the device's scalars, fitted to other tables of A100.
+
+    Args:
+        table: its name.
+        hidden: a further table that the fit does not see.
+    """
+    others = tuple(name for name in a100_tables() if name not in (table, hidden))
+    return unseen(tables()[table], elsewhere(fitted_to(others)))
+
+
+def interval_coverage(table: str) -> dict[str, IntervalCoverage]:
+    """By level: how many rows of a table are in intervals made of the other tables."""
+    rows = {
+        FROM_CATALOG: unseen(tables()[table], CATALOG),
+        FROM_OTHERS: predicted_by_others(table),
+        FROM_RUNS: row_left_out(table, of_device=False),
+    }
+    if table == H100_TABLE:
+        rows[FROM_OWN] = row_left_out(table, of_device=True)
+    return {
+        level: coverage(rows[level], widths_without(table, level))
+        for level in LEVELS
+        if level in rows
+    }

@@ -38,11 +38,13 @@ def run(options: "PredictCommand") -> int:
 
 
 def lines(table: "Table", found: Sequence["RowPrediction"]) -> list[str]:
-    """Formats each row's predicted time and bytes as a line.
+    """Formats each row's predicted time, its interval and bytes as a line.
 
     If the bytes exceed the device's capacity, the line has the difference too. If the
     device has no peak for the row's dtype, the line says which peak counts.
     """
+    from dtft.planner.cluster import INTERVAL_SHARE
+
     made = []
     for number, (cells, row) in enumerate(zip(table.cells, found, strict=True), 1):
         name = cells.get("model") or f"row {number}"
@@ -50,7 +52,9 @@ def lines(table: "Table", found: Sequence["RowPrediction"]) -> list[str]:
         fits = f"  {over / 1e9:.1f} GB too large" if over > 0 else ""
         said = "".join(f"; {text}" for text in row.unlisted)
         made.append(
-            f"{name}: {row.step_s:.4g} s per step, {row.tflops_per_gpu:.4g} TFLOP/s "
-            f"per device, {row.memory_bytes / 1e9:.1f} GB{fits}{said}"
+            f"{name}: {row.step_s:.4g} s per step ({INTERVAL_SHARE * 100:.0f} % "
+            f"interval: {row.low_s:.3g} to {row.high_s:.3g} s), "
+            f"{row.tflops_per_gpu:.4g} TFLOP/s per device, "
+            f"{row.memory_bytes / 1e9:.1f} GB{fits}{said}"
         )
     return made

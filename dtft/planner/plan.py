@@ -87,8 +87,9 @@ class Prediction:
     are 0."""
     low_s: float
     high_s: float
-    """Upper end of the prediction interval, in seconds; `low_s` is the lower end.
-    `Accuracy.interval_s` computes the interval."""
+    """Upper end of the prediction interval, in seconds; `low_s` is the lower end. The
+    interval is meant to hold 80 % of measured step times (`cluster.INTERVAL_SHARE`);
+    `Accuracy.interval_s` computes it."""
     source: str
     """Origin of the cost model's constants, such as `catalog (uncalibrated)`."""
     scales: Mapping[str, float] = field(default_factory=dict)

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
         machine,
     )
     from dtft.planner.cluster.hardware import (
+        CARRIED_OVER,
+        CATALOG,
+        INTERVAL_SHARE,
         UNCALIBRATED,
         Accuracy,
         CollectiveKind,
@@ -33,11 +36,14 @@ if TYPE_CHECKING:
 
 _PUBLIC = {
     "Accuracy": "hardware",
+    "CARRIED_OVER": "hardware",
+    "CATALOG": "hardware",
     "Cluster": "topology",
     "CollectiveKind": "hardware",
     "Curve": "hardware",
     "DeviceType": "hardware",
     "Efficiency": "hardware",
+    "INTERVAL_SHARE": "hardware",
     "Level": "topology",
     "Link": "hardware",
     "LinkKind": "hardware",
@@ -54,11 +60,14 @@ _PUBLIC = {
 
 __all__ = [
     "Accuracy",
+    "CARRIED_OVER",
+    "CATALOG",
     "Cluster",
     "CollectiveKind",
     "Curve",
     "DeviceType",
     "Efficiency",
+    "INTERVAL_SHARE",
     "Level",
     "Link",
     "LinkKind",

@@ -5,6 +5,7 @@ by the measured step times of past runs.
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -13,6 +14,8 @@ import numpy as np
 
 from dtft.planner import serialization
 from dtft.planner.cluster import (
+    CARRIED_OVER,
+    INTERVAL_SHARE,
     UNCALIBRATED,
     Accuracy,
     Cluster,
@@ -23,6 +26,11 @@ from dtft.planner.cluster import (
 from dtft.planner.cost.fitting import CalibrationFit, fit
 
 SCHEMA = 1
+LEFT_OUT = "runs left out"
+"""Key of `Calibration.residuals`: the relative error within which `INTERVAL_SHARE` of
+past runs are predicted by factors that were fitted to other runs."""
+HELD_BY_MEDIAN = 1.9
+"""The error within which 80 % of normally distributed errors are, by their median."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,18 +83,27 @@ class Calibration:
     def term_errors(self) -> Mapping[str, float]:
         """Relative errors `compute` and `collectives`; see `Accuracy.errors`.
 
-        With past runs, both errors are the residual of the fit to whole steps. Without
-        past runs, `compute` is the larger residual of the fits `matmul` and `memory`,
-        and `collectives` the largest residual of the fits of collectives. The error in
-        `UNCALIBRATED` replaces the residual of a missing fit of matmuls or collectives.
+        With past runs, both errors are `residuals[LEFT_OUT]`. Without past runs, they
+        are those of a new program on known devices (`CARRIED_OVER`) and of the fits
+        together: for `compute` the larger residual of the fits `matmul` and `memory`,
+        for `collectives` the largest residual of the fits of collectives. The error in
+        `UNCALIBRATED` replaces a missing fit of matmuls or collectives.
         """
+        residuals = self.residuals
         if self.num_runs:
-            return dict.fromkeys(UNCALIBRATED, self.residuals["runs"])
-        matmul = self.residuals.get("matmul", UNCALIBRATED["compute"])
-        shared = [v for k, v in self.residuals.items() if k.startswith("collectives")]
+            runs = residuals.get(LEFT_OUT, HELD_BY_MEDIAN * residuals.get("runs", 0.0))
+            return dict.fromkeys(UNCALIBRATED, runs)
+        shared = [v for k, v in residuals.items() if k.startswith("collectives")]
+        products = [residuals[k] for k in ("matmul", "memory") if k in residuals]
+        fits = {
+            "compute": products if "matmul" in residuals else [],
+            "collectives": shared,
+        }
         return {
-            "compute": max(matmul, self.residuals.get("memory", 0.0)),
-            "collectives": max(shared, default=UNCALIBRATED["collectives"]),
+            term: math.hypot(HELD_BY_MEDIAN * max(found), CARRIED_OVER.errors[term])
+            if found
+            else UNCALIBRATED[term]
+            for term, found in fits.items()
         }
 
     def to_json(self) -> str:
@@ -219,6 +236,11 @@ def _measured(link: Link, calibration: Calibration) -> Link:
 # 1 while there are few runs. The caller reads and writes the log file.
 
 
+NUM_FOLDS = 20
+"""Largest number of parts of the log that `left_out_error` leaves out in turn."""
+FEWEST_RUNS = 4
+"""The number of runs from which their largest error bounds `INTERVAL_SHARE` of the
+errors of new runs on average."""
 SPREAD = 0.3
 """Prior standard deviation of the logarithm of a term's factor, in `fit_terms`."""
 
@@ -289,6 +311,35 @@ def fit_terms(runs: Sequence[PastRun]) -> CalibrationFit:
     )
 
 
+def left_out_error(runs: Sequence[PastRun]) -> float:
+    """Computes the error that `INTERVAL_SHARE` of new runs are expected to keep.
+
+    Each run is predicted with factors that were fitted to other runs. The result is a
+    quantile of |measured / predicted - 1|. One run is predicted with the factors 1. Of
+    fewer than `FEWEST_RUNS` runs the largest error is taken, and no less than the
+    error of a new program on known devices.
+
+    Raises:
+        ValueError: `runs` is empty, or a measured step time is not above 0.
+    """
+    folds = min(len(runs), NUM_FOLDS)
+    errors = []
+    for fold in range(folds):
+        others = [run for number, run in enumerate(runs) if number % folds != fold]
+        factors = fit_terms(others).values if others else {}
+        for run in runs[fold::folds]:
+            terms = run.terms.items()
+            predicted_s = sum(factors.get(name, 1.0) * s for name, s in terms)
+            errors.append(abs(run.step_s / predicted_s - 1))
+    rank = min(len(errors), math.ceil(INTERVAL_SHARE * (len(errors) + 1)))
+    error = sorted(errors)[rank - 1]
+    return (
+        error
+        if len(runs) >= FEWEST_RUNS
+        else max(error, CARRIED_OVER.errors["compute"])
+    )
+
+
 def learn(calibration: Calibration, runs: Iterable[PastRun]) -> Calibration:
     """Fits a calibration of level 2 to the past runs on the calibration's cluster.
 
@@ -306,7 +357,11 @@ def learn(calibration: Calibration, runs: Iterable[PastRun]) -> Calibration:
         calibration,
         scales=found.values,
         num_runs=len(own),
-        residuals={**calibration.residuals, "runs": found.residual},
+        residuals={
+            **calibration.residuals,
+            "runs": found.residual,
+            LEFT_OUT: left_out_error(own),
+        },
         errors={
             **calibration.errors,
             **{f"scale {name}": error for name, error in found.errors.items()},

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from dtft.planner import wording
+from dtft.planner.cluster import INTERVAL_SHARE
 from dtft.planner.plan import (
     Alternative,
     Collective,
@@ -250,7 +251,7 @@ def step_text(prediction: Prediction) -> str:
     """Formats the seconds of a step with their interval."""
     step = seconds(prediction.step_s, prediction.relative_error)
     low, high = (_end(s, prediction) for s in (prediction.low_s, prediction.high_s))
-    return f"{step} per step ({low} to {high})"
+    return f"{step} per step ({INTERVAL_SHARE * 100:.0f} % interval: {low} to {high})"
 
 
 def _end(end_s: float, prediction: Prediction) -> str:

@@ -33,7 +33,13 @@ if TYPE_CHECKING:
         Space,
         check_runnable,
     )
-    from dtft.planner.search.step_cost import STEP_TERMS, Scales, StepCost, stack
+    from dtft.planner.search.step_cost import (
+        STEP_TERMS,
+        Scales,
+        StepCost,
+        stack,
+        terms_of_accuracy,
+    )
     from dtft.planner.search.write_plan import as_plan
 
 _PUBLIC = {
@@ -64,6 +70,7 @@ _PUBLIC = {
     "group_s": "compute_split",
     "next_best": "decision",
     "stack": "step_cost",
+    "terms_of_accuracy": "step_cost",
 }
 
 __all__ = [
@@ -94,6 +101,7 @@ __all__ = [
     "group_s",
     "next_best",
     "stack",
+    "terms_of_accuracy",
 ]
 
 __getattr__, __dir__ = attributes(__name__, _PUBLIC)

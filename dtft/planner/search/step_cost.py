@@ -7,8 +7,9 @@ prices a candidate only once. `pipeline` computes the base seconds from the pric
 operators.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
+from typing import Any
 
 import numpy as np
 
@@ -69,6 +70,21 @@ STEP_TERMS = (
 """Terms of a step: products, bytes through memory, kernel launches, collectives of
 activations, sends to the next stage and back, collectives of gradients and parameters,
 the optimizer update, and waiting for other stages."""
+COLLECTIVE_TERMS = ("tensor", "pipeline", "data")
+"""The terms of `STEP_TERMS` that `Accuracy.errors` has as `collectives`."""
+
+
+def terms_of_accuracy(terms: Mapping[str, Any]) -> dict[str, Any]:
+    """Sums terms of a step into the two that `Accuracy.interval_s` tells apart.
+
+    >>> terms_of_accuracy({"matmul": 3.0, "data": 0.5, "bubble": 1.0})
+    {'compute': 4.0, 'collectives': 0.5}
+    """
+    found: dict[str, Any] = {"compute": 0.0, "collectives": 0.0}
+    for name, seconds in terms.items():
+        key = "collectives" if name in COLLECTIVE_TERMS else "compute"
+        found[key] = found[key] + seconds
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,12 @@
 """Fits scalars to measured steps, evaluates predictions, and searches layouts."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import least_squares
 
-from dtft.planner.cluster import Pool
+from dtft.planner.cluster import INTERVAL_SHARE, Accuracy, Pool
 from dtft.planner.search import Scales
 from dtft.planner.transformer.model import ParallelLayout, Shape
 from dtft.planner.transformer.predict import memory, search_of, space_of
@@ -163,6 +163,98 @@ def judge(
         concordance_10=far,
         num_pairs_5=num_near,
         num_pairs_10=num_far,
+    )
+
+
+# Intervals. Their widths are quantiles of the errors of rows that no fit saw: a split
+# conformal prediction, with errors relative to the spread of `Accuracy.interval_s`.
+
+
+UNIT_ERRORS: Mapping[str, float] = {"compute": 1.0, "collectives": 2.0}
+"""Relative errors by term, up to a factor. That collectives are twice as uncertain as
+computation is assumed, not fitted: shared networks differ more than devices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnseenRows:
+    """Measured rows of one table, predicted by scalars that were fitted to others."""
+
+    terms: Mapping[str, np.ndarray]
+    """Predicted seconds of `compute` and `collectives`, one per row."""
+    measured: np.ndarray
+
+    def errors(self) -> np.ndarray:
+        """Returns measured / predicted - 1, relative to the spread of `UNIT_ERRORS`."""
+        parts = [self.terms[name] * UNIT_ERRORS[name] for name in UNIT_ERRORS]
+        return (self.measured - sum(self.terms.values())) / np.hypot(*parts)
+
+    def ends_s(self, accuracy: Accuracy) -> np.ndarray:
+        """Returns both ends of the interval of each row, [rows, 2], in seconds."""
+        names = list(self.terms)
+        seconds = zip(*(self.terms[name] for name in names), strict=True)
+        return np.array(
+            [accuracy.interval_s(dict(zip(names, row, strict=True))) for row in seconds]
+        )
+
+
+def accuracy_from(tables: Sequence[UnseenRows], source: str) -> Accuracy:
+    """Derives the errors by term whose intervals hold `INTERVAL_SHARE` of some rows.
+
+    As many rows are above the intervals as are below. But an interval always has the
+    prediction in it, also if most rows are on one side. Each table counts the same,
+    whatever its number of rows: errors of one table are alike.
+
+    Args:
+        tables: rows that were not fitted to.
+        source: origin of the figures, in one line.
+    """
+    each = [table.errors() for table in tables]
+    errors = np.concatenate(each)
+    weights = np.concatenate([np.full(len(some), 1 / len(some)) for some in each])
+    tail = (1 - INTERVAL_SHARE) / 2
+    low = min(0.0, weighted_quantile(errors, weights, tail))
+    high = max(0.0, weighted_quantile(errors, weights, 1 - tail))
+    return Accuracy(
+        source=source,
+        errors={name: high * error for name, error in UNIT_ERRORS.items()},
+        below=abs(low) / high if high else 1.0,
+    )
+
+
+def weighted_quantile(values: np.ndarray, weights: np.ndarray, share: float) -> float:
+    """Returns the least value up to which at least a share of the weight lies.
+
+    >>> weighted_quantile(np.array([3.0, 1.0, 2.0]), np.array([2.0, 1.0, 1.0]), 0.5)
+    2.0
+    """
+    order = np.argsort(values, kind="stable")
+    known = np.cumsum(weights[order]) / weights.sum()
+    at = min(int(np.searchsorted(known, share - 1e-12)), len(values) - 1)
+    return float(values[order][at])
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntervalCoverage:
+    """How the intervals of a table's rows compare with the measurements."""
+
+    held: float
+    """Share of the rows whose measurement is in the interval."""
+    num_below: int
+    """The number of rows that were measured below the interval."""
+    num_above: int
+    half_width: float
+    """Median of half of the interval's width, relative to the prediction."""
+
+
+def coverage(rows: UnseenRows, accuracy: Accuracy) -> IntervalCoverage:
+    """Counts the rows whose measured seconds are in their interval."""
+    low, high = rows.ends_s(accuracy).T
+    below, above = rows.measured < low, rows.measured > high
+    return IntervalCoverage(
+        held=float(1 - np.mean(below | above)),
+        num_below=int(below.sum()),
+        num_above=int(above.sum()),
+        half_width=float(np.median((high - low) / 2 / sum(rows.terms.values()))),
     )
 
 

@@ -12,10 +12,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dtft.planner.cluster import MACHINES, Cluster, DeviceType, Pool, canonical_name
+from dtft.planner.cluster import (
+    CARRIED_OVER,
+    CATALOG,
+    MACHINES,
+    Accuracy,
+    Cluster,
+    DeviceType,
+    Pool,
+    canonical_name,
+)
 from dtft.planner.cluster import machine as catalog_machine
 from dtft.planner.memory import RESERVE
-from dtft.planner.search import PLATFORMS, PlanSearch, Scales, Space, StepCost
+from dtft.planner.search import (
+    PLATFORMS,
+    PlanSearch,
+    Scales,
+    Space,
+    StepCost,
+    terms_of_accuracy,
+)
 from dtft.planner.transformer.model import ITEM_BYTES, ParallelLayout, Shape
 from dtft.planner.transformer.program import workload_of
 from dtft.planner.transformer.table import Habits, Row, Table
@@ -66,6 +82,7 @@ def elsewhere(fitted: Scales) -> Scales:
 
 FITTED: Mapping[str, Scales] = {
     "a100": A100_SCALES,
+    "a100-40gb": A100_SCALES,
     "h100": H100_SCALES,
     "h200": H100_SCALES,
 }
@@ -80,6 +97,15 @@ def scales_of(device: str) -> Scales:
     True
     """
     return elsewhere(FITTED.get(device, A100_SCALES))
+
+
+def accuracy_of(device: DeviceType) -> Accuracy:
+    """Returns the accuracy of predictions for a device type.
+
+    Devices that have no scalars of their own are predicted no better than with the
+    catalog's figures alone.
+    """
+    return CARRIED_OVER if device.name in FITTED else CATALOG
 
 
 def search_of(shape: Shape, layout: ParallelLayout, pool: Pool) -> PlanSearch:
@@ -196,13 +222,16 @@ def _buffers(shape: Shape, layout: ParallelLayout, held: float) -> float:
     return total + 3 * ITEM_BYTES * shape.layer_parameters / layout.tp
 
 
-STEP, RATE, MEMORY, FITS = (
+STEP, LOW, HIGH, RATE, MEMORY, FITS = (
     "predicted_step_s",
+    "predicted_low_s",
+    "predicted_high_s",
     "predicted_tflops_per_gpu",
     "predicted_memory_bytes",
     "predicted_fits",
 )
-"""Columns that `predict_table` adds; the last column has `yes` or `no`."""
+"""Columns that `predict_table` adds. `predicted_low_s` and `predicted_high_s` are the
+ends of the 80 % interval; the last column has `yes` or `no`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +240,10 @@ class RowPrediction:
 
     terms: dict[str, float]
     """Seconds by term (`search.STEP_TERMS`)."""
+    low_s: float
+    high_s: float
+    """Upper end of the interval that is meant to hold 80 % of measured step times
+    (`cluster.INTERVAL_SHARE`); `low_s` is the lower end."""
     tflops_per_gpu: float
     """TFLOP/s per device with recomputation, as in the published tables."""
     memory: dict[str, int]
@@ -248,9 +281,12 @@ def predict_row(row: Row, pool: Pool, scales: Scales) -> RowPrediction:
     terms = {name: float(seconds[0]) for name, seconds in found.items()}
     flops = row.shape.flops(row.layout.global_batch, row.layout.recompute)
     rate = flops / sum(terms.values()) / row.layout.gpus
+    low_s, high_s = accuracy_of(pool.device).interval_s(terms_of_accuracy(terms))
     sizes = memory(row.shape, [row.layout], pool)
     return RowPrediction(
         terms=terms,
+        low_s=low_s,
+        high_s=high_s,
         tflops_per_gpu=rate / 1e12,
         memory={name: round(float(size[0])) for name, size in sizes.items()},
         capacity_bytes=pool.device.memory_bytes,
@@ -294,6 +330,8 @@ def predict_table(text: str, cluster: str) -> tuple[Table, tuple[RowPrediction, 
         found.append(predict_row(row, pool, scales))
     columns = {
         STEP: [f"{row.step_s:.6g}" for row in found],
+        LOW: [f"{row.low_s:.6g}" for row in found],
+        HIGH: [f"{row.high_s:.6g}" for row in found],
         RATE: [f"{row.tflops_per_gpu:.5g}" for row in found],
         MEMORY: [row.memory_bytes for row in found],
         FITS: ["yes" if row.fits else "no" for row in found],

@@ -17,6 +17,7 @@ from dtft.planner.cost.calibration import (
     apply_calibration,
     fit_terms,
     learn,
+    left_out_error,
     link_key,
     read_log,
 )
@@ -412,7 +413,7 @@ def test_the_source_and_the_interval_say_what_supports_them() -> None:
     ]
     measured, learnt = (trust.interval_s(terms) for trust in trusts)
     for low, high in (wide, measured, learnt):
-        assert low < 3.1 < high
+        assert low <= 3.1 < high
     widths = [high - low for low, high in (wide, measured, learnt)]
     assert widths == sorted(widths, reverse=True)
     assert H100.uniform.trust.source.startswith("catalog (uncalibrated): ")
@@ -451,6 +452,23 @@ def test_past_runs_correct_the_terms() -> None:
     assert found.values["collectives"] == pytest.approx(0.8, rel=0.1)
     assert found.values["bubble"] == 1
     assert found.residual < 0.05
+
+
+def test_the_error_of_past_runs_is_that_of_runs_that_were_left_out() -> None:
+    """One run says how far off an uncorrected prediction is; many say how far off the
+    corrected ones are, and a wild one among many does not widen the interval."""
+    (one,) = runs(1)
+    alone = abs(one.step_s / sum(one.terms.values()) - 1)
+    assert left_out_error([one]) == pytest.approx(max(alone, 0.153), abs=1e-9)
+    many = runs(30)
+    assert left_out_error(many) < 0.06
+    wild = [replace(many[0], step_s=9 * many[0].step_s), *many[1:]]
+    assert left_out_error(wild) < 0.1
+    learnt = learn(calibration(), many)
+    expected = left_out_error(many)
+    assert learnt.term_errors == {"compute": expected, "collectives": expected}
+    before = replace(learnt, residuals={"runs": 0.02})  # of a file of before
+    assert before.term_errors["compute"] == pytest.approx(0.038)
 
 
 def test_few_runs_move_the_terms_little() -> None:

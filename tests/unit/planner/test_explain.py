@@ -71,11 +71,11 @@ def test_every_term_is_there_with_its_seconds_and_share(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("step_s", "error", "said"),
     [
-        (0.123456, 0.2, "120 ms per step (100 ms to 150 ms)"),
-        (0.123456, 0.05, "123 ms per step (117 ms to 130 ms)"),
-        (0.0634, 0.25, "60 ms per step (50 ms to 80 ms)"),
-        (1.234, 0.25, "1.2 s per step (900 ms to 1.5 s)"),
-        (0.123456, 0.0, "123.5 ms per step (123.5 ms to 123.5 ms)"),
+        (0.123456, 0.2, "120 ms per step (80 % interval: 100 ms to 150 ms)"),
+        (0.123456, 0.05, "123 ms per step (80 % interval: 117 ms to 130 ms)"),
+        (0.0634, 0.25, "60 ms per step (80 % interval: 50 ms to 80 ms)"),
+        (1.234, 0.25, "1.2 s per step (80 % interval: 900 ms to 1.5 s)"),
+        (0.123456, 0.0, "123.5 ms per step (80 % interval: 123.5 ms to 123.5 ms)"),
     ],
 )
 def test_no_digit_is_finer_than_the_interval(

@@ -7,10 +7,16 @@ says so. All figures are deterministic.
 import numpy as np
 import pytest
 
+from dtft.planner.cluster import CARRIED_OVER, CATALOG
 from dtft.planner.transformer import A100_SCALES, H100_SCALES, elsewhere
 from experiments.public_measurements import memory_bytes
 from experiments.public_studies import (
     DEVICE_ONLY,
+    FROM_CATALOG,
+    FROM_OTHERS,
+    FROM_OWN,
+    FROM_RUNS,
+    H100_TABLE,
     TRANSFERS,
     LeaveOneOut,
     Transfer,
@@ -18,9 +24,11 @@ from experiments.public_studies import (
     costs_of,
     h100_fit,
     h100_rows,
+    interval_coverage,
     left_out_tables,
     seconds_of,
     transfer,
+    widths_without,
 )
 from experiments.published_rows import (
     bigscience,
@@ -125,3 +133,40 @@ def test_the_ranking_set_is_the_protocols() -> None:
     rows = ranking_set()
     assert {p.row.shape.heads for p in rows} == {64}
     assert sum(p.row.layout.global_batch >= 2016 for p in rows) == 18
+
+
+@pytest.mark.timeout(300)
+def test_the_kept_errors_are_those_of_rows_that_no_fit_saw() -> None:
+    for kept, level in ((CATALOG, FROM_CATALOG), (CARRIED_OVER, FROM_OTHERS)):
+        found = widths_without("", level)
+        assert kept.errors == pytest.approx(found.errors, abs=2e-3)
+        assert kept.below == pytest.approx(found.below, abs=2e-3)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("table", "level", "least", "most"),
+    [
+        # Target: 75 to 95 %. Missed: BigScience from other tables (57 %), BigScience
+        # and Megatron from their own runs (95.2 % and all), H100 (24 to 49 %).
+        ("BigScience", FROM_CATALOG, 0.75, 0.95),
+        ("BigScience", FROM_OTHERS, 0.55, 0.75),
+        ("BigScience", FROM_RUNS, 0.75, 0.96),
+        ("Megatron", FROM_CATALOG, 0.75, 0.95),
+        ("Megatron", FROM_OTHERS, 0.75, 0.95),
+        ("Megatron", FROM_RUNS, 0.75, 1.0),
+        ("llm-foundry", FROM_CATALOG, 0.75, 0.95),
+        ("llm-foundry", FROM_OTHERS, 0.75, 0.95),
+        ("llm-foundry", FROM_RUNS, 0.75, 0.95),
+        (H100_TABLE, FROM_CATALOG, 0.2, 0.75),
+        (H100_TABLE, FROM_OTHERS, 0.2, 0.75),
+        (H100_TABLE, FROM_OWN, 0.45, 0.75),
+        (H100_TABLE, FROM_RUNS, 0.4, 0.75),
+    ],
+)
+def test_intervals_of_tables_they_were_not_made_with(
+    table: str, level: str, least: float, most: float
+) -> None:
+    found = interval_coverage(table)[level]
+    assert least <= found.held <= most
+    assert found.half_width < 0.23  # target 20 %: missed by the catalog's on A100

@@ -5,8 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dtft.planner.cluster import Accuracy
 from dtft.planner.transformer.fitting import (
+    UnseenRows,
+    accuracy_from,
     concordance,
+    coverage,
     fit,
     judge,
     leave_one_out,
@@ -77,3 +81,45 @@ def test_a_perfect_prediction_has_nothing_to_regret(times: list[float]) -> None:
     found = judge(measured, measured, np.ones(len(times), bool))
     assert found.worst_error == 0 and regret(measured, measured, 1) == 1
     assert found.concordance_5 == found.concordance_10 == 1.0
+
+
+def table(errors: np.ndarray, collectives: float = 0.0) -> UnseenRows:
+    """Rows that are predicted to take 1 s, and took longer by relative errors."""
+    compute = np.full(len(errors), 1 - collectives)
+    return UnseenRows(
+        terms={"compute": compute, "collectives": collectives + 0 * compute},
+        measured=1 + errors,
+    )
+
+
+def test_the_interval_holds_four_fifths_of_rows_it_was_not_made_of() -> None:
+    rng = np.random.default_rng(0)
+    seen = table(rng.normal(0.1, 0.1, 500))
+    found = accuracy_from([seen], "made up")
+    assert found.errors["compute"] == pytest.approx(0.1 + 0.128, abs=0.02)
+    assert found.below * found.errors["compute"] == pytest.approx(0.028, abs=0.02)
+    new = coverage(table(rng.normal(0.1, 0.1, 500)), found)
+    assert new.held == pytest.approx(0.8, abs=0.05)
+    assert new.half_width == pytest.approx(0.128, abs=0.02)
+    assert new.num_below == pytest.approx(50, abs=25)
+    assert new.num_above == pytest.approx(50, abs=25)
+
+
+def test_collectives_are_twice_as_uncertain() -> None:
+    errors = np.linspace(-0.2, 0.2, 41)
+    plain, sent = (accuracy_from([table(errors, one)], "") for one in (0.0, 1.0))
+    assert plain.errors["compute"] == pytest.approx(2 * sent.errors["compute"])
+    assert plain.errors["compute"] == pytest.approx(sent.errors["collectives"])
+
+
+def test_a_table_of_many_rows_counts_as_one_of_few() -> None:
+    few, many = table(np.full(10, 0.3)), table(np.zeros(990))
+    assert accuracy_from([few, many], "").errors["compute"] == pytest.approx(0.3)
+
+
+def test_the_prediction_is_in_its_interval() -> None:
+    """Also if all rows took longer; or none is known to."""
+    found = accuracy_from([table(np.full(10, 0.3))], "")
+    assert found.below == 0 and found.errors["compute"] == pytest.approx(0.3)
+    exact = accuracy_from([table(np.zeros(10))], "")
+    assert exact == Accuracy(source="", errors={"compute": 0.0, "collectives": 0.0})

@@ -7,6 +7,8 @@ import pytest
 from dtft.cli.dispatch import main
 from dtft.planner.transformer.predict import (
     FITS,
+    HIGH,
+    LOW,
     MEMORY,
     RATE,
     STEP,
@@ -33,9 +35,20 @@ def changed(column: str, value: str) -> str:
 
 def test_the_published_table_comes_back_with_predictions() -> None:
     table, found = predict_table(TEXT, "selene")
-    assert table.header == (*Table.parse(TEXT).header, STEP, RATE, MEMORY, FITS)
+    assert table.header == (
+        *Table.parse(TEXT).header,
+        STEP,
+        LOW,
+        HIGH,
+        RATE,
+        MEMORY,
+        FITS,
+    )
     for cells, row in zip(table.cells, found, strict=True):
         assert float(cells[STEP]) == pytest.approx(row.step_s, rel=1e-5)
+        assert float(cells[LOW]) == pytest.approx(row.low_s, rel=1e-5)
+        assert float(cells[HIGH]) == pytest.approx(row.high_s, rel=1e-5)
+        assert row.low_s < row.step_s < row.high_s
         assert int(cells[MEMORY]) == row.memory_bytes < row.capacity_bytes
         assert cells[FITS] == "yes"
         rate = float(cells["tflops_per_gpu"])
@@ -282,7 +295,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert "2 rows written" in shown and "GB too large" in shown
-    assert out.read_text().splitlines()[0] == f"{HEADER},{STEP},{RATE},{MEMORY},{FITS}"
+    added = f"{STEP},{LOW},{HIGH},{RATE},{MEMORY},{FITS}"
+    assert out.read_text().splitlines()[0] == f"{HEADER},{added}"
+    assert "s per step (80 % interval: " in shown
     rows.write_bytes(b"\xef\xbb\xbf" + rows.read_bytes())  # as Excel begins a file
     assert main(words) == 0
     assert capsys.readouterr().out == shown and shown.startswith("toy: ")
