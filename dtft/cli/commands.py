@@ -580,7 +580,8 @@ class PredictCommand:
     """Predict time and memory of a table of layouts."""
 
     rows: Annotated[Positional[str], _told("ROWS.csv")]
-    """Table with the columns of experiments/data/megatron_a100.csv."""
+    """Table with the columns of experiments/data/megatron_a100.csv, and others that
+    dtft/planner/README.md names."""
     cluster: Annotated[str, _told("SPEC")]
     """Catalog name (a100, selene) of a cluster with each row's gpus, 64x8xH100, or a
     file."""

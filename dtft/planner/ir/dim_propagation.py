@@ -10,7 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtft.planner.ir.flops import ATTENTION, attention_dims
+from dtft.planner.ir.flops import (
+    ATTENTION,
+    KERNEL_DIMS,
+    KernelDims,
+    attention_dims,
+    kernel_name,
+)
 from dtft.planner.ir.graph import Dim
 
 Numbers = tuple[int, ...]
@@ -334,7 +340,24 @@ def link(dims: Dims, eqn: Any, operand_dims: Sequence[Numbers]) -> Linked:
     rule = _RULES.get(eqn.primitive.name)
     if rule is not None:
         return rule(case)
-    return _alike(case)
+    named = KERNEL_DIMS.get(kernel_name(eqn.primitive.name, eqn.params))
+    return _alike(case) if named is None else _named(case, named)
+
+
+def _named(case: Case, named: KernelDims) -> Linked:
+    """Rule of a kernel that was registered with letters for its dims."""
+    known: dict[str, int] = {}
+    for letters, operand in zip(named.operands, case.operands, strict=True):
+        for letter, number in zip(letters, operand, strict=True):
+            if letter in known:
+                case.dims.join(known[letter], number)
+            known.setdefault(letter, number)
+    outputs = tuple(
+        case.kept([known.get(letter) for letter in letters], result)
+        for result, letters in enumerate(named.results)
+    )
+    whole = tuple(known[letter] for letter in sorted(named.whole) if letter in known)
+    return Linked(outputs=outputs, whole=whole)
 
 
 def _alike(case: Case) -> Linked:

@@ -18,7 +18,7 @@ A primitive without a rule is `opaque`: only its bytes are known.
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from dtft.planner.ir.graph import OperatorKind
 
@@ -141,20 +141,27 @@ def kernel_name(primitive: str, params: Mapping[str, Any]) -> str:
     return params.get(name) or primitive
 
 
-def register_kernel(name: str, flops: Count) -> None:
+def register_kernel(
+    name: str, flops: Count, *, dims: str = "", whole: str = ""
+) -> None:
     """Registers how many operations a kernel has that XLA does not make.
 
     The planner prices it by its operations at the peak of its first operand's dtype, or
     by the bytes of its operands and results, whichever takes longer. A kernel that is
     not registered is priced by its bytes alone, and `plan.lints()` says so. An array of
     such a kernel may be divided along dims that its operands and results have in
-    common, unless `jax.shard_map` is around it.
+    common, unless `jax.shard_map` is around it. Without `dims`, these are dims at the
+    same place and of the same size.
 
     Args:
         name: target of an `ffi_call`, `name` of a `pallas_call` (whose `cost_estimate`
             it replaces), or name of a primitive.
         flops: function from operands, results (`shape` and `dtype` of each) and the
             primitive's parameters to the operations of one execution.
+        dims: a letter for each dim of the operands and results, as for `jnp.einsum`:
+            dims with one letter are divided in the same way. Operands are needed
+            undivided along dims whose letter no result has.
+        whole: letters of further dims along which operands are needed undivided.
 
     Raises:
         ValueError: the planner has a rule for the name.
@@ -169,6 +176,24 @@ def register_kernel(name: str, flops: Count) -> None:
             "kernel: an ffi_call's target, a pallas_call's name, or your primitive's."
         )
     _KERNELS[name] = flops
+    KERNEL_DIMS.pop(name, None)
+    if dims:
+        operands, results = (side.split(",") for side in dims.split("->"))
+        gone = set("".join(operands)) - set("".join(results))
+        KERNEL_DIMS[name] = KernelDims(operands, results, gone | set(whole))
+
+
+class KernelDims(NamedTuple):
+    """The dims of a registered kernel, as letters."""
+
+    operands: list[str]
+    results: list[str]
+    whole: set[str]
+    """Letters of dims along which the kernel needs its operands undivided."""
+
+
+KERNEL_DIMS: dict[str, KernelDims] = {}
+"""Map from the name of a kernel to the letters of its dims."""
 
 
 def is_float(array: Shaped) -> bool:

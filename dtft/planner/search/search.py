@@ -319,7 +319,10 @@ class PlanSearch:
             roots = frozenset(map(question.root, value.dims))
             if roots & positions and roots & inner:
                 first[roots] = min(roots & inner)
-        axes = {**division.axes, **dict.fromkeys(positions, ("tensor",))}
+        axes = dict(division.axes)
+        for dim in positions:
+            others = (axis for axis in axes.get(dim, ()) if axis != "tensor")
+            axes[dim] = (*others, "tensor")
         return replace(division, axes=axes, first=first)
 
     def _staged(self, resting: Resting, space: Space) -> Staged | None:

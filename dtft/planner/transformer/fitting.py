@@ -294,9 +294,11 @@ def layouts(shape: Shape, like: ParallelLayout) -> Iterator[ParallelLayout]:
     for tp in divisors(shape.heads):
         if tp > LARGEST_TENSOR or like.gpus % tp or shape.hidden % tp:
             continue
+        if (shape.kv_heads or tp) % tp or shape.ffn_width % tp:
+            continue
         for pp in divisors(shape.layers):
-            dp, rest = divmod(like.gpus // tp, pp)
-            if rest == 0 and like.global_batch % dp == 0:
+            dp, rest = divmod(like.gpus // tp, pp * like.cp)
+            if rest == 0 and like.global_batch % dp == 0 and dp % like.ep == 0:
                 split = replace(like, tp=tp, pp=pp, dp=dp, stage_layers=())
                 yield from _pipelines(shape, split)
 

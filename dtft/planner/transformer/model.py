@@ -20,19 +20,60 @@ ITEM_BYTES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The shape of a decoder-only transformer; feed-forward parts are 4 x `hidden`
-    wide."""
+    """The shape of a decoder-only transformer."""
 
     hidden: int
     layers: int
     heads: int
     seq_len: int
     vocab: int
+    ffn: int = 0
+    """Width of feed-forward parts; 0 is 4 x `hidden`."""
+    gated: bool = False
+    """Whether feed-forward parts have a gate (SwiGLU): three matrices, not two."""
+    kv_heads: int = 0
+    """Heads of keys and values, each for a group of `heads`; 0 is `heads`."""
+    experts: int = 1
+    """Feed-forward parts of a layer, of which each token uses `top_k`."""
+    top_k: int = 1
+
+    @property
+    def ffn_width(self) -> int:
+        """Width of one feed-forward part."""
+        return self.ffn or 4 * self.hidden
+
+    @property
+    def kv_width(self) -> int:
+        """Width of the keys of all heads; values are as wide."""
+        return self.hidden // self.heads * (self.kv_heads or self.heads)
+
+    @property
+    def attention_parameters(self) -> int:
+        """Matrices of the attention of one layer, without biases."""
+        return 2 * self.hidden * (self.hidden + self.kv_width)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Matrices of one feed-forward part of one layer, without biases."""
+        return (3 if self.gated else 2) * self.hidden * self.ffn_width
+
+    @property
+    def router_parameters(self) -> int:
+        """Parameters of one layer that choose experts."""
+        return self.hidden * self.experts if self.experts > 1 else 0
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one layer: attention, feed-forward, biases and norms."""
-        return 12 * self.hidden**2 + 13 * self.hidden
+        """Parameters of one layer: attention, feed-forward, biases and norms.
+
+        Experts have no biases.
+        """
+        biases = 2 * self.hidden + 2 * self.kv_width
+        if self.experts == 1:
+            biases += self.expert_parameters // self.hidden - self.ffn_width
+            biases += self.hidden
+        parts = self.experts * self.expert_parameters + self.router_parameters
+        return self.attention_parameters + parts + biases + 4 * self.hidden
 
     @property
     def embedding_parameters(self) -> int:
@@ -60,10 +101,14 @@ class Shape:
         recomputation 72 replaces 96 and V/12Lh replaces V/16Lh. Selective recomputation
         has 4 B s^2 L h flops more than no recomputation. The recomputation inside flash
         attention is not counted.
+
+        For other widths, heads of keys and values, and experts, the matrices that a
+        token uses replace the 12 h^2 of a layer.
         """
         tokens = sequences * self.seq_len
         attention = 4 * self.seq_len * self.hidden
-        layer = 24 * self.hidden**2 + attention
+        used = self.top_k * self.expert_parameters + self.router_parameters
+        layer = 2 * (self.attention_parameters + used) + attention
         again = {"full": layer, "selective": attention, "none": 0}[recompute]
         logits = 6 * self.hidden * self.vocab
         return float(tokens * (self.layers * (3 * layer + again) + logits))
@@ -74,7 +119,7 @@ class ParallelLayout:
     """Parallel layout of a transformer on devices, with its memory options.
 
     `tp`, `pp` and `dp` are the degrees of tensor, pipeline and data parallelism. `tp`
-    is innermost on the fabric, then `dp`, then `pp`, as in Megatron.
+    is innermost on the fabric, then `cp`, `ep`, `dp`, `pp`, as in Megatron.
     """
 
     tp: int
@@ -84,6 +129,10 @@ class ParallelLayout:
     """Sequences per microbatch of one replica."""
     global_batch: int
     """Sequences per step."""
+    cp: int = 1
+    """Context parallelism: devices that divide the positions of each sequence."""
+    ep: int = 1
+    """Expert parallelism: of `dp` devices, how many divide the experts."""
     virtual_stages: int = 1
     """The number of interleaved parts of each pipeline stage; 1 is plain 1F1B."""
     recompute: Recompute = "full"
@@ -118,8 +167,13 @@ class ParallelLayout:
 
     @property
     def gpus(self) -> int:
-        """The number of devices."""
-        return self.tp * self.pp * self.dp
+        """The number of devices; those of `ep` are among those of `dp`."""
+        return self.tp * self.pp * self.dp * self.cp
+
+    @property
+    def replicas(self) -> int:
+        """The number of copies of each expert; ZeRO divides state over them."""
+        return self.dp // self.ep
 
     @property
     def num_microbatches(self) -> int:

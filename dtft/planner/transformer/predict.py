@@ -116,12 +116,16 @@ def search_of(shape: Shape, layout: ParallelLayout, pool: Pool) -> PlanSearch:
 def space_of(layouts: Sequence[ParallelLayout]) -> Space:
     """Returns layouts of one program as candidates of the planner.
 
-    `tp` is innermost on the fabric, then `dp`, then `pp`, as in Megatron.
+    `tp` is innermost on the fabric, then `cp`, `ep`, `dp`, `pp`, as in Megatron. The
+    planner's axis `expert` divides examples, too: `dp` is that axis and the data axis.
     """
     like = layouts[0]
     divided = like.zero > 0
     data = "fsdp" if divided else "replica"
-    sizes = {"stage": "pp", data: "dp", "tensor": "tp"}
+    sizes = {
+        "stage": "pp", data: "replicas", "expert": "ep", "sequence": "cp",
+        "tensor": "tp",
+    }  # fmt: skip
     rest = tuple(axis for axis in AXES if axis not in sizes)
 
     def column(name: str) -> np.ndarray:
@@ -142,7 +146,10 @@ def space_of(layouts: Sequence[ParallelLayout]) -> Space:
             ("remat", "offload", "schedule", "order", "baseline"), 0 * ones
         ),
     }
-    return Space(columns=columns, orders=(("stage", *rest, data, "tensor"),))
+    return Space(
+        columns=columns,
+        orders=(("stage", *rest, data, "expert", "sequence", "tensor"),),
+    )
 
 
 def step_cost(shape: Shape, layout: ParallelLayout, pool: Pool) -> StepCost:
@@ -168,7 +175,7 @@ gathered under ZeRO (DeepSpeed's default `reduce_bucket_size` and
 `allgather_bucket_size`)."""
 RESERVE_BYTES = 1_000_000_000
 """Bytes of the CUDA context and workspaces; as many again for the communicators of each
-of tp, pp and dp that is above 1."""
+of tp, pp, dp and cp that is above 1."""
 FRAGMENTATION = 0.05
 """Share of allocated memory that is assumed to be lost to fragmentation."""
 
@@ -190,7 +197,7 @@ def memory(
     if layouts[0].software == "xla":
         reserve = np.full(len(layouts), RESERVE * pool.device.memory_bytes)
         return {**found, "reserve": reserve}
-    dp = np.array([layout.dp for layout in layouts])
+    dp = np.array([layout.replicas for layout in layouts])
     zero, kept = layouts[0].zero, layouts[0].gradient_bytes
     parts = [dp if zero >= level else 1 for level in (3, 2, 1)]
     held = found["parameters"] / ITEM_BYTES * parts[0]
@@ -203,7 +210,7 @@ def memory(
     found["buffers"] = np.array(
         [_buffers(shape, one, items) for one, items in zip(layouts, held, strict=True)]
     )
-    axes = [sum(n > 1 for n in (one.tp, one.pp, one.dp)) for one in layouts]
+    axes = [sum(n > 1 for n in (one.tp, one.pp, one.dp, one.cp)) for one in layouts]
     fixed = RESERVE_BYTES * (1 + np.array(axes))
     found["reserve"] = fixed + FRAGMENTATION * np.sum(list(found.values()), axis=0)
     return found
@@ -211,15 +218,16 @@ def memory(
 
 def _buffers(shape: Shape, layout: ParallelLayout, held: float) -> float:
     """Computes the bytes of buffers: stage transfers, ZeRO buckets, gathered layers."""
-    rows = layout.micro_batch * shape.seq_len * shape.hidden
+    rows = layout.micro_batch * shape.seq_len // layout.cp * shape.hidden
     total = 4.0 * rows * ITEM_BYTES if layout.pp > 1 else 0.0
-    if layout.zero == 0 or layout.dp == 1:
+    if layout.zero == 0 or layout.replicas == 1:
         return total
     if layout.zero < 3:
         return total + 2 * ITEM_BYTES * min(held, BUCKET_ITEMS)
     # Two gathered layers, the current and the next, and the gradient of one layer
     # before its reduction.
-    return total + 3 * ITEM_BYTES * shape.layer_parameters / layout.tp
+    absent = shape.experts * shape.expert_parameters * (1 - 1 / layout.ep)
+    return total + 3 * ITEM_BYTES * (shape.layer_parameters - absent) / layout.tp
 
 
 STEP, LOW, HIGH, RATE, MEMORY, FITS = (

@@ -26,7 +26,9 @@ from dtft.planner.transformer.model import ParallelLayout, Shape
 from dtft.planner.workload import Workload, of_loss
 
 # Dims: B sequences, T and S positions, D hidden, F feed-forward, V vocabulary, N heads,
-# H head width, C the three of queries, keys and values.
+# H head width, C the three of queries, keys and values (or two of keys and values), K
+# heads of keys and values, G heads of queries for each, E experts, P places of a
+# sequence's tokens in an expert.
 
 
 SUM, MASK = jnp.float32, jnp.int8
@@ -67,8 +69,8 @@ def _attention_operations(products: float) -> Function:
 
     def count(operands: Any, results: Any, params: Any) -> float:
         del results, params
-        batch, length, heads, width = operands[0].shape
-        return products * 4.0 * batch * heads * length**2 * width
+        queries = operands[0].shape
+        return products * 4.0 * math.prod(queries) * queries[1]
 
     return count
 
@@ -76,12 +78,35 @@ def _attention_operations(products: float) -> Function:
 for _name in (
     "norm", "norm_back", "gelu", "gelu_back", "add", "dropout", "dropout_back",
     "dropout_add", "softmax", "softmax_back", "cast", "subtract", "exp", "loss_back",
-    "contiguous",
+    "contiguous", "multiply", "multiply_back", "weigh_back",
 ):  # fmt: skip
     register_kernel(f"dtft_{_name}", _no_operations)
 register_kernel("dtft_flash", _attention_operations(1.0))
 # Five products: the scores are computed again.
 register_kernel("dtft_flash_back", _attention_operations(2.5))
+# A device has whole groups of heads. G is no dim of keys, so it is not divided.
+_GROUPED = "btkgh,btkh,btkh"
+register_kernel(
+    "dtft_grouped_flash",
+    _attention_operations(1.0),
+    dims=f"{_GROUPED}->btkgh",
+    whole="g",
+)
+register_kernel(
+    "dtft_grouped_flash_back",
+    _attention_operations(2.5),
+    dims=f"{_GROUPED},btkgh,btkgh->{_GROUPED}",
+    whole="g",
+)
+# Context parallelism: each device needs the keys and values of all positions.
+for _heads in ("dtft_exchange", "dtft_exchange_back"):
+    register_kernel(_heads, _no_operations, dims="btkh->btkh", whole="t")
+# Tokens are sorted by expert on their own device, sent to the devices of the experts
+# (Q and P are places before and after), sorted by expert there; and brought back.
+register_kernel("dtft_permute", _no_operations, dims="btd->beqd")
+register_kernel("dtft_sort", _no_operations, dims="beqd->ebpd")
+register_kernel("dtft_combine", _no_operations, dims="ebpd,btn->btd")
+register_kernel("dtft_unpermute", _no_operations, dims="ebpd->btd")
 
 
 def _differentiable(forward: Function, backward: Function) -> Function:
@@ -207,12 +232,65 @@ def linear(spec: str, bias_dims: int, narrow: Any) -> Function:
     return _differentiable(forward, backward)
 
 
+def _grouped_forward(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+    y = _alike("grouped_flash", q, k, v)
+    return y, (q, k, v, y)
+
+
+def _grouped_backward(kept: Any, dy: jax.Array) -> Any:
+    made = ((x, x.dtype) for x in kept[:3])
+    return kernel("grouped_flash_back", *made)(*kept, dy)
+
+
+_grouped_flash = _differentiable(_grouped_forward, _grouped_backward)
+_exchange = _differentiable(
+    lambda x: (_alike("exchange", x), None),
+    lambda _, dy: (_alike("exchange_back", dy),),
+)
+_multiply = _differentiable(
+    lambda x, y: (_alike("multiply", x, y), (x, y)),
+    lambda kept, dz: kernel("multiply_back", *((x, x.dtype) for x in kept))(*kept, dz),
+)
+
+
+def _experts(shape: Shape) -> tuple[Function, Function]:
+    """Returns the functions that bring tokens to their experts, and back.
+
+    Each expert gets as many tokens of a sequence as each other.
+    """
+    places = shape.seq_len * shape.top_k // shape.experts
+
+    def given(x_BTD: jax.Array) -> jax.Array:
+        batch, _, hidden = x_BTD.shape
+        item = functools.partial(jax.ShapeDtypeStruct, dtype=x_BTD.dtype)
+        here = item((batch, shape.experts, places, hidden))
+        there = item((shape.experts, batch, places, hidden))
+        x_BEQD = jax.ffi.ffi_call("dtft_permute", here)(x_BTD)
+        return jax.ffi.ffi_call("dtft_sort", there)(x_BEQD)
+
+    def taken(name: str, y_EBPD: jax.Array, *rest: jax.Array) -> jax.Array:
+        _, batch, _, hidden = y_EBPD.shape
+        made = jax.ShapeDtypeStruct((batch, shape.seq_len, hidden), y_EBPD.dtype)
+        return jax.ffi.ffi_call(f"dtft_{name}", made)(y_EBPD, *rest)
+
+    dispatch = _differentiable(
+        lambda x: (given(x), None), lambda _, dy: (taken("unpermute", dy),)
+    )
+    combine = _differentiable(
+        lambda y, shares: (taken("combine", y, shares), (y, shares)),
+        lambda kept, dz: (given(dz), _alike("weigh_back", kept[1], dz[..., :1])),
+    )
+    return dispatch, combine
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerKernels:
     """The parts of a transformer's program that software runs in its own way."""
 
     norm: Function
     gelu: Function
+    multiply: Function
+    """From a gate and a part to their product."""
     add: Function
     """From a layer's part and the residual to their sum."""
     drop: Function
@@ -222,6 +300,10 @@ class LayerKernels:
     contiguous: Function
     """Copies the mixed values of heads next to each other."""
     flash: Function
+    grouped_flash: Function
+    """From queries `[B, T, K, G, H]`, keys and values `[B, S, K, H]`."""
+    exchange: Function
+    """Brings the keys or values of all positions to a device."""
     recompute: Function
     loss: Function
 
@@ -237,11 +319,14 @@ def _added(y: jax.Array, x: jax.Array) -> jax.Array:
 _EAGER = LayerKernels(
     norm=_keeping("norm"),
     gelu=_keeping("gelu"),
+    multiply=_multiply,
     add=_differentiable(lambda y, x: (_added(y, x), None), lambda _, dz: (dz, dz)),
     drop=_same,
     softmax=_keeping("softmax", keeps_result=True),
     contiguous=_contiguous,
     flash=_flash,
+    grouped_flash=_grouped_flash,
+    exchange=_exchange,
     recompute=_recomputed,
     loss=_differentiable(_loss_forward, _loss_backward),
 )
@@ -279,6 +364,10 @@ def _xla_flash(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
 
 
+def _xla_grouped_flash(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return _xla_flash(q.reshape(*q.shape[:2], -1, q.shape[-1]), k, v).reshape(q.shape)
+
+
 def _xla_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
     likely = jax.nn.log_softmax(logits.astype(SUM))
     return -jnp.mean(jnp.take_along_axis(likely, labels[..., None], -1))
@@ -287,11 +376,14 @@ def _xla_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
 _XLA = LayerKernels(
     norm=_xla_norm,
     gelu=jax.checkpoint(jax.nn.gelu),
+    multiply=jnp.multiply,
     add=jnp.add,
     drop=_same,
     softmax=_xla_softmax,
     contiguous=_same,
     flash=_xla_flash,
+    grouped_flash=_xla_grouped_flash,
+    exchange=_same,
     recompute=jax.checkpoint,
     loss=_xla_loss,
 )
@@ -301,32 +393,75 @@ KERNELS: Mapping[SoftwareName, LayerKernels] = {
 """The kernels of each software."""
 
 
-def loss_of(layout: ParallelLayout) -> Function:
-    """Returns the loss of a row's program: layers are scanned."""
+def _attention_of(shape: Shape, layout: ParallelLayout) -> Function:
+    """Returns attention, from the products of a layer to the mixed values of heads."""
     run = KERNELS[layout.software]
+    is_grouped = shape.kv_heads not in (0, shape.heads)
 
     def scores(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         shares = run.softmax(jnp.einsum("btnh,bsnh->bnts", q, k))
         return run.contiguous(jnp.einsum("bnts,bsnh->btnh", shares, v))
 
-    attend = run.flash if layout.flash_attention else scores
-    if layout.recompute == "selective" and not layout.flash_attention:
-        attend = run.recompute(attend)
+    def grouped_scores(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        each = jnp.einsum("btkgh,bskh->bkgts", q, k)
+        shares = run.softmax(each.reshape(len(q), -1, *each.shape[3:]))
+        mixed = jnp.einsum("bkgts,bskh->btkgh", shares.reshape(each.shape), v)
+        return run.contiguous(mixed)
+
+    if layout.flash_attention:
+        mix = run.grouped_flash if is_grouped else run.flash
+        if layout.cp == 1:
+            return mix
+        return lambda q, k, v: mix(q, run.exchange(k), run.exchange(v))
+    mix = grouped_scores if is_grouped else scores
+    return run.recompute(mix) if layout.recompute == "selective" else mix
+
+
+def loss_of(shape: Shape, layout: ParallelLayout) -> Function:
+    """Returns the loss of a row's program: layers are scanned."""
+    run = KERNELS[layout.software]
+    attend = _attention_of(shape, layout)
     specs = {
         "qkv": ("btd,dcnh->btcnh", 3), "out": ("btnh,nhd->btd", 1),
-        "up": ("btd,df->btf", 1), "down": ("btf,fd->btd", 1),
+        "grouped_qkv": ("btd,dkgh->btkgh", 3), "grouped_out": ("btkgh,kghd->btd", 1),
+        "up": ("btd,df->btf", 1), "gated_up": ("btd,dcf->btcf", 2),
+        "down": ("btf,fd->btd", 1),
     }  # fmt: skip
     products = {name: linear(*spec, layout.dtype) for name, spec in specs.items()}
+    dispatch, combine = _experts(shape)
 
     def layer(x_BTD: jax.Array, params: Any) -> jax.Array:
         def product(name: str, x: jax.Array) -> jax.Array:
             return products[name](x, params[name], params[f"{name}_bias"])
 
-        qkv_BTCNH = product("qkv", run.norm(x_BTD))
-        mixed = attend(*(qkv_BTCNH[:, :, at] for at in range(3)))
-        x_BTD = run.add(product("out", mixed), x_BTD)
-        y = run.gelu(product("up", run.norm(x_BTD)))
-        return run.add(product("down", y), x_BTD)
+        def of_experts(name: str, spec: str, x: jax.Array) -> jax.Array:
+            operands = x.astype(layout.dtype), params[name].astype(layout.dtype)
+            return jnp.einsum(spec, *operands, preferred_element_type=x.dtype)
+
+        def activated(y: jax.Array) -> jax.Array:
+            if not shape.gated:
+                return run.gelu(y)
+            return run.multiply(run.gelu(y[..., 0, :]), y[..., 1, :])
+
+        y = run.norm(x_BTD)
+        if "qkv" in params:
+            qkv_BTCNH = product("qkv", y)
+            mixed = product("out", attend(*(qkv_BTCNH[:, :, at] for at in range(3))))
+        else:
+            y = product("grouped_qkv", y)
+            mixed = attend(y[..., :-2, :], y[..., -2, :], y[..., -1, :])
+            mixed = product("grouped_out", mixed)
+        x_BTD = run.add(mixed, x_BTD)
+        y = run.norm(x_BTD)
+        if shape.experts == 1:
+            y = activated(product("gated_up" if shape.gated else "up", y))
+            return run.add(product("down", y), x_BTD)
+        logits_BTE = jnp.einsum("btd,de->bte", y, params["router"])
+        shares_BTE = jax.nn.softmax(logits_BTE)
+        spec = "ebpd,edcf->ebpcf" if shape.gated else "ebpd,edf->ebpf"
+        y_EBPF = activated(of_experts("up", spec, dispatch(y)))
+        made = combine(of_experts("down", "ebpf,efd->ebpd", y_EBPF), shares_BTE)
+        return run.add(made, x_BTD)
 
     if layout.recompute == "full":
         layer = run.recompute(layer)
@@ -344,16 +479,36 @@ def loss_of(layout: ParallelLayout) -> Function:
 
 def parameters_of(shape: Shape, layout: ParallelLayout) -> Any:
     """Returns the shapes of a row's parameters."""
-    hidden, heads, wide = shape.hidden, shape.heads, 4 * shape.hidden
+    hidden, heads, wide = shape.hidden, shape.heads, shape.ffn_width
     width = hidden // heads
     multiple = math.lcm(VOCABULARY_MULTIPLE, layout.tp)
     vocabulary = -(-shape.vocab // multiple) * multiple
-    layer = {
-        "qkv": (hidden, 3, heads, width), "qkv_bias": (3, heads, width),
-        "out": (heads, width, hidden), "out_bias": (hidden,),
-        "up": (hidden, wide), "up_bias": (wide,),
-        "down": (wide, hidden), "down_bias": (hidden,),
-    }  # fmt: skip
+    groups = shape.kv_heads or heads
+    if groups == heads:
+        layer: dict[str, tuple[int, ...]] = {
+            "qkv": (hidden, 3, heads, width), "qkv_bias": (3, heads, width),
+            "out": (heads, width, hidden), "out_bias": (hidden,),
+        }  # fmt: skip
+    else:
+        each = heads // groups
+        layer = {
+            "grouped_qkv": (hidden, groups, each + 2, width),
+            "grouped_qkv_bias": (groups, each + 2, width),
+            "grouped_out": (groups, each, width, hidden), "grouped_out_bias": (hidden,),
+        }  # fmt: skip
+    widened = (2, wide) if shape.gated else (wide,)
+    if shape.experts == 1:
+        up = "gated_up" if shape.gated else "up"
+        layer |= {
+            up: (hidden, *widened), f"{up}_bias": widened,
+            "down": (wide, hidden), "down_bias": (hidden,),
+        }  # fmt: skip
+    else:
+        layer |= {
+            "up": (shape.experts, hidden, *widened),
+            "down": (shape.experts, wide, hidden),
+            "router": (hidden, shape.experts),
+        }
     item = functools.partial(jax.ShapeDtypeStruct, dtype=layout.rest_dtype)
     return {
         "embed": item((vocabulary, hidden)),
@@ -394,7 +549,7 @@ def mixed_adam() -> optax.GradientTransformation:
 def _traced(shape: Shape, layout: ParallelLayout) -> Workload:
     with jax.numpy_dtype_promotion("standard"):
         return of_loss(
-            loss_of(layout),
+            loss_of(shape, layout),
             mixed_adam(),
             parameters_of(shape, layout),
             batch_of(shape, layout),
@@ -417,6 +572,12 @@ def workload_of(shape: Shape, layout: ParallelLayout) -> Workload:
     return _traced(
         shape,
         ParallelLayout(
-            **program, tp=tp, pp=1, dp=1, micro_batch=1, sequence_parallel=parts
+            **program,
+            tp=tp,
+            pp=1,
+            dp=1,
+            cp=1 + (layout.cp > 1),
+            micro_batch=1,
+            sequence_parallel=parts,
         ),
     )

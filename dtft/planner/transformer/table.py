@@ -26,12 +26,16 @@ COUNTS = (
 )  # fmt: skip
 """Columns that every row must fill with a whole number above 0."""
 REQUIRED = (*COUNTS, "recompute")
+OPTIONAL_COUNTS = ("ffn", "kv_heads", "experts", "top_k", "cp", "ep")
+"""Columns with a whole number above 0. By default `ffn` is 4 x `hidden`, `kv_heads` is
+`heads`, `top_k` is 2 with several experts, and the others are 1."""
 OPTIONAL = (
     "dtype", "zero", "sequence_parallel", "flash_attention", "gradient_bytes",
-    "software",
+    "software", "gated", *OPTIONAL_COUNTS,
 )  # fmt: skip
 """Columns that a table may have. An empty cell or a missing column has the default of
-`Habits`; for `zero` the default is 0, for `software` it is megatron."""
+`Habits`; for `zero` the default is 0, for `software` it is megatron, for `gated` (a
+SwiGLU of three matrices) it is no."""
 
 NAMES = ("model", "params_b", "tflops_per_gpu", "pct_peak", "agg_pflops", "note")
 """Columns that a table may have and that change no prediction. So are those whose names
@@ -182,9 +186,20 @@ def _name(cells: Mapping[str, str]) -> str:
 def _row(where: str, cells: Mapping[str, str], habits: Habits) -> Row:
     count = {name: _count(where, name, cells[name]) for name in COUNTS}
     recompute = _recompute(where, cells["recompute"])
+    given = {
+        name: _count(where, name, cells[name])
+        for name in OPTIONAL_COUNTS
+        if cells.get(name, "").strip()
+    }
+    experts = given.get("experts", 1)
     shape = Shape(
         **{name: count[name] for name in ("hidden", "layers", "heads", "seq_len")},
         vocab=count["vocab"],
+        ffn=given.get("ffn", 0),
+        gated=_flag(where, "gated", cells, False),
+        kv_heads=given.get("kv_heads", 0),
+        experts=experts,
+        top_k=given.get("top_k", min(2, experts)),
     )
     fused = habits.flash_attention(recompute)
     apart = habits.sequence_parallel(recompute)
@@ -192,6 +207,8 @@ def _row(where: str, cells: Mapping[str, str], habits: Habits) -> Row:
         tp=count["tp"],
         pp=count["pp"],
         dp=count["dp"],
+        cp=given.get("cp", 1),
+        ep=given.get("ep", 1),
         micro_batch=count["micro_batch"],
         global_batch=count["global_batch"],
         virtual_stages=count["virtual_stages"],
@@ -216,10 +233,18 @@ def _check(where: str, shape: Shape, layout: ParallelLayout, gpus: int) -> None:
         ValueError: the layout does not; the message names row and column.
     """
     tp, pp, dp, parts = layout.tp, layout.pp, layout.dp, layout.virtual_stages
+    axes = ("tp", "pp", "dp", *(("cp",) if layout.cp > 1 else ()))
+    words = " x ".join(axes)
     if layout.gpus != gpus:
         raise ValueError(
-            f"{where}, column gpus: {gpus} is not tp x pp x dp = {tp} x {pp} x {dp} = "
-            f"{layout.gpus}. Change gpus, or one of tp, pp, dp."
+            f"{where}, column gpus: {gpus} is not {words} = "
+            f"{' x '.join(str(getattr(layout, axis)) for axis in axes)} = "
+            f"{layout.gpus}. Change gpus, or one of {', '.join(axes)}."
+        )
+    if shape.top_k > shape.experts:
+        raise ValueError(
+            f"{where}, column top_k: {shape.top_k} of experts={shape.experts}. "
+            f"Allowed: 1 to {shape.experts}. Change top_k or experts."
         )
     if parts > 1 and pp == 1:
         raise ValueError(
@@ -237,6 +262,13 @@ def _check(where: str, shape: Shape, layout: ParallelLayout, gpus: int) -> None:
         ("heads", shape.heads, tp, "tp"),
         ("hidden", shape.hidden, shape.heads, "heads"),
         ("hidden", shape.hidden, tp, "tp"),
+        ("heads", shape.heads, shape.kv_heads or 1, "kv_heads"),
+        ("kv_heads", shape.kv_heads or tp, tp, "tp"),
+        ("ffn", shape.ffn_width, tp, "tp"),
+        ("seq_len", shape.seq_len, layout.cp, "cp"),
+        ("dp", dp, layout.ep, "ep"),
+        ("experts", shape.experts, layout.ep, "ep"),
+        ("seq_len", shape.seq_len * shape.top_k, shape.experts, "experts"),
         (
             "global_batch",
             layout.global_batch,

@@ -115,7 +115,7 @@ def test_what_does_not_fit_is_said_in_the_table() -> None:
     assert not any(row.fits for row in found)
 
 
-@pytest.mark.parametrize("column", ["cp", "kv_heads", "Hidden", ""])
+@pytest.mark.parametrize("column", ["rope", "kv_head", "Hidden", ""])
 def test_a_column_that_is_not_known_is_refused(column: str) -> None:
     text = f"{HEADER},{column}\n{ROW},2\n"
     with pytest.raises(ValueError, match=f"column {column!r} is not known"):
