@@ -196,6 +196,20 @@ def h100_rows() -> list[Published]:
     return [p for p in llm_foundry() if p.group.startswith("h100_bf16")]
 
 
+def fp8_rows() -> list[Published]:
+    """The rows on H100 whose layers multiply in fp8."""
+    return [p for p in llm_foundry() if p.group == "h100_fp8"]
+
+
+def as_bfloat16(rows: Sequence[Published]) -> list[Published]:
+    """The rows as if all of them were computed in bfloat16."""
+    layouts = (replace(p.row.layout, dtype="bfloat16") for p in rows)
+    return [
+        replace(p, row=replace(p.row, layout=layout))
+        for p, layout in zip(rows, layouts, strict=True)
+    ]
+
+
 H100_START = replace(A100_SCALES, fast_link=1.0)
 """What the fit to H100 is drawn to: A100's, but NVLink as the catalog has it."""
 

@@ -165,6 +165,7 @@ def _llm_foundry(cells: Mapping[str, str]) -> Published:
         flash_attention=True,
         gradient_bytes=4,
         software="eager",
+        dtype="float8_e4m3fn" if "fp8" in cells["precision"] else "bfloat16",
     )
     name = f"{cells['model']} s={cells['seq_len']} x{cells['gpus']}"
     return Published(

@@ -34,7 +34,7 @@ from dtft.planner.search import (
 )
 from dtft.planner.transformer.model import ITEM_BYTES, ParallelLayout, Shape
 from dtft.planner.transformer.program import workload_of
-from dtft.planner.transformer.table import Habits, Row, Table
+from dtft.planner.transformer.table import DTYPES, Habits, Row, Table
 from dtft.planner.types import AXES
 
 # Level 2 of calibration, for programs of PyTorch. The values are results of fits
@@ -331,6 +331,7 @@ def predict_table(text: str, cluster: str) -> tuple[Table, tuple[RowPrediction, 
         )
     scales = scales_of(device.name)
     for row in table.rows(habits_of(device)):
+        check_dtype(row, device)
         try:
             pool = pool_of(cluster, row.layout.gpus)
         except ValueError as error:
@@ -345,6 +346,25 @@ def predict_table(text: str, cluster: str) -> tuple[Table, tuple[RowPrediction, 
         FITS: ["yes" if row.fits else "no" for row in found],
     }
     return table.with_columns(columns), tuple(found)
+
+
+def check_dtype(row: Row, device: DeviceType) -> None:
+    """Checks that a device multiplies matrices of 8 bits, if a row's are.
+
+    Other dtypes are computed in a wider one (`RowPrediction.unlisted`), as programs do.
+
+    Raises:
+        ValueError: the device has no peak for the dtype; the message names the row.
+    """
+    dtype = row.layout.dtype
+    if dtype.startswith("float8") and not device.rate(dtype).listed:
+        others = [name for name in DTYPES.values() if not name.startswith("float8")]
+        listed = [n for n in dict.fromkeys(others) if device.rate(n).listed]
+        raise ValueError(
+            f"{row.where}, column dtype: {dtype}, but {device.name} has no known peak "
+            f"for it: nothing says how fast it would be. Allowed on {device.name}: "
+            f"{', '.join(listed or others)}. Change dtype, or the cluster."
+        )
 
 
 def habits_of(device: DeviceType) -> Habits:

@@ -208,11 +208,21 @@ def test_the_dtype_of_a_row_is_priced_and_what_has_no_peak_is_said() -> None:
     for name, size in bfloat16.memory.items():  # operands of products are narrower
         narrower = 0.1 * size if name in ("activations", "reserve") else 0
         assert size - narrower <= fast.memory[name] <= size
-    half, bfloat16 = dtyped("float8", "a100")
-    widened_s = pytest.approx(bfloat16.terms["matmul"], rel=0.05)  # fewer bytes
-    assert half.terms["matmul"] == widened_s
-    assert half.unlisted[0].startswith("float8_e4m3fn has no known peak on a100")
-    assert len(half.unlisted) == 1
+
+
+@pytest.mark.parametrize(
+    ("cluster", "allowed"), [("a100", "bfloat16"), ("t4", "float16")]
+)
+def test_a_dtype_of_8_bits_needs_a_device_that_multiplies_it(
+    cluster: str, allowed: str
+) -> None:
+    with pytest.raises(ValueError) as refused:
+        dtyped("float8", cluster)
+    said = str(refused.value)
+    assert "row 1 (toy), column dtype: float8_e4m3fn" in said
+    assert f"{cluster} has no known peak" in said
+    allowed_text = said.split("Allowed on ")[1]
+    assert allowed in allowed_text and "Change dtype, or the cluster" in said
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8", "half", "8"])
