@@ -263,7 +263,7 @@ def row_left_out(table: str, *, of_device: bool) -> UnseenRows:
     """
     rows = tables()[table]
     costs, measured = costs_of(rows), seconds_of(rows)
-    start = (H100_START if table == H100_TABLE else CATALOG).vector()
+    start = CATALOG.vector()
     found: list[Mapping[str, np.ndarray]] = []
     for at in range(len(rows)):
         others = np.flatnonzero(np.arange(len(rows)) != at)
@@ -281,17 +281,22 @@ def widths_without(table: str, level: str) -> Accuracy:
     """Accuracy of a level of calibration, from tables other than the one that is named.
 
     Each of the others is predicted by what was fitted to the rest: neither to itself
-    nor to the table that is named. "" leaves out none.
+    nor to the table that is named. That of H100, which no other table predicts, is
+    predicted by the device's scalars that were fitted to its other rows. "" leaves out
+    no table.
     """
+    others = [name for name in tables() if name != table]
     if level == FROM_CATALOG:
-        others = [name for name in tables() if name != table]
         seen = [unseen(tables()[name], CATALOG) for name in others]
     elif level == FROM_RUNS:
-        others = [name for name in tables() if name != table]
         seen = [row_left_out(name, of_device=False) for name in others]
     else:
-        others = [name for name in a100_tables() if name != table]
-        seen = [predicted_by_others(name, table) for name in others]
+        seen = [
+            row_left_out(name, of_device=True)
+            if name == H100_TABLE
+            else predicted_by_others(name, table)
+            for name in others
+        ]
     return accuracy_from(seen, f"errors of {', '.join(others)}")
 
 

@@ -106,6 +106,16 @@ class Calibration:
             for term, found in fits.items()
         }
 
+    @property
+    def below(self) -> float:
+        """`Accuracy.below`: 1 with past runs. Without past runs, the errors of the fits
+        are as large on both sides, and those of a new program mostly on one."""
+        if self.num_runs:
+            return 1.0
+        above, new = self.term_errors["compute"], CARRIED_OVER.errors["compute"]
+        fits = math.sqrt(max(0.0, above**2 - new**2))
+        return math.hypot(fits, CARRIED_OVER.below * new) / above
+
     def to_json(self) -> str:
         """Writes the calibration as versioned JSON."""
         return serialization.write_versioned(self, SCHEMA)
@@ -221,6 +231,7 @@ def _pool(pool: Pool, calibration: Calibration) -> Pool:
     accuracy = Accuracy(
         source=calibration.source,
         errors=dict(calibration.term_errors),
+        below=calibration.below,
         scales=dict(calibration.scales),
     )
     return replace(pool, device=device, levels=levels, accuracy=accuracy)

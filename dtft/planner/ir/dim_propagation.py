@@ -345,7 +345,20 @@ def link(dims: Dims, eqn: Any, operand_dims: Sequence[Numbers]) -> Linked:
 
 
 def _named(case: Case, named: KernelDims) -> Linked:
-    """Rule of a kernel that was registered with letters for its dims."""
+    """Rule of a kernel that was registered with letters for its dims.
+
+    Raises:
+        ValueError: the program calls the kernel with arrays of other ranks.
+    """
+    texts = *named.operands, *named.results
+    shapes = *case.shapes, *case.results
+    if [len(text) for text in texts] != [len(shape) for shape in shapes]:
+        letters = f"{','.join(named.operands)}->{','.join(named.results)}"
+        raise ValueError(
+            f"dims={letters!r} of a registered kernel, but the program calls it with "
+            f"arrays of the shapes {', '.join(map(str, shapes))}. Allowed: a letter "
+            "for each dim. Change dims in `dtft.planner.register_kernel`."
+        )
     known: dict[str, int] = {}
     for letters, operand in zip(named.operands, case.operands, strict=True):
         for letter, number in zip(letters, operand, strict=True):

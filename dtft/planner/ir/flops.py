@@ -164,7 +164,8 @@ def register_kernel(
         whole: letters of further dims along which operands are needed undivided.
 
     Raises:
-        ValueError: the planner has a rule for the name.
+        ValueError: the planner has a rule for the name; or `dims` has no arrow, or
+            `whole` has a letter that no operand has.
 
     >>> register_kernel("my_sum", lambda operands, results, params: 7)
     >>> count("ffi_call", (), (), {"target_name": "my_sum"})
@@ -175,12 +176,20 @@ def register_kernel(
             f"name={name!r} has a rule in the planner already. Register the name of a "
             "kernel: an ffi_call's target, a pallas_call's name, or your primitive's."
         )
-    _KERNELS[name] = flops
     KERNEL_DIMS.pop(name, None)
-    if dims:
-        operands, results = (side.split(",") for side in dims.split("->"))
-        gone = set("".join(operands)) - set("".join(results))
-        KERNEL_DIMS[name] = KernelDims(operands, results, gone | set(whole))
+    if dims or whole:
+        operands, arrow, results = dims.partition("->")
+        read, written = set(operands) - {","}, set(results) - {","}
+        if not arrow or not set(whole) <= read:
+            raise ValueError(
+                f"dims={dims!r}, whole={whole!r} of kernel {name!r}. Allowed: letters "
+                "of the dims of operands and results, such as 'bth,bsh->bth', and in "
+                "whole letters of operands, such as 's'."
+            )
+        KERNEL_DIMS[name] = KernelDims(
+            operands.split(","), results.split(","), (read - written) | set(whole)
+        )
+    _KERNELS[name] = flops
 
 
 class KernelDims(NamedTuple):

@@ -315,3 +315,35 @@ def test_values_of_no_kernel_are_unchanged() -> None:
     assert graph.values[graph.inputs["0"]] == Value(
         shape=QUERY.shape, dtype="bfloat16", dims=dims(graph, graph.inputs["0"])
     )
+
+
+def test_letters_say_which_dims_of_a_kernel_are_divided_alike() -> None:
+    """A kernel that brings tokens [b, t, d] to places [e, b, p, d] of experts."""
+    register_kernel("tokens_to_places", lambda *_: 0, dims="btd->ebpd")
+    made = jax.ShapeDtypeStruct((4, 2, 6, 8), jnp.bfloat16)
+    graph = trace(jax.ffi.ffi_call("tokens_to_places", made), array(2, 12, 8))
+    (moved,) = kernels(graph)
+    given, placed = dims(graph, moved.inputs[0]), dims(graph, moved.outputs[0])
+    assert (placed[1], placed[3]) == (given[0], given[2])
+    assert not {placed[0], placed[2]} & set(given)
+    assert moved.whole == (given[1],)
+
+
+@pytest.mark.parametrize(
+    ("dims", "whole", "said"),
+    [
+        ("btd", "", "dims='btd'"),
+        ("", "t", "dims='', whole='t'"),
+        ("btd->btd", "s", "whole='s'"),
+    ],
+)
+def test_letters_that_say_nothing_are_refused(dims: str, whole: str, said: str) -> None:
+    with pytest.raises(ValueError, match=f"{said} of kernel 'odd_letters'|{said}"):
+        register_kernel("odd_letters", lambda *_: 0, dims=dims, whole=whole)
+
+
+def test_letters_of_other_ranks_are_refused_with_the_shapes() -> None:
+    register_kernel("of_three_dims", lambda *_: 0, dims="btd->btd")
+    made = jax.ShapeDtypeStruct((4, 8), jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"dims='btd->btd'.*\(4, 8\), \(4, 8\)"):
+        trace(jax.ffi.ffi_call("of_three_dims", made), array(4, 8))

@@ -161,10 +161,10 @@ def test_the_kept_errors_are_those_of_rows_that_no_fit_saw() -> None:
 @pytest.mark.parametrize(
     ("table", "level", "least", "most"),
     [
-        # Target: 75 to 95 %. Missed: BigScience from other tables (57 %), BigScience
-        # and Megatron from their own runs (95.2 % and all), H100 (24 to 49 %).
+        # Target: 75 to 95 %. Missed: BigScience and Megatron from their own runs
+        # (95.2 % and all), H100 (24 to 50 %).
         ("BigScience", FROM_CATALOG, 0.75, 0.95),
-        ("BigScience", FROM_OTHERS, 0.55, 0.75),
+        ("BigScience", FROM_OTHERS, 0.75, 0.95),
         ("BigScience", FROM_RUNS, 0.75, 0.96),
         ("Megatron", FROM_CATALOG, 0.75, 0.95),
         ("Megatron", FROM_OTHERS, 0.75, 0.95),
