@@ -102,7 +102,7 @@ def drill(root: Path, steps: int, faults: Sequence[str]) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the three jobs; writes the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--steps", type=int, default=8000)
     parser.add_argument("--every", type=float, default=30.0, help="seconds, on average")
     parser.add_argument("--seed", type=int, default=1)

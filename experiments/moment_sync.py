@@ -100,7 +100,7 @@ def trained(
     gradient: Callable[[Any, jax.Array, jax.Array], Any],
     start: Any,
     keys: jax.Array,
-    rate: float,
+    rate: jax.typing.ArrayLike,
     decays: tuple[float, float],
     replicas: int,
 ) -> tuple[Any, jax.Array]:
@@ -135,7 +135,8 @@ def trained(
     )
 
     def step(carry: Any, key: jax.Array) -> Any:
-        params, state = everyone(*carry, jnp.arange(replicas), key)
+        params, state = carry
+        params, state = everyone(params, state, jnp.arange(replicas), key)
         return (params, state), form.sent(state)
 
     spread = jax.tree.map(lambda p: jnp.broadcast_to(p, (replicas, *p.shape)), start)
@@ -218,7 +219,7 @@ def toy_rows(steps: int) -> list[list[Any]]:
 
 def main() -> None:
     """Runs all; writes the table and the figure unless --quick."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="few steps, nothing kept")
     if parser.parse_args().quick:
         digits_rows(20, 1)

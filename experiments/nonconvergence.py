@@ -98,7 +98,7 @@ def end(means: np.ndarray) -> float:
 
 def main() -> None:
     """Runs every row; writes the table and the figure unless --quick."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="the first row only")
     quick = parser.parse_args().quick
     problems = PROBLEMS[:1] if quick else PROBLEMS

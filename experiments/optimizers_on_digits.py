@@ -123,7 +123,7 @@ def row(name: str, result: dict[str, np.ndarray]) -> list[str]:
 
 def main() -> None:
     """Sweeps every optimizer; writes the table and the figure unless --quick."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one seed, no sweep")
     quick = parser.parse_args().quick
     results = {}

@@ -130,7 +130,7 @@ def input_rate(folder: Path, batches: int) -> float:
 
 def main() -> None:
     """Makes the images, trains, measures; writes table and figure unless --quick."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="few images and steps")
     quick = parser.parse_args().quick
     per_class = (20, 5) if quick else (300, 60)

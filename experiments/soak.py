@@ -112,7 +112,7 @@ def drawn(found: Mapping[str, Mapping[str, Any]]) -> "Figure":
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the episodes that are still to come; writes table and figure of all."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--episodes", type=int, default=84, help="of each kind of job")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--directory", type=Path, default=Path("runs/soak"))

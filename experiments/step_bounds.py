@@ -111,7 +111,7 @@ def digits() -> Any:
 
 def main() -> None:
     """Runs every row; writes the table unless --quick."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="1,000 steps, one seed")
     quick = parser.parse_args().quick
     rows = [

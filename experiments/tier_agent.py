@@ -103,6 +103,8 @@ class HostAgent:
         self._epoch = (0, 0)
         self._pushers: list[Pusher] = []
         self._trainer: AgentLink | None = None
+        self._wanted: tuple[int, int] | None = None
+        """The step staged last, and the step for which the trainer wants buffers."""
         inbox = Inbox(
             epoch=lambda: self._epoch,
             holder=lambda: self._copies.holder,
@@ -194,14 +196,29 @@ class HostAgent:
     # -------------------------------------------------------------------- a step
 
     def _on_stage(self, step: int) -> None:
-        assert self._copies.holder is not None and self._trainer is not None
-        room = self._copies.holder.begin_stage(step)
-        self._trainer.send("room", step=step, copied=b"", **asdict(room))
+        assert self._trainer is not None
+        self._trainer.send("room", **self._room(step))
+
+    def _room(self, step: int) -> dict[str, Any]:
+        assert self._copies.holder is not None
+        self._wanted = None
+        return {
+            "step": step,
+            "copied": b"",
+            **vars(self._copies.holder.begin_stage(step)),
+        }
 
     def _on_staged(
-        self, step: int, digests: list[bytes], kept: bytes, items: dict, **_: Any
+        self,
+        step: int,
+        digests: list[bytes],
+        kept: bytes,
+        items: dict,
+        following: int | None,
+        **_: Any,
     ) -> None:
         assert self._copies.holder is not None
+        self._wanted = None if following is None else (step, following)
         self._copies.holder.staged(step, digests, items, kept)
         for pusher in self._pushers:
             pusher.offer(step)
@@ -213,9 +230,17 @@ class HostAgent:
     def _on_release(self, step: int) -> None:
         assert self._copies.holder is not None and self._trainer is not None
         self._copies.holder.drop_before(step, keep={step})
+        room, wanted = None, self._wanted
+        if wanted is not None and wanted[0] <= step:
+            room = self._room(wanted[1])
         try:
             self._trainer.send(
-                "release", step=step, committed=True, stop_at=None, changes=()
+                "release",
+                step=step,
+                committed=True,
+                stop_at=None,
+                changes=(),
+                room=room,
             )
         except LinkClosed:
             pass  # the trainer has ended; its last step is committed all the same

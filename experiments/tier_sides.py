@@ -13,6 +13,7 @@ import orbax.checkpoint as ocp
 from dtft.checkpoint.managers import (
     AgentCheckpointManager,
     AgentLink,
+    Dialogue,
     RestoreArgs,
     SaveArgs,
 )
@@ -55,15 +56,17 @@ class Ours:
         `last` is the last step that is saved, which a training loop knows.
         """
         self._abstract = abstract
+        link = AgentLink.connect(socket_of(directory, rank), LIMIT_S)
+        dialogue = Dialogue(link, LIMIT_S)
         self._manager = AgentCheckpointManager(
-            AgentLink.connect(socket_of(directory, rank), LIMIT_S),
-            slices_of(abstract),
+            dialogue,
             slot=rank,
             chunk_bytes=CHUNK_BYTES,
             storage_directory=directory / "storage",
-            deadline_s=LIMIT_S,
             last=last,
         )
+        dialogue.start(self._manager.take)
+        self._manager.announce(slices_of(abstract))
 
     def settle(self) -> None:
         """See `Tier.settle`: the memory that was reserved is mapped."""

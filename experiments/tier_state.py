@@ -83,7 +83,7 @@ def make_state(abstract: dict[str, Any]) -> State:
 
 def slices_of(abstract: dict[str, Any]) -> Layout:
     """The layout as the memory tier is told of it; slot = process."""
-    return layout_of(abstract, range(NUM_HOSTS), "")
+    return layout_of(abstract, {slot: slot for slot in range(NUM_HOSTS)}, "")
 
 
 def digests(state: State) -> dict[str, str]:
