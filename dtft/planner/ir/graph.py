@@ -184,6 +184,9 @@ class Graph:
     the index of its value."""
     outputs: Mapping[str, int]
     """Map from the path of each result's leaf to the index of its value."""
+    barred: frozenset[int] = frozenset()
+    """Values that the backward pass of a rematerialized part reads through an
+    optimization barrier: saved values and cotangents. XLA fuses nothing across it."""
     unknown: Mapping[str, int] = field(default_factory=dict)
     """Map from a primitive of unknown cost to the bytes that it reads and writes in a
     step. Contains the primitives without a rule. Also contains `while` if a trip count

@@ -10,7 +10,7 @@ start, the step and the bound of a counter as literals; otherwise one iteration 
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from dtft.planner.ir.graph import (
     Value,
     item_bits,
 )
-from dtft.planner.ir.jaxprs import CALLS, bodies
+from dtft.planner.ir.jaxprs import CALLS, REMAT, bodies
 
 Known = int | Literal
 """An array of the program: the index of its value, or a literal."""
@@ -77,6 +77,8 @@ class Drafts:
         """Values that are needed although no operator reads them: those that a side
         effect or the condition of a loop or branch reads, and arrays that enter or
         leave a shard_map."""
+        self.barred: set[int] = set()
+        """See `Graph.barred`."""
         self.endless: Counter[str] = Counter()
         """Bytes that loops with an unknown trip count read and write in a step, by
         primitive. Each of these loops counts as one iteration."""
@@ -361,6 +363,7 @@ class Walk:
 
     def _call(self, eqn: JaxprEqn, operands: list[Known], frame: Frame) -> list[Known]:
         (body,) = bodies(eqn)
+        self.found.barred.update(_barred(eqn, operands))
         return self.run(body, operands, frame)
 
     def _inside(self, eqn: JaxprEqn, frame: Frame) -> Frame:
@@ -589,6 +592,18 @@ def trace(fn: Callable[..., Any], /, *args: Any, **keywords: Any) -> Graph:
         return _graph(walk.found, inputs, outputs)
 
 
+def _barred(eqn: JaxprEqn, operands: Sequence[Known]) -> Iterator[int]:
+    """Yields the operands that the lowering of `jax.checkpoint` puts behind an
+    optimization barrier: those of a backward pass, unless the user allows CSE."""
+    if eqn.primitive.name not in REMAT or not eqn.params["differentiated"]:
+        return
+    prevents = eqn.params["prevent_cse"]
+    each = prevents if isinstance(prevents, tuple) else (prevents,) * len(operands)
+    for known, barred in zip(operands, each, strict=True):
+        if barred and not isinstance(known, Literal):
+            yield known
+
+
 def _precision(eqn: JaxprEqn) -> str:
     """Returns `Operator.precision`. Of two operands' levels the higher counts, as for
     the product in XLA."""
@@ -661,6 +676,7 @@ def _graph(found: Drafts, inputs: dict[str, int], outputs: dict[str, int]) -> Gr
         loops=tuple(loop for loop in found.loops if isinstance(loop, CountedLoop)),
         inputs=inputs,
         outputs=outputs,
+        barred=frozenset(found.barred),
         unknown=dict(unknown),
     )
 

@@ -94,7 +94,7 @@ class InMemory:
         ]
 
     def _find_kept(self) -> set[int]:
-        kept = set(self.graph.outputs.values())
+        kept = set(self.graph.outputs.values()) | self.graph.barred
         for operator in self.graph.operators:
             if operator.kind not in CHEAP:
                 kept.update(operator.outputs)
@@ -117,8 +117,8 @@ class InMemory:
 
         A rectifier or a cast of one array is fused into the matmul. A cast of a value
         that is computed from several arrays is fused too, but its operand has a buffer.
-        A cast of one array to fewer bytes is not fused, because the matmul would read
-        more bytes: its result has a buffer. Such are a softmax in float32 and the
+        A cast to fewer bytes is not fused, because the matmul would read more bytes:
+        its result has a buffer. Such are a softmax or a norm in float32 and the
         parameters in mixed precision, each kept for the backward pass.
         """
         while (maker := self.makers.get(index)) and maker.primitive == "copy":
@@ -130,7 +130,8 @@ class InMemory:
             large = self.operands_like(before)
             if len(large) != 1:
                 cast = maker.primitive == "convert_element_type"
-                return maker.inputs[0] if cast else index
+                fused = cast and not self._narrows(maker)
+                return maker.inputs[0] if fused else index
             before = large[0]
         return index if self._narrows(maker) else before
 

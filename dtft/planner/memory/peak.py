@@ -38,10 +38,10 @@ RESERVE = 0.08
 """Share of a device's memory that plans must leave free.
 
 It covers errors of the byte count, fragmentation and the runtime. In 4 of 200 compiled
-steps the count was too low by more than this share, by 13 % at most
+steps the count was too low by more than this share, by 15 % at most
 (`experiments/results/plan_memory.md`). The largest of these errors arise where XLA
 keeps a recomputed softmax alive for long. Verification (`dtft plan --verify`) finds
-plans with such errors. A reserve that covers these errors too (14 %) would reject about
+plans with such errors. A reserve that covers these errors too (15 %) would reject about
 twice as many plans that fit.
 """
 

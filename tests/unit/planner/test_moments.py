@@ -277,6 +277,44 @@ def test_a_softmax_in_more_bytes_than_its_matmul_reads_is_kept_in_both() -> None
     assert alone == ["float32", "bfloat16"]
 
 
+def test_a_norm_in_more_bytes_than_its_matmul_reads_is_kept_in_fewer() -> None:
+    def product(x_BD: jax.Array, scale_1D: jax.Array, w_DF: jax.Array) -> jax.Array:
+        wide_BD = x_BD.astype(jnp.float32)
+        size_B1 = jnp.sum(wide_BD * wide_BD, -1, keepdims=True)
+        return (wide_BD * size_B1 * scale_1D).astype(jnp.bfloat16) @ w_DF
+
+    shapes = [((8, 4), jnp.bfloat16), ((1, 4), jnp.float32), ((4, 6), jnp.bfloat16)]
+    graph = trace(product, *[jax.ShapeDtypeStruct(*it) for it in shapes])
+    assert kept_like(graph, (8, 4)) == ["bfloat16"]
+
+
+@pytest.mark.parametrize("prevent_cse", [True, False])
+def test_a_cotangent_has_a_buffer_where_a_rematerialized_part_begins(
+    prevent_cse: bool,
+) -> None:
+    def head(x_BD: jax.Array, w_DV: jax.Array) -> jax.Array:
+        return (x_BD @ w_DV).astype(jnp.float32)
+
+    def loss(x_BD: jax.Array, w_DV: jax.Array) -> jax.Array:
+        part = jax.checkpoint(head, prevent_cse=prevent_cse)
+        return jnp.sum(jnp.exp(part(jnp.tanh(x_BD), w_DV)))
+
+    shapes = [(8, 4), (4, 6)]
+    given = [jax.ShapeDtypeStruct(it, jnp.bfloat16) for it in shapes]
+    graph = trace(jax.grad(loss, (0, 1)), *given)
+    assert ("float32" in kept_like(graph, (8, 6))) == prevent_cse
+
+
+def kept_like(graph: Graph, shape: tuple[int, ...]) -> list[str]:
+    """Types of the computed values of a shape that have buffers, in program order."""
+    memory = InMemory(graph, keeps_all=False)
+    return [
+        graph.values[value].dtype
+        for value in memory.makers
+        if graph.values[value].shape == shape and memory.root(value) == {value}
+    ]
+
+
 def test_a_copy_that_a_matmul_reads_is_what_was_copied() -> None:
     def product(x_BD: jax.Array, y_BD: jax.Array, w_DF: jax.Array) -> jax.Array:
         return jnp.copy(x_BD * y_BD) @ w_DF
