@@ -3,9 +3,10 @@
 import hashlib
 import subprocess
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
+
+from tests.support.archives import unpack
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -29,8 +30,7 @@ def build(target: str, directory: Path, root: Path = REPOSITORY) -> Path:
 
 def unpacked(sdist: Path, directory: Path) -> Path:
     """The tree of an sdist."""
-    with tarfile.open(sdist) as archive:
-        archive.extractall(directory, filter="data")
+    unpack(sdist, directory)
     (root,) = directory.iterdir()
     return root
 

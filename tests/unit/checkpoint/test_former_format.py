@@ -1,6 +1,5 @@
 """Steps that the code of commit 3d5ab71 stored are read: a job's and a manager's."""
 
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from dtft.checkpoint import ReplicatedCheckpointManager
 from dtft.checkpoint.storage.directory import StorageTier, load_numpy
 from dtft.checkpoint.storage.inspect import copy_step, describe_step, verify_step
 from dtft.checkpoint.storage.stored_steps import CheckpointUnreadable
+from tests.support.archives import unpack
 from tests.support.states import same_bits, state
 
 ARCHIVE = Path(__file__).parent / "data" / "steps_of_3d5ab71.tar.xz"
@@ -22,8 +22,7 @@ ARCHIVE = Path(__file__).parent / "data" / "steps_of_3d5ab71.tar.xz"
 @pytest.fixture
 def stored(tmp_path: Path) -> Path:
     """`job`: step 5 with the leaves of `state()` on two devices; `manager`: step 3."""
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(tmp_path, filter="data")
+    unpack(ARCHIVE, tmp_path)
     return tmp_path / "steps_of_3d5ab71"
 
 

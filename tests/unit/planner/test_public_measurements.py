@@ -149,6 +149,7 @@ def test_the_ranking_set_is_the_protocols() -> None:
     assert sum(p.row.layout.global_batch >= 2016 for p in rows) == 18
 
 
+@pytest.mark.more
 @pytest.mark.timeout(300)
 def test_the_kept_errors_are_those_of_rows_that_no_fit_saw() -> None:
     for kept, level in ((CATALOG, FROM_CATALOG), (CARRIED_OVER, FROM_OTHERS)):

@@ -7,7 +7,6 @@ resumed `trained`.
 
 import hashlib
 import json
-import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from dtft.checkpoint.storage.directory import load_numpy
 from dtft.config.loading import ConfigError, parse_experiment
 from dtft.train.loop import run
 from dtft.train.single_process import LocalRuntime
+from tests.support.archives import unpack
 
 ARCHIVE = Path(__file__).parent / "data" / "runs_of_12caba6.tar.xz"
 OPTIONS = (
@@ -33,8 +33,7 @@ OF = {
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(tmp_path, filter="data")
+    unpack(ARCHIVE, tmp_path)
     return tmp_path / "runs_of_12caba6"
 
 
