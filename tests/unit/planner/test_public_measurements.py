@@ -158,6 +158,7 @@ def test_the_kept_errors_are_those_of_rows_that_no_fit_saw() -> None:
         assert kept.below == pytest.approx(found.below, abs=2e-3)
 
 
+@pytest.mark.more
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("table", "level", "least", "most"),
