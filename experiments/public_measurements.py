@@ -356,7 +356,7 @@ def run_llmfoundry() -> None:
         notes=[
             "No target; a report. `device only`: BigScience's scalars of A100, nothing "
             "fitted here; `and starts`: also how long an eager program takes to start "
-            "kernels. Predicted / measured - 1: below 0 is too fast. the matmuls of "
+            "kernels. Predicted / measured - 1: below 0 is too fast. The matmuls of "
             "layers in fp8 rows have the peak of fp8, all else is bfloat16; what "
             "Transformer Engine does beside (scales, transposed copies) is not priced.",
             f"Fitted to the {len(own)} bfloat16 rows of H100, drawn to A100's: "

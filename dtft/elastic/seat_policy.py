@@ -219,7 +219,7 @@ def _fill_with_spares(seating: Seating) -> Filled:
     num_slots = seating.choose_size(len(seating.usable), layout)
     group = ReplicaGroups.of(layout, seating.limits).group[1] if layout else 1
     ahead = {
-        host: _alike(reply.get("prefetched", {}), num_slots, group)
+        host: _bytes_by_slot(reply.get("prefetched", {}), num_slots, group)
         for host, reply in seating.replies.items()
     }
     return seat(
@@ -233,14 +233,14 @@ def _fill_with_spares(seating: Seating) -> Filled:
     )
 
 
-def _alike(
+def _bytes_by_slot(
     prefetched: Mapping[int, int], num_slots: int, group_slots: int
 ) -> dict[int, int]:
     """Maps every slot with the slices of a prefetched slot to the prefetched bytes.
 
     Slots at the same position in their replica groups have the same slices.
 
-    >>> _alike({1: 9}, num_slots=4, group_slots=2)
+    >>> _bytes_by_slot({1: 9}, num_slots=4, group_slots=2)
     {1: 9, 3: 9}
     """
     positions = {slot % group_slots: nbytes for slot, nbytes in prefetched.items()}

@@ -132,6 +132,8 @@ class Prefetcher:
         self._chunk_bytes, self._limit_s = chunk_bytes, limit_s
         self._source: _Source | None = None
         self._stop = threading.Event()
+        self._lock = threading.Lock()
+        """Held while slices are put or dropped, so that nothing is after `stop`."""
 
     def start(self, layout: str, slot: int, address: str, epoch: Epoch) -> None:
         """Begins to fetch ahead; does nothing if it has begun with these arguments.
@@ -151,9 +153,13 @@ class Prefetcher:
         threading.Thread(target=self._run, args=args, daemon=True).start()
 
     def stop(self) -> None:
-        """Stops fetching, without a wait; fetched slices stay."""
+        """Stops fetching, without a wait for the network; fetched slices stay.
+
+        Afterwards the thread neither adds nor drops slices.
+        """
         self._source = None
-        self._stop.set()
+        with self._lock:
+            self._stop.set()
 
     def _run(self, source: _Source, stop: threading.Event) -> None:
         lower_priority()
@@ -161,7 +167,10 @@ class Prefetcher:
             piece.key: piece.nbytes
             for piece in Layout.from_json(source.layout).slices(source.slot)
         }
-        self._slices.drop(self._slices.digests().keys() - sizes.keys())
+        with self._lock:
+            if stop.is_set():
+                return
+            self._slices.drop(self._slices.digests().keys() - sizes.keys())
         newest, before = -1, self._slices.digests()
         pause_s = ASK_S
         while not stop.wait(pause_s):
@@ -170,10 +179,13 @@ class Prefetcher:
                 step, now = _ask(source, self._credentials)
                 if step <= newest:  # no snapshot since, so nothing is known to stay
                     continue
-                held = self._slices.digests()
-                self._slices.drop([key for key in held if now.get(key) != held[key]])
                 same = {key: it for key, it in now.items() if before.get(key) == it}
-                newest, before = step, now
+                with self._lock:
+                    if stop.is_set():
+                        return
+                    self._slices.drop(now.keys() - same.keys())
+                # Owners of a slice take turns in copying it: an answer may lack it.
+                newest, before = step, before | now
                 if self._fetch(source, same, sizes, stop):
                     pause_s = ASK_S
             except (OSError, TimeoutError, FetchError, MemoryError) as error:
@@ -217,13 +229,14 @@ class Prefetcher:
                 limit_s=self._limit_s,
                 streams=1,  # the host is training
             )
-            if stop.is_set():
-                return False
-            for key, rows in memory.items():
-                self._slices.put(source.slot, key, same[key], rows)
+            with self._lock:
+                if stop.is_set():
+                    return False
+                for key, rows in memory.items():
+                    self._slices.put(source.slot, key, same[key], rows)
         if left:
-            text = "slices of slot %d that steps do not change are here: %d bytes more"
-            logger.info(text, source.slot, nbytes)
+            text = "fetched %d bytes of slot %d ahead, which no step changes"
+            logger.info(text, nbytes, source.slot)
         return bool(left)
 
 
