@@ -2,7 +2,7 @@
 
 `host_bytes` returns the bytes of an array on one device, in row-major order.
 `fingerprints` returns a checksum per array that does not depend on how the array is
-sharded. Neither keeps a reference to an array.
+sharded. Neither function keeps a reference to an array.
 """
 
 import functools
@@ -53,10 +53,10 @@ def _devices(array: jax.Array | np.ndarray) -> frozenset[Any]:
 
 
 def _host_words(array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
-    """Views a numpy array as unsigned words of at most 32 bits.
+    """Converts a numpy array to unsigned words of at most 32 bits.
 
-    Given the numpy array itself, jax would narrow 64-bit values. A jax array is
-    returned as it is.
+    A 64-bit number becomes two words, because jax by default narrows a 64-bit number
+    to 32 bits. A jax array is returned unchanged.
     """
     if isinstance(array, jax.Array):
         return array
@@ -96,7 +96,7 @@ def is_packed(dtype: np.dtype) -> bool:
 def _whole_bytes(dtype: np.dtype) -> np.dtype:
     """Replaces a dtype smaller than a byte by int8, uint8 or float32.
 
-    The new dtype can hold all values of the old. Other dtypes are returned as they are.
+    The new dtype can hold all values of `dtype`. Other dtypes are returned unchanged.
     """
     if not is_packed(dtype):
         return dtype
@@ -121,7 +121,10 @@ def _sum(words: jax.Array) -> jax.Array:
 
 
 def _mix(words: jax.Array, first: int, second: int) -> jax.Array:
-    """Mixes 32-bit words by a bijection; `first` and `second` are odd."""
+    """Mixes the bits of 32-bit words; different words give different results.
+
+    `first` and `second` are odd multipliers.
+    """
     words = (words ^ (words >> jnp.uint32(16))) * jnp.uint32(first)
     words = (words ^ (words >> jnp.uint32(13))) * jnp.uint32(second)
     return words ^ (words >> jnp.uint32(16))

@@ -1,5 +1,7 @@
 """Slices cut into chunks, and a digest of 16 bytes (xxh3-128) for every chunk.
 
+A slice is a piece of an array of the training state, and a chunk is a contiguous part
+of the slice's bytes.
 `Chunks` holds the offsets and sizes of chunks; `Parts` is memory in several pieces that
 is read and written as one. Digests detect accidental corruption and name the corrupt
 chunk; they do not detect forgery.
@@ -81,14 +83,15 @@ ABSENT = 255
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Chunks:
-    """The chunks of some slices, numbered slice by slice, and their places in memory.
+    """The chunks of some slices, numbered slice by slice, and their offsets in memory.
 
     A chunk never crosses slices. A slice of at most `chunk_bytes` bytes is one chunk.
-    The memory is a row of equal areas, each with a place for every chunk: buffer p of a
-    chunk is its place in area p. A step uses one buffer of each chunk. These buffers
-    may be in different areas, because an unchanged chunk stays in its old buffer and
-    each changed chunk gets a free one. Neighbouring chunks of a slice are contiguous if
-    they are in the same area.
+
+    The memory is divided into areas of equal size, and every area has room for every
+    chunk. The room for a chunk in area p is called buffer p of the chunk. A step uses
+    one buffer of each chunk: an unchanged chunk stays in its old buffer, and a changed
+    chunk gets a free buffer. So the chunks of a step may lie in different areas.
+    Neighbouring chunks of a slice are contiguous if they are in the same area.
     """
 
     slices: tuple[Slice, ...]
@@ -163,7 +166,10 @@ class Chunks:
         return set((np.searchsorted(self.first, numbers, side="right") - 1).tolist())
 
     def chunk(self, memory: memoryview, buffer: int, number: int) -> memoryview:
-        """Returns chunk `number` in its buffer `buffer`, as a view of `memory`."""
+        """Returns a view of chunk `number` in its buffer `buffer`.
+
+        `memory` is the memory of all areas, from the start of area 0.
+        """
         start = buffer * self.nbytes + int(self.starts[number])
         return memory[start : start + int(self.sizes[number])]
 
@@ -171,7 +177,7 @@ class Chunks:
         """Returns the memory of one slice at one step, in as few pieces as possible.
 
         Args:
-            memory: all areas.
+            memory: the memory of all areas, from the start of area 0.
             buffers: [chunks] uint8, the number of each chunk's buffer at this step.
             index: index of the slice; none of its chunks may be `ABSENT`.
         """
@@ -225,8 +231,8 @@ cache. A whole chunk may be larger than the cache; smaller blocks are copied slo
 
 
 _BRIEF_BYTES = 64 << 10
-"""Chunks of at most this size are copied while holding the interpreter lock, which
-takes microseconds: less than to make arrays of both sides."""
+"""Chunks of at most this size in bytes are copied while holding the interpreter lock.
+Such a copy takes microseconds, less than making numpy arrays of source and target."""
 
 
 def chunk_digests(buffer: Buffer, chunk_bytes: int) -> bytes:
@@ -247,9 +253,10 @@ def chunk_digests(buffer: Buffer, chunk_bytes: int) -> bytes:
 
 
 def is_same(buffer: Buffer, digests: bytes, chunk_bytes: int) -> bool:
-    """Whether a buffer's chunks have the digests `digests`.
+    """Whether the chunks of a buffer have the digests `digests`, 16 bytes per chunk.
 
-    Stops at the first chunk with another digest.
+    Stops at the first chunk with another digest. False if `digests` has more or fewer
+    digests than the buffer has chunks.
 
     >>> digests = chunk_digests(b"abcdef", chunk_bytes=4)
     >>> is_same(b"abcdef", digests, 4), is_same(b"Abcdef", digests, 4)
@@ -290,7 +297,7 @@ def copy_and_digest(
 def copy_chunk(source: memoryview, target: memoryview) -> bytes:
     """Copies one chunk and returns the digest of the copy, in one pass over the source.
 
-    Both are one-dimensional views of bytes, of the same size.
+    `source` and `target` are one-dimensional views of bytes, of the same size.
     """
     if len(target) <= _BRIEF_BYTES:
         if len(target):
@@ -317,11 +324,12 @@ THREAD_BYTES = 16 << 20
 
 
 def copying_threads(nbytes: int) -> int:
-    """Returns how many threads copy some bytes: one for each `THREAD_BYTES`.
+    """Returns the number of threads for copying `nbytes` bytes: one per `THREAD_BYTES`.
 
-    At least 1, and at most `THREADS` and the cores of this process. Memory is faster
-    than one core. The number of slices does not count, because small slices hold the
-    interpreter lock while they are copied.
+    The result is at least 1, and at most `THREADS` and the number of cores that this
+    process may use. Several threads pay because one core cannot use the whole bandwidth
+    of the memory. The number of slices has no effect: copies of small slices hold the
+    interpreter lock, so they do not run in parallel.
 
     >>> copying_threads(1000)
     1

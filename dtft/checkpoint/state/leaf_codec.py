@@ -59,9 +59,9 @@ def is_leaf_unchanged(
         value: the leaf.
         record: the record of the leaf.
         saved: the saved bytes.
-        digests: the digests of `saved`. A leaf in one piece is compared with these:
-            equal digests (xxh3-128) count as equal bytes. A leaf in several shards is
-            compared with the bytes `saved`.
+        digests: the digests of `saved`. A leaf in one piece is compared with the
+            digests: equal digests (xxh3-128) count as equal bytes. A leaf in several
+            shards is compared with the bytes `saved`.
         chunk: bytes under one digest.
     """
     parts = _parts(value, record)
@@ -93,9 +93,9 @@ def _same(one: np.ndarray, other: np.ndarray) -> bool:
 def _parts(
     value: Any, record: LeafRecord
 ) -> memoryview | list[tuple[tuple[slice, ...], np.ndarray]]:
-    """Returns the bytes of a leaf; of a jax array in several shards, the shards.
+    """Returns the bytes of a leaf, or the shards of a jax array with several shards.
 
-    Each distinct shard is given once, as (index in the global array, contents).
+    Each distinct shard is listed once, as (index in the global array, contents).
     """
     if record.kind == "key":
         value = jax.random.key_data(value)
@@ -230,7 +230,8 @@ def refuse_unfit(record: LeafRecord, target: Any, fallback: Any) -> None:
     Args:
         record: the record of the saved leaf.
         target: the user's leaf; None restores the kind that was saved.
-        fallback: the sharding for a target that has none; None: none is given.
+        fallback: the sharding for a target without a sharding. If it is None, only the
+            shape of such a target is checked.
 
     Raises:
         ValueError: the shape differs, the sharding does not divide the shape, or a leaf
@@ -325,7 +326,8 @@ def refuse_narrowed(found: Any, record: LeafRecord, expected: Any = None) -> Non
 def struct_of(record: LeafRecord, sharding: Any) -> jax.ShapeDtypeStruct:
     """Makes a struct with the shape and dtype of a saved leaf, and with `sharding`.
 
-    For a PRNG key, shape and dtype are of the typed key array, not of its uint32 data.
+    For a PRNG key, the shape and dtype are those of the typed key array, not those of
+    its uint32 data.
     """
     struct = jax.ShapeDtypeStruct(record.shape, np.dtype(record.dtype))
     if record.kind == "key":
@@ -335,7 +337,10 @@ def struct_of(record: LeafRecord, sharding: Any) -> jax.ShapeDtypeStruct:
 
 
 def default_sharding() -> jax.sharding.Sharding:
-    """Returns the sharding for arrays without a stated one: the first local device."""
+    """Returns the sharding of arrays for which none is given: one local device.
+
+    It is the first of `jax.local_devices()`.
+    """
     return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
 

@@ -124,7 +124,7 @@ def normal_spec(mesh: MeshLayout, leaf: Leaf) -> Spec:
 
 
 def leaves_by_spec(layout: Layout) -> dict[Spec, list[int]]:
-    """Maps each normal spec to the positions of its leaves in `layout.leaves`."""
+    """Maps each spec of `normal_spec` to its leaves' positions in `layout.leaves`."""
     found: dict[Spec, list[int]] = {}
     for index, leaf in enumerate(layout.leaves):
         found.setdefault(normal_spec(layout.mesh, leaf), []).append(index)
@@ -252,9 +252,9 @@ def overlap(old: Partition, new: Partition) -> Cells:
 class LeafBundle:
     """Non-empty leaves with the same old partition and the same new partition.
 
-    A cell (overlap of an old and a new part) has the same place in every leaf. In the
-    bundle it has the bytes of the first leaf's cell, then those of the second's, and so
-    on.
+    A cell is the overlap of an old and a new part, and every leaf has the same cells.
+    The bytes of a cell in the bundle are its bytes in the first leaf, then its bytes in
+    the second leaf, and so on.
     """
 
     leaves: tuple[Leaf, ...]
@@ -298,10 +298,10 @@ class LeafBundle:
         return shapes, units
 
     def rows(self, leaf: np.ndarray, cell: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Chooses the dim along which a leaf's cell is cut.
+        """Chooses the dim along which each of n cells of leaves is cut.
 
-        It is the first dim along which the cell has at least `EVEN_ROWS` elements, else
-        the longest.
+        It is the first dim along which the cell has at least `EVEN_ROWS` elements. If
+        there is no such dim, it is the dim along which the cell has most elements.
 
         Args:
             leaf: [n] position in `leaves`.
@@ -321,10 +321,11 @@ class LeafBundle:
     def cuts(
         self, cell: np.ndarray, offset: np.ndarray, grain: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Finds where a cell can be cut, nearest before and nearest after an offset.
+        """Finds the nearest allowed cuts of a cell before and after an offset.
 
-        A cell can be cut between leaves, and between rows of a leaf that has more than
-        `grain` bytes in the cell.
+        A cell can be cut between two leaves. It can also be cut between two rows of a
+        leaf, along the dim from `rows`, if the leaf has more than `grain` bytes in the
+        cell.
 
         Args:
             cell: [n] position in `cells`.
@@ -406,7 +407,9 @@ Span = tuple[int, int]
 
 
 def span_of(regions: Sequence[Region], chunk_bytes: int) -> Span:
-    """Computes the shortest span of whole chunks in an old slice that has all regions.
+    """Computes the shortest byte range of an old slice that contains all regions.
+
+    The range consists of whole chunks, because digests are kept per chunk.
 
     Args:
         regions: not empty, all cut from the same old slice.
@@ -432,9 +435,12 @@ def span_of(regions: Sequence[Region], chunk_bytes: int) -> Span:
 
 
 def digests_in(digests: bytes, span: Span, chunk_bytes: int) -> bytes:
-    """Returns the digests of the chunks in a span, from the digests of the slice.
+    """Returns the digests of the chunks in a byte range of a slice.
 
-    `span` is a result of `span_of`.
+    Args:
+        digests: of the whole slice, 16 bytes per chunk.
+        span: the byte range, a result of `span_of`.
+        chunk_bytes: bytes under one digest.
     """
     first, last = span[0] // chunk_bytes, -(-span[1] // chunk_bytes)
     return digests[first * DIGEST_BYTES : last * DIGEST_BYTES]

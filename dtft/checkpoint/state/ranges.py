@@ -84,7 +84,10 @@ def _pieces(sizes: Sequence[int], step: int) -> Iterator[Part]:
 
 
 def range_memory(range_: Range, wanted: Sequence[WantedSlice]) -> list[memoryview]:
-    """Returns views of the memory that a range is received into, in order."""
+    """Returns views of the memory that the bytes of a range are to be written to.
+
+    The views are in the order of the bytes.
+    """
     return [
         piece
         for part in range_
@@ -119,10 +122,11 @@ def not_right(range_: Range, wanted: Sequence[WantedSlice], chunk_bytes: int) ->
 
 
 def cut_lent(pieces: Sequence[tuple[int, int]], part: Part) -> list[tuple[int, int]]:
-    """Returns the pieces of a peer's lent memory that hold a part, for an RDMA read.
+    """Returns the pieces of a peer's memory that hold one part of a slice.
 
-    `pieces` is the memory of the whole slice. `pieces` and the result are lists of
-    (address, size in bytes).
+    The peer has registered (lent) this memory, so that it can be read by RDMA.
+    `pieces` is the peer's memory of the whole slice. `pieces` and the result are lists
+    of (address, size in bytes).
 
     >>> cut_lent([(100, 8), (300, 8)], Part(0, 4, 12))
     [(104, 4), (300, 4)]

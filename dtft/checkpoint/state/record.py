@@ -177,7 +177,7 @@ class Record:
 
     @functools.cached_property
     def layout(self) -> Layout:
-        """The leaves as a layout of one slot that owns every leaf whole."""
+        """A layout of the leaves in which a single slot owns every leaf whole."""
         return _layout(self.leaves)
 
     def to_json(self) -> dict[str, Any]:
@@ -201,9 +201,10 @@ class Record:
 def record_of(
     args: Any, metrics: Any = None, custom_metadata: Any = None
 ) -> tuple[Record, list[Any]]:
-    """Makes the record of a save from Orbax's arguments; returns also the leaves.
+    """Makes the record of a save from Orbax's arguments.
 
-    The leaves are in the order of `Record.leaves`.
+    Returns:
+        The record, and the values of the leaves in the order of `Record.leaves`.
 
     Raises:
         ValueError: an argument, a leaf or a name cannot be saved; the message names the
@@ -245,13 +246,14 @@ def record_of(
 def experiment_record(
     arrays: Mapping[str, jax.Array], items: Mapping[str, Any]
 ) -> tuple[Record, list[Any]]:
-    """Makes the record of an experiment's step; returns also the arrays.
-
-    The arrays are in the order of `Record.leaves`.
+    """Makes the record of a step of an experiment (a run of dtft's own trainer).
 
     Args:
         arrays: leaf path to array.
         items: the JSON values of the step.
+
+    Returns:
+        The record, and the arrays in the order of `Record.leaves`.
 
     Raises:
         ValueError: every array is empty, two paths would have one name in Orbax, or an
@@ -268,7 +270,10 @@ def experiment_record(
 
 
 def is_experiment(record: Record) -> bool:
-    """Whether a record has just the items of an experiment, `STATE` and `ITEMS`."""
+    """Whether a record has exactly the items of an experiment's step.
+
+    These are `STATE` (the arrays) and `ITEMS` (the JSON values).
+    """
     items = set(record.structures), set(record.json_items)
     return not record.default and items == ({STATE}, {ITEMS})
 
@@ -403,7 +408,7 @@ def _number(value: Any) -> Any:
     """Converts a scalar array to a number for JSON; metrics are often such arrays.
 
     Raises:
-        TypeError: the value is no scalar array.
+        TypeError: the value is not a scalar array.
     """
     if getattr(value, "shape", None) == ():
         return value.item()

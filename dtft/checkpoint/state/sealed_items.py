@@ -31,7 +31,7 @@ def json_digest(value: Any) -> str:
 
 
 def sealed(value: Any) -> dict[str, str]:
-    """Encodes a JSON value as text, with the digest of the text.
+    """Encodes a JSON value as a dict of its text ("json") and the text's "digest".
 
     >>> unsealed(sealed({"position": 2**70, "loss": float("inf")}))
     {'position': 1180591620717411303424, 'loss': inf}
@@ -58,7 +58,7 @@ def unsealed(items: Mapping[str, Any]) -> Any:
 def items_are_right(items: Mapping[str, Any]) -> bool:
     """Whether the text of a dict of `sealed` matches the digest in the dict.
 
-    True if the dict lacks "json" or "digest", so was not made by `sealed`.
+    Also True if the dict lacks "json" or "digest" and so was not made by `sealed`.
 
     >>> items_are_right({"step": 3}), items_are_right(sealed(3) | {"json": "4"})
     (True, False)

@@ -24,7 +24,9 @@ copy."""
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """One piece of a leaf. Its identity never contains a rank or a host.
+    """One piece of a leaf, identified by leaf path, global index range and dtype.
+
+    The identity has no rank and no host, so equal pieces on two hosts are equal slices.
 
     >>> Slice(path="params/w", start=(0, 4), stop=(2, 8), dtype="float32").nbytes
     32
@@ -51,7 +53,7 @@ class Slice:
 
     @functools.cached_property
     def key(self) -> str:
-        """The identity as text, e.g. ``params/w[0:2,4:8]:float32``."""
+        """The identity of the slice as text, e.g. ``params/w[0:2,4:8]:float32``."""
         ranges = ",".join(
             f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)
         )
@@ -152,7 +154,9 @@ class Layout:
         return {}
 
     def keys(self, slot: int) -> tuple[str, ...]:
-        """Returns the keys of `slices(slot)`; one object for slots with equal slices.
+        """Returns the keys of `slices(slot)`.
+
+        Slots with equal slices get the same tuple object, which saves memory.
 
         Raises:
             ValueError, KeyError: as `slice_at`.
@@ -230,10 +234,10 @@ def slice_at(mesh: MeshLayout, leaf: Leaf, position: Sequence[int]) -> Slice:
 
 
 def offsets_of(slices: Sequence[Slice]) -> tuple[tuple[int, ...], int]:
-    """Computes where slices lie in memory one after the other, and the memory's size.
+    """Computes offsets in memory that put slices one after the other.
 
-    Returns the offset of each slice, and the size. All are in bytes, and multiples of
-    `ALIGNMENT`.
+    Returns the offset of each slice, and the total size. All numbers are in bytes and
+    are multiples of `ALIGNMENT`.
 
     >>> a = Slice(path="a", start=(0,), stop=(3,), dtype="uint8")
     >>> offsets_of([a, a])
