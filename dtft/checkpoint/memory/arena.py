@@ -1,4 +1,7 @@
-"""Shared memory that outlives processes, and the place of each slice's chunks in it.
+"""Shared memory that outlives processes, and the offsets of slices' chunks in it.
+
+A slot is a numbered position in the job that one host fills; a push is the set of
+slices of one slot that are sent to a peer, which keeps a copy.
 
 `Arena` reserves one file in memory, all of it at once, and returns views. `ArenaMap`
 divides an arena among a host's own slices and its peers' slices. `AlignedAllocator`
@@ -196,9 +199,9 @@ export, because a host exports only its own slices."""
 
 
 def arena_bytes(layout: Layout, slot: int, placement: CopyPlacement) -> int:
-    """Computes the bytes of the arena of the host in `slot`.
+    """Computes the size in bytes of the arena that the host in `slot` needs.
 
-    Does not cut slices into chunks, so the result is quick even for a huge state.
+    Does not cut slices into chunks, so it is quick even for a huge state.
     """
     incoming = [p.slices for p in placement.pushes if p.target == slot]
     hosted = sum(offsets_of(slices)[1] for slices in incoming)
@@ -207,7 +210,7 @@ def arena_bytes(layout: Layout, slot: int, placement: CopyPlacement) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ArenaMap:
-    """Places of a host's chunk buffers in its arena; offsets and sizes are in bytes.
+    """Where a host's chunk buffers are in its arena; offsets and sizes are in bytes.
 
     All buffers of the host's own slices come first. The buffers of the peers' pushes
     follow, peer by peer.
@@ -216,7 +219,7 @@ class ArenaMap:
     own: Chunks
     """Chunks of the host's own slices; their buffers start at offset 0."""
     incoming: Mapping[int, Push]
-    """Maps a sending slot to its push: the slices of which this host keeps a copy."""
+    """Maps a sending slot to its push, whose slices this host keeps a copy of."""
     hosted: Mapping[int, Chunks]
     """Maps a sending slot to the chunks of its push, in the push's order."""
     hosted_starts: Mapping[int, int]

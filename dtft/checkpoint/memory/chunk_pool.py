@@ -1,8 +1,9 @@
 """A pool of chunk buffers, with several buffers for each chunk.
 
-So a new copy can be staged while the last commit is kept. `ChunkPool` has the buffers
-of the chunks of some slices. A `Copy` holds the buffer number of each of its chunks,
-and copies share equal chunks. `BufferRefCounts` counts the references to each buffer.
+With several buffers, a new step can be written while the copy of the last commit is
+kept. `ChunkPool` holds the buffers. A `Copy` is one version (the chunks of one step):
+it lists the buffer number of each chunk. Copies with equal chunks share the buffers of
+these chunks. `BufferRefCounts` counts the references to each buffer.
 """
 
 from collections.abc import Callable, Iterator
@@ -78,7 +79,7 @@ class BufferRefCounts:
         return buffers
 
     def absent(self) -> np.ndarray:
-        """[chunks] uint8: the buffers of a version without chunks, all `ABSENT`."""
+        """Returns the buffers of a version without chunks: [chunks] uint8 `ABSENT`."""
         return np.full(self._counts.shape[1], ABSENT, np.uint8)
 
     def retain(self, buffers: np.ndarray) -> None:
@@ -104,7 +105,7 @@ class BufferRefCounts:
     def _in_use(
         self, buffers: np.ndarray
     ) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
-        """Returns the places of the buffers in `_counts`, and their counts.
+        """Returns the index of each buffer in `_counts`, and the buffers' counts.
 
         Raises:
             ValueError: one of the buffers is free.
@@ -139,7 +140,10 @@ class Copy:
 
 
 class ChunkPool:
-    """The buffers of the chunks of some slices. Not thread-safe."""
+    """Buffers for the chunks of some slices, several for each chunk. Not thread-safe.
+
+    Also remembers in which buffers a chunk was found corrupt (`rotten`).
+    """
 
     def __init__(
         self, chunks: Chunks, num_buffers: int, memory: Callable[[], memoryview]
@@ -184,7 +188,7 @@ class ChunkPool:
         return self.at(int(buffers[number]), number)
 
     def at(self, buffer: int, number: int) -> memoryview:
-        """Returns the memory of one of the buffers of a chunk."""
+        """Returns the memory of chunk `number` in its buffer `buffer`."""
         return self.chunks.chunk(self._memory(), buffer, number)
 
     def held(self, copy: Copy) -> Iterator[tuple[Slice, Parts, bytes]]:
@@ -203,8 +207,8 @@ class ChunkPool:
         Args:
             copy: the copy.
             index: index of the slice. If the copy lacks the slice, the result is False.
-            read: digests of chunks that were just read. These chunks are not read
-                again. The method adds the digests of the chunks that it reads.
+            read: the digests of chunks that were just read. A chunk in `read` is not
+                read again. The method adds the digests of the chunks that it reads.
         """
         if not copy.digests[index]:
             return False

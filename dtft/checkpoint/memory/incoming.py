@@ -96,7 +96,11 @@ class Receiving:
             return [self.pool.chunk(self.buffers, number) for number in numbers]
 
     def arrived(self, numbers: Sequence[int]) -> None:
-        """Verifies chunks that were written whole; marks each received or lacking."""
+        """Verifies chunks that were written whole.
+
+        A chunk that matches its digest is marked as received, any other chunk as
+        lacking.
+        """
         for number in numbers:
             start = number * DIGEST_BYTES
             good = self._expected[start : start + DIGEST_BYTES]
@@ -141,7 +145,10 @@ class Hosting:
         self.receiving: dict[tuple[int, int], Receiving] = {}
 
     def has(self, step: int, source: int, digests: Sequence[bytes]) -> bool:
-        """Whether a verified copy of slot `source` at `step` has these digests."""
+        """Whether there is a verified copy from `source` at `step` with these digests.
+
+        `digests` has 16 bytes per chunk for each slice of the push.
+        """
         copy = self.copies.get(step, {}).get(source)
         return copy is not None and copy.digests == list(digests)
 
@@ -152,10 +159,13 @@ class Hosting:
 
         Returns:
             The state of the push, which all its connections share. None if the
-            placement has no such push to this host, if the number of digests is wrong,
-            if a copy of the same step and slot is complete, if another connection
-            carries other digests for this step and slot, or if no buffer is free. A
-            complete copy is never overwritten.
+            connection is refused, which has one of these reasons:
+
+            * The placement has no push from `source` to this host.
+            * The number of digests is wrong.
+            * A copy of the same step and slot is complete; it is never overwritten.
+            * Another connection carries other digests for this step and slot.
+            * A chunk has no free buffer.
         """
         pool = self.pools.get(source)
         if pool is None or not pool.fits(digests):
@@ -200,7 +210,7 @@ class Hosting:
         return wanted.reserve()
 
     def conclude(self, step: int, source: int, found: Receiving, items: dict) -> bool:
-        """Turns a complete push into a copy.
+        """Turns a push into a copy if all its chunks were received and verified.
 
         Returns:
             Whether this call made the copy. False if a chunk is missing, if the push

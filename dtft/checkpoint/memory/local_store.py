@@ -1,9 +1,11 @@
 """The steps that one process keeps in its own memory, with digests and a commit log.
 
-A new step is written beside the kept steps and then committed; then the oldest steps
-above the limit are dropped. An unchanged leaf shares the buffer of the step written
-before. The memory has no name in any directory, so the system frees it however the
-process ends.
+A new step is written beside the kept steps and then committed. If there are more steps
+than the limit then, the steps written first are dropped. An unchanged leaf shares the
+buffer of the step written before. The memory has no name in any directory, so the
+system frees it however the process ends.
+
+The exporter is a second process, which writes steps from this memory to storage.
 """
 
 import os
@@ -114,7 +116,11 @@ class LeafMemory:
         return {buffer: extent.path for buffer, extent in self._extents.items()}
 
     def trim(self) -> bool:
-        """Frees every extent without a buffer in use; returns whether none is left."""
+        """Frees each extent without a buffer in use.
+
+        Returns:
+            Whether no extent is left.
+        """
         free = self.ref_counts.free_buffers
         for buffer in [buffer for buffer in self._extents if free[buffer]]:
             self._extents.pop(buffer).close()
@@ -158,7 +164,7 @@ class Version:
 
     @property
     def exported(self) -> list[str]:
-        """Path, for each leaf, of the extent with this version's buffer of the leaf."""
+        """For each leaf, the path of the extent that has this version of the leaf."""
         paths = self.memory.paths
         return [paths[buffer] for buffer in self.buffers.tolist()]
 
@@ -170,14 +176,14 @@ class Versions:
     """
 
     def __init__(self, *, keep: int, chunk_bytes: int) -> None:
-        """Reserves no memory; the first `write` reserves the size of its step.
+        """Reserves no memory yet; `write` reserves memory when a step needs it.
 
         Args:
             keep: the number of steps that stay in memory.
             chunk_bytes: bytes under one digest.
 
         Raises:
-            ValueError: `keep` exceeds the number of buffers of a leaf, less 2.
+            ValueError: `keep` is above `MAX_BUFFERS` - 2.
         """
         if keep > MAX_BUFFERS - 2:
             raise ValueError(
@@ -306,7 +312,10 @@ class Versions:
         return version, [as_array(view, leaf) for view, leaf in leaves]
 
     def distrust(self) -> None:
-        """Makes the next `write` copy every leaf, as kept leaves may be corrupt."""
+        """Makes the next `write` copy every leaf, because leaves may be corrupt.
+
+        Without this call, `write` shares the buffers of unchanged leaves.
+        """
         self._trusted = False
 
     def drop(self, step: int) -> None:
@@ -323,7 +332,7 @@ class Versions:
         version.memory.ref_counts.retain(version.buffers)
 
     def unpin(self, version: Version) -> None:
-        """Ends one `pin`."""
+        """Ends one `pin` of a step; its buffers are free if nothing else uses them."""
         version.memory.ref_counts.release(version.buffers)
         self._trim()
 
@@ -342,7 +351,10 @@ class Versions:
         return self._memories[-1]
 
     def _trim(self) -> None:
-        """Frees unused extents of all memories but the last, which new steps use."""
+        """Frees unused extents of all memories except the last one.
+
+        New steps use the last memory, so its extents stay reserved.
+        """
         former = [memory for memory in self._memories[:-1] if not memory.trim()]
         self._memories[:-1] = former
 

@@ -1,6 +1,8 @@
-"""A host's copies of its own slices, by step: staged, pinned, restored, dropped.
+"""A host's copies of its own slices (those of its slot in the job), by step.
 
-A step shares its unchanged chunks with the step before. Not thread-safe.
+A step is staged: it gets buffers, which the trainer then writes. A pin keeps the bytes
+of a copy while an export reads them. A step shares the buffers of its unchanged chunks
+with the step before. Not thread-safe.
 """
 
 import itertools
@@ -189,7 +191,7 @@ class Owning:
         return copy.buffers.tobytes(), list(copy.digests)
 
     def unpin(self, pin: int) -> None:
-        """Ends one `pin`."""
+        """Ends the pin with the number `pin`."""
         self.pool.release(self.pins.pop(pin)[1])
 
     # ---------------------------------------------------------------- restore
@@ -208,8 +210,8 @@ class Owning:
 
         Returns:
             The indices of the slices that are missing or do not match, and so must be
-            fetched. Each has new buffers, which no other copy uses. `restored` records
-            the slice once it is fetched.
+            fetched or assembled. Each slice has new buffers, which no other copy uses.
+            The caller then writes the buffers and calls `restored`.
         """
         old = self.copies.get(step) or self._nothing()
         known: Read = {}
@@ -238,18 +240,19 @@ class Owning:
         return [index for index in lacking if not copy.digests[index]]
 
     def fill(self, step: int, index: int, source: Parts, digests: bytes) -> None:
-        """Copies a slice of a step from other memory of this host.
+        """Copies a slice of a step from `source`, which is other memory of this host.
 
-        Records `digests` as the digests of the slice; they are not checked here.
+        `index` is the index of the slice. Records `digests` as the slice's digests
+        without a check.
         """
         copy = self.copies[step]
         self.pool.parts(copy, index).fill(source)
         copy.digests[index] = digests
 
     def restored(self, step: int, digests: Mapping[str, bytes]) -> None:
-        """Records the digests of slices whose bytes are in memory now.
+        """Records the digests of slices that were just written to a copy's buffers.
 
-        `digests` maps slice key to digests; they are not checked here.
+        `digests` maps slice key to digests, which are recorded without a check.
         """
         for index, piece in enumerate(self.pool.chunks.slices):
             if piece.key in digests:

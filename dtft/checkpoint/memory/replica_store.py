@@ -99,10 +99,12 @@ class HeldCopies:
     ) -> list[Slice]:
         """Makes a copy of the own slices of `step` from slices in this host's memory.
 
-        Uses own slices and slices kept for peers if their digests are the commit's.
+        Uses own slices, and slices kept for peers, whose digests are those in
+        `digests`.
 
         Returns:
-            The own slices that must be fetched; see `ReplicaStore.begin_restore`.
+            The own slices that must be fetched or assembled. For the arguments, see
+            `ReplicaStore.begin_restore`.
         """
         own_slices = self._own.pool.chunks.slices
         expected = [digests.get(piece.key) for piece in own_slices]
@@ -119,10 +121,11 @@ class HeldCopies:
         return missing
 
     def _hosted_right(self, step: int) -> dict[tuple[str, bytes], Parts]:
-        """Reads and verifies the slices that this host both keeps for peers and owns.
+        """Reads and verifies the slices that this host owns and also keeps for a peer.
 
         Returns:
-            (slice key, digests) to the bytes, for the slices that match their digests.
+            Maps (slice key, digests) to the memory of each slice that matches its
+            digests.
         """
         found = {}
         for source, copy in self._hosting.copies.get(step, {}).items():
@@ -291,10 +294,13 @@ class ReplicaStore:
 
         Returns:
             The state of the push, which all its connections share. None if the
-            placement has no such push to this host, if the number of digests is wrong,
-            if a copy of the same step and slot is complete, if another connection
-            carries other digests for this step and slot, or if no buffer is free. A
-            complete copy is never overwritten.
+            connection is refused, which has one of these reasons:
+
+            * The placement has no push from `source` to this host.
+            * The number of digests is wrong.
+            * A copy of the same step and slot is complete; it is never overwritten.
+            * Another connection carries other digests for this step and slot.
+            * A chunk has no free buffer.
         """
         with self._lock:
             return self._hosting.begin(step, source, digests)
@@ -312,10 +318,10 @@ class ReplicaStore:
             return self._hosting.conclude(step, source, receiving, items)
 
     def end_receive(self, step: int, source: int, receiving: Receiving) -> None:
-        """Removes a connection from a push; called once for each that was admitted.
+        """Removes a connection from a push; called once for each admitted connection.
 
-        After the last connection, verified chunks stay for the next connection. Chunks
-        of a push that was given up are dropped.
+        After the last connection of an incomplete push, only the verified chunks stay,
+        for the next connection. A push that was given up keeps no chunk.
         """
         with self._lock:
             self._hosting.end(step, source, receiving)
@@ -352,7 +358,7 @@ class ReplicaStore:
             return self._own.pin(step)
 
     def unpin(self, pin: int) -> None:
-        """Ends one `pin`."""
+        """Ends the pin with the number `pin`."""
         with self._lock:
             self._own.unpin(pin)
 
@@ -434,7 +440,7 @@ class ReplicaStore:
         The memory is not read.
 
         Raises:
-            KeyError: no copy of one of the slices can be sent; see `here`.
+            KeyError: `here` has no memory for one of the keys.
         """
         here = self.here(step)
         return [here[key] for key in keys]
@@ -466,17 +472,18 @@ class ReplicaStore:
                 verify it.
 
         Returns:
-            The own slices that are missing or do not match, and so must be fetched.
-            Each has new buffers. `restored` records the slice once it is fetched.
+            The own slices that are missing or do not match, and so must be fetched or
+            assembled. Each slice has new buffers. The caller then writes the buffers
+            and calls `restored`.
         """
         with self._lock:
             self.keep_only({step})
             return self._held.begin_restore(step, digests, items, read)
 
     def restored(self, step: int, digests: Mapping[str, bytes]) -> None:
-        """Records the digests of own slices whose bytes are in memory now.
+        """Records the digests of own slices that were just written to their buffers.
 
-        `digests` maps slice key to digests; they are not checked here.
+        `digests` maps slice key to digests, which are recorded without a check.
         """
         with self._lock:
             self._own.restored(step, digests)

@@ -113,7 +113,14 @@ def _give_way() -> None:
 def _is_loaded(
     part: Part, source: Parts, target: np.ndarray, digests: bytes, chunk_bytes: int
 ) -> bool:
-    """Copies the bytes `part` of a slice, which are whole chunks, to `target`.
+    """Copies a byte range of a slice to `target`, and checks the digests of the copy.
+
+    Args:
+        part: the range, which consists of whole chunks.
+        source: the bytes of the slice.
+        target: [bytes] uint8, memory for the whole slice.
+        digests: of the whole slice, 16 bytes per chunk.
+        chunk_bytes: bytes under one digest.
 
     Returns:
         Whether the copied chunks match their digests.
@@ -130,10 +137,10 @@ def _is_loaded(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Snapshot:
-    """The digests of a step's slices, and which of its chunks did not change.
+    """The digests of a step's slices, and which of the step's chunks did not change.
 
-    The trainer keeps it until the next snapshot, which compares its chunks with these
-    digests.
+    The trainer keeps this object until the next snapshot, which compares the digests of
+    its chunks with the digests here.
     """
 
     step: int
@@ -263,7 +270,9 @@ class SnapshotPlan:
             yield views
 
     def _shard_of(self, array: HostOrDevice, index: int) -> _Shard:
-        """Returns the part of an array that is slice `index`; a numpy array is whole.
+        """Returns the shard of an array that is slice `index`.
+
+        A numpy array has no shards and is returned whole.
 
         Raises:
             ValueError: the slice is not on this host's devices.
@@ -333,11 +342,18 @@ class SnapshotPlan:
         return here & equal_chunks(new, last)
 
     def copied(self, packed: bytes) -> np.ndarray | None:
-        """[slices] bool: which slices to copy, from the agent's flags; None for all."""
+        """Unpacks the agent's flags of the slices that this host copies at a step.
+
+        Returns:
+            [slices] bool. None if `packed` is empty: then all slices are copied.
+        """
         return unpack_flags(packed, len(self.slices)) if packed else None
 
     def recalled(self, step: int, digests: Sequence[bytes]) -> Snapshot:
-        """Makes the snapshot of a restored step; every chunk counts as changed."""
+        """Makes the `Snapshot` of a restored step from the digests of its slices.
+
+        Every chunk counts as changed, so the next snapshot copies all chunks.
+        """
         kept = np.zeros(self.chunks.num_chunks, bool)
         return Snapshot(step=step, digests=tuple(digests), kept=kept)
 
@@ -389,10 +405,11 @@ def _bounds(
 
 
 def _fetched(shards: Iterable[_Shard]) -> Iterator[_Shard]:
-    """Yields the shards, and starts copies of later ones from accelerators to the host.
+    """Yields the shards in order, with copies from accelerators started in advance.
 
-    So a state of many small arrays does not wait for each copy in turn. At most
-    `_AHEAD_BYTES` are copied ahead.
+    Copies to the host of later shards are started before a shard is yielded, so many
+    small arrays are not copied one by one. At most about `_AHEAD_BYTES` bytes are
+    copied in advance.
     """
     ahead, num_bytes = deque[_Shard](), 0
     for shard in shards:
@@ -431,8 +448,14 @@ def _global_arrays(
     abstract: Mapping[str, jax.ShapeDtypeStruct],
     copies: Mapping[str, Mapping[tuple, np.ndarray]],
 ) -> dict[str, jax.Array | np.ndarray]:
-    """Makes arrays of the copies of their slices; leaves without a sharding are numpy
-    arrays."""
+    """Builds the global array of each leaf from copies of the leaf's slices.
+
+    A leaf without a sharding becomes a numpy array.
+
+    Args:
+        abstract: leaf path to shape, dtype and sharding.
+        copies: leaf path to (start, stop) of a slice to the slice's values.
+    """
     found: dict[str, jax.Array | np.ndarray] = {}
     values, devices, counts = list[np.ndarray](), list[Any](), dict[str, int]()
     for path, struct in abstract.items():

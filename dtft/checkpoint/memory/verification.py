@@ -24,7 +24,7 @@ in this buffer with this digest."""
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkRead:
-    """Result of reading one chunk in every buffer that a copy uses.
+    """Result of reading one chunk in every buffer that some copy uses for it.
 
     A buffer in which the chunk is known to be corrupt is not read.
     """
@@ -69,7 +69,7 @@ class CopyVerifier:
 
     @property
     def num_chunks(self) -> int:
-        """The number of chunks of all slices; buffers of one chunk count as one."""
+        """The number of chunks of all slices, however many buffers a chunk has."""
         return sum(pool.chunks.num_chunks for _, pool in self._pools)
 
     @property
@@ -148,7 +148,7 @@ class CopyVerifier:
         )
 
     def read(self, number: int) -> ChunkRead:
-        """Reads one chunk in every buffer that a copy uses, and checks the digests.
+        """Reads and checks one chunk in every buffer that some copy uses for it.
 
         Buffers in which the chunk is known to be corrupt are not read.
 
@@ -216,9 +216,9 @@ class CopyVerifier:
         return kept
 
     def _by_step(self) -> dict[int, list[tuple[ChunkPool, Copy]]]:
-        """Maps each step to its copies and their pools.
+        """Maps each step to its copies, each copy with its pool.
 
-        Pins, and steps of which no copy has a slice, are left out.
+        Leaves out copies that only a pin keeps, and steps whose copies have no slice.
         """
         found: dict[int, list[tuple[ChunkPool, Copy]]] = {}
         for step, copy in self._own.copies.items():
