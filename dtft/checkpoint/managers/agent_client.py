@@ -151,10 +151,9 @@ class AgentCheckpointManager:
                 self._room = room
 
     def _following(self) -> int | None:
-        """Returns the next step to save after the last saved one, for which buffers can
-        be requested now.
+        """Returns the next step to save, for which buffers can be requested now.
 
-        None without `last`, and after the last step of the run.
+        Returns None if the last step of the run is unknown or was saved.
         """
         if self._last_step is None or self._saved >= self._last_step:
             return None
@@ -167,10 +166,11 @@ class AgentCheckpointManager:
     # ------------------------------------------------------------- Orbax's shape
 
     def latest_step(self) -> int | None:
-        """Returns the newest committed step, else the step of the restore order.
+        """Returns the newest committed step.
 
-        Returns None if the job starts from the initial state and has committed no step
-        yet.
+        Before the first commit of this run, this is the step that the agent has told
+        this process to restore. It is None if there is no such step, because the job
+        starts from the initial state.
         """
         return self._committed or None
 
@@ -319,7 +319,7 @@ class AgentCheckpointManager:
     def wait_until_mapped(self) -> None:
         """Waits until a thread has mapped all pages of the arena into this process.
 
-        A save before that is slower, because it maps the pages that it writes.
+        An earlier save is slower, because it maps the pages that it writes.
 
         Raises:
             TimeoutError: the pages were not mapped in time.
@@ -331,7 +331,7 @@ class AgentCheckpointManager:
                 raise TimeoutError(f"{limit_s:.0f} s mapping the arena; it goes on")
 
     def close(self) -> None:
-        """Unmaps the arena; its bytes remain."""
+        """Unmaps the arena in this process; the agent keeps its bytes."""
         if self._arena is not None:
             self._arena.close()
 
@@ -450,7 +450,7 @@ class AttachedMemory(AgentCheckpointManager):
 
     @property
     def in_memory(self) -> int | None:
-        """The committed step in memory, or None."""
+        """The newest committed step if the agents' memory has it, else None."""
         with self._dialogue.condition:
             step = self._committed
         assert self._formed is not None
@@ -460,9 +460,10 @@ class AttachedMemory(AgentCheckpointManager):
 
     @property
     def saved(self) -> int | None:
-        """The step saved last, else the step that could be restored at the start.
+        """The step saved last.
 
-        Returns None if there is neither.
+        Before the first save, it is the step that could be restored when this process
+        attached. None if there is no such step.
         """
         return None if self._saved == NONE else self._saved
 
@@ -479,7 +480,7 @@ class AttachedMemory(AgentCheckpointManager):
     # ------------------------------------------------------------------ restore
 
     def locate(self, step: int) -> dict[str, Any]:
-        """Asks the agent where its memory has a committed step.
+        """Asks the agent where a committed step is in its memory.
 
         Returns:
             Fields of the agent's answer: `arena` (path), `buffers`, `digests`, `layout`
@@ -501,9 +502,19 @@ class AttachedMemory(AgentCheckpointManager):
     def read(
         self, found: Mapping[str, Any], abstract: Mapping[str, jax.ShapeDtypeStruct]
     ) -> dict[str, Any]:
-        """Reads the leaves in `abstract` from a step that `locate` has found.
+        """Reads the leaves in `abstract` from a step in this host's memory.
 
-        Every byte is verified. Returns and raises: see `SnapshotPlan.read`.
+        Every byte is verified.
+
+        Args:
+            found: the answer of `locate` for the step.
+            abstract: leaf path to shape, dtype and sharding.
+
+        Returns:
+            Leaf path to array. A leaf without a sharding is a numpy array.
+
+        Raises:
+            CorruptCopy: a slice does not match its digests.
         """
         plan = self._plan_of(found["layout"])
         buffers = np.frombuffer(found["buffers"], np.uint8)
@@ -512,15 +523,18 @@ class AttachedMemory(AgentCheckpointManager):
     def read_on(
         self, step: int, layout: Layout, abstract: Mapping[str, jax.ShapeDtypeStruct]
     ) -> dict[str, Any]:
-        """Reads a step onto another layout than that of the save.
+        """Reads a step in memory onto another layout than the step was saved with.
 
-        The agents fetch the slices of this process into a temporary arena, which is
-        freed after the read.
+        The agents fetch the slices that this process needs into a temporary arena,
+        which is freed after the read.
 
         Args:
             step: the step, which must be the newest commit.
             layout: the requested layout; the same on every process.
             abstract: leaf path to shape, dtype and sharding.
+
+        Returns:
+            Leaf path to array. A leaf without a sharding is a numpy array.
 
         Raises:
             NotBrought: the agents could not provide the slices, for instance because
@@ -568,14 +582,14 @@ class AttachedMemory(AgentCheckpointManager):
     # ------------------------------------------------------------------ storage
 
     def flush(self, step: int, *, store: bool, limit_s: float) -> str:
-        """Waits until a step is committed, and with `store` until it is in storage.
+        """Waits until a step is committed, and with `store` also written to storage.
 
-        A later step in storage counts, too. With `store`, the leader orders an export
-        of the newest commit if storage has neither the step nor a later step. An export
-        that is already running is waited for, also without `store`.
+        With `store`, a later step in storage counts, too. If storage has neither, the
+        leader orders an export (a write to storage) of the newest commit. With and
+        without `store`, an export that is already running is waited for.
 
         Returns:
-            "", or with `store` the reason why an export failed during the wait.
+            "" on success. With `store`, the reason if an export failed during the wait.
 
         Raises:
             AgentGone: the agent has ended, or has detached this process.
@@ -602,8 +616,8 @@ class AttachedMemory(AgentCheckpointManager):
     def leave(self) -> None:
         """Detaches from the agent; committed steps stay in the agents' memory.
 
-        Waits first until the step saved last is safe, for at most `LEAVE_S` seconds. If
-        peers have ended, the step never becomes safe.
+        Waits first until the step saved last is safe (all its copies are verified), but
+        for at most `LEAVE_S` seconds: if peers have ended, it never becomes safe.
         """
         with contextlib.suppress(AgentGone, TimeoutError):
             what = f"step {self._saved}"

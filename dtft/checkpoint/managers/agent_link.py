@@ -270,7 +270,8 @@ class AgentLink:
         """Sends one message.
 
         Raises:
-            LinkClosed: either end is closed, or a limit that `receive` has set passes.
+            LinkClosed: either end is closed, or the send takes longer than the limit
+                that `receive` has set on the socket.
             NotReading: the other end does not read within the limit of `serve_links`.
             TypeError, ValueError, OverflowError: msgpack cannot encode a field.
         """
@@ -287,10 +288,12 @@ class AgentLink:
             raise LinkClosed(f"sending failed: {error}") from error
 
     def send_now(self, message: bytes) -> bytes:
-        """Sends what the socket takes of a message from `packed`, without waiting.
+        """Sends as much of a message from `packed` as is possible without waiting.
 
-        Returns the rest of the message: b"" if the socket has taken all of it, all of
-        it if nothing can be sent now, also because an end is closed.
+        Returns:
+            The bytes that were not sent: b"" if the whole message was sent. The whole
+            message if another thread is sending, the socket takes nothing now, or the
+            link is closed.
         """
         if not self._lock.acquire(blocking=False):
             return message
@@ -365,9 +368,9 @@ class AgentLink:
 class Outbox:
     """A queue of messages that a thread sends in order, so that callers never wait.
 
-    A send wakes the other process, which on a busy machine may run before the sender
-    continues. A send to a process that does not read blocks, and an event loop must not
-    block: see `at_once`.
+    A caller that sent the messages itself could lose time. A send wakes the other
+    process, which on a busy machine may run before the sender continues. A send to a
+    process that does not read blocks, which an event loop must not do.
     """
 
     def __init__(
@@ -398,7 +401,10 @@ class Outbox:
         self._thread.start()
 
     def send(self, op: str, **fields: Any) -> None:
-        """Queues or sends one message; raises the errors of `packed`."""
+        """Queues one message for the thread, or sends it now (see `at_once`).
+
+        Raises the errors of `packed`.
+        """
         message = packed(op, fields)
         with self._lock:
             if self._at_once and not self._waiting:
@@ -634,9 +640,10 @@ def ask(path: Path) -> SeenAgent | None:
     """Asks the agent at `path` for its description.
 
     Returns:
-        None if no agent listens, 2 s pass without a byte of its answer, the socket
-        cannot be trusted, or the answer has no description: the agent only serves
-        trainers that it started, refuses this user, or has another version.
+        The description. None if no agent listens, if 2 s pass without a byte of the
+        answer, if the socket cannot be trusted, or if the agent gives no description.
+        An agent gives none if it only serves trainers that it started, if it refuses
+        this user, or if it has another version.
     """
     try:
         link = own_link(path)
@@ -707,9 +714,10 @@ class Dialogue:
     """A process's exchange of messages with its agent over one link.
 
     Every wait has a limit. A wait ends at once if the agent has ended, or has sent a
-    message that this process cannot handle: then no more messages are received.
-    A thread can be interrupted: it neither waits nor sends from then on. `condition`
-    guards the state that messages change. `agent_client` defines the messages.
+    message that this process cannot handle; after such a message nothing is received.
+    A thread can be interrupted, so that it neither waits nor sends from then on.
+    `condition` guards the state that messages change. `agent_client` defines the
+    messages.
     """
 
     def __init__(self, link: AgentLink, deadline_s: float) -> None:
@@ -726,8 +734,8 @@ class Dialogue:
         self._link, self.deadline_s = link, deadline_s
         self._outbox = Outbox(link)
         self._interrupted = WeakKeyDictionary[threading.Thread, type[Exception]]()
-        """Threads that are interrupted, and by which error. An error itself would hold
-        its thread and all that it had in its frames."""
+        """Maps each interrupted thread to the type of the error that it gets. An error
+        object, kept here, would keep the thread's frames and their objects alive."""
 
     def start(self, take: Callable[[dict[str, Any]], None]) -> None:
         """Starts a receiving thread; `take` gets each message with `condition` held.
@@ -766,10 +774,11 @@ class Dialogue:
             self.condition.notify_all()
 
     def check(self) -> None:
-        """Raises the error of `interrupt`, if the calling thread is interrupted.
+        """Does nothing if the calling thread can go on with the agent, else raises.
 
         Raises:
             AgentGone: the agent has ended, or has detached this process.
+            Exception: the error of `interrupt`, if the calling thread is interrupted.
         """
         with self.condition:
             if self.gone:

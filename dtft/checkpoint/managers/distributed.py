@@ -71,8 +71,9 @@ def shardings_json(shardings: Sequence[Sharding | None]) -> dict[str, Any]:
         shardings: the sharding of each leaf; None for a leaf that is no jax.Array.
 
     Returns:
-        `meshes`; `specs`, each the number of a mesh, then the axes of each dim; and
-        `leaves`, the number of each leaf's spec, or `ELSEWHERE`.
+        A dict with three lists. `meshes` has the distinct meshes. `specs` has the
+        distinct specs: each is an index into `meshes`, then the axes of each dim.
+        `leaves` has for each leaf an index into `specs`, or `ELSEWHERE`.
 
     >>> mesh = jax.make_mesh((8,), ("x",), (AxisType.Auto,))
     >>> found = shardings_json([None, NamedSharding(mesh, PartitionSpec(None, "x"))])
@@ -157,7 +158,7 @@ def _mesh_on(raw: Mapping[str, Any], devices: Sequence[Any]) -> Mesh | None:
 def renumbered(
     wanted: Sequence[Numbered], there: Sequence[Numbered]
 ) -> list[Numbered] | None:
-    """Maps each saved device to a device of this run, in the order of `wanted`.
+    """Chooses a device of this run for each saved device, in the order of `wanted`.
 
     If this run has all saved devices, the result is `wanted`. Otherwise the saved
     devices of each process are matched, by order of id, with this run's devices of the
@@ -227,10 +228,10 @@ def _item_placed(
 
 
 def _refuse_lost(record: Record, number: int) -> None:
-    """Raises ValueError if a leaf has a saved spec; else does nothing.
+    """Raises ValueError if this run lacks devices for a leaf's saved sharding.
 
-    Called for leaves for which `shardings_had` found no sharding. If such a leaf has a
-    saved spec, this run lacks devices of the mesh on which it was saved.
+    Does nothing for a leaf that was saved without a spec (see `ELSEWHERE`). Called only
+    for leaves for which `shardings_had` has found no sharding.
     """
     raw = record.shardings
     if raw is None or raw["leaves"][number] == ELSEWHERE:
@@ -312,9 +313,9 @@ def wanted_structs(
         layout: the layout of the saved step.
 
     Raises:
-        ValueError: a leaf was saved divided over processes, but its target is a numpy
-            array or a number; or neither the target nor `RestoreTarget.fallback` has a
-            sharding.
+        ValueError: a leaf was saved divided over processes, but has no sharding to be
+            read onto. Its target is a numpy array or a number, or neither the target
+            nor `RestoreTarget.fallback` has a sharding.
     """
     structs: dict[str, Any] = {}
     for name, item in wanted.items():
@@ -355,7 +356,11 @@ logger = logging.getLogger(__name__)
 
 
 class JobSteps:
-    """The implementation of `ReplicatedCheckpointManager` for several processes."""
+    """The implementation of `ReplicatedCheckpointManager` for several processes.
+
+    The agents of the hosts keep the newest committed step in memory, and write some
+    steps to storage.
+    """
 
     def __init__(self, directory: epath.Path, options: ReplicatedOptions) -> None:
         """Attaches to this host's agent and waits for the other processes.
@@ -419,7 +424,10 @@ class JobSteps:
         return max(self._in_storage(), default=None)
 
     def best_step(self) -> int | None:
-        """Returns the newest step or None, because a job has no `best_fn`."""
+        """Returns the newest step, or None if there is no step.
+
+        No step ranks as better, because a job of several processes has no `best_fn`.
+        """
         return max(self.all_steps(), default=None)
 
     def _chosen(self, step: int | None) -> int:
@@ -492,7 +500,7 @@ class JobSteps:
     # ------------------------------------------------------------------ restore
 
     def restore(self, step: int | None, args: Any) -> Any:
-        """Restores a step: from memory if it is the commit there, else from storage.
+        """Restores a step from the agents' memory, or from storage if they lack it.
 
         If the requested shardings need slices that a process did not save, the agents
         fetch these slices from peers.
@@ -592,10 +600,11 @@ class JobSteps:
     # ---------------------------------------------------------- waiting and ending
 
     def wait_until_finished(self) -> None:
-        """Waits until the step saved last is committed and no export is running.
+        """Waits until the step saved last is committed.
 
-        Before the first save there is no wait. Raises the errors of `check_for_errors`,
-        and TimeoutError if the wait takes longer than twice `storage_timeout_s`.
+        Waits also until a running write to storage has ended. Does not wait before the
+        first save. Raises the errors of `check_for_errors`. Raises TimeoutError if the
+        wait takes longer than twice `storage_timeout_s`.
         """
         if self._layout is not None:
             self._flush(store=False)
@@ -624,7 +633,8 @@ class JobSteps:
         """Removes a step from storage; every process makes the same call.
 
         Raises:
-            ValueError: the step is the commit in memory, from which lost hosts restore.
+            ValueError: the step is the newest commit in memory, from which lost hosts
+                are restored.
             FileNotFoundError: `all_steps()` does not have the step.
         """
         if self._chosen(step) == self._memory.in_memory:

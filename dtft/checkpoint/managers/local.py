@@ -116,12 +116,12 @@ class Storing:
                 self._exporter_for(version)
 
     def write_newest(self) -> None:
-        """Queues the newest step in memory for storage.
+        """Queues the newest step in memory for storage, when the manager closes.
 
         Queues nothing if memory has no step, if storage has the newest step, or if the
         newest step is queued or being written. The newest step is written before an
-        older waiting step. The older step is written after a success, if retention
-        keeps the older step.
+        older step in the queue. The older step is written only if the write of the
+        newest step succeeds and retention keeps the older step.
         """
         self._closing = True
         newest = max(self._versions.steps, default=None)
@@ -211,7 +211,7 @@ class Storing:
         return self._exporter
 
     def _heard(self, exporter: ExporterProcess, answer: dict[str, Any]) -> None:
-        """Ends the current write with the result in an exporter's answer.
+        """Records the result of the current write from an exporter's answer.
 
         A failure also ends the exporter. Answers of former exporters and answers to the
         "open" message are ignored. Called on the threads of `ExporterProcess`.
@@ -312,7 +312,7 @@ class Storing:
             )
 
     def check(self) -> None:
-        """Raises StorageFailed for the last failure that was not raised yet."""
+        """Raises StorageFailed for the last failed write, if it was not raised yet."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise StorageFailed(self._text(*failure))
@@ -536,7 +536,7 @@ class LocalSteps:
             return self._reader.steps()
 
     def newest(self) -> int | None:
-        """Returns the newest step of `all_steps`, or None, for `should_save`."""
+        """Returns the newest step of `all_steps`; None if there is no step."""
         return max(self.all_steps(), default=None)
 
     def best_step(self) -> int | None:
@@ -580,7 +580,7 @@ class LocalSteps:
         return self._versions.write(step, record, values)
 
     def restore(self, step: int | None, args: Any) -> Any:
-        """Restores a step from memory, else from storage."""
+        """Restores a step from memory, or from storage if memory lacks the step."""
         with self._condition:
             return self._reader.restore(step, args)
 
@@ -627,7 +627,13 @@ class LocalSteps:
                 self._versions.drop(step)
 
     def close(self) -> None:
-        """Writes the newest step to storage, then frees all memory."""
+        """Writes the newest step to storage, then frees all memory.
+
+        The memory is freed also if the write fails.
+
+        Raises:
+            StorageFailed: a write failed or took too long.
+        """
         try:
             with self._condition:
                 self._storing.write_newest()

@@ -1,8 +1,8 @@
 """A host's progress board: a few numbers in shared memory, written without a syscall.
 
 The trainer and its agent write their progress to the board. The agent reads the board
-to detect a hung trainer and for its reports. Drills read it to inject a fault at a
-given progress, and commands to report the newest committed step.
+to detect a hung trainer and for its reports. Drills read the board to inject a fault at
+a given progress. Commands read it to report the newest committed step.
 """
 
 import mmap
@@ -25,7 +25,7 @@ ProgressField = Literal[
     "trainer_pid",
     "phase",
 ]
-"""Cells of the board; 0 means none.
+"""Cells of the board; 0 means that a cell has no value now.
 
 Steps: `computing` is the last dispatched step, and `finished` the last step known to
 have finished. `staged` is the last step that the trainer has copied into this host's
@@ -78,7 +78,7 @@ class ProgressBoard:
         _FORMAT.pack_into(self._memory, _FORMAT.size * _INDEX[field], value)
 
     def get(self, field: ProgressField) -> int:
-        """Reads one cell; 0 means none."""
+        """Reads one cell; 0 means that the field has no value now."""
         return _FORMAT.unpack_from(self._memory, _FORMAT.size * _INDEX[field])[0]
 
     def enter(self, phase: Phase, now_ns: int) -> None:

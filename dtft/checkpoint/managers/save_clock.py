@@ -99,7 +99,7 @@ class SaveClock:
 
 
 def _arrays(args: Any) -> list[jax.Array]:
-    """Collects the jax arrays of all items, except deleted arrays."""
+    """Lists the jax arrays in the argument `args` of `save`, except deleted arrays."""
     parts = args.values() if isinstance(args, ocp.args.Composite) else [args]
     leaves = jax.tree.leaves([getattr(part, "item", None) for part in parts])
     arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]

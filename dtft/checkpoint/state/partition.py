@@ -1,5 +1,8 @@
 """Partitions of leaves over a mesh, and the overlaps of two partitions.
 
+A slot is a numbered position in the job that one host fills; it owns the slices on the
+host's devices. An old and a new partition differ if a job continues on another mesh.
+
 A partition is computed once per partition spec, and overlaps once per pair of specs,
 with vectorised operations. `LeafBundle` finds where an overlap can be cut into regions.
 `move_regions` copies the bytes of a region from an old slice to a new slice.
