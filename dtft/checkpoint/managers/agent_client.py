@@ -132,7 +132,10 @@ class AgentCheckpointManager:
     # ---------------------------------------------------- messages of the agent
 
     def take(self, message: dict[str, Any]) -> None:
-        """Handles a message of the agent; the dialogue's `condition` is held."""
+        """Handles one message of the agent.
+
+        The caller must hold the dialogue's `condition`.
+        """
         op = message["op"]
         if op == "restore":
             self._order = message
@@ -251,13 +254,14 @@ class AgentCheckpointManager:
     def restore(
         self, step: int | None = None, *, args: RestoreArgs
     ) -> tuple[dict[str, jax.Array], dict[str, Any]] | None:
-        """Restores the step of the agent's restore order, which the leader chose.
+        """Restores the step that the agent named in its restore order (see `announce`).
 
-        The order tells whether this host's memory or storage has the step.
+        The leader chose this step. The order says whether it is read from this host's
+        memory or from storage.
 
         Returns:
-            The arrays by leaf path, and the items; None if the job starts from the
-            initial state.
+            The arrays by leaf path, and the JSON items of the step. None if the job
+            starts from the initial state.
 
         Raises:
             ValueError: `step` is not the step that the leader chose, storage does not
@@ -415,7 +419,10 @@ class AttachedMemory(AgentCheckpointManager):
         )
 
     def take(self, message: dict[str, Any]) -> None:
-        """Handles a message of the agent; the dialogue's `condition` is held."""
+        """Handles one message of the agent.
+
+        The caller must hold the dialogue's `condition`.
+        """
         op = message["op"]
         if op == "formed":
             self._formed = message
@@ -584,9 +591,10 @@ class AttachedMemory(AgentCheckpointManager):
     def flush(self, step: int, *, store: bool, limit_s: float) -> str:
         """Waits until a step is committed, and with `store` also written to storage.
 
-        With `store`, a later step in storage counts, too. If storage has neither, the
-        leader orders an export (a write to storage) of the newest commit. With and
-        without `store`, an export that is already running is waited for.
+        With `store`, a later step in storage counts, too. If storage has neither the
+        step nor a later step, the leader orders an export (a write to storage) of the
+        newest commit. An export that is already running is waited for, also without
+        `store`.
 
         Returns:
             "" on success. With `store`, the reason if an export failed during the wait.

@@ -239,7 +239,10 @@ class NotReading(LinkClosed):
 
 
 class AgentLink:
-    """One end of a link. Sending is thread-safe; only one thread may receive."""
+    """One end of the link between an agent and a process of its host.
+
+    Sending is thread-safe; only one thread may receive.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         """Wraps a connected stream socket."""
@@ -387,9 +390,10 @@ class Outbox:
             failed: called once on the thread when a send fails; the thread then ends.
                 By default a failure is not reported, because `receive` of the same link
                 then raises LinkClosed.
-            at_once: whether the caller sends a message itself if no other waits and the
-                socket takes the message without waiting. This saves a switch to the
-                thread, but the other process may run before the caller continues.
+            at_once: whether `send` sends a message on the calling thread if no other
+                message waits and the socket takes the message without waiting. This
+                saves a switch to the sending thread, but the other process may run
+                before the caller continues.
         """
         self._link, self._failed, self._at_once = link, failed, at_once
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()

@@ -414,10 +414,10 @@ class JobSteps:
         return self._listed
 
     def newest(self) -> int | None:
-        """Returns the step saved last, else the newest restorable step.
+        """Returns the step saved last; before the first save, the newest known step.
 
-        Returns None if there is neither. Used by `should_save`. Does not wait for
-        copies or for other processes.
+        Returns None if memory and storage have no step. Does not wait for copies or for
+        other processes. Used by `should_save`.
         """
         if self._memory.saved is not None:
             return self._memory.saved
@@ -471,7 +471,9 @@ class JobSteps:
             self._memory.ask_storage(step, store=True)
 
     def _announce(self, record: Record, values: list[Any]) -> Record:
-        """Sends the layout at the first save, and checks the layout at later saves.
+        """Sends the tree's layout to the agent at the first save.
+
+        At later saves, checks that the layout is the same.
 
         Returns:
             The record, with the shardings.
@@ -500,7 +502,7 @@ class JobSteps:
     # ------------------------------------------------------------------ restore
 
     def restore(self, step: int | None, args: Any) -> Any:
-        """Restores a step from the agents' memory, or from storage if they lack it.
+        """Restores a step from the agents' memory, or else from storage.
 
         If the requested shardings need slices that a process did not save, the agents
         fetch these slices from peers.

@@ -128,9 +128,10 @@ Read = dict[tuple[int, int], bytes]
 
 @dataclass(kw_only=True)
 class Copy:
-    """One version of a pool's slices. A copy holds a reference to each of its buffers.
+    """The slices of a pool at one step: the buffers and digests of their chunks.
 
-    Copies share the buffers of equal chunks.
+    A copy holds a reference to each of its buffers. Copies of several steps share the
+    buffers of equal chunks.
     """
 
     buffers: np.ndarray

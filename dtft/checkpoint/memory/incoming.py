@@ -52,10 +52,11 @@ class Receiving:
         self.pool.ref_counts.retain(self.buffers)
 
     def reserve(self) -> bool:
-        """Takes a free buffer for every chunk that has no buffer yet.
+        """Takes a free buffer for every chunk of the push that has no buffer yet.
 
         Returns:
-            False if a chunk has no free buffer; then no buffer is taken.
+            Whether every chunk has a buffer now. If one of the chunks has no free
+            buffer, the result is False and no buffer is taken.
         """
         found = self.pool.acquire(np.flatnonzero(self.buffers == ABSENT))
         if found is None:
@@ -70,7 +71,10 @@ class Receiving:
 
     @property
     def root(self) -> str:
-        """One digest over the digests of all slices; equals `commit.push_root`."""
+        """Hex digest over the digests of all slices of the push.
+
+        It equals the result of `push_root` in `dtft.checkpoint.replication.commit`.
+        """
         pairs = zip(self.pool.chunks.slices, self.digests, strict=True)
         return digest_root((piece.key, told) for piece, told in pairs)
 
@@ -113,7 +117,7 @@ class Receiving:
         self.states[np.array(numbers, np.int64)] = _LACKING
 
     def release(self, *, unverified_only: bool) -> None:
-        """Releases the buffers; no connection may be writing.
+        """Releases the buffers of the push; no connection may be writing to them.
 
         Args:
             unverified_only: whether verified chunks keep their buffers.
@@ -153,7 +157,7 @@ class Hosting:
         return copy is not None and copy.digests == list(digests)
 
     def begin(self, step: int, source: int, digests: list[bytes]) -> Receiving | None:
-        """Admits one connection that carries a push.
+        """Admits one connection that carries a push: the slices of a slot at a step.
 
         If the connection is admitted, the caller must call `end` once.
 

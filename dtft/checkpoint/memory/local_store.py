@@ -36,7 +36,10 @@ MAX_BUFFERS = ABSENT - 1
 
 
 class Extent:
-    """Memory for one buffer of every leaf; the exporter opens it by `path`."""
+    """Memory for one buffer of every leaf of the state.
+
+    The exporter (the process that writes steps to storage) opens the memory by `path`.
+    """
 
     def __init__(self, nbytes: int) -> None:
         """Reserves `nbytes` bytes.
@@ -112,7 +115,7 @@ class LeafMemory:
 
     @property
     def paths(self) -> dict[int, str]:
-        """Maps each buffer number to the path of its extent, for the exporter."""
+        """Maps each buffer number to the path by which a process opens its extent."""
         return {buffer: extent.path for buffer, extent in self._extents.items()}
 
     def trim(self) -> bool:
@@ -172,7 +175,7 @@ class Version:
 class Versions:
     """The steps that one process keeps in memory. Not thread-safe.
 
-    These are the last `keep` committed steps, and the step of the largest number.
+    These are the last `keep` committed steps, and the step with the largest number.
     """
 
     def __init__(self, *, keep: int, chunk_bytes: int) -> None:

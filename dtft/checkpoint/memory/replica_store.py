@@ -41,7 +41,7 @@ class HeldCopies:
         return tuple(sorted({*self._own.copies, *self._hosting.copies}))
 
     def items(self, step: int) -> dict[str, Any]:
-        """Returns the items of `step` (data position and so on).
+        """Returns the JSON items of `step`: data position and so on.
 
         Raises:
             KeyError: this host has no copy of the step.
@@ -259,7 +259,7 @@ class ReplicaStore:
             return [self._own.pool.chunk(buffers, int(sent[n])) for n in numbers]
 
     def items(self, step: int) -> dict[str, Any]:
-        """Returns the items of `step` (data position and so on).
+        """Returns the JSON items of `step`: data position and so on.
 
         Raises:
             KeyError: this host has no copy of the step.
@@ -283,7 +283,7 @@ class ReplicaStore:
     def begin_receive(
         self, step: int, source: int, digests: list[bytes]
     ) -> Receiving | None:
-        """Admits a connection that carries a push.
+        """Admits one connection that carries a push: the slices of a slot at a step.
 
         If the connection is admitted, the caller must call `end_receive` once.
 

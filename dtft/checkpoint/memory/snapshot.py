@@ -105,7 +105,7 @@ def copied_out(
 def _give_way() -> None:
     """Lowers the priority of the calling thread below that of this host's agent.
 
-    The agent may be sending slices to a host that still fetches.
+    The agent may still be sending slices to other hosts, which wait for them.
     """
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
@@ -158,9 +158,9 @@ class CorruptCopy(RuntimeError):
 class SnapshotPlan:
     """A plan for copying the slices of a slot between devices and the arena.
 
-    The places of the slices are computed once per layout. `write` then only copies and
-    digests. A state of more than `RANGE_BYTES` is copied by several threads, because
-    memory is faster than one core.
+    The offsets of the slices are computed once per layout. `write` then only copies and
+    digests. A large state is copied by several threads (see `copying_threads`), because
+    one core cannot use the whole bandwidth of the memory.
     """
 
     def __init__(self, layout: Layout, slot: int, chunk_bytes: int) -> None:
