@@ -35,7 +35,7 @@ in `Inventory.hosts`, ascending."""
 
 @dataclass(frozen=True, kw_only=True)
 class HeldLeaves:
-    """Leaves with the same partition and, part by part, the same holders."""
+    """Leaves with the same partition and, for each part, the same holding hosts."""
 
     leaves: tuple[int, ...]
     """Positions in `layout.leaves`."""
@@ -227,7 +227,7 @@ def find_needs(
 
 
 class _Senders:
-    """Distinct sets of hosts; `add` returns the number of a set, new or known."""
+    """Numbers distinct sets of hosts; `add` returns a set's number, old or new."""
 
     def __init__(self) -> None:
         self.sets: list[np.ndarray] = []
@@ -549,7 +549,7 @@ def plan_restore(
         alive: hosts that can send; all hosts in `slots` count as alive.
         domains: host to its failure domain, "power/rack"; a host without an entry is
             near to no other host.
-        whole_bytes: largest piece of a slice, in bytes, that is never cut.
+        whole_bytes: size in bytes up to which a piece of a slice has a single sender.
 
     Returns:
         The plan, or the needed slices that no live host holds.

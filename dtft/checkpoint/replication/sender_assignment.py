@@ -89,9 +89,10 @@ def share_out(
 
 
 def _fill(base: np.ndarray, amount: int) -> np.ndarray:
-    """Fills columns of heights `base`, the lowest first, to a common level.
+    """Divides `amount` bytes over candidates, those with the lowest `base` first.
 
-    Returns [n] float64: how much of `amount` each column gets.
+    All candidates that get bytes end at the same sum of `base` and bytes, and no other
+    candidate has a `base` below this sum. Returns [n] float64: bytes of each candidate.
     """
     if len(base) == 1:
         return np.array([float(amount)])
@@ -246,9 +247,10 @@ def _groups(needs: Needs, domains: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _streams(needs: Needs) -> np.ndarray:
-    """Computes how many senders each need gets: `MAX_SOURCES` per target in all.
+    """Computes how many senders each need may have: `MAX_SOURCES` per target in all.
 
-    Returns [needs] float64, fractions included, proportional to the need's bytes.
+    The senders of a target are divided over its needs in proportion to their bytes.
+    Returns [needs] float64, with fractions.
     """
     of_target = np.bincount(needs.target, weights=needs.nbytes)[needs.target]
     return MAX_SOURCES * needs.nbytes / of_target
