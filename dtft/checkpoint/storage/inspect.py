@@ -178,9 +178,10 @@ def describe_step(
     """Describes a step without reading values.
 
     Returns:
-        The leaves, sorted by path; and a dict of the JSON items (of an experiment, the
-        values in its item `items`), with "metrics" and "custom_metadata" if the step
-        has any. For a step of stock Orbax the leaves have no fingerprints, and the dict
+        The leaves, sorted by path, and a dict from name to JSON value. The dict has the
+        step's JSON items, and "metrics" and "custom_metadata" if the step has any. For
+        a step of an experiment, the contents of item `items` stand in place of the
+        items. For a step of stock Orbax the leaves have no fingerprints, and the dict
         is empty.
 
     Raises:

@@ -84,8 +84,8 @@ class OpenedDirectory:
     def _check_still_wanted(self, generation: int) -> None:
         """Refuses to complete a step whose save failed or whose directory was replaced.
 
-        Orbax reports the first failure while its other threads still write. They may
-        end when the directory is available again, and must not complete the step then.
+        Orbax reports the first failure while its other threads still write. A thread
+        that ends after the directory is available again must not complete the step.
 
         Raises:
             StorageMoved: the save failed, or the directory was replaced.
