@@ -241,9 +241,9 @@ class StoredSteps:
             raise self._unreadable(step, ValueError(f"corrupt leaves: {listed(bad)}"))
 
     def stock(self, step: int, args: Any) -> Any:
-        """Restores a step that has no record.
+        """Restores a step that has no record, with a stock Orbax manager.
 
-        Uses a stock Orbax manager, and verifies no values.
+        `args` are Orbax's restore arguments. No values are verified.
         """
         with self.manager() as manager:
             return manager.restore(step, args=args)
@@ -251,7 +251,11 @@ class StoredSteps:
     def manager(
         self, *, read_only: bool = True, best_fn: Any = None
     ) -> ocp.CheckpointManager:
-        """Opens a stock Orbax manager of the directory, for reading or deleting."""
+        """Opens a stock Orbax manager of the directory.
+
+        The manager reads steps; with `read_only` False it can delete them, too.
+        `best_fn` is the option of `ocp.CheckpointManagerOptions`.
+        """
         options = ocp.CheckpointManagerOptions(
             read_only=read_only, create=False, save_interval_steps=0, best_fn=best_fn
         )
