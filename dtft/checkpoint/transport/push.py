@@ -87,12 +87,13 @@ class Trial:
         """Describes the result of the trial for the log.
 
         Pushes at full speed and spread pushes must have been measured. `rate` is the
-        rate of spread pushes, in bytes per second.
+        total rate of spread pushes, in bytes per second.
         """
-        how = f"spread, {rate / 1e6:.1f} MB/s" if self.spread else "at full speed"
+        how = f"at {rate / 1e6:.1f} MB/s in total" if self.spread else "at full speed"
         return (
-            f"pushes go on {how}: a step takes {median(self.full_s) * 1e3:.1f} ms at "
-            f"full speed, {median(self.spread_s) * 1e3:.1f} ms when they are spread"
+            f"the next pushes are sent {how}: a step takes "
+            f"{median(self.full_s) * 1e3:.1f} ms with pushes at full speed, "
+            f"{median(self.spread_s) * 1e3:.1f} ms with pushes spread over time"
         )
 
     def observed(self, step_s: float) -> "Trial":
