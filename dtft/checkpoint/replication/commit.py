@@ -264,7 +264,7 @@ class StepTracker:
     def _compare(self, source: int) -> None:
         """Compares the copies that peers have reported with the slices of a slot.
 
-        Does nothing until slot `source` has staged its slices.
+        Does nothing until the slot `source` has reported its slices with `staged`.
         """
         for push in self.placement.pushes_of(source) if source in self._staged else ():
             pair = push.source, push.target
@@ -301,7 +301,7 @@ class StepTracker:
 
     @property
     def missing(self) -> str:
-        """The missing snapshots and pushed copies, as text for messages.
+        """Names, for messages, the snapshots and pushed copies that are still missing.
 
         If none is missing, names up to 8 slices that more owners must copy.
         """

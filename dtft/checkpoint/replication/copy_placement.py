@@ -547,8 +547,8 @@ class Shares:
     def _copiers(self, owners: tuple[int, ...], begin: int) -> frozenset[int]:
         """Chooses the owners that copy a slice, cyclically from position `begin`.
 
-        Takes owners until there are `copies` of them in enough failure domains, or all
-        are taken.
+        Takes owners until there are at least `_copies` owners in at least `_wanted`
+        failure domains, or until all are taken.
         """
         chosen: list[int] = []
         domains: set[str] = set()

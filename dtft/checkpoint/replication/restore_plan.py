@@ -227,7 +227,7 @@ def find_needs(
 
 
 class _Senders:
-    """Numbers distinct sets of hosts; `add` returns a set's number, old or new."""
+    """Numbers distinct sets of hosts from 0; `add` returns the number of a set."""
 
     def __init__(self) -> None:
         self.sets: list[np.ndarray] = []
@@ -395,7 +395,7 @@ is cut between senders, each sends whole chunks, 4 MiB by default, so cuts of sm
 pieces would cost many extra bytes."""
 GRAINS = 64
 """Pieces of at most 1 / `GRAINS` of the mean bytes per sender are restored from one
-sender, too, because loads are nearly even without such cuts."""
+sender, too, because the loads of senders are nearly even without cutting them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -415,7 +415,7 @@ class SliceTransfer:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RestorePlan:
-    """A plan that gives each byte that a host needs one source: own memory or a peer.
+    """The source of each byte that a host needs: the host's own memory or one peer.
 
     The plan is stored as arrays; the regions of a host are computed on demand. Leaves
     without elements are not part of the plan. The methods raise ValueError for a host

@@ -20,7 +20,7 @@ SMALL = 16
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Demand:
-    """Bytes that any of several candidates can send."""
+    """Bytes that any of several hosts (candidates) can send."""
 
     nbytes: int
     candidates: np.ndarray
@@ -141,7 +141,7 @@ connections."""
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Needs:
-    """Cells that hosts lack, one row (need) for each host and cell.
+    """Cells that hosts lack and must fetch; one row (need) for each host and cell.
 
     A cell is an overlap of an old and a new slice. Hosts are numbered from 0.
     """
@@ -220,7 +220,9 @@ def route(needs: Needs, domains: np.ndarray) -> Routes:
 
 
 def _groups(needs: Needs, domains: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Groups needs that have the same senders at the same distances.
+    """Groups needs that have the same candidates at the same distances.
+
+    A candidate's distance depends on the failure domains of candidate and target.
 
     Returns:
         The group of each need, [needs] int64, and the first need of each group,
