@@ -67,7 +67,8 @@ def missing_from(step: Path) -> str:
 def _missing_file(item: Path, handler: str) -> str:
     """Names a missing or unreadable metadata file of an item; "" if there is none.
 
-    The file of a JSON item may have any name, because a user can configure it in Orbax.
+    Of a JSON item, any file is accepted, because its name can be configured in Orbax.
+    Items with other handlers than those for trees and JSON are not checked.
     """
     if handler == _JSON:
         files = {path.name for path in item.iterdir()}

@@ -154,7 +154,10 @@ class OpenedDirectory:
             self._try(lambda manager: manager.reload())
 
     def delete(self, step: int) -> None:
-        """Removes a step from the directory. After an error, drops the manager."""
+        """Removes a step from the directory.
+
+        After an error, the next use opens a new manager.
+        """
         self._try(lambda manager: manager.delete(step))
 
     def _try(self, act: Callable[[ocp.CheckpointManager], None]) -> None:

@@ -166,7 +166,7 @@ class Bucket:
 
 
 class PushPace:
-    """Chooses by a `Trial` whether a host's pushes are sent at full speed or spread."""
+    """Chooses by a `Trial` whether pushes run at full speed or are spread over time."""
 
     def __init__(self, nbytes: int, limit_s: float) -> None:
         """Starts the trial.
@@ -319,9 +319,10 @@ def _help(
     frames: deque[list[int]],
     deadline: float,
 ) -> None:
-    """Sends frames over another connection; ignores connection errors and KeyError.
+    """Sends frames over another connection; ends silently if the connection fails.
 
-    The chunks of a failed connection are sent by the next attempt of the push.
+    Also ends silently if chunks are no longer in memory (KeyError). The chunks of a
+    frame that could not be sent are sent by the next attempt of the push.
     """
     with contextlib.suppress(OSError, TimeoutError, KeyError):
         with connect(deadline) as channel:
