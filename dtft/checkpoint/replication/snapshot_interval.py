@@ -286,12 +286,17 @@ def affordable(costs: Costs, budget: float, maximum: int) -> int:
 def next_interval(current: int, seen: Experience, allowed: Automatic) -> int:
     """Computes the next interval from the measurements.
 
-    During the first `WARM_WINDOWS` windows the interval does not change. While the
-    costs are unknown, and after `PROBE_EVERY` steps without a quiet step, the interval
-    is raised to `PROBE_STEPS`, but not above `Automatic.maximum`, to measure quiet
-    steps; a longer interval stays as it is. Otherwise a longer interval is chosen if
-    the current one costs more than the budget. A shorter interval is chosen if it costs
-    at most `AIM` times the budget and is at most `WORTHWHILE` times the current one.
+    The rules apply in this order; intervals are in steps:
+
+    * Before `WARM_WINDOWS` windows are measured, returns `current`.
+    * While the costs are unknown, or after `PROBE_EVERY` steps without a quiet step,
+      raises a shorter interval to `PROBE_STEPS` (at most `allowed.maximum`), so that
+      quiet steps can be measured. Keeps a longer interval.
+    * Computes the wanted interval: the shortest that costs at most `AIM` times the
+      budget, or `allowed.maximum` if there is none. If `current` costs more than the
+      budget, returns the wanted interval, but at least `current`.
+    * Otherwise returns the wanted interval if it is at most `WORTHWHILE` times
+      `current`, else `current`.
     """
     maximum, costs = allowed.maximum, seen.costs
     if len(seen.windows) < WARM_WINDOWS:

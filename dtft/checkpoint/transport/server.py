@@ -275,7 +275,7 @@ class TransportServer:
                 continue
             except OSError as error:
                 if not self._closed.wait(0.1):  # too many open files, perhaps
-                    logger.warning("%s accepts no connection: %s", self.address, error)
+                    logger.warning("%s cannot accept a peer: %s", self.address, error)
                 continue
             try:
                 self._admit(connection, format_address(*address[:2]))
