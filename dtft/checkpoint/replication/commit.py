@@ -63,7 +63,8 @@ def adding_up(root: str, claims: Claims) -> dict[str, bytes] | None:
 def _most(claims: Claims, without: str) -> dict[str, bytes]:
     """Chooses the digest that most hosts report for each slice; returns key to digest.
 
-    Reports of the host `without` are not counted; "" counts the reports of all hosts.
+    The reports of the host `without` are not counted; "" counts those of all hosts. A
+    slice with a single reported digest gets this digest, whichever host reports it.
     """
     return {
         key: max(told, key=lambda value: sum(host != without for host in told[value]))
