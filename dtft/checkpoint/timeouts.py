@@ -53,16 +53,15 @@ class Timeouts:
     """Limit of one export (the write of a step to storage), in seconds. A late export
     is given up, and training continues."""
     drain: float = 20.0
-    """Limit in seconds from a signal to an agent until another host has taken its slot.
-    Later, the agent ends, and its host is lost to the job."""
+    """Limit in seconds from a signal to an agent until another host has taken the slot
+    of the agent's host. At the limit the agent ends, and the job loses its host."""
     heartbeat: float = 10.0
     """Heartbeat timeout of the JAX coordination service that several trainers share, in
-    seconds; on CPU each has its own.
-    """
+    seconds. Not used on CPU, where each trainer has a service of its own."""
     stop: float = 10.0
-    """Limit in seconds from Ctrl-C to the end of every process. Later, every process
-    that still runs is killed. If memory then holds a step that storage lacks, an export
-    takes up to 10 s more."""
+    """Limit in seconds from Ctrl-C to the end of every process. At the limit, every
+    process that still runs is killed. If memory then holds a newer step than storage,
+    exporting that step takes up to 10 s more."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -1,4 +1,4 @@
-"""Commits: when a step is committed, which commit can be restored, and its health.
+"""Commits: decides when a step is committed and which commit can be restored.
 
 All decisions use only the reports of hosts. `StepTracker` decides whether every slice
 of a step has enough copies with equal digests. `locate` finds the hosts with copies of
@@ -22,22 +22,24 @@ MAX_SUSPECTS = 16
 
 
 def adding_up(root: str, claims: Claims) -> dict[str, bytes] | None:
-    """Chooses one reported digest per slice, so that together they match `root`.
+    """Chooses one reported digest per slice, so that the root digest of all is `root`.
 
-    A slice is disputed if hosts report different digests for it. First tries the
-    digests that most hosts report. If their root digest differs, the choice is repeated
-    without the reports of one host, in turn for each host that reports a disputed slice
-    (at most `MAX_SUSPECTS`). So one wrong host is found even with two copies per slice,
-    which have no majority. A flipped bit causes no dispute, because hosts report the
-    digests that they recorded when the bytes were written. A dispute arises if a host
-    keeps the bytes of another step under the commit's step.
+    First tries, for each slice, the digest that most hosts report. If the root digest
+    of this choice is not `root`, repeats the choice without the reports of one host. It
+    does so in turn for each host with a slice whose reported digests differ, but for at
+    most `MAX_SUSPECTS` hosts. So one wrong host is found even with two copies per
+    slice, where there is no majority.
+
+    Reported digests differ if a host keeps the bytes of another step under the commit's
+    step. A flipped bit does not change them, because hosts report the digests that they
+    recorded when the bytes were written.
 
     Args:
-        root: the commit's digest over the digests of all slices.
+        root: the commit's root digest over the digests of all slices.
         claims: reported digests of every slice.
 
     Returns:
-        Slice key to digest; None if no tried choice matches the root.
+        Slice key to digest; None if no tried choice has the root digest `root`.
 
     >>> right, wrong = {"u": b"1", "v": b"2"}, {"u": b"1", "v": b"3"}
     >>> told = {"u": {b"1": ["a", "b"]}, "v": {b"3": ["a"], b"2": ["b"]}}
@@ -59,10 +61,10 @@ def adding_up(root: str, claims: Claims) -> dict[str, bytes] | None:
 
 
 def _most(claims: Claims, without: str) -> dict[str, bytes]:
-    """Chooses the digest that most hosts report for each slice, without one host.
+    """Chooses the digest that most hosts report for each slice; returns key to digest.
 
-    The reports of the host `without` count only for a slice of which all hosts report
-    the same digest.
+    The reports of the host `without` are not counted; "" counts those of all hosts. A
+    slice with a single reported digest gets this digest, whichever host reports it.
     """
     return {
         key: max(told, key=lambda value: sum(host != without for host in told[value]))
@@ -94,7 +96,11 @@ Share = Literal["full", "divided"]
 
 @dataclass(frozen=True, kw_only=True)
 class Commit:
-    """The record that all copies of a step exist, so that the step can be restored."""
+    """The record that all copies of a step exist, so that the step can be restored.
+
+    `generation` is the number of the assignment of hosts to slots at the commit, and
+    `attempt` is the number of the formation within this generation.
+    """
 
     step: int
     generation: int
@@ -259,7 +265,7 @@ class StepTracker:
     def _compare(self, source: int) -> None:
         """Compares the copies that peers have reported with the slices of a slot.
 
-        Does nothing until slot `source` has staged its slices.
+        Does nothing until the slot `source` has reported its slices with `staged`.
         """
         for push in self.placement.pushes_of(source) if source in self._staged else ():
             pair = push.source, push.target
@@ -271,8 +277,8 @@ class StepTracker:
     def complete(self) -> bool:
         """Whether the step can be committed.
 
-        That is: every slot has staged, every push has a verified copy equal to the
-        staged slices, and enough owners have copied every slice.
+        True if every slot has reported its own slices (`staged`), every push has a
+        verified copy equal to these slices, and enough owners have copied every slice.
         """
         everyone = len(self._staged) == self.layout.mesh.num_slots
         # Evaluated at every report: the check whose cost grows with hosts is last. If
@@ -281,10 +287,10 @@ class StepTracker:
         return everyone and all_right and not (self._skips and self._short())
 
     def _short(self) -> list[str]:
-        """Keys of the slices that too few of their owners have copied to host memory.
+        """Returns the keys of slices that too few owners have copied to host memory.
 
-        The needed number is `effective_copies` minus the number of slots to which the
-        slice is pushed. If the slice has fewer owners, all of them are needed.
+        A slice needs `effective_copies` copies, minus the number of slots to which it
+        is pushed. If it has fewer owners than that, all owners must copy it.
         """
         owners, wanted = self.layout.owners, self.placement.effective_copies
         return [
@@ -296,7 +302,7 @@ class StepTracker:
 
     @property
     def missing(self) -> str:
-        """The missing snapshots and pushed copies, as text for messages.
+        """Names, for messages, the snapshots and pushed copies that are still missing.
 
         If none is missing, names up to 8 slices that more owners must copy.
         """

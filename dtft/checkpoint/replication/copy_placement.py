@@ -124,9 +124,9 @@ class CopyPlacement:
         return {piece: slots + targets[piece] for piece, slots in owners}
 
     def hosted(self, target: int) -> tuple[Slice, ...]:
-        """Returns the slices that other slots push to a slot.
+        """Returns the slices that other slots push to slot `target`.
 
-        They are sorted by source, then in the order of `Push.slices`.
+        The slices are sorted by source slot, then in the order of `Push.slices`.
         """
         routes = [route for route in self._routes if route[1] == target]
         return tuple(piece for route in routes for piece in self._push(*route).slices)
@@ -218,10 +218,16 @@ def _place_alike(
 
 
 def _take_turns(sizes: Sequence[int], loads: list[int]) -> list[int]:
-    """Assigns each size in bytes to the turn with the fewest bytes so far.
+    """Assigns each leaf to the turn that has the fewest bytes so far.
 
-    Adds the sizes to `loads`, the bytes of each turn. A turn selects the sending owner
-    in `_place_alike`.
+    A turn is the argument of `_place_alike` that selects the owner that sends.
+
+    Args:
+        sizes: bytes of one part of each leaf.
+        loads: bytes of each turn so far; the sizes are added to it.
+
+    Returns:
+        The turn of each leaf.
     """
     heap = [(load, turn) for turn, load in enumerate(loads)]
     heapq.heapify(heap)
@@ -264,9 +270,10 @@ def _choose(
     domains: Sequence[str],
     wanted: int,
 ) -> tuple[int, ...]:
-    """Takes candidates in failure domains without a copy, in order.
+    """Returns the first candidates that are in failure domains without a copy.
 
-    Stops when the owners and the taken slots are in `wanted` domains.
+    Takes at most one candidate per failure domain, until the owners and the taken slots
+    together are in `wanted` domains.
     """
     used = {domains[slot] for slot in owners}
     chosen: list[int] = []
@@ -279,13 +286,12 @@ def _choose(
 
 
 class _Neighbours:
-    """For each slot, the order in which other slots are tried as targets of its copies.
+    """For each slot, the order in which slots are tried as targets of its copies.
 
-    The slots of the same group or ring are tried first, then all slots.
-
-    With groups, the loss of several hosts is less likely to take all copies of a slice
-    than with one ring. The ring is formed by the slots that do not fill a group and the
-    last whole group.
+    Slots form groups of `group_size`. The slots that do not fill a group form a ring
+    with the last whole group. Slots of the same group or ring are tried first, then all
+    slots. With groups, the loss of several hosts is less likely to take all copies of a
+    slice than with one ring of all slots.
     """
 
     def __init__(self, domains: Sequence[str], group_size: int) -> None:
@@ -404,17 +410,17 @@ def choose_spares(
     """Assigns spares to empty slots so that copies stay in different domains.
 
     Fills one slot after the other. A spare's count is the number of the slot's groups
-    that have too few domains and lack the spare's domain. The slot gets the spare with
-    the highest count, of these the one with the most bytes of the slot, of these the
-    first.
+    that have fewer than `wanted` domains and lack the spare's domain. The slot gets the
+    spare with the highest count. Among spares with equal counts it gets the one with
+    the most prefetched bytes of the slot, and among equal ones the first.
 
     Args:
         groups: the groups of the placement; empty if no copies are placed yet.
         seats: the failure domain of each slot's host; None for an empty slot.
         spares: the failure domain of each spare, in order of preference.
         wanted: number of domains in which every slice should have a copy.
-        prefetched: for each spare, slot to the bytes that the spare has of it; empty if
-            no spare has any.
+        prefetched: for each spare, a mapping from slot to the number of bytes of the
+            slot's slices that the spare already holds; empty if no spare holds any.
 
     Returns:
         For each slot, the position of its spare in `spares`; None if the slot has a
@@ -501,10 +507,10 @@ class Shares:
         self._begins = _begins(layout)
 
     def of(self, slot: int, turn: int) -> np.ndarray:
-        """Returns whether a slot copies each of its slices at a snapshot.
+        """Returns which of its slices a slot copies at snapshot number `turn`.
 
-        The result is [slices] bool. `turn` is the number of the snapshot. All owners
-        copy a slice without bytes.
+        The result is [slices] bool, in the order of the slot's slices. A slice without
+        bytes is copied by all its owners.
         """
         slices, turns = self.layout.slices(slot), self._turns(slot)
         return np.array(
@@ -519,10 +525,10 @@ class Shares:
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 (lives as long as the host's layout)
     def _turns(self, slot: int) -> tuple[tuple[tuple[int, ...], int], ...]:
-        """Returns each slice's owners in the order of copying, and an offset.
+        """Returns, for each slice of a slot, its owners in the order of copying.
 
-        The slices are those of the slot. The offset, modulo the number of owners, is
-        the position of the first owner that copies at turn (snapshot) 0.
+        With the owners returns an offset. The offset modulo the number of owners is the
+        position of the first owner that copies the slice at snapshot 0.
         """
         found = {}
         for spec, leaves in leaves_by_spec(self.layout).items():
@@ -541,8 +547,8 @@ class Shares:
     def _copiers(self, owners: tuple[int, ...], begin: int) -> frozenset[int]:
         """Chooses the owners that copy a slice, cyclically from position `begin`.
 
-        Takes owners until there are `copies` of them in enough failure domains, or all
-        are taken.
+        Takes owners until there are at least `_copies` owners in at least `_wanted`
+        failure domains, or until all are taken.
         """
         chosen: list[int] = []
         domains: set[str] = set()

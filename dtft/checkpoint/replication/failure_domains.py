@@ -82,7 +82,7 @@ def parse_domain_label(text: str) -> dict[str, str]:
 
 
 def parse_domain_file(text: str) -> FailureDomains:
-    """Parses the text of a file that has a host, blanks and the host's label per line.
+    """Parses a file's text: one host per line, with blanks before the host's label.
 
     `#` begins a comment.
 

@@ -1,7 +1,9 @@
 """Probability that the state survives the simultaneous loss of several hosts.
 
-The state is divided over N hosts with m copies of every slice, placed in groups of m
-and a ring for the remainder (`copy_placement`). The module computes the exact
+The state is divided over N hosts, with m copies of every slice. Hosts form groups of m,
+and the hosts of a group have copies of each other's slices. If N is not a multiple of
+m, the remaining hosts and the last whole group form a ring, on which each host's slice
+is copied to the next m - 1 hosts (see `copy_placement`). The module computes the exact
 probability and GEMINI's lower bound, and simulates losses on the placements of
 `place_copies`.
 """
@@ -21,9 +23,9 @@ def survival(num_hosts: int, copies: int, losses: int) -> float:
     """Computes the exact probability that k losses leave a copy of every slice.
 
     All sets of k hosts are equally likely. The state survives the loss of a set that
-    contains no whole group and no m neighbours on the ring. Such sets are counted by
-    inclusion-exclusion, separately for groups and ring, and summed over the number of
-    losses on the ring.
+    contains no whole group and no m neighbours on the ring. The sets that the state
+    survives are counted by inclusion-exclusion, separately for groups and ring, and
+    summed over the number of losses on the ring.
 
     >>> survival(16, 2, 1), round(survival(16, 2, 2), 3)
     (1.0, 0.933)
@@ -92,7 +94,7 @@ def simulate(
         Fraction of the trials in which the state survives.
 
     Raises:
-        ValueError: as `survival`, or `domains` has not one entry per host.
+        ValueError: as `survival`, or `domains` does not have one entry per host.
     """
     _check(num_hosts, copies, losses)
     holders = _holders(num_hosts, copies, domains)
@@ -109,6 +111,8 @@ def odds_table(
     num_hosts: int, copies: int, *, max_losses: int = 8, trials: int = TRIALS
 ) -> str:
     """Formats the table of `dtft checkpoint odds`: a line per number of lost hosts.
+
+    Each line has the results of `survival`, `simulate` and `gemini_bound`.
 
     Args:
         num_hosts: N, the number of hosts.
@@ -155,7 +159,7 @@ def _check(num_hosts: int, copies: int, losses: int) -> None:
 
 
 def _shape(num_hosts: int, copies: int) -> tuple[int, int, int]:
-    """Divides hosts as `place_copies` does if each host is its own domain.
+    """Divides hosts into groups and a ring, as `place_copies` does without `domains`.
 
     Returns:
         The number of groups, the number of hosts on the ring that takes the remainder
@@ -184,7 +188,7 @@ def _ring_sets(ring: int, size: int, lost: int) -> int:
 
     After each remaining host comes a run of lost hosts, which may be empty and is
     shorter than `size`. The number of ways to choose the lengths of the runs, times the
-    `ring` rotations, has each set once per remaining host, so it is divided by the
+    `ring` rotations, counts each set once per remaining host, so it is divided by the
     number of remaining hosts.
     """
     left = ring - lost

@@ -35,7 +35,7 @@ in `Inventory.hosts`, ascending."""
 
 @dataclass(frozen=True, kw_only=True)
 class HeldLeaves:
-    """Leaves with the same partition and, part by part, the same holders."""
+    """Leaves with the same partition and, for each part, the same holding hosts."""
 
     leaves: tuple[int, ...]
     """Positions in `layout.leaves`."""
@@ -227,7 +227,7 @@ def find_needs(
 
 
 class _Senders:
-    """Distinct sets of hosts; `add` returns the number of a set, new or known."""
+    """Numbers distinct sets of hosts from 0; `add` returns the number of a set."""
 
     def __init__(self) -> None:
         self.sets: list[np.ndarray] = []
@@ -395,7 +395,7 @@ is cut between senders, each sends whole chunks, 4 MiB by default, so cuts of sm
 pieces would cost many extra bytes."""
 GRAINS = 64
 """Pieces of at most 1 / `GRAINS` of the mean bytes per sender are restored from one
-sender, too, because loads are nearly even without such cuts."""
+sender, too, because the loads of senders are nearly even without cutting them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -415,7 +415,7 @@ class SliceTransfer:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RestorePlan:
-    """A plan that gives each byte that a host needs one source: own memory or a peer.
+    """The source of each byte that a host needs: the host's own memory or one peer.
 
     The plan is stored as arrays; the regions of a host are computed on demand. Leaves
     without elements are not part of the plan. The methods raise ValueError for a host
@@ -549,7 +549,7 @@ def plan_restore(
         alive: hosts that can send; all hosts in `slots` count as alive.
         domains: host to its failure domain, "power/rack"; a host without an entry is
             near to no other host.
-        whole_bytes: largest piece of a slice, in bytes, that is never cut.
+        whole_bytes: size in bytes up to which a piece of a slice has a single sender.
 
     Returns:
         The plan, or the needed slices that no live host holds.

@@ -20,7 +20,7 @@ SMALL = 16
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Demand:
-    """Bytes that any of several candidates can send."""
+    """Bytes that any of several hosts (candidates) can send."""
 
     nbytes: int
     candidates: np.ndarray
@@ -89,9 +89,10 @@ def share_out(
 
 
 def _fill(base: np.ndarray, amount: int) -> np.ndarray:
-    """Fills columns of heights `base`, the lowest first, to a common level.
+    """Divides `amount` bytes over candidates, those with the lowest `base` first.
 
-    Returns [n] float64: how much of `amount` each column gets.
+    All candidates that get bytes end at the same sum of `base` and bytes, and no other
+    candidate has a `base` below this sum. Returns [n] float64: bytes of each candidate.
     """
     if len(base) == 1:
         return np.array([float(amount)])
@@ -140,7 +141,7 @@ connections."""
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Needs:
-    """Cells that hosts lack, one row (need) for each host and cell.
+    """Cells that hosts lack and must fetch; one row (need) for each host and cell.
 
     A cell is an overlap of an old and a new slice. Hosts are numbered from 0.
     """
@@ -219,7 +220,9 @@ def route(needs: Needs, domains: np.ndarray) -> Routes:
 
 
 def _groups(needs: Needs, domains: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Groups needs that have the same senders at the same distances.
+    """Groups needs that have the same candidates at the same distances.
+
+    A candidate's distance depends on the failure domains of candidate and target.
 
     Returns:
         The group of each need, [needs] int64, and the first need of each group,
@@ -246,9 +249,10 @@ def _groups(needs: Needs, domains: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _streams(needs: Needs) -> np.ndarray:
-    """Computes how many senders each need gets: `MAX_SOURCES` per target in all.
+    """Computes how many senders each need may have: `MAX_SOURCES` per target in all.
 
-    Returns [needs] float64, fractions included, proportional to the need's bytes.
+    The senders of a target are divided over its needs in proportion to their bytes.
+    Returns [needs] float64, with fractions.
     """
     of_target = np.bincount(needs.target, weights=needs.nbytes)[needs.target]
     return MAX_SOURCES * needs.nbytes / of_target

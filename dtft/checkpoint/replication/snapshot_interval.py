@@ -44,7 +44,7 @@ class Cadence:
 
     @classmethod
     def every(cls, interval: int) -> "Cadence":
-        """Makes a cadence with a fixed interval."""
+        """Makes a cadence with a snapshot at every multiple of `interval`."""
         return cls(interval=interval, period=interval)
 
     def is_boundary(self, step: int) -> bool:
@@ -85,8 +85,9 @@ class SnapshotSchedule:
         return cls(changes=((-1, cadence),))
 
     def changed(self, interval: int, *, after: int) -> "SnapshotSchedule":
-        """Returns the schedule with another interval after step `after`, a boundary.
+        """Returns a schedule that has the given interval after step `after`.
 
+        `after` must be a boundary; the interval is clamped to the cadence's period.
         Returns this schedule if `interval` is already its newest interval, or if its
         last change is at or after step `after`.
         """
@@ -111,7 +112,7 @@ class SnapshotSchedule:
         return self._in_force(step).following(step)
 
     def interval(self, *, after: int) -> int:
-        """Returns the interval in force after a step."""
+        """Returns the interval, in steps, that is in force after step `after`."""
         return self._in_force(after).interval
 
     def _in_force(self, after: int) -> Cadence:
@@ -255,8 +256,8 @@ def _at_most(values: Sequence[float]) -> float:
 def inflation(interval: int, costs: Costs, maximum: int) -> float:
     """Computes the wall time that snapshots add, as a fraction of the steps' wall time.
 
-    The steps' wall time is that without snapshots. The snapshots counted are those of a
-    `Cadence` with this interval and period `maximum`.
+    The steps' wall time does not include snapshots. Snapshots are taken as in a
+    `Cadence` with interval `interval` and period `maximum`.
 
     >>> costs = Costs(step_s=0.5, snapshot_s=0.25)
     >>> inflation(1, costs, maximum=64), inflation(16, costs, maximum=64)
@@ -285,12 +286,17 @@ def affordable(costs: Costs, budget: float, maximum: int) -> int:
 def next_interval(current: int, seen: Experience, allowed: Automatic) -> int:
     """Computes the next interval from the measurements.
 
-    During the first `WARM_WINDOWS` windows the interval does not change. While the
-    costs are unknown, and after `PROBE_EVERY` steps without a quiet step, the interval
-    is raised to `PROBE_STEPS`, but not above `Automatic.maximum`, to measure quiet
-    steps; a longer interval stays as it is. Otherwise a longer interval is chosen if
-    the current one costs more than the budget. A shorter interval is chosen if it costs
-    at most `AIM` times the budget and is at most `WORTHWHILE` times the current one.
+    The rules apply in this order; intervals are in steps:
+
+    * Before `WARM_WINDOWS` windows are measured, returns `current`.
+    * While the costs are unknown, or after `PROBE_EVERY` steps without a quiet step,
+      raises a shorter interval to `PROBE_STEPS` (at most `allowed.maximum`), so that
+      quiet steps can be measured. Keeps a longer interval.
+    * Computes the wanted interval: the shortest that costs at most `AIM` times the
+      budget, or `allowed.maximum` if there is none. If `current` costs more than the
+      budget, returns the wanted interval, but at least `current`.
+    * Otherwise returns the wanted interval if it is at most `WORTHWHILE` times
+      `current`, else `current`.
     """
     maximum, costs = allowed.maximum, seen.costs
     if len(seen.windows) < WARM_WINDOWS:

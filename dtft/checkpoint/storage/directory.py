@@ -205,7 +205,7 @@ class StorageTier:
         return self._stored.steps()
 
     def latest_step(self) -> int | None:
-        """Returns the newest complete step, or None."""
+        """Returns the newest complete step; None if the directory has none."""
         return max(self.all_steps(), default=None)
 
     def close(self) -> None:
@@ -317,7 +317,7 @@ def _fingerprints(record: Record, values: Iterable[Any]) -> dict[str, str]:
 def shown_paths(record: Record) -> list[str]:
     """Returns the path of each leaf for display, in the record's order.
 
-    The paths of an experiment's leaves are those in its state.
+    For a step of an experiment, the paths are relative to its item `state`, unescaped.
     """
     paths = [leaf.path for leaf in record.leaves]
     return list(map(state_path, paths)) if is_experiment(record) else paths

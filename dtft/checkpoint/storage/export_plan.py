@@ -24,8 +24,9 @@ class ExportWorld:
 def export_world(layout: Layout) -> ExportWorld:
     """Computes the sub-mesh that owns every slice, without redundant replicas.
 
-    Of every axis that divides no leaf, the sub-mesh has index 0 only. So a position in
-    the sub-mesh owns the slices of the same position in the full mesh.
+    The sub-mesh has only index 0 of each axis that divides no leaf; it has all indices
+    of the other axes. So a position in the sub-mesh owns the same slices as this
+    position in the full mesh.
 
     >>> from dtft.checkpoint.state.slices import Leaf
     >>> mesh = MeshLayout(

@@ -2,10 +2,10 @@
 
 ``python -m dtft.checkpoint.storage.exporter`` reads a JSON object per line on stdin and
 answers with a JSON object per line on stdout. It saves one step at a time, each with a
-time limit. The exporters of a job form a JAX world of their own on CPU; a manager of
-one process has one exporter. An exporter maps the memory of the slices read-only and
-checks the slices' digests, so that bytes corrupted in memory do not get valid
-fingerprints.
+time limit. The exporters of a job form a JAX world of their own on CPU. A checkpoint
+manager without other processes has a single exporter. An exporter maps the memory of
+the slices read-only and checks the slices' digests, so that bytes corrupted in memory
+do not get valid fingerprints.
 """
 
 import contextlib
@@ -206,7 +206,7 @@ HEARTBEAT_S = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Opening:
-    """Fields of the first message, "open"."""
+    """Fields of "open", the first message that an exporter receives."""
 
     directory: str
     """Storage directory."""
@@ -243,7 +243,7 @@ class Exporter:
     """Writer that reads one slot's slices from memory and writes them to storage."""
 
     def __init__(self, opening: Opening) -> None:
-        """Joins the export world.
+        """Checks the arguments and joins the JAX world of all exporters.
 
         Raises:
             ValueError: `opening` does not fit the layout.
@@ -278,11 +278,13 @@ class Exporter:
 
         Args:
             step: the step.
-            memory: path of the file that has all of this slot's own slices; or, for
-                each of these slices, the path of the file that has the slice.
-            buffers: the buffer number of each chunk in its file, a byte each, in hex.
-            digests: digests of each of the slot's slices in the layout's order, in hex.
-            items: JSON values of the state that is not an array.
+            memory: one path, of the file that has all slices of this slot; or one path
+                per slice, of the file that has the slice.
+            buffers: for each chunk, the number of its buffer in its file; one byte per
+                chunk, as hex.
+            digests: for each of the slot's slices in the layout's order, the digests of
+                its chunks, as hex.
+            items: JSON values of the parts of the state that are not arrays.
             delete: steps to delete from a shared directory once the step is complete.
 
         Returns:
@@ -418,7 +420,10 @@ def _check(opening: Opening, world: ExportWorld, needed: int) -> None:
 
 
 def _join(opening: Opening) -> None:
-    """Joins the export world on CPU; must run before JAX initializes its backends."""
+    """Joins the JAX world of all exporters, on CPU.
+
+    Must run before JAX initializes its backends. A single exporter only sets options.
+    """
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", opening.devices)
     jax.config.update("jax_enable_x64", True)  # keeps 64-bit leaves

@@ -222,8 +222,10 @@ class ExporterProcess:
 
 
 def _how_it_ended(process: "subprocess.Popen[str]") -> str:
-    """Waits for the end of a process that has closed its stdout; kills it if it does
-    not end."""
+    """Waits for the end of a process that has closed its stdout; describes the end.
+
+    Kills the process if it has not ended within `END_S`.
+    """
     try:
         return f"exporter ended with code {process.wait(END_S)}"
     except subprocess.TimeoutExpired:

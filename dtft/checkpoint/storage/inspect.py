@@ -67,7 +67,8 @@ def missing_from(step: Path) -> str:
 def _missing_file(item: Path, handler: str) -> str:
     """Names a missing or unreadable metadata file of an item; "" if there is none.
 
-    The file of a JSON item may have any name, because a user can configure it in Orbax.
+    Of a JSON item, any file is accepted, because its name can be configured in Orbax.
+    Items with other handlers than those for trees and JSON are not checked.
     """
     if handler == _JSON:
         files = {path.name for path in item.iterdir()}
@@ -178,9 +179,10 @@ def describe_step(
     """Describes a step without reading values.
 
     Returns:
-        The leaves, sorted by path; and a dict of the JSON items (of an experiment, the
-        values in its item `items`), with "metrics" and "custom_metadata" if the step
-        has any. For a step of stock Orbax the leaves have no fingerprints, and the dict
+        The leaves, sorted by path, and a dict from name to JSON value. The dict has the
+        step's JSON items, and "metrics" and "custom_metadata" if the step has any. For
+        a step of an experiment, the contents of item `items` stand in place of the
+        items. For a step of stock Orbax the leaves have no fingerprints, and the dict
         is empty.
 
     Raises:

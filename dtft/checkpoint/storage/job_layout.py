@@ -160,6 +160,9 @@ def _text_on(layout: Layout, path: str) -> str:
 def layout_difference(before: Layout, now: Layout) -> str:
     """Describes the first difference between two layouts, for messages.
 
+    If the meshes and leaves are equal, says that the tree's containers or the kinds of
+    its leaves differ.
+
     >>> mesh = MeshLayout(axis_names=("x",), axis_sizes=(1,), slots=(0,))
     >>> one, other = (Layout(mesh=mesh, leaves=(Leaf(
     ...     path="w", shape=(n,), dtype="int8"),)) for n in (1, 2))

@@ -84,8 +84,8 @@ class OpenedDirectory:
     def _check_still_wanted(self, generation: int) -> None:
         """Refuses to complete a step whose save failed or whose directory was replaced.
 
-        Orbax reports the first failure while its other threads still write. They may
-        end when the directory is available again, and must not complete the step then.
+        Orbax reports the first failure while its other threads still write. A thread
+        that ends after the directory is available again must not complete the step.
 
         Raises:
             StorageMoved: the save failed, or the directory was replaced.
@@ -154,7 +154,10 @@ class OpenedDirectory:
             self._try(lambda manager: manager.reload())
 
     def delete(self, step: int) -> None:
-        """Removes a step from the directory. After an error, drops the manager."""
+        """Removes a step from the directory.
+
+        After an error, the next use opens a new manager.
+        """
         self._try(lambda manager: manager.delete(step))
 
     def _try(self, act: Callable[[ocp.CheckpointManager], None]) -> None:

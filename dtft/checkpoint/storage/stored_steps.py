@@ -50,7 +50,10 @@ fingerprints. The only other item is `state`, with the arrays by path."""
 
 
 def former_items(value: Any) -> Any:
-    """Returns the caller's items in a JSON item of the former format; else None."""
+    """Returns the caller's items from `value`, a step's JSON item `items`.
+
+    Returns None if `value` is not in the former format, described at `_ENTRIES`.
+    """
     is_former = isinstance(value, dict) and _ENTRIES <= value.keys()
     return value["items"] if is_former else None
 
@@ -58,8 +61,8 @@ def former_items(value: Any) -> Any:
 def former_record(step: epath.Path, value: Any) -> tuple[Record, dict[str, str]] | None:
     """Makes the record and fingerprints of a step in the former format.
 
-    Every leaf is an array. Empty arrays are leaves of the record, but are not in its
-    tree structure, as they are not in Orbax's.
+    Every leaf is an array. Empty arrays are leaves of the record, but the record's tree
+    structure lacks them, because it is read from Orbax, which did not store them.
 
     Args:
         step: the step's directory.
@@ -164,9 +167,10 @@ class StoredSteps:
             wanted: item name to the targets of its leaves, or to None for a JSON item.
 
         Returns:
-            Values by leaf number, and JSON values by item name. A value is a jax array
-            (of a PRNG key, its key data) or a numpy array. Leaves of items that are not
-            in `wanted` have None, unless they are empty arrays.
+            A list of the leaves' values, in the record's order, and a dict from item
+            name to JSON value. A leaf's value is a jax array (the key data of a PRNG
+            key) or a numpy array. It is None if the leaf's item is not in `wanted`,
+            unless the leaf is an empty array.
 
         Raises:
             CheckpointUnreadable: the step cannot be read, or is corrupt.
@@ -205,7 +209,10 @@ class StoredSteps:
         }
 
     def _right(self, step: int, record: Record, name: str, value: Any) -> Any:
-        """Returns the JSON item `value` if it equals that of the record.
+        """Returns the JSON item `name` after comparing its digest with the record's.
+
+        `value` is the item as Orbax read it. For a step in the former format, the
+        caller's items are taken from it.
 
         Raises:
             CheckpointUnreadable: the item differs from the item in the record.
@@ -234,9 +241,9 @@ class StoredSteps:
             raise self._unreadable(step, ValueError(f"corrupt leaves: {listed(bad)}"))
 
     def stock(self, step: int, args: Any) -> Any:
-        """Restores a step that has no record.
+        """Restores a step that has no record, with a stock Orbax manager.
 
-        Uses a stock Orbax manager, and verifies no values.
+        `args` are Orbax's restore arguments. No values are verified.
         """
         with self.manager() as manager:
             return manager.restore(step, args=args)
@@ -244,7 +251,11 @@ class StoredSteps:
     def manager(
         self, *, read_only: bool = True, best_fn: Any = None
     ) -> ocp.CheckpointManager:
-        """Opens a stock Orbax manager of the directory, for reading or deleting."""
+        """Opens a stock Orbax manager of the directory.
+
+        The manager reads steps; with `read_only` False it can delete them, too.
+        `best_fn` is the option of `ocp.CheckpointManagerOptions`.
+        """
         options = ocp.CheckpointManagerOptions(
             read_only=read_only, create=False, save_interval_steps=0, best_fn=best_fn
         )
@@ -297,8 +308,9 @@ def _json(item: epath.Path) -> Any:
 def _abstract(leaf: LeafRecord, number: int, wanted: RestoreTarget | None) -> Any:
     """Makes the target that Orbax's restore needs for a leaf.
 
-    A number or a numpy array if such a value was saved, else a struct with the wanted
-    sharding. None for an empty leaf, which Orbax does not store.
+    Returns a Python number or a numpy array if the saved leaf was one, otherwise a
+    `jax.ShapeDtypeStruct` with the wanted sharding. Returns None for an empty leaf,
+    which Orbax does not store.
     """
     assert wanted is not None
     dtype = np.dtype(leaf.dtype)
@@ -314,7 +326,9 @@ def _abstract(leaf: LeafRecord, number: int, wanted: RestoreTarget | None) -> An
 
 
 def _plain(leaf: LeafRecord, value: Any) -> Any:
-    """Returns a restored leaf as the array whose fingerprint is checked.
+    """Converts a restored leaf to the array whose fingerprint is checked.
+
+    The result is the key data of a PRNG key, and a numpy array for a number.
 
     Raises:
         ValueError: jax has narrowed a 64-bit leaf.

@@ -88,7 +88,7 @@ class SocketStream:
             raise WouldBlock(select.POLLIN) from None
 
     def poll(self, event: int, timeout_s: float) -> bool:
-        """Waits for `event` or an error of the socket.
+        """Waits for `event` (POLLIN or POLLOUT) or an error of the socket.
 
         Returns False if neither has occurred after `timeout_s` seconds.
         """
@@ -111,7 +111,7 @@ class TlsStream(SocketStream):
     """A TCP connection under TLS 1.3.
 
     TLS only encrypts. The handshake in the module `server` proves that the peer knows
-    the job's secret. Its proofs depend on the server's certificate, so a self-signed
+    the job's secret. The proofs depend on the server's certificate, so a self-signed
     certificate suffices.
     """
 
@@ -120,7 +120,11 @@ class TlsStream(SocketStream):
     def __init__(
         self, connection: socket.socket, silence_ms: int, tls: Tls, *, server: bool
     ) -> None:
-        """Takes over a connected socket; `greet` must be called before any transfer."""
+        """Takes over a connected socket; `greet` must be called before any transfer.
+
+        `server` is whether this host accepted the connection; then `tls` must have a
+        certificate and a key.
+        """
         super().__init__(connection, silence_ms)
         self._tls, self._server, self._lock = tls, server, threading.Lock()
         self._ended = False
@@ -156,7 +160,7 @@ class TlsStream(SocketStream):
         self.binding = hashlib.sha256(certificate).digest()
 
     def end(self) -> None:
-        """As `SocketStream.end`."""
+        """As `SocketStream.end`; may also be called while `greet` runs."""
         self._ended = True
         super().end()
 

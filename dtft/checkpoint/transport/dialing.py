@@ -188,5 +188,5 @@ def unreachable(host: str) -> str | None:
     if address.is_unspecified:
         return "it stands for all addresses"
     if address.version == 6 and address.is_link_local:
-        return "a link-local address counts on one network card only"
+        return "a link-local address is valid on one network link only"
     return None

@@ -327,7 +327,7 @@ def _pump(
         def sink(_: dict[str, Any], size: int) -> list[memoryview]:
             if size != _nbytes(flying[0]):
                 raise protocol.WireError(
-                    f"an answer has {size} bytes, asked were others"
+                    f"an answer has {size} bytes, not as many as requested"
                 )
             return range_memory(flying[0], work.wanted)
 
@@ -348,7 +348,8 @@ def _read(
 
     `offer` is what the peer's `Nixl.lend` yielded. After each read the peer answers an
     empty request, which shows that it still lends the memory. Adds the size of each
-    range to `gained[0]`.
+    range to `gained[0]`, wrong chunks included. `flying` has the range that is being
+    read.
     """
     assert work.nixl is not None
     own = [view for one in work.wanted for view in one.memory.views]
@@ -472,6 +473,8 @@ def _cut_out(slices: Sequence[Parts], parts: object) -> list[memoryview]:
         inside = 0 <= index < len(slices) and 0 <= start <= stop <= slices[index].nbytes
         size += stop - start
         if not inside or size > MAX_ANSWER:
-            raise protocol.WireError(f"a request's part {part} is not to be had here")
+            raise protocol.WireError(
+                f"a request's part {part} is outside of its slice, or is too large"
+            )
         found += slices[index].cut(start, stop)
     return found

@@ -1,4 +1,4 @@
-"""The wire protocol as pure values: frames, their seals, and the handshake.
+"""The wire protocol, without I/O: frames, their seals, and the handshake.
 
 The handshake proves that both sides know the job's secret and derives the keys of the
 seals. A seal authenticates a frame's header and its position in the order of frames.
@@ -31,7 +31,7 @@ limits bound the memory that so few bytes can take. Also the least result of
 
 
 def max_items(max_bytes: int) -> int:
-    """Computes how many values a packed form of at most `max_bytes` bytes may have.
+    """Computes how many values a header of at most `max_bytes` packed bytes may have.
 
     >>> max_items(1 << 20)
     65536
@@ -101,10 +101,12 @@ def count(data: bytes | bytearray, limit: int) -> int:
 
 
 def _kind(code: int) -> tuple[int, int, int]:
-    """Returns how a msgpack value continues after its first byte, `code`.
+    """Describes the msgpack values whose first byte is `code`.
 
-    The result is (size of its length field, size that `code` itself tells, values per
-    element). Values per element: 1 in lists, 2 in maps, 0 for values counted in bytes.
+    Returns:
+        The size in bytes of the length field that follows `code`; the size that `code`
+        itself gives, in values for a list or map, otherwise in bytes; and the number of
+        values per element: 1 for a list, 2 for a map, 0 for any other value.
     """
     if 0x80 <= code <= 0x8F:
         return 0, 2 * (code & 15), 2

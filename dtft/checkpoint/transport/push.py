@@ -87,12 +87,13 @@ class Trial:
         """Describes the result of the trial for the log.
 
         Pushes at full speed and spread pushes must have been measured. `rate` is the
-        rate of spread pushes, in bytes per second.
+        total rate of spread pushes, in bytes per second.
         """
-        how = f"spread, {rate / 1e6:.1f} MB/s" if self.spread else "at full speed"
+        how = f"at {rate / 1e6:.1f} MB/s in total" if self.spread else "at full speed"
         return (
-            f"pushes go on {how}: a step takes {median(self.full_s) * 1e3:.1f} ms at "
-            f"full speed, {median(self.spread_s) * 1e3:.1f} ms when they are spread"
+            f"the next pushes are sent {how}: a step takes "
+            f"{median(self.full_s) * 1e3:.1f} ms with pushes at full speed, "
+            f"{median(self.spread_s) * 1e3:.1f} ms with pushes spread over time"
         )
 
     def observed(self, step_s: float) -> "Trial":
@@ -165,7 +166,7 @@ class Bucket:
 
 
 class PushPace:
-    """Chooses by a `Trial` whether a host's pushes are sent at full speed or spread."""
+    """Chooses by a `Trial` whether pushes run at full speed or are spread over time."""
 
     def __init__(self, nbytes: int, limit_s: float) -> None:
         """Starts the trial.
@@ -318,9 +319,10 @@ def _help(
     frames: deque[list[int]],
     deadline: float,
 ) -> None:
-    """Sends frames over another connection; ignores connection errors and KeyError.
+    """Sends frames over another connection; ends silently if the connection fails.
 
-    The chunks of a failed connection are sent by the next attempt of the push.
+    Also ends silently if chunks are no longer in memory (KeyError). The chunks of a
+    frame that could not be sent are sent by the next attempt of the push.
     """
     with contextlib.suppress(OSError, TimeoutError, KeyError):
         with connect(deadline) as channel:

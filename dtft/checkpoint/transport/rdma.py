@@ -285,7 +285,8 @@ class _OneThread:
         Waits for at most `CALL_S` seconds, and not at all while an earlier call hangs.
 
         Returns:
-            Whether the function has succeeded by then. If not, a warning is logged.
+            True if the function has succeeded within that time. Otherwise a warning is
+            logged.
         """
         hung = self._hangs
         future = self._begin(partial(function, *arguments))

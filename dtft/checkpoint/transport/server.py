@@ -36,7 +36,10 @@ from dtft.checkpoint.transport.protocol import Credentials
 def open_channel(
     connection: socket.socket, address: str, credentials: Credentials, *, server: bool
 ) -> Channel:
-    """Makes a channel over a connected socket; the handshake must still run."""
+    """Makes a channel over a connected socket; the handshake must still run.
+
+    `server` is whether this host accepted the connection.
+    """
     if credentials.tls is None:
         return Channel(SocketStream(connection, SILENCE_MS), address)
     stream = TlsStream(connection, SILENCE_MS, credentials.tls, server=server)
@@ -272,7 +275,7 @@ class TransportServer:
                 continue
             except OSError as error:
                 if not self._closed.wait(0.1):  # too many open files, perhaps
-                    logger.warning("%s accepts no connection: %s", self.address, error)
+                    logger.warning("%s cannot accept a peer: %s", self.address, error)
                 continue
             try:
                 self._admit(connection, format_address(*address[:2]))
