@@ -135,11 +135,10 @@ def preferred(
 ) -> tuple[HostRecord | None, ...]:
     """Fills empty slots with spares, so that copies stay in separate domains.
 
-    Of spares that serve the copies equally, the one with the most bytes of the slot is
-    taken.
-
-    The spares are taken in order if the previous assignment or the layout is unknown,
-    or has another number of slots than `seats`.
+    If several spares separate the copies equally well, the spare that has prefetched
+    the most bytes of the slot is taken, and of equal spares the first. The copies are
+    not considered if the previous assignment or the layout is unknown, or has another
+    number of slots than `seats`.
 
     Args:
         previous: the previous assignment; None if there is none.
@@ -192,8 +191,8 @@ def shortfall(
         domains: the failure domains of all hosts.
 
     Returns:
-        The smallest such number of all slices, at most `spread.copies`; and a warning
-        if the number is below `spread.copies`, else "".
+        The smallest number over all slices, at most `spread.copies`; and a warning if
+        this number is below `spread.copies`, else "".
     """
     level = spread.level
     if level == "host" and domains.levels:

@@ -27,7 +27,7 @@ error."""
 
 
 class Lane(Protocol):
-    """Work of one kind, done in order on another thread than the loop's."""
+    """A queue of work, which runs in order on a thread other than the loop's."""
 
     def submit(self, work: Work, then: Then) -> None:
         """Calls `work` after all work submitted before; then calls `then` on the loop

@@ -95,7 +95,10 @@ class LeaderLink:
         self._connect()
 
     def _leave(self, term: int, leader: HostRecord) -> None:
-        """Ends the link to a former leader; first sends it the new leader's record."""
+        """Ends the link, if any, to a former leader; first sends it the new leader.
+
+        `term` and `leader` are those of the new leader.
+        """
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.post(moved(term, leader))
@@ -340,7 +343,10 @@ class FollowerLinks:
             self._on_report(link.record.host, message)
 
     def _described(self, link: _Follower, message: Message) -> None:
-        """Takes over a host's changed record."""
+        """Replaces a connected host's record by the record in its message.
+
+        Ignores an invalid record, and a record of another host.
+        """
         try:
             record = HostRecord.from_json(message["record"])
         except (KeyError, TypeError, ValueError):

@@ -236,9 +236,16 @@ def _fill_with_spares(seating: Seating) -> Filled:
 def _bytes_by_slot(
     prefetched: Mapping[int, int], num_slots: int, group_slots: int
 ) -> dict[int, int]:
-    """Maps every slot with the slices of a prefetched slot to the prefetched bytes.
+    """Maps each slot to the prefetched bytes that a host in this slot could use.
 
-    Slots at the same position in their replica groups have the same slices.
+    Slots at the same position in their replica groups have the same slices, so bytes
+    that were prefetched for one of these slots count for all of them. Slots without
+    prefetched bytes are left out.
+
+    Args:
+        prefetched: slot to the bytes that were prefetched for it.
+        num_slots: number of slots of the job.
+        group_slots: number of slots of a replica group.
 
     >>> _bytes_by_slot({1: 9}, num_slots=4, group_slots=2)
     {1: 9, 3: 9}
@@ -306,7 +313,7 @@ class SeatPolicy:
     Otherwise the job starts when every process has attached."""
     ends_by_itself: bool
     """Whether the job ends when all trainers have finished, or after an error that
-    would repeat. Otherwise the error is sent to the trainers, and the job waits for new
+    would repeat. If False, the error is sent to the trainers, and the job waits for new
     trainers."""
     reads_copies: bool
     """Whether hosts read and verify their copies in every attempt to form the job."""
