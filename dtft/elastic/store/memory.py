@@ -240,8 +240,8 @@ class MemoryStore:
     def _since(self, prefix: str, position: int) -> tuple[Events, int]:
         """Returns the events from revision `position` on, and the next position.
 
-        Returns a `Resync` in place of the events if some were dropped, and no events
-        while the store is unavailable.
+        If some of these events were dropped from the history, returns a `Resync` in
+        their place. Returns no events while the store is unavailable.
         """
         if self._down:
             return [], position

@@ -93,6 +93,11 @@ def next_step(
 ) -> tuple[Outage, Step]:
     """Decides the next action; returns the updated outage and the action.
 
+    The action is "kill" if etcd runs but has been silent for too long. If etcd has
+    ended and the pause before a start is over, the action is "start", or "start_empty"
+    (without the data) if starts on the same data have failed too often or for too long.
+    Otherwise the action is "wait".
+
     >>> dead = ProbedEtcd(now=5.0, running=False, ready=False, silent_s=0.0)
     >>> outage, step = next_step(Outage(), dead, SupervisionLimits())
     >>> step, outage.begun
@@ -117,7 +122,11 @@ def next_step(
 
 
 def started(outage: Outage, now: float, limits: SupervisionLimits) -> Outage:
-    """Returns the outage after a start, which counts as failed until etcd serves."""
+    """Returns the outage after a start of etcd at the time `now`.
+
+    The start counts as failed until etcd serves. Also sets the earliest time of the
+    next start.
+    """
     lately = [at for at in outage.starts if at > now - limits.steady_s]
     pause = limits.pauses_s[min(outage.failed + 1, len(limits.pauses_s) - 1)]
     return replace(
@@ -129,7 +138,11 @@ def started(outage: Outage, now: float, limits: SupervisionLimits) -> Outage:
 
 
 def obstructed(outage: Outage, now: float, limits: SupervisionLimits) -> Outage:
-    """Returns the outage after a start that a full disk or taken port prevented."""
+    """Returns the outage after a start that a full disk or taken port prevented.
+
+    The next start is due after the longest pause. Failed starts are counted anew,
+    because the data did not cause this failure.
+    """
     pause = limits.pauses_s[-1]
     return replace(outage, due=now + pause, counting_from=now + pause, failed=0)
 
