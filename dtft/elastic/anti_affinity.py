@@ -146,7 +146,8 @@ def preferred(
         seats: the host of each slot; None for an empty slot.
         spares: spare hosts in order of preference.
         domains: failure domains of all hosts.
-        prefetched: host to slot to the bytes that the host has fetched ahead.
+        prefetched: host to slot to the bytes of this slot's slices that the host has
+            prefetched.
 
     Returns:
         The host of each slot; None for an empty slot for which no spare is left.

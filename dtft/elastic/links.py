@@ -216,7 +216,7 @@ class LeaderLink:
 
 
 def _who(leader: HostRecord) -> tuple[str, str, str]:
-    """Identifies a link's peer: host name, agent process and address."""
+    """Returns what identifies a link's peer: host name, agent process and address."""
     return leader.host, process_of(leader.incarnation), leader.address
 
 
@@ -302,7 +302,7 @@ class FollowerLinks:
             logger.warning("%s sent an invalid hello", channel.address)
             return None
         if named != (record.host, record.incarnation):
-            logger.warning("%s sent a contradictory hello", channel.address)
+            logger.warning("%s: its hello does not match its record", channel.address)
             return None
         known = self._links.get(record.host)
         if known is not None and known.record.replaces(record):

@@ -326,8 +326,8 @@ class LocalCluster:
     def salvage(self, limit_s: float) -> int:
         """Writes the newest step in the hosts' memory to storage; returns the step.
 
-        First stops the trainers (SIGSTOP), so that no later step replaces this one;
-        does not let them go on afterwards. Needs neither leader nor store.
+        First stops the trainers (SIGSTOP), so that no later step replaces this one.
+        The trainers stay stopped. Needs neither leader nor store.
 
         Args:
             limit_s: deadline in seconds.

@@ -138,11 +138,11 @@ class Admission:
 def fill_by_process(
     hosts: Collection[HostRecord], num_slots: int
 ) -> tuple[HostRecord | None, ...]:
-    """Fills each slot with the host to which the process of that index is attached.
+    """Gives slot i to the host to which the user's process with index i is attached.
 
-    If two hosts have a process of one index, the later attached process counts; the
-    other is left over from an earlier start of the job. A slot without a process is
-    None.
+    If two processes with the same index are attached, the process that attached later
+    counts: the earlier one is left over from an earlier start of the job. The result is
+    None for a slot without a process.
 
     >>> def host(name, process, ns):
     ...     return HostRecord(host=name, address="", incarnation="", joined_ns=0,
@@ -194,7 +194,7 @@ ExitReport = tuple[str, dict[str, Any]] | None
 
 @dataclass(frozen=True, kw_only=True)
 class Seating:
-    """The inputs for filling slots."""
+    """The inputs of `SeatPolicy.fill`, which chooses the host of each slot."""
 
     usable: Sequence[HostRecord]
     """Hosts that may be given a slot."""

@@ -190,11 +190,12 @@ class Agent:
         self._loop.stop()
 
     def depart(self) -> None:
-        """Makes `run` return once another host has taken this host's slot.
+        """Makes `run` return once the job can do without this host.
 
-        Makes `run` return soon if this host has no slot and does not lead, if no host
-        can take the slot, after `timeouts.drain` seconds, and at a second call. Safe in
-        a signal handler.
+        The job can do so once another host has taken this host's slot and a step is
+        committed. `run` returns soon if this host has no slot and does not lead, or if
+        no other host can take the slot. It returns in any case after `timeouts.drain`
+        seconds, and soon after a second call. Safe in a signal handler.
         """
         self._departs += 1
         needed = self._follower.has_slot or self._leadership.leader is not None
@@ -313,7 +314,7 @@ class Agent:
 
     def _store_changed(self, up: bool) -> None:
         self._store_up = up
-        logger.warning("store is %s", "back" if up else "away")
+        logger.warning("the store %s", "answers again" if up else "does not answer")
 
     # ------------------------------------------------------------ who leads
 
@@ -659,7 +660,7 @@ def campaign_delay_s(
 
 
 def unlisted(view: View, seen: Mapping[str, HostRecord]) -> list[HostRecord]:
-    """Returns the records of agents that have a slot, but have left the store's list.
+    """Returns the records of agents with a slot that the store does not list any more.
 
     These agents have ended, or are cut off from the store.
 

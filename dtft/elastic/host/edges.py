@@ -116,7 +116,7 @@ class Edges:
 
 
 class NoService:
-    """Replaces the coordination service of a job whose processes start their own."""
+    """Replaces `CoordinationService` if the job's processes start their own service."""
 
     def start(
         self,
@@ -140,7 +140,7 @@ class NoService:
 def local_edges(
     config: AgentConfig, store: Store, trainers: Trainers | None = None
 ) -> Edges:
-    """Makes the edges of an agent on this machine.
+    """Makes the real `Edges` of an agent on this machine.
 
     Args:
         config: the agent's settings.

@@ -786,12 +786,14 @@ class Follower:
         has gone. `fault` says what is wrong with the message.
         """
         logger.error("the trainer sent an invalid message: %s", fault)
-        self._trainers.let_go(f"it sent a message that is none: {fault}")
+        self._trainers.let_go(f"it sent an invalid message: {fault}")
         self._tell_exit(0 if self._seats.attached else 1, self._ballot)
 
     def _pass_up(self, op: str, task: SlotTask, message: Message) -> None:
-        """Passes a trainer's message to the leader; writes to the progress board that
-        this host no longer recovers."""
+        """Passes a trainer's message to the leader; ends this host's recovery.
+
+        The end of the recovery is written to the progress board.
+        """
         self._board.set("recovering", 0)
         self._tell(op, slot=task.slot, **message)
 

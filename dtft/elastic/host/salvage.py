@@ -125,7 +125,7 @@ class Holding:
 
 @dataclass(frozen=True, kw_only=True)
 class SalvagedStep:
-    """A step that can be written, and the host to fetch each slice from."""
+    """A complete step in the hosts' memory, and the host to fetch each slice from."""
 
     step: int
     layout: Layout
@@ -193,7 +193,7 @@ def _complete(
     }
     items = next((it.items[step] for it in having if it.items.get(step)), None)
     if items is None:
-        return "no host has what belongs to it beside arrays"
+        return "no host has its items (values that are not arrays)"
     chunk_bytes = having[0].chunk_bytes
     return SalvagedStep(
         step=step,

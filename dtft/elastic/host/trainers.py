@@ -404,8 +404,10 @@ class Trainers:
         return trainer
 
     def start(self, message: Mapping[str, Any]) -> None:
-        """Takes the waiting trainer into a formation, or starts a new trainer.
+        """Gives a new formation its trainer.
 
+        This is the member, if it is the process with this index of the formation's
+        world; else the waiting trainer; else a new process. Another member is killed.
         If the user starts trainers and none waits, a "trainer_exit" event is emitted.
 
         Args:
@@ -484,7 +486,7 @@ class Trainers:
     def leave(self, number: int, world: int) -> bool:
         """Orders the formation's trainer to give up its slot and to keep its process.
 
-        A "left_slot" event follows, unless `let_go` is called before.
+        A "left_slot" event follows once the trainer has given up its slot or has ended.
 
         Args:
             number: identifies the order.
@@ -617,7 +619,8 @@ class Trainers:
 
         Args:
             reason: the reason, which is sent to a user's process.
-            waiting: whether the waiting trainer and the member are ended too.
+            waiting: whether the waiting trainer, the member and a trainer that is
+                giving up its slot are ended too.
 
         Returns:
             The exit code of a formation's trainer that has ended already, if `exited`

@@ -317,8 +317,9 @@ class Supervisor:
                     return
                 self._prober.emptied()
                 self._tell(
-                    f"the store (etcd) does not come up on its data ({words}): {aside} "
-                    "has them now, and it starts empty. The agents record the job anew"
+                    f"the store (etcd) does not start on its data ({words}): the data "
+                    f"is moved to {aside}, and etcd starts empty. The agents write the "
+                    "job's records again"
                 )
             if self._etcd.restart():
                 self._outage = started(self._outage, seen.now, self._limits)
@@ -336,7 +337,7 @@ class Supervisor:
         if lost := self._prober.lost_revisions():
             self._say(
                 f"the store (etcd) has lost writes: revision {lost[1]} after "
-                f"{lost[0]}. The agents' own records count"
+                f"{lost[0]}. The agents write their own records again"
             )
 
     def _tell(self, text: str) -> None:

@@ -60,8 +60,8 @@ class Copies:
         Args:
             layout: the layout of the formation.
             slot: this host's slot.
-            domains: per slot the failure domain by which copies are placed; empty if
-                every slot is its own domain.
+            domains: the failure domain of each slot, by which copies are placed; empty
+                if every slot is its own domain.
             keep: the step to restore. Other holders with copies of this step drop later
                 steps and stay until `committed` is called; all other holders are
                 closed. None: every other holder is closed.

@@ -57,7 +57,7 @@ class PrefetchedSlices:
     """Slices that were fetched and verified ahead of a restore. Thread-safe."""
 
     def __init__(self) -> None:
-        """Holds nothing."""
+        """Starts without slices."""
         self._held: dict[str, _Held] = {}
         self._lock = threading.Lock()
         self._slot = 0
@@ -196,7 +196,7 @@ class Prefetcher:
             except (OSError, TimeoutError, FetchError, MemoryError) as error:
                 # The host may be gone, or a slice has changed: the leader, or the next
                 # answer, says how to go on.
-                logger.debug("slot %d is not fetched ahead: %s", source.slot, error)
+                logger.debug("slot %d is not prefetched: %s", source.slot, error)
 
     def _fetch(
         self,
@@ -249,7 +249,7 @@ class Prefetcher:
                 for key, rows in memory.items():
                     self._slices.put(source.slot, key, same[key], rows)
         if left:
-            text = "fetched %d bytes of slot %d ahead, which no step changes"
+            text = "prefetched %d bytes of slot %d, which training does not change"
             logger.info(text, nbytes, source.slot)
         return bool(left)
 

@@ -38,7 +38,7 @@ def cut_out(slices: Sequence[Parts], spans: object) -> list[Parts]:
     """
     found = list(spans) if isinstance(spans, list | tuple) else []
     if len(found) != len(slices):
-        raise WireError("a fetch has not one span for each key")
+        raise WireError("a fetch does not have one span for each key")
     parts = []
     for one, span in zip(slices, found, strict=True):
         pair = list(span) if isinstance(span, list | tuple) else []

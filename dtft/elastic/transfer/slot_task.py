@@ -82,7 +82,7 @@ class SlotTask:
     def staged(
         self, step: int, interval: int, window: Mapping[str, Any] | None
     ) -> None:
-        """Counts a staged step, adapts the pace, and sends the step to the peers.
+        """Counts a staged step, adapts the rate limit, and sends the step to the peers.
 
         Args:
             step: the staged step.
