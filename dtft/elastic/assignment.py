@@ -44,8 +44,8 @@ class HostRecord:
     process: int = -1
     """Index of the user's process that is attached to the agent; -1 for none."""
     attached_ns: int = 0
-    """Wall-clock time in nanoseconds at which the process attached; 0 for none. It
-    identifies the process."""
+    """Wall-clock time in nanoseconds at which the process attached, which identifies
+    the process; 0 for none."""
     leaving: bool = False
     """Whether the host is to leave the job as soon as the job can do without it."""
 
@@ -97,8 +97,8 @@ class SlotAssignment:
     """None for the first formation of a job. 0 if the trainers of the remaining hosts
     keep their processes and the state is in memory. Otherwise where the recovery found
     the state: 1 in each host's own memory, 2 also in peers' memory, 3 in storage or the
-    initial state. With divided copying (`AgentConfig.share`) it is 1 if every slot's
-    host has copies."""
+    initial state. With divided copying (`AgentConfig.share`) the rung is 1 if every
+    slot's host has copies."""
     reason: str
     """The reason for the formation, for messages."""
     spread: Spread = field(default_factory=Spread)
@@ -110,7 +110,7 @@ class SlotAssignment:
     """The world of JAX processes: number, size, and the number of this formation in it
     (`leader.world_plan.WorldPlan`)."""
     places: tuple[int, ...] = ()
-    """The place in the world of each slot's process; () if an older version wrote the
+    """The index in the world of each slot's process; () if an older version wrote the
     assignment."""
     service: tuple[str, str] = ("", "")
     """Host and address (host:port) of the world's coordination service; empty if each
@@ -237,7 +237,7 @@ class SizeLimits:
     """Fewest replicas with which the job continues when it has lost hosts and has no
     spare for them. 0: the job waits for a host instead."""
     global_batch: int = 0
-    """Number of rows of the batch of one step. It must be divisible by the number of
+    """Number of rows of the batch of one step, which must be divisible by the number of
     replicas times `ReplicaGroups.parts`. 0: the batch does not limit the number of
     replicas."""
     batch_axes: tuple[str, ...] = (REPLICA_AXIS,)

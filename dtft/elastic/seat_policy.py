@@ -318,8 +318,8 @@ class SeatPolicy:
     reads_copies: bool
     """Whether hosts read and verify their copies in every attempt to form the job."""
     has_coordination_service: bool
-    """Whether trainers on accelerators get a coordination service of JAX from an agent,
-    for each formation."""
+    """Whether an agent runs JAX's coordination service for the trainers of a world,
+    unless each trainer has its own service (`AgentConfig.is_served_by_one`)."""
     reports: Mapping[str, Mapping[str, Check]]
     """Maps the op of each report that a host may send to the checks of the report's
     fields."""

@@ -1,10 +1,10 @@
 """Salvage: writes the newest step in hosts' memory to storage, without the leader.
 
-It is for a local cluster that is ended by force, and needs neither store nor trainers.
-The process that started the hosts queries each host's copies, chooses a step (`choose`,
-pure) and fetches the step's slices; one exporter process writes the step. Hosts answer
-on threads of their port, so salvage also works while an agent's event loop hangs, and
-between two formations.
+Salvage is for a local cluster that is ended by force; it needs neither store nor
+trainers. The process that started the hosts queries each host's copies, chooses a step
+(`choose`, pure) and fetches the step's slices; one exporter process writes the step.
+Hosts answer on threads of their port, so salvage also works while an agent's event loop
+hangs, and between two formations.
 
 A recorded commit can be chosen if the digests of the hosts' copies give its root digest
 (one digest over all slices). A step that was not recorded, because the store did not

@@ -187,7 +187,7 @@ class Prober:
             )
 
     def forgive(self) -> None:
-        """Resets the silent time to zero."""
+        """Resets to zero the seconds for which etcd has been silent."""
         with self._lock:
             self._silent_s = 0.0
 

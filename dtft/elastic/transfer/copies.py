@@ -1,9 +1,9 @@
 """The copies that this host keeps for the job, over all its formations.
 
 A formation whose layout, slot and failure domains equal those of an arena reuses this
-arena, so copies outlive the trainers. Any other formation gets a new arena.
-Former arenas with copies of the restored step stay until the new formation has
-committed a step, because they may hold the only copies of the last commit.
+arena, so copies outlive the trainers. Any other formation gets a new arena. Former
+arenas with copies of the restored step stay until the new formation has committed a
+step, because they may hold the only copies of the last commit.
 """
 
 import logging

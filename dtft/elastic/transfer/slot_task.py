@@ -1,7 +1,7 @@
 """The leader's order for one host's slot, and the pushers of the slot's copies.
 
-The pushers, their pace and the host's turn in copying belong to one formation and end
-with the formation.
+The pushers, their shared rate limit and the host's turn in copying belong to one
+formation and end with the formation.
 """
 
 from collections.abc import Collection, Mapping
