@@ -36,7 +36,9 @@ def proof_of(secret: bytes, job: str) -> str:
 
 
 def refuse_taken_name(store: Store, config: AgentConfig) -> None:
-    """Waits until no host of this name is registered, for at most a lease and 1 s.
+    """Waits until no host is registered under this host's name.
+
+    Waits at most for one lease and 1 s.
 
     Raises:
         StoreUnavailable: the store does not answer.

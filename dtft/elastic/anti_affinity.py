@@ -135,11 +135,10 @@ def preferred(
 ) -> tuple[HostRecord | None, ...]:
     """Fills empty slots with spares, so that copies stay in separate domains.
 
-    Of spares that serve the copies equally, the one with the most bytes of the slot is
-    taken.
-
-    The spares are taken in order if the previous assignment or the layout is unknown,
-    or has another number of slots than `seats`.
+    If several spares separate the copies equally well, the spare that has prefetched
+    the most bytes of the slot is taken, and of equal spares the first. The copies are
+    not considered if the previous assignment or the layout is unknown, or has another
+    number of slots than `seats`.
 
     Args:
         previous: the previous assignment; None if there is none.
@@ -147,7 +146,8 @@ def preferred(
         seats: the host of each slot; None for an empty slot.
         spares: spare hosts in order of preference.
         domains: failure domains of all hosts.
-        prefetched: host to slot to the bytes that the host has fetched ahead.
+        prefetched: host to slot to the bytes of this slot's slices that the host has
+            prefetched.
 
     Returns:
         The host of each slot; None for an empty slot for which no spare is left.
@@ -192,8 +192,8 @@ def shortfall(
         domains: the failure domains of all hosts.
 
     Returns:
-        The smallest such number of all slices, at most `spread.copies`; and a warning
-        if the number is below `spread.copies`, else "".
+        The smallest number over all slices, at most `spread.copies`; and a warning if
+        this number is below `spread.copies`, else "".
     """
     level = spread.level
     if level == "host" and domains.levels:

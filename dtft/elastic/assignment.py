@@ -25,7 +25,7 @@ Source = Literal["memory", "storage", "init"]
 
 @dataclass(frozen=True, kw_only=True)
 class HostRecord:
-    """A host's registration record."""
+    """The record under which a host is registered in the store."""
 
     host: str
     """Name, unique in the job."""
@@ -44,8 +44,8 @@ class HostRecord:
     process: int = -1
     """Index of the user's process that is attached to the agent; -1 for none."""
     attached_ns: int = 0
-    """Wall-clock time in nanoseconds at which the process attached; 0 for none. It
-    identifies the process."""
+    """Wall-clock time in nanoseconds at which the process attached, which identifies
+    the process; 0 for none."""
     leaving: bool = False
     """Whether the host is to leave the job as soon as the job can do without it."""
 
@@ -97,8 +97,8 @@ class SlotAssignment:
     """None for the first formation of a job. 0 if the trainers of the remaining hosts
     keep their processes and the state is in memory. Otherwise where the recovery found
     the state: 1 in each host's own memory, 2 also in peers' memory, 3 in storage or the
-    initial state. With divided copying (`AgentConfig.share`) it is 1 if every slot's
-    host has copies."""
+    initial state. With divided copying (`AgentConfig.share`) the rung is 1 if every
+    slot's host has copies."""
     reason: str
     """The reason for the formation, for messages."""
     spread: Spread = field(default_factory=Spread)
@@ -110,7 +110,7 @@ class SlotAssignment:
     """The world of JAX processes: number, size, and the number of this formation in it
     (`leader.world_plan.WorldPlan`)."""
     places: tuple[int, ...] = ()
-    """The place in the world of each slot's process; () if an older version wrote the
+    """The index in the world of each slot's process; () if an older version wrote the
     assignment."""
     service: tuple[str, str] = ("", "")
     """Host and address (host:port) of the world's coordination service; empty if each
@@ -118,7 +118,7 @@ class SlotAssignment:
 
     @functools.cached_property
     def slot_of(self) -> dict[str, int]:
-        """Host to its slot."""
+        """Maps the host of each slot to the slot's number."""
         return {host: slot for slot, host in enumerate(self.slots)}
 
     @property
@@ -231,13 +231,13 @@ consecutive numbers."""
 
 @dataclass(frozen=True, kw_only=True)
 class SizeLimits:
-    """Limits of a job's size."""
+    """Limits of a job's number of replicas: a minimum, and the rows to divide."""
 
     min_replicas: int = 0
     """Fewest replicas with which the job continues when it has lost hosts and has no
     spare for them. 0: the job waits for a host instead."""
     global_batch: int = 0
-    """Number of rows of the batch of one step. It must be divisible by the number of
+    """Number of rows of the batch of one step, which must be divisible by the number of
     replicas times `ReplicaGroups.parts`. 0: the batch does not limit the number of
     replicas."""
     batch_axes: tuple[str, ...] = (REPLICA_AXIS,)
@@ -249,7 +249,7 @@ class SizeLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class WantedSize:
-    """A requested size of the job, as stored in the store."""
+    """The number of replicas, and of slots, that a user has requested for the job."""
 
     replicas: int
     slots: int
@@ -299,10 +299,11 @@ class ReplicaGroups:
         return self.replicas // common, self.slots // common
 
     def fits(self, replicas: int, limits: SizeLimits) -> bool:
-        """Whether this many replicas fill whole replica groups, and the rows of a step
-        divide evenly into all their `parts`.
+        """Whether a job may have this many replicas.
 
-        Does not check `limits.min_replicas`.
+        The replicas must fill whole replica groups. `limits.global_batch` must be
+        divisible by the number of replicas times `parts`. Does not check
+        `limits.min_replicas`.
         """
         whole = replicas >= 1 and replicas % self.group[0] == 0
         return whole and limits.global_batch % (replicas * self.parts) == 0
@@ -321,7 +322,7 @@ class ReplicaGroups:
 
 
 def size_for(replicas: int, layout: Layout, limits: SizeLimits) -> WantedSize:
-    """Computes the size of a job for a requested number of replicas.
+    """Returns the size of a job for a requested number of replicas, if it is allowed.
 
     Args:
         replicas: the requested number of replicas.
@@ -416,10 +417,11 @@ def _in_order(slots: int, per_slot: int) -> tuple[int, ...]:
 
 
 def _with_rows(leaf: Leaf, before: int, replicas: int) -> Leaf:
-    """Gives a leaf that has one row per replica the shape for `replicas` replicas.
+    """Returns a leaf of a job with `before` replicas, with its shape for `replicas`.
 
-    A state with such a leaf must not be resized, because a new replica has no row.
-    `new_specs` finds the other shape, and raises an error that names the leaf.
+    The shape differs only if the leaf has one row for each replica. The state can then
+    not be resized, because a new replica has no row: `new_specs` raises an error that
+    names the leaf, as its shape has changed.
     """
     rows = leaf.spec[:1] == ((REPLICA_AXIS,),) and leaf.shape[:1] == (before,)
     return dataclasses.replace(
@@ -438,13 +440,17 @@ def choose_slots(
 ) -> int:
     """Chooses the number of slots of the next formation.
 
-    The candidates are, in this order: `wanted`; the smaller sizes that `limits` allows,
-    largest first (none without `groups`, or if `limits.min_replicas` is 0); the size of
-    the newest commit, so that a failed growth does not end the job. Sizes in `unfit`
-    are left out. If none is left, the result is the size of the newest commit, or
-    `wanted` without a commit. Otherwise it is the first candidate of at most
-    `available` slots, or the smallest candidate if all need more. If the result is
-    above `available`, the job waits for hosts.
+    The candidates are, in this order:
+
+    1. `wanted`;
+    2. the smaller sizes that `limits` allows, largest first. There are none without
+       `groups`, or if `limits.min_replicas` is 0;
+    3. the size of the newest commit, so that a failed growth does not end the job.
+
+    Candidates in `unfit` are left out. If no candidate is left, the size of the newest
+    commit is the only candidate (`wanted` without a commit). The result is the first
+    candidate of at most `available` slots. If every candidate needs more slots, the
+    result is the smallest candidate, and the job waits for hosts.
 
     Args:
         wanted: the requested number of slots, or the number at the job's start.

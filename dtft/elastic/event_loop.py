@@ -27,7 +27,7 @@ error."""
 
 
 class Lane(Protocol):
-    """Work of one kind, done in order on another thread than the loop's."""
+    """A queue of work, which runs in order on a thread other than the loop's."""
 
     def submit(self, work: Work, then: Then) -> None:
         """Calls `work` after all work submitted before; then calls `then` on the loop
@@ -80,7 +80,7 @@ class Loop(Protocol):
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Call:
-    """One long call of the loop."""
+    """One call of a function by the event loop, with its duration."""
 
     seconds: float
     at: float
@@ -104,27 +104,27 @@ class EventLoop:
         self._longest: list[Call] = []
 
     def now(self) -> float:
-        """See `Loop.now`."""
+        """Returns the time in seconds on the monotonic clock."""
         return time.monotonic()
 
     def wall(self) -> float:
-        """See `Loop.wall`."""
+        """Returns the wall-clock time in seconds since the epoch."""
         return time.time()
 
     def post(self, function: Callable[..., None], *args: Any) -> None:
-        """See `Loop.post`."""
+        """Schedules a call as soon as possible; see `Loop.post`."""
         self._posted.put((function, args))
 
     def call_later(
         self, delay_s: float, function: Callable[..., None], *args: Any
     ) -> None:
-        """See `Loop.call_later`."""
+        """Schedules a call in `delay_s` seconds; see `Loop.call_later`."""
         entry = (self.now() + delay_s, next(self._order), function, args)
         with self._lock:
             heapq.heappush(self._timers, entry)
 
     def aside(self, work: Work, then: Then | None = None) -> None:
-        """See `Loop.aside`."""
+        """Calls `work` on a new thread, then `then` on the loop; see `Loop.aside`."""
         args = (work, then)
         threading.Thread(target=self._do, args=args, daemon=True).start()
 
@@ -136,7 +136,7 @@ class EventLoop:
             raise error
 
     def lane(self, name: str) -> Lane:
-        """See `Loop.lane`."""
+        """Makes a new lane with its own thread; see `Loop.lane`."""
         return ThreadLane(name, self.post)
 
     @property
@@ -173,7 +173,7 @@ class EventLoop:
     def _due(
         self,
     ) -> tuple[tuple[Callable[..., None], tuple[Any, ...]] | None, float]:
-        """Returns the call of a due timer; if none is due, the seconds to wait."""
+        """Returns (call, 0) for a due timer, else (None, seconds to wait)."""
         with self._lock:
             if not self._timers:
                 return None, 1.0
@@ -199,7 +199,7 @@ class EventLoop:
 
 
 class ThreadLane:
-    """A `Lane` on a thread, which ends after `IDLE_S` seconds without work."""
+    """A `Lane` with one thread, which ends after `IDLE_S` seconds without work."""
 
     def __init__(self, name: str, post: Callable[..., None]) -> None:
         """Starts no thread; the first `submit` does."""
@@ -209,7 +209,7 @@ class ThreadLane:
         self._running = self._closed = False
 
     def submit(self, work: Work, then: Then) -> None:
-        """See `Lane.submit`."""
+        """Queues work; `then` gets its outcome on the loop. See `Lane.submit`."""
         with self._lock:
             if self._closed:
                 return
@@ -234,7 +234,7 @@ class ThreadLane:
             self._post(then, outcome_of(work))
 
     def close(self) -> None:
-        """See `Lane.close`."""
+        """Drops work that has not started, and work submitted later."""
         with self._lock:
             self._closed = True
             self._work.put(None)

@@ -415,7 +415,7 @@ def verdict(
 
 
 def _is_silent(heard: tuple[float, JobProgress] | None, now: float) -> bool:
-    """Whether a host has never reported, or not for `FRESH_S`.
+    """Whether a host has never reported, or its last report is older than `FRESH_S`.
 
     A host whose trainer has ended well need not report, and so is not silent.
     """

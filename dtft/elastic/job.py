@@ -59,8 +59,9 @@ class AgentConfig:
     """Requested number of copies of every slice."""
     share: Share = "full"
     """Which slices a host copies to its memory at a snapshot. "full": all its slices.
-    "divided": of the hosts that own a slice, only `copies` copy the slice, other hosts
-    at each snapshot. More hosts copy it if their failure domains would be too few."""
+    "divided": only `copies` of the hosts that own a slice copy the slice, and these
+    hosts change from snapshot to snapshot. More hosts copy a slice if its copies would
+    otherwise be in too few failure domains."""
     cadence: Cadence = field(default_factory=Cadence)
     """Steps after which snapshots are taken. With `automatic`, `cadence.interval` is
     only the initial interval."""
@@ -97,8 +98,10 @@ class AgentConfig:
 
     @property
     def is_served_by_one(self) -> bool:
-        """Whether a world's trainers connect to one coordination service of JAX,
-        which an agent starts."""
+        """Whether an agent runs one JAX coordination service for a world's trainers.
+
+        False if each trainer has its own service, or if the user starts the trainers.
+        """
         return self.seats.has_coordination_service and not self.cpu_devices
 
     @property

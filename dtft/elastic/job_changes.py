@@ -15,7 +15,10 @@ PAUSE_S = 0.5
 
 
 class ChangeRefused(ValueError):
-    """The job cannot be changed so; the message has the reason."""
+    """The leader, or the kind of the job, does not allow a requested change.
+
+    The message has the reason.
+    """
 
 
 def scale(observer: Observer, replicas: int, limit_s: float) -> dict[str, Any]:
@@ -61,9 +64,10 @@ def drain(observer: Observer, host: str, limit_s: float) -> dict[str, Any]:
         limit_s: seconds after which the call fails.
 
     Returns:
-        `host`, `slot` (that it had; -1 for none), `leader` (the leader's host) and
-        `asked_again`, as of `scale`. If it had a slot, also `step` (restored),
-        `bytes_from_peers`, `bytes_from_storage` and `seconds` since the request.
+        `host`, `slot` (the host's slot before; -1 for none), `leader` (the leader's
+        host) and `asked_again` (whether an earlier attempt of this call failed). If the
+        host had a slot, also `step` (restored), `bytes_from_peers`,
+        `bytes_from_storage` and `seconds` since the request.
 
     Raises:
         ChangeRefused: the job has no such host, or serves processes that its user
@@ -80,7 +84,17 @@ def drain(observer: Observer, host: str, limit_s: float) -> dict[str, Any]:
 def _changed(
     observer: Observer, op: str, request: dict[str, Any], limit_s: float, late: str
 ) -> dict[str, Any]:
-    """Sends a request until the leader says that the change is made.
+    """Sends a request again and again until the leader reports that the job is changed.
+
+    Args:
+        observer: the job's observer.
+        op: kind of the request, "scale" or "drain".
+        request: fields of the request, without `limit_s`.
+        limit_s: seconds after which the call fails.
+        late: beginning of the error text after `limit_s`.
+
+    Returns:
+        The leader's reply, with `asked_again`: whether an earlier attempt failed.
 
     Raises:
         ChangeRefused: the leader refuses the change.

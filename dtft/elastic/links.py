@@ -95,7 +95,10 @@ class LeaderLink:
         self._connect()
 
     def _leave(self, term: int, leader: HostRecord) -> None:
-        """Ends the link to a former leader; first sends it the new leader's record."""
+        """Ends the link, if any, to a former leader; first sends it the new leader.
+
+        `term` and `leader` are those of the new leader.
+        """
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.post(moved(term, leader))
@@ -213,7 +216,7 @@ class LeaderLink:
 
 
 def _who(leader: HostRecord) -> tuple[str, str, str]:
-    """Identifies a link's peer: host name, agent process and address."""
+    """Returns what identifies a link's peer: host name, agent process and address."""
     return leader.host, process_of(leader.incarnation), leader.address
 
 
@@ -299,7 +302,7 @@ class FollowerLinks:
             logger.warning("%s sent an invalid hello", channel.address)
             return None
         if named != (record.host, record.incarnation):
-            logger.warning("%s sent a contradictory hello", channel.address)
+            logger.warning("%s: its hello does not match its record", channel.address)
             return None
         known = self._links.get(record.host)
         if known is not None and known.record.replaces(record):
@@ -340,7 +343,10 @@ class FollowerLinks:
             self._on_report(link.record.host, message)
 
     def _described(self, link: _Follower, message: Message) -> None:
-        """Takes over a host's changed record."""
+        """Replaces a connected host's record by the record in its message.
+
+        Ignores an invalid record, and a record of another host.
+        """
         try:
             record = HostRecord.from_json(message["record"])
         except (KeyError, TypeError, ValueError):

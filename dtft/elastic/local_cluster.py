@@ -66,8 +66,8 @@ class HostPlace:
     """How the processes of one host are started on this machine."""
 
     prefix: tuple[str, ...] = ()
-    """Words before the agent's command. The program that they name must `exec` the
-    command."""
+    """A program and its arguments, put before the agent's command; the program must
+    `exec` the command."""
     arguments: tuple[str, ...] = ()
     """Further arguments of the agent."""
 
@@ -239,10 +239,10 @@ class LocalCluster:
         return {name: code for name, code in codes.items() if code is not None}
 
     def call_soon(self, action: Callable[[], object]) -> None:
-        """Runs `action` soon on the thread that calls `wait`.
+        """Queues `action`; `wait` calls it soon, on the thread that calls `wait`.
 
-        Only that thread may start processes: a process dies with the thread that
-        started it.
+        Processes must be started on that thread, because a process dies with the thread
+        that started it.
         """
         self._requests.put(action)
 
@@ -326,8 +326,8 @@ class LocalCluster:
     def salvage(self, limit_s: float) -> int:
         """Writes the newest step in the hosts' memory to storage; returns the step.
 
-        First stops the trainers (SIGSTOP), so that no later step replaces this one;
-        does not let them go on afterwards. Needs neither leader nor store.
+        First stops the trainers (SIGSTOP), so that no later step replaces this one.
+        The trainers stay stopped. Needs neither leader nor store.
 
         Args:
             limit_s: deadline in seconds.

@@ -94,15 +94,15 @@ class TcpChannel:
 
     @property
     def address(self) -> str:
-        """See `ControlChannel.address`."""
+        """Address of the peer, for log lines and error texts."""
         return self._channel.address
 
     def post(self, message: Message) -> None:
-        """See `ControlChannel.post`."""
+        """Sends a message without blocking; see `ControlChannel.post`."""
         self._outbound.post(message)
 
     def close(self) -> None:
-        """See `ControlChannel.close`."""
+        """Ends the connection; messages that still wait to be sent are lost."""
         self._outbound.close()
 
     def hear(self, loop: Loop, heard: Heard, closed: Closed) -> None:
@@ -145,7 +145,7 @@ class TcpNetwork:
         heard: Heard,
         closed: Closed,
     ) -> None:
-        """See `Network.dial`."""
+        """Connects to an agent on a new thread; see `Network.dial`."""
 
         def work() -> None:
             outcome: Future[ControlChannel] = Future()
@@ -163,7 +163,7 @@ class TcpNetwork:
         self._loop.aside(work)
 
     def probe(self, address: str, then: Callable[[PortState], None]) -> None:
-        """See `Network.probe`."""
+        """Tries to connect to a port on a new thread; see `Network.probe`."""
 
         def work() -> PortState:
             try:

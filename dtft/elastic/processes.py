@@ -43,11 +43,12 @@ def die_with_parent() -> None:
 
 
 def run_to_end(command: Sequence[str], limit_s: float, output: IO | int) -> int | None:
-    """Runs a command that cleans up after itself when it gets SIGTERM.
+    """Runs a command until it ends, and sends it SIGTERM if it must end early.
 
-    The command gets SIGTERM after `limit_s`, when an exception ends the wait (such as
-    that of a signal), and from the kernel when the calling thread ends, also by
-    SIGKILL. What still runs `_CLEANUP_S` later is killed, unless the caller is gone.
+    The command gets SIGTERM after `limit_s` seconds, and when an exception such as
+    KeyboardInterrupt is raised in this call. If it still runs `_CLEANUP_S` seconds
+    later, it is killed (SIGKILL). If the calling thread ends, even by SIGKILL, the
+    kernel sends SIGTERM to the command, which is then not killed.
 
     Args:
         command: the command and its arguments.

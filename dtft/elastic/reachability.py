@@ -158,10 +158,10 @@ class Reachability:
     ) -> set[Pair]:
         """Updates the pairs from hosts' reports; returns the new pairs.
 
-        Adds new pairs only if a cut is suspected, so hosts that train well together
-        stay together. Removes a known pair if one of its hosts has not answered, or if
-        one of its hosts tried the other and the reports do not confirm the pair
-        (`believed`).
+        Adds pairs that the reports confirm (`believed`), but only while a cut is
+        suspected (`is_suspected`). Removes a known pair if one of its hosts has not
+        answered. Also removes a known pair if one of its hosts tried the other and the
+        reports do not confirm the pair.
 
         Args:
             tried: for each host that has answered, the peers that it had to try.
@@ -180,7 +180,7 @@ class Reachability:
         return new
 
     def committed(self) -> None:
-        """Ends the suspicion of a cut.
+        """Resets `is_suspected` after a commit.
 
         A commit shows that the hosts with slots reach each other.
         """

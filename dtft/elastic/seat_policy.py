@@ -138,11 +138,11 @@ class Admission:
 def fill_by_process(
     hosts: Collection[HostRecord], num_slots: int
 ) -> tuple[HostRecord | None, ...]:
-    """Fills each slot with the host to which the process of that index is attached.
+    """Gives slot i to the host to which the user's process with index i is attached.
 
-    If two hosts have a process of one index, the later attached process counts; the
-    other is left over from an earlier start of the job. A slot without a process is
-    None.
+    If two processes with the same index are attached, the process that attached later
+    counts: the earlier one is left over from an earlier start of the job. The result is
+    None for a slot without a process.
 
     >>> def host(name, process, ns):
     ...     return HostRecord(host=name, address="", incarnation="", joined_ns=0,
@@ -194,7 +194,7 @@ ExitReport = tuple[str, dict[str, Any]] | None
 
 @dataclass(frozen=True, kw_only=True)
 class Seating:
-    """The inputs for filling slots."""
+    """The inputs of `SeatPolicy.fill`, which chooses the host of each slot."""
 
     usable: Sequence[HostRecord]
     """Hosts that may be given a slot."""
@@ -236,9 +236,16 @@ def _fill_with_spares(seating: Seating) -> Filled:
 def _bytes_by_slot(
     prefetched: Mapping[int, int], num_slots: int, group_slots: int
 ) -> dict[int, int]:
-    """Maps every slot with the slices of a prefetched slot to the prefetched bytes.
+    """Maps each slot to the prefetched bytes that a host in this slot could use.
 
-    Slots at the same position in their replica groups have the same slices.
+    Slots at the same position in their replica groups have the same slices, so bytes
+    that were prefetched for one of these slots count for all of them. Slots without
+    prefetched bytes are left out.
+
+    Args:
+        prefetched: slot to the bytes that were prefetched for it.
+        num_slots: number of slots of the job.
+        group_slots: number of slots of a replica group.
 
     >>> _bytes_by_slot({1: 9}, num_slots=4, group_slots=2)
     {1: 9, 3: 9}
@@ -306,13 +313,13 @@ class SeatPolicy:
     Otherwise the job starts when every process has attached."""
     ends_by_itself: bool
     """Whether the job ends when all trainers have finished, or after an error that
-    would repeat. Otherwise the error is sent to the trainers, and the job waits for new
+    would repeat. If False, the error is sent to the trainers, and the job waits for new
     trainers."""
     reads_copies: bool
     """Whether hosts read and verify their copies in every attempt to form the job."""
     has_coordination_service: bool
-    """Whether trainers on accelerators get a coordination service of JAX from an agent,
-    for each formation."""
+    """Whether an agent runs JAX's coordination service for the trainers of a world,
+    unless each trainer has its own service (`AgentConfig.is_served_by_one`)."""
     reports: Mapping[str, Mapping[str, Check]]
     """Maps the op of each report that a host may send to the checks of the report's
     fields."""

@@ -119,7 +119,7 @@ class Agent:
         )
         self._service = edges.service()
         self._served: tuple[int, ...] = (0, 0)
-        """Ballot (number) of the round of the last order to serve a world."""
+        """Ballot (term, number) of the last order to serve a world."""
         self._departs = 0
         """Number of calls of `depart`."""
         self._leaves_by: float | None = None
@@ -190,11 +190,12 @@ class Agent:
         self._loop.stop()
 
     def depart(self) -> None:
-        """Makes `run` return once another host has taken this host's slot.
+        """Makes `run` return once the job can do without this host.
 
-        Makes `run` return soon if this host has no slot and does not lead, if no host
-        can take the slot, after `timeouts.drain` seconds, and at a second call. Safe in
-        a signal handler.
+        The job can do so once another host has taken this host's slot and a step is
+        committed. `run` returns soon if this host has no slot and does not lead, or if
+        no other host can take the slot. It returns in any case after `timeouts.drain`
+        seconds, and soon after a second call. Safe in a signal handler.
         """
         self._departs += 1
         needed = self._follower.has_slot or self._leadership.leader is not None
@@ -202,8 +203,10 @@ class Agent:
             self._loop.stop()
 
     def _watch_departure(self) -> None:
-        """After `depart`, tells the leader that this host leaves; ends this agent if it
-        is still there after `timeouts.drain` seconds."""
+        """Tells the leader, after `depart`, that this host leaves the job.
+
+        If this agent still runs `timeouts.drain` seconds later, ends it.
+        """
         if not self._departs:
             return
         now = self._loop.now()
@@ -311,15 +314,15 @@ class Agent:
 
     def _store_changed(self, up: bool) -> None:
         self._store_up = up
-        logger.warning("store is %s", "back" if up else "away")
+        logger.warning("the store %s", "answers again" if up else "does not answer")
 
     # ------------------------------------------------------------ who leads
 
     def _campaign_if_free(self) -> None:
         """Campaigns for leadership once the store has had no leader for a delay.
 
-        The delay is that of `campaign_delay_s`; 0 if this host still runs a `Leader`,
-        because the leader key was its own.
+        The delay is that of `campaign_delay_s`. It is 0 if this host still runs a
+        `Leader`, because this host held the leader key last.
         """
         view, now = self._membership.view, self._loop.now()
         if view.leader is not None or not view.hosts:
@@ -363,11 +366,11 @@ class Agent:
             self._prove_end(leader, record)
 
     def _prove_end(self, leader: Leader, record: HostRecord) -> None:
-        """Tells the leader if the port of a slot's host, which the store does not list,
-        refuses connections.
+        """Probes the port of a host that has a slot, but is not listed in the store.
 
-        Otherwise the host may be cut off from the store alone, and a new leader waits
-        for it.
+        If the port refuses connections, tells `leader` that the host's agent has ended.
+        Otherwise does nothing: the host may be cut off from the store alone, so the new
+        leader waits for the host to connect.
         """
 
         def answered(state: PortState) -> None:
@@ -377,9 +380,10 @@ class Agent:
         self._edges.network.probe(record.address, answered)
 
     def _resign(self) -> None:
-        """Lets another host lead, because this host is to leave the job.
+        """Gives up the leader key, because this host leaves the job.
 
-        If this host leads again after that, no other host can, and this agent ends.
+        At a second call this agent ends instead: this host has been elected again, so
+        no other host can lead. Does nothing if this host does not lead.
         """
         leader = self._leadership.leader
         if leader is None:
@@ -458,9 +462,9 @@ class Agent:
     def _leader_moved(self, term: int, record: HostRecord) -> None:
         """Follows a leader that another host names; ends this host's own leadership.
 
-        Does nothing while the store answers, or if the leader's term is not later than
-        that of the leader last seen in the store, or is earlier than that of a leader
-        named before.
+        Does nothing while the store answers. Also does nothing if `term` is not later
+        than the term of this host's last view of the store, or is earlier than the term
+        of a leader that a host has named before.
         """
         if self._store_up or term <= self._membership.view.term:
             return  # the store's view is as new or newer
@@ -532,10 +536,11 @@ class Agent:
             self._follower.obey(message)
 
     def _serve(self, ballot: tuple[int, int], server: str, size: int) -> None:
-        """Starts JAX's coordination service for a new world, if it is to run here.
+        """Starts JAX's coordination service on this host for a new world.
 
-        Ends the service of a former world in any case. An order of an earlier round
-        than the last is ignored.
+        First ends the service of a former world. If `server` names another host, only
+        ends the former service. Ignores an order whose round (`ballot`) is earlier than
+        that of the last order. `size` is the number of processes of the world.
         """
         if tuple(ballot) < self._served:
             return
@@ -616,10 +621,13 @@ def campaign_delay_s(
 ) -> float:
     """Computes how long a host waits before it campaigns for the free leader key.
 
-    `RANK_S` for each host whose name sorts before this host's, at most 1 s, so that
-    hosts do not campaign at once. Half a lease more while this host hears the last
-    leader, which may only have lost its lease, unless that leader leaves the job. One
-    lease more if this host leaves the job.
+    The delay in seconds is the sum of these parts:
+
+    * `RANK_S` for each host whose name sorts before this host's, at most 1 s, so that
+      hosts do not campaign all at once;
+    * half a lease if this host `hears` the last leader, because that leader may only
+      have lost its lease; 0 if the last leader leaves the job;
+    * one lease if this host leaves the job.
 
     Args:
         view: the view of the store.
@@ -652,8 +660,9 @@ def campaign_delay_s(
 
 
 def unlisted(view: View, seen: Mapping[str, HostRecord]) -> list[HostRecord]:
-    """Returns the records of the agents that have a slot and that the store lists no
-    more: they have ended, or are cut off from the store.
+    """Returns the records of agents with a slot that the store does not list any more.
+
+    These agents have ended, or are cut off from the store.
 
     Args:
         view: the view of the store.

@@ -21,8 +21,10 @@ KILL_S = 10.0
 
 
 class CoordinationService:
-    """At most one process that serves the coordination service, and a standby process
-    that has done its imports."""
+    """Runs JAX's coordination service in at most one process at a time.
+
+    Also keeps a standby process, which has done its imports and can serve at once.
+    """
 
     def __init__(self, config: AgentConfig, loop: Loop) -> None:
         """Starts the standby process."""
@@ -52,7 +54,7 @@ class CoordinationService:
         service.
 
         Args:
-            num_processes: number of places, each for a JAX process.
+            num_processes: number of JAX processes that the world has room for.
             ready: called with the service's address once it serves.
             failed: called with the reason if no process or port is available, or if the
                 process ends before it serves.
@@ -84,13 +86,14 @@ class CoordinationService:
         )
 
     def give_up(self, places: Sequence[int]) -> None:
-        """Makes the service believe that the processes in these places are lost.
+        """Makes the service treat some processes of the world as lost.
 
-        The processes in other places then leave the collectives that they share with
-        them. Does nothing if no process serves.
+        JAX ends these processes if they still run. The other processes of the world
+        leave the collectives that they share with a lost process, with an error. Does
+        nothing if no service runs.
 
         Args:
-            places: indices of processes in the world.
+            places: indices in the world of the lost processes.
         """
         process = self._serving
         if process is None or process.stdin is None:

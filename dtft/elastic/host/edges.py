@@ -61,17 +61,19 @@ class Service(Protocol):
         ready: Callable[[str], None],
         failed: Callable[[str], None],
     ) -> None:
-        """Serves a new set of processes; calls `ready` with the service's address, or
-        `failed` with a reason.
+        """Starts to serve a new world of `num_processes` JAX processes.
+
+        Calls `ready` with the service's address once it serves, or `failed` with a
+        reason.
         """
         ...
 
     def give_up(self, places: Sequence[int]) -> None:
-        """Makes the service believe that the processes in these places are lost."""
+        """Makes the service treat the processes with these indices as lost."""
         ...
 
     def end(self) -> None:
-        """Ends the service of the current set of processes."""
+        """Ends the service of the current world."""
         ...
 
     def close(self) -> None:
@@ -114,7 +116,7 @@ class Edges:
 
 
 class NoService:
-    """Replaces the coordination service of a job whose processes start their own."""
+    """Replaces `CoordinationService` if the job's processes start their own service."""
 
     def start(
         self,
@@ -138,7 +140,7 @@ class NoService:
 def local_edges(
     config: AgentConfig, store: Store, trainers: Trainers | None = None
 ) -> Edges:
-    """Makes the edges of an agent on this machine.
+    """Makes the real `Edges` of an agent on this machine.
 
     Args:
         config: the agent's settings.

@@ -133,9 +133,13 @@ class HostExports:
         exporter.save(fields, limit_s)
 
     def _open(self, holder: ReplicaStore, order: dict[str, Any]) -> ExporterProcess:
-        """Returns the running exporter; a new one if the settings have changed, or if
-        an export has failed or was replaced since (`failures`). Then every host needs a
-        new exporter, because an old one waits for those that have ended."""
+        """Returns the running exporter, or a new one if the running one does not fit.
+
+        The running exporter fits if its settings are those of `order`, and the order's
+        `failures` (number of exports that failed or were replaced) has not changed.
+        After a failure every host starts a new exporter, because an old exporter would
+        wait for exporters of other hosts that have ended.
+        """
         opening = {
             "directory": str(self._config.storage_directory),
             "max_to_keep": self._config.storage_keep,

@@ -67,10 +67,10 @@ LOOK_S = 1.0
 WARM_S = 5.0
 """Seconds until a failed start of a standby trainer is tried again."""
 LEAVE_S = 2.0
-"""Seconds within which a trainer gives up its slot; a later one is killed."""
+"""Seconds that a trainer has to give up its slot; then it is killed."""
 STACKS_S = 0.3
-"""Seconds before a trainer that keeps its slot is killed, in which it writes its
-stacks to its log."""
+"""Seconds before the end of `LEAVE_S` at which a trainer that has not given up its slot
+is made to write its stacks to its log."""
 KEPT_COMMITS = 2
 """Number of newest commits that a host remembers, in case the store lacks commits."""
 _OF_A_SLOT: tuple[ProgressField, ...] = (
@@ -102,7 +102,7 @@ class HostParts:
     """Makes a process write its stacks to a log file, and returns a message about it;
     takes about a second."""
     prefetcher: Prefetcher | None = None
-    """Fetches slices ahead while this host is a spare; None: nothing is."""
+    """Prefetches slices while this host is a spare; None: no slices are prefetched."""
     nixl: Any = None
 
 
@@ -151,8 +151,8 @@ class Follower:
         self._warm_at = 0.0
         self._leaves = itertools.count(1)
         self._left: tuple[int, Callable[[int | None], None]] | None = None
-        """Number of the order with which the trainer gives up its slot, and what is
-        done then; None if no trainer is giving up a slot."""
+        """Number of the order to the trainer to give up its slot, and the function to
+        call afterwards; None if no trainer is giving up its slot."""
         self._watch = ProgressWatch(config.timeouts)
         self._look_at = 0.0
         self._handlers = self._handlers_of_messages()
@@ -160,12 +160,18 @@ class Follower:
 
     @property
     def epoch(self) -> tuple[int, int]:
-        """(generation, attempt) of this host's current slot; (0, 0) without a slot."""
+        """(generation, attempt) of the formation in which this host has a slot.
+
+        (0, 0) without a slot.
+        """
         return self._task.epoch if self._task else (0, 0)
 
     @property
     def ballot(self) -> tuple[int, int]:
-        """Number (ballot) of the newest round that is known here."""
+        """(term, number) of the newest round that this host knows.
+
+        A round is an attempt to form the job.
+        """
         return self._ballot
 
     @property
@@ -301,9 +307,10 @@ class Follower:
     def prefetch(
         self, layout: str, slot: int, address: str, epoch: Sequence[int]
     ) -> None:
-        """Fetches ahead what no step changes of a slot; see `Prefetcher.start`.
+        """Starts to prefetch the slices of a slot that no step changes.
 
-        An order to a host with a slot is ignored.
+        For the arguments see `Prefetcher.start`. Ignores the order if this host has a
+        slot.
         """
         if self._task is None and self._parts.prefetcher is not None:
             generation, attempt = epoch
@@ -387,8 +394,9 @@ class Follower:
         try_all(self._parts.probe, reach or {}, tried)
 
     def left_slot(self, number: int, code: int | None) -> None:
-        """Goes on after the trainer has given up its slot, or has ended.
+        """Continues the round once the trainer has given up its slot, or has ended.
 
+        Ignores the event if `number` is not that of the last order to give up a slot.
         `code` is the return code of a trainer that has ended by itself, else None.
         """
         if self._left is not None and self._left[0] == number:
@@ -454,7 +462,8 @@ class Follower:
             ballot: the current round.
             world: number of the world.
             turn: number of the next formation in the world.
-            formations: for each one the index of the process of each slot.
+            formations: for each formation, the index in the world of the process of
+                each slot.
             items: checkpoint items that record the trainers' plan.
         """
         if ballot == self._ballot:
@@ -462,8 +471,11 @@ class Follower:
             self._trainers.rehearse(world, fields)
 
     def share(self, ballot: tuple[int, int], keys: Mapping[str, str]) -> None:
-        """Passes keys of another host's coordination service to the trainer, for its
-        own. An order of another round is ignored."""
+        """Passes keys of another host's coordination service to this host's trainer.
+
+        The trainer writes the keys into its own coordination service. Ignores an order
+        of another round.
+        """
         if ballot == self._ballot:
             self._trainers.share(keys)
 
@@ -484,8 +496,9 @@ class Follower:
                 `left_slot`.
 
         Returns:
-            The result of `Trainers.let_go`. None if `let_go` was not called, because
-            this host has no slot and `fatal` is False.
+            The result of `Trainers.let_go`. None if `let_go` was not called: this host
+            has no slot and `fatal` is False, or the trainer keeps its process and gives
+            up its slot.
         """
         code = None
         task, self._task = self._task, None
@@ -506,10 +519,14 @@ class Follower:
         return code
 
     def _leave(self, world: int, left: Callable[[int | None], None]) -> bool:
-        """Orders the trainer to give up its slot, if it is in this world.
+        """Orders the trainer to give up its slot, and to keep its process.
 
-        Kills the trainer if it has not given up its slot after `LEAVE_S` seconds; its
-        log says where it was.
+        If the trainer has not given up its slot after `LEAVE_S` seconds, it is killed;
+        before that, it writes its stacks to its log. `left` is called when the slot is
+        given up, see `_stand_down`.
+
+        Returns:
+            False if the order was not sent, see `Trainers.leave`.
         """
         number = next(self._leaves)
         if not self._trainers.leave(number, world):
@@ -533,8 +550,7 @@ class Follower:
         )
 
     def _tell(self, op: str, **fields: Any) -> None:
-        """Reports to the leader, with the number (ballot) of the newest round known
-        here."""
+        """Sends a report to the leader, with the `ballot` of the newest known round."""
         self._report(op, ballot=self._ballot, **fields)
 
     def retire(self) -> None:
@@ -677,8 +693,8 @@ class Follower:
         """Remembers a commit if its epoch is that of the last `prepare` order. The
         hosts in the order become the commit's holders.
 
-        A step is remembered once: a delayed commit is released again when the store has
-        recorded it, perhaps after later commits.
+        Replaces an earlier entry for the same step: a commit that the store could not
+        record at first is released a second time once it is recorded.
         """
         obeyed, epoch = self._obeyed, (commit.generation, commit.attempt)
         if obeyed is not None and _epoch_of(obeyed) == epoch:
@@ -770,12 +786,14 @@ class Follower:
         has gone. `fault` says what is wrong with the message.
         """
         logger.error("the trainer sent an invalid message: %s", fault)
-        self._trainers.let_go(f"it sent a message that is none: {fault}")
+        self._trainers.let_go(f"it sent an invalid message: {fault}")
         self._tell_exit(0 if self._seats.attached else 1, self._ballot)
 
     def _pass_up(self, op: str, task: SlotTask, message: Message) -> None:
-        """Passes a trainer's message to the leader; writes to the progress board that
-        this host no longer recovers."""
+        """Passes a trainer's message to the leader; ends this host's recovery.
+
+        The end of the recovery is written to the progress board.
+        """
         self._board.set("recovering", 0)
         self._tell(op, slot=task.slot, **message)
 
@@ -847,8 +865,11 @@ class Follower:
         self._accept(task, layout)
 
     def _accept_restored(self, task: SlotTask) -> None:
-        """Accepts the trainer's layout, which is that of the commit, once the restore
-        has succeeded. Before, there may be no memory for the slot yet."""
+        """Accepts the trainer's layout (`task.layout`), which is that of the commit.
+
+        Does nothing before the layout has arrived and the restore has succeeded,
+        because there may be no memory for the slot yet.
+        """
         if task.layout is not None and task.restored is not None:
             self._accept(task, task.layout)
 

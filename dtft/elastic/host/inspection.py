@@ -81,9 +81,10 @@ def _verified(
 ) -> dict[str, Any]:
     """Reads and verifies all copies of this host; returns fields of the reply.
 
-    `held` (digests by step and slice key) and `unread` (steps dropped meanwhile)
-    concern only `holder`, the newest formation's. `corrupt` and the totals also concern
-    those `former` holders whose memory was not freed meanwhile.
+    `held` (digests by step and slice key) and `unread` (steps dropped meanwhile) are
+    those of `holder`, the copies of the newest formation. `corrupt` and the totals also
+    include the copies of former formations (`former`), except copies whose memory was
+    freed meanwhile.
 
     Raises:
         ConnectionAbortedError: the newest formation's memory was freed meanwhile.

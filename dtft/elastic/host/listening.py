@@ -114,5 +114,5 @@ def _serve_control(raw: Channel, loop: Loop, accept: "Accept") -> None:
         channel.close()
         return
     if hearing is None:
-        raise WireError(f"{raw.address} does not say which host it is")
+        raise WireError(f"the control connection of {raw.address} was refused")
     channel.hear(loop, *hearing)

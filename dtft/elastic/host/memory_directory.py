@@ -294,9 +294,12 @@ def _old(path: Path) -> bool:
 
 
 def _unused_without_lock(path: Path) -> bool:
-    """Whether the agent of a directory without a lock file is dead. Agents of versions
-    before the lock kept files open and listened on a socket. False for an empty
-    directory, and until `UNMARKED_S` after the last change."""
+    """Whether the agent of a directory without a lock file is dead.
+
+    Only agents of old versions made no lock file. An agent is dead if no process has a
+    file in its directory open, and none listens on a socket there. False for an empty
+    directory, and until `UNMARKED_S` seconds after the last change.
+    """
     try:
         entries = list(path.iterdir())
         if not entries or not _old(path):

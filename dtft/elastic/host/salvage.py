@@ -1,10 +1,10 @@
 """Salvage: writes the newest step in hosts' memory to storage, without the leader.
 
-It is for a local cluster that is ended by force, and needs neither store nor trainers.
-The process that started the hosts queries each host's copies, chooses a step (`choose`,
-pure) and fetches the step's slices; one exporter process writes the step. Hosts answer
-on threads of their port, so salvage also works while an agent's event loop hangs, and
-between two formations.
+Salvage is for a local cluster that is ended by force; it needs neither store nor
+trainers. The process that started the hosts queries each host's copies, chooses a step
+(`choose`, pure) and fetches the step's slices; one exporter process writes the step.
+Hosts answer on threads of their port, so salvage also works while an agent's event loop
+hangs, and between two formations.
 
 A recorded commit can be chosen if the digests of the hosts' copies give its root digest
 (one digest over all slices). A step that was not recorded, because the store did not
@@ -125,7 +125,7 @@ class Holding:
 
 @dataclass(frozen=True, kw_only=True)
 class SalvagedStep:
-    """A step that can be written, and the host to fetch each slice from."""
+    """A complete step in the hosts' memory, and the host to fetch each slice from."""
 
     step: int
     layout: Layout
@@ -193,7 +193,7 @@ def _complete(
     }
     items = next((it.items[step] for it in having if it.items.get(step)), None)
     if items is None:
-        return "no host has what belongs to it beside arrays"
+        return "no host has its items (values that are not arrays)"
     chunk_bytes = having[0].chunk_bytes
     return SalvagedStep(
         step=step,

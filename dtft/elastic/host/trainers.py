@@ -46,8 +46,8 @@ closed, and a process that the agent started is killed."""
 KILL_S = 10.0
 """Seconds after SIGKILL until a process that still runs is given up."""
 ABSENT = -1
-"""The index that stands for no user's process. Also the ident of a formation's trainer
-if no trainer could be taken."""
+"""The index of a trainer that is not a user's process. Also the ident of a formation's
+trainer if there was no trainer for the formation."""
 
 Emit = Callable[..., None]
 
@@ -123,9 +123,9 @@ class AttachedTrainer:
     left: bool = False
     """Whether the trainer has sent `left` (the process leaves the job)."""
     is_ending: bool = False
-    """Whether the trainer has sent `ending`: an exception ends it. It then waits to be
-    killed and obeys no order. `failed` alone does not say so: a trainer whose
-    collective has broken sends it and waits for the order `leave`."""
+    """Whether the trainer has sent `ending`: an exception ends the trainer, which then
+    waits to be killed and obeys no order. A trainer that has only sent `failed`, such
+    as after a broken collective, still obeys the order `leave`."""
     ended: threading.Event = field(default_factory=threading.Event)
 
     def send(self, op: str, fields: Mapping[str, Any]) -> None:
@@ -404,8 +404,10 @@ class Trainers:
         return trainer
 
     def start(self, message: Mapping[str, Any]) -> None:
-        """Takes the waiting trainer into a formation, or starts a new trainer.
+        """Gives a new formation its trainer.
 
+        This is the member, if it is the process with this index of the formation's
+        world; else the waiting trainer; else a new process. Another member is killed.
         If the user starts trainers and none waits, a "trainer_exit" event is emitted.
 
         Args:
@@ -434,7 +436,10 @@ class Trainers:
                 self._order(trainer, "start", message)
 
     def _member_of(self, world: Mapping[str, Any]) -> AttachedTrainer | None:
-        """Returns the member if it has this place of this world; kills it otherwise."""
+        """Returns the member if it is the process with this index of this world.
+
+        Otherwise kills the member and returns None. Returns None without a member.
+        """
         member, wanted = self._member, (world["number"], world["index"])
         if member is None or (member.world, member.place) == wanted:
             return member
@@ -443,10 +448,10 @@ class Trainers:
         return None
 
     def join(self, world: Mapping[str, Any]) -> None:
-        """Makes the waiting trainer join a world, as a spare's; it is then the member.
+        """Makes the waiting trainer join a world without a slot, as the new member.
 
-        Starts a trainer first if none waits. Does nothing if the member is in this
-        world already.
+        Starts a trainer first if none waits. Does nothing if the member is already the
+        process with this index of this world, or if the user starts the trainers.
 
         Args:
             world: see `train.world.World.join`.
@@ -470,7 +475,10 @@ class Trainers:
                     self._order(trainer, "rehearse", fields)
 
     def share(self, keys: Mapping[str, str]) -> None:
-        """Passes keys for its coordination service to the formation's trainer."""
+        """Passes keys of other hosts' coordination services to the formation's trainer.
+
+        Does nothing if there is no such trainer that this agent has started.
+        """
         with self._lock:
             if self._trainer is not None and self._trainer.process is not None:
                 self._order(self._trainer, "keys", {"keys": keys})
@@ -478,15 +486,16 @@ class Trainers:
     def leave(self, number: int, world: int) -> bool:
         """Orders the formation's trainer to give up its slot and to keep its process.
 
-        A "left_slot" event follows, unless `let_go` is called before.
+        A "left_slot" event follows once the trainer has given up its slot or has ended.
 
         Args:
             number: identifies the order.
             world: number of the world in which the trainer must be.
 
         Returns:
-            False if nothing was ordered, because there is no such trainer, or it has
-            not attached, or an exception ends it.
+            True if the order was sent. False if no trainer that this agent has started
+            is in the formation and in this world, or if the trainer has not attached,
+            has ended, or is ending because of an exception.
         """
         with self._lock:
             trainer = self._trainer
@@ -610,7 +619,8 @@ class Trainers:
 
         Args:
             reason: the reason, which is sent to a user's process.
-            waiting: whether the waiting trainer and the member are ended too.
+            waiting: whether the waiting trainer, the member and a trainer that is
+                giving up its slot are ended too.
 
         Returns:
             The exit code of a formation's trainer that has ended already, if `exited`
@@ -719,7 +729,11 @@ def start_message(config: AgentConfig, order: dict[str, Any]) -> dict[str, Any]:
 
 
 def joining(config: AgentConfig) -> dict[str, Any]:
-    """Returns the fields of the order to join a world that the config decides."""
+    """Returns the fields of an order to join a world that are settings of the config.
+
+    These are deadlines in seconds (`heartbeat_s`, `start_s`), the number of CPU
+    `devices`, and `lasts`: whether the world can last over several formations.
+    """
     return {
         "heartbeat_s": config.timeouts.heartbeat,
         "start_s": config.timeouts.start,

@@ -121,10 +121,10 @@ class EmbeddedEtcd:
         self._alone = not value
 
     def start(self) -> None:
-        """Starts etcd. An etcd that `kill` has ended gets its port and its data again.
+        """Starts etcd; a start after `kill` uses the same ports and data as before.
 
-        The first start removes the data of an earlier run, because its leases, leader
-        key and stop requests are obsolete.
+        The first start removes the data of an earlier run, because the leases, leader
+        key and stop requests in this data are obsolete.
 
         The process dies when the calling *thread* ends (see `die_with_parent`), so call
         `start` from a thread that outlives the store.

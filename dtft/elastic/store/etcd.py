@@ -185,7 +185,7 @@ class EtcdStore:
 
     @property
     def private(self) -> bool:
-        """See `Store.private`."""
+        """Whether dtft is the store's only user; see `Store.private`."""
         return self._address.private
 
     @property
@@ -194,32 +194,32 @@ class EtcdStore:
         return endpoint_text(self._members.first)
 
     def get(self, key: str) -> KeyValue | None:
-        """See `Store.get`."""
+        """Reads a key; returns None if the key does not exist."""
         body = {"key": encode(self._below + key)}
         pairs = self._call(f"get {key}", "kv/range", body).get("kvs", [])
         return key_value(pairs[0], self._below) if pairs else None
 
     def list(self, prefix: str) -> tuple[KeyValues, int]:
-        """See `Store.list`."""
+        """Returns the keys with `prefix`, sorted, and the store's revision."""
         body = prefix_range(self._below + prefix)
         reply = self._call(f"list {prefix}", "kv/range", body)
         pairs = [key_value(pair, self._below) for pair in reply.get("kvs", [])]
         return pairs, int(reply["header"]["revision"])
 
     def put(self, key: str, value: bytes, lease: int = 0) -> None:
-        """See `Store.put`."""
+        """Writes one key; see `Store.put`."""
         put = Put(key=key, value=value, lease=lease)
         check_changes([put])
         body = put_request(put, self._below)
         self._call(f"put {key}", "kv/put", body, repeat=False)
 
     def delete(self, key: str) -> None:
-        """See `Store.delete`."""
+        """Deletes one key; a missing key is no error."""
         body = {"key": encode(self._below + key)}
         self._call(f"delete {key}", "kv/deleterange", body, repeat=False)
 
     def txn(self, compares: Sequence[Compare], changes: Sequence[Put | Delete]) -> bool:
-        """See `Store.txn`."""
+        """Applies all changes if all compares hold; see `Store.txn`."""
         check_changes(changes)
         body = {
             "compare": [comparison(compare, self._below) for compare in compares],
@@ -230,7 +230,7 @@ class EtcdStore:
         return bool(reply.get("succeeded"))
 
     def grant(self, ttl_s: float) -> int:
-        """See `Store.grant`."""
+        """Makes a lease of `ttl_s` seconds; see `Store.grant`."""
         if ttl_s <= 0:
             raise ValueError(f"ttl_s={ttl_s}: a lease needs more than 0 seconds.")
         # Safe to repeat: a lease whose id is lost expires.
@@ -238,21 +238,21 @@ class EtcdStore:
         return int(self._call("grant", "lease/grant", body)["ID"])
 
     def keepalive(self, lease: int) -> float | None:
-        """See `Store.keepalive`."""
+        """Renews a lease; returns its remaining seconds, None if it has expired."""
         body = {"ID": str(lease)}
         reply = self._call(f"keepalive {lease}", "lease/keepalive", body)
         ttl = reply.get("result", {}).get("TTL")
         return float(ttl) if ttl is not None and int(ttl) > 0 else None
 
     def revoke(self, lease: int) -> None:
-        """See `Store.revoke`."""
+        """Ends a lease and deletes its keys; an expired lease is no error."""
         with contextlib.suppress(LeaseGone):
             self._call(f"revoke {lease}", "lease/revoke", {"ID": str(lease)})
 
     def watch(
         self, prefix: str, start_revision: int, stop: threading.Event
     ) -> Iterator[Events]:
-        """See `Store.watch`."""
+        """Yields changes under `prefix` in order; see `Store.watch`."""
         position, failures = start_revision, 0
         while not self._ended(stop):
             endpoint = self._members.first
@@ -277,13 +277,16 @@ class EtcdStore:
                 failures += 1
 
     def compact(self, revision: int) -> None:
-        """See `Store.compact`."""
+        """Drops values that were replaced up to `revision`; see `Store.compact`."""
         self._check_private("compact")
         body = {"revision": str(revision), "physical": True}
         self._call("compact", "kv/compaction", body, repeat=False)
 
     def reclaim(self) -> None:
-        """See `Store.reclaim`; compacts, defragments and clears the NOSPACE alarm."""
+        """Frees space: compacts, defragments and clears the NOSPACE alarm.
+
+        See `Store.reclaim`.
+        """
         self._check_private("reclaim")
         _, revision = self.list("none/")
         try:
@@ -311,7 +314,7 @@ class EtcdStore:
         return int(reply["dbSize"]), int(reply.get("dbSizeInUse", 0))
 
     def status(self) -> str:
-        """See `Store.status`; `version_warning` warns about unsafe versions."""
+        """Returns etcd's version; `version_warning` warns about unsafe versions."""
         return str(self._call("status", "maintenance/status", {})["version"])
 
     def peer_urls(self) -> frozenset[str]:
@@ -320,7 +323,7 @@ class EtcdStore:
         return frozenset(url for it in members for url in it.get("peerURLs", []))
 
     def close(self) -> None:
-        """See `Store.close`."""
+        """Ends connections and watches; later calls raise StoreUnavailable."""
         with self._lock:
             self._closed = True
             connections = [*self._connections.values()]

@@ -112,7 +112,13 @@ def event_value(event: dict[str, Any], below: str) -> StoreEvent:
 
 
 def next_position(position: int, result: dict[str, Any], events: Events) -> int:
-    """Returns the revision from which a watch continues after a message."""
+    """Returns the revision from which a watch continues after a message.
+
+    Args:
+        position: the revision from which the watch continued before the message.
+        result: field `result` of the message.
+        events: the events of the message; empty for a progress notice, for example.
+    """
     if events:  # while history is replayed, the header's revision is newer
         return max(event.kv.mod_revision for event in events) + 1
     if result.get("created") and position:
@@ -135,12 +141,17 @@ def error_text(reply: Mapping[str, Any]) -> str:
 
 
 def wants_token(message: str) -> bool:
-    """Whether an error means that the token is invalid; nothing was applied then."""
+    """Whether an error message means that the login token is invalid.
+
+    A call with an invalid token was not applied.
+    """
     return any(text in message for text in _NEW_TOKEN)
 
 
 def not_applied(message: str) -> bool:
-    """Whether an error means that nothing was applied and another member may answer.
+    """Whether an error message means that this member did not apply the call.
+
+    Another member may then apply the call.
 
     >>> not_applied("etcdserver: no leader"), not_applied("request timed out")
     (True, False)
@@ -149,16 +160,19 @@ def not_applied(message: str) -> bool:
 
 
 def may_answer_elsewhere(reply: Mapping[str, Any]) -> bool:
-    """Whether another member may answer; the call may have been applied already."""
+    """Whether an error reply has gRPC code DEADLINE_EXCEEDED or UNAVAILABLE.
+
+    Another member may then answer the call. The call may have been applied already.
+    """
     return grpc_code(reply) in (_DEADLINE_EXCEEDED, _UNAVAILABLE)
 
 
 def refusal(said: str, reply: Mapping[str, Any]) -> Exception:
     """Makes the exception for an error reply.
 
-    StoreRefused if the store refuses this client, LeaseGone for a missing lease,
-    StoreFull for a used-up quota, ValueError for another invalid request, otherwise
-    StoreUnavailable.
+    Returns StoreRefused if the store refuses this client, LeaseGone for a missing
+    lease, StoreFull for a used-up quota, ValueError for an otherwise invalid request,
+    and StoreUnavailable for every other error.
 
     Args:
         said: beginning of the error's text: store and operation.
@@ -288,8 +302,8 @@ _LONGEST_LINE, _MOST_HEADERS = 1 << 16, 100
 def read_reply(sock: socket.socket, end: float) -> tuple[bytes, bool]:
     """Reads one HTTP/1 reply; returns its body, and whether the connection ends now.
 
-    The reader of `http.client` parses the headers as those of an e-mail, which takes
-    longer than the rest of a call.
+    `http.client` is not used here, because it parses headers like those of an e-mail,
+    which takes longer than the rest of a call.
 
     Raises:
         OSError: no complete reply by the time `end`.
@@ -315,9 +329,10 @@ def read_reply(sock: socket.socket, end: float) -> tuple[bytes, bool]:
 def _reply_head(
     reader: io.BufferedIOBase,
 ) -> tuple[bytes, int, Mapping[bytes, bytes]]:
-    """Reads a status line and headers: version, status, header name to value.
+    """Reads the status line and the headers of a reply.
 
-    Names and values are in lower case.
+    Returns:
+        HTTP version, status code, and header name to value, both in lower case.
     """
     line = reader.readline(_LONGEST_LINE)
     if not line:

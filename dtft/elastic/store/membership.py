@@ -37,7 +37,7 @@ PERIOD_WRITES = 500
 due after `PERIOD_BYTES` written bytes."""
 RECLAIM_PAUSE_S = 5.0
 FULL_PAUSE_S = 60.0
-"""Seconds between two log lines which say that a shared store is full."""
+"""Seconds between two log lines that report a full shared store."""
 
 
 class Compaction:
@@ -229,18 +229,19 @@ class Membership:
         self._store.put(key, record.to_json().encode(), lease=lease)
 
     def describe(self, record: HostRecord) -> None:
-        """Replaces this host's record, which a later `tick` writes to the store.
+        """Replaces this host's record, except for the incarnation.
 
-        The incarnation stays as before.
+        A later `tick` writes the record to the store.
         """
         incarnation = self.record.incarnation
         self.record = dataclasses.replace(record, incarnation=incarnation)
         self._again = True
 
     def tick(self) -> None:
-        """Renews the lease, writes the record or registers the host: what is due now.
+        """Starts the store call that is due, if any; does not wait for the call.
 
-        Does nothing while an earlier call of the store still runs.
+        Registers the host if it has no lease. Otherwise writes the host's changed
+        record, or renews the lease. Does nothing while an earlier call still runs.
         """
         if self._busy or self._stopped:
             return

@@ -59,7 +59,7 @@ class MemoryStore:
 
     @property
     def private(self) -> bool:
-        """See `Store.private`."""
+        """Always True, so the history may be dropped; see `Store.private`."""
         return True
 
     def set_available(self, up: bool) -> None:
@@ -71,28 +71,28 @@ class MemoryStore:
             self._down = "" if up else "made unavailable"
 
     def get(self, key: str) -> KeyValue | None:
-        """See `Store.get`."""
+        """Reads a key; returns None if the key does not exist."""
         with self._changed:
             self._enter("get")
             found = self._pairs.get(key)
             return found[0] if found else None
 
     def list(self, prefix: str) -> tuple[KeyValues, int]:
-        """See `Store.list`."""
+        """Returns the keys with `prefix`, sorted, and the store's revision."""
         with self._changed:
             self._enter("list")
             return self._listing(prefix), self._revision
 
     def put(self, key: str, value: bytes, lease: int = 0) -> None:
-        """See `Store.put`."""
+        """Writes one key; see `Store.put`."""
         self.txn([], [Put(key=key, value=value, lease=lease)])
 
     def delete(self, key: str) -> None:
-        """See `Store.delete`."""
+        """Deletes one key; a missing key is no error."""
         self.txn([], [Delete(key=key)])
 
     def txn(self, compares: Sequence[Compare], changes: Sequence[Put | Delete]) -> bool:
-        """See `Store.txn`."""
+        """Applies all changes if all compares hold; see `Store.txn`."""
         check_changes(changes)
         with self._changed:
             self._enter("txn")
@@ -106,7 +106,7 @@ class MemoryStore:
             return True
 
     def grant(self, ttl_s: float) -> int:
-        """See `Store.grant`; does not round `ttl_s`."""
+        """Makes a lease of exactly `ttl_s` seconds; returns its id."""
         if ttl_s <= 0:
             raise ValueError(f"ttl_s={ttl_s}: a lease needs more than 0 seconds.")
         with self._changed:
@@ -117,7 +117,7 @@ class MemoryStore:
             return lease
 
     def keepalive(self, lease: int) -> float | None:
-        """See `Store.keepalive`."""
+        """Renews a lease; returns its remaining seconds, None if it has expired."""
         with self._changed:
             self._enter("keepalive")
             found = self._leases.get(lease)
@@ -127,7 +127,7 @@ class MemoryStore:
             return found.ttl_s
 
     def revoke(self, lease: int) -> None:
-        """See `Store.revoke`."""
+        """Ends a lease and deletes its keys; an expired lease is no error."""
         with self._changed:
             self._enter("revoke")
             self._end_lease(lease)
@@ -135,7 +135,7 @@ class MemoryStore:
     def watch(
         self, prefix: str, start_revision: int, stop: threading.Event
     ) -> Iterator[Events]:
-        """See `Store.watch`."""
+        """Yields changes under `prefix` in order; see `Store.watch`."""
         position = start_revision
         while not stop.is_set() and self._down != "closed":
             with self._changed:
@@ -147,24 +147,24 @@ class MemoryStore:
             yield batch  # after the lock is released
 
     def compact(self, revision: int) -> None:
-        """See `Store.compact`."""
+        """Drops values that were replaced up to `revision`; see `Store.compact`."""
         with self._changed:
             self._compacted = max(self._compacted, revision)
             while self._history and self._history[0][0] < revision:
                 self._history.popleft()
 
     def reclaim(self) -> None:
-        """See `Store.reclaim`; this store has no quota."""
+        """Drops all history; this store has no quota, so it is never full."""
         self.compact(self._revision)
 
     def status(self) -> str:
-        """See `Store.status`."""
+        """Returns "memory", in place of a version."""
         with self._changed:
             self._enter("status")
             return "memory"
 
     def close(self) -> None:
-        """See `Store.close`."""
+        """Ends watches; later calls raise StoreUnavailable."""
         with self._changed:
             self._down = "closed"
             self._changed.notify_all()
@@ -240,8 +240,8 @@ class MemoryStore:
     def _since(self, prefix: str, position: int) -> tuple[Events, int]:
         """Returns the events from revision `position` on, and the next position.
 
-        Returns a `Resync` in place of the events if some were dropped, and no events
-        while the store is unavailable.
+        If some of these events were dropped from the history, returns a `Resync` in
+        their place. Returns no events while the store is unavailable.
         """
         if self._down:
             return [], position

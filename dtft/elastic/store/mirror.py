@@ -37,7 +37,10 @@ class ThreadMirrors:
         self._store = store
 
     def mirror(self, prefix: str, changed: Changed) -> Callable[[], None]:
-        """See `MirrorSource.mirror`; calls `changed` on the mirror's thread."""
+        """Starts a thread that calls `changed` at once and after every change.
+
+        Returns a function that ends the mirror. See `MirrorSource.mirror`.
+        """
         stop = threading.Event()
         arguments = (self._store, prefix, changed, stop)
         threading.Thread(

@@ -93,6 +93,11 @@ def next_step(
 ) -> tuple[Outage, Step]:
     """Decides the next action; returns the updated outage and the action.
 
+    The action is "kill" if etcd runs but has been silent for too long. If etcd has
+    ended and the pause before a start is over, the action is "start", or "start_empty"
+    (without the data) if starts on the same data have failed too often or for too long.
+    Otherwise the action is "wait".
+
     >>> dead = ProbedEtcd(now=5.0, running=False, ready=False, silent_s=0.0)
     >>> outage, step = next_step(Outage(), dead, SupervisionLimits())
     >>> step, outage.begun
@@ -117,7 +122,11 @@ def next_step(
 
 
 def started(outage: Outage, now: float, limits: SupervisionLimits) -> Outage:
-    """Returns the outage after a start, which counts as failed until etcd serves."""
+    """Returns the outage after a start of etcd at the time `now`.
+
+    The start counts as failed until etcd serves. Also sets the earliest time of the
+    next start.
+    """
     lately = [at for at in outage.starts if at > now - limits.steady_s]
     pause = limits.pauses_s[min(outage.failed + 1, len(limits.pauses_s) - 1)]
     return replace(
@@ -129,7 +138,11 @@ def started(outage: Outage, now: float, limits: SupervisionLimits) -> Outage:
 
 
 def obstructed(outage: Outage, now: float, limits: SupervisionLimits) -> Outage:
-    """Returns the outage after a start that a full disk or taken port prevented."""
+    """Returns the outage after a start that a full disk or taken port prevented.
+
+    The next start is due after the longest pause. Failed starts are counted anew,
+    because the data did not cause this failure.
+    """
     pause = limits.pauses_s[-1]
     return replace(outage, due=now + pause, counting_from=now + pause, failed=0)
 
@@ -174,7 +187,7 @@ class Prober:
             )
 
     def forgive(self) -> None:
-        """Resets the silent time to zero."""
+        """Resets to zero the seconds for which etcd has been silent."""
         with self._lock:
             self._silent_s = 0.0
 
@@ -304,8 +317,9 @@ class Supervisor:
                     return
                 self._prober.emptied()
                 self._tell(
-                    f"the store (etcd) does not come up on its data ({words}): {aside} "
-                    "has them now, and it starts empty. The agents record the job anew"
+                    f"the store (etcd) does not start on its data ({words}): the data "
+                    f"is moved to {aside}, and etcd starts empty. The agents write the "
+                    "job's records again"
                 )
             if self._etcd.restart():
                 self._outage = started(self._outage, seen.now, self._limits)
@@ -323,7 +337,7 @@ class Supervisor:
         if lost := self._prober.lost_revisions():
             self._say(
                 f"the store (etcd) has lost writes: revision {lost[1]} after "
-                f"{lost[0]}. The agents' own records count"
+                f"{lost[0]}. The agents write their own records again"
             )
 
     def _tell(self, text: str) -> None:

@@ -5,8 +5,8 @@
 * `replication` pushes every step to the peers that keep copies; `replica_server`
   receives pushes and answers fetches; `slot_task`: the leader's order and the pushers
   of one formation.
-* `restore_executor` carries out every restore plan; `prefetch` fetches ahead, on spare
-  hosts, what no step changes.
+* `restore_executor` carries out every restore plan; `prefetch` lets spare hosts fetch
+  in advance the slices that no step changes.
 
 `dtft.elastic.leader` and `dtft.checkpoint` decide which host gets which slice.
 """

@@ -1,9 +1,9 @@
 """The copies that this host keeps for the job, over all its formations.
 
 A formation whose layout, slot and failure domains equal those of an arena reuses this
-arena, so copies outlive the trainers. Any other formation gets a new arena.
-Former arenas with copies of the restored step stay until the new formation has
-committed a step, because they may hold the only copies of the last commit.
+arena, so copies outlive the trainers. Any other formation gets a new arena. Former
+arenas with copies of the restored step stay until the new formation has committed a
+step, because they may hold the only copies of the last commit.
 """
 
 import logging
@@ -23,8 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 class Copies:
-    """This host's holders of copies over all formations. A holder (`ReplicaStore`) has
-    the copies for one layout and slot."""
+    """All copies that this host keeps, as one holder for each layout and slot.
+
+    A holder is a `ReplicaStore`. It can outlive the formation that made it.
+    """
 
     def __init__(self, config: AgentConfig) -> None:
         """Reserves no memory yet."""
@@ -58,8 +60,8 @@ class Copies:
         Args:
             layout: the layout of the formation.
             slot: this host's slot.
-            domains: per slot the failure domain by which copies are placed; empty if
-                every slot is its own domain.
+            domains: the failure domain of each slot, by which copies are placed; empty
+                if every slot is its own domain.
             keep: the step to restore. Other holders with copies of this step drop later
                 steps and stay until `committed` is called; all other holders are
                 closed. None: every other holder is closed.
@@ -117,7 +119,10 @@ class Copies:
         )
 
     def share(self, turn: int) -> bytes:
-        """Chooses the own slices that this host copies at a turn (see `SlotTask.turn`).
+        """Chooses which of its own slices this host copies at a snapshot.
+
+        With `share` "divided", the hosts that own a slice take turns in copying it.
+        `turn` is the number of the snapshot in the formation (`SlotTask.turn`).
 
         Returns:
             A flag per own slice, from `pack_flags`; b"" if all slices are copied at
@@ -159,9 +164,10 @@ class Copies:
     def expect(self, layout: Layout, domains: Sequence[str] = ()) -> None:
         """Reserves memory for a slot of this layout; returns once it is allocated.
 
-        So a spare host can take a slot without a wait for memory. Slots need about
-        equal memory; for a slot that needs more than the reserve, new memory is
-        allocated later. Does nothing if there is a holder or a reserve already.
+        A spare host with this reserve can take a slot without waiting for memory. All
+        slots need about the same amount. If a slot needs more than the reserve, memory
+        is allocated when the host takes the slot. Does nothing if this host has a
+        holder or a reserve already.
 
         Raises:
             OSError: not enough memory; names bytes needed and available.
@@ -197,8 +203,8 @@ class Copies:
         Returns:
             `layouts` as JSON; `holdings`: step to slice key to digests; `complete`:
             step to the slots whose own slices are all held; `items`: step to the step's
-            items; `corrupt`: a text for each corrupt copy; and `prefetched`: the slot
-            of which slices were fetched ahead, to their bytes.
+            items; `corrupt`: a text for each corrupt copy; and `prefetched`: slot to
+            the bytes of this slot's slices that were prefetched.
         """
         holders = self.holders()
         held: dict[int, dict[str, bytes]] = {}

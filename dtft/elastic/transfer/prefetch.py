@@ -1,10 +1,11 @@
-"""A spare host fetches ahead what no step changes of a slot that it may take.
+"""Prefetches, on a spare host, the slices of a slot that training steps do not change.
 
 Frozen weights, and experts that get no rows, are the same in every snapshot. A spare
-asks the host of a slot for the digests of its slices again and again, and fetches each
-slice whose digests are those of an earlier snapshot. When the spare takes a slot, its
-restore takes the slices whose digests are the commit's from here, and fetches only the
-others from peers. A slice that every step changes is never fetched ahead.
+repeatedly asks the host of one slot for the digests of the slot's slices. It fetches
+each slice whose digests are the same as at an earlier snapshot. When the spare takes a
+slot, its restore uses the prefetched slices whose digests are the commit's, and
+fetches only the other slices from peers. A slice that every step changes is never
+prefetched.
 """
 
 import logging
@@ -56,15 +57,16 @@ class PrefetchedSlices:
     """Slices that were fetched and verified ahead of a restore. Thread-safe."""
 
     def __init__(self) -> None:
-        """Holds nothing."""
+        """Starts without slices."""
         self._held: dict[str, _Held] = {}
         self._lock = threading.Lock()
         self._slot = 0
 
     def find(self, key: str, digests: bytes) -> memoryview | None:
-        """Returns the bytes of a slice; None if they are not here with these digests.
+        """Returns the bytes of a slice that was prefetched with these digests, or None.
 
-        The memory was verified when it was fetched; who uses it verifies it again.
+        The bytes were verified when they were fetched. The caller must verify them
+        again.
         """
         with self._lock:
             held = self._held.get(key)
@@ -93,7 +95,7 @@ class PrefetchedSlices:
             self._held.clear()
 
     def report(self) -> dict[int, int]:
-        """Maps the slot whose slices are here to their bytes; {} if nothing is here."""
+        """Maps the slot of the prefetched slices to their bytes; {} without slices."""
         with self._lock:
             nbytes = sum(held.memory.nbytes for held in self._held.values())
             return {self._slot: nbytes} if nbytes else {}
@@ -101,7 +103,7 @@ class PrefetchedSlices:
 
 @dataclass(frozen=True, kw_only=True)
 class _Source:
-    """The slot that is fetched ahead, and its host."""
+    """The slot whose slices are prefetched, and the address of its host."""
 
     layout: str
     """Layout as JSON."""
@@ -111,7 +113,7 @@ class _Source:
 
 
 class Prefetcher:
-    """Fetches the unchanging slices of one slot ahead, on a thread of its own."""
+    """Prefetches the slices of one slot that do not change, on its own thread."""
 
     def __init__(
         self,
@@ -120,12 +122,12 @@ class Prefetcher:
         chunk_bytes: int,
         limit_s: float,
     ) -> None:
-        """Starts nothing.
+        """Starts no thread yet.
 
         Args:
-            slices: where fetched slices are put.
+            slices: receives the fetched slices.
             credentials: the job's credentials.
-            chunk_bytes: bytes under one digest.
+            chunk_bytes: bytes of a chunk, which has one digest.
             limit_s: limit of each fetch, in seconds.
         """
         self._slices, self._credentials = slices, credentials
@@ -133,10 +135,13 @@ class Prefetcher:
         self._source: _Source | None = None
         self._stop = threading.Event()
         self._lock = threading.Lock()
-        """Held while slices are put or dropped, so that nothing is after `stop`."""
+        """Held while slices are put or dropped, so that no slice is put or dropped
+        after `stop`."""
 
     def start(self, layout: str, slot: int, address: str, epoch: Epoch) -> None:
-        """Begins to fetch ahead; does nothing if it has begun with these arguments.
+        """Begins to prefetch a slot's slices; first stops an earlier prefetch.
+
+        Does nothing if the prefetch in progress has the same arguments.
 
         Args:
             layout: the job's layout as JSON.
@@ -153,7 +158,7 @@ class Prefetcher:
         threading.Thread(target=self._run, args=args, daemon=True).start()
 
     def stop(self) -> None:
-        """Stops fetching, without a wait for the network; fetched slices stay.
+        """Stops the prefetch without waiting for the network; keeps fetched slices.
 
         Afterwards the thread neither adds nor drops slices.
         """
@@ -191,7 +196,7 @@ class Prefetcher:
             except (OSError, TimeoutError, FetchError, MemoryError) as error:
                 # The host may be gone, or a slice has changed: the leader, or the next
                 # answer, says how to go on.
-                logger.debug("slot %d is not fetched ahead: %s", source.slot, error)
+                logger.debug("slot %d is not prefetched: %s", source.slot, error)
 
     def _fetch(
         self,
@@ -200,14 +205,23 @@ class Prefetcher:
         sizes: Mapping[str, int],
         stop: threading.Event,
     ) -> bool:
-        """Fetches slices that stay the same and are not here yet.
+        """Fetches the slices of `same` that were not fetched yet.
+
+        Args:
+            source: the slot and its host.
+            same: key to digests of each slice that is the same as at an earlier
+                snapshot.
+            sizes: key to bytes of each slice of the slot.
+            stop: ends the fetch once it is set.
 
         Returns:
-            Whether slices were fetched.
+            Whether all missing slices were fetched. False if there were none, or if
+            `stop` was set meanwhile.
 
         Raises:
             FetchError: the host has gone, or a slice has changed meanwhile.
-            MemoryError: too little memory.
+            MemoryError: the slices need more than `MOST_MEMORY` of the available
+                memory.
         """
         held = self._slices.digests()
         left = [key for key in same if held.get(key) != same[key] and sizes.get(key)]
@@ -235,7 +249,7 @@ class Prefetcher:
                 for key, rows in memory.items():
                     self._slices.put(source.slot, key, same[key], rows)
         if left:
-            text = "fetched %d bytes of slot %d ahead, which no step changes"
+            text = "prefetched %d bytes of slot %d, which training does not change"
             logger.info(text, nbytes, source.slot)
         return bool(left)
 

@@ -24,7 +24,7 @@ from dtft.checkpoint.transport import (
 from dtft.elastic.transfer.replication import Epoch
 
 NEWEST = -1
-"""Step of a fetch that takes the newest copy of each slice, of whichever step."""
+"""Value of a fetch's step that asks for the newest copy of each slice, of any step."""
 ASKED_S = 10.0
 """Limit in seconds for a peer's request for digests to arrive, and again for the answer
 to be sent."""
@@ -38,7 +38,7 @@ def cut_out(slices: Sequence[Parts], spans: object) -> list[Parts]:
     """
     found = list(spans) if isinstance(spans, list | tuple) else []
     if len(found) != len(slices):
-        raise WireError("a fetch has not one span for each key")
+        raise WireError("a fetch does not have one span for each key")
     parts = []
     for one, span in zip(slices, found, strict=True):
         pair = list(span) if isinstance(span, list | tuple) else []
@@ -55,11 +55,11 @@ def find_copies(
 ) -> list[Parts]:
     """Returns the memory of the named slices of a step, each from a holder with a copy.
 
-    If several holders have a slice, the last one in `holders` is used. `NEWEST` takes
-    the newest copy of each slice.
+    If several holders have a slice, the last of these holders is used. If `step` is
+    `NEWEST`, the newest copy in that holder is used.
 
     Raises:
-        KeyError: a slice is not held here for that step.
+        KeyError: no holder has a copy of a slice at this step.
     """
     here: dict[str, Parts] = {}
     for holder in holders:
@@ -148,8 +148,8 @@ def _receive_push(channel: Channel, inbox: Inbox) -> bool:
     """Receives one push.
 
     Returns:
-        True if the peer need not repeat the push: the pushed copy is held here, or the
-        epoch of the push is older than this host's.
+        True if the peer need not repeat the push: this host holds the pushed copy, or
+        the epoch of the push is older than this host's. Else False.
     """
     header, _ = channel.receive(86400, no_payload, max_header=MAX_DATA_HEADER)
     push = _Announced.read(header)
@@ -196,9 +196,11 @@ def serve_fetch(channel: Channel, inbox: Inbox) -> None:
 
 
 def serve_digests(channel: Channel, inbox: Inbox) -> None:
-    """Answers a peer that fetches ahead: the newest digests of this slot's own slices.
+    """Sends a prefetching peer the newest digests of this slot's own slices.
 
-    A slice that the newest step lacks has the digests of the newest step with it.
+    If the newest step has no copy of a slice, the digests of the newest step with a
+    copy are sent. Sends an error instead if this host has no copies, or if the epoch in
+    the request is not this host's.
 
     Raises:
         WireError: the peer's request is invalid.

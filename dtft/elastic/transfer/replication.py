@@ -41,9 +41,16 @@ class Pusher:
         epoch: Epoch,
         deadline_s: float,
     ) -> None:
-        """Starts the thread; the connection is made with the first step.
+        """Starts the thread that sends steps; connects to the peer at the first step.
 
-        Tries a step again until it has arrived, for at most `deadline_s` seconds.
+        Args:
+            holder: this host's copies, from which slices are read.
+            push: the slot, the peer's slot and the slices to send.
+            address: "host:port" of the peer.
+            credentials: the job's credentials.
+            epoch: (generation, attempt) of the formation; peers in another epoch refuse
+                the push.
+            deadline_s: seconds for which a step is tried again until it has arrived.
         """
         self._holder, self._push, self._address = holder, push, address
         self.target = push.target
@@ -59,7 +66,7 @@ class Pusher:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slices that the pusher sends at a step."""
+        """Bytes of all slices that the pusher sends for one step."""
         return sum(piece.nbytes for piece in self._push.slices)
 
     def offer(self, step: int) -> None:
@@ -87,8 +94,11 @@ class Pusher:
             self._channel.close()
 
     def _try(self, step: int, deadline: float) -> bool:
-        """Sends one step. Returns True if no other try is needed: the peer need not get
-        the step again, or this host's memory has dropped the step."""
+        """Tries to send one step; returns whether the step needs no further try.
+
+        True if the peer has the step or does not need it, and if this host's memory has
+        dropped the step. False after a failed connection or a failed send.
+        """
         try:
             return self._send(step, deadline)
         except KeyError:

@@ -1,9 +1,10 @@
 """Carries out a restore plan on one host: the one executor of all restores.
 
-Fills the memory of slices as the leader has ordered: with whole slices, named by key,
-or with regions of committed slices if the host's slices are cut differently than in the
-commit. The host's correct copies stay; all other slices are fetched from the peers in
-parallel.
+Fills the memory of slices as the leader has ordered. A slice is fetched whole, by its
+key, or is assembled from regions of committed slices if the state is now divided
+differently than in the commit. The host's correct copies stay. All other slices are
+fetched from the peers in parallel.
+
 Committed slices are read in whole chunks whose digests must be the commit's, so wrong
 bytes are never restored. Afterwards the leader compares the digests that the owners of
 an assembled slice report.
@@ -161,9 +162,11 @@ def restore_into(
         prefetched: slices that this host has fetched ahead.
 
     Returns:
-        `own` and `peers` (bytes) and `s` (seconds). If `order["resized"]` is True (the
-        layout is not the commit's), also `restored`: slice key to digests, computed
-        from memory after the restore. After a failure: `error`, `host` and `corrupt`.
+        `peers` (bytes fetched from peers), `own` (the other bytes of the slot's slices)
+        and `s` (seconds). If `order["resized"]` is True (the layout is not the
+        commit's), also `restored`: slice key to digests, computed from memory after the
+        restore. After a failure only `error`, `host` (the host that could not supply a
+        slice) and `corrupt` (a text for each corrupt copy).
     """
     begun = time.monotonic()
     try:
@@ -192,7 +195,9 @@ def _restore(
     former: Sequence[ReplicaStore],
     prefetched: PrefetchedSlices | None,
 ) -> int:
-    """Makes the step of `order` the only step in `holder`; returns bytes fetched.
+    """Makes the step of `order` the only step in `holder`.
+
+    Returns the number of bytes fetched from peers.
 
     Raises:
         FetchFailed: a fetch failed, an own copy is corrupt, or a slice was assembled
@@ -233,7 +238,10 @@ def _restore(
 
 
 def _planned(order: Mapping[str, Any], host: str) -> set[str]:
-    """Returns the keys of the slices for which an order has a fetch or an assembly."""
+    """Returns the keys of the slices that an order fetches or assembles on this host.
+
+    A slice that the order takes whole from this host's own copy is left out.
+    """
     planned = {key for transfer in order["transfers"] for key in transfer["keys"]}
     for source in order.get("regions", ()):
         for entry in source["regions"]:
@@ -250,10 +258,9 @@ def _adopt(
     former: Sequence[ReplicaStore],
     prefetched: PrefetchedSlices | None,
 ) -> list[Slice]:
-    """Fills missing slices with bytes that this host has already.
+    """Fills missing slices from former formations' copies and from prefetched slices.
 
-    The bytes are those of its holders of former formations, and of slices that were
-    fetched ahead. A slice is filled if their digests are the commit's.
+    A slice counts as filled only if the digests of the copied bytes are the commit's.
 
     Returns:
         The slices that are still missing.
@@ -350,7 +357,7 @@ def bring(
             `attempt`), `transfers` and `regions`.
         credentials: the job's credentials.
         limit_s: deadline of each fetch, in seconds.
-        chunk_bytes: bytes under one digest.
+        chunk_bytes: bytes of a chunk, which has one digest.
         host: this host's name.
         holders: this host's holders, which may have committed slices.
         nixl: reads from peers that have NIXL too.
@@ -403,8 +410,10 @@ def bring(
 
 
 def _whole(order: FetchOrder, memory: Mapping[str, Parts]) -> list[str]:
-    """Returns the keys in `memory` of the slices that an order fetches whole: those in
-    `keys`, and those whose only region is a whole committed slice."""
+    """Returns the keys of the slices in `memory` that an order fetches whole.
+
+    The order names the slice in `keys`, or its only region is a whole committed slice.
+    """
     keys = [key for key in order.transfer.get("keys", ()) if key in memory]
     return keys + [old.key for old, them in order.regions(memory).items() if _one(them)]
 
@@ -421,8 +430,11 @@ def _asks(order: FetchOrder, memory: Mapping[str, Parts]) -> bool:
 def _flat(
     orders: Sequence[FetchOrder], memory: Mapping[str, Parts]
 ) -> dict[str, Parts]:
-    """Returns `memory`, with a new contiguous buffer for each slice that is assembled
-    from regions and has several buffers."""
+    """Returns `memory` with contiguous memory for slices assembled from regions.
+
+    Replaces the memory of such a slice by one new buffer if it consists of several
+    buffers.
+    """
     flat = dict(memory)
     for order in orders:
         for regions in order.regions(memory).values():
@@ -438,7 +450,7 @@ def _take_own(
     holders: Sequence[ReplicaStore],
     chunk: int,
 ) -> None:
-    """Copies regions from this host's own copies, after verifying their chunks.
+    """Copies an order's regions from this host's own copies, after verifying them.
 
     Raises:
         FetchFailed: a copy is missing or corrupt.
@@ -470,14 +482,14 @@ def fetch_into(
     nixl: Nixl | None = None,
     streams: int = STREAMS,
 ) -> int:
-    """Fetches slices from one peer into memory, by key, and verifies the bytes.
+    """Fetches an order's slices and regions from one peer; verifies the bytes.
 
     Args:
         memory: slice key to the memory to fill, which is contiguous for a slice made
             of regions. Other slices of the order are not fetched.
         order: the slices and regions, and the peer.
         credentials: the job's credentials.
-        chunk_bytes: bytes under one digest.
+        chunk_bytes: bytes of a chunk, which has one digest.
         limit_s: deadline in seconds.
         nixl: reads whole slices from peers that have NIXL too.
         streams: most connections at a time.

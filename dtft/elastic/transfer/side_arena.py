@@ -23,8 +23,11 @@ Bring = Callable[[Mapping[Slice, Parts]], int]
 
 
 class SideArena:
-    """Holds at most one arena, with a step's slices under the requested shardings. A
-    host has this arena in addition to the arenas of its copies."""
+    """Holds at most one arena, with a step's slices under the requested shardings.
+
+    An arena is a file in shared memory. A host has this arena in addition to the arenas
+    of its copies.
+    """
 
     def __init__(self, directory: Path) -> None:
         """Reserves no memory yet; arenas will lie in `directory`."""
@@ -39,7 +42,7 @@ class SideArena:
         Args:
             layout: the requested layout of the step.
             slot: this host's slot.
-            chunk_bytes: bytes under one digest.
+            chunk_bytes: bytes of a chunk, which has one digest.
             bring: fills and verifies the memory of each slice
                 (`restore_executor.bring`).
 
@@ -128,7 +131,10 @@ class Resharding:
         self._emit("assembled", task, answer)
 
     def outdated(self, answer: Mapping[str, Any]) -> None:
-        """Frees the arena that `answer` names, because its process has gone."""
+        """Frees the arena that `answer` names, because the requesting process has gone.
+
+        Does nothing if the answer has an error instead of an arena.
+        """
         if "arena" in answer:
             self._side.free(answer["arena"])
 

@@ -1,7 +1,7 @@
 """The leader's order for one host's slot, and the pushers of the slot's copies.
 
-The pushers, their pace and the host's turn in copying belong to one formation and end
-with the formation.
+The pushers, their shared rate limit and the host's turn in copying belong to one
+formation and end with the formation.
 """
 
 from collections.abc import Collection, Mapping
@@ -24,16 +24,16 @@ class SlotTask:
     """Outcome of the restore (see `restore_into`) once it has succeeded; None before.
     All zeros if nothing is restored from memory."""
     layout: Layout | None = None
-    """The trainer's layout, if it is that of the commit that is restored from memory;
-    else None. It is accepted once the restore has succeeded."""
+    """The trainer's layout, if it equals that of the commit which is restored from
+    memory; else None. The layout is accepted once the restore has succeeded."""
     announced: bool = False
     """Whether the trainer's layout was accepted."""
     turn: int = 0
     """Number of steps staged under this order. Equal on all hosts, which take turns in
     copying slices."""
     wanted: tuple[int, int] | None = None
-    """The step staged last, and the step for which the trainer wants buffers once that
-    one is released; None if it wants none yet, or has got them."""
+    """(staged, next): the last staged step, and the next step, for which the trainer
+    wants buffers once the staged step is released. None if no buffers are wanted."""
     _pushers: list[Pusher] = field(default_factory=list)
     _pace: PushPace | None = None
 
@@ -82,7 +82,7 @@ class SlotTask:
     def staged(
         self, step: int, interval: int, window: Mapping[str, Any] | None
     ) -> None:
-        """Counts a staged step, adapts the pace, and sends the step to the peers.
+        """Counts a staged step, adapts the rate limit, and sends the step to the peers.
 
         Args:
             step: the staged step.
