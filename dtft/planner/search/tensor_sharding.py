@@ -76,7 +76,7 @@ class Chooser:
     def choose(
         self, dims: Sequence[int]
     ) -> tuple[list[ShardingAssignment], np.ndarray]:
-        """Finds for each point the dims that the axis divides in the fastest step.
+        """Finds which dims the axis divides at each point, so that a step is fastest.
 
         A point is a mesh and a number of microbatches. The seconds of a step are those
         without overlap of collectives and computation.
