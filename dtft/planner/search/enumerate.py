@@ -246,7 +246,7 @@ def _meshes(rules: MeshRules, pins: Mapping[str, Any]) -> tuple[Meshes, list[Rea
 def _with_fewer(
     meshes: Meshes, rules: MeshRules, fewer: tuple[int, ...], reasons: list[Reason]
 ) -> Meshes:
-    """Adds meshes with device counts in `fewer` that divide the batch.
+    """Adds the meshes whose number of devices is in `fewer` and that divide the batch.
 
     Appends to `reasons` how many meshes of each count are added.
     """
@@ -451,10 +451,11 @@ meshes of each of these numbers."""
 def worthwhile(
     question: Workload, pins: Mapping[str, Any], num_devices: int, batch: int
 ) -> tuple[int, ...]:
-    """Returns numbers of devices among which the work can be divided evenly.
+    """Returns smaller numbers of devices that can divide the work evenly.
 
-    These numbers divide the product of the batch and the size of a dim of a weight.
-    Returns the largest ones below the number of all devices, at most `_MOST`.
+    Each number divides the product of the batch and the size of a dim of a weight (or
+    the batch alone). Returns the `_MOST` largest of these numbers that are below the
+    number of all devices.
 
     Args:
         question: the workload, whose weights have dims that `tensor` may divide.
