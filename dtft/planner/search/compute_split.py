@@ -158,8 +158,9 @@ def _name(
 ) -> str:
     """Names an operator and its part of the step, such as `params/w, forward`.
 
-    A matmul or convolution that reads a parameter gets the parameter's path. Other
-    operators get their primitive (or `element-wise`) and the shape of their result.
+    A product (`PRODUCTS`, such as a matmul) that reads a parameter gets the parameter's
+    path. Other operators get their primitive (or `element-wise`) and the shape of their
+    result.
     """
     operator = group.operator
     if operator.kind in PRODUCTS and not is_attention:
@@ -178,8 +179,8 @@ def _name(
 def model_at_peak_s(search: PlanSearch) -> float:
     """Computes the seconds of the forward and backward pass at the peak of all devices.
 
-    Counts the matmuls and convolutions, without operators that rematerialization
-    computes again.
+    Counts matmuls, convolutions and kernels such as attention, but no operators that
+    rematerialization computes again.
     """
     graph = search.question.graph
     model = (
