@@ -322,9 +322,10 @@ class LivenessTrace:
         """Counts the bytes of a gradient by category (`What`), after an event.
 
         A gradient is of category `gradient` until it is complete; if a loop computes it
-        part by part, of category `kept`. From then on it is of category `waiting`. At
-        ZeRO levels 2 and 3, `kept` and `waiting` are divided like the parameter between
-        steps, `gradient` is not.
+        part by part, of category `kept`. From then on it is of category `waiting`,
+        which has no bytes in a step with microbatches: the gradient is then added to a
+        sum. At ZeRO levels 2 and 3, `kept` and `waiting` are divided like the parameter
+        between steps, and `gradient` is not.
         """
         index = event.value
         part_by_part = index in self.timeline.from_loops
