@@ -52,7 +52,8 @@ class InMemory:
 
         Args:
             graph: the program.
-            keeps_all: see `follow`.
+            keeps_all: whether the forward pass saves every value that the backward
+                pass reads (`follow`).
         """
         self.graph = graph
         self.makers: Mapping[int, Operator] = {
@@ -288,7 +289,10 @@ def laid_anew(graph: Graph, memory: InMemory, loop: CountedLoop) -> Iterator[int
 
 
 def _against_the_grain(graph: Graph, product: Operator) -> Iterator[int]:
-    """Yields the operands of a matmul in which batch dims are not the first dims."""
+    """Yields the operands of a matmul that do not begin with the matmul's batch dims.
+
+    Also yields operands that begin with them in another order than the result.
+    """
     made = graph.values[product.outputs[0]]
     rank = sum(len(graph.values[index].shape) for index in product.inputs[:2])
     for index, summed in zip(product.inputs, product.contracted, strict=False):

@@ -129,7 +129,8 @@ class Timeline:
 
     @cached_property
     def of_gradients(self) -> frozenset[int]:
-        """Gradients; if a loop stacks a gradient, also the part of one iteration."""
+        """The gradients, and for each gradient that a loop stacks also the value that
+        one iteration computes."""
         turns = {
             inner
             for loop in self.graph.loops
@@ -200,7 +201,7 @@ class OperatorRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reread:
-    """Two products that read one array and share its gather if both need a gather."""
+    """Two matmuls that read the same array, and share its gather if both need one."""
 
     instances: tuple[int, int]
     """Positions of the products in `LivenessTrace.instances`."""
@@ -391,7 +392,11 @@ class LivenessTrace:
         return place
 
     def _array(self, index: int) -> int:
-        """Returns a number that arrays share if every sharding divides them alike."""
+        """Returns the number of an array's class.
+
+        Arrays of one class have equal shapes and dtypes, and every sharding divides
+        them alike.
+        """
         if index not in self._arrays:
             value = self._graph.values[index]
             key = value.shape, value.dtype, self._roots(value.dims)
@@ -570,7 +575,7 @@ class PeakModel:
 
 
 class PeakEval:
-    """Peak memory on meshes, at each ZeRO level."""
+    """Computes the peak memory of a program on many meshes, at any ZeRO level."""
 
     def __init__(self, moments: PeakModel, sizes: Sizes) -> None:
         """Keeps its arguments; peaks are evaluated when they are first needed.
@@ -648,10 +653,12 @@ class PeakEval:
 
     @cached_property
     def _shares(self) -> np.ndarray:
-        """The share of each total on one device; float [totals, meshes].
+        """The share of each total that one device has; float [totals, meshes].
 
-        The shares of `sums` and `part` are 0 on meshes with one microbatch; the share
-        of `waiting` is 0 on meshes with several.
+        A total is a sum of bytes that the same axes divide (`PeakModel.totals`). Its
+        share is 1 divided by the sizes of these axes, with exceptions. The shares of
+        `sums` and `part` are 0 on meshes with one microbatch. The share of `waiting` is
+        0 on meshes with several microbatches.
         """
         sizes, totals = self._sizes, self._moments.totals
         number = np.asarray(sizes[MICRO])

@@ -156,7 +156,8 @@ def _fewer_text(decision: Decision) -> str:
 def _on_all(decision: Decision) -> str:
     """Describes the step seconds of the fastest searched plan that uses all devices.
 
-    Returns '' if the plan uses all devices or no such plan fits.
+    Returns '' if the selected plan itself uses all devices, or if no plan that uses all
+    devices fits.
     """
     there, least_s = decision.cluster.num_devices, math.inf
     for one in decision.found.values():

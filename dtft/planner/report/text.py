@@ -223,7 +223,7 @@ def knobs_text(knobs: Knobs) -> str:
 
 
 def name_of(alternative: Alternative) -> str:
-    """Returns the name of the baseline that an alternative is; `-` if it is none."""
+    """Returns an alternative's name if it is a baseline, such as `fsdp`; else `-`."""
     return alternative.name or "-"
 
 

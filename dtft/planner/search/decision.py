@@ -101,7 +101,7 @@ def unfit_text(
 
 
 def remedies(cluster: Cluster, pins: Mapping[str, Any], best: Best) -> Iterator[Remedy]:
-    """Yields changes after which a plan fits, each with the best such plan.
+    """Yields changes after which a plan fits, each with the best plan after the change.
 
     The changes are: leaving out one pin; searching also knobs that cannot be run here;
     taking more devices, and leaving out all pins that are numbers or flags. Of the
@@ -449,10 +449,11 @@ def _found(
     pins: Mapping[str, Any],
     order: tuple[Remat, ...],
 ) -> dict[Remat, RematVariant]:
-    """Prices the baselines, and candidates whose state has room (`memory_floor`).
+    """Prices the candidates, by remat policy.
 
-    If none of them fits, prices all candidates. Raises ValueError if the pins cannot be
-    met or there is no candidate at all.
+    First prices the baselines, and the candidates whose state has room in a device's
+    memory (`memory_floor`). If none of these fits, prices all candidates. Raises
+    ValueError if the pins cannot be met or there is no candidate at all.
     """
     floor = memory_floor(question, pool)
     if pins.get("offload"):

@@ -136,7 +136,8 @@ def enumerate_space(choices: Choices, pins: Mapping[str, Any] | None = None) -> 
 
     Leaves out candidates whose axes do not divide the sizes in `Choices.divides`, and
     candidates without room for their state (`Choices.memory`). Also leaves out orders
-    on the fabric that cannot be better than another (`undominated_orders`).
+    of the axes on the fabric that are never better than another order
+    (`undominated_orders`).
 
     Baselines (meshes of common rules of thumb) stay even without room, unless a pin
     rules them out. Their meshes are combined with all values of the other knobs.

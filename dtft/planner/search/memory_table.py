@@ -113,6 +113,7 @@ class Resting:
     ) -> Total:
         """Computes the bytes on each device of all arrays of a role, for each point.
 
+        A point is a mesh and a number of microbatches.
         For role `batch` the bytes are of all microbatches, because all are in memory
         from the start of a step.
 
@@ -146,17 +147,18 @@ class Resting:
     def gathers(
         self, division: ShardingAssignment, zero: int
     ) -> tuple[Total, dict[Bundle, Total]]:
-        """Computes the costs of a step's all-gathers of divided parameters.
+        """Computes the costs of a step's all-gathers of parameters that ZeRO divides.
 
         Args:
             division: which axes divide which dims while computing.
             zero: ZeRO level.
 
         Returns:
-            For each point, the seconds per step of the all-gathers that are sent one by
-            one; and for each bundle (all-gathers that the compiler may combine) the
-            bytes of all its arrays each time it is sent. All-gathers that are combined
-            but still sent one by one, as on CPU, are in both.
+            For each point (mesh and number of microbatches), the seconds per step of
+            the all-gathers that are sent one by one. And for each bundle (all-gathers
+            that the compiler may combine), the bytes of all its arrays each time it is
+            sent. All-gathers that are combined but still sent one by one, as on CPU,
+            are in both.
         """
         alone, together = Total(), dict[Bundle, Total]()
         platform = self._columns.pool.device.platform
@@ -186,7 +188,7 @@ class Resting:
 
         Args:
             division: which axes divide which dims while computing.
-            points: indices of points of the columns.
+            points: indices of points (meshes with a number of microbatches).
             zero: ZeRO level of each point.
 
         Returns:
@@ -323,7 +325,8 @@ def offloaded(
         priced: candidates that keep their optimizer state on the device.
         resting: bytes of the workload's arrays, for the points of these candidates.
         link: the link from a device to its host's memory.
-        on_stages: bytes of stages, if any candidate has pipeline stages.
+        on_stages: the function that computes the bytes of pipeline stages; needed if a
+            candidate has several stages.
     """
     space = priced.space.with_offload()
     host, seconds, less = (np.zeros(len(space)) for _ in range(3))
@@ -402,9 +405,9 @@ class Peaks:
         """Computes the bytes of activations and gradients on a device at peak memory.
 
         Args:
-            division: the division that all of these candidates share.
-            columns: the columns with the sizes of axes of each point.
-            points: the point of each candidate in the columns; int [candidates].
+            division: which axes divide which dims, for all candidates.
+            columns: the sizes of axes of each point (mesh and number of microbatches).
+            points: the index of each candidate's point; int [candidates].
             zero: ZeRO levels; int [candidates].
 
         Returns:
@@ -439,8 +442,8 @@ def _peaks(
 
     Args:
         moments: the model of the program's memory, under one division.
-        columns: the columns with the sizes of axes of each point.
-        points: the point of each candidate in the columns; int [candidates].
+        columns: the sizes of axes of each point (mesh and number of microbatches).
+        points: the index of each candidate's point; int [candidates].
         zero: ZeRO levels; int [candidates].
 
     Returns:

@@ -144,7 +144,14 @@ class MeshRules:
         return self.rounded_up(factorisations(num_devices, self.allowed(num_devices)))
 
     def rounded_up(self, sizes: np.ndarray) -> Meshes:
-        """Makes meshes of given sizes; rounds the batch up to a multiple of `slots`."""
+        """Makes meshes of given sizes, each with the batch rounded up to its `slots`.
+
+        The batch of a mesh is the least multiple of the number of parts into which the
+        mesh divides the batch.
+
+        Args:
+            sizes: sizes of the axes; int64 [meshes, axes].
+        """
         slots = self.slots(sizes)
         return Meshes(sizes=sizes, batch=-(-self.batch // slots) * slots)
 

@@ -79,7 +79,7 @@ class Columns:
     """
 
     def __init__(self, pool: Pool, space: Space) -> None:
-        """Finds the points of a space.
+        """Finds the points (distinct meshes and numbers of microbatches) of a space.
 
         Args:
             pool: the devices.
@@ -132,10 +132,11 @@ class Columns:
         return self._lies[axes]
 
     def all_lie(self, several: Iterable[Axes]) -> tuple[list[np.ndarray], DeviceGroups]:
-        """Applies `lies` to several sets of axes, and joins the groups of all sets.
+        """Finds the device groups along each of several sets of axes (`lies`).
 
         Returns:
-            For each set, the index of each point's group, int [points]; and the groups.
+            For each set, the index of each point's group, int [points]; and the groups
+            of all sets, to which the indices refer.
         """
         key = tuple(several)
         if key not in self._all_lie:
@@ -389,7 +390,11 @@ class Rates:
         return [self._sending[one] for one in asked]
 
     def _priced(self, alike: Sequence[Message]) -> Iterable[Table]:
-        """Prices collectives that differ only in total bytes, `meets` and `ahead`."""
+        """Prices collectives that differ only in total bytes, `meets` and `ahead`.
+
+        Yields for each collective a partition of the points into cases, and the seconds
+        for each case.
+        """
         sent, repeats = alike[0].sent, alike[0].repeats
         cases = self.columns.sending(sent.axes, {*repeats, sent.amount.axes})
         of, groups = self.columns.lies(sent.axes)
@@ -441,6 +446,7 @@ class Rates:
     def _each_s(self, joined: Sequence["_Joined"]) -> list[np.ndarray]:
         """Computes the seconds per step of each bundle at its points (`together_s`).
 
+        A bundle is a set of collectives that the compiler may combine.
         All bundles of one kind of collective are priced at once.
         """
         columns, platform = self.columns, self.columns.pool.device.platform
@@ -469,7 +475,7 @@ class Rates:
     def _joined(
         self, together: Mapping[Bundle, Total], points: np.ndarray
     ) -> list["_Joined"]:
-        """Computes the bytes of each bundle at the given points.
+        """Computes the bytes of each bundle (combined collectives) at the given points.
 
         If two bundles join (`Bundle.joins`) and use the same axes at a point, the first
         bundle gets the bytes of both at this point, and the second bundle gets 0.

@@ -148,8 +148,8 @@ class PlanSearch:
 
         Args:
             space: the candidates.
-            rates: rates on the columns of these candidates, or of the same candidates
-                with another remat policy.
+            rates: a cache of prices for these candidates, or for the same candidates
+                with another remat policy. By default an empty cache.
         """
         prices = Prices(self.question, rates or Rates(Columns(self.pool, space)))
         resting = Resting(prices)
@@ -282,7 +282,7 @@ class PlanSearch:
         return zero_leaves(values, division, mesh, divides, loops, flat=flat)
 
     def _base(self, space: Space) -> ShardingAssignment:
-        """Decides which dims each axis divides, except `tensor` and `stage`."""
+        """Returns which dims each axis divides, for all axes but `tensor` and `stage`."""
         question = self.question
         first = question.weights
         by_expert = bool((space.columns["expert"] > 1).any())

@@ -267,7 +267,7 @@ class SearchCandidate:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Space:
-    """Candidates as columns, deterministic for a given workload."""
+    """A set of candidates as columns: arrays with one entry per candidate."""
 
     columns: Mapping[str, np.ndarray]
     """int64, one entry per candidate: each of `AXES`, `microbatches`, `zero`, `remat`

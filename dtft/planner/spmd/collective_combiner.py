@@ -1,6 +1,6 @@
 """Models XLA's collective combiner, which merges independent collectives.
 
-XLA combines collectives that have one kind, run among the same devices and do not
+XLA combines collectives that are of one kind, run among the same devices and do not
 depend on each other. Examples are the all-reduces of all gradients of a loop's body (or
 outside of loops), and the all-gathers after an update. Collectives that are sent as one
 message have the latency of one.

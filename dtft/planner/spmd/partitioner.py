@@ -109,7 +109,10 @@ class OperatorWork:
 
     @property
     def turned(self) -> ShardedSize:
-        """Further strided elements, if any axis in `turned_by` is larger than one."""
+        """Elements read with a stride only if an axis in `turned_by` is larger than 1.
+
+        They come on top of the elements that `strided` counts.
+        """
         return ShardedSize(total=self.operator.turned, axes=self.divided_by)
 
 
