@@ -310,7 +310,7 @@ def _against_the_grain(graph: Graph, product: Operator) -> Iterator[int]:
 def _is_transposed(memory: InMemory, index: int) -> bool:
     """Returns whether a value is computed from a matmul's result by a transpose.
 
-    Cheap operators (`CHEAP`), besides the transpose, may also lie between both.
+    Other cheap operators (`CHEAP`) may lie between the matmul and the value, too.
     """
     seen = False
     while (maker := memory.makers.get(index)) and maker.kind in CHEAP:

@@ -9,14 +9,15 @@ _HEAVY = ("matmul", "convolution", "scatter")
 
 
 def scheduled(graph: Graph) -> Graph:
-    """Returns the program with parameter gradients at the end of the backward pass.
+    """Moves the operators of parameter gradients to the end of the backward pass.
 
-    The moved operators are the backward matmuls and convolutions (products) on whose
-    results no other matmul, convolution or scatter depends. In each loop body, and in
-    the program around the loops, they follow the other operators of the backward pass.
-    XLA's scheduler delays these products to run each beside the all-reduce of another
-    one. The operands of the products stay alive until then: in a compiled perceptron,
-    all activations and their cotangents are alive at once.
+    Returns the reordered program. The moved operators are backward matmuls and
+    convolutions (products) on whose results no other matmul, convolution or scatter
+    depends. In each loop body, and in the program around the loops, they follow the
+    other operators of the backward pass. XLA's scheduler delays these products to run
+    each beside the all-reduce of another one. The operands of the products stay alive
+    until then: in a compiled perceptron, all activations and their cotangents are alive
+    at once.
     """
     ends = _ends(graph)
     order = list(_ordered(graph, (), 0, len(graph.operators), ends))

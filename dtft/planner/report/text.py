@@ -484,8 +484,8 @@ def _alternative(plan: Plan, place: int, one: Alternative) -> tuple[str, ...]:
 def tied(plan: Plan) -> tuple[Alternative, ...]:
     """Selects the alternatives that may be as fast as the plan.
 
-    They fit, and their step takes no longer than the upper end of the plan's prediction
-    interval. The plan itself is left out.
+    The selected alternatives fit, and their step takes no longer than the upper end of
+    the plan's prediction interval. The plan itself is left out.
     """
     return tuple(
         one

@@ -75,7 +75,7 @@ def arrays_of(question: Workload, group: OpGroup) -> set[frozenset[int]]:
 def group_s(
     graph: Graph, device: DeviceType, group: OpGroup, work: OperatorWork, sizes: Sizes
 ) -> float:
-    """Computes the seconds per step that a device computes a group of equal operators.
+    """Computes the seconds per step that a device spends on a group of operators.
 
     Args:
         graph: the program.

@@ -161,7 +161,7 @@ def _larger(pool: Pool) -> Iterator[Pool]:
 def _tried_devices(pool: Pool) -> str:
     """Describes for an error how many more devices were tried, or why none were.
 
-    A search with more devices than the pool has follows when no plan fits the pool.
+    More devices are tried if no plan fits the devices of the pool.
     """
     if any(_larger(pool)):
         return f"up to {MOST} times as many devices"

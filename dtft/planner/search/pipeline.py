@@ -184,9 +184,11 @@ class Staged:
         zero: np.ndarray,
         num: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Computes the seconds per step of each part of the model, before scaling.
+        """Computes the base seconds per step of each part of the model.
 
-        The parts (`PARTS`) are the layers, and what comes before and after the layers.
+        Base seconds are those by the catalog's figures, before scalars multiply them.
+        The parts (`PARTS`) are the operators before the layers, the layers, and the
+        operators after the layers.
 
         Args:
             division: which axes divide which dims.

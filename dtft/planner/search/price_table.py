@@ -414,7 +414,7 @@ class Rates:
     def together_s(
         self, asked: Sequence[tuple[Mapping[Bundle, Total], np.ndarray]]
     ) -> list[np.ndarray]:
-        """Computes the seconds per step of bundles, without what `sending` counts.
+        """Computes the seconds per step of bundles, beyond those that `sending` counts.
 
         A bundle is a set of collectives that the compiler may combine. For a bundle
         sent as one message, the seconds are those of its transfer and its sync skew

@@ -282,7 +282,7 @@ class PlanSearch:
         return zero_leaves(values, division, mesh, divides, loops, flat=flat)
 
     def _base(self, space: Space) -> ShardingAssignment:
-        """Returns which dims each axis divides, for all axes but `tensor` and `stage`."""
+        """Returns which dims each axis divides, except for `tensor` and `stage`."""
         question = self.question
         first = question.weights
         by_expert = bool((space.columns["expert"] > 1).any())

@@ -127,8 +127,8 @@ class StepCost:
         """Computes the seconds of a step by term (`STEP_TERMS`), for each candidate.
 
         The terms of forward and backward pass are for all microbatches on the average
-        stage. `bubble` has the seconds that the step takes longer: the pipeline fills
-        and drains, and some stages are slower (`cost.pipeline_s`).
+        stage. `bubble` has the seconds that the step takes longer because the pipeline
+        fills and drains, and because some stages are slower (`cost.pipeline_s`).
 
         Args:
             scales: the scalars, in the order of `Scales.names`.
