@@ -42,8 +42,9 @@ _READS_FUSED = (*CHEAP, "reduction")
 class InMemory:
     """Finds the values of a program that have a buffer in memory.
 
-    Operators that read a value without a buffer (fused or aliased) read buffers of
-    other values instead: the value's roots.
+    A value without a buffer is fused or is an alias. Operators that read it read the
+    buffers of other values instead; these values are called its roots. A value with a
+    buffer is its own root.
     """
 
     def __init__(self, graph: Graph, *, keeps_all: bool) -> None:
@@ -51,7 +52,8 @@ class InMemory:
 
         Args:
             graph: the program.
-            keeps_all: see `follow`.
+            keeps_all: whether the forward pass saves every value that the backward
+                pass reads (`follow`).
         """
         self.graph = graph
         self.makers: Mapping[int, Operator] = {
@@ -68,21 +70,25 @@ class InMemory:
         self._resolve()
 
     def root(self, value: int) -> frozenset[int]:
-        """Finds the values whose buffers are read where the program reads a value.
+        """Finds the roots of a value: the values whose buffers its readers read.
 
-        A value without a buffer is an alias, or is fused: its readers compute it again
-        from these values.
+        This is the value itself if it has a buffer. A value without a buffer is an
+        alias of another value, or is fused: its readers compute it from other values.
         """
         return self.roots.get(value, frozenset((value,)))
 
     def all_roots(self, operator: Operator) -> frozenset[int]:
-        """Finds the roots of all operands of an operator."""
+        """Finds the roots of an operator: the values whose buffers it reads."""
         return frozenset(r for index in operator.inputs for r in self.root(index))
 
     def operands_like(self, index: int) -> list[int]:
-        """Lists the operands with the size of the value that their operator computes.
+        """Lists the operands of equal size from which a value is computed.
 
-        Leaves out bool arrays (masks) and results of broadcasts.
+        Bool arrays (masks) and results of broadcasts are left out. Returns [] for an
+        argument of the program.
+
+        Args:
+            index: the value.
         """
         maker, values = self.makers.get(index), self.graph.values
         return [
@@ -115,11 +121,15 @@ class InMemory:
     def _read_by_matmul(self, index: int) -> int:
         """Finds the value that needs a buffer because a matmul reads the value `index`.
 
-        A rectifier or a cast of one array is fused into the matmul. A cast of a value
-        that is computed from several arrays is fused too, but its operand has a buffer.
-        A cast to fewer bytes is not fused, because the matmul would read more bytes:
-        its result has a buffer. Such are a softmax or a norm in float32 and the
-        parameters in mixed precision, each kept for the backward pass.
+        * A rectifier or a cast of a value that is computed from one array is fused into
+          the matmul: the array has the buffer.
+        * A cast of a value that is computed from several arrays is fused, too: the
+          operand of the cast has the buffer.
+        * A cast to fewer bytes is not fused, because the matmul would read more bytes:
+          the result of the cast has the buffer. Examples are a softmax or a norm in
+          float32 and the parameters in mixed precision, each kept for the backward
+          pass.
+        * Any other value has the buffer itself.
         """
         while (maker := self.makers.get(index)) and maker.primitive == "copy":
             index = maker.inputs[0]
@@ -136,9 +146,10 @@ class InMemory:
         return index if self._narrows(maker) else before
 
     def _narrows(self, operator: Operator) -> bool:
-        """Returns whether an operator casts to fewer bytes and its result is kept.
+        """Returns whether an operator casts to fewer bytes, and its result is kept.
 
-        At ZeRO level 3 the policy casts again in the backward pass, so nothing is kept.
+        Returns False with `keeps_all` (ZeRO level 3): the backward pass then casts
+        again, so the result is not kept.
         """
         if operator.primitive != "convert_element_type" or self._keeps_all:
             return False
@@ -149,10 +160,11 @@ class InMemory:
         return after < before
 
     def _folded(self) -> set[int]:
-        """Finds the scatters into zeros whose result is only added to another array.
+        """Finds values without a buffer because XLA scatters into another array.
 
-        Returns their results and the zeros. XLA scatters directly into the other array,
-        so these values have no buffer.
+        If the result of a scatter into zeros is only added to another array, XLA
+        scatters directly into this array. The returned values are the results of these
+        scatters, and their arrays of zeros.
         """
         readers: dict[int, list[str]] = defaultdict(list)
         for operator in self.graph.operators:
@@ -168,10 +180,10 @@ class InMemory:
         return found
 
     def _saved(self) -> set[int]:
-        """Finds values of the forward pass outside of loops that the backward pass
-        reads.
+        """Finds the values of the forward pass that are saved for the backward pass.
 
-        Takes the operand in place of the result of an operator in `_NEVER_SAVED`.
+        These are the values that the backward pass reads, outside of loops. The result
+        of an operator in `_NEVER_SAVED` is replaced by the operator's operand.
         """
         found: set[int] = set()
         for operator in self.graph.operators:
@@ -187,9 +199,10 @@ class InMemory:
         return found
 
     def _find_twins(self) -> dict[int, int]:
-        """Maps each value that depends on constants alone to the first equal value.
+        """Maps values that depend on constants alone to the first equal value.
 
-        For example, XLA computes a mask of positions once and keeps it for all layers.
+        XLA computes equal values once: for example, it keeps one mask of positions for
+        all layers. Values that equal no earlier value are left out.
         """
         first: dict[object, int] = {}
         same: dict[int, int] = {}
@@ -228,7 +241,10 @@ class InMemory:
         return self.all_roots(operator)
 
     def _through(self, value: int, roots: Iterable[int]) -> Iterator[int]:
-        """Yields the roots of a value's roots, as a loop's input may be an alias."""
+        """Yields the roots of each of the given roots of a value.
+
+        A root may have other roots itself: the input of a loop may be an alias.
+        """
         for root in roots:
             yield from (root,) if root == value else self.root(root)
 
@@ -241,9 +257,9 @@ class InMemory:
 
 
 def laid_anew(graph: Graph, memory: InMemory, loop: CountedLoop) -> Iterator[int]:
-    """Yields the arrays that get another layout before a loop slices them.
+    """Yields the arrays that XLA transposes before a loop slices them.
 
-    XLA transposes such an array once for all iterations, in three cases:
+    XLA transposes an array once for all iterations, in three cases:
 
     * A matmul of the loop reads the slice, and the matmul's batch dims are not the
       first dims of the slice (queries, keys and values of [B, T, N, H]).
@@ -273,7 +289,10 @@ def laid_anew(graph: Graph, memory: InMemory, loop: CountedLoop) -> Iterator[int
 
 
 def _against_the_grain(graph: Graph, product: Operator) -> Iterator[int]:
-    """Yields the operands of a matmul in which batch dims are not the first dims."""
+    """Yields the operands of a matmul that do not begin with the matmul's batch dims.
+
+    Also yields operands that begin with them in another order than the result.
+    """
     made = graph.values[product.outputs[0]]
     rank = sum(len(graph.values[index].shape) for index in product.inputs[:2])
     for index, summed in zip(product.inputs, product.contracted, strict=False):
@@ -289,7 +308,10 @@ def _against_the_grain(graph: Graph, product: Operator) -> Iterator[int]:
 
 
 def _is_transposed(memory: InMemory, index: int) -> bool:
-    """Returns whether a transpose lies between a value and the matmul that made it."""
+    """Returns whether a value is computed from a matmul's result by a transpose.
+
+    Other cheap operators (`CHEAP`) may lie between the matmul and the value, too.
+    """
     seen = False
     while (maker := memory.makers.get(index)) and maker.kind in CHEAP:
         seen = seen or maker.primitive == "transpose"
@@ -388,7 +410,7 @@ class _Walk:
         yield from self._scope((), 0, len(self.graph.operators))
 
     def _find_last(self) -> dict[int, int]:
-        """Finds the number of the last operator that needs each value in memory.
+        """Maps each value to the number of the last operator that needs its buffer.
 
         A value from outside of a loop that the loop reads lives until the loop ends.
         Operands of a backward matmul live until the next backward matmul
@@ -429,8 +451,8 @@ class _Walk:
     def _next_products(self) -> dict[int, int]:
         """Maps each backward matmul to the next backward matmul of the same loop body.
 
-        Two products of one cotangent can run in either order, because XLA may swap
-        them. So the operands of the first product stay alive until the second.
+        XLA may swap the two matmuls that read one cotangent. So the operands of the
+        first matmul stay alive until the second.
         """
         found: dict[int, int] = {}
         waiting: dict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -449,7 +471,7 @@ class _Walk:
         return within[: within.index(number) + 1]
 
     def _scope(self, within: tuple[int, ...], start: int, stop: int) -> Iterable[Event]:
-        """Yields the memory events of operators [start, stop): a loop's body, or all.
+        """Yields the memory events of a loop's body, or of the whole program.
 
         A loop's body first allocates its slices of the arrays that the loop scans.
 
@@ -520,10 +542,15 @@ class _Walk:
             yield Event(value=value, kind="complete")
 
     def _takes_place(self, before: int, first: int) -> bool:
-        """Returns whether a value carried by a loop takes its initial value's buffer.
+        """Returns whether a carried value of a loop reuses its initial value's buffer.
 
-        The initial value (`before`) must have its own buffer, which is no argument's,
-        and must not be read after the loop's first operator (`first`).
+        It does so on two conditions. The initial value has a buffer of its own, which
+        is not an argument's. And nothing after the loop's first operator reads the
+        initial value.
+
+        Args:
+            before: the initial value.
+            first: the number of the loop's first operator.
         """
         alone = self.memory.root(before) == frozenset((before,))
         return alone and before not in self._outer and self._last[before] <= first
@@ -531,15 +558,20 @@ class _Walk:
     def _replaced(
         self, operator: Operator, value: int, number: int
     ) -> tuple[int | None, tuple[int, ...]]:
-        """Finds an operand of equal size, last read here, whose buffer a result reuses.
+        """Finds the operand whose buffer the result of an operator reuses.
 
-        A softmax is a kernel that works row by row and reuses no buffer; so is its
-        gradient, unless `keeps_all`. An operator that reads a sum and a result of a
-        scatter reuses a buffer if rows exceed `ROW` elements or an axis divides them.
+        A scatter reuses the buffer of its first operand. A cheap operator reuses the
+        buffer of a value of equal size that it reads. Both do so only if nothing reads
+        the value later. Other operators reuse no buffer.
+
+        A cheap operator that reads a sum over rows, as in a softmax or its gradient, is
+        part of a kernel that works row by row, and reuses no buffer. With `keeps_all`,
+        the gradient does reuse one. An operator that also reads the result of a scatter
+        reuses a buffer if rows exceed `ROW` elements or an axis divides them.
 
         Returns:
-            The operand, or None; and dims, one of which an axis must divide for the
-            reuse (empty for no condition).
+            The value whose buffer is reused, or None; and dims, one of which an axis
+            must divide for the reuse (() for no condition).
         """
         if operator.kind == "scatter":
             into = operator.inputs[0]
@@ -571,7 +603,10 @@ class _Walk:
 
 
 def _forget(going: _Going, value: int) -> bool:
-    """Removes a value from the pending frees `going`; returns whether it was there."""
+    """Removes a value from the pending frees.
+
+    Returns whether the value was in `going`.
+    """
     for values in going.values():
         if value in values:
             values.remove(value)

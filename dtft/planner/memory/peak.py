@@ -80,7 +80,7 @@ class Timeline:
 
     @cached_property
     def scheduled(self) -> Graph:
-        """The program in the order in which XLA runs it."""
+        """The program in the order in which XLA runs its operators."""
         return scheduled(self.graph) if self.below is None else self.below.scheduled
 
     @cached_property
@@ -88,16 +88,22 @@ class Timeline:
         return follow(self.scheduled, keeps_all=self.below is not None)
 
     def read_from(self, index: int) -> frozenset[int]:
-        """Finds the values whose buffers are read where the program reads a value.
+        """Finds the values whose buffers an operator reads to read a given value.
 
-        A value without a buffer is an alias, or is fused: its readers compute it again
-        from these values.
+        This is the value itself if it has a buffer. A value without a buffer is an
+        alias of another value, or is fused: its readers compute it from other values.
+
+        Args:
+            index: the index of the value in the program.
         """
         return self._lifetimes.roots.get(index, frozenset((index,)))
 
     @cached_property
     def events(self) -> tuple[Event, ...]:
-        """The events in order; completions are kept for gradients only."""
+        """The memory events of the step in order.
+
+        Events of kind `complete` are left out for values that are no gradients.
+        """
         return tuple(
             event
             for event in self._lifetimes.events
@@ -123,7 +129,8 @@ class Timeline:
 
     @cached_property
     def of_gradients(self) -> frozenset[int]:
-        """Gradients; if a loop stacks a gradient, also the part of one iteration."""
+        """The gradients, and for each gradient that a loop stacks also the value that
+        one iteration computes."""
         turns = {
             inner
             for loop in self.graph.loops
@@ -171,7 +178,7 @@ What = Literal["plain", "gradient", "kept", "waiting", "sums", "part"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """Arrays of one category that every sharding divides by equal mesh axes."""
+    """A set of arrays: all of one category, and divided alike by every sharding."""
 
     what: What
     value: int
@@ -194,7 +201,7 @@ class OperatorRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reread:
-    """Two products that read one array and share its gather if both need a gather."""
+    """Two matmuls that read the same array, and share its gather if both need one."""
 
     instances: tuple[int, int]
     """Positions of the products in `LivenessTrace.instances`."""
@@ -220,7 +227,7 @@ class LivenessTrace:
     """Bytes alive by kind of array, at each moment that may be the peak."""
 
     def __init__(self, timeline: Timeline) -> None:
-        """Follows the events of a program.
+        """Counts the bytes alive after each event of a program.
 
         Args:
             timeline: the timeline of the program.
@@ -255,8 +262,11 @@ class LivenessTrace:
 
     @cached_property
     def gradients(self) -> tuple[tuple[int, int], ...]:
-        """Pairs of a gradient and the number of gradients with equal division and
-        bytes."""
+        """Representatives of all gradients, each with the number it represents.
+
+        A representative is the index of a gradient. It represents all gradients with
+        equal bytes that every sharding divides alike.
+        """
         first: dict[object, int] = {}
         counts: Counter[int] = Counter()
         for index in self.timeline.gradients:
@@ -295,7 +305,11 @@ class LivenessTrace:
             self._change(self._kind(event.value), event.value, -1)
 
     def _note_reused(self, event: Event) -> None:
-        """Notes that the last allocation may reuse the buffer of another array."""
+        """Appends to `reused`: the last allocated value may reuse another buffer.
+
+        Args:
+            event: the event of kind `reuse`, with the array whose buffer is reused.
+        """
         reused = ReusedBuffer(
             moment=self.full[-1],
             kind=self._kind(event.value),
@@ -306,11 +320,13 @@ class LivenessTrace:
         self._reuses = None
 
     def _follow_gradient(self, event: Event) -> None:
-        """Follows an event of a gradient.
+        """Counts the bytes of a gradient by category (`What`), after an event.
 
-        At ZeRO 2 and 3, a complete gradient is divided like its parameter between
-        steps. Before that it is whole, unless a loop computes it part by part. With
-        microbatches, a gradient is added to the sum when it is complete.
+        A gradient is of category `gradient` until it is complete; if a loop computes it
+        part by part, of category `kept`. From then on it is of category `waiting`,
+        which has no bytes in a step with microbatches: the gradient is then added to a
+        sum. At ZeRO levels 2 and 3, `kept` and `waiting` are divided like the parameter
+        between steps, and `gradient` is not.
         """
         index = event.value
         part_by_part = index in self.timeline.from_loops
@@ -342,11 +358,11 @@ class LivenessTrace:
             self._note_reads(operator, run)
 
     def _note_reads(self, operator: Operator, run: OperatorRun) -> None:
-        """Notes the operands of a matmul that an earlier matmul read too.
+        """Appends to `rereads` the operands of a matmul that an earlier matmul reads.
 
         XLA shares the gather of an operand between matmuls that run soon after each
-        other (its pass `ScheduleAwareCollectiveOpsCSE`). Of the forward pass, only the
-        last matmul is considered.
+        other (its pass `ScheduleAwareCollectiveOpsCSE`). Of the matmuls of the forward
+        pass, only the last one counts as an earlier matmul.
         """
         if region(operator) == "forward":
             self._reads.clear()
@@ -376,7 +392,11 @@ class LivenessTrace:
         return place
 
     def _array(self, index: int) -> int:
-        """Returns a number that arrays share if every sharding divides them alike."""
+        """Returns the number of an array's class.
+
+        Arrays of one class have equal shapes and dtypes, and every sharding divides
+        them alike.
+        """
         if index not in self._arrays:
             value = self._graph.values[index]
             key = value.shape, value.dtype, self._roots(value.dims)
@@ -391,7 +411,10 @@ class LivenessTrace:
         self._changes.append((kind, sign * num_bytes))
 
     def _note(self) -> int:
-        """Records a moment that may be the peak; returns its number."""
+        """Records that the bytes alive now may be the peak.
+
+        Returns the number of this moment (a row of `alive`).
+        """
         self._at.append(len(self._changes))
         return len(self._at) - 1
 
@@ -449,7 +472,11 @@ class PeakModel:
         """Bytes before division; float [moments, totals]."""
 
     def divisors(self) -> set[Axes]:
-        """Lists the sets of axes whose products of sizes determine the bytes."""
+        """Returns the sets of axes that the peak depends on.
+
+        Meshes for which each of these sets has an equal product of axis sizes have
+        equal peaks.
+        """
         found: set[Axes] = {(ZERO_AXIS,), (MICRO,)}
         for _, axes, index in self.totals:
             found.add(axes)
@@ -458,7 +485,7 @@ class PeakModel:
         return found - {()}
 
     def on(self, sizes: Sizes) -> "PeakEval":
-        """Evaluates the model on meshes.
+        """Evaluates the bytes on the given meshes.
 
         Args:
             sizes: axis to size, one entry per mesh.
@@ -485,9 +512,9 @@ class PeakModel:
         return found
 
     def _beside(self) -> Iterator[_Beside]:
-        """Yields the moments with bytes that the trace does not count.
+        """Yields the bytes of copies and of gathered operands, by moment.
 
-        These are the bytes of copies and of gathered operands.
+        `LivenessTrace.alive` does not count these bytes.
         """
         for moment, index in self.trace.copied:
             value = self._graph.values[index]
@@ -505,7 +532,13 @@ class PeakModel:
                 yield self._total(("plain", sent.amount.axes, -1)), sent.amount.total
 
     def _moments(self, columns: Sequence[int], beside: Sequence[_Beside]) -> np.ndarray:
-        """Computes the bytes of each total before division; float [moments, totals]."""
+        """Computes `matrix`: bytes before division by axes; float [moments, totals].
+
+        Args:
+            columns: the total (column of `matrix`) of each kind of array; -1 for kinds
+                that are not counted.
+            beside: bytes that the trace does not count (`_beside`).
+        """
         into = np.zeros((len(columns), len(self.totals)))
         for kind, total in enumerate(columns):
             if total >= 0:
@@ -526,9 +559,10 @@ class PeakModel:
         return moments
 
     def _shared(self) -> Iterator[tuple[range, int, float]]:
-        """Yields ranges of moments in which an operand stays gathered for a matmul.
+        """Yields the ranges of moments in which an operand stays gathered for a matmul.
 
-        Each range has the column of `matrix` that counts the operand, and the bytes.
+        With each range, yields the column of `matrix` that counts the operand, and the
+        bytes of the operand before division by axes.
         """
         for reread in self.trace.rereads if any(self._gathers) else ():
             one, other = (self._gathers[instance] for instance in reread.instances)
@@ -541,7 +575,7 @@ class PeakModel:
 
 
 class PeakEval:
-    """Peak memory on meshes, at each ZeRO level."""
+    """Computes the peak memory of a program on many meshes, at any ZeRO level."""
 
     def __init__(self, moments: PeakModel, sizes: Sizes) -> None:
         """Keeps its arguments; peaks are evaluated when they are first needed.
@@ -579,22 +613,30 @@ class PeakEval:
 
     @cached_property
     def _sums_divided(self) -> tuple[np.ndarray, np.ndarray]:
-        """The same figures as `_whole` at ZeRO level 1, where `fsdp` divides the sums.
+        """Peak bytes, and bytes of gradients at that moment, at ZeRO level 1.
 
-        The sums are those of gradients over microbatches.
-        The plan has no constraint on the sums. But XLA divides a loop's carried value
-        like the optimizer state with which the update combines the value.
+        `fsdp` divides the sums of gradients over microbatches. No constraint of a plan
+        asks for this, but XLA divides a carried value of a loop like the optimizer
+        state with which the update combines the value.
         """
         return self._fullest(self._shares_divided(("sums",)))
 
     @cached_property
     def _divided(self) -> tuple[np.ndarray, np.ndarray]:
-        """The same figures as `_whole` from ZeRO level 2: all gradients are divided."""
+        """Peak bytes, and bytes of gradients at that moment, at ZeRO levels 2 and 3.
+
+        `fsdp` divides all gradients.
+        """
         return self._fullest(self._shares_divided(_OF_GRADIENTS))
 
     def _shares_divided(self, kinds: Container[What]) -> np.ndarray:
-        """Computes `_shares` with totals of the given categories divided further, like
-        their parameters between steps."""
+        """Computes `_shares`, with gradients of some categories also divided by `fsdp`.
+
+        They are divided like their parameters between steps.
+
+        Args:
+            kinds: the categories.
+        """
         shares, fsdp = self._shares.copy(), np.asarray(self._sizes[ZERO_AXIS])
         for (kind, _, index), row in self._moments.totals.items():
             if index >= 0 and kind in kinds:
@@ -611,10 +653,12 @@ class PeakEval:
 
     @cached_property
     def _shares(self) -> np.ndarray:
-        """The share of each total on one device; float [totals, meshes].
+        """The share of each total that one device has; float [totals, meshes].
 
-        The shares of `sums` and `part` are 0 on meshes with one microbatch; the share
-        of `waiting` is 0 on meshes with several.
+        A total is a sum of bytes that the same axes divide (`PeakModel.totals`). Its
+        share is 1 divided by the sizes of these axes, with exceptions. The shares of
+        `sums` and `part` are 0 on meshes with one microbatch. The share of `waiting` is
+        0 on meshes with several microbatches.
         """
         sizes, totals = self._sizes, self._moments.totals
         number = np.asarray(sizes[MICRO])
@@ -635,10 +679,10 @@ class PeakEval:
     def _update(self) -> Any:
         """Bytes at the update of ZeRO levels 1 and 2, one entry per mesh.
 
-        Each device updates one part of every parameter, and then gathers the others.
-        Old parameters are read until the last part is updated, so gathered new
-        parameters have buffers of their own. The part being updated is alive three
-        times, in the layout of the update.
+        Each device updates one part of every parameter, and then gathers the other
+        parts. Old parameters are read until the last part is updated, so gathered new
+        parameters have buffers of their own. The part that is being updated has three
+        buffers.
         """
         total: Any = 0.0
         largest: Any = 0.0
@@ -665,11 +709,11 @@ class PeakEval:
         return total
 
     def _place(self, index: int) -> tuple[Spec, np.ndarray]:
-        """Finds the spec with which a gradient is computed, and the dim by which `fsdp`
-        divides it further (ZeRO).
+        """Finds the spec of a gradient, and the dim that ZeRO divides by `fsdp`.
 
-        The dim is given by its position, as an array with one entry per mesh; -1 for a
-        mesh where `fsdp` divides no dim.
+        The spec is that with which the gradient is computed. The dim is given by its
+        position, as an array with one entry per mesh; -1 for a mesh where `fsdp`
+        divides no dim.
         """
         if index not in self._places:
             value, loops = self._values[index], self._trace.timeline.loop_dims
@@ -679,10 +723,10 @@ class PeakEval:
 
 
 def _product(matrix: np.ndarray, shares: np.ndarray) -> np.ndarray:
-    """Computes matrix @ shares in parts so small that BLAS starts no threads.
+    """Computes matrix @ shares in parts that are so small that BLAS uses one thread.
 
-    Threads slow down a product of this size, up to a hundred times if other processes
-    keep the cores busy.
+    Several threads slow down a product of this size, up to a hundred times if other
+    processes keep the cores busy.
     """
     found = np.empty((len(matrix), shares.shape[1]))
     step = max(1, _MOST_ALONE // max(1, matrix.size))

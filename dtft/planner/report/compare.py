@@ -169,9 +169,9 @@ def collectives(plan: Plan, other: Plan, *, only_changed: bool = False) -> Secti
 
 
 def largest_collective(plan: Plan, key: Key) -> Collective | None:
-    """Finds the collective of one kind and axes with the most bytes in a step.
+    """Finds the collective with the most bytes in a step, of one kind and mesh axes.
 
-    Returns None if the plan has no such collective.
+    Returns None if the plan has no collective of this kind over these axes.
     """
     found = [one for one in plan.collectives if (one.kind, one.axes) == key]
     return max(found, key=lambda one: one.num_bytes * one.trips, default=None)
@@ -202,8 +202,13 @@ exceeds this share of the difference."""
 
 
 def slower(plan: Plan, other: Plan) -> str:
-    """Describes the terms that make the other plan's step longer or shorter than the
-    plan's; '' if both steps take the same time."""
+    """Describes the terms that make the other plan's step longer or shorter.
+
+    Names the terms with the largest differences until they make up `_MOST` of the
+    added or saved seconds. Also names the term that changes most in the other
+    direction, if its change is large (`_AGAINST`). Returns '' if both steps take the
+    same time.
+    """
     total = other.prediction.step_s - plan.prediction.step_s
     if not total:
         return ""
@@ -245,8 +250,11 @@ def _term(name: str, more_s: float, plan: Plan, other: Plan) -> str:
 
 
 def _collectives(plan: Plan, other: Plan) -> str:
-    """Describes the kind of collective and axes whose seconds grow most; if the term
-    `collectives` does not grow, those whose seconds shrink most."""
+    """Describes the kind of collective, with its mesh axes, whose seconds grow most.
+
+    If the term `collectives` does not grow, describes the kind and axes whose seconds
+    shrink most. Returns '' if neither plan has collectives.
+    """
     name = "collectives"
     grows = other.prediction.terms[name] > plan.prediction.terms[name]
     ours, theirs = sent(plan), sent(other)
@@ -292,8 +300,10 @@ def _compute(plan: Plan, other: Plan) -> str:
 
 
 def _divided(plan: Plan) -> str:
-    """Describes the axes that divide work, with the share of an axis that divides only
-    a part of the work."""
+    """Describes the mesh axes that divide the work of a plan; 'nothing' if none does.
+
+    For an axis that divides only a part of the work, adds the share of the work.
+    """
     whole = [axis for axis, use in plan.axes.items() if use.work >= _WHOLE]
     found = [" x ".join(f"{axis}={plan.mesh[axis]}" for axis in sorted(whole))]
     found += [

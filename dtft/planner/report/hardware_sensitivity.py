@@ -29,7 +29,11 @@ class Effect:
 
 
 def effects(decision: Decision) -> tuple[Effect, ...]:
-    """Plans again for each change of the cluster, with the decision's pins."""
+    """Finds the best plan for each changed cluster, with the decision's pins.
+
+    Each change doubles one figure of the cluster, such as the memory of a device; one
+    more change halves the size of the outermost level of the fabric.
+    """
     return tuple(
         _effect(decision, change, pool)
         for change, pool in _changes(decision.cluster.uniform)
@@ -83,12 +87,11 @@ def _planned(decision: Decision, cluster: Cluster, pins: Mapping[str, Any]) -> P
 
 
 def _unless_slower(plan: Plan, decision: Decision, cluster: Cluster) -> Plan:
-    """Returns `plan`, or the plan with the decision's mesh on the changed cluster if
-    that plan fits and is faster.
+    """Returns `plan`, or a plan with the decision's mesh if it is faster and fits.
 
-    The ranking prefers a mesh without redundant work to a mesh with redundant work that
-    is up to `search.ranking.IDLE` times as fast. Without the comparison here, a faster
-    cluster could be reported as slower.
+    Both plans are for the changed cluster. The ranking prefers a mesh without redundant
+    work to a mesh with redundant work that is up to `search.ranking.IDLE` times as
+    fast. Without this comparison, a faster cluster could be reported as slower.
     """
     try:
         same = _planned(decision, cluster, {**decision.pins, **decision.plan.mesh})
@@ -99,7 +102,7 @@ def _unless_slower(plan: Plan, decision: Decision, cluster: Cluster) -> Plan:
 
 
 def _changes(pool: Pool) -> Iterator[tuple[str, Pool]]:
-    """Yields the text of each change, and the changed pool."""
+    """Yields each change of the devices: its text, and the changed pool."""
     for kind in dict.fromkeys(level.link.kind for level in pool.levels):
         text, levels = f"{kind}: twice the bandwidth", []
         for level in pool.levels:

@@ -146,7 +146,11 @@ def _cut(along: str, at: float, width: int, height: int) -> str:
 
 
 def legend(names: Sequence[str]) -> str:
-    """Draws the legend of the colors of the terms."""
+    """Renders a legend as HTML: the color and the name of each term.
+
+    Args:
+        names: the terms, in the order of their colors.
+    """
     keys = (
         f'<span class="key"><i style="background:{_color(names, name)}"></i>'
         f"{escape(name)}</span>"
@@ -251,7 +255,7 @@ def _waterfall(plan: Plan) -> str:
 
 
 def _bars(plan: Plan, decision: Decision | None) -> str:
-    """Draws the memory of the plan and its alternatives, and the capacity."""
+    """Draws the memory of the plan and its alternatives as bars, with the capacity."""
     rows: list[tuple[str, Mapping[str, float]]] = [("this plan", plan.memory)]
     for _, one in text.shown(plan):
         if (one.mesh, one.knobs) != (plan.mesh, plan.knobs):
@@ -268,10 +272,10 @@ def _label(one: Alternative) -> str:
 
 
 def _memory_of(one: Alternative, decision: Decision | None) -> Mapping[str, float]:
-    """Returns the bytes of an alternative by term.
+    """Returns the bytes of an alternative by term, from the decision's search.
 
-    Returns only the sum of the terms if there is no decision, or the decision's search
-    lacks the alternative.
+    Without a decision, or if its search lacks the alternative, returns only the sum of
+    all terms.
     """
     if decision is not None and (known := decision.found.get(one.knobs.remat)):
         space = known.priced.space
@@ -310,8 +314,10 @@ def _baselines(plan: Plan, decision: Decision | None) -> str:
 
 
 def _arrays(plan: Plan, decision: Decision | None) -> str:
-    """Renders a table with a picture of each array; equal arrays of layers share a
-    row."""
+    """Renders a table as HTML, with a picture of how each array is divided.
+
+    Arrays of several layers share a row if they have equal shapes and specs.
+    """
     found: dict[tuple[str, Spec, tuple[int, ...]], int] = defaultdict(int)
     shapes = _shapes(decision)
     for tree in ("state", "optimizer", "batch"):

@@ -63,10 +63,11 @@ class Nearby:
 def batches(decision: Decision) -> tuple[Nearby, ...]:
     """Finds the best plans for the nearest batch sizes that the device count divides.
 
-    These are the multiples of the device count next below and next above the batch.
-    Returns () if the batch is a multiple of the device count, or the device count is a
-    multiple of the batch. A batch for which the pins leave no mesh is left out. Compute
-    seconds are scaled with the batch; all other terms stay the same.
+    The batch sizes are the multiples of the device count next below and next above the
+    workload's batch. Compute seconds are scaled with the batch; all other terms stay
+    the same. A batch size for which the pins leave no mesh is left out. Returns () if
+    the batch is a multiple of the device count, or the device count is a multiple of
+    the batch.
     """
     asked, there = decision.question.batch_size, decision.cluster.num_devices
     if math.gcd(asked, there) == min(asked, there):
@@ -92,15 +93,18 @@ def _at(decision: Decision, asked: int, batch: int) -> Nearby | None:
 
 
 def batch_text(decision: Decision) -> tuple[str, float]:
-    """Describes nearby batches (`batches`); returns a text, and seconds of a step.
+    """Describes what a batch costs that the devices do not divide evenly.
 
-    The seconds are those that the best nearby batch saves per example, times the
-    workload's number of examples; 0 if no nearby batch is faster per example. In this
-    case the text is '' if all devices are used and none repeats the work of others.
+    Returns a text ('' for nothing to say) and the seconds of a step that it costs:
 
-    If a pin leaves no mesh that divides the batch, the text is on padding rows, and the
-    seconds are those that the padding costs. If there are no nearby batches, the text
-    is on unused devices ('' if all are used), and the seconds are 0.
+    * If a pin leaves no mesh that divides the batch: a text on padding rows, and the
+      seconds that the padding adds.
+    * If no nearby batch sizes are compared (`batches` is empty): a text on unused
+      devices, or '' if all devices are used; and 0.
+    * Otherwise: a text on the nearby batch sizes, and the seconds that the fastest of
+      them saves per example, times the number of examples. If none of them is faster,
+      the seconds are 0. Then the text is '' if all devices are used and none repeats
+      the work of others.
     """
     asked, there = max(1, decision.question.batch_size), decision.cluster.num_devices
     plan, rows = decision.plan, decision.candidate.batch
@@ -136,7 +140,10 @@ def batch_text(decision: Decision) -> tuple[str, float]:
 
 
 def _fewer_text(decision: Decision) -> str:
-    """Describes unused devices, where no nearby batches are compared."""
+    """Describes how many devices are used, and the step's seconds.
+
+    Used if no nearby batch sizes are compared.
+    """
     plan, there = decision.plan, decision.cluster.num_devices
     used = math.prod(plan.mesh.values())
     step = seconds(plan.prediction.step_s, plan.prediction.relative_error)
@@ -149,7 +156,8 @@ def _fewer_text(decision: Decision) -> str:
 def _on_all(decision: Decision) -> str:
     """Describes the step seconds of the fastest searched plan that uses all devices.
 
-    Returns '' if the plan uses all devices or no such plan fits.
+    Returns '' if the selected plan itself uses all devices, or if no plan that uses all
+    devices fits.
     """
     there, least_s = decision.cluster.num_devices, math.inf
     for one in decision.found.values():
@@ -168,11 +176,12 @@ def _listed(known: tuple[Nearby, ...]) -> str:
 
 
 def alone_text(decision: Decision) -> tuple[str, float]:
-    """Plans for one device without pins; returns a text, and the step seconds saved.
+    """Describes how many seconds of a step one device alone would save.
 
-    Returns "" and 0.0 if this plan saves nothing or does not fit. Also returns these,
-    without planning, if the decision's plan uses one device, or if launches and
-    collectives take less than `_SMALL` of its step.
+    Plans for one device without pins. Returns a text and the saved seconds; "" and 0.0
+    if this plan saves nothing or does not fit. Does not plan, and returns "" and 0.0,
+    if the decision's plan uses one device, or if launches and collectives take less
+    than `_SMALL` of its step.
     """
     terms, step_s = decision.plan.prediction.terms, decision.plan.prediction.step_s
     used = math.prod(decision.plan.mesh.values())
@@ -286,8 +295,10 @@ def _works(
 def _product(
     decision: Decision, group: OpGroup, done: OperatorWork, sizes: dict[str, Any]
 ) -> Iterable[tuple[str, str, float]]:
-    """Yields what the sizes of one matmul waste: kind of lint, text, and seconds of a
-    step."""
+    """Yields the findings on the sizes of one group of equal matmuls.
+
+    A finding has the kind of lint, a text, and the wasted seconds per step.
+    """
     question, device = decision.question, decision.cluster.uniform.device
     dtype = question.graph.operand_dtype(group.operator)
     how = group.operator.precision
@@ -365,8 +376,11 @@ def attention(decision: Decision) -> tuple[Lint, ...]:
 
 
 def precision(decision: Decision) -> tuple[Lint, ...]:
-    """Finds products in a dtype for which the device has no listed peak, and says which
-    peak counts instead (`DeviceType.rate`); those with the most operations first."""
+    """Finds matmuls and convolutions in a dtype for which the device lists no peak.
+
+    The texts say which peak counts instead (`DeviceType.rate`). The finding with the
+    most operations is first. Findings below `_SHARE` of the operations are left out.
+    """
     question, device = decision.question, decision.cluster.uniform.device
     flops: dict[ProductRate, float] = defaultdict(float)
     for group in question.groups:
@@ -391,8 +405,11 @@ def precision(decision: Decision) -> tuple[Lint, ...]:
 
 
 def unpriced(decision: Decision) -> tuple[Lint, ...]:
-    """Names the operators of which the planner knows the bytes only, and while loops of
-    which it does not know the trip count; those with the most bytes first."""
+    """Finds operators without a cost rule, and while loops of unknown trip count.
+
+    The planner prices these operators by their bytes, and these loops as one iteration.
+    The finding with the most bytes is first.
+    """
     unknown = decision.question.graph.unknown
     found: list[Lint] = []
     for name, num_bytes in sorted(unknown.items(), key=lambda item: -item[1]):
@@ -448,8 +465,8 @@ def undivided(question: Workload, parts: int) -> tuple[str, ...]:
     """Describes dims of large matmuls and convolutions that `parts` does not divide.
 
     There is one text per dim, with the reason; the dim with the most flops is first.
-    Dims of examples and positions are left out, because other axes divide them. So are
-    dims of at most `parts` elements, and dims that a loop slices.
+    Dims of examples and positions are left out, because other axes divide them. Dims of
+    at most `parts` elements and dims that a loop slices are left out, too.
     """
     graph, seen = question.graph, {}
     data = {*question.batch_dims, *question.sequence_dims}
@@ -492,8 +509,9 @@ def _smallest_factor(number: int) -> int:
 
 
 def replicated(decision: Decision) -> tuple[Lint, ...]:
-    """Finds large parameters and optimizer state that no axis divides although the mesh
-    has axes that could (`_dividing`).
+    """Finds large parameters and optimizer state that are whole on every device.
+
+    Reports them only if the mesh has axes that could divide them (`_dividing`).
 
     Arrays below `_LEAST_BYTES`, or below `_SHARE` of the bytes of all parameters (or of
     all optimizer state), are left out.
@@ -517,8 +535,10 @@ def replicated(decision: Decision) -> tuple[Lint, ...]:
 
 
 def _dividing(plan: Plan, level: int) -> tuple[str, ...]:
-    """Selects the mesh axes, of size above 1, that could divide an array: tensor, and
-    fsdp if the plan's ZeRO level is at least `level`."""
+    """Selects the mesh axes of size above 1 that could divide an array.
+
+    These are `tensor`, and `fsdp` if the plan's ZeRO level is at least `level`.
+    """
     names = ("fsdp", "tensor") if plan.knobs.zero >= level else ("tensor",)
     return tuple(axis for axis in names if plan.mesh.get(axis, 1) > 1)
 
@@ -560,8 +580,10 @@ def batch(decision: Decision) -> tuple[Lint, ...]:
 
 
 def repeated(plan: Plan) -> tuple[Lint, ...]:
-    """Finds axes that divide no array or little work: the devices of such an axis
-    repeat the same work."""
+    """Finds mesh axes that divide no array or little work.
+
+    The devices along such an axis repeat the same work.
+    """
     specs = (plan.state, plan.optimizer, plan.batch, plan.constraints)
     used = {
         axis

@@ -34,8 +34,8 @@ def axis_rules(
 ) -> AxisRules:
     """Chooses the mesh axes of each logical name.
 
-    Where the plan divides dims of one name by different axes, those are chosen whose
-    arrays have the most elements in total.
+    If the plan divides dims of one name by different axes, the axes are chosen that
+    divide the arrays with the most elements in total.
 
     Args:
         specs: the plan's spec of each array, by path.

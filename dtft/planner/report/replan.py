@@ -29,8 +29,11 @@ class PinPrice:
 
 
 def pin_prices(decision: Decision) -> tuple[PinPrice, ...]:
-    """Computes the seconds that each pin (a knob that the user fixed) costs if the
-    other pins are kept; then the seconds that all pins cost, if there are several."""
+    """Computes how many seconds of a step each pin (a knob that the user fixed) costs.
+
+    The entry of a pin compares with the best plan without this pin, but with all other
+    pins. If there are several pins, the last entry is for all pins together.
+    """
     pins = dict(decision.pins)
     ways = [{name: value} for name, value in pins.items()]
     return tuple(_price(decision, out) for out in (*ways, *([pins] * (len(pins) > 1))))
@@ -103,7 +106,12 @@ def why_not(decision: Decision, **pins: Any) -> str:
 
 
 def sections(decision: Decision, pins: Mapping[str, Any]) -> tuple[Section, ...]:
-    """Makes the sections of the text of `why_not`."""
+    """Makes the sections of the text of `why_not`.
+
+    The text says that a pin is not possible, that the plan has the pins already, or
+    that the best plan with the pins does not fit; or it compares this plan with the
+    decision's plan.
+    """
     asked = ", ".join(f"{name}={value}" for name, value in pins.items())
     plan = decision.plan
     try:
@@ -126,8 +134,10 @@ def sections(decision: Decision, pins: Mapping[str, Any]) -> tuple[Section, ...]
 
 
 def _found(decision: Decision, pins: Mapping[str, Any]) -> Decision:
-    """Finds the best plan with the pins, which replace the decision's pins of the same
-    names. If no mesh of all devices has the pins, meshes of fewer devices are searched.
+    """Finds the best plan with other pins.
+
+    The pins replace the decision's pins of the same names. If no mesh of all devices
+    has the pins, meshes of fewer devices are searched.
 
     Raises:
         ValueError: no mesh has the pins, or only a mesh of fewer devices, some of
@@ -168,8 +178,11 @@ def _has(plan: Plan, name: str, value: Any) -> bool:
 
 
 def _notes(found: Decision, pins: Mapping[str, Any]) -> list[str]:
-    """Lists notes on the batch, on devices that repeat the work of others, and on dims
-    that `tensor` cannot divide."""
+    """Lists notes on a plan with other pins.
+
+    The notes are on the batch, on devices that repeat the work of others, and on dims
+    that `tensor` cannot divide (if it is pinned above 1).
+    """
     notes = [one.text for one in (*batch(found), *repeated(found.plan))]
     if found.idle:
         notes.append(

@@ -73,7 +73,7 @@ REMAT: Mapping[str, str] = {
 
 
 def knobs_in_words(knobs: Knobs) -> tuple[str, ...]:
-    """Describes the ZeRO level; remat and microbatches only if not at their default.
+    """Describes the ZeRO level, and remat and microbatches if not at their default.
 
     >>> knobs_in_words(Knobs(zero=1))
     ('zero=1: optimizer state is divided along fsdp',)
@@ -161,8 +161,10 @@ def _arrays_divided(plan: Plan, axis: str) -> str:
 
 
 def little(plan: Plan) -> tuple[tuple[str, str], ...]:
-    """Finds the axes that divide less than `_LITTLE` of the work; returns pairs of an
-    axis and a text on it."""
+    """Finds the mesh axes that divide less than `_LITTLE` of the work.
+
+    Returns pairs of an axis and a text on the work that its devices repeat.
+    """
     return tuple(
         (
             axis,
@@ -182,7 +184,7 @@ NUM_ALTERNATIVES = 10
 """Number of alternatives that have a row each in a table: the first of the ranking. The
 best form of each baseline has a row too."""
 _WIDTH = 24
-"""Length of all bars of the table of step seconds together, in characters."""
+"""Total length, in characters, of the bars in the table of a step's seconds."""
 
 
 def explain(plan: Plan) -> str:
@@ -205,7 +207,9 @@ def plan_sections(plan: Plan) -> tuple[Section, ...]:
 
 
 def knobs_text(knobs: Knobs) -> str:
-    """Describes microbatches, remat and zero; other knobs only if not at their default.
+    """Lists the values of microbatches, remat and zero, and of changed other knobs.
+
+    Other knobs are left out if they are at their default.
 
     >>> knobs_text(Knobs(microbatches=4, zero=1))
     'microbatches=4, remat=none, zero=1'
@@ -219,7 +223,7 @@ def knobs_text(knobs: Knobs) -> str:
 
 
 def name_of(alternative: Alternative) -> str:
-    """Returns the name of the baseline that an alternative is; `-` if it is none."""
+    """Returns an alternative's name if it is a baseline, such as `fsdp`; else `-`."""
     return alternative.name or "-"
 
 
@@ -255,8 +259,10 @@ def step_text(prediction: Prediction) -> str:
 
 
 def _end(end_s: float, prediction: Prediction) -> str:
-    """Formats an end of a prediction's interval; its last digit has the place that the
-    last one of `step_s` has."""
+    """Formats an end of a prediction's interval, in seconds.
+
+    The text has the same absolute precision as the text of `step_s`.
+    """
     error_s = prediction.relative_error * prediction.step_s
     return seconds(end_s, error_s / end_s if end_s else 0.0)
 
@@ -352,8 +358,8 @@ def memory(plan: Plan) -> Section:
 def collectives(plan: Plan, num_listed: int = NUM_COLLECTIVES) -> Section:
     """Tabulates the collectives of a step, most bytes first, with their total.
 
-    Equal collectives of several layers share one row (`layers_together`), and so do all
-    after the first `num_listed` rows.
+    Equal collectives of several layers share one row (`layers_together`). After the
+    first `num_listed` rows, one row sums up all other collectives.
     """
     ranked, error = layers_together(plan.collectives), plan.prediction.relative_error
     rows = [_collective(one, error) for one in ranked[:num_listed]]
@@ -371,8 +377,11 @@ def collectives(plan: Plan, num_listed: int = NUM_COLLECTIVES) -> Section:
 
 
 def layers_together(found: Iterable[Collective]) -> list[Collective]:
-    """Merges the collectives that differ only in the number of a layer in their path;
-    returns them in descending order of their bytes per step."""
+    """Merges the collectives that differ only in the number of a layer in their path.
+
+    Adds up their times and seconds. Returns the merged collectives in descending order
+    of their bytes per step.
+    """
     merged: dict[tuple[Any, ...], Collective] = {}
     for one in found:
         where = wording.layered(one.where)
@@ -431,8 +440,7 @@ def bound(plan: Plan) -> Section:
 
 
 def alternatives(plan: Plan) -> Section:
-    """Tabulates the first alternatives and the best form of each baseline (`shown`), in
-    the order of the plan's ranking."""
+    """Tabulates the alternatives that `shown` selects, in the order of their rank."""
     rows = [_alternative(plan, place, one) for place, one in shown(plan)]
     columns = ("", "mesh", "knobs", "baseline", "step", "against plan", "memory", "")
     return Section(
@@ -444,8 +452,11 @@ def alternatives(plan: Plan) -> Section:
 
 
 def shown(plan: Plan) -> list[tuple[int, Alternative]]:
-    """Selects the first `NUM_ALTERNATIVES` alternatives and the best form of each
-    baseline; returns each with its rank, from 1."""
+    """Selects the alternatives that a table lists, each with its rank from 1.
+
+    These are the first `NUM_ALTERNATIVES`, and the best alternative of each baseline
+    (a mesh of a common rule of thumb, such as data parallelism).
+    """
     named = {""}
     found = []
     for place, one in enumerate(plan.alternatives, start=1):
@@ -471,8 +482,11 @@ def _alternative(plan: Plan, place: int, one: Alternative) -> tuple[str, ...]:
 
 
 def tied(plan: Plan) -> tuple[Alternative, ...]:
-    """Selects the alternatives that fit and whose step takes no longer than the upper
-    end of the plan's prediction interval; leaves out the plan itself."""
+    """Selects the alternatives that may be as fast as the plan.
+
+    The selected alternatives fit, and their step takes no longer than the upper end of
+    the plan's prediction interval. The plan itself is left out.
+    """
     return tuple(
         one
         for one in plan.alternatives
@@ -483,7 +497,7 @@ def tied(plan: Plan) -> tuple[Alternative, ...]:
 
 
 def tied_text(plan: Plan) -> str:
-    """Writes a note on the number of alternatives that `tied` returns."""
+    """Writes a note on how many alternatives may be as fast as the plan (`tied`)."""
     return (
         f"{len(tied(plan))} of {len(plan.alternatives)} alternatives (the best, and "
         f"the baselines) are tied with the plan, "

@@ -5,8 +5,8 @@ A candidate is a mesh with a value for every knob, such as the number of microba
 * Candidates: `space` (candidates as columns; which knobs can be run), `meshes`, `pins`,
   `enumerate`.
 * Time and memory of all candidates at once: `price_table` (operators), `memory_table`
-  (state, batch, peak memory), `pipeline` (stages), `step_cost` (seconds by the scalars
-  that multiply them), `search` (totals), `ranking`.
+  (state, batch, peak memory), `pipeline` (stages), `step_cost` (base seconds, which
+  fitted scalars multiply), `search` (totals), `ranking`.
 * Dims that the axis `tensor` divides: `tensor_sharding`, with an exact solver in
   `solver`, `elimination` and `mixed_integer`.
 * `decision`: selects a candidate, and explains what to change if none fits.

@@ -19,13 +19,14 @@ NUM_DEAREST = 5
 
 
 def attention_scores(question: Workload) -> dict[frozenset[int], tuple[int, ...]]:
-    """Finds the scores of attention that a program has as arrays.
+    """Finds the arrays of a program that are attention scores.
 
-    Scores are the result of a batched matmul, of which rows are reduced (the softmax),
-    and that another batched matmul then contracts.
+    Scores are the result of a batched matmul. A softmax reduces their rows, and another
+    batched matmul contracts the scores.
 
     Returns:
-        Map from the set of the scores' dims to their sizes above 1, ascending.
+        Map from the set of the scores' dims to the sizes of these dims, ascending,
+        without dims of size 1.
     """
     graph = question.graph
     made: dict[frozenset[int], tuple[int, ...]] = {}
@@ -56,12 +57,16 @@ def attention_scores(question: Workload) -> dict[frozenset[int], tuple[int, ...]
 
 
 def _roots(question: Workload, dims: Iterable[int]) -> frozenset[int]:
-    """Returns the set of dims that stand for some dims in equal layers."""
+    """Maps each dim to the dim that represents it in all equal layers."""
     return frozenset(map(question.root, dims))
 
 
 def arrays_of(question: Workload, group: OpGroup) -> set[frozenset[int]]:
-    """Returns the sets of dims of the arrays that an operator reads and writes."""
+    """Returns the dims of each array that a group's operator reads or writes.
+
+    Each array is given as the set of its dims. Corresponding arrays of equal layers
+    have equal sets.
+    """
     values, operator = question.graph.values, group.operator
     indices = (*operator.inputs, *operator.outputs)
     return {_roots(question, values[index].dims) for index in indices}
@@ -70,14 +75,14 @@ def arrays_of(question: Workload, group: OpGroup) -> set[frozenset[int]]:
 def group_s(
     graph: Graph, device: DeviceType, group: OpGroup, work: OperatorWork, sizes: Sizes
 ) -> float:
-    """Computes the seconds of a step in which a device computes a group of operators.
+    """Computes the seconds per step that a device spends on a group of operators.
 
     Args:
         graph: the program.
         device: the device type.
         group: the group of operators.
-        work: its work on one device.
-        sizes: sizes of the axes, and the number of microbatches.
+        work: the work of one device in one execution of the group's operator.
+        sizes: sizes of the mesh axes, and the number of microbatches.
     """
     once_s = computing_s(
         graph, device, work, sizes, cold=group.uncached, moved=group.moved
@@ -151,7 +156,12 @@ def _name(
     paths: Mapping[int, str],
     is_attention: bool,
 ) -> str:
-    """Names an operator by the parameter that it reads, or else by its shape."""
+    """Names an operator and its part of the step, such as `params/w, forward`.
+
+    A product (`PRODUCTS`, such as a matmul) that reads a parameter gets the parameter's
+    path. Other operators get their primitive (or `element-wise`) and the shape of their
+    result.
+    """
     operator = group.operator
     if operator.kind in PRODUCTS and not is_attention:
         for index in operator.inputs:
@@ -167,8 +177,11 @@ def _name(
 
 
 def model_at_peak_s(search: PlanSearch) -> float:
-    """Computes the seconds that all devices take, at their peak, for the products of
-    the forward and backward pass; what is computed again is left out."""
+    """Computes the seconds of the forward and backward pass at the peak of all devices.
+
+    Counts matmuls, convolutions and kernels such as attention, but no operators that
+    rematerialization computes again.
+    """
     graph = search.question.graph
     model = (
         operator

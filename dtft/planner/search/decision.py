@@ -101,7 +101,7 @@ def unfit_text(
 
 
 def remedies(cluster: Cluster, pins: Mapping[str, Any], best: Best) -> Iterator[Remedy]:
-    """Yields changes after which a plan fits, each with the best such plan.
+    """Yields changes after which a plan fits, each with the best plan after the change.
 
     The changes are: leaving out one pin; searching also knobs that cannot be run here;
     taking more devices, and leaving out all pins that are numbers or flags. Of the
@@ -159,9 +159,9 @@ def _larger(pool: Pool) -> Iterator[Pool]:
 
 
 def _tried_devices(pool: Pool) -> str:
-    """Formats which clusters with more devices were searched, or why none were.
+    """Describes for an error how many more devices were tried, or why none were.
 
-    They are searched when no plan fits the devices of the pool.
+    More devices are tried if no plan fits the devices of the pool.
     """
     if any(_larger(pool)):
         return f"up to {MOST} times as many devices"
@@ -267,8 +267,8 @@ def best_of(
 ) -> Decision:
     """Selects the best plan as `decide` does; if no plan fits, the leanest plan.
 
-    The leanest plan needs the fewest bytes on a device. Plans whose devices repeat the
-    work of others are considered only if there are no other plans.
+    The leanest plan needs the fewest bytes on a device. A plan with devices that repeat
+    the work of others is the leanest only if there are no other plans.
 
     Args:
         question: the workload of a step.
@@ -312,10 +312,16 @@ def _best_of(
     batch: int,
     fewer: tuple[int, ...] | None,
 ) -> Decision:
-    """Selects the best plan.
+    """Selects the best plan, or the leanest plan if none fits, in one search.
 
-    `fewer` has smaller numbers of devices, whose meshes are searched too. If it is
-    None, only meshes of all devices are candidates.
+    Args:
+        question: the workload of a step.
+        cluster: a cluster of equal devices.
+        pins: knobs that are pinned.
+        what_if: searches knobs that cannot be run too; see `decide`.
+        batch: the batch that meshes must divide.
+        fewer: smaller numbers of devices, whose meshes are searched too. If None, only
+            meshes of all devices are candidates.
     """
     pool = cluster.uniform
     runs_on = backend(pool)
@@ -346,7 +352,7 @@ def _best_of(
 def _with_offload(found: Mapping[Remat, RematVariant]) -> dict[Remat, RematVariant]:
     """Adds candidates that keep their optimizer state in host memory.
 
-    Adds only those that may be the best (`PlanSearch.with_offload`).
+    Adds only candidates that may be the best (`PlanSearch.with_offload`).
     """
     unfit, _, least = min(map(_first, found.values()))
     best_s = math.inf if unfit else least
@@ -357,7 +363,10 @@ def _with_offload(found: Mapping[Remat, RematVariant]) -> dict[Remat, RematVaria
 
 
 def next_best(decision: Decision, num: int) -> tuple[Decision, ...]:
-    """Returns decisions for the best plans that fit, at most `num`, best first."""
+    """Returns up to `num` decisions: one for each of the best plans that fit.
+
+    Each decision is a copy of the given one with another plan; the best plan is first.
+    """
     ranked = sorted(
         (*_order_of(one, at), place, number)
         for number, one in enumerate(decision.found.values())
@@ -382,10 +391,10 @@ def _written(one: RematVariant, at: int, cluster: Cluster) -> Plan:
 
 
 def _worth(found: Any) -> bool:
-    """Whether further remat policies or offload may help.
+    """Returns whether saving memory, by remat or offload, may give a better plan.
 
-    They may help if no candidate fits, or if a faster candidate than the best, with the
-    same remat policy, does not fit.
+    This is so if no candidate fits. It is also so if the remat policy of the best
+    candidate has a faster candidate that does not fit.
     """
     best = min(found, key=_first)
     priced = best.priced
@@ -411,10 +420,11 @@ def _order_of(one: RematVariant, at: int) -> tuple[bool, bool, float]:
 
 
 def _enumerated(choices: Choices, pins: Mapping[str, Any]) -> Space:
-    """Enumerates candidates; leaves out smaller meshes if `choices.fewer` is None.
+    """Enumerates candidates, with their numbers of virtual stages.
 
-    If the axis `stage` is searched, combines the candidates with every possible number
-    of virtual stages, or with the pinned number.
+    Leaves out meshes of fewer than all devices if `choices.fewer` is None. If the axis
+    `stage` is searched, combines the candidates with every possible number of virtual
+    stages, or with the pinned number.
     """
     space = enumerate_space(choices, pins)
     if choices.fewer is None:
@@ -439,10 +449,11 @@ def _found(
     pins: Mapping[str, Any],
     order: tuple[Remat, ...],
 ) -> dict[Remat, RematVariant]:
-    """Prices the baselines, and candidates whose state has room (`memory_floor`).
+    """Prices the candidates, by remat policy.
 
-    If none of them fits, prices all candidates. Raises ValueError if the pins cannot be
-    met or there is no candidate at all.
+    First prices the baselines, and the candidates whose state has room in a device's
+    memory (`memory_floor`). If none of these fits, prices all candidates. Raises
+    ValueError if the pins cannot be met or there is no candidate at all.
     """
     floor = memory_floor(question, pool)
     if pins.get("offload"):
@@ -458,10 +469,11 @@ def _found(
 def _priced(
     question: Workload, pool: Pool, space: Space, order: tuple[Remat, ...]
 ) -> dict[Remat, RematVariant]:
-    """Prices candidates for one remat policy of `order` after another.
+    """Prices candidates under each remat policy of `order` in turn.
 
-    Ends when no further policy may help (`_worth`). Prices only candidates with the
-    smallest batch: a larger batch is rounded up further.
+    Stops before a policy if the policies so far suffice (`_worth`). Prices only the
+    candidates with the smallest batch, which is rounded up least. Returns {} if `space`
+    is empty.
     """
     if not len(space):
         return {}

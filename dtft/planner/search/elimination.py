@@ -42,14 +42,16 @@ def elimination_order(
     max_entries: int,
     max_total: int,
 ) -> list[int] | None:
-    """Returns an order of elimination in which no table exceeds its limit.
+    """Returns the order in which to eliminate the variables, or None.
 
-    Returns None if the order exceeds a limit. The order is greedy: next is the variable
-    whose elimination adds the fewest edges (fill). Edges join variables that share a
-    table. Of variables with equal fill above 0, the one with the smallest table is
-    next. Of variables that are still equal, the one with the highest number is next. On
-    a tree whose parents have lower numbers than their children, such as a chain that is
-    numbered from end to end, the order is the reverse of the numbers.
+    Returns None if the tables that elimination in this order creates exceed a limit.
+
+    The order is greedy: next is the variable whose elimination adds the fewest edges
+    (fill). Edges join variables that share a table. Of variables with equal fill above
+    0, the one with the smallest table is next. Of variables that are still equal, the
+    one with the highest number is next. On a tree whose parents have lower numbers than
+    their children, such as a chain that is numbered from end to end, the order is the
+    reverse of the numbers.
 
     Args:
         sizes: the number of values of each variable; variables with one value are
@@ -115,7 +117,9 @@ def _price(
 
 
 def _remove(variable: int, neighbors: list[set[int]], *, filled: bool) -> set[int]:
-    """Removes a variable; if `filled`, adds missing edges between its neighbors.
+    """Removes a variable from the sets in `neighbors`.
+
+    If `filled`, also adds the missing edges between the variable's neighbors.
 
     Returns:
         The variables whose price may have changed.
@@ -225,12 +229,16 @@ def eliminate_each(
 
 
 def _lines(bucket: list[Table], variable: int, values: np.ndarray) -> np.ndarray:
-    """Adds up tables for each value of a variable; float [rows, values].
+    """Adds up tables along one variable, with the other variables' values given.
 
     Args:
         bucket: the tables to add up, all with the variable.
         variable: the variable whose values are compared.
-        values: values of the other variables, one assignment per row.
+        values: values of all variables, one assignment per row; the column of
+            `variable` is not read.
+
+    Returns:
+        For each row, the sum for each value of `variable`; float [rows, values].
     """
     total: Any = 0.0
     for scope, costs in bucket:
@@ -247,7 +255,10 @@ def _squeezed(scope: tuple[int, ...], costs: np.ndarray) -> Table:
 
 
 def _added(bucket: list[Table]) -> Table:
-    """Adds up tables; the sum has the variables of the widest table first."""
+    """Adds up tables into one table over all of their variables.
+
+    The first variables of the sum are those of the table with the most variables.
+    """
     wide = bucket[0][0]
     for scope, _ in bucket:
         if len(scope) > len(wide):
@@ -380,7 +391,10 @@ class CostProblem:
         return self.names[variable] if self.names else f"variable {variable}"
 
     def words(self, variables: Iterable[int]) -> str:
-        """Returns up to `_SHOWN` names of variables, and the count of the others."""
+        """Lists the names of variables for an error.
+
+        Lists the first `_SHOWN` names, followed by the number of further variables.
+        """
         names = [self.name(variable) for variable in variables]
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         return ", ".join(names[:_SHOWN]) + more
@@ -400,7 +414,7 @@ class CostProblem:
         )
 
     def factors_of_variables(self) -> list[list[int]]:
-        """Returns for each variable the positions in `factors` of its factors."""
+        """Returns for each variable the positions (in `factors`) of factors with it."""
         around: list[list[int]] = [[] for _ in self.sizes]
         for at, factor in enumerate(self.factors):
             for variable in factor.variables:
@@ -408,7 +422,7 @@ class CostProblem:
         return around
 
     def restricted(self, kept: Sequence[np.ndarray]) -> "CostProblem":
-        """Restricts the problem to some values of each variable.
+        """Returns the same problem with only some values of each variable.
 
         Args:
             kept: for each variable the values to keep, ascending; the kept values are

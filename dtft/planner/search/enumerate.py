@@ -136,7 +136,8 @@ def enumerate_space(choices: Choices, pins: Mapping[str, Any] | None = None) -> 
 
     Leaves out candidates whose axes do not divide the sizes in `Choices.divides`, and
     candidates without room for their state (`Choices.memory`). Also leaves out orders
-    on the fabric that cannot be better than another (`undominated_orders`).
+    of the axes on the fabric that are never better than another order
+    (`undominated_orders`).
 
     Baselines (meshes of common rules of thumb) stay even without room, unless a pin
     rules them out. Their meshes are combined with all values of the other knobs.
@@ -246,7 +247,7 @@ def _meshes(rules: MeshRules, pins: Mapping[str, Any]) -> tuple[Meshes, list[Rea
 def _with_fewer(
     meshes: Meshes, rules: MeshRules, fewer: tuple[int, ...], reasons: list[Reason]
 ) -> Meshes:
-    """Adds meshes with device counts in `fewer` that divide the batch.
+    """Adds the meshes whose number of devices is in `fewer` and that divide the batch.
 
     Appends to `reasons` how many meshes of each count are added.
     """
@@ -451,10 +452,11 @@ meshes of each of these numbers."""
 def worthwhile(
     question: Workload, pins: Mapping[str, Any], num_devices: int, batch: int
 ) -> tuple[int, ...]:
-    """Returns numbers of devices among which the work can be divided evenly.
+    """Returns smaller numbers of devices that can divide the work evenly.
 
-    These numbers divide the product of the batch and the size of a dim of a weight.
-    Returns the largest ones below the number of all devices, at most `_MOST`.
+    Each number divides the product of the batch and the size of a dim of a weight (or
+    the batch alone). Returns the `_MOST` largest of these numbers that are below the
+    number of all devices.
 
     Args:
         question: the workload, whose weights have dims that `tensor` may divide.

@@ -50,8 +50,8 @@ from dtft.planner.workload import Role, Workload
 OnStages = Callable[
     [Space, np.ndarray, dict[str, np.ndarray]], Mapping[str, np.ndarray]
 ]
-"""A function from bytes as if each stage had all layers to the bytes of a stage
-(`pipeline.Staged.memory`)."""
+"""A function that converts bytes of a device as if its stage had all layers to the
+bytes of a pipeline stage (`pipeline.Staged.memory`)."""
 
 # State between uses. Equal arrays of equal layers are evaluated once. `spmd.zero`
 # selects the dim that `fsdp` divides, here for all sizes of axes together.
@@ -72,11 +72,11 @@ class Resting:
     """Bytes of state and batch, and the gathers of parameters, for many points.
 
     A point is a mesh and a number of microbatches. State is parameters and optimizer
-    state. ZeRO may divide an array further between its uses than in use.
+    state. ZeRO may divide an array by one more axis between its uses than during a use.
     """
 
     def __init__(self, prices: Prices) -> None:
-        """Keeps the prices; every quantity is evaluated when it is first needed.
+        """Keeps the prices; bytes and seconds are computed when first needed.
 
         Args:
             prices: prices of the workload's operators; its columns have the points.
@@ -91,7 +91,8 @@ class Resting:
 
     @cached_property
     def arrays(self) -> Mapping[Role, Counter[Alike]]:
-        """Map from role to its groups of equal arrays, with the size of each group."""
+        """Map from a role to its groups of equal arrays, and the number of arrays in
+        each group."""
         question, graph = self._question, self._question.graph
         found: dict[Role, Counter[Alike]] = {
             "parameter": Counter(), "optimizer": Counter(), "batch": Counter()
@@ -112,6 +113,7 @@ class Resting:
     ) -> Total:
         """Computes the bytes on each device of all arrays of a role, for each point.
 
+        A point is a mesh and a number of microbatches.
         For role `batch` the bytes are of all microbatches, because all are in memory
         from the start of a step.
 
@@ -128,10 +130,11 @@ class Resting:
     def each(
         self, role: Role, division: ShardingAssignment, divided: bool
     ) -> Iterator[tuple[Cases, int, np.ndarray]]:
-        """Yields what `num_bytes` adds up, one entry for each group of equal arrays.
+        """Yields the bytes that `num_bytes` adds up, for each group of equal arrays.
 
-        An entry has the cases (the points of a case divide the arrays in the same way),
-        the number of arrays, and for each case the bytes of one array on a device.
+        Each entry has the partition of the points into cases (the points of a case
+        divide the arrays in the same way), the number of arrays in the group, and for
+        each case the bytes of one array on a device.
         """
         for alike, count in self.arrays[role].items():
             cases, used, place = self._placed(alike.value, division)
@@ -144,17 +147,18 @@ class Resting:
     def gathers(
         self, division: ShardingAssignment, zero: int
     ) -> tuple[Total, dict[Bundle, Total]]:
-        """Computes the costs of a step's all-gathers of divided parameters.
+        """Computes the costs of a step's all-gathers of parameters that ZeRO divides.
 
         Args:
             division: which axes divide which dims while computing.
             zero: ZeRO level.
 
         Returns:
-            For each point, the seconds per step of the all-gathers that are sent one by
-            one; and for each bundle (all-gathers that the compiler may combine) the
-            bytes of all its arrays each time it is sent. All-gathers that are combined
-            but still sent one by one, as on CPU, are in both.
+            For each point (mesh and number of microbatches), the seconds per step of
+            the all-gathers that are sent one by one. And for each bundle (all-gathers
+            that the compiler may combine), the bytes of all its arrays each time it is
+            sent. All-gathers that are combined but still sent one by one, as on CPU,
+            are in both.
         """
         alone, together = Total(), dict[Bundle, Total]()
         platform = self._columns.pool.device.platform
@@ -184,7 +188,7 @@ class Resting:
 
         Args:
             division: which axes divide which dims while computing.
-            points: indices of points of the columns.
+            points: indices of points (meshes with a number of microbatches).
             zero: ZeRO level of each point.
 
         Returns:
@@ -199,9 +203,10 @@ class Resting:
         return found
 
     def _turned(self, division: ShardingAssignment, zero: int) -> Total:
-        """Counts the transposed elements of gathered parameters, by point.
+        """Counts the elements of gathered parameters that a device must transpose.
 
-        Counts per microbatch at level 3, and per step at other levels.
+        The count for each point (mesh and number of microbatches) is per microbatch at
+        ZeRO level 3, and per step at other levels.
         """
         total = Total()
         for alike, count in self.arrays["parameter"].items():
@@ -224,7 +229,10 @@ class Resting:
         count: int,
         how: Gathered,
     ) -> tuple[Cases, np.ndarray]:
-        """Computes the seconds per step, by case, of gathering equal arrays one by one.
+        """Computes the seconds per step of gathering equal arrays one by one.
+
+        The result has a partition of the points (meshes with a number of microbatches)
+        into cases, and the seconds for each case.
 
         Args:
             alike: the arrays.
@@ -251,17 +259,17 @@ class Resting:
     def sums(
         self, division: ShardingAssignment
     ) -> tuple[list[ShardingAssignment], np.ndarray]:
-        """Adds to a division how gradients are divided from ZeRO level 2 on.
+        """Finds how gradients are divided at ZeRO levels 2 and 3, for each point.
 
-        A gradient is divided as level 3 divides its parameter between uses. How level 3
-        divides a parameter depends on the point.
+        A gradient is divided as level 3 divides its parameter between uses. This
+        depends on the point (mesh and number of microbatches).
 
         Args:
             division: which axes divide which dims while computing.
 
         Returns:
-            The distinct divisions, and the index of the division of each point; int
-            [points].
+            The distinct divisions: copies of `division` with the fields `rest` and
+            `spare` set. And the index of the division of each point; int [points].
         """
         values = {str(n): one.value for n, one in enumerate(self.arrays["parameter"])}
         placed = [self._placed(value, division) for value in values.values()]
@@ -284,9 +292,9 @@ class Resting:
     def _placed(
         self, value: Value, division: ShardingAssignment
     ) -> tuple[Cases, Axes, np.ndarray]:
-        """Finds the axes that divide an array in use, and the dim for `fsdp`.
+        """Finds the axes that divide an array in use, and the dim that ZeRO divides.
 
-        ZeRO divides this dim by `fsdp` between uses of the array.
+        ZeRO divides this dim by the axis `fsdp` between uses of the array.
 
         Returns:
             The cases (points with equal sizes of the dividing axes), the axes, and for
@@ -317,7 +325,8 @@ def offloaded(
         priced: candidates that keep their optimizer state on the device.
         resting: bytes of the workload's arrays, for the points of these candidates.
         link: the link from a device to its host's memory.
-        on_stages: bytes of stages, if any candidate has pipeline stages.
+        on_stages: the function that computes the bytes of pipeline stages; needed if a
+            candidate has several stages.
     """
     space = priced.space.with_offload()
     host, seconds, less = (np.zeros(len(space)) for _ in range(3))
@@ -396,9 +405,9 @@ class Peaks:
         """Computes the bytes of activations and gradients on a device at peak memory.
 
         Args:
-            division: the division that all of these candidates share.
-            columns: the columns with the sizes of axes of each point.
-            points: the point of each candidate in the columns; int [candidates].
+            division: which axes divide which dims, for all candidates.
+            columns: the sizes of axes of each point (mesh and number of microbatches).
+            points: the index of each candidate's point; int [candidates].
             zero: ZeRO levels; int [candidates].
 
         Returns:
@@ -429,7 +438,17 @@ class Peaks:
 def _peaks(
     moments: PeakModel, columns: Columns, points: np.ndarray, zero: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Computes bytes of activations and of gradients at peak memory, by point."""
+    """Computes the bytes of activations and of gradients on a device at peak memory.
+
+    Args:
+        moments: the model of the program's memory, under one division.
+        columns: the sizes of axes of each point (mesh and number of microbatches).
+        points: the index of each candidate's point; int [candidates].
+        zero: ZeRO levels; int [candidates].
+
+    Returns:
+        Bytes of activations, and bytes of gradients; float [candidates] each.
+    """
     alike = columns.divided(moments.divisors()).of[points]
     first, of = distinct([alike])
     sizes = {axis: column[points[first]] for axis, column in columns.sizes.items()}

@@ -144,7 +144,14 @@ class MeshRules:
         return self.rounded_up(factorisations(num_devices, self.allowed(num_devices)))
 
     def rounded_up(self, sizes: np.ndarray) -> Meshes:
-        """Makes meshes of given sizes; rounds the batch up to a multiple of `slots`."""
+        """Makes meshes of given sizes, each with the batch rounded up to its `slots`.
+
+        The batch of a mesh is the least multiple of the number of parts into which the
+        mesh divides the batch.
+
+        Args:
+            sizes: sizes of the axes; int64 [meshes, axes].
+        """
         slots = self.slots(sizes)
         return Meshes(sizes=sizes, batch=-(-self.batch // slots) * slots)
 
@@ -154,11 +161,12 @@ class MeshRules:
         return meshes.where(meshes.batch == self.batch)
 
     def workable(self) -> Meshes:
-        """Returns meshes of all devices; each divides the batch or a rounded-up batch.
+        """Returns the meshes of all devices, if needed with a rounded-up batch.
 
-        Meshes whose batch is rounded up are returned only if no mesh divides the batch
-        into enough parts (`_enough`), as with five devices and a prime batch. Of these,
-        meshes with more parts than samples are left out.
+        Returns only meshes that divide the batch exactly, if one of them divides it
+        into enough parts (`_least_parts`). Otherwise, as with five devices and a prime
+        batch, also returns meshes whose batch is rounded up, except meshes with more
+        parts than samples.
         """
         exact = self.exact(self.num_devices)
         if self._enough(exact):
@@ -168,18 +176,21 @@ class MeshRules:
         return meshes.where((meshes.batch == self.batch) | (slots <= self.batch))
 
     def fewer(self) -> Meshes:
-        """Returns smaller meshes, if no mesh of all devices divides the batch.
+        """Returns meshes of fewer devices, if no mesh of all devices divides the batch.
 
         The result is empty if a mesh of all devices divides the batch into enough parts
-        (`_enough`). Otherwise a number of devices is selected, and the result has its
-        meshes that divide the batch exactly. The number is the largest one with a mesh
-        that divides the batch into enough parts.
+        (`_least_parts`). Otherwise one number of devices is selected, and all meshes of
+        this number that divide the batch exactly are returned. The selected number is
+        the first of these that exists:
 
-        If there is no such number (a large prime batch), the batch may stay undivided.
-        The number is then the largest power of two, because a power of two divides dims
-        of most models, unlike, say, five. If the rules allow no mesh of that size, the
-        number is the largest one with an allowed mesh. If the selected number is that
-        of all devices, the result is empty.
+        * The largest number below all devices with a mesh that divides the batch into
+          enough parts.
+        * The largest power of two up to all devices, if the rules allow a mesh of it.
+          The batch may then be undivided, as with a large prime batch. A power of two
+          divides dims of most models, unlike, say, five.
+        * The largest number with an allowed mesh.
+
+        The result is empty if the selected number is the number of all devices.
         """
         exact = self.exact(self.num_devices)
         if self._enough(exact):
@@ -235,7 +246,7 @@ class Baseline:
 
 
 def baselines(rules: MeshRules, host_size: int) -> list[Baseline]:
-    """Makes the meshes of data parallelism, FSDP, and the Megatron rule with either.
+    """Makes the baselines: data parallelism, FSDP, and the Megatron rule with each.
 
     Data parallelism and FSDP use all devices. The Megatron rule takes the largest
     allowed size of `tensor` within a host, and data parallelism or FSDP over the other
@@ -270,9 +281,13 @@ _PLACES = tuple((axis, at) for at, axis in enumerate(AXES))
 
 
 def _mesh(rules: MeshRules, tensor: int, axis: str) -> np.ndarray:
-    """Makes the sizes of a mesh with `tensor` and one more axis.
+    """Returns the sizes of a mesh with `tensor` and one more axis; int64 [axes].
 
-    The other axis takes as many of the remaining devices as the rules allow.
+    Args:
+        rules: the allowed sizes.
+        tensor: the size of the axis `tensor`.
+        axis: the other axis; it takes as many of the remaining devices as the rules
+            allow.
     """
     rest = rules.num_devices // tensor
     mesh = np.ones(len(AXES), np.int64)

@@ -56,7 +56,10 @@ def check_pins(pins: Mapping[str, Any]) -> None:
 
 
 def did_you_mean(name: str) -> str:
-    """Returns a suggestion of the knob that an unknown name means; '' if none is near.
+    """Returns a hint such as " Did you mean 'tensor'?" for the name of an unknown knob.
+
+    The suggested knob is the one of this name in another framework (`tp`), or else the
+    one with the most similar spelling. Returns '' if there is no such knob.
 
     >>> did_you_mean("tp"), did_you_mean("tesnor"), did_you_mean("colour")
     (" Did you mean 'tensor'?", " Did you mean 'tensor'?", '')
@@ -88,7 +91,15 @@ def _allowed(name: str, value: Any) -> str:
 
 
 def why_not(choices: Choices, name: str, value: Any) -> str:
-    """Returns the reason why a pin alone cannot be met; '' if no reason is found."""
+    """Returns why no candidate can have a pinned value, even without other pins.
+
+    Returns '' if no reason is found.
+
+    Args:
+        choices: the values that each knob may take.
+        name: the pinned knob.
+        value: the value that it is pinned to.
+    """
     if name in AXES:
         return _why_not_axis(choices, name, value)
     if name == "microbatches" and value > choices.max_microbatches:

@@ -62,10 +62,12 @@ Terms = dict[str, np.ndarray]
 def layers_of(question: Workload, device: DeviceType) -> LayerStack | None:
     """Finds the repeated layers of a workload; None if it has no repeated layers.
 
+    The result also has the share of time of the layers, and of the operators before and
+    after them. Bytes are those of fused kernels, also on CPU.
+
     Args:
         question: the workload.
-        device: the device type, whose speeds weigh the layers against the operators
-            before and after the layers. Bytes are those of fused kernels, also on CPU.
+        device: the device type, whose speeds give the time of each operator.
     """
     graph = question.graph
     moved = moved_bytes(graph)
@@ -131,7 +133,7 @@ class Staged:
         rows: np.ndarray,
         stage_layers: tuple[int, ...] = (),
     ) -> StepCost:
-        """Computes the base seconds of candidates that share a division.
+        """Computes the `StepCost` of candidates that share a division of dims by axes.
 
         Args:
             division: which axes divide which dims on the devices of a stage.
@@ -182,12 +184,22 @@ class Staged:
         zero: np.ndarray,
         num: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Computes the base seconds per step of each part of a step (`PARTS`).
+        """Computes the base seconds per step of each part of the model.
+
+        Base seconds are those by the catalog's figures, before scalars multiply them.
+        The parts (`PARTS`) are the operators before the layers, the layers, and the
+        operators after the layers.
+
+        Args:
+            division: which axes divide which dims.
+            points: the point (mesh and number of microbatches) of each candidate.
+            zero: ZeRO level of each candidate.
+            num: the number of stages of each candidate.
 
         Returns:
-            Seconds by `STAGE_SCALES`, [points, parts, 6], without sends; and seconds of
-            collectives of gradients and parameters by `LINK_SCALES`, [points, parts,
-            2].
+            Seconds by `STAGE_SCALES`, without sends; float [points, parts, 6]. And
+            seconds of collectives of gradients and parameters by `LINK_SCALES`; float
+            [points, parts, 2].
         """
         ways = self._prices.priced_ops(division)
         staged = (num > 1).any()
@@ -240,8 +252,18 @@ class Staged:
         points: np.ndarray,
         zero: np.ndarray,
     ) -> np.ndarray:
-        """Computes the seconds per step of collectives of gradients, by part and link;
-        float [points, parts, 2]."""
+        """Computes the seconds per step of collectives that reduce gradients.
+
+        Args:
+            alone: seconds of collectives that are sent one by one, by part of the model
+                (position in `PARTS`) and mesh axes.
+            together: bytes of combined collectives, by part of the model.
+            points: the point (mesh and number of microbatches) of each candidate.
+            zero: ZeRO level of each candidate.
+
+        Returns:
+            Seconds by part and by `LINK_SCALES`; float [points, parts, 2].
+        """
         found = np.zeros((len(points), 3, 2))
         for (part, axes), total in alone.items():
             found[:, part] += self._by_link(axes, points, total.at(points))
@@ -262,8 +284,11 @@ class Staged:
         zero: np.ndarray,
         num: np.ndarray,
     ) -> np.ndarray:
-        """Computes the seconds per step of gathers of parameters, by part and link;
-        float [points, parts, 2]."""
+        """Computes the seconds per step of all-gathers of parameters that ZeRO divides.
+
+        The seconds are by part of the model (`PARTS`) and by `LINK_SCALES`; float
+        [points, parts, 2].
+        """
         found = np.zeros((len(points), 2))
         for level in np.unique(zero).tolist():
             if level == 1 and self._software.flat_state:
@@ -280,7 +305,14 @@ class Staged:
     def _joined(
         self, bundles: Mapping[Bundle, Total], points: np.ndarray
     ) -> np.ndarray:
-        """Computes the seconds per step of bundles by link; float [points, 2]."""
+        """Computes the seconds per step of bundles (combined collectives).
+
+        The seconds are by `LINK_SCALES`; float [points, 2].
+
+        Args:
+            bundles: the bytes of each bundle each time it is sent.
+            points: indices of points (meshes with a number of microbatches).
+        """
         found = np.zeros((len(points), 2))
         if not bundles or not len(points):
             return found
@@ -296,15 +328,22 @@ class Staged:
     def _by_link(
         self, axes: Axes, points: np.ndarray, seconds: np.ndarray
     ) -> np.ndarray:
-        """Puts the seconds of collectives into the column of their slowest link; float
-        [points, 2]."""
+        """Assigns seconds of collectives to a kind of link; float [points, 2].
+
+        The columns are `LINK_SCALES`. At points where a collective over `axes` uses a
+        network link, its seconds are in the second column, else in the first.
+        """
         of, groups = self._columns.lies(axes)
         kinds = np.array([link.kind in NETWORKS for link in groups.links], bool)
         far = np.any(groups.sizes[:, kinds] > 1, axis=1)[of[points]]
         return np.stack([np.where(far, 0.0, seconds), np.where(far, seconds, 0.0)], -1)
 
     def _parts_of(self, ways: Sequence[PricedOp]) -> list[tuple[float, ...]]:
-        """Finds the share of each group of operators in each part of the step."""
+        """Computes which share of each group of operators each part of the model has.
+
+        The parts are those of `PARTS`. The shares are by executions; for cheap
+        operators, which kernels fuse, by bytes.
+        """
         graph, parts = self._question.graph, self._layers.parts
         found: list[tuple[float, ...]] = []
         for way in ways:
@@ -322,7 +361,11 @@ class Staged:
     def _summing_s(
         self, division: ShardingAssignment, points: np.ndarray
     ) -> np.ndarray:
-        """Computes the seconds to add all gradients of a microbatch to their sums."""
+        """Computes the seconds to add the gradients of a microbatch to their sums.
+
+        The seconds are those of kernels that read the gradients of all parameters, and
+        read and write their sums; float [points].
+        """
         held = self._resting.num_bytes("parameter", division, False).at(points)
         moved = held / ITEM_BYTES * (ITEM_BYTES + 2 * self._software.sum_bytes)
         return np.asarray(memory_s(self._columns.pool.device, moved))
@@ -330,8 +373,12 @@ class Staged:
     def _ends_s(
         self, division: ShardingAssignment, space: Space, rows: np.ndarray
     ) -> np.ndarray:
-        """Computes the seconds per step to reduce the gradients of parameters that the
-        first and the last stage share, by link; float [rows, 2]."""
+        """Computes the seconds per step to reduce gradients of shared parameters.
+
+        These are parameters that the first and the last stage both read, such as an
+        embedding that is also the head. The seconds are by `LINK_SCALES`; float
+        [rows, 2].
+        """
         found = np.zeros((len(rows), 2))
         graph, pool = self._question.graph, self._columns.pool
         shared = [
@@ -371,9 +418,10 @@ class Staged:
 
     @cached_property
     def _held(self) -> np.ndarray:
-        """The share of parameter bytes that each part of a step reads; [parts].
+        """The share of parameter bytes that each part of the model reads; [parts].
 
-        A parameter of several parts counts for each.
+        The parts are those of `PARTS`. A parameter that several parts read counts for
+        each of them.
         """
         graph, found = self._question.graph, dict.fromkeys(PARTS, 0)
         total = 0
@@ -393,9 +441,9 @@ class Staged:
         whole: Terms,
         stage_layers: tuple[int, ...] = (),
     ) -> Terms:
-        """Computes bytes on a device by term.
+        """Computes the bytes on a device by term, for candidates with several stages.
 
-        Each term is that of the stage with the most bytes of this term.
+        The bytes of each term are those of the stage with the most bytes of this term.
         Candidates with one stage keep the bytes of `whole`.
 
         Args:
@@ -430,10 +478,11 @@ class Staged:
 
 
 ITEM_BYTES = 2
-"""Bytes of a parameter of software whose sums of gradients have a dtype of their own
-(`Software.sum_bytes`)."""
+"""Bytes of one parameter, and of its gradient, in software with `Software.sum_bytes`
+(where sums of gradients may have another dtype)."""
 _WHOLE: list[tuple[float, ...]] = [(0.0, 1.0, 0.0)]
-"""The share of a group of operators in each part, where nobody asks for parts."""
+"""Shares of `PARTS` of a group of operators, if no candidate has several stages: the
+group counts as part of the layers."""
 
 
 def _times(share: float, table: Table) -> Table:
@@ -444,7 +493,10 @@ def _times(share: float, table: Table) -> Table:
 def _kinds(
     num: np.ndarray, stage_layers: tuple[int, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Finds the kinds of stages: which share of each part of a step a stage has.
+    """Finds the kinds of pipeline stages; stages of one kind have equal work.
+
+    The work of a stage is its share of each part of the model (`PARTS`): of the
+    operators before the layers, of the layers, and of the operators after the layers.
 
     Args:
         num: the number of stages of each candidate.

@@ -74,12 +74,12 @@ class Columns:
     """The points of a space: its distinct pairs of mesh (with order) and microbatches.
 
     For a given division of dims by axes, the work of a device in forward, backward and
-    update depends on the point alone. A new knob that changes the work of operators is
-    added here. The effects of all other knobs are added by `search`.
+    update depends on the point alone. A new knob that changes the work of operators
+    becomes one more column here. `search` adds the effects of all other knobs.
     """
 
     def __init__(self, pool: Pool, space: Space) -> None:
-        """Finds the points of a space.
+        """Finds the points (distinct meshes and numbers of microbatches) of a space.
 
         Args:
             pool: the devices.
@@ -106,9 +106,10 @@ class Columns:
         return len(self.first)
 
     def parts(self, axes: Axes) -> np.ndarray:
-        """Returns the product of the sizes of several axes; int64 [points].
+        """Returns the product of the sizes of several axes by point; int64 [points].
 
-        `MICRO` counts as an axis whose size is the number of microbatches.
+        A point is a mesh and a number of microbatches. `MICRO` counts as an axis whose
+        size is the number of microbatches.
         """
         if axes not in self._parts:
             ones = np.ones(len(self), np.int64)
@@ -117,6 +118,10 @@ class Columns:
 
     def lies(self, axes: Axes) -> tuple[np.ndarray, DeviceGroups]:
         """Finds the distinct device groups along some axes, and each point's group.
+
+        A device group has the devices that communicate in a collective over the axes,
+        given by the number of its members on each level of the fabric. A point is a
+        mesh and a number of microbatches.
 
         Returns:
             Indices of groups, int [points]; and the distinct groups.
@@ -127,10 +132,11 @@ class Columns:
         return self._lies[axes]
 
     def all_lie(self, several: Iterable[Axes]) -> tuple[list[np.ndarray], DeviceGroups]:
-        """Applies `lies` to several sets of axes, and joins the groups of all sets.
+        """Finds the device groups along each of several sets of axes (`lies`).
 
         Returns:
-            For each set, the index of each point's group, int [points]; and the groups.
+            For each set, the index of each point's group, int [points]; and the groups
+            of all sets, to which the indices refer.
         """
         key = tuple(several)
         if key not in self._all_lie:
@@ -144,8 +150,10 @@ class Columns:
         return self._all_lie[key]
 
     def _groups(self, axes: Axes) -> tuple[np.ndarray, DeviceGroups]:
-        """Does the work of `lies`, but with an index for each mesh instead of each
-        point."""
+        """Finds the distinct device groups along some axes, and each mesh's group.
+
+        As `lies`, but the indices are one per mesh, not one per point.
+        """
         levels = tuple(level.size for level in self.pool.levels)
         sizes = np.ones((len(self._meshes), len(levels)))
         for number, order in enumerate(self._orders):
@@ -162,19 +170,28 @@ class Columns:
         return of, DeviceGroups(sizes=sizes[first], links=links)
 
     def divided(self, divisors: Iterable[Axes]) -> Cases:
-        """Partitions the points by the product of the sizes of each set of axes."""
+        """Partitions the points (meshes with a number of microbatches) into cases.
+
+        All points of a case have the same product of the sizes of each set of axes.
+        """
         key = frozenset(divisors)
         return self._known(key, lambda: [self.parts(axes) for axes in sorted(key)])
 
     def sending(self, axes: Axes, divisors: Iterable[Axes]) -> Cases:
-        """Partitions the points as `divided` does, and by their device group along
-        `axes`."""
+        """Partitions the points (meshes with a number of microbatches) into cases.
+
+        All points of a case have the same device group along `axes`, and the same
+        product of the sizes of each set of axes in `divisors`.
+        """
         key = frozenset(divisors)
         columns = [self.parts(each) for each in sorted(key)]
         return self._known((axes, key), lambda: [self.lies(axes)[0], *columns])
 
     def together(self, cases: Iterable[Cases]) -> Cases:
-        """Computes the common refinement of several partitions of the points."""
+        """Computes the common refinement of several partitions of the points.
+
+        Points share a case of the result if they share a case in each partition.
+        """
         return self._made(*distinct([one.of for one in cases] or [self.of[:0]]))
 
     def _known(self, key: object, columns: Callable[[], list[np.ndarray]]) -> Cases:
@@ -207,12 +224,17 @@ class Total:
         self.tables: dict[Cases, np.ndarray] = {}
 
     def add(self, cases: Cases, values: np.ndarray) -> None:
-        """Adds to each point the number of its case."""
+        """Adds a table: each point's sum grows by the number of the point's case.
+
+        Args:
+            cases: a partition of the points into cases.
+            values: the number of each case.
+        """
         known = self.tables.get(cases)
         self.tables[cases] = values if known is None else known + values
 
     def at(self, points: np.ndarray) -> np.ndarray:
-        """Returns the sums at the given points; float [points]."""
+        """Returns the sums at points with the given indices; float [points]."""
         found = np.zeros(len(points))
         for cases, values in self.tables.items():
             found += values[cases.of[points]]
@@ -220,7 +242,7 @@ class Total:
 
 
 def distinct(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers the distinct rows of columns.
+    """Numbers the distinct rows of a table, which is given by its columns.
 
     Returns:
         The index of the first row with each number, and the number of each row.
@@ -298,7 +320,11 @@ class Rates:
         self._axes_used: dict[Axes, np.ndarray] = {}
 
     def repeats(self, repeats: Repeats) -> Table:
-        """Computes how often work with these repeats is done per step, by case."""
+        """Computes how often work is repeated per step: the product of axis sizes.
+
+        The result has a partition of the points (meshes with a number of microbatches)
+        into cases, and the number of repeats for each case.
+        """
         cases = self.columns.divided(repeats)
         times = np.ones(len(cases.first))
         for axes in repeats:
@@ -314,10 +340,11 @@ class Rates:
         cold: bool,
         moved: float,
     ) -> Table:
-        """Computes the seconds of an operator on a device, by case of the points.
+        """Computes the seconds of an operator on a device, for many points at once.
 
         Counts one execution. If microbatches divide the operator's work, counts one
-        execution for each microbatch.
+        execution for each microbatch. The result has a partition of the points (meshes
+        with a number of microbatches) into cases, and the seconds for each case.
 
         Args:
             graph: the program with the operator.
@@ -347,7 +374,11 @@ class Rates:
         return self._computing[key]
 
     def sending(self, asked: Sequence[Message]) -> list[Table]:
-        """Computes the seconds of all repeats of each collective, by case."""
+        """Computes the seconds of each collective, with its repeats by microbatches.
+
+        Each result has a partition of the points (meshes with a number of microbatches)
+        into cases, and the seconds for each case.
+        """
         alike: dict[object, list[Message]] = defaultdict(list)
         for one in dict.fromkeys(asked):
             if one not in self._sending:
@@ -359,7 +390,11 @@ class Rates:
         return [self._sending[one] for one in asked]
 
     def _priced(self, alike: Sequence[Message]) -> Iterable[Table]:
-        """Prices collectives that differ only in total bytes, `meets` and `ahead`."""
+        """Prices collectives that differ only in total bytes, `meets` and `ahead`.
+
+        Yields for each collective a partition of the points into cases, and the seconds
+        for each case.
+        """
         sent, repeats = alike[0].sent, alike[0].repeats
         cases = self.columns.sending(sent.axes, {*repeats, sent.amount.axes})
         of, groups = self.columns.lies(sent.axes)
@@ -379,18 +414,20 @@ class Rates:
     def together_s(
         self, asked: Sequence[tuple[Mapping[Bundle, Total], np.ndarray]]
     ) -> list[np.ndarray]:
-        """Computes the seconds per step of bundles, except those that `sending` counts.
+        """Computes the seconds per step of bundles, beyond those that `sending` counts.
 
         A bundle is a set of collectives that the compiler may combine. For a bundle
-        sent as one message, the seconds are its transfer and its sync skew. For a
-        bundle whose arrays are sent one by one, they are its sync skew only, because
-        `sending` counts the transfers. A bundle that depends on no computation
-        (`Bundle.ahead`) has no sync skew.
+        sent as one message, the seconds are those of its transfer and its sync skew
+        (devices wait for each other). For a bundle whose arrays are sent one by one,
+        the seconds are those of its sync skew only, because `sending` counts the
+        transfers. A bundle that depends on no computation (`Bundle.ahead`) has no sync
+        skew.
 
         Args:
-            asked: pairs: for each bundle, the bytes of all its arrays each time it is
-                sent; and the points to price. Pricing many pairs at once takes little
-                longer than pricing one.
+            asked: pairs of bundles and points (meshes with a number of microbatches) to
+                price them at. Each bundle has the bytes of all its arrays each time it
+                is sent. Pricing many pairs at once takes little longer than pricing
+                one.
 
         Returns:
             For each entry of `asked` the seconds on its points; float [points].
@@ -409,6 +446,7 @@ class Rates:
     def _each_s(self, joined: Sequence["_Joined"]) -> list[np.ndarray]:
         """Computes the seconds per step of each bundle at its points (`together_s`).
 
+        A bundle is a set of collectives that the compiler may combine.
         All bundles of one kind of collective are priced at once.
         """
         columns, platform = self.columns, self.columns.pool.device.platform
@@ -437,7 +475,7 @@ class Rates:
     def _joined(
         self, together: Mapping[Bundle, Total], points: np.ndarray
     ) -> list["_Joined"]:
-        """Computes the bytes of each bundle at the given points.
+        """Computes the bytes of each bundle (combined collectives) at the given points.
 
         If two bundles join (`Bundle.joins`) and use the same axes at a point, the first
         bundle gets the bytes of both at this point, and the second bundle gets 0.
@@ -477,7 +515,10 @@ class _Joined:
 
 
 def repeats_of(done: OperatorWork) -> Repeats:
-    """Returns the axes over which work is repeated: `MICRO` if it divides the work."""
+    """Returns the axes over which an operator is repeated in a step.
+
+    Returns `((MICRO,),)` if microbatches divide the operator's work, else ().
+    """
     return ((MICRO,),) if MICRO in done.divided_by else ()
 
 
@@ -512,17 +553,23 @@ class Works:
         self._known: dict[GroupKey, OperatorWork] = {}
 
     def dims(self, number: int) -> tuple[int, ...]:
-        """Returns the dims of a group's operator; equal layers share their dims."""
+        """Returns the dims of the operator of the group with the given number.
+
+        Operators of equal layers have the same dims.
+        """
         return self._instances[number].dims
 
     def key(self, number: int, division: ShardingAssignment) -> GroupKey:
-        """Returns the cache key of a group's work: equal keys mean equal work."""
+        """Returns the cache key of the work of the group with the given number.
+
+        Equal keys mean equal work.
+        """
         return number, self._instances[number].key(division)
 
     def pattern(self, key: GroupKey) -> tuple[Pattern, PatternKey]:
         """Returns a key that is equal for groups with equal patterns and divisions.
 
-        Such groups may differ in their dims and in their numbers of operations.
+        Groups with equal keys may still have other dims and numbers of operations.
         """
         return self._instances[key[0]].pattern, key[1]
 
@@ -585,11 +632,19 @@ class Prices:
         self._ways: dict[Hashable, PricedOp] = {}
 
     def priced_ops(self, division: ShardingAssignment) -> list[PricedOp]:
-        """Prices each group of operators under a division of dims by axes."""
+        """Prices every group of operators of the workload under one division.
+
+        The division says which axes divide which dims.
+        """
         return self.all([(n, division) for n in range(len(self.question.groups))])
 
     def all(self, asked: Sequence[tuple[int, ShardingAssignment]]) -> list[PricedOp]:
-        """Prices groups of operators, each given by its number and a division."""
+        """Prices several groups of operators; returns one `PricedOp` for each.
+
+        Args:
+            asked: pairs of the number of a group and a division (which axes divide
+                which dims).
+        """
         keys = [self.works.key(number, division) for number, division in asked]
         new = [key for key in dict.fromkeys(keys) if key not in self._ways]
         self._ways |= zip(new, self._priced(new), strict=True)
@@ -656,8 +711,8 @@ class Prices:
     ) -> tuple[Bundle, Table] | None:
         """Finds the bundle of a group's collective, and the collective's bytes in it.
 
-        The bytes are counted by case, each time the bundle is sent. Returns None if the
-        collective is sent alone.
+        Returns None if the collective is sent alone. The bytes are those of all the
+        group's operators each time the bundle is sent, for each case of `cases`.
         """
         found = self._bundle(group, done, sent)
         if found is None:
@@ -676,8 +731,13 @@ def bundle_of(
 ) -> Bundle | None:
     """Returns the bundle in which a group's collective is sent; None if sent alone.
 
+    A bundle is a set of collectives that the compiler may combine. A collective is sent
+    alone if the forward or backward pass waits for it (`OpGroup.last` is false), or if
+    XLA never combines its kind.
+
     Software that sums first (`Software.sums_first`) sends all-reduces of gradients once
-    a step. It reduces and scatters the gradients of each microbatch from ZeRO level 2.
+    a step. From ZeRO level 2, it sends a reduce-scatter of the gradients of each
+    microbatch.
     """
     if not group.last:
         return None
@@ -713,7 +773,11 @@ class Sums:
 
 
 def sum_prices(ways: Iterable[PricedOp]) -> Sums:
-    """Adds up the prices of a program's operators."""
+    """Adds up the prices of a program's operators into `Sums`.
+
+    Operators of the update count as `optimizer`, all others as `compute`. Collectives
+    count as `sending`, as `together`, or as both (see `Sums`).
+    """
     totals = Sums(
         compute=Total(), optimizer=Total(), sending=Total(), starts=Total(), together={}
     )

@@ -123,7 +123,10 @@ def _rounded(values: np.ndarray) -> np.ndarray:
 
 
 def joined(one: Priced, other: Priced) -> Priced:
-    """Joins two sets of candidates that have the same pool and the same orders."""
+    """Concatenates two sets of candidates on the same pool into one set.
+
+    Both sets must have the same orders of axes (`Space.orders`).
+    """
 
     def both(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
         return {name: np.concatenate([first[name], second[name]]) for name in first}

@@ -148,8 +148,8 @@ class PlanSearch:
 
         Args:
             space: the candidates.
-            rates: rates on the columns of these candidates, or of the same candidates
-                with another remat policy.
+            rates: a cache of prices for these candidates, or for the same candidates
+                with another remat policy. By default an empty cache.
         """
         prices = Prices(self.question, rates or Rates(Columns(self.pool, space)))
         resting = Resting(prices)
@@ -198,11 +198,16 @@ class PlanSearch:
     def with_offload(self, priced: Priced, best_s: float) -> Priced:
         """Adds copies of candidates, with the optimizer state moved to host memory.
 
-        Copies only candidates that do not fit: offload slows a candidate down, so a
-        copy of one that fits is never the best. Idle candidates (`Priced.idle`) are not
-        copied, nor those that do not fit even without optimizer state, nor those whose
-        step takes `best_s` or more before offload. Returns `priced` itself if there is
-        no copy to add, or no link to the host.
+        A candidate is copied if all of this is true:
+
+        * It does not fit. (Offload slows a candidate down, so a copy of a candidate
+          that fits is never the best.)
+        * It fits without its optimizer state.
+        * Its step takes less than `best_s` before offload.
+        * It is not idle (`Priced.idle`).
+
+        Returns `priced` itself if no candidate is copied, or if the pool has no link to
+        the host.
 
         Args:
             priced: candidates priced by this search.
@@ -234,7 +239,7 @@ class PlanSearch:
     def moved(
         self, division: ShardingAssignment, mesh: Mapping[str, int], zero: int
     ) -> list[Moved]:
-        """Returns the collectives that gather the parameters that ZeRO divides.
+        """Returns the all-gathers of the parameters that ZeRO divides.
 
         Args:
             division: which axes divide which dims while computing.
@@ -277,7 +282,7 @@ class PlanSearch:
         return zero_leaves(values, division, mesh, divides, loops, flat=flat)
 
     def _base(self, space: Space) -> ShardingAssignment:
-        """Decides which dims each axis divides, except `tensor` and `stage`."""
+        """Returns which dims each axis divides, except for `tensor` and `stage`."""
         question = self.question
         first = question.weights
         by_expert = bool((space.columns["expert"] > 1).any())
@@ -309,8 +314,11 @@ class PlanSearch:
         return [(one, np.flatnonzero(of == n)) for n, one in enumerate(found)]
 
     def _with_positions(self, division: ShardingAssignment) -> ShardingAssignment:
-        """Lets `tensor` divide positions in all arrays where it divides no other dim
-        (`Software.splits_positions`)."""
+        """Returns a division in which `tensor` divides positions too.
+
+        `tensor` divides the positions of an array only if it divides no other dim of
+        the array (`Software.splits_positions`).
+        """
         question = self.question
         positions = set(question.sequence_dims)
         inner = {dim for dim, axes in division.axes.items() if "tensor" in axes}
@@ -326,20 +334,22 @@ class PlanSearch:
         return replace(division, axes=axes, first=first)
 
     def _staged(self, resting: Resting, space: Space) -> Staged | None:
-        """Returns the prices by stage, if a candidate has stages or the software is not
-        XLA; else None."""
+        """Returns the prices by pipeline stage, or None if they are not needed.
+
+        They are needed if a candidate has several stages or the software is not XLA.
+        """
         if (space.columns["stage"] > 1).any() or self.question.software != XLA:
             return Staged(resting)
         return None
 
     def _priced(self, space: Space) -> tuple[Prices, Resting, Staged]:
-        """Returns the prices of candidates: of operators, of state, and by stage."""
+        """Returns the prices of operators, of state, and by pipeline stage."""
         prices = Prices(self.question, Rates(Columns(self.pool, space)))
         resting = Resting(prices)
         return prices, resting, Staged(resting)
 
     def step_cost(self, space: Space, stage_layers: tuple[int, ...] = ()) -> StepCost:
-        """Computes the base seconds of every candidate.
+        """Computes the `StepCost` of every candidate: seconds that scalars multiply.
 
         Args:
             space: the candidates.
@@ -357,8 +367,9 @@ class PlanSearch:
     def memory_of(
         self, space: Space, stage_layers: tuple[int, ...] = ()
     ) -> dict[str, np.ndarray]:
-        """Computes bytes on a device by term (`ranking.MEMORY`), without the reserve,
-        of every candidate.
+        """Computes the bytes on a device of every candidate, by term.
+
+        The terms are those of `ranking.MEMORY`, without the reserve.
 
         Args:
             space: the candidates.
@@ -376,8 +387,11 @@ class PlanSearch:
     def _staged_terms(
         self, staged: Staged, parts: Sequence[Part], space: Space
     ) -> Iterator[dict[str, np.ndarray]]:
-        """Yields for each part (a division and its candidates) the seconds by term, as
-        `_terms` does, for stages and software of any kind."""
+        """Yields for each part (a division and its candidates) the seconds by term.
+
+        Unlike `_terms`, covers pipeline stages and software other than XLA, and has the
+        term `bubble`.
+        """
         for division, rows in parts:
             found = staged.cost(division, space, rows).terms(Scales().vector())
             terms = {

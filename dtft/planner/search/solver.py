@@ -291,9 +291,10 @@ def _programmed(problem: CostProblem, deadline_s: float) -> Assignment:
 def _cut_short(
     problem: CostProblem, found: tuple[int, ...] | None, bound: float, deadline_s: float
 ) -> Assignment:
-    """Returns the better of a local optimum and the assignment that HiGHS found.
+    """Returns an assignment after HiGHS ended without a proven optimum.
 
-    Raises TimeoutError if neither is allowed.
+    Returns the cheaper of a local optimum (`_descended`) and the assignment that HiGHS
+    found. Raises TimeoutError if both are forbidden.
     """
     values, method = _descended(problem), "descent"
     if found is not None and problem.cost(found) <= problem.cost(values):
@@ -376,6 +377,12 @@ def _conflict(problem: CostProblem) -> list[Factor]:
 def _allow(
     factors: Sequence[Factor], sizes: Sequence[int], order: Sequence[int]
 ) -> bool:
-    """Whether some assignment has a finite cost in all of the factors."""
+    """Returns whether the factors allow an assignment: none of their costs is +inf.
+
+    Args:
+        factors: the factors.
+        sizes: the number of values of each variable.
+        order: an elimination order (`elimination_order`).
+    """
     tables = [(factor.variables, factor.costs) for factor in factors]
     return not math.isinf(eliminate(sizes, tables, order)[1])

@@ -2,7 +2,7 @@
 
 Also declares which knobs can be run. `CAPABILITIES` lists the knobs that each entry
 point and backend runs. Only a what-if search also prices other knobs. The code that
-runs a plan checks the plan against this list.
+runs a plan checks the plan against `CAPABILITIES`.
 """
 
 from collections.abc import Mapping
@@ -92,7 +92,9 @@ def everything(rematerializes: bool) -> Capabilities:
 def unsupported(
     entry: Entry, backend: Backend, mesh: Mapping[str, int], knobs: Knobs
 ) -> tuple[str, ...]:
-    """Says which knobs of a plan cannot be run; empty if the plan can be run.
+    """Returns a text for each knob of a plan that an entry point cannot run.
+
+    Returns () if the entry point can run the plan on this backend.
 
     >>> unsupported("step", "cpu", {"replica": 8}, Knobs(microbatches=4))
     ('microbatches=4: entry step on cpu runs microbatches=1',)
@@ -169,10 +171,11 @@ class MemoryFloor:
     """Bytes of a device that are available for this state."""
 
     def bytes_of(self, sizes: np.ndarray, zero: np.ndarray) -> np.ndarray:
-        """Computes the least bytes on each device: all allowed axes divide each array.
+        """Computes a lower bound of the bytes on each device; float [candidates].
 
-        All axes except `replica` and `fsdp` may divide any array. `fsdp` divides the
-        optimizer state from ZeRO level 1, gradients from 2 and parameters from 3.
+        Each array is assumed to be divided by all axes that may divide it. All axes
+        except `replica` and `fsdp` may divide any array. `fsdp` divides the optimizer
+        state from ZeRO level 1, gradients from 2 and parameters from 3.
 
         Args:
             sizes: sizes of the axes; [candidates, axes].
@@ -233,10 +236,11 @@ class Choices:
 
 @dataclass(frozen=True, kw_only=True)
 class Reason:
-    """Result of one rule of the enumeration.
+    """The number of candidates that one rule of the enumeration left.
 
-    `left` of `of` candidates (or meshes) passed the rule. For a rule that only adds or
-    combines candidates, both are the number of candidates that the rule made.
+    Before the rule there were `of` candidates (or meshes), and `left` of them passed
+    the rule. For a rule that only adds or combines candidates, both fields are the
+    number of candidates that the rule made.
     """
 
     rule: str
@@ -263,7 +267,7 @@ class SearchCandidate:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Space:
-    """Candidates as columns, deterministic for a given workload."""
+    """A set of candidates as columns: arrays with one entry per candidate."""
 
     columns: Mapping[str, np.ndarray]
     """int64, one entry per candidate: each of `AXES`, `microbatches`, `zero`, `remat`
@@ -314,11 +318,12 @@ class Space:
         return replace(self, columns=columns)
 
     def with_chunks(self, num_layers: int, pinned: int | None) -> "Space":
-        """Combines candidates with the numbers of virtual stages that they allow.
+        """Combines each candidate with every number of virtual stages that it allows.
 
-        The stages times the virtual stages must divide the layers. Above one virtual
-        stage, there must also be two or more stages, and these must divide the
-        microbatches. Candidates that allow no number are dropped.
+        The product of the stages and the virtual stages must divide the number of
+        layers. With more than one virtual stage, there must also be two or more stages,
+        and the number of stages must divide the number of microbatches. Candidates that
+        allow no number of virtual stages are dropped.
 
         Args:
             num_layers: the number of layers of the model; chunks are whole layers.

@@ -1,10 +1,10 @@
-"""Seconds of a step by the scalars that multiply them.
+"""Computes the seconds of a step from base seconds and scalars that multiply them.
 
-`StepCost` has the base seconds of candidates, by the figures of the devices and links:
-the work of one microbatch on each kind of stage, and the work of a step. Scalars
-(`Scales`) multiply the base seconds, so that fitting the scalars to measured steps
-prices a candidate only once. `pipeline` computes the base seconds from the prices of
-operators.
+`StepCost` has the base seconds of candidates: the seconds by the catalog's figures of
+devices and links, for one microbatch on each kind of stage and for a whole step.
+`Scales` has the scalars, one per kind of work or link. The scalars are fitted to
+measured steps, and a fit computes the base seconds of each step only once. `pipeline`
+computes the base seconds from the prices of operators.
 """
 
 from collections.abc import Mapping, Sequence
@@ -75,7 +75,10 @@ COLLECTIVE_TERMS = ("tensor", "pipeline", "data")
 
 
 def terms_of_accuracy(terms: Mapping[str, Any]) -> dict[str, Any]:
-    """Sums terms of a step into the two that `Accuracy.interval_s` tells apart.
+    """Sums the terms of a step into `compute` and `collectives`.
+
+    `collectives` has the terms in `COLLECTIVE_TERMS`, `compute` all others.
+    `Accuracy.interval_s` has one error for each of these two sums.
 
     >>> terms_of_accuracy({"matmul": 3.0, "data": 0.5, "bubble": 1.0})
     {'compute': 4.0, 'collectives': 0.5}
@@ -89,10 +92,10 @@ def terms_of_accuracy(terms: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """Base seconds of a step (by the catalog's figures), which `terms` multiplies by
-    scalars.
+    """Base seconds of a step (by the catalog's figures), for many candidates.
 
-    All arrays have a leading dim of rows (candidates).
+    `terms` multiplies the base seconds by scalars. The first dim of each array has one
+    row per candidate.
     """
 
     stages: np.ndarray
@@ -121,14 +124,17 @@ class StepCost:
     """Whether computation also hides collectives of activations, [rows]."""
 
     def terms(self, scales: np.ndarray) -> dict[str, np.ndarray]:
-        """Computes the seconds of a step by term, for each row.
+        """Computes the seconds of a step by term (`STEP_TERMS`), for each candidate.
 
-        The terms of a stage are of all microbatches on the average stage, and `bubble`
-        is what the step takes longer for pipeline fill and drain and for slower stages
-        (`cost.pipeline_s`).
+        The terms of forward and backward pass are for all microbatches on the average
+        stage. `bubble` has the seconds that the step takes longer because the pipeline
+        fills and drains, and because some stages are slower (`cost.pipeline_s`).
 
         Args:
             scales: the scalars, in the order of `Scales.names`.
+
+        Returns:
+            Map from term to seconds; float [candidates] each.
         """
         seconds = self.stages * scales[[_SCALE[name] for name in STAGE_SCALES]]
         links = scales[[_SCALE[name] for name in LINK_SCALES]]
@@ -152,25 +158,39 @@ class StepCost:
         return {name: found[name] for name in STEP_TERMS}
 
     def take(self, rows: np.ndarray) -> "StepCost":
-        """Returns the rows with the given indices."""
+        """Returns the candidates (rows of all arrays) with the given indices."""
         return StepCost(
             **{one.name: getattr(self, one.name)[rows] for one in fields(StepCost)}
         )
 
     def step_s(self, scales: np.ndarray) -> np.ndarray:
-        """Computes the seconds of the step, for each row."""
+        """Computes the seconds of a step, the sum of `terms`; float [candidates].
+
+        Args:
+            scales: the scalars, in the order of `Scales.names`.
+        """
         return np.add.reduce(list(self.terms(scales).values()))
 
     def _exposed(self, behind: np.ndarray, computing: np.ndarray) -> np.ndarray:
-        """Computes the seconds that collectives add to the computation that hides them
-        (`cost.added_s`, with one slowdown per row)."""
+        """Computes the seconds that collectives add to the computation that hides them.
+
+        As `cost.added_s`, but with the overlap and slowdown of each candidate.
+
+        Args:
+            behind: seconds of the collectives alone; [candidates, kinds of stages].
+            computing: seconds of the computation alone; the same shape.
+        """
         hidden = np.minimum(behind, self.overlap_share[:, None] * computing)
         slowed = np.minimum(self.overlap_slowdown - 1.0, 1.0)[:, None] * hidden
         return behind - hidden + slowed
 
 
 def stack(costs: Sequence[StepCost]) -> StepCost:
-    """Joins the rows of several costs, for fits and searches."""
+    """Concatenates the candidates of several `StepCost` objects into one.
+
+    The result has as many kinds of stages as the object with the most. Missing kinds
+    have zero stages.
+    """
     kinds = max(cost.counts.shape[1] for cost in costs)
 
     def padded(cost: StepCost, name: str) -> np.ndarray:

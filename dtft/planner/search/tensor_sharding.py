@@ -32,10 +32,10 @@ Tables = dict[tuple[int, ...], dict[tuple[int, ...], list[PricedOp]]]
 
 
 def candidates(question: Workload) -> tuple[int, ...]:
-    """Returns the dims that an axis can usefully divide.
+    """Returns the dims that the axis `tensor` may divide.
 
-    These are the weight dims of matmuls and convolutions, by the number that represents
-    equal dims of equal layers (`Workload.root`).
+    These are the weight dims of matmuls and convolutions. A dim that several equal
+    layers have is returned once, as the dim that represents it (`Workload.root`).
 
     Excludes dims of examples and positions, which other axes divide, and dims of loops,
     which no axis divides. Also excludes dims that only intermediate values have, such
@@ -58,7 +58,7 @@ def candidates(question: Workload) -> tuple[int, ...]:
 
 
 class Chooser:
-    """A selector: finds for each point which dims of a program one axis divides.
+    """Selects the dims of a program that one mesh axis divides, for each point.
 
     A point is a mesh and a number of microbatches.
     """
@@ -76,14 +76,17 @@ class Chooser:
     def choose(
         self, dims: Sequence[int]
     ) -> tuple[list[ShardingAssignment], np.ndarray]:
-        """Finds for each point the division of least cost; the axis may divide `dims`.
+        """Finds which dims the axis divides at each point, so that a step is fastest.
+
+        A point is a mesh and a number of microbatches. The seconds of a step are those
+        without overlap of collectives and computation.
 
         Args:
             dims: dims that the axis may divide (`candidates`) if their sizes allow it.
 
         Returns:
-            The distinct divisions, and the index of the division of each point; int
-            [points].
+            The distinct divisions (which axes divide which dims), and the index of the
+            division of each point; int [points].
         """
         columns = self._prices.columns
         tables = self._tables([dim for dim in dims if self._fits(dim)])
@@ -111,7 +114,11 @@ class Chooser:
         return divisions, which.ravel()[alike.of]
 
     def _tables(self, free: Sequence[int]) -> Tables:
-        """Prices the operators of each set of dims, for each choice of divided dims."""
+        """Prices the operators for each choice of dims that the axis divides.
+
+        Operators are grouped by their dims in `free`. Operators without a dim in `free`
+        are left out.
+        """
         prices, allowed = self._prices, set(free)
         asked: list[tuple[int, ShardingAssignment]] = []
         with_dims = cache(self._with)
@@ -129,9 +136,10 @@ class Chooser:
         return found
 
     def _respects(self, tables: Tables) -> Iterable[Cases]:
-        """Returns the partitions of the points that the tables have.
+        """Returns the partitions of the points that determine the costs in the tables.
 
-        Points that share a case in all of these partitions have equal costs.
+        A point is a mesh and a number of microbatches. Points that share a case in all
+        of these partitions have equal costs and an equal size of the axis.
         """
         found = {self._prices.columns.divided([(self._axis,)]): None}
         for choices in tables.values():
@@ -167,9 +175,15 @@ class Chooser:
 def _costs(
     choices: Mapping[tuple[int, ...], list[PricedOp]], alike: Cases
 ) -> np.ndarray:
-    """Adds up the seconds of operators on the same dims; float [2, ..., 2, cases].
+    """Adds up the seconds of operators with the same dims; float [2, ..., 2, cases].
 
-    There is one dim of size 2 (undivided, divided) for each dim of the operators.
+    The result has one dim of size 2 (0: undivided, 1: divided) for each dim of the
+    operators. A case is a set of points (meshes with a number of microbatches) of equal
+    costs.
+
+    Args:
+        choices: map from the choice of divided dims to the operators with their prices.
+        alike: the cases.
     """
     shape = (2,) * len(next(iter(choices)))
     costs = np.zeros((*shape, len(alike.first)))

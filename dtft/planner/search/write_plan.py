@@ -105,10 +105,8 @@ def collectives(
 ) -> tuple[Collective, ...]:
     """Lists the collectives of a step, in descending order of their bytes per step.
 
-    Equal collectives of one place in the program are merged.
-
-    For a pipeline, lists the collectives of an average stage and its sends to other
-    stages.
+    Equal collectives with the same description (`Collective.where`) are merged. For a
+    pipeline, lists the collectives of an average stage and its sends to other stages.
     """
     found = [
         *_of_operators(search, candidate, division),
@@ -182,9 +180,10 @@ def _between_stages(
 def _counted(
     found: Iterable[_Listed], speeds: MeshSpeeds, sizes: Sizes
 ) -> Iterator[Collective]:
-    """Merges equal collectives of one place in the program (`where`).
+    """Merges equal collectives with the same description (`where`).
 
-    Adds up their times and seconds. Leaves out collectives among one device.
+    Adds up their times and seconds. Leaves out collectives whose axes all have size
+    one.
     """
     listed = [one for one in found if speeds.axes(one.sent)]
     sums: Counter[Bundle] = Counter()
@@ -286,7 +285,10 @@ def as_plan(
 def _on_host(
     optimizer: Sequence[StateArray], names: Mapping[str, str], mesh: Mapping[str, int]
 ) -> tuple[str, ...]:
-    """Returns the paths of optimizer leaves that are large enough for host memory."""
+    """Returns the paths of the optimizer leaves that are kept in host memory.
+
+    Leaves below `LEAST_OFFLOADED_BYTES` bytes on a device stay on the device.
+    """
     return tuple(
         names[leaf.path]
         for leaf in optimizer
@@ -295,7 +297,10 @@ def _on_host(
 
 
 def real(spec: Spec, mesh: Container[str]) -> Spec:
-    """Returns a spec without axes that a mesh lacks: axes of size one, and `MICRO`."""
+    """Returns a spec without the axes that are not in `mesh`.
+
+    A plan's mesh lacks axes of size one, and `MICRO` (microbatches).
+    """
     return tuple(tuple(axis for axis in axes if axis in mesh) for axes in spec)
 
 
@@ -324,9 +329,10 @@ def constraints(
 def _divided_further(
     value: Value, spec: Spec, division: ShardingAssignment, mesh: Mapping[str, int]
 ) -> Spec:
-    """Divides the spec of a gradient further, as ZeRO level 3 divides its parameter.
+    """Adds axes to the spec of a gradient, as ZeRO level 3 divides its parameter.
 
-    Leaves out axes that do not divide the size of their dim.
+    The added axes are those of `ShardingAssignment.rest`. Axes that do not divide the
+    size of their dim, or that the mesh lacks, are left out.
     """
     extra = dict(division.rest.get(frozenset(map(division.root, value.dims)), {}))
     found = []

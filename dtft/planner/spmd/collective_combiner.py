@@ -1,6 +1,6 @@
 """Models XLA's collective combiner, which merges independent collectives.
 
-XLA combines collectives that have one kind, run among the same devices and do not
+XLA combines collectives that are of one kind, run among the same devices and do not
 depend on each other. Examples are the all-reduces of all gradients of a loop's body (or
 outside of loops), and the all-gathers after an update. Collectives that are sent as one
 message have the latency of one.
@@ -35,7 +35,7 @@ _ACCELERATOR: Mapping[CollectiveKind, float] = dict.fromkeys(_TOGETHER, 30 * 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """Collectives that are sent as one message, or at least synchronize only once."""
+    """Collectives that XLA sends as one message, or that at least synchronize once."""
 
     kind: CollectiveKind
     axes: tuple[str, ...]
@@ -55,10 +55,10 @@ class Bundle:
     each other."""
 
     def on(self, sizes: Sizes) -> "Bundle":
-        """Returns the bundle as it is on one mesh: without axes of size one, and
-        `repeated` only with several microbatches.
+        """Returns the bundle without the properties that have no effect on a mesh.
 
-        If two results are equal, the collectives are combined on this mesh.
+        Axes of size one are left out. `repeated` is false with one microbatch. Two
+        bundles for which the results are equal are combined on this mesh.
         """
         axes = tuple(axis for axis in self.axes if sizes.get(axis, 1) > 1)
         repeated = self.repeated and sizes.get(MICRO, 1) > 1
@@ -67,7 +67,7 @@ class Bundle:
     def joins(self, other: "Bundle") -> bool:
         """Returns whether two bundles have equal kind, place and times.
 
-        Such bundles are combined on a mesh where `on` makes them equal.
+        If so, they are combined on a mesh where `on` makes them equal.
         """
         alike = self.kind, self.place, self.times
         return alike == (other.kind, other.place, other.times)

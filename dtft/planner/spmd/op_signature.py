@@ -101,8 +101,10 @@ class Instance:
     """Dims of each operand and result."""
 
     def key(self, division: ShardingAssignment) -> PatternKey:
-        """Computes the cache key of the operator under a division: equal keys mean
-        equal work."""
+        """Computes the cache key of the operator under a division.
+
+        Equal keys of one pattern mean equal work.
+        """
         axes = division.axes
         own = tuple([axes.get(dim, ()) for dim in self.dims])
         first: tuple[int | None, ...] = ()
@@ -120,12 +122,18 @@ class Instance:
         return own, division.scatters, first, further, division.spare
 
     def work(self, key: PatternKey) -> OperatorWork:
-        """Returns the work of one execution under divisions with the given key."""
+        """Returns the work of a device in one execution of this operator.
+
+        Args:
+            key: the key of the division (`key`).
+        """
         return replace(self.pattern.work(key), operator=self.operator)
 
 
 def instance(graph: Graph, operator: Operator, root: Callable[[int], int]) -> Instance:
-    """Finds the pattern of an operator of a program.
+    """Returns an operator of a program with its pattern.
+
+    Operators that differ only in their dims get the same `Pattern` object.
 
     Args:
         graph: the program.

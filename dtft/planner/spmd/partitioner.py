@@ -39,7 +39,11 @@ class ShardedSize:
     axes: tuple[str, ...] = ()
 
     def at(self, sizes: Sizes) -> Any:
-        """Computes the share of each device, for given sizes of the axes."""
+        """Divides the total by the sizes of the axes: the share of each device.
+
+        Args:
+            sizes: axis to size, each a number or an array with one entry per mesh.
+        """
         return self.total / parts(self.axes, sizes)
 
 
@@ -57,8 +61,11 @@ def parts(axes: tuple[str, ...], sizes: Sizes) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveOp:
-    """One collective; `amount` is the bytes of the larger of operand and result on one
-    device."""
+    """One collective, with the mesh axes over which it communicates.
+
+    `amount` has the bytes on one device, of the operand or of the result, whichever is
+    larger.
+    """
 
     kind: CollectiveKind
     axes: tuple[str, ...]
@@ -102,7 +109,10 @@ class OperatorWork:
 
     @property
     def turned(self) -> ShardedSize:
-        """Further strided elements, if any axis in `turned_by` is larger than one."""
+        """Elements read with a stride only if an axis in `turned_by` is larger than 1.
+
+        They come on top of the elements that `strided` counts.
+        """
         return ShardedSize(total=self.operator.turned, axes=self.divided_by)
 
 
@@ -146,18 +156,18 @@ def convolution_sides(
     root: Callable[[int], int],
     kept: Mapping[str, int | None],
 ) -> tuple[ShardedSize, ShardedSize] | None:
-    """Computes columns and depth of a convolution, written as a product of patches.
+    """Computes columns and depth of a convolution, seen as a matmul of image patches.
 
-    The columns are the output channels of the kernel; the depth is the number of input
-    channels at each position of the kernel. In the backward pass, the array in the
-    kernel's place takes the kernel's role. Returns None for other operators.
+    The columns are the output channels of the kernel. The depth is the number of input
+    channels times the positions of the kernel. In the backward pass, the second operand
+    takes the kernel's role. Returns None for other operators.
 
     Args:
         operator: an operator of any kind.
         inputs: its operands.
         outputs: its results.
         root: maps a dim to the dim that represents its class.
-        kept: axis to the dim along which the axis divides the work.
+        kept: axis to the dim along which the axis divides the work; None for no dim.
     """
     if operator.kind != "convolution" or len(inputs) < 2:
         return None
@@ -182,9 +192,10 @@ def convolution_sides(
 
 
 class WorkDims:
-    """The dim along which each mesh axis divides the work of one operator (`kept`).
+    """Finds the dim along which each mesh axis divides the work of one operator.
 
-    A `ShardingAssignment` gives the axes that divide the operands and results.
+    The field `kept` has these dims. The axes that divide the operands and results are
+    given by a `ShardingAssignment`.
     """
 
     def __init__(
@@ -208,11 +219,12 @@ class WorkDims:
     def _keep(self, axis: str) -> int | None:
         """Finds the dim along which an axis divides the work.
 
-        Returns None if there is none: then all devices along the axis repeat the work.
+        Returns the dim of least cost (`_price`), or None if there is no dim: then all
+        devices along the axis repeat the work.
 
-        For a matmul, XLA's partitioner first takes a dim that needs no comparison of
-        costs: a dim along which the axis divides both operands, or one operand and the
-        result (`PartitionBaseCase` in its `dot_handler.cc`).
+        For a matmul, a dim along which the axis divides two arrays (both operands, or
+        one operand and the result) is preferred, as in `PartitionBaseCase` of XLA's
+        `dot_handler.cc`.
         """
         dims: dict[int, None] = {}
         if self.alone and axis != MICRO:
@@ -227,8 +239,10 @@ class WorkDims:
         return min(dims, key=lambda dim: self._price(axis, dim), default=None)
 
     def _places(self, axis: str) -> list[int]:
-        """Lists the dims that an axis divides: one for each operand and result that it
-        divides."""
+        """Lists the dim that an axis divides in each operand and result.
+
+        Operands and results that the axis does not divide are left out.
+        """
         values = (*self.inputs, *self.outputs)
         specs = (*self.in_specs, *self.out_specs)
         found = [
@@ -240,8 +254,9 @@ class WorkDims:
     def _price(self, axis: str, dim: int) -> tuple[float, int]:
         """Computes the sort key of a dim along which an axis may divide the work.
 
-        The key is the bytes (of whole arrays) to gather, reshard or reduce if the axis
-        divides the work along this dim; then the dim.
+        The key is a pair: the bytes (of whole arrays) that must be gathered, resharded
+        or reduced if the axis divides the work along this dim; and the dim. The bytes
+        of a reduced result count twice.
         """
         price = 0.0
         for value, spec in zip(self.inputs, self.in_specs, strict=True):
@@ -257,7 +272,10 @@ class WorkDims:
         return price, dim
 
     def is_partial(self, dim: int) -> bool:
-        """Returns whether dividing the work along a dim leaves partial sums."""
+        """Returns whether dividing the work along a dim leaves partial sums.
+
+        Only dims that the operator sums over (contracts or reduces) leave partial sums.
+        """
         if dim not in self.summed:
             return False
         if dim not in self.made:
@@ -266,7 +284,12 @@ class WorkDims:
         return self.op.kind == "matmul" and not self._free(0, dim) | self._free(1, dim)
 
     def _free(self, index: int, dim: int) -> bool:
-        """Returns whether `dim` of a matmul operand is divided, but not contracted."""
+        """Returns whether an operand of a matmul has `dim` divided, but not contracted.
+
+        Args:
+            index: the position of the operand; false above 1, and for other operators.
+            dim: the dim.
+        """
         if self.op.kind != "matmul" or index > 1:
             return False
         spec, value = self.in_specs[index], self.inputs[index]
@@ -297,12 +320,12 @@ class WorkDims:
         return not (index == 1 and self._free(0, dim) and self.twice(dim))
 
     def twice(self, dim: int) -> bool:
-        """Returns whether a dim occurs twice in the result: as rows and as columns."""
+        """Returns whether a dim occurs twice in the result, as rows and as columns."""
         return [self.division.root(d) for d in self.outputs[0].dims].count(dim) > 1
 
 
 def position(spec: Spec, axis: str) -> int | None:
-    """Finds the position of the dim that an axis divides; None for no dim."""
+    """Finds the position in a spec of the dim that an axis divides; None for no dim."""
     return next((at for at, part in enumerate(spec) if axis in part), None)
 
 
@@ -374,7 +397,10 @@ class ShardingAssignment:
         return tuple(spec)
 
     def _early(self, value: Value) -> int | None:
-        """Finds the position of the dim that takes its axes first; None for none."""
+        """Finds the position of the dim of a value that takes its axes first.
+
+        Returns None if `first` has no dim for the value.
+        """
         roots = [self.root(dim) for dim in value.dims]
         dim = self.first.get(frozenset(roots))
         return None if dim is None else roots.index(dim)
@@ -430,7 +456,7 @@ class _Placed(WorkDims):
         )
 
     def _turned_by(self) -> Axes:
-        """Lists the mesh axes that divide the dims `turned_over` of the operator."""
+        """Lists the mesh axes that divide the dims in `Operator.turned_over`."""
         axes = flat([self.division.of(dim) for dim in self.op.turned_over])
         return tuple(dict.fromkeys(axis for axis in axes if axis != MICRO))
 
@@ -438,11 +464,12 @@ class _Placed(WorkDims):
         return tuple(a for a in flat(self.in_specs[index]) if self.fits(index, a))
 
     def _send_operand(self, index: int) -> None:
-        """Adds the collectives that reshard an operand to the division of the work.
+        """Adds the collectives that reshard an operand for the work of the operator.
 
-        An axis needs a collective if it divides the operand along another dim than the
-        work. The collective is an all-to-all if the operand has the dim along which the
-        axis divides the work. Otherwise it is an all-gather.
+        An axis needs a collective if it divides the operand along one dim and the work
+        along another dim, or not at all. The collective is an all-to-all if the operand
+        also has the dim along which the axis divides the work. Otherwise it is an
+        all-gather.
         """
         value, spec = self.inputs[index], self.in_specs[index]
         moved = [axis for axis in flat(spec) if not self.fits(index, axis)]
@@ -501,9 +528,15 @@ class _Placed(WorkDims):
     ) -> None:
         """Adds the collectives of a scatter whose rows are spread over spare axes.
 
-        Spare axes (`ShardingAssignment.spare`) divide no dim of the scatter.
-        Devices along spare axes would compute equal sums. So each device reduces some
-        of the rows, and then sends these rows to the devices that keep the rows.
+        Spare axes (`ShardingAssignment.spare`) divide no dim of the scatter, so the
+        devices along them would compute equal sums. Instead, each of these devices
+        reduces some of the rows, and sends them to the devices that keep the rows.
+
+        Args:
+            value: the result.
+            kept: axes that divide the result.
+            partial: axes along which each device has a partial sum.
+            further: axes that divide the sum further (`ShardingAssignment.rest`).
         """
         part = ShardedSize(total=value.num_bytes, axes=(*kept, *self.spare))
         self._add("all_reduce", partial, part)
@@ -513,9 +546,11 @@ class _Placed(WorkDims):
     def _add_up(self, value: Value, wanted: Axes, partial: Axes) -> None:
         """Adds the collectives that add up partial sums.
 
-        First comes a reduce-scatter over the axes in both `partial` and `wanted`; on
-        CPU an all-reduce, for products without spare axes only. Then come all-reduces
-        over the remaining axes of `partial`.
+        The first one is a reduce-scatter over the axes that are both in `partial` and
+        in `wanted`. The next ones are all-reduces over the other axes of `partial`.
+
+        On CPU, the first one is an all-reduce, and exists only for products without
+        spare axes. Other operators on CPU have all-reduces over all axes of `partial`.
 
         Args:
             value: the result.
@@ -537,9 +572,10 @@ class _Placed(WorkDims):
             self._add("all_reduce", axes, part)
 
     def _together(self, axes: Axes) -> list[Axes]:
-        """Groups axes into all-reduces: one for all axes; on CPU, one for each dim.
+        """Groups axes with partial sums; each group is reduced by one all-reduce.
 
-        The dims are those along which the axes divide the work.
+        All axes are one group. On CPU, there is one group for each dim along which the
+        axes divide the work.
         """
         if self.division.scatters:
             return [axes] if axes else []
@@ -547,8 +583,10 @@ class _Placed(WorkDims):
         return [tuple(a for a in axes if self.kept[a] == dim) for dim in dims]
 
     def _divides(self) -> dict[str, Axes]:
-        """Finds the axes along rows (m), columns (n), depth (k) and batch (b) of a
-        matmul; {} for other operators."""
+        """Finds the axes that divide a matmul's work; {} for other operators.
+
+        The keys are `m` (rows), `n` (columns), `k` (depth) and `b` (batch).
+        """
         if self.op.kind != "matmul" or len(self.inputs) < 2:
             return {}
         left, right = (

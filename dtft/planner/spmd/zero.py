@@ -104,12 +104,12 @@ def rest_place(
 
 
 def turned_place(value: Value) -> int:
-    """Finds the position of the dim whose gather leaves elements in transposed order.
+    """Returns the position of the dim along which a gather transposes elements.
 
-    An all-gather along a dim stores the result as if that dim were the first. If that
-    dim is the last one, the elements of a row are then far apart; otherwise only whole
-    rows move. Dims of size one are ignored. Returns -1 if fewer than two dims are
-    larger than one.
+    This is the last dim. An all-gather along a dim stores the result as if this dim
+    were the first. After a gather along the last dim, the elements of a row are far
+    apart in memory; after a gather along another dim, each row stays in one piece. Dims
+    of size one are ignored. Returns -1 if fewer than two dims are larger than one.
 
     >>> turned_place(Value(shape=(12, 8, 1), dtype="float32", dims=(0, 1, 2)))
     1
@@ -229,7 +229,7 @@ def times_gathered(passes: int, changes: bool, zero: int, num_slices: int) -> Ga
 
 
 def gather_bundle(platform: str, sent: CollectiveOp, how: Gathered) -> Bundle | None:
-    """Makes the bundle in which a gather of a parameter is sent.
+    """Makes the bundle (set of combined collectives) of a gather of a parameter.
 
     Returns None for a kind of collective that XLA never combines.
     """
@@ -263,10 +263,19 @@ def further_division(
     division: ShardingAssignment,
     loops: Container[int],
 ) -> dict[frozenset[int], dict[int, tuple[str, ...]]]:
-    """Makes a `ShardingAssignment.rest` for gradients.
+    """Makes the field `ShardingAssignment.rest`: axes that divide gradients further.
 
     A gradient is divided as its parameter is divided between steps. Inside a loop over
     layers, a gradient lacks the dim that the loop slices.
+
+    Args:
+        parameters: the parameters, with their specs in use and between steps.
+        division: which axes divide which dims while computing.
+        loops: dims that loops slice.
+
+    Returns:
+        Map from the set of a gradient's dims to the additional axes of each dim.
+        Parameters with equal specs in use and between steps are left out.
     """
     found = {}
     for leaf in parameters:
