@@ -34,7 +34,11 @@ gathered parameter that was cast or reshaped, which should not stay in memory.""
 
 @dataclass(kw_only=True, eq=False)
 class Gathering:
-    """Inserts gathers into a program; `policy` has the backward pass recompute them."""
+    """Inserts gathers of parameters, over the axis `fsdp`, into a traced loss.
+
+    With `policy` as the remat policy, the backward pass gathers the parameters again,
+    so that gathered parameters are not kept in memory.
+    """
 
     mesh: Mesh
     _seen: set[tuple[Any, ...]] = field(default_factory=set)
@@ -68,7 +72,7 @@ class Gathering:
     def gathers(self, eqn: JaxprEqn) -> bool:
         """Returns whether an equation is a gather that this object inserted.
 
-        Remat must keep such an equation in one block with the equation after it.
+        Remat must keep a gather in one block with the equation after it.
         """
         return any(var in self._results for var in eqn.outvars)
 
@@ -119,9 +123,10 @@ class Gathering:
 
 @dataclass(kw_only=True, eq=False)
 class _Level:
-    """Collects the equations of one rebuilt jaxpr, with gathers before uses.
+    """Collects the equations of one rebuilt jaxpr.
 
-    `divided` maps a variable that is divided over `fsdp` to its spec.
+    `add` inserts a gather before each use of a divided variable. `divided` maps each
+    variable that is divided over `fsdp` to its spec.
     """
 
     gathering: Gathering
@@ -200,11 +205,14 @@ class _Level:
 
 
 def _still_divided(eqn: JaxprEqn, spec: Spec | None) -> Spec | None:
-    """Returns the spec of a result that each device can compute from its shard.
+    """Returns the spec of an equation's result, if devices need only their own shards.
 
-    Such results are those of casts to a dtype of no more bits, of slices that keep
-    divided dims whole, and of squeezes. Returns None for other results, and if `spec`,
-    the spec of the first operand, is None.
+    This is so for a cast to a dtype with as many or fewer bits, for a slice that does
+    not cut divided dims, and for a squeeze. Returns None for all other equations.
+
+    Args:
+        eqn: an equation, whose first operand may be divided.
+        spec: spec of the first operand; with None the result is None.
     """
     if spec is None:
         return None

@@ -152,7 +152,7 @@ class Balancer:
         return busy_s[: len(self._timed)]
 
     def _told(self, own: np.ndarray) -> np.ndarray:
-        """Gathers a row per replica from all processes (see `gathered`)."""
+        """Gathers one row of values per replica from all processes, by `gathered`."""
         return gathered(self._train_step.mesh, own)
 
     def _cost(self) -> Cost:

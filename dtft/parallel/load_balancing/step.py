@@ -242,7 +242,10 @@ class SharedFeed(Prepared):
         )
 
     def _padded(self, rows: range) -> dict[str, np.ndarray]:
-        """Reads rows, an array per column, padded with zeros to `Sharing.room` rows."""
+        """Reads rows from the source, and pads them with zeros to `Sharing.room` rows.
+
+        Returns a map from the name of each column to its array.
+        """
         # A replica without a share reads one row, to get names, shapes and dtypes.
         found = self._source.batch(rows or range(1))
 
