@@ -52,11 +52,11 @@ def make_placed_step(
     """Makes the training step of a loss whose operators are assigned to nodes.
 
     Gradients and the results of the loss are means over microbatches, weighted by
-    `weight`. They equal the gradients and results of the undivided step, up to rounding,
-    if the weight is the number that the loss divides by, such as the number of tokens.
-    A loss that is a mean over rows needs no weights. The optimizer may be any optax
-    transformation of gradients, state and parameters, also one with norms over all
-    gradients.
+    `weight`. They equal the gradients and results of the undivided step, up to
+    rounding, if the weight is the number that the loss divides by, such as the number
+    of tokens. A loss that is a mean over rows needs no weights. The optimizer may be
+    any optax transformation of gradients, state and parameters, also one with norms
+    over all gradients.
 
     Args:
         loss: `(params, batch) -> scalar` or `-> (scalar, aux)`, a mean over the batch.
