@@ -288,7 +288,7 @@ def write_config(run_directory: Path, resolved: str, command: Sequence[str]) -> 
 def _replace(path: Path, text: str) -> None:
     """Replaces a file atomically, so that a full disk leaves no truncated file.
 
-    A file that has this text already stays untouched.
+    Does nothing if the file already has this text.
     """
     if not path.exists() or path.read_text() != text:
         fresh = path.with_suffix(".new")
@@ -321,8 +321,8 @@ def _tensorboard(folder: Path, start: int) -> Any:
 class _Bar:
     """A progress bar on a terminal; log lines scroll above it.
 
-    A terminal has one bar: a new one ends that of a former run in this process, whose
-    thread may still compute.
+    Only one bar is shown at a time. A new bar closes the bar of an earlier run in this
+    process, whose thread may still compute.
     """
 
     _shown: "ClassVar[_Bar | None]" = None
