@@ -19,7 +19,7 @@ from dtft.parallel.step import Arrays, TrainStep
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The batch of one step, with the row and sample numbers of this process's rows."""
+    """The arrays of one step's batch, and the numbers of this process's rows."""
 
     arrays: Arrays
     """Global arrays, either sharded or in host memory for the step to shard."""

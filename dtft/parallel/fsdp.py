@@ -45,7 +45,9 @@ class Gathering:
     _results: set[Var] = field(default_factory=set)
 
     def apply(self, program: ClosedJaxpr, specs: Mapping[int, Spec]) -> ClosedJaxpr:
-        """Returns the program with gathers of its divided arguments (see `_Level.add`).
+        """Returns a program that gathers its divided arguments before they are used.
+
+        `_Level.add` says where the gathers are inserted.
 
         Args:
             program: a traced loss.
@@ -77,7 +79,9 @@ class Gathering:
         return any(var in self._results for var in eqn.outvars)
 
     def body(self, jaxpr: Jaxpr, divided: Mapping[Var, Spec]) -> Jaxpr:
-        """Returns a jaxpr with gathers of its divided variables (see `_Level.add`).
+        """Returns a jaxpr that gathers its divided arguments before they are used.
+
+        `_Level.add` says where the gathers are inserted.
 
         Args:
             jaxpr: the program itself, or the body of a call in the program.

@@ -65,7 +65,7 @@ def sharding_tree(
     mesh: Mesh,
     host: Container[str] = (),
 ) -> Any:
-    """Returns a tree with a NamedSharding for every leaf.
+    """Returns a tree with a NamedSharding for every leaf of `like`.
 
     Args:
         what: name of the tree in errors, such as `batch`.

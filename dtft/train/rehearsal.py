@@ -118,7 +118,9 @@ class Rehearsals:
                     step.program = known.program.on(list(own), list(others))
                     return
                 except Exception:  # such as a program that closes over arrays
-                    logger.debug("a program cannot be loaded again", exc_info=True)
+                    logger.debug(
+                        "a program cannot be loaded for other devices", exc_info=True
+                    )
                     self._programs.remove(known)
                     break
         program = PortableProgram(step.lower(batch))
@@ -152,7 +154,9 @@ class Rehearsals:
             logger.exception("a step could not be compiled ahead")
             return
         if number == self._number:
-            logger.info("%d formations are compiled ahead", len(self._steps))
+            logger.info(
+                "steps of %d possible formations are compiled", len(self._steps)
+            )
 
     def _mesh(
         self, indices: Sequence[int], turn: int, plan: Plan | None

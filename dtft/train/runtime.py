@@ -28,7 +28,7 @@ class Runtime(Protocol):
 
     @property
     def slot(self) -> int:
-        """This process's number in the job, from 0; the mesh orders devices by it."""
+        """This process's number in the job, from 0. Mesh devices are in slot order."""
         ...
 
     @property
@@ -95,7 +95,7 @@ class Runtime(Protocol):
         ...
 
     def rehearsed(self, mesh: jax.sharding.Mesh) -> TrainStep | None:
-        """Returns the step that this process has compiled ahead for a mesh, if any."""
+        """Returns the step that this process compiled ahead for a mesh, or None."""
         ...
 
     def compile(self, train_step: TrainStep, batch: Arrays) -> None:

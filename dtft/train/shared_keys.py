@@ -90,7 +90,10 @@ class SharedKeys:
             except (ValueError, jax.errors.JaxRuntimeError) as error:
                 # A wrong value from elsewhere, or a call to the service that failed.
                 if str(error) != told:
-                    logger.warning("keys could not be shared: %s", error)
+                    logger.warning(
+                        "keys of JAX's coordination service could not be shared: %s",
+                        error,
+                    )
                 told = str(error)
                 time.sleep(CALM_S)
 

@@ -154,7 +154,7 @@ class AgentRuntime:
         self.slot: int = start["slot"]
         self.num_slots: int = start["num_slots"]
         self._slots = {index: slot for slot, index in enumerate(start["indices"])}
-        """Index of a JAX process to its slot."""
+        """Map from the index of a JAX process to its slot."""
         self.hosts = {
             index: start["hosts"][slot] for index, slot in self._slots.items()
         }
@@ -211,7 +211,7 @@ class AgentRuntime:
         return make_mesh(scaled_mesh(experiment, self.num_slots, per_host), devices)
 
     def rehearsed(self, mesh: Any) -> Any:
-        """Returns the step that this process has compiled ahead for a mesh, if any."""
+        """Returns the step that this process compiled ahead for a mesh, or None."""
         return self._rehearsals.step_on(mesh, self._plan)
 
     def compile(self, train_step: Any, batch: Any) -> None:
@@ -830,7 +830,10 @@ class TrainerProcess:
         return self._runtime.at if self._runtime is not None else ("start", 0)
 
     def train(self, start: dict[str, Any]) -> None:
-        """Trains in the slot of `start`; reports the end of training to the agent."""
+        """Trains in the slot that the order `start` assigns.
+
+        Reports the end of training to the agent.
+        """
         from dtft.config import Disk
         from dtft.train.loop import run
         from dtft.train.run_log import write_config

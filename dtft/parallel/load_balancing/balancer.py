@@ -3,7 +3,8 @@
 The last steps of a round are timed; then `dtft.balance` computes the next shares from
 these times. The step number determines whether a step is timed, so all processes time
 the same steps. The times of all processes are gathered. All processes use the shares
-that process 0 computed, because other processors may round differently.
+that the first replica's process computed, because other processors may round
+differently.
 """
 
 from collections.abc import Sequence

@@ -55,7 +55,10 @@ class SharedGradients:
         return self.means(self.local(state, batch))
 
     def local(self, state: State, batch: dict[str, jax.Array]) -> Sums:
-        """Computes the sums of each replica, without communication between replicas."""
+        """Computes each replica's `Sums` over its microbatches.
+
+        There is no communication between replicas.
+        """
         rows = {name: array for name, array in batch.items() if name != COUNTS}
         divided = PartitionSpec(REPLICA_AXIS)
         return jax.shard_map(

@@ -83,7 +83,7 @@ def check_nodes(nodes: Sequence[int], devices: Mapping[Any, Any]) -> None:
     """Checks that every node has a device.
 
     Raises:
-        ValueError: a node has none; the message names the first such node.
+        ValueError: a node has no device; the message names the first such node.
     """
     missing = sorted(set(nodes) - set(devices))
     if missing:

@@ -118,7 +118,10 @@ def cut(
 
 
 class _Flat:
-    """A program with inlined calls, and with new variables that are written once."""
+    """A program in which the bodies of calls replace the calls (`INLINED`).
+
+    The results of its equations are new variables, each written once.
+    """
 
     def __init__(self, nodes: Sequence[int], seconds: Sequence[float]) -> None:
         self.units: list[Unit] = []

@@ -367,7 +367,7 @@ class PlannedStep:
         return self.trace(start, batch).lower()
 
     def trace(self, start: Any, batch: Any) -> jax.stages.Traced:
-        """Traces the step without lowering it; arguments are the same as of `lower`.
+        """Traces the step without lowering it; the arguments are as for `lower`.
 
         The result can be lowered for a platform that this machine does not have.
         """

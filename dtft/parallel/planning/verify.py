@@ -64,8 +64,8 @@ class Verified:
     def needed_bytes(self) -> int | None:
         """Bytes on each device as counted by the compiler; None if compilation failed.
 
-        For a CPU target only arguments and outputs count, because the temporaries of
-        the CPU backend are not those of another backend.
+        For a CPU target only arguments and outputs are counted, because other backends
+        have other temporaries than the CPU backend.
         """
         if isinstance(self.compiled, CompileFailure):
             return None
