@@ -19,7 +19,7 @@ from dtft.parallel.step import Arrays, TrainStep
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The batch of one step, with the row and sample numbers of this process's rows."""
+    """The arrays of one step's batch, and the numbers of this process's rows."""
 
     arrays: Arrays
     """Global arrays, either sharded or in host memory for the step to shard."""
@@ -27,7 +27,7 @@ class Batch:
     """Global row indices that this process owns (see `local_parts`). Each row has one
     owner."""
     ids: list[int]
-    """Sample numbers of `rows`."""
+    """For each of `rows` the number of its sample in the data set."""
 
 
 class Prepared:
@@ -110,7 +110,10 @@ class Feed(Prepared):
         return rows_of(step - 1, start // self._width, slots, self._global_batch)
 
     def _indices(self, step: int) -> list[int]:
-        """Returns the global row indices that this process reads, part by part."""
+        """Returns the global row indices that this process reads in a step.
+
+        They are ordered by shard (`local_parts`).
+        """
         return [row for start in self._parts[0] for row in self._part(step, start)]
 
     def _columns(self, step: int, indices: list[int]) -> dict[str, np.ndarray]:
@@ -128,11 +131,11 @@ class Feed(Prepared):
 def local_parts(
     sharding: jax.sharding.NamedSharding, length: int
 ) -> tuple[list[int], list[int]]:
-    """Finds the parts (the shards of dim 0) that this process holds, and those it owns.
+    """Finds the parts (shards of dim 0) that this process holds, and the ones it owns.
 
     If several devices hold a part, the process of the first of these devices in mesh
-    order owns the part. Returns the start index of each held part, ascending, and of
-    each owned part.
+    order owns the part. Returns two lists in ascending order: the start index of each
+    held part, and the start index of each owned part.
 
     Args:
         sharding: a sharding that divides dim 0 only.

@@ -34,14 +34,20 @@ gathered parameter that was cast or reshaped, which should not stay in memory.""
 
 @dataclass(kw_only=True, eq=False)
 class Gathering:
-    """Inserts gathers into a program; `policy` has the backward pass recompute them."""
+    """Inserts gathers of parameters, over the axis `fsdp`, into a traced loss.
+
+    With `policy` as the remat policy, the backward pass gathers the parameters again,
+    so that gathered parameters are not kept in memory.
+    """
 
     mesh: Mesh
     _seen: set[tuple[Any, ...]] = field(default_factory=set)
     _results: set[Var] = field(default_factory=set)
 
     def apply(self, program: ClosedJaxpr, specs: Mapping[int, Spec]) -> ClosedJaxpr:
-        """Returns the program with gathers of its divided arguments (see `_Level.add`).
+        """Returns a program that gathers its divided arguments before they are used.
+
+        `_Level.add` says where the gathers are inserted.
 
         Args:
             program: a traced loss.
@@ -68,12 +74,14 @@ class Gathering:
     def gathers(self, eqn: JaxprEqn) -> bool:
         """Returns whether an equation is a gather that this object inserted.
 
-        Remat must keep such an equation in one block with the equation after it.
+        Remat must keep a gather in one block with the equation after it.
         """
         return any(var in self._results for var in eqn.outvars)
 
     def body(self, jaxpr: Jaxpr, divided: Mapping[Var, Spec]) -> Jaxpr:
-        """Returns a jaxpr with gathers of its divided variables (see `_Level.add`).
+        """Returns a jaxpr that gathers its divided arguments before they are used.
+
+        `_Level.add` says where the gathers are inserted.
 
         Args:
             jaxpr: the program itself, or the body of a call in the program.
@@ -119,9 +127,10 @@ class Gathering:
 
 @dataclass(kw_only=True, eq=False)
 class _Level:
-    """Collects the equations of one rebuilt jaxpr, with gathers before uses.
+    """Collects the equations of one rebuilt jaxpr.
 
-    `divided` maps a variable that is divided over `fsdp` to its spec.
+    `add` inserts a gather before each use of a divided variable. `divided` maps each
+    variable that is divided over `fsdp` to its spec.
     """
 
     gathering: Gathering
@@ -200,11 +209,14 @@ class _Level:
 
 
 def _still_divided(eqn: JaxprEqn, spec: Spec | None) -> Spec | None:
-    """Returns the spec of a result that each device can compute from its shard.
+    """Returns the spec of an equation's result, if devices need only their own shards.
 
-    Such results are those of casts to a dtype of no more bits, of slices that keep
-    divided dims whole, and of squeezes. Returns None for other results, and if `spec`,
-    the spec of the first operand, is None.
+    This is so for a cast to a dtype with as many or fewer bits, for a slice that does
+    not cut divided dims, and for a squeeze. Returns None for all other equations.
+
+    Args:
+        eqn: an equation, whose first operand may be divided.
+        spec: spec of the first operand; with None the result is None.
     """
     if spec is None:
         return None

@@ -69,7 +69,8 @@ class FunctionalModel:
     def reading(self, prepare: Callable[[State], State]) -> "FunctionalModel":
         """Returns a model whose `losses` gets `prepare(read)` in place of `read`.
 
-        `prepare` can gather parameters, for example.
+        `read` has the parameters and running statistics. `prepare` can gather
+        parameters, for example.
         """
 
         def losses(

@@ -92,7 +92,7 @@ class Pipeline:
 
     @property
     def places_SCL(self) -> np.ndarray:
-        """The number of the layer at each position [stages, chunks, layers of a chunk].
+        """The index of the layer at each position [stages, chunks, layers of a chunk].
 
         -1 marks the padding of shorter chunks.
 
@@ -125,7 +125,10 @@ class Pipeline:
 
     @property
     def left_at_M(self) -> np.ndarray:
-        """The tick in which each microbatch passes the last chunk on the last stage."""
+        """The tick in which each microbatch passes the last chunk on the last stage.
+
+        An integer array [microbatches].
+        """
         ticks = np.arange(self.num_ticks)
         works, chunk, microbatch = self.at_work(ticks, self.stages - 1)
         at_end = works & (chunk == self.chunks - 1)

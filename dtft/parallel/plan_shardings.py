@@ -65,7 +65,7 @@ def sharding_tree(
     mesh: Mesh,
     host: Container[str] = (),
 ) -> Any:
-    """Returns a tree with a NamedSharding for every leaf.
+    """Returns a tree with a NamedSharding for every leaf of `like`.
 
     Args:
         what: name of the tree in errors, such as `batch`.
@@ -223,9 +223,10 @@ def constraint(var: Var, sharding: NamedSharding) -> tuple[Var, JaxprEqn]:
 
 
 def insertable(fn: Callable[[Any], Any], var: Var) -> tuple[Var, JaxprEqn]:
-    """Traces `fn`, a function of one equation, and makes the equation write `var`.
+    """Makes an equation that applies `fn` and writes its result to `var`.
 
-    Returns the new variable that the equation reads, and the equation.
+    `fn` must trace to a single equation. Returns the new variable that the equation
+    reads, and the equation.
     """
     aval: Any = var.aval
     like = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)

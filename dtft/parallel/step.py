@@ -259,7 +259,7 @@ def sharded_step(experiment: Experiment, mesh: Mesh) -> TrainStep:
 
 
 def gathering(model: FunctionalModel, mesh: Mesh) -> FunctionalModel:
-    """Makes a model gather its parameters and statistics over `fsdp` before use.
+    """Returns a model that gathers parameters and statistics over `fsdp` before use.
 
     Outside of the model these arrays have the shardings of `state_sharding` (FSDP). The
     gathers are explicit, because without explicit gathers the partitioner of jax 0.10.2

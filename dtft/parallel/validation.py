@@ -232,7 +232,8 @@ def _check_min_replicas(experiment: Experiment, mesh: MeshConfig, hosts: int) ->
     """Checks that the job can shrink to `cluster.min_replicas` replicas.
 
     Raises:
-        ValueError: the job cannot; the message lists the allowed numbers.
+        ValueError: the job cannot shrink to this number; the message lists the allowed
+            numbers.
     """
     least, batch = experiment.cluster.min_replicas, experiment.data.global_batch
     parts = mesh.fsdp * row_parts(experiment)

@@ -4,8 +4,10 @@
   metrics files; `run_directory`: the directory of a run.
 * `runtime`: the interface between the loop and its process. `single_process` implements
   the interface for `dtft train`, `worker` for a slot of a launched job
-  (`python -m dtft.train.worker`). `state_layout` and `drill_failure` belong to the
-  worker. `devices`: the devices of this process.
+  (`python -m dtft.train.worker`). `devices`: the devices of this process.
+* Parts of the worker: `world` and `shared_keys` connect it to the job's other JAX
+  processes, `rehearsal` compiles steps ahead, `state_layout` describes the state for
+  checkpoints in memory, and `drill_failure` injects failures.
 
 `dtft.parallel` has the train step and the mesh, `dtft.config` the configs. `make_step`,
 `jit_plan`, `make_placed_step` and `nodes_of_scopes` of `dtft.parallel` are exported

@@ -1,4 +1,4 @@
-"""The JAX devices of this process, and settings to keep freed memory.
+"""The JAX devices of this process, and settings of its C library and of XLA.
 
 `dtft train` runs on these devices. `dtft plan` without --cluster plans for them.
 """
@@ -25,11 +25,11 @@ def keep_freed(large: bool = False) -> bool:
     """Makes the C library keep freed memory, instead of returning it to the kernel.
 
     Args:
-        large: whether to keep also more than 64 MiB of freed memory per thread. The C
-            library's arenas for threads cannot keep so much. So all threads share the
-            main arena, and threads that compile wait for the lock of this arena. Call
-            this function before JAX makes its devices, because existing threads keep
-            their arenas.
+        large: True keeps more than 64 MiB of freed memory per thread, too. The C
+            library's arenas for threads cannot keep so much, so all threads then share
+            the main arena, and threads that compile wait for the lock of this arena.
+            Call this function before JAX makes its devices, because existing threads
+            keep their arenas.
 
     Returns:
         Whether the C library accepted all settings. False without `mallopt` (it is in
@@ -60,13 +60,14 @@ _LEAVING_FLAGS = {
 
 
 def leave_gpu_collectives(environment: MutableMapping[str, str]) -> None:
-    """Sets what XLA needs to give up a GPU collective with a lost process.
+    """Sets environment variables that let XLA abort a collective with a lost process.
 
-    Without this, XLA waits in the collective, or ends the process. Must be called
-    before JAX looks for devices. Keeps flags that the user has set.
+    The collective runs on GPUs. Without these variables, XLA waits in the collective,
+    or ends this process. Must be called before JAX looks for devices. Flags and
+    variables that the user has set stay unchanged.
 
     Args:
-        environment: the environment variables of this process.
+        environment: the environment variables of this process, which are changed.
 
     >>> environment = {"XLA_FLAGS": "--xla_gpu_shard_autotuning=true"}
     >>> leave_gpu_collectives(environment)
@@ -82,11 +83,11 @@ def leave_gpu_collectives(environment: MutableMapping[str, str]) -> None:
 
 
 def devices_of(experiment: Experiment) -> list[Any]:
-    """Returns this process's devices; on CPU at most as many as the cluster has.
+    """Returns this process's devices; on CPU at most hosts x devices_per_host of them.
 
-    On CPU first makes hosts x devices_per_host devices, unless the user has set a
-    number, so that `dtft train` computes with the same mesh as `dtft launch`. Also
-    calls `keep_cpu_memory`.
+    First calls `make_cpu_devices` with this number, and `keep_cpu_memory`. So on CPU
+    `dtft train` has as many devices as the whole cluster of `dtft launch`, and the same
+    mesh.
     """
     import jax
 
@@ -99,13 +100,14 @@ def devices_of(experiment: Experiment) -> list[Any]:
 
 
 def keep_cpu_memory(*, large: bool) -> None:
-    """Calls `keep_freed` if JAX can only find the CPU.
+    """Calls `keep_freed` if JAX has no other platform than the CPU.
 
-    Must be called before JAX looks for devices. With an accelerator nothing changes,
-    because steps do not use the host's memory.
+    With an accelerator this function does nothing, because steps do not use the host's
+    memory. Must be called before JAX looks for devices.
 
     Args:
-        large: see `keep_freed`; True if steps must take the time that a plan predicts.
+        large: as for `keep_freed`; True for a run with a plan, whose steps should take
+            the predicted time.
     """
     import jax
 

@@ -52,9 +52,10 @@ class DrillFailure:
         return cls(slot=int(slot), step=int(step), once=when == "once", path=Path(path))
 
     def strike(self, slot: int, step: int) -> None:
-        """Raises the failure if `slot` and `step` are those of the failure.
+        """Raises an error if the failure is for `slot` and `step`.
 
-        With `once`, makes the file `path` first, and does nothing if the file exists.
+        Does nothing for another slot or step. With `once`, makes the file `path` first,
+        and does nothing if the file exists.
 
         Raises:
             RuntimeError: the injected failure.

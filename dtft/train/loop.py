@@ -137,8 +137,8 @@ def run(experiment: Experiment, runtime: Runtime) -> Result:
 
 
 def train_step_of(experiment: Experiment, runtime: Runtime) -> TrainStep:
-    """Returns the train step that was compiled ahead for the runtime's mesh, else makes
-    the train step."""
+    """Returns the train step for the runtime's mesh: the step that was compiled ahead,
+    or a new one."""
     mesh = runtime.mesh(experiment)
     plan = runtime.choice.plan if runtime.choice is not None else None
     return runtime.rehearsed(mesh) or step_on(experiment, mesh, plan)

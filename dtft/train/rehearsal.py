@@ -1,15 +1,16 @@
-"""Train steps that are compiled ahead, for formations that may follow the current one.
+"""Compiles train steps ahead, for formations that may follow the current formation.
 
-When a host is lost, the next formation is made of other devices. Its step is the same
-program as before, so a process that has compiled it for one formation loads it for the
-devices of others (`PortableProgram`). It traces and lowers the step only if its mesh
-has other sizes or another plan than all steps so far. XLA compiles it again only if
-JAX's compilation cache does not have it: the first slot's process writes each program
-there, and all others load it, whatever their devices (`share_cached_programs`).
+A formation is an assignment of hosts to slots. After a host is lost, the next formation
+has other devices, but the same train step. A process that has compiled the step for one
+formation loads the program for the devices of another (`PortableProgram`). The step is
+traced and lowered again only if no earlier step had the same mesh sizes and plan. XLA
+compiles it again only if JAX's compilation cache does not have the program. The process
+of the first slot writes each program to the cache, and all other processes load it
+from there, whatever their devices (`share_cached_programs`).
 
-The leader knows which formations may follow: one for each host that may be lost. A
-process makes their steps in the background, one after the other, while it trains or
-waits as a spare.
+The leader sends the formations that may follow: those after the loss of one host, and
+those with the next number of slots while the job is being resized. A process compiles
+their steps in the background, one after another, while it trains or waits as a spare.
 """
 
 import logging
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class Rehearsals:
-    """The train steps that this process has compiled, now or ahead."""
+    """Compiles train steps ahead, and keeps the programs that this process compiled."""
 
     def __init__(
         self,
@@ -42,13 +43,14 @@ class Rehearsals:
         world: World,
         done: Callable[[Mapping[str, Any]], None] = lambda order: None,
     ) -> None:
-        """Compiles nothing yet.
+        """Stores the arguments; compiles nothing yet.
 
         Args:
             experiment: the experiment.
             world: this process's membership in a world.
-            done: called with an order of `begin` that no other has replaced, once this
-                process has compiled what it can; on another thread.
+            done: function that is called with an order of `begin` after its steps are
+                compiled, or after an error. It is called on a background thread, and
+                not for an order that a newer order or `stop` has ended.
         """
         self._experiment, self._world, self._done = experiment, world, done
         self._steps: dict[tuple[int, ...], _Rehearsed] = {}
@@ -56,18 +58,19 @@ class Rehearsals:
         self._number = 0
 
     def begin(self, order: Mapping[str, Any]) -> None:
-        """Starts to compile the steps of formations on a thread; forgets the steps of
-        all other formations.
+        """Starts a thread that compiles the steps of the order's formations.
 
-        An earlier thread ends after its current step. Compiles nothing for balanced
-        loads, whose programs belong to the `Balancer`. Does nothing before this process
-        has joined the world: JAX may not look for devices yet, and the leader repeats
-        the order for a process that has joined.
+        Steps of other formations are forgotten. The thread of an earlier order ends
+        after its current step. With load balancing no steps are compiled, because the
+        `Balancer` has programs of its own. Does nothing before this process has joined
+        the world, because JAX may not look for devices yet; the leader repeats the
+        order for a process that has joined.
 
         Args:
-            order: `turn` of the next formation (see `World.devices`), `formations`: for
-                each one the index of the process of each slot, and `items`: the
-                checkpoint items that record the run's plan, {} without a plan.
+            order: a message with three fields. `turn`: number of the next formation in
+                the world (see `World.devices`). `formations`: for each formation the
+                index of the process of each slot. `items`: the checkpoint items that
+                record the run's plan; {} without a plan.
         """
         if not self._world.number:
             return
@@ -76,14 +79,17 @@ class Rehearsals:
         threading.Thread(target=self._run, args=args, daemon=True).start()
 
     def stop(self) -> None:
-        """Compiles no other steps; those that are compiled stay.
+        """Ends the thread of `begin` after its current step; keeps the finished steps.
 
-        So the next formation, which may compile a step of its own, has the processor.
+        This leaves the processor to the next formation, which may compile a step.
         """
         self._number += 1
 
     def step_on(self, mesh: jax.sharding.Mesh, plan: Plan | None) -> TrainStep | None:
-        """Returns the step compiled for exactly this mesh and plan, if there is one."""
+        """Returns the step that was compiled ahead for exactly this mesh and plan.
+
+        Returns None if there is none.
+        """
         found = self._steps.get(_key(mesh))
         is_it = found is not None and found.step.mesh == mesh and found.plan == plan
         return found.step if found is not None and is_it else None
@@ -91,7 +97,8 @@ class Rehearsals:
     def compile(self, step: TrainStep, plan: Plan | None, batch: Any) -> None:
         """Compiles a step, or loads the program of an equal step on other CPU devices.
 
-        Does nothing if the step is compiled.
+        Sets `step.program`; does nothing if it is set. With `devices_per_host` -1, as
+        on accelerators, the step is compiled, but `step.program` stays None.
 
         Args:
             step: the step.
@@ -111,7 +118,9 @@ class Rehearsals:
                     step.program = known.program.on(list(own), list(others))
                     return
                 except Exception:  # such as a program that closes over arrays
-                    logger.debug("a program cannot be loaded again", exc_info=True)
+                    logger.debug(
+                        "a program cannot be loaded for other devices", exc_info=True
+                    )
                     self._programs.remove(known)
                     break
         program = PortableProgram(step.lower(batch))
@@ -145,7 +154,9 @@ class Rehearsals:
             logger.exception("a step could not be compiled ahead")
             return
         if number == self._number:
-            logger.info("%d formations are compiled ahead", len(self._steps))
+            logger.info(
+                "steps of %d possible formations are compiled", len(self._steps)
+            )
 
     def _mesh(
         self, indices: Sequence[int], turn: int, plan: Plan | None
@@ -175,7 +186,7 @@ class Rehearsals:
 
 @dataclass(frozen=True)
 class _Rehearsed:
-    """A step that is compiled for a formation that may follow."""
+    """A step that was compiled ahead, and its plan."""
 
     step: TrainStep
     plan: Plan | None

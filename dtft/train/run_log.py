@@ -225,6 +225,8 @@ def log_line(
 ) -> str:
     """Formats one log line; with `seconds` (per step) also time, throughput and ETA.
 
+    `unit` and `per_step` are the two results of `throughput_unit`.
+
     >>> values = {"loss": 0.41234, "learning_rate": 1e-3, "grad_norm": 0.83}
     >>> log_line(120, 1000, values, 0.0124, "examples", 96)
     'step 120/1000  loss 0.4123  lr 1.0e-03  grad 0.83  12.4 ms  7.74k ex/s  eta 0:11'
@@ -249,7 +251,10 @@ def log_line(
 def banner(
     experiment: Experiment, runtime: Runtime, train_step: TrainStep, start: int
 ) -> list[str]:
-    """Returns the lines printed before the first step."""
+    """Returns the lines printed before the first step.
+
+    They give versions, devices, mesh, plan, sizes, run directory and resume command.
+    """
     mesh = train_step.mesh
     sizes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items())
     kind = mesh.devices.flat[0].device_kind
@@ -288,7 +293,7 @@ def write_config(run_directory: Path, resolved: str, command: Sequence[str]) -> 
 def _replace(path: Path, text: str) -> None:
     """Replaces a file atomically, so that a full disk leaves no truncated file.
 
-    A file that has this text already stays untouched.
+    Does nothing if the file already has this text.
     """
     if not path.exists() or path.read_text() != text:
         fresh = path.with_suffix(".new")
@@ -321,8 +326,8 @@ def _tensorboard(folder: Path, start: int) -> Any:
 class _Bar:
     """A progress bar on a terminal; log lines scroll above it.
 
-    A terminal has one bar: a new one ends that of a former run in this process, whose
-    thread may still compute.
+    Only one bar is shown at a time. A new bar closes the bar of an earlier run in this
+    process, whose thread may still compute.
     """
 
     _shown: "ClassVar[_Bar | None]" = None

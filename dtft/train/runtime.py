@@ -21,11 +21,14 @@ Items = dict[str, Any]
 
 
 class Runtime(Protocol):
-    """The process as the loop uses it. Only the training thread calls the methods."""
+    """What the training loop needs from its process.
+
+    Only the training thread calls the methods.
+    """
 
     @property
     def slot(self) -> int:
-        """This process's number in the job, from 0; the mesh orders devices by it."""
+        """This process's number in the job, from 0. Mesh devices are in slot order."""
         ...
 
     @property
@@ -35,9 +38,9 @@ class Runtime(Protocol):
 
     @property
     def hosts(self) -> Mapping[int, str]:
-        """Index of each JAX process with a slot, to the name of its host.
+        """Map from the index of each JAX process with a slot to its host's name.
 
-        Load balancing learns a share of rows for each host.
+        Load balancing uses the names to recognize hosts of an earlier start.
         """
         ...
 
@@ -51,7 +54,7 @@ class Runtime(Protocol):
 
     @property
     def attempt(self) -> int:
-        """Number of this start of all trainers, counted anew in each generation."""
+        """Number of this start of all trainers, counted separately per generation."""
         ...
 
     @property
@@ -92,7 +95,7 @@ class Runtime(Protocol):
         ...
 
     def rehearsed(self, mesh: jax.sharding.Mesh) -> TrainStep | None:
-        """Returns the step that this process has compiled ahead for a mesh, if any."""
+        """Returns the step that this process compiled ahead for a mesh, or None."""
         ...
 
     def compile(self, train_step: TrainStep, batch: Arrays) -> None:
@@ -108,7 +111,10 @@ class Runtime(Protocol):
         ...
 
     def await_peers(self) -> None:
-        """Called before the first step, when this process has compiled it."""
+        """Waits until all processes are ready for the first step.
+
+        Called when this process has compiled the step.
+        """
         ...
 
     def entered(self, phase: Phase, step: int) -> None:

@@ -1,11 +1,12 @@
-"""The keys of this process's coordination service, the same as in other processes.
+"""Copies keys between the coordination services of a world's processes.
 
-On CPU each process of a world has a JAX coordination service of its own, so that no
-host's loss ends that of others. Processes find each other through keys: gloo writes its
-addresses in the directory `GLOO`, and dtft writes in the directory `OWN`. JAX calls
-nobody when gloo has written a key, so a thread looks for gloo's keys and passes them
-on. It sets the keys of other processes, too. dtft's own keys are passed on by the
-thread that writes them.
+A world is the set of a job's JAX processes. On CPU each of these processes has a JAX
+coordination service of its own, so that the loss of a host does not end the service of
+other hosts. Processes find each other through keys in the service: gloo writes its
+addresses under the directory `GLOO`, and dtft writes keys under the directory `OWN`.
+JAX does not report when gloo has written a key, so a thread polls for gloo's keys and
+publishes new keys. The same thread sets the keys that other processes have published.
+A key of dtft is published by the thread that writes the key.
 """
 
 import logging
@@ -24,22 +25,26 @@ GLOO = "cpu:gloo"
 OWN = "dtft"
 """Directories of the keys that are shared."""
 HURRIED_S = 0.002
-"""Seconds between two looks for new keys while a formation's first step runs. Each look
+"""Seconds between two polls for new keys while a formation's first step runs. Each poll
 is a call to the service."""
 CALM_S = 0.05
-"""Seconds between two looks at other times: a program of another kind, such as that of
-an evaluation, can begin with collectives between other devices."""
+"""Seconds between two polls at other times. New keys can appear then, too: evaluation,
+for example, is another program, which can have collectives between other devices."""
 
 
 class SharedKeys:
-    """Passes keys on in both directions, until the process ends."""
+    """Publishes this process's keys and sets the keys of other processes.
+
+    Its thread runs until the process ends.
+    """
 
     def __init__(self, publish: Callable[[Mapping[str, str]], None]) -> None:
-        """Does nothing yet.
+        """Stores `publish`; `start` starts the thread.
 
         Args:
-            publish: passes keys of this process to the others, with values in
-                hexadecimal; called on several threads; must not block.
+            publish: function that sends keys of this process, with values in
+                hexadecimal, to the other processes. It is called on several threads,
+                and must not block.
         """
         self._publish = publish
         self._known: set[str] = set()
@@ -47,27 +52,33 @@ class SharedKeys:
         self._calm_at = 0.0
 
     def start(self) -> None:
-        """Starts the thread; this process must be connected to its service."""
+        """Starts the thread that polls for keys and sets keys.
+
+        This process must be connected to its coordination service.
+        """
         _jax_internals.tell_of_keys(self._written)
         threading.Thread(target=self._run, daemon=True).start()
 
     def hurry(self, seconds: float) -> None:
-        """Looks for new keys often, for some seconds from now on."""
+        """Polls for keys every `HURRIED_S` seconds, for the next `seconds` seconds."""
         self._calm_at = time.monotonic() + seconds
         self._received.put({})
 
     def calm(self) -> None:
-        """Looks for new keys rarely from now on."""
+        """Polls for keys every `CALM_S` seconds from now on."""
         self._calm_at = 0.0
 
     def forget(self) -> None:
-        """Deletes gloo's keys, so that looks stay cheap: this process has left all
-        collectives, and the next formation's processes write other keys."""
+        """Deletes gloo's keys, so that polls stay cheap.
+
+        Call it when this process has left all collectives; the processes of the next
+        formation write other keys.
+        """
         _jax_internals.delete_service_keys(GLOO)
         self._known.clear()
 
     def take(self, keys: Mapping[str, str]) -> None:
-        """Handles keys of another process; returns at once."""
+        """Queues keys of another process for the thread to set; does not block."""
         self._received.put(keys)
 
     def _run(self) -> None:
@@ -79,12 +90,18 @@ class SharedKeys:
             except (ValueError, jax.errors.JaxRuntimeError) as error:
                 # A wrong value from elsewhere, or a call to the service that failed.
                 if str(error) != told:
-                    logger.warning("keys could not be shared: %s", error)
+                    logger.warning(
+                        "keys of JAX's coordination service could not be shared: %s",
+                        error,
+                    )
                 told = str(error)
                 time.sleep(CALM_S)
 
     def _receive(self) -> None:
-        """Sets the next keys of other processes, if some come before the next look."""
+        """Waits for keys of another process until the next poll, and sets them.
+
+        Keys outside of the directories `GLOO` and `OWN` are ignored.
+        """
         hurried = time.monotonic() < self._calm_at
         try:
             keys = self._received.get(timeout=HURRIED_S if hurried else CALM_S)

@@ -15,7 +15,7 @@ def layout_of(
 
     Args:
         abstract_state: leaves with NamedShardings, all on one mesh.
-        process_to_slot: index of each JAX process with a slot, to the slot.
+        process_to_slot: map from the index of each JAX process with a slot to the slot.
         config: the resolved config as JSON.
     """
     leaves = tuple(

@@ -47,7 +47,7 @@ class Plateau:
 
         Args:
             config: the metric and its patience.
-            step: the step at which a plateau may end.
+            step: the step after which the run may end.
             start: step from which the run was started or resumed. Before the first
                 value of the metric, the patience counts from this step.
 

@@ -2,10 +2,13 @@
 
 An agent starts ``python -m dtft.train.worker CONFIG [overrides]``. The process imports
 its modules, then waits on the agent's socket for orders, so that a spare host starts
-training without delay. The process joins the other JAX processes (``join``), runs the
-same loop as ``dtft train`` in a slot, with an `AgentRuntime` (``start``), and gives the
-slot up when another host is lost (``leave``). Then it can start in a slot again. The
-process may be killed at any moment.
+training without delay. The process may be killed at any moment. The main orders are:
+
+* ``join``: connect to the job's other JAX processes.
+* ``start``: train in a slot, with the same loop as ``dtft train`` and an
+  `AgentRuntime`.
+* ``leave``: give up the slot, for example because another host was lost. Afterwards the
+  process can start in a slot again.
 """
 
 import contextlib
@@ -151,7 +154,7 @@ class AgentRuntime:
         self.slot: int = start["slot"]
         self.num_slots: int = start["num_slots"]
         self._slots = {index: slot for slot, index in enumerate(start["indices"])}
-        """Index of a JAX process to its slot."""
+        """Map from the index of a JAX process to its slot."""
         self.hosts = {
             index: start["hosts"][slot] for index, slot in self._slots.items()
         }
@@ -163,8 +166,8 @@ class AgentRuntime:
         self.summary: dict[str, Any] = {}
         self.choice: PlanChoice | None = None
         self.may_be_left_behind = False
-        """Whether another formation can begin while this one's thread still computes;
-        known after `mesh`."""
+        """Whether the next formation (assignment of hosts to slots) can begin while the
+        training thread of this runtime still computes; `mesh` sets it."""
         self._dialogue, self._world, self._start = dialogue, world, start
         self._rehearsals = rehearsals
         self._compiled = _COMPILED.number
@@ -208,12 +211,12 @@ class AgentRuntime:
         return make_mesh(scaled_mesh(experiment, self.num_slots, per_host), devices)
 
     def rehearsed(self, mesh: Any) -> Any:
-        """Returns the step that this process has compiled ahead for a mesh, if any."""
+        """Returns the step that this process compiled ahead for a mesh, or None."""
         return self._rehearsals.step_on(mesh, self._plan)
 
     def compile(self, train_step: Any, batch: Any) -> None:
-        """Compiles a step, or loads for its devices what this process has compiled for
-        others."""
+        """Compiles a step, or loads the program of an equal step that this process
+        compiled for other devices."""
         self._rehearsals.compile(train_step, self._plan, batch)
 
     @property
@@ -245,7 +248,7 @@ class AgentRuntime:
         Raises:
             ConfigError: the checkpoint was made by a config that differs in the model
                 or another key that must be equal.
-            ValueError: the leaves in storage are not those of `abstract_state`.
+            ValueError: storage has other leaves than `abstract_state`.
             CorruptCopy: a copy in this host's memory is corrupt.
             CheckpointUnreadable: the step in storage cannot be read.
             TimeoutError: the agent sent no restore order in time.
@@ -286,20 +289,23 @@ class AgentRuntime:
         return from_paths(abstract_state, with_typed_keys(arrays, abstract)), items
 
     def take(self, message: dict[str, Any]) -> None:
-        """Handles a message of the agent."""
+        """Passes a message of the agent to the checkpoint manager.
+
+        Does nothing before `restore`, which makes the manager.
+        """
         if self._manager is not None:
             self._manager.take(message)
 
     def close(self) -> None:
-        """Frees what this process mapped for the slot."""
+        """Unmaps the arena (memory shared with the agent), if `restore` mapped it."""
         if self._manager is not None:
             self._manager.close()
 
     def await_peers(self) -> None:
         """Waits until the processes of all slots have compiled their step.
 
-        Otherwise the first to be ready would wait in a collective, which has a limit of
-        its own.
+        Without this, the first process to finish would wait for the others in a
+        collective, which has its own timeout.
 
         Raises:
             TimeoutError: a process was not ready in time.
@@ -353,8 +359,8 @@ class AgentRuntime:
     def finished_step(self, step: int) -> None:
         """Reports to the agent that `step` is finished, before `save` is called for it.
 
-        Also measures the steps since the previous boundary. From these times follows
-        the cost of snapshots.
+        Also measures the steps since the previous boundary; the cost of snapshots is
+        computed from these times.
         """
         self._finished(step)
         stalls = self._manager.stalls_s
@@ -541,11 +547,10 @@ def failure(error: BaseException, at: tuple[str, int]) -> dict[str, Any]:
 def _evidence(error: Exception, at: tuple[str, int]) -> dict[str, Any]:
     """Makes the fields of the message `fatal` that help to find an error's cause.
 
-    The field `log` is the log's path. If the user's code may have failed, the other
-    fields of `failure`, such as the traceback, are there too.
-
-    The user's code (model or data) may have failed if the error occurred after the
-    restore and is not a ConfigError or NonFinite, which name the remedy.
+    The field `log` has the log's path. If the error may come from the user's code
+    (model or data), the other fields of `failure`, such as the traceback, are added.
+    This is assumed for errors after the restore, except ConfigError and NonFinite,
+    whose messages name the remedy.
     """
     of_user = at[0] not in ("start", "restore")
     if of_user and not isinstance(error, ConfigError | NonFinite):
@@ -567,11 +572,11 @@ def _log_path() -> str:
 
 
 COMPUTING: frozenset[Phase] = frozenset({"compile", "step", "evaluate"})
-"""Phases in which a training thread touches nothing that the next formation uses, until
-it calls its runtime, which raises LeaveOrdered then."""
+"""Phases in which a training thread only computes. It can be left behind in these
+phases, because its next call of the runtime raises LeaveOrdered."""
 PATIENCE_S = 0.2
-"""Seconds after the order to leave for which a training thread that computes is waited
-for."""
+"""Seconds to wait, after the order to leave, for a training thread that still
+computes."""
 
 
 class LeaveOrdered(Exception):
@@ -584,14 +589,15 @@ class TrainingThread(threading.Thread):
     def __init__(
         self, train: Callable[[], None], condition: threading.Condition
     ) -> None:
-        """Runs `train` once started; notifies `condition` at its end."""
+        """Stores the arguments. The started thread runs `train`, and then notifies
+        `condition`."""
         super().__init__(name="training", daemon=True)
         self.has_ended = False
         self.error: BaseException | None = None
         self._train, self._condition = train, condition
 
     def run(self) -> None:
-        """Trains until the end of training, or until an error."""
+        """Calls `train`; stores its error in `error`, and sets `has_ended`."""
         try:
             self._train()
         except BaseException as error:  # SystemExit too: it also ends a trainer
@@ -606,17 +612,19 @@ def _no_thread() -> TrainingThread | None:
 
 
 class TrainerProcess:
-    """The trainer of this process, which carries out the agent's orders one by one.
+    """Carries out the agent's orders in this process, one after another.
 
-    Each slot has a training thread of its own. Another thread receives the messages. It
-    also carries out the order to leave, up to the point where the training thread gets
-    an error: the training thread may be waiting in a collective, or for the agent.
+    Each slot that the process takes gets its own training thread. Another thread
+    receives the messages. At the order to leave, the receiving thread interrupts the
+    training thread and ends its collectives, because the training thread may be waiting
+    in a collective or for the agent.
 
-    A collective on CPU may not end although its connections are closed, because gloo
-    forgets a send that is the first to find this out. Then the training thread is left
-    behind: the process can take its next slot with another thread and another device.
-    The former thread ends with an error when XLA's timeout of collectives has passed;
-    until then its arrays stay, so that only one thread at a time may be left behind.
+    A collective on CPU can hang although its connections are closed, because gloo loses
+    a send that is the first to find a closed connection. Then the training thread is
+    left behind: the process takes its next slot with another thread and another device.
+    The thread that was left behind ends with an error after XLA's timeout of
+    collectives. Its arrays stay in memory until then, so only one thread at a time may
+    be left behind.
     """
 
     def __init__(
@@ -634,8 +642,8 @@ class TrainerProcess:
         self._training: TrainingThread | None = None
         """The training thread of the slot, if there is a slot."""
         self._left_behind = _no_thread
-        """Returns the thread that was left behind last, while it exists: its error
-        holds the arrays of its slot."""
+        """Function that returns the thread that was left behind last, or None if there
+        is none or it was freed. Such a thread's error holds the arrays of its slot."""
 
     def serve(self) -> None:
         """Carries out orders until the agent ends.
@@ -679,7 +687,10 @@ class TrainerProcess:
             return self._orders.pop(0)
 
     def _take(self, message: dict[str, Any]) -> None:
-        """Handles a message on the receiving thread; `condition` is held."""
+        """Handles a message of the agent.
+
+        Called on the receiving thread, which holds the dialogue's `condition`.
+        """
         op = message["op"]
         if op == "leave":
             self._orders = [message]  # an older order is void
@@ -722,10 +733,11 @@ class TrainerProcess:
         logger.info("gives up its slot: %s", _first_line(error))
 
     def _outcome(self, training: TrainingThread) -> BaseException | None:
-        """Waits until training has ended; returns its error, if any.
+        """Waits until the training thread has ended; returns its error, or None.
 
-        Returns LeaveOrdered, too, if the thread still computes `PATIENCE_S` after the
-        order to leave, and the next formation need not wait for it.
+        After the order to leave, the thread has at least `PATIENCE_S` to end. If it
+        still computes then and can be left behind (`_can_leave_behind`), this returns
+        LeaveOrdered instead.
 
         Raises:
             AgentGone: the agent has ended, and training has not ended after
@@ -747,8 +759,12 @@ class TrainerProcess:
         return training.error
 
     def _can_leave_behind(self) -> bool:
-        """Whether the training thread may go on beside the next formation; `condition`
-        is held."""
+        """Whether the training thread may go on computing beside the next formation.
+
+        It may if its phase is in `COMPUTING`, the runtime allows it
+        (`may_be_left_behind`), and no other thread that was left behind still runs. The
+        caller holds the dialogue's `condition`.
+        """
         runtime, former = self._runtime, self._left_behind()
         return (
             (former is None or former.has_ended)
@@ -760,9 +776,11 @@ class TrainerProcess:
     def _survives(self, error: Exception) -> bool:
         """Whether this process stays for the next formation after an error.
 
-        It stays if the order to leave has caused the error. A collective can break
-        before the order arrives, and a corrupt copy is found by this process alone;
-        then the agent is told, and this process waits for the order.
+        It stays if the agent has ordered it to leave its slot. A collective can break
+        before this order arrives, and a corrupt copy is found without any order. For
+        these errors the process reports the error to the agent and waits for the order.
+        If no order comes within the lease timeout plus `LAST_WORDS_S`, the process
+        exits with code 1.
         """
         from dtft.checkpoint.memory import CorruptCopy
         from dtft.train.world import broken_collective
@@ -782,7 +800,7 @@ class TrainerProcess:
         return self._is_leaving
 
     def _leave(self, order: dict[str, Any]) -> None:
-        """Frees the slot, and tells the agent that this process can start anew."""
+        """Frees the slot; reports to the agent that this process can start again."""
         if self._runtime is not None:
             self._runtime.close()
         with self._dialogue.condition:
@@ -794,10 +812,9 @@ class TrainerProcess:
         gc.collect()
 
     def last_words(self, op: str, **fields: Any) -> None:
-        """Sends `ending` and a last message to the agent, which ends this process.
+        """Sends the messages `ending` and `op` to the agent, which ends this process.
 
-        Waits at most `LAST_WORDS_S` for the agent to take the message and end this
-        process.
+        Waits at most `LAST_WORDS_S` for this.
         """
         with contextlib.suppress(AgentGone):
             self._dialogue.queue("ending")
@@ -813,7 +830,10 @@ class TrainerProcess:
         return self._runtime.at if self._runtime is not None else ("start", 0)
 
     def train(self, start: dict[str, Any]) -> None:
-        """Trains in the slot of `start`; reports the end of training to the agent."""
+        """Trains in the slot that the order `start` assigns.
+
+        Reports the end of training to the agent.
+        """
         from dtft.config import Disk
         from dtft.train.loop import run
         from dtft.train.run_log import write_config
@@ -851,7 +871,7 @@ class ForPeople(io.RawIOBase):
     """
 
     def __init__(self, descriptor: int) -> None:
-        """Writes to `descriptor`."""
+        """Stores the file descriptor that the stream writes to."""
         super().__init__()
         self._descriptor = descriptor
 
@@ -907,13 +927,12 @@ def _at_low_priority(work: Callable[[], None]) -> None:
 
 
 def _import_everything(experiment: Any) -> None:
-    """Imports modules and makes datasets in advance, and configures JAX.
+    """Imports modules, makes datasets and configures JAX, before there is a slot.
 
-    If `cluster.devices_per_host` is above 0, JAX gets this number of CPU devices, with
-    `cluster.hot_swap` `TURNS` times, and uses no other platform. Sets the
-    compilation cache.
-    Must not touch a device, because JAX must first connect to the job's other
-    processes.
+    If `cluster.devices_per_host` is above 0, JAX uses only the CPU, with this number of
+    devices; `cluster.hot_swap` multiplies the number by `TURNS`. JAX's compilation
+    cache is the directory in DTFT_COMPILATION_CACHE, if the variable is set. Must not
+    touch a device, because JAX must first connect to the job's other processes.
     """
     import jax
 

@@ -1,23 +1,25 @@
 """The JAX processes of a job (the world), and this process's membership in it.
 
-A world has a fixed number of processes: those of the hosts with slots and those of the
-spares. It lasts over several formations: when a host is lost, the other processes leave
-their collectives, keep their state in host memory, and form a new mesh with a spare's
-process.
+A world has a fixed size: a process index for each slot and, with `cluster.hot_swap`,
+more for spares. It then lasts over several formations (assignments of hosts to slots).
+After a host is lost, the other processes leave their collectives, keep their state in
+host memory, and form a new mesh with the process of a spare.
 
-JAX's coordination service aborts all processes that are connected to it when it ends.
-So on CPU each process has a service of its own, which believes that all processes of
-the world are connected to it, and the services have the same keys (`shared_keys`).
+When a coordination service of JAX ends, JAX aborts all processes that are connected to
+it. So on CPU each process has a service of its own. The service behaves as if all
+processes of the world were connected to it, and `shared_keys` copies the keys of each
+service to the others.
 
-On CPU, XLA keeps a gloo context for each ordered tuple of devices and never makes it
-again. A context in which a member has died is of no use, so each formation needs
-devices that no formation before has used. Therefore a process has `TURNS` sets of CPU
-devices, and each formation uses the next set.
+On CPU, XLA makes one gloo context for each ordered tuple of devices, and keeps it. A
+context is unusable after one of its processes has died, so each formation needs devices
+that no earlier formation has used. Therefore a process has `TURNS` sets of CPU devices,
+and each formation uses the next set.
 
-On GPUs all processes are connected to one service, which a host's agent runs. XLA gives
-up (NCCL: aborts) a collective once the service says that a process in it has died or
-was replaced. It makes a new NCCL communicator for the next formation, because the lives
-of the processes in it are part of its name.
+On GPUs all processes are connected to one service, which the agent of the first slot's
+host starts. XLA aborts a collective once the service reports that one of the
+collective's processes has died or was replaced. For the next formation XLA makes a new
+NCCL communicator, because a communicator's key includes the incarnation id that JAX
+gives each of its processes.
 """
 
 import contextlib
@@ -39,38 +41,44 @@ from dtft.train.shared_keys import SharedKeys
 _FOR_EVER_S = 7 * 86400.0
 """Heartbeat timeout of a service that cannot be lost: it is in the same process."""
 _WATCHED = re.compile(r"^tfd: *(\d+) .* ino:([0-9a-f]+) ", re.MULTILINE)
-"""A watched descriptor and its inode, in the kernel's description of an epoll."""
+"""Matches a watched file descriptor and its inode in /proc/self/fdinfo of an epoll
+instance."""
 
 
 class World:
-    """This process's membership in a world; at most one in the life of a process."""
+    """This process's membership in a world. A process can join only one world."""
 
     def __init__(self, publish: Callable[[Mapping[str, str]], None]) -> None:
-        """Joins nothing yet; `publish` is that of `SharedKeys`."""
+        """Makes the `SharedKeys` with `publish`; `join` joins a world."""
         self.number = 0
         """Number of the joined world; 0 before `join`."""
         self.keys = SharedKeys(publish)
         self._sockets = GlooSockets()
         self._service: object = None
         self._index: int | None = None
-        """Index of this process in a world that lasts; None in others."""
+        """Index of this process in a world that lasts over several formations; None in
+        a world of one formation."""
         self._limit_s = 0.0
         """Longest wait for other processes of a formation, in seconds."""
         self._is_shared = False
-        """Whether one service is for all processes of a world that lasts."""
+        """Whether the world lasts over several formations, and all its processes are
+        connected to one service."""
 
     def join(self, order: Mapping[str, Any]) -> None:
-        """Connects to a coordination service, and finds the devices.
+        """Connects to a coordination service, and finds JAX's devices.
 
-        With an address, as on accelerators, returns when all processes have connected.
-        Does nothing if this process is in the world already.
+        If all processes share a service, and the world is for one formation only, this
+        waits until all processes have connected. Does nothing if this process is in the
+        world already.
 
         Args:
-            order: `number`, `address` of the coordination service, "" for one of this
-                process's own, `size` in processes, `index` of this process, the
-                limits `heartbeat_s` and `start_s` in seconds, `devices`, the number of
-                CPU devices of each process, and `lasts`, whether the world can last
-                over several formations.
+            order: a message with these fields. `number`: number of the world.
+                `address`: host:port of the coordination service, as on accelerators; ""
+                starts a service in this process. `size`: number of process indices of
+                the world. `index`: index of this process. `heartbeat_s`, `start_s`:
+                heartbeat timeout and longest wait for other processes, in seconds.
+                `devices`: number of CPU devices of each process. `lasts`: whether the
+                world can last over several formations.
 
         Raises:
             ValueError: this process is in another world.
@@ -109,10 +117,10 @@ class World:
             self.keys.start()
 
     def _serve(self, order: Mapping[str, Any]) -> str:
-        """Starts a coordination service in this process; returns its address.
+        """Starts a coordination service in this process; returns its host:port.
 
-        The address is a loopback address that no other process uses, so that two
-        processes that look for a free port at once do not find the same.
+        The host is a loopback address that is derived from the process id. So two
+        processes that look for a free port at the same time do not find the same one.
         """
         pid = os.getpid()
         host = f"127.{1 + (pid >> 16)}.{pid >> 8 & 255}.{pid & 255}"
@@ -123,8 +131,11 @@ class World:
         return address
 
     def write_compilation_cache(self, *, writes: bool) -> None:
-        """Sets whether this process writes to JAX's compilation cache; all others of
-        the formation read. In a world that does not last, process 0 writes."""
+        """Sets whether this process writes to JAX's compilation cache.
+
+        Does nothing in a world of one formation, where JAX lets process 0 write. All
+        processes read the cache.
+        """
         if self._index is not None:
             _jax_internals.write_compilation_cache(self._index, writes=writes)
 
@@ -135,9 +146,10 @@ class World:
 
         Args:
             indices: index of the process of each slot.
-            turn: number of the set of devices, from 0.
-            per_host: number of devices in a set; -1: all devices of a process, as on
-                accelerators.
+            turn: number of the formation in this world, from 0. On CPU each turn has
+                its own set of each process's devices.
+            per_host: number of devices in a set; -1 selects all devices of a process,
+                as on accelerators.
         """
         if self._is_shared:
             _jax_internals.know_processes(indices, self._limit_s)
@@ -153,12 +165,13 @@ class World:
         return [device for found in by_process.values() for device in found[chosen]]
 
     def has_room_beside(self, per_host: int) -> bool:
-        """Whether a formation can begin while a thread still computes for another one.
+        """Whether a formation can begin while a thread still computes for the last one.
 
-        So it is on CPU if each formation has one device of this process: it is another
-        device each time. Programs with several devices of a process would wait for each
-        other, because XLA begins their collectives one after the other. On GPUs all
-        formations have the same devices.
+        True on CPU with one device per process in a formation, if the world lasts over
+        several formations: each formation then uses another device. With several
+        devices per process the programs of both formations would wait for each other,
+        because XLA begins their collectives one after the other. False on GPUs, where
+        all formations use the same devices.
 
         Args:
             per_host: number of devices of this process in a formation.
@@ -166,20 +179,21 @@ class World:
         return self._index is not None and not self._is_shared and per_host == 1
 
     def leave(self) -> None:
-        """Ends the collectives of this process with an error, at once and for ever.
+        """Makes the collectives of this process fail, by closing gloo's connections.
 
         Peers that wait for this process get an error, too. May be called from any
-        thread, also while the training thread waits in a collective. On GPUs does
-        nothing: XLA ends them once the service has given up one of the processes.
+        thread, also while the training thread waits in a collective. Does nothing on
+        GPUs, where XLA ends a collective once the coordination service reports that one
+        of the collective's processes was lost.
         """
         self._sockets.shut_down()
 
 
 def broken_collective(error: Exception) -> Exception | None:
-    """Returns the error of a collective or of another computation as JaxRuntimeError.
+    """Returns the error of a failed computation, such as a collective; None for others.
 
-    JAX raises ValueError if the computation runs on the calling thread. Returns None
-    for other errors.
+    JAX raises a JaxRuntimeError, or a ValueError if the computation runs on the calling
+    thread. A ValueError of gloo is converted to a JaxRuntimeError.
     """
     if isinstance(error, jax.errors.JaxRuntimeError):
         return error
@@ -199,7 +213,7 @@ class GlooSockets:
     """
 
     def __init__(self) -> None:
-        """Knows no socket yet."""
+        """Starts without sockets; `found` finds them."""
         self._listening: set[int] = set()
         self._loops: set[int] = set()
 
@@ -214,12 +228,12 @@ class GlooSockets:
         }
 
     def shut_down(self) -> None:
-        """Ends the receiving side of all connections to peers, also those in use by
-        other threads; gloo's own thread then closes them.
+        """Shuts down the receiving side of all connections to peers.
 
-        Sending goes on until then: if a thread that sends is the first to find its
-        connection closed, gloo forgets that send, and the thread waits for it until
-        gloo's timeout.
+        Connections that other threads use are included. gloo's own thread then closes
+        the connections. The sending side stays open until then, because gloo loses a
+        send that is the first to find a closed connection, and the sending thread would
+        wait until gloo's timeout.
         """
         for loop in self._loops:
             for descriptor, inode in _watched(loop).items():
@@ -228,7 +242,10 @@ class GlooSockets:
 
 
 def _shut_down(descriptor: int, inode: int) -> None:
-    """Ends the receiving side of a socket, if `descriptor` is still that of `inode`."""
+    """Shuts down a socket's receiving side, if `descriptor` still belongs to `inode`.
+
+    Does nothing if the descriptor was closed or reused.
+    """
     with contextlib.suppress(OSError):  # closed meanwhile
         copy = os.dup(descriptor)
         try:

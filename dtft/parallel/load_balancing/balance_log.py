@@ -96,12 +96,14 @@ def begin_balance(
 ) -> Begin:
     """Makes the shares with which a run begins, from the items of a checkpoint.
 
-    Shares are equal and all nodes unknown if the checkpoint has no record, or a record
-    of another number of microbatches. Otherwise the recorded shares are used again if
-    they fit: the number of nodes is the same, and no share is above its node's cap. In
-    place of shares that do not fit, the policy `exact` takes the best shares for the
-    measured times, if the times of at least one node are known. In all other cases
-    shares are equal.
+    If the checkpoint has no record of shares, or a record of another number of
+    microbatches, the shares are equal and no measured times are used. Otherwise the
+    run uses the first of these that is possible:
+
+    * The recorded shares. They need one share for each node, none above its node's cap.
+    * The best shares for the recorded times. They need the policy `exact`, and recorded
+      times of at least one node of this run.
+    * Equal shares.
 
     Args:
         rules: the rules of this run.
@@ -144,7 +146,10 @@ def _arrays(times: UnitTimes) -> dict[str, list[float]]:
 
 
 def _known(recorded: Mapping[str, Any], names: Sequence[str]) -> SpeedEstimator:
-    """Selects recorded times by node name. A node without a record gets times of 0."""
+    """Makes the speed estimates of the nodes `names` from recorded times.
+
+    A node that the record does not name gets times of 0.
+    """
     place = {name: index for index, name in enumerate(recorded["nodes"])}
 
     def here(values: Sequence[float]) -> Any:
@@ -298,7 +303,11 @@ class BalanceLog:
 
 
 def begin_line(step: int, begin: Begin, sharing: Sharing) -> str:
-    """Makes a line with a run's first shares, and whether a checkpoint has them."""
+    """Makes the log line of a run's begin.
+
+    The line has the policy, the shares, and whether a checkpoint had these shares. For
+    a run that continues, it also has the nodes without measured times.
+    """
     why = f"recorded at step {step}" if begin.is_recorded else "to begin with"
     new = ""
     if step and begin.unknown:

@@ -3,7 +3,8 @@
 The last steps of a round are timed; then `dtft.balance` computes the next shares from
 these times. The step number determines whether a step is timed, so all processes time
 the same steps. The times of all processes are gathered. All processes use the shares
-that process 0 computed, because other processors may round differently.
+that the first replica's process computed, because other processors may round
+differently.
 """
 
 from collections.abc import Sequence
@@ -152,7 +153,7 @@ class Balancer:
         return busy_s[: len(self._timed)]
 
     def _told(self, own: np.ndarray) -> np.ndarray:
-        """Gathers a row per replica from all processes (see `gathered`)."""
+        """Gathers one row of values per replica from all processes, by `gathered`."""
         return gathered(self._train_step.mesh, own)
 
     def _cost(self) -> Cost:

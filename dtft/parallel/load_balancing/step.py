@@ -55,7 +55,10 @@ class SharedGradients:
         return self.means(self.local(state, batch))
 
     def local(self, state: State, batch: dict[str, jax.Array]) -> Sums:
-        """Computes the sums of each replica, without communication between replicas."""
+        """Computes each replica's `Sums` over its microbatches.
+
+        There is no communication between replicas.
+        """
         rows = {name: array for name, array in batch.items() if name != COUNTS}
         divided = PartitionSpec(REPLICA_AXIS)
         return jax.shard_map(
@@ -242,7 +245,10 @@ class SharedFeed(Prepared):
         )
 
     def _padded(self, rows: range) -> dict[str, np.ndarray]:
-        """Reads rows, an array per column, padded with zeros to `Sharing.room` rows."""
+        """Reads rows from the source, and pads them with zeros to `Sharing.room` rows.
+
+        Returns a map from the name of each column to its array.
+        """
         # A replica without a share reads one row, to get names, shapes and dtypes.
         found = self._source.batch(rows or range(1))
 

@@ -52,10 +52,11 @@ def make_placed_step(
     """Makes the training step of a loss whose operators are assigned to nodes.
 
     Gradients and the results of the loss are means over microbatches, weighted by
-    `weight`. In exact arithmetic they are equal to those of the undivided step if the
-    weights are what the loss divides by, such as numbers of tokens. For a mean over
-    rows no weights are needed. The optimizer may be any optax transformation of
-    gradients, state and parameters, also one with norms over all gradients.
+    `weight`. They equal the gradients and results of the undivided step, up to
+    rounding, if the weight is the number that the loss divides by, such as the number
+    of tokens. A loss that is a mean over rows needs no weights. The optimizer may be
+    any optax transformation of gradients, state and parameters, also one with norms
+    over all gradients.
 
     Args:
         loss: `(params, batch) -> scalar` or `-> (scalar, aux)`, a mean over the batch.
@@ -173,7 +174,7 @@ class PlacedStep:
         """Maps each forward and backward task of the first microbatch to the start time
         that a placement predicts, in seconds.
 
-        Tasks that the placement lacks are left out.
+        Tasks without a predicted start are left out.
         """
         active = self._feed.gradients.active
         return predicted_starts(placement, self.cut, self.order, active)
@@ -194,8 +195,8 @@ class PlacedStep:
     def moved(self, state: State) -> State:
         """Copies a state of another placed step to the devices of this step.
 
-        Both placed steps must have the same loss and optimizer. A run can change its
-        placement in this way.
+        So a run can change its placement. Both placed steps must have the same loss and
+        optimizer.
 
         Raises:
             ValueError: `state` has another tree, shape or dtype than planned, a leaf is

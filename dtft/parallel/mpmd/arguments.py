@@ -16,10 +16,11 @@ from dtft.planner.arguments import check_whole, numbers
 def check_given(
     loss: Any, optimizer: Any, params: Any, batch: Any, microbatches: Any
 ) -> None:
-    """Checks the types of arguments, before the loss is traced.
+    """Checks the arguments of `make_placed_step` that need no traced program.
 
     Raises:
-        ValueError: an argument is not allowed; the message has the allowed values.
+        ValueError: an argument has a type or value that is not allowed; the message has
+            the allowed ones.
     """
     check_function("loss", loss)
     check_optimizer(optimizer)
@@ -82,7 +83,7 @@ def check_nodes(nodes: Sequence[int], devices: Mapping[Any, Any]) -> None:
     """Checks that every node has a device.
 
     Raises:
-        ValueError: a node has none; the message names the first such node.
+        ValueError: a node has no device; the message names the first such node.
     """
     missing = sorted(set(nodes) - set(devices))
     if missing:
@@ -96,8 +97,8 @@ def operator_seconds(seconds: Any, num_operators: int) -> tuple[float, ...]:
     """Converts the seconds of operators to a tuple of floats.
 
     Raises:
-        ValueError: `seconds` is not iterable or has not `num_operators` values, or a
-            value is not a finite number of 0 or more.
+        ValueError: `seconds` is not iterable, has another number of values than
+            `num_operators`, or has a value that is not a finite number of 0 or more.
     """
     found = numbers("seconds", seconds, "each operator; or leave seconds out")
     if len(found) != num_operators:

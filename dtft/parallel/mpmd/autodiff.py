@@ -1,8 +1,8 @@
 """Makes the calls that compute a loss and its gradients, from a cut program.
 
 This module has four parts: values with a gradient, the forward and backward program of
-a segment, calls made once in a step, and calls of each microbatch. It only traces
-programs.
+a segment, calls made once in a step, and calls of each microbatch. It traces programs,
+but does not run them. The number of a value is its index in `Cut.variables`.
 """
 
 from collections import defaultdict
@@ -29,7 +29,7 @@ def check(cut: Cut, params: Sequence[int], num_microbatches: int) -> None:
 
     Args:
         cut: the cut of a program whose first result is the loss.
-        params: numbers of the parameters.
+        params: indices of the parameters in `cut.variables`.
         num_microbatches: number of microbatches.
 
     Raises:
@@ -69,9 +69,15 @@ def check(cut: Cut, params: Sequence[int], num_microbatches: int) -> None:
 
 
 def between(cut: Cut, params: Sequence[int]) -> frozenset[int]:
-    """Finds the numbers of the values on a path from a parameter to the loss.
+    """Finds the values on a path of operators from a parameter to the loss.
 
-    Only floating-point and complex values count.
+    Args:
+        cut: the cut of a program whose first result is the loss.
+        params: indices of the parameters in `cut.variables`.
+
+    Returns:
+        The indices in `cut.variables` of the values. All of them are floating-point or
+        complex.
 
     Raises:
         ValueError: the loss depends on no floating-point parameter.
@@ -189,8 +195,10 @@ class Split:
         arriving: Sequence[Sequence[int]],
         earlier: Sequence[int | None],
     ) -> ClosedJaxpr:
-        """Makes the program from residuals and cotangents of `made` to cotangents of
-        `used`.
+        """Makes the backward program.
+
+        It computes the cotangents of `used` from the residuals and the cotangents of
+        `made`.
 
         Args:
             likes: shapes of the program's arguments.
@@ -223,7 +231,7 @@ class Split:
 def _transposable(
     program: ClosedJaxpr, segment: Segment, used: Sequence[int], made: Sequence[int]
 ) -> Callable[..., Any]:
-    """Makes a function from a segment's reads to its writes and to a vjp function.
+    """Makes a function that maps a segment's reads to its writes and a vjp function.
 
     The vjp function takes cotangents of `made` and returns cotangents of `used`.
     """
@@ -619,9 +627,9 @@ class _Differentiation:
     def _earlier(self, index: int, number: int, node: int) -> Key | None:
         """Returns the key of the sum to which a backward call adds a value's cotangent.
 
-        Returns None if the call is the node's first backward call with a cotangent of
-        the value. For a parameter the key is never None: its sum is over microbatches
-        and begins at zero.
+        For a parameter this is the `sum` over microbatches, which begins at zero. For
+        another value it is the `partial` that the node's previous backward call for the
+        value wrote; None if the node has no such call.
         """
         if number in self._params:
             return Key("sum", number, node)

@@ -143,7 +143,10 @@ class Node:
 
 
 def _uses(tasks: Sequence[Task], wanted: Sequence[Key]) -> Counter[Key]:
-    """Counts the reads and sends of each array; a wanted array counts once more."""
+    """Returns, by key, how often the tasks read or send each array.
+
+    A wanted array counts once more, so that it stays in the store.
+    """
     left: Counter[Key] = Counter(wanted)
     for task in tasks:
         left.update(task.reads)

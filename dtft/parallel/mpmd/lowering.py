@@ -78,7 +78,10 @@ def _lowers(fn: Callable[..., Any], args: Iterable[Any], platform: str) -> bool:
 
 
 def _key(eqn: JaxprEqn) -> Any:
-    """Returns a key of an equation: its primitive, operand types and parameters."""
+    """Returns an equation's primitive, operand types and parameters.
+
+    Equations with the same key are lowered only once.
+    """
     avals = tuple(str(atom.aval) for atom in eqn.invars)
     return eqn.primitive.name, avals, str(eqn.params)
 

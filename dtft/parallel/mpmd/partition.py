@@ -70,7 +70,8 @@ class Cut:
     """The program before it was cut."""
 
     def program(self, segment: Segment) -> ClosedJaxpr:
-        """Makes a program of a segment, from the values it reads to those it writes."""
+        """Makes the program of a segment: its arguments are the values that the segment
+        reads, its results the values that it writes."""
         jaxpr = self.whole.replace(
             constvars=(),
             invars=[self.variables[number] for number in segment.reads],
@@ -117,7 +118,10 @@ def cut(
 
 
 class _Flat:
-    """A program with inlined calls, and with new variables that are written once."""
+    """A program in which the bodies of calls replace the calls (`INLINED`).
+
+    The results of its equations are new variables, each written once.
+    """
 
     def __init__(self, nodes: Sequence[int], seconds: Sequence[float]) -> None:
         self.units: list[Unit] = []
@@ -273,9 +277,9 @@ class _Cutting:
     def _groups(self) -> list[list[int]]:
         """Groups units into segments, in an order in which segments can run.
 
-        A segment starts with the unit, among those whose inputs are made, that has the
-        most changes of node after it (`_changes`). The segment takes all units of the
-        same node that can run without waiting for other nodes.
+        The first unit of a segment is the unit with the largest `_changes`, of all
+        units whose inputs are computed. The segment then takes all units of the same
+        node that can run without waiting for other nodes.
         """
         waiting = [len(before) for before in self._before]
         ready: dict[int, set[int]] = defaultdict(set)
@@ -305,9 +309,10 @@ class _Cutting:
         return sorted(group)
 
     def _changes(self) -> list[int]:
-        """Returns, for each unit, how often the node changes on a path of readers.
+        """Returns, for each unit, the largest number of node changes on a path.
 
-        The path begins at the unit; the path with the most changes counts.
+        A path begins at the unit, and goes from each unit to a unit that reads one of
+        its results.
         """
         found = [0] * len(self._units)
         for index in range(len(self._units) - 1, -1, -1):
@@ -376,9 +381,10 @@ def seconds_of(placement: Placement) -> tuple[float, ...]:
 def nodes_of_scopes(graph: Graph, table: Mapping[str, int]) -> tuple[int, ...]:
     """Assigns operators to nodes by the `jax.named_scope` that they are in.
 
-    This can divide layers into stages. Only scopes in `table` count, and of nested ones
-    the innermost. An operator outside of these scopes gets the node of the operator
-    before it. Operators before the first scope get the node of the first scope.
+    This can divide layers into stages. Scopes that are not in `table` are ignored. An
+    operator in several nested scopes gets the node of the innermost scope. An operator
+    outside of the table's scopes gets the node of the operator before it. Operators
+    before the first scope get the node of the first scope.
 
     Args:
         graph: the traced loss (`dtft.planner.trace`).
@@ -485,8 +491,9 @@ def predicted_starts(
 ) -> dict[Task, float]:
     """Returns the start times that a placement predicts for the first microbatch.
 
-    The start of a segment is the earliest start of its operators. For a backward task
-    only operators with differentiated results count.
+    The start of a forward task is the earliest start of its segment's operators. The
+    start of a backward task is the earliest start of their backward passes; operators
+    without differentiated results are ignored.
 
     Args:
         placement: a placement of one microbatch's forward and backward pass.
@@ -495,8 +502,8 @@ def predicted_starts(
         active: numbers of the values that are differentiated.
 
     Returns:
-        Map from a task of microbatch 0 to its predicted start in seconds. Tasks that
-        the placement lacks are left out.
+        Map from a task of microbatch 0 to its predicted start in seconds. A task is
+        left out if the placement predicts no start for its operators.
     """
     starts = {run.task: run.start_s for run in placement.schedule}
     task_of = _tasks(placement.operators)

@@ -253,8 +253,8 @@ class CallOrder:
 def order(calls: Calls, num_microbatches: int, seconds: Sequence[float]) -> CallOrder:
     """Computes the order of all tasks of a step.
 
-    The order has no deadlock: a microbatch never waits for a newer microbatch. Only
-    older microbatches count against the limit of microbatches in flight (`_let_in`).
+    The order has no deadlock, because the calls of a microbatch never wait for a newer
+    microbatch, also not at the limit of microbatches in flight (`_let_in`).
 
     Args:
         calls: the calls of a step.
@@ -312,9 +312,9 @@ class _Simulation:
         self._look(range(len(calls)))
 
     def run(self) -> tuple[dict[Task, float], float]:
-        """Returns the start of every task in seconds, and the end of the last task.
+        """Returns the start of every task, and the end of the last task, in seconds.
 
-        Tasks of a node are in their order of execution.
+        In the map of starts, the tasks of each node are in order of execution.
         """
         free: dict[int, float] = defaultdict(float)
         starts: dict[Task, float] = {}
@@ -386,9 +386,11 @@ class _Simulation:
     def _let_in(self, index: int, part: int) -> float | None:
         """Returns the time from which a segment may begin a microbatch, in seconds.
 
-        Below the segment's limit of microbatches in flight this is 0.0. At the limit it
-        is the end of an older microbatch's backward call (if the segment has none: of
-        all calls of that microbatch), or None if this end is not yet scheduled.
+        The limit L is the segment's largest number of microbatches in flight. For the
+        first L microbatches the time is 0.0. A later microbatch waits for the end of
+        the segment's backward call for microbatch `part` - L. If the segment has no
+        backward call, it waits for the end of all calls of that microbatch. Returns
+        None if this end is not yet scheduled.
         """
         gone = part - self._most[self._calls[index].segment]
         if gone < 0:

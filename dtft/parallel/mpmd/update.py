@@ -204,8 +204,7 @@ class _Making:
         return aval.size * aval.dtype.itemsize
 
     def _end(self, number: Any, node: int) -> Any:
-        """Returns `node` for a result with a number, or the value of a literal
-        result."""
+        """Returns `node`, or the value of the literal if the result is a literal."""
         return node if isinstance(number, int) else number.val
 
     def _arguments(self, wanted: dict[Key, list[int]]) -> list[NodeCall]:

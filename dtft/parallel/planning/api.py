@@ -97,8 +97,10 @@ class RunnablePlan(Plan):
 
     @cached_property
     def _planned_again(self) -> tuple[Section, ...]:
-        """The costs of the pins and the lints, as sections, each planned once; () for a
-        plan from a file."""
+        """Report sections with the costs of the pins and the lints.
+
+        () for a plan from a file. Computed on the first use, because this plans again.
+        """
         if self.decision is None:
             return ()
         return (*pin_section(self.decision), lint_section(self.lints()))
@@ -263,8 +265,8 @@ def plan(
             devices as the job, the plan uses every device.
         calibration: result of `dtft calibrate` for the same device type, or the path of
             its file. The measured figures replace the figures of the catalog.
-        what_if: whether knobs are searched too that this entry point or the cluster's
-            platform cannot run.
+        what_if: whether the search includes knobs that this entry point or the
+            cluster's platform cannot run.
         trial: number of best plans that are run on the devices here; the fastest is
             selected. 0 runs none.
         verify: number of best plans that are compiled, for devices that need not exist;

@@ -1,9 +1,9 @@
 """The calibration log: predicted and measured step times of planned runs.
 
 A run with a plan appends a line to `plan_times.jsonl` in its run directory: the
-predicted seconds by term, and the measured seconds of a step. It writes none if the
-plan was predicted for other devices than those of the run. `dtft calibrate --runs` fits
-the planner's cost model to these lines (`dtft.planner.cost.learn`).
+predicted seconds by term, and the measured seconds of a step. It appends nothing if the
+plan was predicted for other devices. `dtft calibrate --runs` fits the planner's cost
+model to these lines (`dtft.planner.cost.learn`).
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ PLAN_TIMES_FILE = "plan_times.jsonl"
 
 
 def past_run(plan: Plan, mesh: Mesh, step_s: Sequence[float]) -> PastRun | None:
-    """Makes one entry of the log from the measured times of a run.
+    """Makes a run's entry for the log from its measured step times.
 
     Returns None if the planner does not know the device type, or if the devices or the
     hosts are not all alike.

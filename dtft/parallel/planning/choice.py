@@ -1,8 +1,9 @@
-"""Chooses the plan of a run: once, then recorded in every commit and replayed.
+"""Chooses the plan of a run.
 
-Process 0 chooses and broadcasts the plan, because processes may see different files. If
-the number of devices has changed since the commit, `auto` is decided again. A plan from
-a file then gets more or fewer replicas, or is refused.
+A plan is chosen once, recorded in every commit, and replayed from the record. The
+process of the first device chooses and broadcasts the plan, because processes may see
+different files. If the number of devices has changed since the commit, `auto` is
+decided again. A plan from a file then gets more or fewer replicas, or is refused.
 """
 
 import json
@@ -117,7 +118,8 @@ def choose(
     config's `plan` and the number of devices are the same as in the checkpoint. If only
     the number of devices differs, `auto` is decided again, and a plan from a file gets
     the number of replicas that uses all devices. A plan that is newly read from its
-    file gets this number too, if it was made for another number of devices.
+    file gets this number of replicas, too, if it was made for another number of
+    devices.
 
     Args:
         experiment: the config; its field `plan` is `auto`, a path, or empty.
@@ -165,8 +167,10 @@ def choose(
 
 
 def recorded_plan(experiment: Experiment, items: Mapping[str, Any]) -> Plan | None:
-    """Returns the plan in a checkpoint's items; None if they have none, or if it was
-    chosen for another `plan` of the config.
+    """Returns the plan that a checkpoint's items record.
+
+    Returns None if the items have no plan, if the config asks for no plan, or if the
+    config's `plan` had another value when the plan was recorded.
 
     Raises:
         ValueError: the recorded plan has another version.

@@ -53,8 +53,10 @@ def entry_of(given: Mapping[str, Any]) -> str:
 
 
 def _lacks(given: Mapping[str, Any]) -> str:
-    """Returns text on missing and unexpected arguments; "" if both or none of step and
-    loss are given."""
+    """Returns text on missing and unexpected arguments.
+
+    Returns "" if `step` and `loss` are both given, or neither of them is.
+    """
     meant = [names for entry, names in ENTRIES.items() if entry in given]
     if len(meant) != 1:
         return ""

@@ -156,8 +156,10 @@ class Update:
         return from_paths(opt_state, {**leaves, **moved})
 
     def gathered(self, params: Any) -> Any:
-        """Gathers parameters over `fsdp`, for programs that are not differentiated
-        (evaluation)."""
+        """Gathers parameters over `fsdp`.
+
+        For programs that are not differentiated, such as evaluation.
+        """
         specs = {path: gathered(spec) for path, spec in self.plan.state.items()}
         whole = sharding_tree("params", params, specs, self.mesh)
         return self._constrain(params, whole)
@@ -200,7 +202,7 @@ def update_specs(
     of_params: Mapping[str, Spec],
     of_optimizer: Mapping[str, Spec],
 ) -> dict[str, Spec]:
-    """Returns the spec for each parameter's update: that of its optimizer state.
+    """Returns the spec for each parameter's update: the spec of its optimizer state.
 
     A leaf of the optimizer state belongs to a parameter if it is floating-point, has
     the parameter's shape, and has the parameter's position in a subtree with the
@@ -365,7 +367,7 @@ class PlannedStep:
         return self.trace(start, batch).lower()
 
     def trace(self, start: Any, batch: Any) -> jax.stages.Traced:
-        """Traces the step without lowering it; arguments are the same as of `lower`.
+        """Traces the step without lowering it; the arguments are as for `lower`.
 
         The result can be lowered for a platform that this machine does not have.
         """

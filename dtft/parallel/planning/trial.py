@@ -1,4 +1,4 @@
-"""A trial: runs the planner's best few plans on the devices here, selects the fastest.
+"""A trial: runs the planner's best few plans on the local devices, to find the fastest.
 
 Predicted step times have errors, so the plan with the shortest predicted step may not
 be the fastest. A trial measures whole steps, as `make_step` and `plan.jit` run them.
@@ -141,8 +141,8 @@ def try_plans(
     Args:
         decision: the decision with all candidates.
         given: the arguments of `dtft.plan`, as for `Runner`.
-        num: the number of plans to take, the best of those that fit. Plans that dtft
-            cannot run are then left out.
+        num: the number of plans to run, the best plans that fit. Fewer are run if
+            dtft cannot run some of these plans.
 
     Raises:
         ValueError: `num` is below 1, dtft can run none of these plans, the decision's

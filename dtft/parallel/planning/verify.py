@@ -55,16 +55,17 @@ class Verified:
     compiled: Compiled | CompileFailure
     verdict: Verdict
     held_back: float = 0.0
-    """Memory that had to stay free when the plan was selected, as a share of the plan's
-    predicted bytes. The share is the largest relative excess of compiled over predicted
-    bytes among the plans compiled before; 0 for the plans that are compiled first."""
+    """Memory that had to stay free when the plan was searched, as a share of the plan's
+    predicted bytes. 0 for the plans that are compiled first. For later plans it is the
+    largest share by which an earlier plan's compiled bytes exceeded its predicted
+    bytes."""
 
     @property
     def needed_bytes(self) -> int | None:
         """Bytes on each device as counted by the compiler; None if compilation failed.
 
-        For a CPU target only arguments and outputs count, because the temporaries of
-        the CPU backend are not those of another backend.
+        For a CPU target only arguments and outputs are counted, because other backends
+        have other temporaries than the CPU backend.
         """
         if isinstance(self.compiled, CompileFailure):
             return None
@@ -86,7 +87,7 @@ def verified(
     num: int = NUM,
     deadline_s: float | None = None,
 ) -> tuple[Verified, ...]:
-    """Compiles the best plans; compiles plans with less memory if none of these fits.
+    """Compiles the best plans, and if none fits, plans that need less memory.
 
     The target is the cluster's GPU if XLA can compile for it here (extra `aot`),
     otherwise as many fake CPU devices as the plan uses. With CPU devices the
@@ -105,7 +106,7 @@ def verified(
 
     Returns:
         The plans with the results of compilation: first the best plans, best first,
-        then plans with less memory.
+        then plans that need less memory.
 
     Raises:
         ValueError: `num` is below 1, `deadline_s` is not above 0, or the step has
@@ -205,12 +206,12 @@ def _excess(found: Sequence[Verified]) -> float:
 def leaner(
     decision: Decision, found: Sequence[Verified], num: int
 ) -> tuple[Decision, ...]:
-    """Plans again for devices with less memory, after compiled plans did not fit.
+    """Searches plans that need less memory, after compiled plans did not fit.
 
-    The memory without `RESERVE` is divided by the largest ratio of compiled to
-    predicted bytes. So the new plans fit even if every program exceeds its prediction
-    by this ratio. The difference to the real memory is added to the reserve of the
-    plans.
+    The search assumes smaller devices: their memory without `RESERVE`, divided by the
+    largest ratio of compiled to predicted bytes. So the new plans fit even if every
+    program exceeds its prediction by this ratio. The difference to the real memory is
+    added to the reserve of the plans.
 
     Args:
         decision: the decision that was verified first.
