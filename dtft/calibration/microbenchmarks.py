@@ -65,9 +65,9 @@ class TimedProgram:
 
 
 def make_mesh(devices: Sequence[Any], inner: int, group: int) -> Mesh:
-    """Makes a mesh (outer, group, inner) of `devices`.
+    """Makes a mesh of `devices` with the axes "outer", "group" and "inner".
 
-    Neighbours in a group are `inner` devices apart.
+    The axis "group" has `group` devices, `inner` positions apart in `devices`.
     """
     shape = (-1, group, inner)
     return Mesh(np.array(devices).reshape(shape), ("outer", "group", "inner"))
@@ -139,8 +139,11 @@ def timed(
 
 
 def _turns(run: Callable[[int], float], budget_s: float) -> int:
-    """Finds a number of turns that takes at least `budget_s` seconds; at most
-    `MOST_TURNS`, and equal on all processes."""
+    """Finds a number of turns that takes at least `budget_s` seconds.
+
+    The number is equal on all processes, and at most `MOST_TURNS` even if these take
+    fewer seconds.
+    """
     turns = 2
     while True:
         seconds = run(turns)
