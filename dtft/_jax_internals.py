@@ -435,9 +435,8 @@ class _Read(threading.local):
     """What each thread has last read from JAX's compilation cache."""
 
     looked = False
-    """Whether the thread has looked for an entry."""
     entry: bytes | None = None
-    """The entry that was found; None if the cache had none."""
+    """The entry; None if the cache had none, or if the thread has read none yet."""
 
 
 _read = _Read()

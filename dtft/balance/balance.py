@@ -258,9 +258,10 @@ class Balance(Generic[Division]):
 
     @property
     def settled(self) -> bool:
-        """Whether for `patience` rounds the division is unchanged and no node drifted.
+        """Whether the division is settled: no change and no drift in `patience` rounds.
 
-        A settled division can still change if a node drifts, or if more steps make the
+        A node drifts if its seconds per unit change relative to the other nodes. A
+        settled division can still change if a node drifts, or if more steps make the
         noise smaller than a gain.
         """
         return self.unchanged >= self.rules.patience

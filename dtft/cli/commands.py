@@ -481,7 +481,7 @@ class CheckpointVerifyCommand:
     rate: Annotated[int, _told("BYTES_PER_S")] = 0
     """For a live job: bytes per second that each host may read; 0: no limit."""
     timeout: _Seconds = 600.0
-    """For a live job: seconds that each host may take, beside those that --rate needs."""
+    """For a live job: limit for each host in seconds, without the time for --rate."""
 
     def run(self) -> int:
         """Verifies the copies; returns the exit code.

@@ -1,8 +1,8 @@
 """Places the operators of a program on nodes of different types.
 
-`place` makes tasks of a traced program, computes the seconds of each task on every node
-of a cluster, and takes the best candidate of the heuristics: earliest finish with
-transfers of inputs over the links, baselines, and moves of tasks.
+`place` divides a traced program into tasks, and computes the seconds of each task on
+every node of a cluster. Heuristics then make candidate placements
+(`find_placement`), and `place` returns the best candidate.
 """
 
 import operator

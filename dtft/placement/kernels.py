@@ -1,4 +1,4 @@
-"""Kernels of devices for operators, pins of operators to nodes, and checks of names.
+"""Decides which nodes can run an operator: by the kernels of devices, and by pins.
 
 Registries (`DeviceType.kernels`, `Kernels.registered`) list the operators for which
 devices have kernels. For JAX's platforms, lowering also shows whether a kernel exists

@@ -224,11 +224,11 @@ def _made_and_read(
 def with_gradients(
     graph: Graph, values: Sequence[int], passed: Sequence[Passed], params: str | None
 ) -> list[Passed]:
-    """Returns the values with their final `has_gradient`.
+    """Returns the values of `passed` with `has_gradient` set correctly.
 
-    A value has a gradient if it is floating or complex, and on a path from the
-    parameters to the loss (the program's first result). In `passed`, `has_gradient`
-    says only whether a value is floating or complex.
+    In `passed`, `has_gradient` only says whether a value is floating or complex. A
+    value has a gradient if it is also on a path from the parameters to the loss (the
+    program's first result).
 
     Args:
         graph: the program.
@@ -344,10 +344,15 @@ def tasks_of(
 def _intervals(
     graph: Graph, grain: Grain, together: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, int]]:
-    """Yields each task's first operator and the operator after its last, in order.
+    """Divides the program into tasks; yields for each its first operator and the
+    operator after its last.
 
-    Overlapping loops, layers and pairs of `together` become one task. Raises ValueError
-    if a pair of `together` is not within the program.
+    Each loop and each pair of `together` is one task; with grain `block`, each of a row
+    of equal layers is too. Overlapping ones are merged into one task. Every other
+    operator is a task.
+
+    Raises:
+        ValueError: a pair of `together` is not within the program.
     """
     joined = [loop.operators for loop in graph.loops] + [*map(tuple, together)]
     if grain == "block":
