@@ -168,7 +168,8 @@ class Work(Protocol[Division]):
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Decides when the division (the load of each node) changes, and is settled."""
+    """Options that decide when the division (the load of each node) changes, and when
+    it counts as settled."""
 
     policy: Policy = "exact"
     least_gain: float = 0.01

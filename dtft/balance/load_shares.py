@@ -95,7 +95,10 @@ class Microbatches:
         return allocate(unit_s, self.total, cap=self.cap, low=self.low)
 
     def best(self, unit_s: Floats, fixed_s: Floats | None = None) -> Counts:
-        """Returns the shares with the fewest seconds until the last node is done."""
+        """Returns the shares with the fewest seconds until the last node is done.
+
+        A node takes `fixed_s + share * unit_s` seconds; `[n]` each.
+        """
         return allocate(unit_s, self.total, fixed_s=fixed_s, cap=self.cap, low=self.low)
 
     def load(self, division: Counts) -> Floats:
@@ -105,7 +108,7 @@ class Microbatches:
     def seconds(
         self, division: Counts, unit_s: Floats, fixed_s: Floats | None = None
     ) -> float:
-        """Returns the seconds until the last node is done."""
+        """Returns the seconds until the last node is done (see `best`)."""
         shares = check_division(division, self.num_nodes, self.total)
         return makespan(shares, unit_s, fixed_s)
 

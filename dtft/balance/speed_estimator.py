@@ -110,7 +110,7 @@ class UnitTimes:
         return seen._pooled(mean, variance, steps, loaded)
 
     def scaled(self, level: float) -> "UnitTimes":
-        """Returns the unit times if all nodes took `level` times as long."""
+        """Returns the unit times with all seconds multiplied by `level`."""
         return replace(
             self, mean_s=level * self.mean_s, variance=level**2 * self.variance
         )
@@ -402,7 +402,7 @@ class SpeedEstimator:
 
 
 class _Rows:
-    """Sums over measured loads, for each node's least-squares fit; all `[n]`."""
+    """Sums over the measured loads, from which each node's fit is computed; all `[n]`."""
 
     def __init__(self, load: Floats, busy: Floats, error: Floats) -> None:
         """Sums over the measured loads; each node must be measured at least once.
@@ -455,5 +455,5 @@ class _Rows:
 
 
 def key_of(load: Floats) -> Load:
-    """Converts a load (units of each node) to a key of a mapping."""
+    """Converts a load (units of each node) from an array to a tuple, for dict keys."""
     return tuple(load.tolist())

@@ -107,8 +107,8 @@ class BenchmarkSizes:
 
 
 def _powers(first: int, last: int, num: int) -> tuple[int, ...]:
-    """Returns sizes from `first` to `last`: multiples of 1024, evenly spaced on a log
-    scale."""
+    """Returns `num` sizes from `first` to `last`, evenly spaced on a log scale and
+    rounded to multiples of 1024."""
     ratio = (last / first) ** (1 / (num - 1))
     return tuple(round(first * ratio**n / 1024) * 1024 for n in range(num))
 

@@ -493,7 +493,8 @@ def _verify_job(observer: "Observer", *, rate: int, timeout_s: float) -> Printed
 
 
 class _Progress:
-    """Prints how many bytes a job's hosts have read, at most once in `PROGRESS_S`."""
+    """Prints how many bytes a job's hosts have read, at most every `PROGRESS_S`
+    seconds."""
 
     def __init__(self) -> None:
         self._hosts: dict[str, tuple[int, int]] = {}

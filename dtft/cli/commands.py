@@ -577,7 +577,7 @@ class PlanCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictCommand:
-    """Predict time and memory of a table of layouts."""
+    """Predict step time and memory of the training runs in a table."""
 
     rows: Annotated[Positional[str], _told("ROWS.csv")]
     """Table with the columns of experiments/data/megatron_a100.csv, and others that
@@ -597,7 +597,7 @@ class PredictCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateCommand:
-    """Measure this machine for the planner."""
+    """Measure the speed of this machine's devices, for the planner's predictions."""
 
     out: _File = ""
     """File to write the calibration to."""
