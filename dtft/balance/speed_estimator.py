@@ -402,7 +402,7 @@ class SpeedEstimator:
 
 
 class _Rows:
-    """Sums over the measured loads, from which each node's fit is computed; all `[n]`."""
+    """Sums over the measured loads, for each node's least-squares fit; `[n]` each."""
 
     def __init__(self, load: Floats, busy: Floats, error: Floats) -> None:
         """Sums over the measured loads; each node must be measured at least once.

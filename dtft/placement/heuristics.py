@@ -193,10 +193,11 @@ class _Row:
 
 
 def _next_infinite(seconds: Floats) -> NDArray[np.int64]:
-    """Returns for each item the first item, from it on, that a node cannot run.
+    """Returns for each item and node the first item at or after it that the node cannot
+    run.
 
     The shape is `[items + 1, nodes]`. The entry is the number of items if the node can
-    run all items from this one on.
+    run all these items.
     """
     num = len(seconds)
     places = np.where(np.isfinite(seconds), num, np.arange(num)[:, None])
@@ -367,10 +368,11 @@ tasks."""
 
 
 def speed_table(problem: Problem) -> Speeds:
-    """Returns the seconds of all tasks of a kind on the fastest node of a type.
+    """Computes how fast each node type is for each kind of tasks.
 
-    Types without a node that can run all tasks of the kind are left out. A kind without
-    any type is left out too.
+    The figure is the seconds that the fastest node of the type takes for all tasks of
+    the kind. Types without a node that can run all these tasks are left out. A kind
+    without any type is left out too.
     """
     types, kinds = problem.nodes.alike(), np.array(problem.tasks.kinds)
     found: dict[str, dict[str, float]] = {}

@@ -99,7 +99,7 @@ class Held:
 def _peak(changes: list[tuple[float, float]]) -> float:
     """Returns the highest running sum of changes, which are pairs of time and bytes.
 
-    Of changes at the same time, decreases count first.
+    Among changes at the same time, decreases count first.
     """
     if not changes:
         return 0.0
